@@ -1,0 +1,42 @@
+# A newcomer needs two of these: `make up` and `make test`. Each does its own set-up.
+# PYTHONSAFEPATH: with this folder on sys.path, `import kernels` would find ours, not another package's.
+export PYTHONSAFEPATH = 1
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: up down test check format bench clean
+up: .venv/installed
+	$(BIN)/llmbox up builtin
+
+down: .venv/installed
+	$(BIN)/llmbox down
+
+test: .venv/dev
+	$(BIN)/pytest -n 2 --dist worksteal
+
+check: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: .venv/dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/dev
+	$(BIN)/python -m tests.bench
+
+clean:
+	rm -rf .venv build dist
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/installed: .venv/bin/python pyproject.toml packaging/constraints.txt
+	$(BIN)/pip install --quiet --constraint packaging/constraints.txt --editable .
+	touch $@
+
+.venv/dev: .venv/installed
+	$(BIN)/pip install --quiet --constraint packaging/constraints.txt --requirement packaging/dev-requirements.txt
+	touch $@

@@ -1,0 +1,1 @@
+"""The daemon and its command line: HTTP, gateway, engine supervision, store. Never imports torch."""

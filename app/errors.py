@@ -1,0 +1,61 @@
+"""One family for everything that a user or a client can cause.
+
+LlmboxError            what failed, why, what to do next
+├── ApiError           ends as an OpenAI error object
+└── CliError           ends as four lines on stderr and an exit code
+"""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+
+class LlmboxError(Exception):
+    """Base of all expected errors."""
+
+
+@dataclass(slots=True)
+class ApiError(LlmboxError):
+    """An HTTP answer of 4xx or 5xx in OpenAI's shape. `code` is a word, `message` never names paths or internals."""
+
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+    type: str = "invalid_request_error"
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Exit(IntEnum):
+    """Exit codes of the command line, a promise to scripts."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    UNREACHABLE = 3
+    NOT_FOUND = 4
+    DOES_NOT_FIT = 5
+    DENIED = 6
+    NETWORK = 7
+    INTEGRITY = 8
+    CONFLICT = 9
+    DOCTOR = 10
+
+
+@dataclass(slots=True)
+class CliError(LlmboxError):
+    """What failed, why (with numbers), what to run next, where the log is."""
+
+    what: str
+    why: str = ""
+    fix: str = ""
+    exit: Exit = Exit.FAILED
+    log: str = ""
+
+    def __str__(self) -> str:
+        return self.what

@@ -1,0 +1,1 @@
+"""The inference engine. It knows token ids only: no text, no HTTP, no database."""

@@ -1,0 +1,37 @@
+"""How one model is to be served. Filled by the daemon from flags and the config file; engine-side defaults here."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Batching = Literal["continuous", "static"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One model on one engine. `None` means: decided at load from the model and the machine."""
+
+    model_path: str
+    name: str
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    kv_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    context: int | None = None
+    """Longest prompt + output of one request, in tokens; None takes the model's own limit or what fits."""
+    max_running: int | None = None
+    token_budget: int | None = None
+    """Most tokens computed in one step, prefill and decode together."""
+    memory_bytes: int | None = None
+    """Budget for weights + workspace + KV of this model."""
+    block_size: int = 16
+    threads: int | None = None
+    batching: Batching = "continuous"
+    prefix_cache: bool = True
+    chunked_prefill: bool = True
+    """Off: a prompt is computed in one step, whatever the budget (for comparison)."""
+    deterministic: bool = False
+    premium_share: float = 0.1
+    """Share of KV blocks that only requests of negative priority (premium bands) may take."""
+    watermark: float = 0.01
+    """Share of KV blocks kept free at admission, so that running requests can grow."""

@@ -1,0 +1,30 @@
+"""Errors of the engine that a user can cause.
+
+EngineError
+├── ModelError          the model directory cannot be served (names the file)
+│   └── UnsupportedArchitecture
+├── DoesNotFit          weights, context or one request exceed the memory budget (need/have)
+└── DeviceError         the asked device or dtype is not there
+"""
+
+
+class EngineError(Exception):
+    """Base. `code` is the word that crosses the process boundary and reaches API errors."""
+
+    code = "engine_error"
+
+
+class ModelError(EngineError):
+    code = "bad_model"
+
+
+class UnsupportedArchitecture(ModelError):  # noqa: N818 - named for what the user reads
+    code = "unsupported_architecture"
+
+
+class DoesNotFit(EngineError):  # noqa: N818
+    code = "does_not_fit"
+
+
+class DeviceError(EngineError):
+    code = "device_unavailable"

@@ -1,0 +1,177 @@
+"""What daemon and engine say to each other: one dataclass for each thing asked or told.
+
+Plain dataclasses, so that the engine runs where msgspec is absent; `transport.py` encodes them.
+Every request carries all that is needed to go on after the engine died: see `AddRequest.output_ids`.
+"""
+
+from dataclasses import dataclass, field
+
+from .config import EngineConfig
+from .sampling import SamplingParams
+
+# --------------------------------------------------------------------------- daemon -> engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """First message: load this model and become ready."""
+
+    config: EngineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddRequest:
+    """Generate a sequence.
+
+    `output_ids` are tokens that an earlier engine already delivered: generation goes on after them and
+    they count as output for penalties, `max_tokens` and `min_tokens`.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    output_ids: list[int] = field(default_factory=list)
+    priority: int = 0
+    """Lower is served first (vLLM's convention); bands are formed from it."""
+    cache_namespace: str = ""
+    """Prefix-cache blocks are shared only inside a namespace (per-key salt, `cache_salt`)."""
+    fork_of: str | None = None
+    """Sibling of the same `n > 1` call whose prompt blocks may be shared copy-on-write."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortRequest:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ping:
+    """Answered with `Pong` between two steps: proves that the step loop turns."""
+
+    nonce: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shutdown:
+    pass
+
+
+# --------------------------------------------------------------------------- engine -> daemon
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Loading goes on. `done` and `total` are bytes of weights."""
+
+    phase: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """Facts of a loaded model that the daemon shows and checks requests against."""
+
+    name: str
+    architecture: str
+    device: str
+    dtype: str
+    kv_dtype: str
+    backend: str
+    """Which kernels run: `reference`, later `cpu` or `triton`."""
+    context_window: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    weights_bytes: int
+    kv_bytes: int
+    kv_bytes_per_token: int
+    workspace_bytes: int
+    max_running: int
+    max_concurrency: float
+    """How many requests of full context fit in the KV pool at once."""
+    load_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    info: ModelInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFailed:
+    """The model cannot be served; the process ends after this. `code` is a word such as `bad_model`."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities (natural log) at one position. `top` holds (id, logprob), best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the most likely token."""
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """What one step gave one request. The last one carries `finish_reason`."""
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """With the first output: one entry a prompt token, None for the first."""
+    finish_reason: str | None = None
+    """`stop`, `length`, `abort` or `error`."""
+    stop_token_id: int | None = None
+    error_code: str | None = None
+    error_message: str | None = None
+    cached_tokens: int | None = None
+    """Prompt tokens that the prefix cache saved; sent with the first output."""
+    scheduled_at: float | None = None
+    """CLOCK_MONOTONIC seconds when prefill began; sent with the first output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Gauges of this moment and counters since the engine process started."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_total: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int = 0
+    preemptions: int = 0
+    slots_used: int = 0
+    """KV slots holding a token, of `blocks_used * block_size` reserved ones: the rest is waste."""
+    step_seconds: float = 0.0
+    """Time spent inside steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutputs:
+    """All that one step produced, and the engine's state after it."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pong:
+    nonce: int
+    stats: EngineStats
+
+
+ToEngine = Start | AddRequest | AbortRequest | Ping | Shutdown
+ToDaemon = Progress | Ready | LoadFailed | StepOutputs | Pong

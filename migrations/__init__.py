@@ -1,0 +1,1 @@
+"""Alembic migrations of the request log, from the first schema on."""

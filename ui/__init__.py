@@ -1,0 +1,1 @@
+"""Dashboards: thin readers of the daemon's event stream and admin API."""
