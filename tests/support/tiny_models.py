@@ -1,0 +1,201 @@
+"""Tiny random models in Hugging Face format: one for each architecture and RoPE variant.
+
+A model is a directory with config.json, model.safetensors (or shards), generation_config.json and,
+unless refused, a byte-level BPE tokenizer with a ChatML template. Written without transformers: fast.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+ORIGINAL_CONTEXT = 32
+HEAD_DIM = 16
+ROPE_VARIANTS: dict[str, dict[str, Any] | None] = {
+    "default": None,
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL_CONTEXT,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL_CONTEXT},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "short_factor": [1.0 + 0.05 * i for i in range(HEAD_DIM // 2)],
+        "long_factor": [1.0 + 0.5 * i for i in range(HEAD_DIM // 2)],
+        "original_max_position_embeddings": ORIGINAL_CONTEXT,
+    },
+}
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VOCAB = 320
+CHATML = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+def tiny_config(arch: str = "qwen3", rope: str = "default", **overrides: Any) -> dict[str, Any]:
+    """The config.json of a tiny model, in the style of older transformers (`rope_theta` + `rope_scaling`)."""
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[arch]],
+        "model_type": arch,
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 256,
+        "rope_theta": 10000.0,
+        "rope_scaling": ROPE_VARIANTS[rope],
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "torch_dtype": "float32",
+    }
+    if rope == "dynamic":
+        config["max_position_embeddings"] = ORIGINAL_CONTEXT
+    if arch == "mistral":
+        config["sliding_window"] = None
+    if arch == "qwen2":
+        config |= {"use_sliding_window": False, "max_window_layers": 2, "sliding_window": None}
+    return config | overrides
+
+
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of this config holds, by its Hugging Face name."""
+    arch, hidden, ffn, vocab = (
+        config[k] for k in ("model_type", "hidden_size", "intermediate_size", "vocab_size")
+    )
+    head = config.get("head_dim") or hidden // config["num_attention_heads"]
+    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    qkv_bias = arch == "qwen2" or config.get("attention_bias", False)
+    o_bias = arch != "qwen2" and config.get("attention_bias", False)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    for i in range(config["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        shapes[p + "input_layernorm.weight"] = shapes[p + "post_attention_layernorm.weight"] = (hidden,)
+        linears = {
+            "self_attn.q_proj": (q, hidden, qkv_bias),
+            "self_attn.k_proj": (kv, hidden, qkv_bias),
+            "self_attn.v_proj": (kv, hidden, qkv_bias),
+            "self_attn.o_proj": (hidden, q, o_bias),
+            "mlp.gate_proj": (ffn, hidden, config.get("mlp_bias", False)),
+            "mlp.up_proj": (ffn, hidden, config.get("mlp_bias", False)),
+            "mlp.down_proj": (hidden, ffn, config.get("mlp_bias", False)),
+        }
+        for name, (rows, columns, bias) in linears.items():
+            shapes[f"{p}{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{p}{name}.bias"] = (rows,)
+        if arch == "qwen3":
+            shapes[p + "self_attn.q_norm.weight"] = shapes[p + "self_attn.k_norm.weight"] = (head,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    return shapes
+
+
+def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random weights, wide enough that greedy tokens vary and logits differ by position."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, config["torch_dtype"])
+    weights = {}
+    for name, shape in tensor_shapes(config).items():
+        noise = torch.randn(shape, generator=generator)
+        norm = len(shape) == 1 and name.endswith("norm.weight")
+        scale = 1.0 if "embed" in name else 1.5 / math.sqrt(shape[-1])
+        weights[name] = (1 + 0.1 * noise if norm else scale * noise).to(dtype)
+    return weights
+
+
+def make_tiny_model(
+    directory: Path,
+    *,
+    arch: str = "qwen3",
+    rope: str = "default",
+    seed: int = 0,
+    shards: int = 1,
+    tokenizer: bool = True,
+    **overrides: Any,
+) -> Path:
+    """Write a model into `directory` (made if absent) and return it. `overrides` go into config.json."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = tiny_config(arch, rope, **overrides)
+    write_json(directory / "config.json", config)
+    write_json(
+        directory / "generation_config.json",
+        {"bos_token_id": 0, "eos_token_id": [2, 0], "do_sample": True, "temperature": 0.8, "top_p": 0.95},
+    )
+    save_sharded(directory, tiny_weights(config, seed), shards)
+    if tokenizer:
+        write_tokenizer(directory, config["vocab_size"])
+    return directory
+
+
+def save_sharded(directory: Path, weights: dict[str, torch.Tensor], shards: int = 1) -> None:
+    if shards == 1:
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = list(weights)
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        part = {name: weights[name] for name in names[shard::shards]}
+        save_file(part, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    total = sum(t.numel() * t.element_size() for t in weights.values())
+    write_json(
+        directory / "model.safetensors.index.json",
+        {"metadata": {"total_size": total}, "weight_map": weight_map},
+    )
+
+
+def write_tokenizer(directory: Path, vocab_size: int = VOCAB) -> None:
+    """Ids 0..2 are the special tokens, the next 256 the bytes, then a few merges."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=min(vocab_size, VOCAB),
+        special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIAL],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    text = "the quick brown fox jumps over the lazy dog and then the other thing in the morning; "
+    tokenizer.train_from_iterator([text * 4, "user assistant system hello world token tokens\n"], trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<|endoftext|>",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+            "chat_template": CHATML,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 256,
+        },
+    )
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1), encoding="utf-8")
