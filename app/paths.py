@@ -1,0 +1,117 @@
+"""Where files live: the platform's folders, or all of them under one `--data-dir`.
+
+Folders are made 0700 and files 0600 (umask 077): other users of the box read nothing of ours.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import CliError, Exit
+
+SYSTEM_CONFIG = Path("/etc/llmbox/config.toml")
+UNIX_PATH_LIMIT = 104
+"""Bytes that a unix socket address takes on every platform we know (Linux: 107, macOS: 103)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    config_file: Path
+    system_config: Path
+    data_dir: Path
+    state_dir: Path
+    cache_dir: Path
+    runtime_dir: Path
+
+    @property
+    def lock_file(self) -> Path:
+        return self.runtime_dir / "llmbox.lock"
+
+    @property
+    def pid_file(self) -> Path:
+        return self.runtime_dir / "llmbox.pid"
+
+    @property
+    def socket_file(self) -> Path:
+        return self.runtime_dir / "llmbox.sock"
+
+    @property
+    def log_file(self) -> Path:
+        return self.state_dir / "daemon.log"
+
+    @property
+    def request_db(self) -> Path:
+        return self.state_dir / "requests.db"
+
+    @property
+    def history_file(self) -> Path:
+        return self.state_dir / "chat_history"
+
+    def create(self) -> None:
+        for folder in (self.data_dir, self.state_dir, self.cache_dir, self.runtime_dir):
+            private_dir(folder)
+
+
+def find_paths(data_dir: Path | None = None, config: Path | None = None) -> Paths:
+    if data_dir is not None:
+        root = data_dir.expanduser().absolute()
+        paths = Paths(root / "config.toml", SYSTEM_CONFIG, root, root / "state", root / "cache", root / "run")
+    else:
+        paths = _platform_paths()
+    if config is None:
+        return paths
+    return Paths(
+        config.expanduser().absolute(),
+        paths.system_config,
+        paths.data_dir,
+        paths.state_dir,
+        paths.cache_dir,
+        paths.runtime_dir,
+    )
+
+
+def _platform_paths() -> Paths:
+    from platformdirs import PlatformDirs  # noqa: PLC0415 - not needed with --data-dir
+
+    dirs = PlatformDirs("llmbox", appauthor=False)
+    return Paths(
+        dirs.user_config_path / "config.toml",
+        SYSTEM_CONFIG,
+        dirs.user_data_path,
+        dirs.user_state_path,
+        dirs.user_cache_path,
+        dirs.user_runtime_path,
+    )
+
+
+def private_dir(folder: Path) -> None:
+    """Makes `folder` 0700. Refuses one that belongs to another user: it could be a trap in /tmp."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        if status.st_uid != os.geteuid():
+            raise CliError(
+                f"cannot use the folder {folder}",
+                f"it belongs to user id {status.st_uid}, we run as {os.geteuid()}",
+                "choose another place with --data-dir DIR, or fix its owner with chown",
+                Exit.DENIED,
+            )
+        if status.st_mode & 0o077:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise CliError(
+            f"cannot create the folder {folder}",
+            error.strerror or str(error),
+            "choose another place with --data-dir DIR",
+            Exit.DENIED,
+        ) from error
+
+
+def socket_address(path: Path, dir_fd: int | None = None) -> str:
+    """The address to bind or connect to. Paths over the limit go through an open descriptor of their folder.
+
+    `dir_fd` must stay open until the call that uses the address returns.
+    """
+    if len(os.fsencode(path)) <= UNIX_PATH_LIMIT or dir_fd is None:
+        return str(path)
+    return f"/proc/self/fd/{dir_fd}/{path.name}"

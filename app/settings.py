@@ -1,0 +1,206 @@
+"""Every setting, once: section, key, type, default, range and what it does.
+
+The same table feeds the TOML file, `LLMBOX_SECTION_KEY` variables, command-line flags, `llmbox config` and
+the documentation. Settings never change: a reload makes a new object (see `settings_load`).
+"""
+
+from dataclasses import dataclass, field, fields
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+Scalar = bool | int | float | str | tuple[str, ...] | None
+
+
+def key(
+    default: Scalar,
+    doc: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    live: bool = False,
+) -> Any:
+    """`live` keys take effect on reload (SIGHUP); the others at the next start."""
+    return field(default=default, metadata={"doc": doc, "low": low, "high": high, "live": live})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    host: str = key("127.0.0.1", "Address to listen on; 127.0.0.1 also listens on ::1.")
+    port: int = key(7411, "TCP port of the API; 0 takes a free one.", low=0, high=65535)
+    models: tuple[str, ...] = key(("builtin",), "Models loaded at start when the command names none.")
+    allowed_hosts: tuple[str, ...] = key(
+        (), "Further names that a Host header may carry, as host or host:port."
+    )
+    drain_timeout: float = key(
+        30.0,
+        "Seconds that open requests may take after SIGTERM before they end with an error.",
+        low=0,
+        high=3600,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitSettings:
+    body_bytes: int = key(2_000_000, "Largest request body.", low=1024, high=1 << 30)
+    header_line_bytes: int = key(
+        16_384, "Longest header line, request line included.", low=1024, high=1 << 20
+    )
+    header_count: int = key(100, "Most headers of one request.", low=8, high=10_000)
+    header_timeout: float = key(15.0, "Seconds for a client to send its headers.", low=0.1, high=3600)
+    body_timeout: float = key(60.0, "Seconds for a client to send its body.", low=0.1, high=3600)
+    idle_timeout: float = key(
+        75.0, "Seconds that an idle keep-alive connection stays open.", low=1, high=3600
+    )
+    connections: int = key(4096, "Most open connections.", low=8, high=1_000_000)
+    json_depth: int = key(32, "Deepest nesting of a JSON body.", low=4, high=512)
+    messages: int = key(2048, "Most messages of one chat request.", low=1, high=1_000_000)
+    stop_strings: int = key(16, "Most stop strings of one request.", low=1, high=1024)
+    stop_string_bytes: int = key(256, "Longest stop string.", low=1, high=65_536)
+    logit_bias: int = key(1024, "Most entries of logit_bias.", low=1, high=1_000_000)
+    choices: int = key(16, "Largest n (answers of one request).", low=1, high=1024)
+    queue: int = key(512, "Requests that may wait for a model; one more gets 429.", low=1, high=1_000_000)
+    stream_buffer_bytes: int = key(
+        1_000_000, "Unread bytes kept for one slow stream.", low=4096, high=1 << 30
+    )
+    stream_timeout: float = key(
+        60.0, "Seconds without progress until a slow stream is closed.", low=1, high=3600
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """Defaults for every model; flags of `load` go over them."""
+
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "auto", "Where models run; auto takes a GPU when there is one."
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
+        "auto", "Type of weights and activations; auto follows the checkpoint."
+    )
+    kv_dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
+        "auto", "Type of the KV cache; auto follows dtype."
+    )
+    ctx: int | None = key(
+        None,
+        "Longest prompt + output in tokens; auto takes the model's limit or what fits.",
+        low=16,
+        high=1 << 26,
+    )
+    max_running: int | None = key(None, "Most sequences computed together.", low=1, high=65_536)
+    token_budget: int | None = key(None, "Most tokens computed in one step.", low=16, high=1 << 20)
+    memory: float | None = key(
+        None, "Memory budget in GB (10^9 bytes) for weights, KV and workspace.", low=0.05, high=100_000
+    )
+    threads: int | None = key(
+        None, "CPU threads of the engine; auto takes the physical cores.", low=1, high=4096
+    )
+    batching: Literal["continuous", "static"] = key(
+        "continuous", "static runs each batch to its longest request (for comparison)."
+    )
+    prefix_cache: bool = key(True, "Keep and reuse the KV of prompts that begin alike.")
+    chunked_prefill: bool = key(True, "Compute long prompts in pieces between other requests' tokens.")
+    deterministic: bool = key(False, "Only operations whose results never depend on the batch.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSettings:
+    level: Literal["debug", "info", "warning", "error"] = key(
+        "info", "Least level that the daemon log keeps.", live=True
+    )
+    file_bytes: int = key(10_000_000, "Size at which the daemon log is rotated.", low=10_000, high=1 << 40)
+    files: int = key(3, "Rotated daemon logs kept.", low=0, high=1000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSettings:
+    log: bool = key(True, "Keep a log of requests: metadata only, never their content.")
+    retention_days: float = key(30.0, "Days that request rows are kept.", low=0.01, high=36_500)
+    max_bytes: int = key(
+        500_000_000, "Size of the request log over which the oldest rows go.", low=1_000_000, high=1 << 44
+    )
+    queue: int = key(
+        10_000, "Rows that may wait for the disk; more are dropped and counted.", low=1, high=10_000_000
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    server: ServerSettings = field(default_factory=ServerSettings)
+    limits: LimitSettings = field(default_factory=LimitSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    log: LogSettings = field(default_factory=LogSettings)
+    requests: RequestSettings = field(default_factory=RequestSettings)
+
+    def get(self, name: str) -> Scalar:
+        section, _, attribute = name.partition(".")
+        value: Scalar = getattr(getattr(self, section), attribute)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One row of the table. `name` is `section.key`; `kind` what a value must be."""
+
+    name: str
+    kind: type
+    optional: bool
+    choices: tuple[str, ...]
+    default: Scalar
+    doc: str
+    low: float | None
+    high: float | None
+    live: bool
+
+    @property
+    def section(self) -> str:
+        return self.name.partition(".")[0]
+
+    @property
+    def variable(self) -> str:
+        return "LLMBOX_" + self.name.replace(".", "_").upper()
+
+
+SECTIONS: dict[str, type] = {
+    "server": ServerSettings,
+    "limits": LimitSettings,
+    "model": ModelSettings,
+    "log": LogSettings,
+    "requests": RequestSettings,
+}
+
+
+@cache
+def schema() -> dict[str, Key]:
+    """All keys by name, in the order in which they are written down."""
+    keys: dict[str, Key] = {}
+    for section, cls in SECTIONS.items():
+        hints = get_type_hints(cls)
+        for item in fields(cls):
+            name = f"{section}.{item.name}"
+            kind, optional, choices = _shape(hints[item.name])
+            meta = item.metadata
+            keys[name] = Key(
+                name,
+                kind,
+                optional,
+                choices,
+                item.default,
+                meta["doc"],
+                meta["low"],
+                meta["high"],
+                meta["live"],
+            )
+    return keys
+
+
+def _shape(hint: Any) -> tuple[type, bool, tuple[str, ...]]:
+    optional = False
+    if get_origin(hint) is UnionType:
+        optional = True
+        (hint,) = (part for part in get_args(hint) if part is not NoneType)
+    if get_origin(hint) is Literal:
+        return str, optional, get_args(hint)
+    if get_origin(hint) is tuple:
+        return tuple, optional, ()
+    return hint, optional, ()
