@@ -1,0 +1,58 @@
+"""The daemon's event stream: published by whoever does something, read by dashboards and `-f` commands."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+# A reader that reconnects within this many events misses nothing.
+_REMEMBERED = 512
+# A reader that is this far behind is cut off and has to reconnect: one slow page must not grow the daemon.
+_BACKLOG = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """`type` is dotted (`request.finished`, `model.ready`); `data` is plain JSON data."""
+
+    id: int
+    type: str
+    data: dict[str, Any]
+
+
+class Events:
+    """One publisher side, any number of subscribers. Only to be used from the daemon's event loop."""
+
+    def __init__(self) -> None:
+        self._next_id = 1
+        self._recent: deque[Event] = deque(maxlen=_REMEMBERED)
+        self._queues: list[asyncio.Queue[Event | None]] = []
+
+    def publish(self, kind: str, data: dict[str, Any]) -> None:
+        event = Event(self._next_id, kind, data)
+        self._next_id += 1
+        self._recent.append(event)
+        for queue in self._queues:
+            if queue.qsize() < _BACKLOG:
+                queue.put_nowait(event)
+            elif queue.qsize() == _BACKLOG:
+                queue.put_nowait(None)
+
+    async def subscribe(self, last_event_id: int | None = None) -> AsyncIterator[Event]:
+        """Events from now on; with `last_event_id`, first those after it that are still remembered."""
+        queue: asyncio.Queue[Event | None] = asyncio.Queue()
+        missed = [] if last_event_id is None else [e for e in self._recent if e.id > last_event_id]
+        self._queues.append(queue)
+        try:
+            for event in missed:
+                yield event
+            while (event_or_end := await queue.get()) is not None:
+                yield event_or_end
+        finally:
+            self._queues.remove(queue)
+
+    def close(self) -> None:
+        """End every subscription."""
+        for queue in self._queues:
+            queue.put_nowait(None)

@@ -1,0 +1,108 @@
+"""The SQLite file: how it is opened, and brought to today's schema.
+
+Raises `StoreError` for a file written by a newer llmbox. A damaged file is moved aside, not deleted.
+"""
+
+import logging
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.runtime.environment import EnvironmentContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Engine, create_engine, event
+from sqlalchemy.exc import DatabaseError
+from sqlalchemy.pool import NullPool
+
+import llmbox.migrations
+
+log = logging.getLogger(__name__)
+
+_BUSY_MS = 5000
+
+
+class StoreError(Exception):
+    """The request log cannot be used; serving goes on without it."""
+
+
+def open_database(path: Path) -> Engine:
+    """Open `path` in WAL mode and migrate it to the newest schema, as a whole or not at all."""
+    try:
+        return _migrated(path)
+    except DatabaseError as error:
+        if "malformed" not in str(error) and "not a database" not in str(error):
+            raise
+        aside = path.with_name(f"{path.name}.damaged-{int(time.time())}")
+        path.rename(aside)
+        log.warning("the request log %s is damaged: moved to %s, a new one was begun", path.name, aside.name)
+        return _migrated(path)
+
+
+def _migrated(path: Path) -> Engine:
+    engine = create_engine(f"sqlite:///{path}", poolclass=NullPool, connect_args={"timeout": _BUSY_MS / 1000})
+    event.listen(engine, "connect", _on_connect)
+    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
+    upgrade(engine)
+    path.chmod(0o600)
+    return engine
+
+
+def _on_connect(connection: sqlite3.Connection, _: Any) -> None:
+    # Python's sqlite3 commits before DDL unless it is told to leave transactions to us: without this line
+    # a migration killed halfway would leave half a schema.
+    connection.isolation_level = None
+    for pragma in (
+        "auto_vacuum=INCREMENTAL",
+        "journal_mode=WAL",
+        "synchronous=NORMAL",
+        "secure_delete=ON",  # purged rows are overwritten, not just unlinked
+        "journal_size_limit=4194304",
+    ):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def upgrade(engine: Engine, target: str = "head") -> None:
+    """Run migrations up to `target` in one transaction."""
+    scripts = _scripts()
+
+    def steps(revision: Any, _: Any) -> Any:
+        return scripts._upgrade_revs(target, revision)  # noqa: SLF001 - what alembic.command does itself
+
+    with engine.begin() as connection:
+        _refuse_newer(MigrationContext.configure(connection).get_current_revision(), scripts)
+        environment = EnvironmentContext(Config(), scripts)
+        environment.configure(connection=connection, fn=steps, transactional_ddl=False)
+        environment.run_migrations()
+
+
+def _scripts() -> ScriptDirectory:
+    folder = Path(llmbox.migrations.__file__).parent
+    return ScriptDirectory(str(folder))
+
+
+def _refuse_newer(current: str | None, scripts: ScriptDirectory) -> None:
+    known = {script.revision for script in scripts.walk_revisions()}
+    if current is not None and current not in known:
+        raise StoreError(
+            f"the request log was written by a newer llmbox (schema {current}); "
+            "update llmbox, or move the file away to begin a new log"
+        )
+
+
+def size_on_disk(path: Path) -> int:
+    """Bytes of the database with its write-ahead log."""
+    return sum(p.stat().st_size for p in (path, path.with_name(path.name + "-wal")) if p.exists())
+
+
+def give_back_space(engine: Engine) -> None:
+    """Return freed pages to the file system."""
+    connection = engine.raw_connection()
+    try:
+        for pragma in ("incremental_vacuum", "wal_checkpoint(TRUNCATE)"):
+            # These pragmas work row by row: without fetching, the first would do nothing.
+            connection.cursor().execute(f"PRAGMA {pragma}").fetchall()
+    finally:
+        connection.close()
