@@ -1,0 +1,157 @@
+"""What `/metrics` says.
+
+Names that vLLM also has carry its prefix and meaning; what only llmbox knows is `llmbox_*`.
+Histograms and counters of requests are fed as requests go; engine gauges are read at scrape time,
+so that an idle daemon does nothing.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from llmbox.engine.messages import EngineStats
+
+from ..store.record import RequestRecord
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_LATENCY = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60, 120)
+_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReading:
+    """One model's state at the moment of a scrape."""
+
+    model: str
+    stats: EngineStats
+    restarts: int
+    resumed: int
+    ready: bool
+
+
+class Metrics:
+    """Create once; feed from the gateway; `render` on request.
+
+    `read_engines` and `read_dropped` are called at each scrape.
+    """
+
+    def __init__(
+        self,
+        read_engines: Callable[[], Iterable[EngineReading]] = tuple,
+        read_dropped: Callable[[], int] = int,
+    ) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(read_engines, read_dropped))
+        label = ["model_name"]
+        histogram = self._histogram
+        self._ttft = histogram("vllm:time_to_first_token_seconds", "Request to first token.", _LATENCY)
+        self._inter_token = histogram("vllm:inter_token_latency_seconds", "Between tokens.", _PER_TOKEN)
+        self._tpot = histogram("vllm:request_time_per_output_token_seconds", "Mean per request.", _PER_TOKEN)
+        self._e2e = histogram("vllm:e2e_request_latency_seconds", "Whole request.", _LATENCY)
+        self._queue = histogram("vllm:request_queue_time_seconds", "Request to first prefill.", _LATENCY)
+        self._prefill = histogram("vllm:request_prefill_time_seconds", "Prefill to first token.", _LATENCY)
+        self._decode = histogram("vllm:request_decode_time_seconds", "First token to last.", _LATENCY)
+        self._success = Counter(
+            "vllm:request_success", "Choices by reason.", [*label, "finished_reason"], registry=self._registry
+        )
+        self._refused = Counter(
+            "llmbox_requests_refused", "Requests refused by code.", ["code"], registry=self._registry
+        )
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, ["model_name"], buckets=buckets, registry=self._registry)
+
+    def record_inter_token(self, model: str, seconds: float) -> None:
+        self._inter_token.labels(model).observe(seconds)
+
+    def record_refusal(self, code: str) -> None:
+        """A request that was answered with an error before it reached an engine."""
+        self._refused.labels(code).inc()
+
+    def record_request(self, record: RequestRecord) -> None:
+        """A request that reached an engine has ended."""
+        model = record.model
+        for reason in filter(None, record.finish_reasons.split(",")):
+            self._success.labels(model, reason).inc()
+        for histogram, seconds in (
+            (self._ttft, record.ttft_s),
+            (self._tpot, record.tpot_s),
+            (self._e2e, record.e2e_s),
+            (self._queue, record.queue_s),
+        ):
+            if seconds is not None:
+                histogram.labels(model).observe(seconds)
+        if record.ttft_s is not None:
+            self._prefill.labels(model).observe(max(0.0, record.ttft_s - (record.queue_s or 0.0)))
+            if record.e2e_s is not None:
+                self._decode.labels(model).observe(max(0.0, record.e2e_s - record.ttft_s))
+
+    def render(self) -> bytes:
+        """Prometheus text exposition, `CONTENT_TYPE`."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """Reads the engines when Prometheus asks."""
+
+    def __init__(
+        self, read_engines: Callable[[], Iterable[EngineReading]], read_dropped: Callable[[], int]
+    ) -> None:
+        self._read_engines = read_engines
+        self._read_dropped = read_dropped
+
+    def describe(self) -> list[Metric]:
+        # Registering would otherwise read the engines before there are any.
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        readings = list(self._read_engines())
+        for name, text, value in _GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+            for reading in readings:
+                gauge.add_metric([reading.model], value(reading))
+            yield gauge
+        for name, text, value in _COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            for reading in readings:
+                counter.add_metric([reading.model], value(reading))
+            yield counter
+        yield CounterMetricFamily(
+            "llmbox_request_log_dropped", "Log rows lost to a full disk or queue.", value=self._read_dropped()
+        )
+
+
+_Value = Callable[[EngineReading], float]
+
+_GAUGES: tuple[tuple[str, str, _Value], ...] = (
+    ("vllm:num_requests_running", "Requests in the batch.", lambda r: r.stats.running),
+    ("vllm:num_requests_waiting", "Requests that wait for the batch.", lambda r: r.stats.waiting),
+    (
+        "vllm:kv_cache_usage_perc",
+        "Share of KV blocks in use, 0 to 1.",
+        lambda r: r.stats.blocks_used / r.stats.blocks_total if r.stats.blocks_total else 0.0,
+    ),
+    (
+        "llmbox_kv_blocks_cached",
+        "KV blocks that only the prefix cache holds.",
+        lambda r: r.stats.blocks_cached,
+    ),
+    ("llmbox_engine_ready", "1 while the engine serves.", lambda r: float(r.ready)),
+)
+
+_COUNTERS: tuple[tuple[str, str, _Value], ...] = (
+    ("vllm:prompt_tokens", "Prompt tokens computed.", lambda r: r.stats.prompt_tokens),
+    ("vllm:generation_tokens", "Tokens generated.", lambda r: r.stats.output_tokens),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up.", lambda r: r.stats.prefix_queries),
+    ("vllm:prefix_cache_hits", "Prompt tokens found.", lambda r: r.stats.prefix_hits),
+    ("vllm:num_preemptions", "Preemptions by recompute.", lambda r: r.stats.preemptions),
+    ("llmbox_engine_steps", "Steps run.", lambda r: r.stats.steps),
+    ("llmbox_engine_step_seconds", "Time inside steps.", lambda r: r.stats.step_seconds),
+    ("llmbox_engine_restarts", "Engine processes restarted.", lambda r: r.restarts),
+    ("llmbox_requests_resumed", "Requests that went on after a restart.", lambda r: r.resumed),
+)

@@ -1,0 +1,50 @@
+from prometheus_client.parser import text_string_to_metric_families
+
+from llmbox.app.metrics import EngineReading, Metrics
+from llmbox.app.store import RequestRecord
+from llmbox.engine.messages import EngineStats
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, str], float]:
+    families = text_string_to_metric_families(metrics.render().decode())
+    return {(s.name, s.labels.get("model_name", "")): s.value for f in families for s in f.samples}
+
+
+def test_engine_gauges_are_read_at_scrape_time():
+    stats = EngineStats(
+        running=3, waiting=2, blocks_total=10, blocks_used=4, prefix_queries=100, prefix_hits=60
+    )
+    metrics = Metrics(lambda: [EngineReading("m", stats, restarts=1, resumed=7, ready=True)], lambda: 5)
+    got = samples(metrics)
+    assert got["vllm:num_requests_running", "m"] == 3
+    assert got["vllm:kv_cache_usage_perc", "m"] == 0.4
+    assert got["vllm:prefix_cache_hits_total", "m"] == 60
+    assert got["llmbox_requests_resumed_total", "m"] == 7
+    assert got["llmbox_request_log_dropped_total", ""] == 5
+
+
+def test_a_request_fills_its_histograms():
+    metrics = Metrics()
+    metrics.record_request(
+        RequestRecord(
+            id="r", created=0, model="m", endpoint="chat", http_status=200, finish_reasons="stop,length",
+            queue_s=0.01, ttft_s=0.04, tpot_s=0.02, e2e_s=1.0,
+        )
+    )  # fmt: skip
+    metrics.record_inter_token("m", 0.02)
+    metrics.record_refusal("queue_full")
+    got = samples(metrics)
+    assert got["vllm:time_to_first_token_seconds_count", "m"] == 1
+    assert got["vllm:time_to_first_token_seconds_sum", "m"] == 0.04
+    assert round(got["vllm:request_prefill_time_seconds_sum", "m"], 6) == 0.03
+    assert round(got["vllm:request_decode_time_seconds_sum", "m"], 6) == 0.96
+    assert got["vllm:inter_token_latency_seconds_count", "m"] == 1
+    assert 'finished_reason="length"' in metrics.render().decode()
+
+
+def test_a_request_without_a_first_token_leaves_latencies_alone():
+    metrics = Metrics()
+    metrics.record_request(
+        RequestRecord(id="r", created=0, model="m", endpoint="chat", http_status=200, finish_reasons="abort")
+    )
+    assert ("vllm:time_to_first_token_seconds_count", "m") not in samples(metrics)

@@ -1,0 +1,52 @@
+"""Every released schema, empty and with rows, becomes today's."""
+
+import pytest
+from sqlalchemy import create_engine, inspect, text
+from sqlmodel import SQLModel
+
+import llmbox.app.store.tables  # noqa: F401
+from llmbox.app.store.database import open_database, upgrade
+
+RELEASED = ["001"]
+
+
+def columns(engine):
+    return {
+        (table, column["name"], str(column["type"]), column["nullable"])
+        for table in inspect(engine).get_table_names()
+        if table != "alembic_version"
+        for column in inspect(engine).get_columns(table)
+    }
+
+
+def test_migrations_make_the_tables_that_the_code_declares(tmp_path):
+    declared = create_engine("sqlite://")
+    SQLModel.metadata.create_all(declared)
+    assert columns(open_database(tmp_path / "a.db")) == columns(declared)
+
+
+@pytest.mark.parametrize("revision", RELEASED)
+def test_upgrade_keeps_rows(tmp_path, revision):
+    path = tmp_path / "a.db"
+    engine = create_engine(f"sqlite:///{path}")
+    upgrade(engine, revision)
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                "INSERT INTO request (id, created, model, endpoint, http_status, key, stream, finish_reasons,"
+                " error_code, prompt_tokens, cached_tokens, output_tokens, n, resumes, params, client)"
+                " VALUES ('r', 1, 'm', 'chat', 200, '', 0, 'stop', '', 1, 0, 1, 1, 0, '{}', '')"
+            )
+        )
+    engine.dispose()
+    with open_database(path).connect() as connection:
+        assert connection.execute(text("SELECT id FROM request")).all() == [("r",)]
+
+
+def test_a_migration_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "a.db"
+    monkeypatch.setattr("alembic.op.create_index", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        open_database(path)
+    monkeypatch.undo()
+    assert ("request", "id", "VARCHAR", False) in columns(open_database(path))

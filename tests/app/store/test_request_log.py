@@ -1,0 +1,130 @@
+import sqlite3
+import time
+
+import pytest
+
+from llmbox.app.store import RecordFilter, RequestLog, RequestRecord
+
+
+def record(number: int, **changes) -> RequestRecord:
+    values = dict(id=f"req-{number}", created=1000.0 + number, model="m", endpoint="chat", http_status=200)
+    return RequestRecord(**values | changes)
+
+
+@pytest.fixture
+def log(tmp_path):
+    log = RequestLog(tmp_path / "requests.db")
+    log.start()
+    yield log
+    log.close()
+
+
+async def test_rows_come_back_newest_first_and_whole(log):
+    rows = [record(i, seed=2**63 - 1, ttft_s=0.5, finish_reasons="stop") for i in range(3)]
+    for row in rows:
+        log.write(row)
+    log.flush()
+    assert [row for _, row in await log.query(RecordFilter())] == rows[::-1]
+    assert await log.get("req-1") == rows[1]
+    assert await log.get("nobody") is None
+
+
+async def test_filters_and_keyset_pages(log):
+    for i in range(10):
+        log.write(
+            record(i, model="ab"[i % 2], http_status=200 if i < 8 else 429, error_code="" if i < 8 else "q")
+        )
+    log.flush()
+    assert {row.model for _, row in await log.query(RecordFilter(model="a"))} == {"a"}
+    assert len(await log.query(RecordFilter(status=429))) == 2
+    assert len(await log.query(RecordFilter(errors_only=True))) == 2
+    assert len(await log.query(RecordFilter(since=1005.0))) == 5
+    first = await log.query(RecordFilter(limit=4))
+    second = await log.query(RecordFilter(limit=4, before_seq=first[-1][0]))
+    assert [row.id for _, row in first + second] == [f"req-{i}" for i in range(9, 1, -1)]
+
+
+async def test_purge_erases_the_bytes(log):
+    log.write(record(1, client="very-secret-client-name"))
+    log.flush()
+    assert await log.purge(before=5000.0) == 1
+    left = b"".join(p.read_bytes() for p in log.path.parent.iterdir())
+    assert b"very-secret-client-name" not in left
+
+
+def test_rows_survive_a_restart(tmp_path):
+    for i in range(2):
+        log = RequestLog(tmp_path / "requests.db")
+        log.start()
+        log.write(record(i))
+        log.close()
+    assert sqlite3.connect(tmp_path / "requests.db").execute("SELECT count(*) FROM request").fetchone() == (
+        2,
+    )
+
+
+def test_a_full_queue_drops_and_counts_without_blocking(tmp_path, monkeypatch):
+    monkeypatch.setattr("llmbox.app.store.request_log._QUEUE_LIMIT", 10)
+    log = RequestLog(tmp_path / "requests.db")
+    for i in range(25):
+        log.write(record(i))
+    assert log.dropped == 15
+    log.start()
+    log.close()
+
+
+def test_a_locked_file_drops_rows_then_recovers(tmp_path, monkeypatch):
+    monkeypatch.setattr("llmbox.app.store.database._BUSY_MS", 50)
+    log = RequestLog(tmp_path / "requests.db")
+    log.start()
+    log.flush()
+    other = sqlite3.connect(log.path, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    log.write(record(1))
+    log.flush()
+    assert log.dropped == 1
+    other.execute("ROLLBACK")
+    log.write(record(2))
+    log.close()
+    assert other.execute("SELECT id FROM request").fetchall() == [("req-2",)]
+
+
+def test_a_damaged_file_is_moved_aside(tmp_path):
+    path = tmp_path / "requests.db"
+    path.write_bytes(b"this is not a database" * 100)
+    log = RequestLog(path)
+    log.start()
+    log.write(record(1))
+    log.close()
+    assert log.dropped == 0
+    assert len(list(tmp_path.glob("requests.db.damaged-*"))) == 1
+
+
+def test_a_newer_schema_is_refused_and_left_alone(tmp_path):
+    path = tmp_path / "requests.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)")
+        connection.execute("INSERT INTO alembic_version VALUES ('999')")
+    log = RequestLog(path)
+    log.start()
+    log.write(record(1))
+    log.close()
+    assert log.dropped == 1
+    assert [row[0] for row in sqlite3.connect(path).execute("SELECT name FROM sqlite_master")] == [
+        "alembic_version"
+    ]
+
+
+def test_the_byte_cap_drops_the_oldest(tmp_path, monkeypatch):
+    monkeypatch.setattr("llmbox.app.store.request_log._TRIM_EVERY", 100)
+    log = RequestLog(tmp_path / "requests.db", max_bytes=100_000, retention_days=36500)
+    log.start()
+    for start in range(0, 3000, 100):
+        for i in range(start, start + 100):
+            log.write(record(i, created=time.time(), params="x" * 200))
+        log.flush()
+    log.close()
+    low, high = sqlite3.connect(log.path).execute("SELECT min(seq), max(seq) FROM request").fetchone()
+    assert high == 3000
+    assert low > 1000
+    assert log.path.stat().st_size < 400_000
