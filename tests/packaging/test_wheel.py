@@ -1,0 +1,79 @@
+"""The wheel holds exactly our folders, from the tree and from the sdist, and works in a clean environment."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("app", "engine", "kernels", "ui", "migrations")
+pytestmark = pytest.mark.slow
+
+
+def run(*command: object, cwd: Path | None = None) -> str:
+    env = {**os.environ, "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def build(kind: str, source: Path, out: Path) -> Path:
+    run(sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", out, source)
+    return next(out.glob("*.whl" if kind == "wheel" else "*.tar.gz"))
+
+
+def files_in_folders() -> set[str]:
+    here = {
+        f"llmbox/{path.relative_to(ROOT)}"
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    return here | {"llmbox/__init__.py", "llmbox/__main__.py", "llmbox/py.typed"}
+
+
+def files_in_wheel(wheel: Path) -> set[str]:
+    names = zipfile.ZipFile(wheel).namelist()
+    return {name for name in names if not name.split("/")[0].endswith(".dist-info")}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    return build("wheel", ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+def test_wheel_holds_the_folders_and_nothing_else(wheel):
+    assert files_in_wheel(wheel) == files_in_folders()
+
+
+def test_sdist_gives_the_same_wheel(wheel, tmp_path):
+    sdist = build("sdist", ROOT, tmp_path)
+    with tarfile.open(sdist) as tar:
+        tar.extractall(tmp_path, filter="data")
+    source = next(path for path in tmp_path.iterdir() if path.is_dir())
+    again = build("wheel", source, tmp_path / "again")
+    assert files_in_wheel(again) == files_in_wheel(wheel)
+
+
+def test_installed_command_works_in_a_clean_environment(wheel, tmp_path):
+    home = tmp_path / "env"
+    venv.create(home, with_pip=True)
+    run(home / "bin/pip", "install", "--no-deps", "--no-index", wheel)
+    # Dependencies come from this environment: fetching them again would test the network, not the wheel.
+    site = home / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
+    where = run(home / "bin/python", "-c", "import llmbox.app; print(llmbox.app.__file__)", cwd=tmp_path)
+    assert str(home) in where
+    assert "llmbox" in run(home / "bin/llmbox", "version", cwd=tmp_path)
+    assert "builtin" in run(home / "bin/llmbox", "ls", "--data-dir", tmp_path / "data", cwd=tmp_path)
+
+
+def test_packaging_is_not_a_package():
+    """With an `__init__.py` here, a root on `sys.path` would shadow PyPA's `packaging`."""
+    assert not (ROOT / "packaging/__init__.py").exists()
