@@ -48,7 +48,9 @@ class Paths:
         return self.state_dir / "chat_history"
 
     def create(self) -> None:
-        for folder in (self.data_dir, self.state_dir, self.cache_dir, self.runtime_dir):
+        if not self.data_dir.is_dir():  # one that a user named and made keeps the mode it has
+            private_dir(self.data_dir)
+        for folder in (self.state_dir, self.cache_dir, self.runtime_dir):
             private_dir(folder)
 
 

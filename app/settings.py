@@ -7,7 +7,7 @@ the documentation. Settings never change: a reload makes a new object (see `sett
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 Scalar = bool | int | float | str | tuple[str, ...] | None
 
@@ -181,15 +181,15 @@ def schema() -> dict[str, Key]:
             kind, optional, choices = _shape(hints[item.name])
             meta = item.metadata
             keys[name] = Key(
-                name,
-                kind,
-                optional,
-                choices,
-                item.default,
-                meta["doc"],
-                meta["low"],
-                meta["high"],
-                meta["live"],
+                name=name,
+                kind=kind,
+                optional=optional,
+                choices=choices,
+                default=cast("Scalar", item.default),
+                doc=meta["doc"],
+                low=meta["low"],
+                high=meta["high"],
+                live=meta["live"],
             )
     return keys
 

@@ -1,0 +1,146 @@
+"""What the command line writes: data to stdout, talk to stderr.
+
+JSON is one object with a `schema` field, never coloured. Without a terminal there are no spinners and at most
+one progress line every 5 s.
+"""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from ..errors import CliError
+
+PLAIN_INTERVAL = 5.0
+"""Seconds between progress lines where nobody watches live."""
+
+
+def write(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def write_json(schema: str, data: Mapping[str, Any]) -> None:
+    """`schema` is a name with a version, such as `llmbox.ps/1`: raised when a field changes its meaning."""
+    write(json.dumps({"schema": f"llmbox.{schema}/1", **data}, ensure_ascii=False))
+
+
+def is_live(stream: Any = None) -> bool:
+    """Whether lines may be redrawn: a terminal that can do so."""
+    stream = stream or sys.stderr
+    return bool(stream.isatty()) and os.environ.get("TERM") != "dumb"
+
+
+def has_colour(stream: Any = None) -> bool:
+    return is_live(stream) and not os.environ.get("NO_COLOR")
+
+
+def bold(text: str, stream: Any = None) -> str:
+    return f"\x1b[1m{text}\x1b[0m" if has_colour(stream or sys.stdout) else text
+
+
+def width() -> int:
+    """Columns of the terminal; COLUMNS wins. Unlimited in a pipe, so that nothing is cut for scripts."""
+    if os.environ.get("COLUMNS", "").isdigit() or sys.stdout.isatty():
+        return max(20, shutil.get_terminal_size().columns)
+    return 10_000
+
+
+def print_error(error: CliError) -> None:
+    """Four lines: what failed, why, what to run next, where the log is."""
+    prefix = "\x1b[31mError:\x1b[0m" if has_colour() else "Error:"
+    say(f"{prefix} {printable(error.what)}")
+    for label, text in (("Why", error.why), ("Try", error.fix), ("Log", error.log)):
+        if text:
+            say(f"  {label}: {printable(text)}")
+
+
+def printable(text: str) -> str:
+    """Control characters from data become visible escapes instead of moving the cursor."""
+    return "".join(
+        char if char in "\n\t" or char.isprintable() else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> None:
+    """Aligned columns, lines cut to the terminal's width. `right` are indexes of right-aligned columns."""
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
+    sizes = [max(len(line[index]) for line in [list(headers), *cells]) for index in range(len(headers))]
+    limit = width()
+    for number, line in enumerate([list(headers), *cells]):
+        padded = [
+            cell.rjust(size) if index in right else cell.ljust(size)
+            for index, (cell, size) in enumerate(zip(line, sizes, strict=True))
+        ]
+        text = "  ".join(padded).rstrip()
+        text = text if len(text) <= limit else text[: limit - 1] + "…"
+        write(bold(text) if number == 0 else text)
+
+
+def size(count: float | None) -> str:
+    if count is None:
+        return "-"
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def span(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def clock(unix: float) -> str:
+    return datetime.fromtimestamp(unix).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+class ProgressLine:
+    """One line of progress on stderr: redrawn on a terminal, else a new line at most every 5 s."""
+
+    def __init__(self) -> None:
+        self._live = is_live()
+        self._last = ""
+        self._written_at = time.monotonic() - PLAIN_INTERVAL
+        self._open = False
+
+    def update(self, text: str) -> None:
+        if text == self._last:
+            return
+        now = time.monotonic()
+        if self._live:
+            sys.stderr.write(f"\r\x1b[2K{printable(text)[: shutil.get_terminal_size().columns - 1]}")
+            sys.stderr.flush()
+            self._open = True
+        elif now - self._written_at >= PLAIN_INTERVAL:
+            say(text)
+        else:
+            return
+        self._last, self._written_at = text, now
+
+    def close(self) -> None:
+        if self._open:
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()
+            self._open = False

@@ -1,0 +1,89 @@
+"""What every command gets: where files are, what is set, how to reach or start the daemon.
+
+Nothing here is computed before a command asks for it.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..paths import Paths, find_paths
+from ..settings import Scalar
+from ..settings_load import LoadedSettings, load_settings
+
+if TYPE_CHECKING:
+    from ..daemon.services import BuildEngines
+    from .client import Client
+
+
+@dataclass
+class Program:
+    """`command` starts this same program again; `engines` replaces the real engines of a daemon (tests)."""
+
+    command: list[str] = field(default_factory=lambda: [sys.executable, "-P", "-m", "llmbox"])
+    engines: "Callable[[], BuildEngines] | None" = None
+    data_dir: Path | None = None
+    config: Path | None = None
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+    @cached_property
+    def paths(self) -> Paths:
+        return find_paths(self.data_dir, self.config)
+
+    def settings(self, flags: Mapping[str, Scalar] | None = None) -> LoadedSettings:
+        return load_settings(self.paths, self.environ, flags or {})
+
+    @cached_property
+    def client(self) -> "Client":
+        from .client import Client
+
+        return Client(self.paths)
+
+    @property
+    def location_flags(self) -> list[str]:
+        """The flags that lead another process to the same files."""
+        flags = [] if self.data_dir is None else ["--data-dir", str(self.data_dir.absolute())]
+        return flags if self.config is None else [*flags, "--config", str(self.config.absolute())]
+
+
+pass_program = click.make_pass_decorator(Program)
+
+
+def _set_data_dir(context: click.Context, _parameter: click.Parameter, value: Path | None) -> None:
+    if value is not None:
+        context.ensure_object(Program).data_dir = value
+
+
+def _set_config(context: click.Context, _parameter: click.Parameter, value: Path | None) -> None:
+    if value is not None:
+        context.ensure_object(Program).config = value
+
+
+def location_options() -> list[click.Option]:
+    """Understood before and after the command's name."""
+    return [
+        click.Option(
+            ["--data-dir"],
+            type=click.Path(path_type=Path, file_okay=False),
+            expose_value=False,
+            is_eager=True,
+            callback=_set_data_dir,
+            metavar="DIR",
+            help="Keep all files of llmbox under DIR.",
+        ),
+        click.Option(
+            ["--config"],
+            type=click.Path(path_type=Path, dir_okay=False),
+            expose_value=False,
+            is_eager=True,
+            callback=_set_config,
+            metavar="FILE",
+            help="Read this file instead of the user's config.toml.",
+        ),
+    ]

@@ -1,0 +1,34 @@
+"""`llmbox version`."""
+
+import platform
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed
+
+import click
+
+from llmbox import __version__
+
+from . import output
+from .lazy import Command
+
+PARTS = ("torch", "litestar", "uvicorn", "tokenizers", "safetensors", "huggingface-hub")
+
+
+@click.command(cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, with the versions of the main parts.")
+def version(*, as_json: bool) -> None:
+    """Print the version."""
+    if not as_json:
+        output.write(f"llmbox {__version__}")
+        return
+    parts = {name: _installed(name) for name in PARTS}
+    output.write_json(
+        "version", {"version": __version__, "python": platform.python_version(), "packages": parts}
+    )
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return installed(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,61 @@
+"""Entry point of the `llmbox` command. Turns every expected error into lines on stderr and an exit code."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from .cli import output
+from .cli.commands import COMMANDS
+from .cli.lazy import LazyGroup
+from .cli.program import Program
+from .errors import CliError, Exit
+
+INTERRUPTED = 130
+"""What shells report for a process that SIGINT ended."""
+
+
+@click.group(
+    cls=LazyGroup,
+    table=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(package_name="llmbox", prog_name="llmbox", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Serve language models on one box.
+
+    Start with `llmbox up`, then point any OpenAI client at the printed URL.
+    """
+
+
+def main(arguments: Sequence[str] | None = None, program: Program | None = None) -> None:
+    sys.exit(run(arguments, program or Program()))
+
+
+def run(arguments: Sequence[str] | None, program: Program) -> int:
+    os.umask(0o077)
+    try:
+        code = cli.main(
+            None if arguments is None else list(arguments),
+            prog_name="llmbox",
+            standalone_mode=False,
+            obj=program,
+        )
+        sys.stdout.flush()
+    except CliError as error:
+        output.print_error(error)
+        return error.exit
+    except click.UsageError as error:
+        error.show()
+        return Exit.USAGE
+    except click.ClickException as error:
+        error.show()
+        return Exit.FAILED
+    except (KeyboardInterrupt, click.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader left (`llmbox logs | head`). Point stdout elsewhere, or Python complains at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Exit.OK
+    return code if isinstance(code, int) else Exit.OK
