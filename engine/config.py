@@ -24,6 +24,8 @@ class EngineConfig:
     """Most tokens computed in one step, prefill and decode together."""
     memory_bytes: int | None = None
     """Budget for weights + workspace + KV of this model."""
+    kv_tokens: int | None = None
+    """Size of the KV pool in tokens, instead of what the memory budget leaves (benchmarks, tests)."""
     block_size: int = 16
     threads: int | None = None
     batching: Batching = "continuous"

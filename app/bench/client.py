@@ -1,0 +1,146 @@
+"""One streamed completion over a fresh connection, with the arrival time of every token.
+
+Built on h11 and asyncio streams: a benchmark client must cost little beside the server it measures,
+and parsing waits until the stream has ended.
+"""
+
+import asyncio
+import json
+import ssl
+import time
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import h11
+
+_TIMEOUT_S = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server under test. `url` has no path; `extra` is merged into every request body."""
+
+    url: str
+    model: str
+    key: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Sample:
+    """One request as the client saw it. Times in seconds on the monotonic clock."""
+
+    wanted_tokens: int
+    started: float = 0.0
+    token_times: list[float] = field(default_factory=list)
+    """Arrival of each chunk that carried text."""
+    ended: float = 0.0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    error: str = ""
+
+    @property
+    def ttft(self) -> float:
+        return self.token_times[0] - self.started
+
+    @property
+    def gaps(self) -> list[float]:
+        return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False)]
+
+    @property
+    def tpot(self) -> float | None:
+        if self.tokens < 2:
+            return None
+        return (self.token_times[-1] - self.token_times[0]) / (self.tokens - 1)
+
+
+async def complete(target: Target, prompt: list[int] | str, max_tokens: int) -> Sample:
+    """Stream one greedy completion of exactly `max_tokens` tokens. Failures end up in `Sample.error`."""
+    sample = Sample(wanted_tokens=max_tokens)
+    body = {
+        "model": target.model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+        **target.extra,
+    }
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            await _exchange(target, json.dumps(body).encode(), sample)
+    except (OSError, h11.ProtocolError, TimeoutError, ValueError) as error:
+        sample.error = f"{type(error).__name__}: {error}"
+    if not sample.error and not sample.token_times:
+        sample.error = "no text came back"
+    return sample
+
+
+async def _exchange(target: Target, body: bytes, sample: Sample) -> None:
+    parts = urlsplit(target.url)
+    tls = ssl.create_default_context() if parts.scheme == "https" else None
+    port = parts.port or (443 if tls else 80)
+    sample.started = time.perf_counter()
+    reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=tls)
+    try:
+        connection = h11.Connection(h11.CLIENT)
+        headers = [("Host", parts.netloc), ("Content-Type", "application/json"), ("Connection", "close")]
+        headers += [("Content-Length", str(len(body)))]
+        if target.key:
+            headers.append(("Authorization", f"Bearer {target.key}"))
+        path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/completions"
+        writer.write(connection.send(h11.Request(method="POST", target=path, headers=headers)) or b"")
+        writer.write(connection.send(h11.Data(data=body)) or b"")
+        writer.write(connection.send(h11.EndOfMessage()) or b"")
+        status, pieces = await _receive(reader, connection)
+    finally:
+        writer.close()
+    if status != 200:
+        sample.error = f"HTTP {status}: {b''.join(data for _, data in pieces)[:300].decode(errors='replace')}"
+        return
+    sample.ended = pieces[-1][0] if pieces else time.perf_counter()
+    _read_events(pieces, sample)
+
+
+async def _receive(
+    reader: asyncio.StreamReader, connection: h11.Connection
+) -> tuple[int, list[tuple[float, bytes]]]:
+    """Status and (arrival, bytes) of everything until the end of the answer."""
+    status = 0
+    pieces: list[tuple[float, bytes]] = []
+    while True:
+        event = connection.next_event()
+        if event is h11.NEED_DATA:
+            data = await reader.read(1 << 16)
+            connection.receive_data(data)
+        elif isinstance(event, h11.Response):
+            status = event.status_code
+        elif isinstance(event, h11.Data):
+            pieces.append((time.perf_counter(), bytes(event.data)))
+        elif isinstance(event, h11.EndOfMessage | h11.ConnectionClosed):
+            return status, pieces
+
+
+def _read_events(pieces: list[tuple[float, bytes]], sample: Sample) -> None:
+    buffer = b""
+    for arrived, data in pieces:
+        *lines, buffer = (buffer + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:") and (payload := line[5:].strip()) != b"[DONE]":
+                _read_chunk(json.loads(payload), arrived, sample)
+
+
+def _read_chunk(chunk: dict[str, Any], arrived: float, sample: Sample) -> None:
+    if error := chunk.get("error"):
+        sample.error = json.dumps(error)[:300]
+        return
+    if any(choice.get("text") for choice in chunk.get("choices") or ()):
+        sample.token_times.append(arrived)
+        sample.tokens += 0 if sample.prompt_tokens else 1
+    if usage := chunk.get("usage"):
+        sample.tokens = usage["completion_tokens"]
+        sample.prompt_tokens = usage["prompt_tokens"]
+        sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
