@@ -8,6 +8,7 @@ token_ids = prompt + output so far
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .messages import TokenLogprobs
 from .sampling import SamplingParams
 
 
@@ -29,6 +30,12 @@ class Request:
     """Prompt tokens found in the prefix cache at first admission; None before it."""
     scheduled_at: float | None = None
     preemptions: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Prefix-cache chain hash of each full block of `token_ids`, as far as it was needed."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Collected over the chunks of the prompt until the first output takes them along."""
+    answered: bool = False
+    """Whether the first output was given."""
 
     def __post_init__(self) -> None:
         if not self.token_ids:
