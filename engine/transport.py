@@ -1,0 +1,110 @@
+"""Messages as frames on a byte stream between daemon and engine: encode, and decode with every check.
+
+frame = length u32 | crc32 u32 | tag u8 | msgpack payload        (length and crc cover tag + payload)
+
+Both ends run the same llmbox, so there is no versioning. The stream is a local socket and does not flip
+bits; the checksum is there for our own bugs (a half-written or interleaved frame), which must end in an
+error and never in plausible tokens. It costs microseconds for a frame of some kilobytes.
+"""
+
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import Any, Final, Generic, TypeVar, get_args
+
+import msgspec
+
+from . import messages
+from .messages import ToDaemon, ToEngine
+
+Message = ToEngine | ToDaemon
+M = TypeVar("M")
+
+# Room for prompt logprobs (20 alternatives) of a 128k prompt; an AddRequest of a million tokens is 5 MB.
+MAX_FRAME: Final = 64 << 20
+
+_HEADER: Final = struct.Struct("<II")
+_TAGS: Final[dict[type, int]] = {
+    messages.Start: 0x01,
+    messages.AddRequest: 0x02,
+    messages.AbortRequest: 0x03,
+    messages.Ping: 0x04,
+    messages.Shutdown: 0x05,
+    messages.Progress: 0x81,
+    messages.Ready: 0x82,
+    messages.LoadFailed: 0x83,
+    messages.StepOutputs: 0x84,
+    messages.Pong: 0x85,
+}
+_encoder: Final = msgspec.msgpack.Encoder()
+
+
+class TransportError(Exception):
+    """The stream no longer carries whole, typed messages. Nothing after it can be trusted."""
+
+
+class FrameTooLarge(TransportError):  # noqa: N818 - named for what happened
+    """A message to send is over the limit. Nothing was written: the stream is still sound."""
+
+
+def encode(message: Message, max_frame: int = MAX_FRAME) -> bytes:
+    frame = bytearray(_HEADER.size + 1)
+    frame[_HEADER.size] = _TAGS[type(message)]
+    _encoder.encode_into(message, frame, _HEADER.size + 1)
+    length = len(frame) - _HEADER.size
+    if length > max_frame:
+        raise FrameTooLarge(f"{type(message).__name__} of {length} bytes is over the limit of {max_frame}")
+    _HEADER.pack_into(frame, 0, length, zlib.crc32(memoryview(frame)[_HEADER.size :]))
+    return bytes(frame)
+
+
+class FrameReader(Generic[M]):
+    """Bytes of any cut in, whole messages of one direction out."""
+
+    def __init__(self, kinds: Any, max_frame: int = MAX_FRAME) -> None:
+        """`kinds` is the union `ToEngine` or `ToDaemon`."""
+        self._decoders: dict[int, msgspec.msgpack.Decoder[M]] = {
+            _TAGS[kind]: msgspec.msgpack.Decoder(kind) for kind in get_args(kinds)
+        }
+        self._max_frame = max_frame
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | bytearray | memoryview) -> Iterator[M]:
+        """Yield the messages that `data` completes; raise TransportError at the first bad frame."""
+        self._buffer += data
+        start = 0
+        try:
+            while (frame := self._next(start)) is not None:
+                tag, payload, start = frame
+                yield self._decode(tag, payload)
+        finally:
+            del self._buffer[:start]
+
+    def finish(self) -> None:
+        """The stream ended: a message must not be cut."""
+        if self._buffer:
+            raise TransportError(f"stream ended inside a message after {len(self._buffer)} bytes of it")
+
+    def _next(self, start: int) -> tuple[int, bytes, int] | None:
+        body = start + _HEADER.size
+        if len(self._buffer) < body:
+            return None
+        length, crc = _HEADER.unpack_from(self._buffer, start)
+        if not 1 <= length <= self._max_frame:
+            raise TransportError(f"frame of {length} bytes, allowed are 1 to {self._max_frame}")
+        end = body + length
+        if len(self._buffer) < end:
+            return None
+        frame = bytes(memoryview(self._buffer)[body:end])
+        if zlib.crc32(frame) != crc:
+            raise TransportError("frame with a wrong checksum")
+        return frame[0], frame[1:], end
+
+    def _decode(self, tag: int, payload: bytes) -> M:
+        decoder = self._decoders.get(tag)
+        if decoder is None:
+            raise TransportError(f"message tag {tag:#04x} does not belong on this side")
+        try:
+            return decoder.decode(payload)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise TransportError(f"message {tag:#04x} does not have its type: {error}") from error
