@@ -1,0 +1,151 @@
+"""Questions that llmbox answers about itself: one model loaded twice, one setting apart, in turn.
+
+Every scenario names what is compared, the work, and the figures to read. `Scale` fits the work to the model's
+speed; everything else is fixed, so that two runs of a scenario are the same work.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .measure import Run, percentile
+from .workload import Prompts, Workload, heavy_tail, long_arrival, shared_prefix, uniform
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Sizes of the work. A slow model gets fewer and shorter requests of the same kind."""
+
+    requests: int
+    prompt: int
+    mean_output: int
+    longest_output: int
+    prefix: int
+    long_prompt: int
+    streams: int
+
+
+SCALES = {
+    "small": Scale(16, 32, 16, 96, 192, 512, 2),
+    "full": Scale(64, 64, 48, 384, 768, 3072, 4),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One side of a comparison: options of `POST /admin/api/models/load`."""
+
+    name: str
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One variant's run with what the engine reported meanwhile."""
+
+    run: Run
+    stats: list[dict[str, Any]] = field(default_factory=list)
+    """Engine gauges sampled during the run."""
+
+
+Figure = Callable[[Round], float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """`variants[1]` is compared with `variants[0]`, round by round, in every figure."""
+
+    name: str
+    question: str
+    variants: Callable[[Scale], tuple[Variant, Variant]]
+    workload: Callable[[Prompts, Scale], Workload]
+    figures: dict[str, Figure]
+
+
+def output_rate(round_: Round) -> float:
+    return round_.run.output_rate
+
+
+def ttft_p50(round_: Round) -> float | None:
+    return percentile([s.ttft for s in round_.run.good()], 50)
+
+
+def ttft_of_long(round_: Round) -> float | None:
+    return percentile([s.ttft for s in round_.run.good("long")], 50)
+
+
+def worst_gap(round_: Round) -> float | None:
+    return max((gap for s in round_.run.good("stream") for gap in s.gaps), default=None)
+
+
+def wasted_slots(round_: Round) -> float | None:
+    """Share of reserved KV slots that hold no token, over all samples in which something ran."""
+    used = sum(s["slots_used"] for s in round_.stats)
+    reserved = sum(s["blocks_used"] * s["block_size"] for s in round_.stats)
+    return 1 - used / reserved if reserved else None
+
+
+def mean_running(round_: Round) -> float | None:
+    busy = [s["running"] for s in round_.stats if s["running"]]
+    return sum(busy) / len(busy) if busy else None
+
+
+def _batching(scale: Scale) -> tuple[Variant, Variant]:
+    worst_case = scale.prompt + scale.longest_output
+    common = {"kv_tokens": 4 * worst_case, "ctx": worst_case, "max_running": 64, "prefix_cache": False}
+    return (
+        Variant("static", {**common, "batching": "static"}),
+        Variant("continuous", {**common, "batching": "continuous"}),
+    )
+
+
+def _prefix(scale: Scale) -> tuple[Variant, Variant]:
+    context = {"ctx": scale.prefix + scale.prompt + scale.longest_output}
+    return Variant("off", {**context, "prefix_cache": False}), Variant(
+        "on", {**context, "prefix_cache": True}
+    )
+
+
+def _chunking(scale: Scale) -> tuple[Variant, Variant]:
+    # Without the prefix cache, or the second round would find the first one's prompts.
+    common = {"ctx": scale.long_prompt + scale.longest_output, "token_budget": 256, "prefix_cache": False}
+    return (
+        Variant("whole", {**common, "chunked_prefill": False}),
+        Variant("chunked", {**common, "chunked_prefill": True}),
+    )
+
+
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario(
+            "batching",
+            "static against continuous batching, outputs of capped-exponential length, "
+            "KV for 4 worst-case sequences",
+            _batching,
+            lambda p, s: heavy_tail(p, s.requests, s.requests, s.prompt, s.mean_output, s.longest_output),
+            {"output tok/s": output_rate, "KV slots wasted": wasted_slots, "mean running": mean_running},
+        ),
+        Scenario(
+            "prefix",
+            "traffic that shares a long prefix, prefix cache off and on",
+            _prefix,
+            lambda p, s: shared_prefix(p, s.requests, 8, s.prefix, s.prompt, s.mean_output),
+            {"output tok/s": output_rate, "TTFT p50 s": ttft_p50},
+        ),
+        Scenario(
+            "prefix-overhead",
+            "prompts that share nothing, prefix cache off and on: what the cache costs at 0 % hits",
+            _prefix,
+            lambda p, s: uniform(p, s.requests, 8, s.prompt, s.mean_output),
+            {"output tok/s": output_rate},
+        ),
+        Scenario(
+            "long-prompt",
+            "a long prompt arrives while others decode, computed whole or in chunks",
+            _chunking,
+            lambda p, s: long_arrival(p, s.streams, s.prompt, s.longest_output, s.long_prompt),
+            {"TTFT of the long prompt s": ttft_of_long, "worst inter-token gap s": worst_gap},
+        ),
+    )
+}
