@@ -1,0 +1,201 @@
+"""Which models are on this disk, and what a name given by a user means.
+
+`builtin`              the demo model inside the package
+a directory            served under its folder's name
+`org/name[@revision]`  a snapshot in the Hugging Face cache, laid out as huggingface_hub does (importing that
+                       library takes 0.3 s, so the few lines that read the layout are ours)
+
+Nothing is downloaded here. Names follow closed patterns and every path is resolved and checked to stay inside
+its folder: a name never leads anywhere else.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from .errors import CliError, Exit
+
+Source = Literal["builtin", "directory", "hub"]
+
+BUILTIN = "builtin"
+BUILTIN_DIR = Path(__file__).parent / "assets" / "builtin"
+CONFIG_LIMIT = 4_000_000
+"""Bytes of a config.json that we are willing to parse; real ones have a few thousand."""
+
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
+HUB_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9][A-Za-z0-9_./-]{{0,199}}))?")
+NAME = re.compile(rf"{_PART}(?:/{_PART})?(?:@[A-Za-z0-9][A-Za-z0-9_./-]{{0,199}})?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRef:
+    """A model on disk. `name` is what clients call it; `ref` finds it again from any working directory."""
+
+    name: str
+    path: Path
+    source: Source
+    revision: str | None = None
+
+    @property
+    def ref(self) -> str:
+        return str(self.path) if self.source == "directory" else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class DiskModel:
+    ref: ModelRef
+    size: int
+    modified: float
+    architecture: str | None
+    servable: bool
+    """Has a config and safetensors; whether the architecture is supported is the engine's to say."""
+
+
+def resolve(text: str, environ: Mapping[str, str]) -> ModelRef:
+    """Raises CliError: exit 2 for a name that cannot be one, exit 4 for what is not on disk."""
+    if text == BUILTIN:
+        return _builtin()
+    if text.startswith(("/", "./", "../", "~")) or text in {".", ".."} or Path(text, "config.json").is_file():
+        return directory(Path(text))
+    match = HUB_ID.fullmatch(text)
+    if match is None or ".." in text or "--" in text:
+        raise CliError(
+            f"{text!r} does not name a model",
+            "a name is builtin, a directory, or org/name[@revision]",
+            "see what is on disk: llmbox ls",
+            Exit.USAGE if "/" in text else Exit.NOT_FOUND,
+        )
+    return _snapshot(text, match["repo"], match["revision"], hub_cache(environ))
+
+
+def directory(path: Path) -> ModelRef:
+    folder = path.expanduser().resolve()
+    if not folder.is_dir():
+        raise CliError(f"no directory {folder}", "it does not exist", "llmbox ls", Exit.NOT_FOUND)
+    if not (folder / "config.json").is_file():
+        raise CliError(
+            f"{folder} holds no model",
+            "config.json is missing",
+            "name a directory in Hugging Face layout: config.json, *.safetensors, tokenizer.json",
+            Exit.NOT_FOUND,
+        )
+    return ModelRef(folder.name, folder, "directory")
+
+
+def check_name(name: str) -> str:
+    """A name that models may be served under."""
+    if not NAME.fullmatch(name) or ".." in name:
+        raise CliError(
+            f"{name!r} cannot be a model's name",
+            "names have letters, digits and . _ -, with at most one /",
+            "give it another: --alias NAME",
+            Exit.USAGE,
+        )
+    return name
+
+
+def hub_cache(environ: Mapping[str, str]) -> Path:
+    """The folder of huggingface_hub's cache, by the same variables in the same order."""
+    if explicit := environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(explicit).expanduser()
+    if home := environ.get("HF_HOME"):
+        return Path(home).expanduser() / "hub"
+    cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "huggingface" / "hub"
+
+
+def on_disk(environ: Mapping[str, str]) -> list[DiskModel]:
+    """The built-in model, then the Hugging Face cache by name."""
+    found = [describe(_builtin())] if BUILTIN_DIR.is_dir() else []
+    cache = hub_cache(environ)
+    repos = sorted(cache.glob("models--*--*")) if cache.is_dir() else []
+    for repo in repos:
+        name = repo.name.removeprefix("models--").replace("--", "/", 1)
+        if HUB_ID.fullmatch(name) is None:
+            continue
+        try:
+            found.append(describe(_snapshot(name, name, None, cache)))
+        except (CliError, OSError):
+            continue  # a repository without the main snapshot: nothing that could be served by its bare name
+    return found
+
+
+def describe(ref: ModelRef) -> DiskModel:
+    files = [path for path in ref.path.rglob("*") if path.is_file()]
+    config = read_config(ref.path)
+    names = config.get("architectures")
+    architecture = names[0] if isinstance(names, list) and names else config.get("model_type")
+    return DiskModel(
+        ref,
+        sum(path.stat().st_size for path in files),
+        max((path.stat().st_mtime for path in files), default=0.0),
+        architecture if isinstance(architecture, str) else None,
+        bool(config) and any(path.suffix == ".safetensors" for path in files),
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json for display; empty when it is absent or broken (loading says what is wrong)."""
+    path = folder / "config.json"
+    try:
+        if path.stat().st_size > CONFIG_LIMIT:
+            return {}
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _builtin() -> ModelRef:
+    if not (BUILTIN_DIR / "config.json").is_file():
+        raise CliError(
+            "the built-in model is missing",
+            f"{BUILTIN_DIR} has no config.json",
+            "install llmbox again",
+            Exit.NOT_FOUND,
+        )
+    return ModelRef(BUILTIN, BUILTIN_DIR, "builtin")
+
+
+def _snapshot(name: str, repo: str, revision: str | None, cache: Path) -> ModelRef:
+    folder = cache / f"models--{repo.replace('/', '--')}"
+    commit = _commit(folder, revision)
+    path = folder / "snapshots" / commit if commit else None
+    if path is None or not path.is_dir():
+        raise CliError(
+            f"{name} is not on this disk",
+            f"not in the Hugging Face cache {cache}",
+            f"get it first: hf download {repo}" + (f" --revision {revision}" if revision else ""),
+            Exit.NOT_FOUND,
+        )
+    for file in _files_leaving(path, folder.resolve()):
+        raise CliError(
+            f"{name} is not safe to read",
+            f"{file} links to a place outside of {folder}",
+            "delete that repository from the cache and download it again",
+            Exit.INTEGRITY,
+        )
+    return ModelRef(name, path.resolve(), "hub", commit)
+
+
+def _commit(folder: Path, revision: str | None) -> str | None:
+    """The commit that a branch, a tag or a commit id stands for in the cache."""
+    if revision is not None and _COMMIT.fullmatch(revision):
+        return revision
+    reference = folder / "refs" / (revision or "main")
+    if not reference.resolve().is_relative_to((folder / "refs").resolve()):
+        return None
+    try:
+        text = reference.read_text("ascii").strip()
+    except (OSError, ValueError):
+        return None
+    return text if _COMMIT.fullmatch(text) else None
+
+
+def _files_leaving(snapshot: Path, repo: Path) -> Iterator[Path]:
+    """Files whose link ends outside of the repository's own folder."""
+    return (path for path in snapshot.rglob("*") if not path.resolve().is_relative_to(repo))

@@ -1,0 +1,1 @@
+"""The daemon's life: one instance, its sockets, its log, its signals."""
