@@ -1,0 +1,29 @@
+"""Noise that depends on (seed, position) and nothing else.
+
+Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): the key is the
+request's 64-bit seed, the counter is the position of the token being drawn. There is no state, so a
+request that is resumed, preempted or batched with others draws the same tokens, on any device.
+"""
+
+_MASK_32 = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def philox_4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Four 32-bit words from a 128-bit counter and a 64-bit key, both in 32-bit words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        low, high = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
+        c0, c1, c2, c3 = (high >> 32) ^ c1 ^ k0, high & _MASK_32, (low >> 32) ^ c3 ^ k1, low & _MASK_32
+        k0, k1 = (k0 + _WEYL[0]) & _MASK_32, (k1 + _WEYL[1]) & _MASK_32
+    return c0, c1, c2, c3
+
+
+def uniform(seed: int, position: int) -> float:
+    """A multiple of 2^-53 in [0, 1). The seed is taken modulo 2^64, so all signed 64-bit seeds differ."""
+    counter = (position & _MASK_32, position >> 32 & _MASK_32, 0, 0)
+    w0, w1, _, _ = philox_4x32(counter, (seed & _MASK_32, seed >> 32 & _MASK_32))
+    return ((w1 << 32 | w0) >> 11) * 2.0**-53

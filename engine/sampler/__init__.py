@@ -1,0 +1,10 @@
+"""From logits to token ids: the only place of the engine that makes choices.
+
+A row's result is a function of that row's logits and its request, bit by bit: sums over the vocabulary are
+sums of integers (`weights.py`), so neither the neighbours in the batch nor the way a kernel splits its work
+can change them, and noise comes from (seed, position) alone. Equal logits are ordered by lowest id.
+"""
+
+from .sampler import Sampler
+
+__all__ = ["Sampler"]

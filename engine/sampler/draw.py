@@ -1,0 +1,89 @@
+"""Choosing one id a row: greedy, from the whole vocabulary, or from the ranked candidates.
+
+The filters follow vLLM's order: min-p, then top-k, then top-p over what those leave. Top-k keeps exactly k.
+A token is drawn by inverting the cumulative weights: in vocabulary order where nothing needs a ranking,
+best first otherwise. One uniform number a row is all the noise there is.
+
+Legend: R rows, V vocabulary, K candidates.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .ranking import best_of, ranked
+from .weights import ONE, weights
+
+
+class Knobs(NamedTuple):
+    """Sampling parameters of some rows, each a tensor [R] on the device of the logits.
+
+    float64 except `top_k`: products with sums of weights must not lose the order of two tokens.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    """The vocabulary size where nothing is cut."""
+    top_p: Tensor
+    min_p: Tensor
+    noise: Tensor
+
+
+class Drawn(NamedTuple):
+    """Per row, each a tensor [R]."""
+
+    id: Tensor
+    best: Tensor
+    """The row's largest logit: NaN, inf or -inf mean that the row has no valid id."""
+    covered: Tensor
+    """False: the candidates were too few to know the answer; draw again from more."""
+
+
+def draw_greedy(logits_RV: Tensor) -> Drawn:
+    best_R, id_R = best_of(logits_RV)
+    return Drawn(id_R, best_R, torch.ones_like(id_R, dtype=torch.bool))
+
+
+def draw_whole(logits_RV: Tensor, knobs: Knobs) -> Drawn:
+    """Temperature and min-p only: no ranking needed."""
+    best_R1 = logits_RV.amax(-1, keepdim=True)
+    weight_RV = _without_unlikely(weights(logits_RV, best_R1, knobs.temperature), knobs.min_p)
+    id_R = _invert(weight_RV.cumsum(-1), knobs.noise)
+    return Drawn(id_R, best_R1[:, 0], torch.ones_like(id_R, dtype=torch.bool))
+
+
+def draw_ranked(logits_RV: Tensor, knobs: Knobs, size: int, *, cuts_k: bool) -> Drawn:
+    """Top-k and top-p over the `size` best ids. `cuts_k`: every row has a top-k of at most `size`."""
+    value_RK, id_RK, certain_R = ranked(logits_RV, size)
+    best_R1 = value_RK[:, :1]
+    weight_RK = _without_unlikely(weights(value_RK, best_R1, knobs.temperature), knobs.min_p)
+    rank_K = torch.arange(weight_RK.shape[1], device=logits_RV.device)
+    weight_RK = torch.where(rank_K < knobs.top_k[:, None], weight_RK, 0)
+
+    before_RK = weight_RK.cumsum(-1) - weight_RK
+    if cuts_k:
+        total_R = weight_RK.sum(-1)
+    else:
+        all_RV = _without_unlikely(weights(logits_RV, best_R1, knobs.temperature), knobs.min_p)
+        total_R = all_RV.sum(-1)
+    limit_R1 = (knobs.top_p * total_R)[:, None]
+    kept_RK = (before_RK < limit_R1) & (weight_RK > 0)
+
+    column_R = _invert(torch.where(kept_RK, weight_RK, 0).cumsum(-1), knobs.noise)
+    # Kept ids are a prefix; it is known exactly if it ends before the first uncertain candidate.
+    covered_R = kept_RK.sum(-1) <= certain_R
+    return Drawn(id_RK.gather(1, column_R[:, None])[:, 0], best_R1[:, 0], covered_R)
+
+
+def _without_unlikely(weight: Tensor, min_p_R: Tensor) -> Tensor:
+    least_R1 = (min_p_R * ONE).to(torch.int64)[:, None]
+    return torch.where(weight >= least_R1, weight, 0)
+
+
+def _invert(cumulative: Tensor, noise_R: Tensor) -> Tensor:
+    """Column of each row where the cumulative weight first exceeds noise · total."""
+    total_R = cumulative[:, -1]
+    point_R = torch.minimum((noise_R * total_R).to(torch.int64), total_R - 1)
+    column_R = torch.searchsorted(cumulative, point_R[:, None], right=True)[:, 0]
+    return column_R.clamp_(max=cumulative.shape[1] - 1)  # rows of NaN: any column, the caller rejects them

@@ -1,0 +1,54 @@
+"""The most likely ids of each row in one defined order: larger logit first, equal logits by lowest id.
+
+Legend: R rows, V vocabulary, B blocks of the vocabulary, K candidates.
+"""
+
+import torch
+from torch import Tensor
+
+_BLOCK = 64
+_LADDER = (256, 4096)
+# torch.topk of 256 of 151,936 costs 0.3 ms a row on one core, of 4,096 2 ms, a full sort 13 ms.
+
+
+def best_of(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest logit and its lowest id, per row. NaN anywhere in the row gives NaN.
+
+    Two levels: block maxima run at memory speed, an index search over the whole row does not.
+    """
+    size = logits_RV.shape[1]
+    main = size - size % _BLOCK
+    if main < 2 * _BLOCK:
+        return torch.max(logits_RV, dim=-1)
+    blocks_RB = logits_RV[:, :main].reshape(-1, main // _BLOCK, _BLOCK).amax(-1)
+    block_R = torch.max(blocks_RB, dim=-1).indices
+    columns_RK = block_R[:, None] * _BLOCK + torch.arange(_BLOCK, device=logits_RV.device)
+    best_R, inside_R = torch.max(logits_RV.gather(1, columns_RK), dim=-1)
+    id_R = block_R * _BLOCK + inside_R
+    if main == size:
+        return best_R, id_R
+    tail_R, tail_id_R = torch.max(logits_RV[:, main:], dim=-1)
+    take_tail_R = (tail_R > best_R) | (tail_R.isnan() & ~best_R.isnan())
+    return torch.where(take_tail_R, tail_R, best_R), torch.where(take_tail_R, tail_id_R + main, id_R)
+
+
+def next_size(size: int, vocab_size: int) -> int:
+    """The next larger number of candidates worth trying; the whole vocabulary in the end."""
+    return next((step for step in _LADDER if size < step < vocab_size // 2), vocab_size)
+
+
+def ranked(logits_RV: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `size` best (logits_RK, ids_RK) and how many of them are certain, per row.
+
+    `torch.topk` picks arbitrarily among equal logits at its border, so that last group is not certain
+    unless the whole vocabulary was asked for.
+    """
+    rows, vocab_size = logits_RV.shape
+    if size >= vocab_size:
+        values_RK, ids_RK = torch.sort(logits_RV, dim=-1, descending=True, stable=True)
+        return values_RK, ids_RK, torch.full((rows,), vocab_size, device=logits_RV.device)
+    picked_RK = torch.topk(logits_RV, size, dim=-1).indices
+    ids_RK = torch.sort(picked_RK, dim=-1).values
+    values_RK, order_RK = torch.sort(logits_RV.gather(1, ids_RK), dim=-1, descending=True, stable=True)
+    certain_R = (values_RK > values_RK[:, -1:]).sum(-1)
+    return values_RK, ids_RK.gather(1, order_RK), certain_R

@@ -1,0 +1,203 @@
+"""Groups the rows of a step by what they need, and answers each with a token or with a reason why not."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..messages import TokenLogprobs
+from ..noise import uniform
+from ..request import Request
+from ..sampling import SamplingParams
+from ..step import SampledToken
+from .draw import Drawn, Knobs, draw_greedy, draw_ranked, draw_whole
+from .logprobs import token_logprobs
+from .ranking import best_of, next_size
+from .rules import RequestRules, apply_rules, penalises
+
+_T = TypeVar("_T")
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing by them would leave one token anyway, or overflow."""
+
+_ROWS_AT_ONCE = {"cpu": 1, "cuda": 64}
+# On CPU a row and its weights stay in the core's cache; on a GPU this bounds the int64 scratch space.
+
+BROKEN = "the model produced NaN or infinite logits for this request"
+NOTHING_LEFT = "no token is left to choose: allowed_token_ids, bad_words and min_tokens forbid every one"
+
+
+class _Method(NamedTuple):
+    """How a row is drawn; rows of equal methods are drawn together."""
+
+    edited: bool
+    greedy: bool = False
+    size: int = 0
+    """Candidates to rank; 0 draws from the whole vocabulary without ranking."""
+    cuts_k: bool = False
+
+
+class Sampler:
+    """Chooses the next token of each row. A row's result never depends on the other rows.
+
+    Keeps token counts of requests with penalties between steps, for the requests of the last call only.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._rows_at_once = _ROWS_AT_ONCE.get(device.type, 1)
+        self._rules: dict[str, RequestRules] = {}
+
+    def sample(self, logits_RV: Tensor, requests: Sequence[Request]) -> list[SampledToken | str]:
+        """One result a row: the token, or the message of the error that ends this request alone.
+
+        `logits_RV` may have any float dtype and is not changed. Columns beyond the vocabulary are padding.
+        The drawn token gets position `request.num_tokens`.
+        """
+        logits_RV = logits_RV[:, : self._vocab_size]
+        active = self._active_rules(requests)
+        methods = [self._method(request.params, edited=request.request_id in active) for request in requests]
+        chosen = self._choose(logits_RV, requests, methods)
+        return self._with_logprobs(logits_RV, requests, chosen)
+
+    def prompt_logprobs(self, logits_TV: Tensor, next_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
+        """Entry t tells how likely `next_ids[t]` was after row t. NaN logprobs where a row is broken."""
+        logits_TV = logits_TV[:, : self._vocab_size]
+        rows = list(range(len(next_ids)))
+        return [
+            entry
+            for part in self._parts(rows)
+            for entry in token_logprobs(
+                logits_TV[part].float(), [next_ids[t] for t in part], [top] * len(part)
+            )
+        ]
+
+    def _active_rules(self, requests: Sequence[Request]) -> dict[str, RequestRules]:
+        """Rules of the requests whose logits change in this step; forgets requests that are not in it."""
+        known, self._rules = self._rules, {}
+        for request in requests:
+            if not _may_change_logits(request.params):
+                continue
+            rules = known.get(request.request_id)
+            if rules is None or rules.request is not request:
+                rules = RequestRules(request, self._vocab_size)
+            self._rules[request.request_id] = rules
+        return {name: rules for name, rules in self._rules.items() if rules.refresh()}
+
+    def _method(self, params: SamplingParams, *, edited: bool) -> _Method:
+        if params.temperature < GREEDY_BELOW:
+            return _Method(edited, greedy=True)
+        cuts_k = 0 < params.top_k < self._vocab_size
+        if not cuts_k and params.top_p >= 1.0:
+            return _Method(edited)
+        return _Method(edited, size=next_size(params.top_k if cuts_k else 0, self._vocab_size), cuts_k=cuts_k)
+
+    def _choose(
+        self, logits_RV: Tensor, requests: Sequence[Request], methods: Sequence[_Method]
+    ) -> list[int | str]:
+        chosen: list[int | str] = [NOTHING_LEFT] * len(requests)
+        waiting = dict(enumerate(methods))
+        while waiting:
+            for row, method, outcome in list(self._run(logits_RV, requests, waiting)):
+                token, raw_best, best, covered = outcome
+                problem = _problem(raw_best, best)
+                if covered or problem:
+                    chosen[row] = problem or int(token)
+                    del waiting[row]
+                else:
+                    waiting[row] = method._replace(size=next_size(method.size, self._vocab_size))
+        return chosen
+
+    def _run(
+        self, logits_RV: Tensor, requests: Sequence[Request], waiting: dict[int, _Method]
+    ) -> Iterator[tuple[int, _Method, list[float]]]:
+        """Draw all waiting rows; the device is asked for results once, after all work is queued."""
+        groups: dict[_Method, list[int]] = defaultdict(list)
+        for row, method in waiting.items():
+            groups[method].append(row)
+        order: list[tuple[int, _Method]] = []
+        outcomes: list[Tensor] = []
+        for method, rows in groups.items():
+            whole_batch = len(rows) == len(requests)
+            parts = [rows] if method == _Method(edited=False, greedy=True) else self._parts(rows)
+            for part in parts:
+                part_RV = logits_RV if whole_batch and part is rows else logits_RV[part]
+                outcomes.append(self._draw(part_RV, [requests[row] for row in part], method))
+                order += [(row, method) for row in part]
+        for (row, method), outcome in zip(order, torch.cat(outcomes).tolist(), strict=True):
+            yield row, method, outcome
+
+    def _draw(self, logits_RV: Tensor, requests: list[Request], method: _Method) -> Tensor:
+        """float64 [R, 4]: id, largest logit before and after the rules, whether the id is final."""
+        raw_best_R: Tensor | None = None
+        if method.edited:
+            raw_best_R = best_of(logits_RV)[0]
+            logits_RV = logits_RV.to(torch.float32, copy=True)
+            apply_rules(logits_RV, [self._rules[request.request_id] for request in requests])
+        drawn = self._draw_method(logits_RV, requests, method)
+        raw_best_R = drawn.best if raw_best_R is None else raw_best_R
+        columns = (drawn.id, raw_best_R, drawn.best, drawn.covered)
+        return torch.stack([column.double() for column in columns], 1)
+
+    def _draw_method(self, logits_RV: Tensor, requests: list[Request], method: _Method) -> Drawn:
+        if method.greedy:
+            return draw_greedy(logits_RV)
+        knobs = self._knobs(requests)
+        if method.size == 0:
+            return draw_whole(logits_RV.float(), knobs)
+        return draw_ranked(logits_RV.float(), knobs, method.size, cuts_k=method.cuts_k)
+
+    def _knobs(self, requests: list[Request]) -> Knobs:
+        rows = [
+            (
+                request.params.temperature,
+                request.params.top_k if 0 < request.params.top_k < self._vocab_size else self._vocab_size,
+                request.params.top_p,
+                request.params.min_p,
+                uniform(request.params.seed, request.num_tokens),
+            )
+            for request in requests
+        ]
+        temperature_R, top_k_R, top_p_R, min_p_R, noise_R = (
+            torch.tensor(rows, dtype=torch.float64).to(self._device).unbind(1)
+        )
+        return Knobs(temperature_R, top_k_R.to(torch.int64), top_p_R, min_p_R, noise_R)
+
+    def _with_logprobs(
+        self, logits_RV: Tensor, requests: Sequence[Request], chosen: Sequence[int | str]
+    ) -> list[SampledToken | str]:
+        results = [pick if isinstance(pick, str) else SampledToken(pick) for pick in chosen]
+        wanting = [
+            (row, pick, request.params.logprobs)
+            for row, (pick, request) in enumerate(zip(chosen, requests, strict=True))
+            if isinstance(pick, int) and request.params.logprobs is not None
+        ]
+        for part in self._parts(wanting):
+            rows, ids, top = zip(*part, strict=True)
+            for row, entry in zip(rows, token_logprobs(logits_RV[list(rows)].float(), ids, top), strict=True):
+                results[row] = SampledToken(entry.token_id, entry)
+        return results
+
+    def _parts(self, rows: list[_T]) -> Iterator[list[_T]]:
+        for start in range(0, len(rows), self._rows_at_once):
+            yield rows[start : start + self._rows_at_once]
+
+
+def _may_change_logits(params: SamplingParams) -> bool:
+    return bool(
+        penalises(params)
+        or params.logit_bias
+        or params.bad_words
+        or params.allowed_token_ids is not None
+        or (params.min_tokens and params.stop_token_ids)
+    )
+
+
+def _problem(raw_best: float, best: float) -> str | None:
+    if not math.isfinite(raw_best):
+        return BROKEN
+    return NOTHING_LEFT if best == -math.inf else None
