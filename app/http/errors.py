@@ -1,0 +1,73 @@
+"""One place where exceptions become answers: OpenAI's error object, for every route and every status."""
+
+import http
+import logging
+from typing import Any
+
+import msgspec
+from litestar import Request, Response
+from litestar.exceptions import HTTPException, ValidationException
+
+from ..errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+
+class ClientGone(Exception):  # noqa: N818 - nothing went wrong on our side
+    """The client closed its connection: there is nobody to answer."""
+
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_MESSAGES = {
+    404: "There is no such route. The routes are listed at /openapi.json.",
+    405: "This route does not support the request's method.",
+    413: "The request body is too large.",
+}
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """What the client is told. Nothing of an unexpected exception's text reaches it."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ValidationException):
+        return _bad_parameter(error)
+    if isinstance(error, HTTPException) and error.status_code < 500:
+        status = http.HTTPStatus(error.status_code)
+        message = _MESSAGES.get(status, f"{status.phrase}.")
+        code = "_".join(status.phrase.lower().replace("-", " ").split())
+        return ApiError(status, message, code, None, error_type(status), dict(error.headers or {}))
+    return ApiError(500, "Something went wrong inside llmbox.", "internal_error", None, "server_error")
+
+
+def error_type(status: int) -> str:
+    return "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
+
+
+def encode_error(error: ApiError) -> bytes:
+    return msgspec.json.encode(error.body())
+
+
+def answer(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+    """Litestar's exception handler for everything."""
+    told = to_api_error(error)
+    if told.status == 500 and not isinstance(error, ApiError | ClientGone):
+        logger.error(
+            "request %s failed: %s",
+            request.scope.get("state", {}).get("request_id"),
+            type(error).__name__,
+            exc_info=error,
+        )
+    return Response(
+        encode_error(told), status_code=told.status, headers=told.headers, media_type="application/json"
+    )
+
+
+def _bad_parameter(error: ValidationException) -> ApiError:
+    extra = error.extra
+    first: Any = extra[0] if isinstance(extra, list) and extra else {}
+    key = str(first.get("key", "")) or None
+    if key == "data":
+        return ApiError(400, "This route needs a JSON body.", "invalid_json")
+    text = str(first.get("message", "invalid value")).replace("`", "")
+    where = f" for '{key}'" if key else ""
+    return ApiError(400, f"Invalid value{where}: {text[:1].lower()}{text[1:]}.", "invalid_value", key)

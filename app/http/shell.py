@@ -1,0 +1,162 @@
+"""The outermost layer: what holds for every request, whether or not a route exists for it."""
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from typing import Any
+
+from litestar.types import ASGIApp, Message, Receive, Send
+
+from ..errors import ApiError
+from .drain import Drain, shutting_down
+from .errors import ClientGone, encode_error, error_type, to_api_error
+from .origin import HostList, check_host, check_origin
+
+logger = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_SECURITY = [
+    (
+        b"content-security-policy",
+        b"default-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'; form-action 'self'",
+    ),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+]
+
+
+class Shell:
+    """Host, Origin, Content-Type, body size, request id, security headers, HEAD, the last error handler."""
+
+    def __init__(self, app: ASGIApp, hosts: HostList, body_bytes: int, drain: Drain) -> None:
+        self._app = app
+        self._hosts = hosts
+        self._body_bytes = body_bytes
+        self._drain = drain
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = _Exchange(scope, receive, send, self._body_bytes, self._drain)
+        try:
+            self._screen(scope, exchange)
+            await self._app(exchange.scope, exchange.receive, exchange.send)
+        except ClientGone:
+            pass
+        except asyncio.CancelledError:
+            if not self._drain.expired:
+                raise
+            await exchange.fail(shutting_down())
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                logger.exception("request %s failed", exchange.request_id)
+            await exchange.fail(to_api_error(error))
+
+    def _screen(self, scope: Any, exchange: "_Exchange") -> None:
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        check_host(self._hosts, scope, hosts)
+        check_origin(self._hosts, scope, exchange.headers)
+        _check_body(exchange.headers, self._body_bytes)
+
+
+class _Exchange:
+    """One request and its answer, as seen from outside of the application."""
+
+    def __init__(self, scope: Any, receive: Receive, send: Send, body_bytes: int, drain: Drain) -> None:
+        self.headers = dict(reversed(scope["headers"]))
+        given = self.headers.get(b"x-request-id", b"")
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else b"req_" + uuid.uuid4().hex.encode()
+        self.started = False
+        self._finished = False
+        self._began = time.perf_counter()
+        self._receive, self._send = receive, send
+        self._room = body_bytes
+        self._body_done = False
+        self._drain = drain
+        self._head = scope["method"] == "HEAD"
+        # A copy: the server looks at its own scope's method to leave out the body.
+        self.scope: Any = {
+            **scope,
+            "method": "GET" if self._head else scope["method"],
+            "state": {
+                **(scope.get("state") or {}),
+                "request_id": self.request_id.decode(),
+                "drain": drain,
+            },
+        }
+
+    async def receive(self) -> Any:
+        if self._finished:
+            return {"type": "http.disconnect"}
+        message: Any = await self._receive()
+        if message["type"] == "http.request":
+            self._room -= len(message.get("body", b""))
+            self._body_done = not message.get("more_body", False)
+            if self._room < 0:
+                raise _too_large()
+        elif not self._body_done:
+            raise ClientGone
+        return message
+
+    async def send(self, message: Message) -> None:
+        if self._finished:
+            return
+        if message["type"] == "http.response.start":
+            self.started = True
+            message["headers"] = self._with_own(list(message.get("headers", [])))
+        elif self._head:
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+            self._finished = True
+        elif not message.get("more_body", False):
+            self._finished = True
+        await self._send(message)
+
+    async def fail(self, error: ApiError) -> None:
+        """Answers with the error if nothing was sent yet."""
+        if self.started:
+            return
+        body = encode_error(error)
+        headers = [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+        headers += [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _with_own(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        names = {name.lower() for name, _ in headers}
+        took = int((time.perf_counter() - self._began) * 1000)
+        headers += [(b"x-request-id", self.request_id), (b"openai-processing-ms", b"%d" % took)]
+        headers += [pair for pair in _SECURITY if pair[0] not in names]
+        if b"cache-control" not in names:
+            headers.append((b"cache-control", b"no-store"))
+        if self._drain.draining:
+            headers.append((b"connection", b"close"))
+        return headers
+
+
+def _check_body(headers: dict[bytes, bytes], limit: int) -> None:
+    length = headers.get(b"content-length", b"0")
+    if not length.isdigit():
+        raise ApiError(400, "The Content-Length header is not a number.", "invalid_header")
+    if len(length) > 18 or int(length) > limit:
+        raise _too_large()
+    if int(length) == 0 and b"transfer-encoding" not in headers:
+        return
+    kind, _, parameters = headers.get(b"content-type", b"").partition(b";")
+    charset = parameters.strip().lower().replace(b'"', b"")
+    if kind.strip().lower() != b"application/json" or charset not in {b"", b"charset=utf-8"}:
+        raise _unsupported("Bodies must be sent with Content-Type: application/json.")
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise _unsupported("Compressed bodies are not supported.")
+
+
+def _unsupported(message: str) -> ApiError:
+    return ApiError(415, message, "unsupported_media_type")
+
+
+def _too_large() -> ApiError:
+    return ApiError(413, "The request body is too large.", "request_too_large", None, error_type(413))

@@ -1,0 +1,118 @@
+"""JSON as the API promises it: one meaning for every body, or a 400 that names the place.
+
+msgspec alone accepts duplicate keys and bad UTF-8 in keys, and answers some bad bodies with exceptions
+that are not decode errors (measured: invalid UTF-8, nesting of 1,000).
+"""
+
+import json
+import re
+from functools import cache
+from typing import Any, NoReturn, TypeVar, cast
+
+import msgspec
+
+from ..errors import ApiError
+
+T = TypeVar("T")
+
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_NOT_BRACKET = re.compile(r"[^\[\]{}]++")
+_MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_PLACE = re.compile(r" - at (?:`key` in )?`\$(?P<path>.*)`$", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
+
+
+def load(body: bytes, max_depth: int = 32) -> Any:
+    """The body as plain Python values."""
+    if body.startswith(b"\xef\xbb\xbf"):
+        raise _malformed("it begins with a byte order mark")
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise _malformed(f"it is not UTF-8 (byte {error.start})") from None
+    if not text.strip():
+        raise _malformed("it is empty")
+    if _deeper_than(text, max_depth):
+        raise ApiError(400, f"The JSON body is nested deeper than {max_depth} levels.", "json_too_deep")
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+        if _MAYBE_SURROGATE.search(body):
+            msgspec.json.encode(value)
+    except json.JSONDecodeError as error:
+        raise _malformed(f"{error.msg} at line {error.lineno}, column {error.colno}") from None
+    except UnicodeEncodeError:
+        raise _malformed("it holds half a surrogate pair") from None
+    except RecursionError:
+        raise _malformed("it is nested too deep") from None
+    except ValueError:  # int() of thousands of digits
+        raise _malformed("it holds a number that is too long") from None
+    return value
+
+
+def decode(body: bytes, kind: type[T], max_depth: int = 32) -> tuple[T, Any]:
+    """The body as `kind`, and as plain values (which still hold the fields that `kind` does not know)."""
+    plain = load(body, max_depth)
+    try:
+        typed: T = _decoder(cast("Any", kind)).decode(body)
+    except msgspec.ValidationError as error:
+        raise invalid(str(error)) from None
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        raise _malformed("it cannot be decoded") from None
+    return typed, plain
+
+
+def invalid(message: str) -> ApiError:
+    """An answer for msgspec's validation message, with `param` as a path such as `messages[0].content`."""
+    place = _PLACE.search(message)
+    param = place["path"].lstrip(".") if place else ""
+    text = message[: place.start()] if place else message
+    if missing := _MISSING.search(text):
+        param = f"{param}.{missing['name']}" if param else missing["name"]
+        return ApiError(400, f"Missing required parameter: '{param}'.", "missing_required_parameter", param)
+    text = text.replace("`", "")
+    where = f"'{param}'" if param else "the body"
+    code = "invalid_type" if ", got " in text else "invalid_value"
+    return ApiError(400, f"Invalid value for {where}: {text[:1].lower()}{text[1:]}.", code, param or None)
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def _malformed(why: str) -> ApiError:
+    return ApiError(400, f"The body is not valid JSON: {why}.", "invalid_json")
+
+
+def _deeper_than(text: str, limit: int) -> bool:
+    """Peels the innermost brackets `limit` times: a few passes in C, no recursion."""
+    if text.count("[") + text.count("{") <= limit:
+        return False
+    brackets = _NOT_BRACKET.sub("", _STRING.sub("", text))
+    for _ in range(limit):
+        if not brackets:
+            return False
+        brackets = brackets.replace("[]", "").replace("{}", "")
+    # What is left of unbalanced text is for the parser to name, unless it is deep as well.
+    return "[]" in brackets or "{}" in brackets or len(brackets) > limit
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) == len(pairs):
+        return result
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            raise _duplicate(name)
+        seen.add(name)
+    raise AssertionError("unreachable")
+
+
+def _duplicate(name: str) -> ApiError:
+    shown = name[:64].encode(errors="replace").decode()
+    return ApiError(400, f"The JSON body holds the key {shown!r} twice.", "duplicate_key", shown)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _malformed(f"{name} is not a JSON number")

@@ -1,0 +1,27 @@
+"""What the daemon is made of, handed to whoever needs it: no globals."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from .events import Events
+from .http.drain import Drain
+from .metrics.metrics import Metrics
+from .paths import Paths
+from .settings import Settings
+from .store import RequestLog
+
+
+@dataclass(kw_only=True)
+class Services:
+    settings: Settings
+    paths: Paths
+    engines: Any
+    gateway: Any
+    request_log: RequestLog
+    metrics: Metrics
+    events: Events
+    version: str
+    drain: Drain = field(default_factory=Drain)
+    started_at: float = field(default_factory=time.time)
+    """Unix seconds."""

@@ -1,0 +1,58 @@
+"""The application in process, over fakes of what stands behind it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+
+from llmbox.app.http.app import App, create_app
+from llmbox.app.http.drain import Drain
+from llmbox.app.http.request import LOCAL
+from llmbox.app.metrics.metrics import Metrics
+from llmbox.app.settings import LimitSettings, ServerSettings, Settings
+
+
+@dataclass
+class FakeEngines:
+    state: tuple[bool, str] = (True, "")
+
+    def readiness(self) -> tuple[bool, str]:
+        return self.state
+
+
+@dataclass
+class FakeServices:
+    """The part of `Services` that the HTTP shell itself touches."""
+
+    settings: Settings = field(default_factory=Settings)
+    engines: FakeEngines = field(default_factory=FakeEngines)
+    metrics: Metrics = field(default_factory=Metrics)
+    drain: Drain = field(default_factory=Drain)
+    version: str = "0.0.0"
+
+
+def fake_services(**limits: Any) -> FakeServices:
+    return FakeServices(Settings(limits=replace(LimitSettings(), **limits)))
+
+
+def allowing(*hosts: str) -> FakeServices:
+    return FakeServices(Settings(server=replace(ServerSettings(), allowed_hosts=hosts)))
+
+
+def make_app(handlers: Sequence[Any] = (), services: Any = None) -> App:
+    return create_app(services or fake_services(), handlers)
+
+
+def over_unix(app: Any) -> Any:
+    """The same app, reached as over the daemon's unix socket."""
+
+    async def wrapped(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, "extensions": {LOCAL: {}}}, receive, send)
+
+    return wrapped
+
+
+def client(app: Any, host: str = "localhost") -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=True)
+    return httpx.AsyncClient(transport=transport, base_url=f"http://{host}")
