@@ -1,0 +1,188 @@
+"""Messages to prompt ids, so that only the chat template writes control tokens.
+
+Control-token literals in a client's text are wrapped in marker characters before rendering. Afterwards the
+tokenizer is shown a text in which the marked literals are broken apart: it finds the template's own control
+tokens, and every span between two of them that held a marked literal is encoded again by a tokenizer
+without added tokens. Spans without marks keep the ids of the first pass, so ordinary messages give exactly
+what the tokenizer gives for the rendered text.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from llmbox.engine.errors import ModelError
+
+from ..errors import ApiError
+from .template_pool import TemplatePool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """What a template sees. Message contents are strings."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """Private-use characters that occur nowhere in the messages or the template."""
+
+    start: str
+    end: str
+    tail: str
+
+    @classmethod
+    def absent_from(cls, text: str) -> "Markers":
+        free = (char for char in map(chr, range(0xF0000, 0xFFFFE)) if char not in text)
+        return cls(next(free), next(free), next(free))
+
+
+class ControlTokens:
+    """Which literals a client's text may not turn into tokens, and how to encode such text."""
+
+    def __init__(self, tokenizer: Tokenizer, source: str, named: frozenset[str]) -> None:
+        """`source` is the JSON of `tokenizer`; `named` are tokens that the model's files call special."""
+        self._tokenizer = tokenizer
+        self._source = source
+        self._plain: dict[bool, Tokenizer] = {}
+        added = tokenizer.get_added_tokens_decoder()
+        self._ids = frozenset(added)
+        special = [t.content for t in added.values() if t.special or t.content in named]
+        self._special = _any_of(special)
+        self._all = _any_of([t.content for t in added.values()])
+
+    def mark(self, value: Any, markers: Markers, *, every: bool) -> Any:
+        """Wrap literals in all strings inside `value`; `every` takes those that are not special as well."""
+        if isinstance(value, str):
+            pattern = self._all if every else self._special
+            return pattern.sub(f"{markers.start}\\g<0>{markers.end}", value)
+        if isinstance(value, dict):
+            return {key: self.mark(item, markers, every=every) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.mark(item, markers, every=every) for item in value]
+        return value
+
+    def encode(self, rendered: str, markers: Markers) -> list[int]:
+        if markers.start not in rendered and markers.end not in rendered:
+            ids: list[int] = self._tokenizer.encode(rendered, add_special_tokens=False).ids
+            return ids
+        return [id_ for part in self._encode_marked(rendered, markers) for id_ in part]
+
+    def _encode_marked(self, rendered: str, markers: Markers) -> Iterator[Sequence[int]]:
+        broken = rendered.replace(markers.end, "")
+        # start, literal -> first character, start, rest: no longer the literal
+        broken = re.sub(f"{markers.start}(.)", f"\\g<1>{markers.start}", broken, flags=re.DOTALL)
+        encoding = self._tokenizer.encode(broken, add_special_tokens=False)
+        begin = first = 0
+        for i, (id_, (start, end)) in enumerate(zip(encoding.ids, encoding.offsets, strict=True)):
+            if id_ in self._ids:
+                yield self._span(broken[begin:start], encoding.ids[first:i], markers, at_start=begin == 0)
+                yield (id_,)
+                begin, first = end, i + 1
+        yield self._span(broken[begin:], encoding.ids[first:], markers, at_start=begin == 0)
+
+    def _span(self, text: str, ids: Sequence[int], markers: Markers, *, at_start: bool) -> Sequence[int]:
+        if markers.start not in text:
+            return ids
+        tokenizer = self._plain_tokenizer(at_start=at_start)
+        plain: list[int] = tokenizer.encode(text.replace(markers.start, ""), add_special_tokens=False).ids
+        return plain
+
+    def _plain_tokenizer(self, *, at_start: bool) -> Tokenizer:
+        """Without added tokens; unless `at_start`, also without the space put before a text's first word."""
+        if at_start not in self._plain:
+            source = json.loads(self._source)
+            source["added_tokens"] = []
+            source["post_processor"] = None
+            if not at_start:
+                _never_prepend(source.get("pre_tokenizer"))
+            self._plain[at_start] = Tokenizer.from_str(json.dumps(source))
+        return self._plain[at_start]
+
+
+def _any_of(literals: Sequence[str]) -> re.Pattern[str]:
+    longest_first = sorted(literals, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _never_prepend(pre_tokenizer: dict[str, Any] | None) -> None:
+    for step in (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}]):
+        if step.get("prepend_scheme") == "first":
+            step["prepend_scheme"] = "never"
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A prompt as text; `ids` tokenises it (which takes time where it is long)."""
+
+    marked: str
+    markers: Markers
+    control: ControlTokens
+
+    @property
+    def text(self) -> str:
+        return self.marked.replace(self.markers.start, "").replace(self.markers.end, "")
+
+    def ids(self) -> list[int]:
+        return self.control.encode(self.marked, self.markers)
+
+
+async def render_chat(
+    pool: TemplatePool, template: str, special_tokens: dict[str, str], control: ControlTokens, chat: Chat
+) -> RenderedChat:
+    spoken = json.dumps([chat.messages, chat.template_kwargs], ensure_ascii=False)
+    markers = Markers.absent_from(template + spoken)
+    # What the model itself wrote earlier may hold tokens such as </think>, which templates look for.
+    messages = [control.mark(m, markers, every=m["role"] != "assistant") for m in chat.messages]
+    if chat.continue_final_message:
+        messages[-1]["content"] += markers.tail + " "
+    variables: dict[str, Any] = special_tokens | {"tools": None, "documents": None}
+    variables |= control.mark(chat.template_kwargs, markers, every=True)
+    variables |= {"messages": messages, "add_generation_prompt": chat.add_generation_prompt}
+    text = await pool.render(template, variables)
+    if chat.continue_final_message:
+        text = _cut(text, markers.tail)
+    return RenderedChat(text, markers, control)
+
+
+def _cut(text: str, tail: str) -> str:
+    """Text up to the end of the last message; spaces at its end go where the template trims them."""
+    at = text.rfind(tail)
+    if at < 0:
+        raise ApiError(
+            400,
+            "The model's chat template does not render the last message as it is, so it cannot be continued.",
+            param="continue_final_message",
+        )
+    return text[:at] if text.startswith(tail + " ", at) else text[:at].rstrip()
+
+
+def named_special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token`, … of tokenizer_config.json or special_tokens_map.json as plain strings."""
+    named = {}
+    for key, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(content, str):
+            named[key] = content
+    return named
+
+
+def pick_template(value: Any) -> str | None:
+    """tokenizer_config.json holds one template or a list of named ones."""
+    if value is None or isinstance(value, str):
+        return value
+    try:
+        by_name = {entry["name"]: entry["template"] for entry in value}
+    except (TypeError, KeyError):
+        raise ModelError(
+            "tokenizer_config.json: chat_template is neither a text nor a list of templates"
+        ) from None
+    return by_name.get("default")

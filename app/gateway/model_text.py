@@ -1,0 +1,157 @@
+"""The text side of a model directory: tokenizer, chat template, end tokens, generation defaults."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from llmbox.engine.errors import ModelError
+
+from ..errors import ApiError
+from .chat_prompt import Chat, ControlTokens, RenderedChat, named_special_tokens, pick_template, render_chat
+from .detokenizer import Detokenizer, decode
+from .template_pool import TemplatePool
+from .token_bytes import TokenBytes
+
+END_OF_TURN = (
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<end_of_turn>",
+    "<|endofturn|>", "<|eot|>", "<|return|>", "<|call|>",
+)  # fmt: skip
+"""Turn ends that models emit although their configs may not list them; taken if the template writes them."""
+
+_DEFAULT_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (1e-9, 1),
+    "top_k": (0, 1 << 30),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-9, 2),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelText:
+    """Methods here work in the calling thread; large texts belong in one of their own."""
+
+    tokenizer: Tokenizer
+    tokens: TokenBytes
+    control: ControlTokens
+    special_tokens: dict[str, str]
+    chat_template: str | None
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: dict[str, float]
+    """Used where a request leaves a field absent."""
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.tokenizer.get_vocab_size(with_added_tokens=True)
+        return size
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a raw prompt: here the caller writes the template, so special-token literals are tokens."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, begins: bool = True, skip_special: bool = True) -> str:
+        return decode(self.tokens, ids, begins=begins, skip_special=skip_special)
+
+    def detokenizer(self, *, begins: bool = True, skip_special: bool = True) -> Detokenizer:
+        return Detokenizer(self.tokens, begins=begins, skip_special=skip_special)
+
+    def token_text(self, token_id: int) -> str:
+        """One token on its own, for people: special tokens by name, broken UTF-8 replaced."""
+        return self.tokens.inner(token_id).decode("utf-8", "replace")
+
+    async def render_chat(self, pool: TemplatePool, chat: Chat) -> RenderedChat:
+        if self.chat_template is None:
+            raise ApiError(
+                400,
+                "This model has no chat template. Send the prompt to /v1/completions instead.",
+                code="no_chat_template",
+                param="messages",
+            )
+        return await render_chat(pool, self.chat_template, self.special_tokens, self.control, chat)
+
+
+def load_model_text(path: Path) -> ModelText:
+    """Raises ModelError naming the file that is missing or broken."""
+    source = _read_text(path / "tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_str(source)
+        parsed = json.loads(source)
+    except Exception as error:  # noqa: BLE001 - the library raises nothing finer
+        raise ModelError(f"tokenizer.json is not a tokenizer: {error}") from None
+    config = _read_json(path / "tokenizer_config.json")
+    generation = _read_json(path / "generation_config.json")
+    special_tokens = named_special_tokens(
+        _read_json(path / "special_tokens_map.json")
+    ) | named_special_tokens(config)
+    template_file = path / "chat_template.jinja"
+    template = (
+        _read_text(template_file) if template_file.is_file() else pick_template(config.get("chat_template"))
+    )
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    eos = _eos_ids(tokenizer, special_tokens, template, [_read_json(path / "config.json"), generation])
+    return ModelText(
+        tokenizer=tokenizer,
+        tokens=TokenBytes(tokenizer, parsed.get("decoder")),
+        control=ControlTokens(tokenizer, source, frozenset(special_tokens.values())),
+        special_tokens=special_tokens,
+        chat_template=template,
+        eos_token_ids=eos,
+        generation_defaults=_generation_defaults(generation),
+    )
+
+
+def _eos_ids(
+    tokenizer: Tokenizer,
+    special_tokens: dict[str, str],
+    template: str | None,
+    configs: Sequence[dict[str, Any]],
+) -> tuple[int, ...]:
+    """Every id that ends an answer, in a fixed order."""
+    ids: list[int | None] = []
+    for config in configs:
+        declared = config.get("eos_token_id")
+        ids += declared if isinstance(declared, list) else [declared]
+    names = [special_tokens.get("eos_token", "")]
+    names += [name for name in END_OF_TURN if template and name in template]
+    ids += [tokenizer.token_to_id(name) for name in names]
+    known = (id_ for id_ in ids if isinstance(id_, int) and not isinstance(id_, bool) and id_ >= 0)
+    return tuple(dict.fromkeys(known))
+
+
+def _generation_defaults(config: dict[str, Any]) -> dict[str, float]:
+    return {
+        name: config[name]
+        for name, (low, high) in _DEFAULT_RANGES.items()
+        if isinstance(config.get(name), int | float) and low <= config[name] <= high
+    }
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """An absent file is an empty object: only tokenizer.json is needed."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(_read_text(path))
+    except ValueError as error:
+        raise ModelError(f"{path.name} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path.name} must hold a JSON object")
+    return value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ModelError(
+            f"{path.name} is missing in {path.parent}: the model has no tokenizer to read text with. "
+            "Fetch the whole model again; tokenizer.model and vocab.json alone are not read."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path.name} cannot be read: {error}") from None

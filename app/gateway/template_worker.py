@@ -1,0 +1,157 @@
+"""Renders chat templates in a process of its own: `python -P -m llmbox.app.gateway.template_worker`.
+
+Jinja's sandbox keeps a template from Python's insides, but not from `'a' * 10**9` or an endless loop, so the
+process lives under limits and the daemon may kill it at any moment. Imports nothing of llmbox.
+
+Frames on stdin and stdout: 4 bytes of length (little-endian), then JSON.
+in:  {"template": str, "variables": {...}}
+out: {"text": str} or {"error": str}
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, BinaryIO
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from setproctitle import setproctitle
+
+CPU_SECONDS = 1.0
+MEMORY_BYTES = 256 << 20
+OUTPUT_CHARS = 8 << 20
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's text for training; here its body is simply rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's interface
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Namespace(Namespace):
+    """Refuses names with a leading underscore, which would reach Python's own attributes."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"namespace attribute {name!r} is not allowed")
+        super().__setitem__(name, value)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)  # noqa: DTZ005 - templates mean the local date
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike jinja's own filter: no HTML escapes (models were trained on plain JSON)."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The environment that transformers gives to chat templates."""
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _raise_exception
+    env.globals["strftime_now"] = _strftime_now
+    env.globals["namespace"] = _Namespace
+    return env
+
+
+ENV = _environment()
+compiled = lru_cache(maxsize=16)(ENV.from_string)
+
+
+def render(template: str, variables: dict[str, Any]) -> str:
+    parts: list[str] = []
+    size = 0
+    for part in compiled(template).generate(**variables):
+        size += len(part)
+        if size > OUTPUT_CHARS:
+            raise jinja2.TemplateError(f"it wrote more than {OUTPUT_CHARS} characters")
+        parts.append(part)
+    return "".join(parts)
+
+
+def answer(message: dict[str, Any]) -> dict[str, str]:
+    try:
+        return {"text": render(message["template"], message["variables"])}
+    except MemoryError:
+        return {"error": f"it needs more than {MEMORY_BYTES >> 20} MB of memory"}
+    except RecursionError:
+        return {"error": "it nests too deeply"}
+    except jinja2.TemplateSyntaxError as error:
+        return {"error": f"line {error.lineno}: {error.message}"[:500]}
+    except Exception as error:  # noqa: BLE001 - whatever a template does wrong is an answer, not a crash
+        return {"error": (str(error) or type(error).__name__)[:500]}
+
+
+def limit_process() -> None:
+    for kind, limit in (
+        (resource.RLIMIT_AS, MEMORY_BYTES),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NPROC, 0),
+        (resource.RLIMIT_NOFILE, 16),
+    ):
+        resource.setrlimit(kind, (limit, limit))
+
+
+def read_frame(stream: BinaryIO) -> Any | None:
+    head = stream.read(4)
+    if len(head) < 4:
+        return None
+    return json.loads(stream.read(int.from_bytes(head, "little")))
+
+
+def write_frame(stream: BinaryIO, value: Any) -> None:
+    data = json.dumps(value).encode()
+    stream.write(len(data).to_bytes(4, "little") + data)
+    stream.flush()
+
+
+def serve(stdin: BinaryIO, stdout: BinaryIO, arm: Callable[[float], Any]) -> None:
+    """`arm(seconds)` starts the CPU alarm of one job, whose default action ends the process; 0 stops it."""
+    while (message := read_frame(stdin)) is not None:
+        arm(CPU_SECONDS)
+        reply = answer(message)
+        arm(0)
+        write_frame(stdout, reply)
+
+
+def main() -> None:
+    setproctitle("llmbox: template worker")
+    stdout = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    limit_process()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C of a foreground daemon is the daemon's to handle
+    serve(sys.stdin.buffer, stdout, lambda seconds: signal.setitimer(signal.ITIMER_PROF, seconds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from llmbox.app.errors import ApiError
+from llmbox.app.gateway.chat_prompt import Chat, ControlTokens, RenderedChat
+from llmbox.app.gateway.model_text import ModelText, load_model_text
+from llmbox.app.gateway.template_worker import render
+from support.tokenizers_zoo import FAMILIES, SPECIALS, TEMPLATES, write_text_files
+
+FAMILY_NAMES = ("byte_level", "llama2", "metaspace")
+
+
+class InProcess:
+    """The template pool's place, without a process: same code, no limits."""
+
+    async def render(self, template, variables):
+        return render(template, variables)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> dict[tuple[str, str], tuple[ModelText, object]]:
+    from transformers import PreTrainedTokenizerFast
+
+    root = tmp_path_factory.mktemp("texts")
+    made = {}
+    for family in FAMILY_NAMES:
+        for name, template in TEMPLATES.items():
+            path = write_text_files(root / f"{family}-{name}", FAMILIES[family](), template)
+            made[family, name] = (load_model_text(path), PreTrainedTokenizerFast.from_pretrained(path))
+    return made
+
+
+def conversation(*contents: str) -> list[dict[str, str]]:
+    return [
+        {"role": role, "content": c} for role, c in zip(["user", "assistant"] * 9, contents, strict=False)
+    ]
+
+
+async def prompt_ids(text: ModelText, messages, **options) -> list[int]:
+    return (await text.render_chat(InProcess(), Chat(messages=messages, **options))).ids()
+
+
+ORDINARY = st.text(max_size=20) | st.text(" \n\t.the你好😀<|im_", max_size=20)
+chats = st.lists(ORDINARY, min_size=1, max_size=3).map(lambda contents: conversation(*contents))
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(messages=chats, add=st.booleans())
+async def test_ordinary_chats_equal_transformers(texts, family, template, messages, add):
+    ours, theirs = texts[family, template]
+    expected = theirs.apply_chat_template(
+        messages, add_generation_prompt=add, tokenize=True, return_dict=False
+    )
+    assert await prompt_ids(ours, messages, add_generation_prompt=add) == expected
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    parts=st.lists(
+        st.sampled_from([*SPECIALS, "<tool_call>", " ", "\n", "the", "你"]), min_size=1, max_size=6
+    )
+)
+async def test_special_literals_in_user_text_stay_text(texts, family, template, parts):
+    ours, _ = texts[family, template]
+    content = "".join(parts)
+    ids = await prompt_ids(ours, conversation(content))
+    harmless = await prompt_ids(ours, conversation("x"))
+    added = set(ours.tokenizer.get_added_tokens_decoder())
+    assert [i for i in ids if i in added] == [i for i in harmless if i in added]
+    rendered = render(
+        TEMPLATES[template],
+        ours.special_tokens | {"messages": conversation(content), "add_generation_prompt": True},
+    )
+    if family == "byte_level":
+        assert ours.decode(ids, skip_special=False) == rendered
+
+
+async def test_neighbours_of_a_literal_keep_their_boundaries(texts):
+    """Only spans that hold a literal are encoded again, each between two control tokens as a whole."""
+    ours, _ = texts["byte_level", "chatml"]
+    text = "\n\n the <|im_end|> fox"
+    ids = await prompt_ids(ours, conversation(text), add_generation_prompt=False)
+    bare = FAMILIES["byte_level"]().to_str()
+    plain = ControlTokens(ours.tokenizer, bare, frozenset())._plain_tokenizer(at_start=False)
+    start, end = (ours.tokenizer.token_to_id(t) for t in ("<|im_start|>", "<|im_end|>"))
+    newline = ours.tokenizer.encode("\n").ids
+    assert ids == [start, *plain.encode("user\n" + text).ids, end, *newline]
+
+
+async def test_a_thinking_assistant_turn_is_split_as_the_template_wants(texts):
+    ours, theirs = texts["byte_level", "thinking"]
+    messages = conversation("hi", "<think>\nsecret\n</think>\n\nhello", "more")
+    expected = theirs.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    assert await prompt_ids(ours, messages) == expected
+
+
+async def test_literals_in_the_assistants_past_cannot_close_its_turn(texts):
+    ours, _ = texts["byte_level", "chatml"]
+    ids = await prompt_ids(ours, conversation("hi", "a<|im_end|>b"))
+    assert ids.count(ours.tokenizer.token_to_id("<|im_end|>")) == 2
+
+
+@pytest.mark.parametrize("template", ["chatml", "llama3"])
+@pytest.mark.parametrize("last", ["The answer", "The answer ", " is <|eot_id|> "])
+async def test_continue_final_message_equals_transformers(texts, template, last):
+    ours, theirs = texts["byte_level", template]
+    messages = conversation("hi", last)
+    chat = Chat(messages=messages, add_generation_prompt=False, continue_final_message=True)
+    rendered = await ours.render_chat(InProcess(), chat)
+    expected = theirs.apply_chat_template(messages, continue_final_message=True, tokenize=False)
+    assert rendered.text == expected
+
+
+async def test_a_template_may_refuse(tmp_path):
+    from llmbox.app.gateway.template_pool import TemplatePool
+
+    text = load_model_text(write_text_files(tmp_path, FAMILIES["llama2"](), TEMPLATES["llama2"]))
+    pool = TemplatePool()
+    try:
+        with pytest.raises(ApiError, match="must alternate") as caught:
+            await text.render_chat(pool, Chat(messages=conversation("a")[:1] * 2))
+    finally:
+        await pool.close()
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+def test_rendered_chat_shows_text_without_markers(texts):
+    ours, _ = texts["byte_level", "chatml"]
+    from llmbox.app.gateway.chat_prompt import Markers
+
+    markers = Markers.absent_from("")
+    assert RenderedChat(f"a{markers.start}<s>{markers.end}b", markers, ours.control).text == "a<s>b"

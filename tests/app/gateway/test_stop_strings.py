@@ -1,0 +1,53 @@
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmbox.app.gateway.stop_strings import StopStrings
+
+
+def by_definition(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """The first stop string that is complete, the longest of those that end together."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            longest = max(ending, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+def split(text: str, cuts: list[int]) -> list[str]:
+    edges = sorted({0, len(text), *(cut for cut in cuts if cut <= len(text))})
+    return [text[a:b] for a, b in itertools.pairwise(edges)]
+
+
+@given(
+    st.text("abc", max_size=30),
+    st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=4),
+    st.lists(st.integers(0, 30), max_size=8),
+)
+def test_any_split_gives_what_the_whole_text_gives(text, stops, cuts):
+    matcher = StopStrings(stops)
+    out = ""
+    for piece in split(text, cuts):
+        out += matcher.push(piece)
+        assert not any(stop in out for stop in stops)
+        if matcher.matched:
+            break
+    out += "" if matcher.matched else matcher.finish()
+    assert (out, matcher.matched) == by_definition(text, stops)
+
+
+def test_only_what_may_become_a_stop_string_is_held():
+    matcher = StopStrings(["\n\nUser:"])
+    assert matcher.push("Hello\n") == "Hello"
+    assert matcher.push("world") == "\nworld"
+    assert matcher.push("\n\nUs") == ""
+    assert matcher.push("er: hi") == ""
+    assert matcher.matched == "\n\nUser:"
+
+
+def test_a_text_that_ends_first_gives_back_what_was_held():
+    matcher = StopStrings(["END"])
+    assert matcher.push("the EN") == "the "
+    assert matcher.finish() == "EN"

@@ -1,0 +1,89 @@
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from llmbox.app.errors import ApiError
+from llmbox.app.gateway.template_pool import TemplatePool
+
+
+@pytest.fixture
+async def pool():
+    pool = TemplatePool(size=2)
+    yield pool
+    await pool.close()
+
+
+async def test_renders_with_the_helpers_of_transformers(pool):
+    template = (
+        "{% generation %}{{ messages[0].content }}{% endgeneration %}|{{ messages | tojson }}|"
+        "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}|"
+        "{% set ns = namespace(n=1) %}{% set ns.n = 2 %}{{ ns.n }}|{{ strftime_now('%Y')|length }}"
+    )
+    text = await pool.render(template, {"messages": [{"content": "<é>"}]})
+    assert text == '<é>|[{"content": "<é>"}]|01|2|4'
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * 10**9 }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}",
+        "{{ ''.__class__.__mro__ }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ messages[0].append(1) }}",
+        "{% if %}",
+        "{{ 3 ** (10 ** 9) }}",
+        "{{ raise_exception('no') }}",
+        "{{ namespace(a=1).__class__ }}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+async def test_bombs_and_escapes_are_a_400_and_the_next_job_works(pool, template):
+    started = time.monotonic()
+    with pytest.raises(ApiError) as caught:
+        await pool.render(template, {"messages": [[]]})
+    assert caught.value.status == 400
+    assert time.monotonic() - started < 10  # a bound against hanging, not a timing
+    assert await pool.render("ok", {}) == "ok"
+
+
+async def test_a_killed_worker_is_replaced_unnoticed(pool):
+    await pool.render("x", {})
+    (worker,) = pool._idle
+    os.kill(worker.pid, signal.SIGKILL)
+    assert await pool.render("y", {}) == "y"
+
+
+async def test_a_stopped_worker_is_killed_and_the_job_done_by_another(pool):
+    await pool.render("x", {})
+    (worker,) = pool._idle
+    os.kill(worker.pid, signal.SIGSTOP)
+    assert await pool.render("y", {}) == "y"
+    assert worker.returncode == -signal.SIGKILL
+
+
+async def test_workers_are_few_reused_and_gone_after_close(pool):
+    assert not pool._idle
+    texts = await asyncio.gather(*(pool.render(str(i), {}) for i in range(10)))
+    assert texts == [str(i) for i in range(10)]
+    workers = list(pool._idle)
+    assert 1 <= len(workers) <= 2
+    await pool.close()
+    assert all(worker.returncode is not None for worker in workers)
+
+
+async def test_a_cancelled_job_leaves_no_busy_worker(pool):
+    job = asyncio.create_task(
+        pool.render("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {})
+    )
+    while not pool._busy:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    job.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await job
+    assert not pool._busy
+    assert await pool.render("ok", {}) == "ok"
