@@ -1,0 +1,266 @@
+"""Decides what each step computes. Pure Python: no torch, no tensors, an injected clock.
+
+There is no prefill and no decode phase, only "request -> number of tokens this step": a request with one
+token left to compute is decoding, one with more has a prompt (or a history lost by preemption or a restart)
+to go through, in as many chunks as the token budget asks for.
+
+    add -> waiting --admit--> running --update--> finished
+              ^                  |
+              +-----preempt------+        blocks are taken away, tokens are kept and computed again
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+
+from .answers import error_answer, finish_reason, token_answer
+from .block_pool import BlockPool
+from .block_tables import BlockTables
+from .messages import RequestOutput
+from .request import Request
+from .scheduler_config import SchedulerConfig
+from .step import SampledToken, ScheduledRequest, StepPlan, StepResult
+from .waiting import WaitingQueue, band
+
+__all__ = ["Scheduler", "SchedulerConfig"]
+
+
+class Scheduler:
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.tables = BlockTables(config, pool)
+        self._clock = clock
+        self._last_arrival = -math.inf
+        self._requests: dict[str, Request] = {}
+        self._running: dict[str, Request] = {}
+        self._waiting = WaitingQueue(config.ageing_seconds)
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        self.preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def slots_used(self) -> int:
+        """KV slots holding a token. Blocks in several tables are full: count them once."""
+        computed = sum(request.num_computed for request in self._running.values())
+        in_tables = sum(len(request.block_table) for request in self._running.values())
+        return computed - (in_tables - self.pool.num_used) * self.pool.block_size
+
+    # ------------------------------------------------------------------ add, abort
+
+    def add(self, request: Request) -> None:
+        """Raises `DoesNotFit` for what can never be served."""
+        assert request.request_id not in self._requests
+        self.tables.refuse_impossible(request)
+        # Unique, so that "newest" and "first come" are decided even when the clock stands still.
+        self._last_arrival = max(self._clock(), math.nextafter(self._last_arrival, math.inf))
+        request.arrived_at = self._last_arrival
+        sibling = self._sibling(request)
+        self._requests[request.request_id] = request
+        if sibling is None or _has_prompt(sibling) or self.config.batching == "static":
+            self._waiting.push(request)
+        else:
+            self._waiting.push_aside(request, sibling)
+
+    def abort(self, request_id: str) -> bool:
+        """Forget a request, waiting or running; its blocks are free at once. False if there is none."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._remove(request)
+        return request is not None
+
+    def _remove(self, request: Request, *, suspect: bool = False) -> None:
+        del self._requests[request.request_id]
+        if self._running.pop(request.request_id, None) is None:
+            self._waiting.discard(request)
+        else:
+            self.tables.release(request, suspect=suspect)
+        self._waiting.end_fork_wait(request)
+
+    def _sibling(self, request: Request) -> Request | None:
+        """The present request that `request` may take prompt blocks from, computed or not."""
+        sibling = self._requests.get(request.fork_of or "")
+        if sibling is None or sibling.cache_namespace != request.cache_namespace:
+            return None
+        return sibling if sibling.prompt_ids == request.prompt_ids else None
+
+    # ------------------------------------------------------------------ schedule
+
+    def schedule(self) -> StepPlan:
+        """The next step: decoding requests first, so that streams never starve; then prompts, most urgent
+        first, whether admitted already or still waiting.
+        """
+        plan = StepPlan()
+        admitting = self.config.batching == "continuous" or not self._running
+        self._grow_running()
+        prompts = []
+        for request in self._running.values():
+            if request.num_remaining == 1:
+                plan.rows.append(ScheduledRequest(request, request.num_computed, 1))
+            else:
+                prompts.append(request)
+        budget = self.config.token_budget - len(plan.rows)
+        for request in sorted(prompts, key=self._waiting.urgency):
+            if admitting:
+                budget = self._admit_waiting(plan, budget, before=request)
+            budget = self._schedule_prompt(plan, budget, request)
+        if admitting:
+            self._admit_waiting(plan, budget)
+        return plan
+
+    def _schedule_prompt(self, plan: StepPlan, budget: int, request: Request) -> int:
+        """As much of the prompt as the budget has, or all of it without chunking. Returns what is left."""
+        if budget <= 0:
+            return budget
+        tokens = request.num_remaining
+        if self.config.chunked_prefill:
+            tokens = min(tokens, budget)
+        plan.rows.append(ScheduledRequest(request, request.num_computed, tokens))
+        return budget - tokens
+
+    def _admit_waiting(self, plan: StepPlan, budget: int, before: Request | None = None) -> int:
+        """Let waiting requests run, in order and nobody overtaking: one that does not fit yet holds up the
+        rest, so that large ones get their turn. A static batch is filled whatever the budget.
+
+        `before`: only those more urgent than this running request. Returns what is left of the budget.
+        """
+        static = self.config.batching == "static"
+        while (budget > 0 or static) and len(self._running) < self.config.max_running:
+            request = self._waiting.peek()
+            if request is None or (before is not None and self._is_before(before, request)):
+                break
+            sibling = self._sibling(request)
+            if sibling is not None and not _has_prompt(sibling):
+                sibling = None  # preempted meanwhile: no reason to wait again
+            copies = self.tables.admit(request, sibling, alone=not self._running)
+            if copies is None:
+                break
+            plan.copies.extend(copies)
+            self._running[request.request_id] = self._waiting.pop()
+            self._note_start(request)
+            budget = self._schedule_prompt(plan, budget, request)
+        return budget
+
+    def _is_before(self, one: Request, other: Request) -> bool:
+        return self._waiting.urgency(one) < self._waiting.urgency(other)
+
+    def _note_start(self, request: Request) -> None:
+        if request.scheduled_at is None:
+            request.scheduled_at = self._clock()
+            self.prompt_tokens += request.num_prompt
+
+    # ------------------------------------------------------------------ preempt
+
+    def _grow_running(self) -> None:
+        """Give every running request a slot for its next token, preempting when blocks are short.
+
+        Comes before any row is planned, so that no planned row loses its blocks.
+        """
+        size = self.pool.block_size
+        for request in list(self._running.values()):
+            if len(request.block_table) * size >= request.num_tokens:
+                continue
+            while request.request_id in self._running:
+                if self.tables.grow(request, alone=len(self._running) == 1):
+                    break
+                self._preempt(max(self._preemptible(), key=_least_deserving))
+
+    def _preemptible(self) -> Iterator[Request]:
+        """Never empty when a request must grow: pinned ones do not, so it is in here itself."""
+        return (request for request in self._running.values() if not self.tables.is_pinned(request))
+
+    def _preempt(self, request: Request) -> None:
+        request.preemptions += 1
+        self.preemptions += 1
+        self._requeue(request)
+
+    def _requeue(self, request: Request, *, suspect: bool = False) -> None:
+        """Back to its place by arrival; its tokens so far become a prompt to compute."""
+        del self._running[request.request_id]
+        self.tables.release(request, suspect=suspect)
+        request.prompt_logprobs.clear()
+        self._waiting.push(request)
+
+    # ------------------------------------------------------------------ update
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+        """Take over what the step computed. One output for each request that got a token or ended."""
+        outputs = []
+        for row in plan.rows:
+            request = row.request
+            if self._running.get(request.request_id) is not request:
+                continue  # aborted while the step ran
+            if (message := result.failed.get(request.request_id)) is not None:
+                self._remove(request, suspect=True)
+                outputs.append(error_answer(request, "invalid_logits", message))
+                continue
+            self._advance(row, result)
+            if row.samples:
+                outputs.append(self._append(request, result.tokens[request.request_id]))
+        return outputs
+
+    def discard(self, plan: StepPlan) -> None:
+        """The step broke and what it wrote is unknown: all its requests start again from their tokens, and
+        none of their blocks is found in the cache again.
+        """
+        for row in plan.rows:
+            if self._running.get(row.request.request_id) is row.request:
+                self._requeue(row.request, suspect=True)
+
+    def _advance(self, row: ScheduledRequest, result: StepResult) -> None:
+        request = row.request
+        request.num_computed = row.end
+        self.tables.publish(request, row.start)
+        if request.num_output == 0:
+            request.prompt_logprobs += result.prompt_logprobs.get(request.request_id, ())
+        if _has_prompt(request):
+            self._waiting.end_fork_wait(request)
+
+    def _append(self, request: Request, sampled: SampledToken) -> RequestOutput:
+        request.token_ids.append(sampled.token_id)
+        self.output_tokens += 1
+        reason = finish_reason(request)
+        if reason is not None:
+            self._remove(request)
+        return token_answer(request, sampled, reason)
+
+    # ------------------------------------------------------------------ proof
+
+    def check(self) -> None:
+        """Prove that every block is accounted for and every request is in exactly one place."""
+        self.pool.check()
+        self._waiting.check()
+        assert len(self._running) + len(self._waiting) == len(self._requests)
+        held: dict[int, int] = {}
+        for request in self._running.values():
+            assert self._requests[request.request_id] is request
+            assert 0 <= request.num_computed < request.num_tokens
+            assert request.num_computed <= len(request.block_table) * self.pool.block_size
+            for block in request.block_table:
+                held[block] = held.get(block, 0) + 1
+        self.pool.check_holders(held)
+        assert 0 <= self.slots_used <= self.pool.num_used * self.pool.block_size
+
+
+def _has_prompt(request: Request) -> bool:
+    """Whether the prompt's KV is in the pool."""
+    return request.num_computed >= request.num_prompt
+
+
+def _least_deserving(request: Request) -> tuple[int, float]:
+    """The largest is preempted first: the newest of the lowest band."""
+    return band(request), request.arrived_at

@@ -1,0 +1,105 @@
+"""A model without tensors that notices every mistake of the block bookkeeping.
+
+Each KV slot holds a number that stands for the whole prefix up to its token: mix(slot of the token before, token).
+Before a row is computed, every slot it attends to must hold exactly the number its tokens call for; so a block that
+is shared wrongly, overwritten, freed too early or published uncomputed is found in that step. The next token is a
+function of what the *slots* say, so tokens are exact only if the KV is.
+"""
+
+from collections.abc import Sequence
+
+from llmbox.engine.messages import TokenLogprobs
+from llmbox.engine.request import Request
+from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.step import SampledToken, StepPlan, StepResult
+
+VOCAB = 50
+_MASK = (1 << 61) - 1
+
+
+class RunnerCrash(Exception):
+    pass
+
+
+def mix(prefix: int, token_id: int) -> int:
+    return (prefix * 6364136223846793005 + token_id * 1442695040888963407 + 1) & _MASK
+
+
+def start_of(namespace: str) -> int:
+    """Prefix of nothing. Differs by namespace, so that sharing across namespaces is a wrong prefix."""
+    return sum(map(ord, namespace)) + 17
+
+
+def prefixes(namespace: str, token_ids: Sequence[int]) -> list[int]:
+    values, value = [], start_of(namespace)
+    for token_id in token_ids:
+        value = mix(value, token_id)
+        values.append(value)
+    return values
+
+
+def next_token(prefix: int, seed: int) -> int:
+    return (prefix ^ seed * 2654435761) % 1000003 % VOCAB
+
+
+def expected_output(namespace: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
+    """What the request gives when served alone, without any engine."""
+    value, output = start_of(namespace), []
+    for token_id in prompt_ids:
+        value = mix(value, token_id)
+    while len(output) < params.max_tokens:
+        output.append(next_token(value, params.seed))
+        value = mix(value, output[-1])
+        if len(output) > params.min_tokens and output[-1] in params.stop_token_ids:
+            break
+    return output
+
+
+class FakeRunner:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.slots: list[int | None] = [None] * (num_blocks * block_size)
+        self.crash_next = False
+        self.poisoned: set[str] = set()
+        self.plans: list[StepPlan] = []
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        self._copy(plan.copies)
+        result = StepResult()
+        for row in plan.rows:
+            self._compute(row.request, row.start, row.end)
+        if self.crash_next:
+            self.crash_next = False
+            raise RunnerCrash
+        for row in plan.rows:
+            request = row.request
+            if request.params.prompt_logprobs is not None:
+                result.prompt_logprobs[request.request_id] = [
+                    TokenLogprobs(token_id=token, logprob=-1.0, rank=1)
+                    for token in request.prompt_ids[row.start + 1 : row.end + 1]
+                ]
+            if not row.samples:
+                continue
+            if request.request_id in self.poisoned:
+                result.failed[request.request_id] = "NaN in logits"
+            else:
+                last = self.slots[self._slot(request, row.end - 1)]
+                result.tokens[request.request_id] = SampledToken(next_token(last, request.params.seed))
+        return result
+
+    def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        size = self.block_size
+        for source, target in copies:
+            self.slots[target * size : (target + 1) * size] = self.slots[source * size : (source + 1) * size]
+
+    def _compute(self, request: Request, start: int, end: int) -> None:
+        wanted = prefixes(request.cache_namespace, request.token_ids)
+        for position in range(start):
+            found = self.slots[self._slot(request, position)]
+            assert found == wanted[position], f"{request.request_id}: wrong KV at {position} of {start}"
+        for position in range(start, end):
+            self.slots[self._slot(request, position)] = wanted[position]
+
+    def _slot(self, request: Request, position: int) -> int:
+        return request.block_table[position // self.block_size] * self.block_size + position % self.block_size
