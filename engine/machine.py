@@ -1,0 +1,177 @@
+"""What this machine has, as one snapshot. No torch: the daemon asks as well.
+
+`None` in a field means that the machine does not tell.
+"""
+
+import os
+import platform
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from .cgroup import cpu_quota, memory_left
+
+_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "sve")
+_SYS_CPU = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    model: str
+    cores: int
+    """Physical cores this process may use: scheduler affinity and cgroup quota, hyper-threads not counted."""
+    threads: int
+    """Logical CPUs in the scheduler affinity."""
+    features: tuple[str, ...]
+    """Instruction sets that kernels care about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    total: int
+    available: int
+    """Bytes that can be taken without swapping and without hitting a cgroup limit."""
+    limited_by_cgroup: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    index: int
+    """Index among the devices visible to this process."""
+    name: str
+    uuid: str
+    total: int
+    free: int
+    bandwidth: float | None
+    """Peak memory bytes per second, from bus width and clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    cpu: Cpu
+    memory: Memory
+    gpus: tuple[Gpu, ...]
+    no_gpu_reason: str | None
+    """Why `gpus` is empty."""
+
+
+def read_machine() -> Machine:
+    gpus, reason = read_gpus()
+    return Machine(read_cpu(), read_memory(), gpus, reason)
+
+
+# ---------------------------------------------------------------------------- cpu and memory
+
+
+def read_cpu() -> Cpu:
+    usable = _usable_cpus()
+    cores = len({_core_of(cpu) for cpu in usable})
+    quota = cpu_quota()
+    if quota is not None:
+        cores = max(1, min(cores, int(quota)))
+    model, features = _cpuinfo()
+    return Cpu(model, cores, len(usable), features)
+
+
+def read_memory() -> Memory:
+    host = psutil.virtual_memory()
+    left = memory_left()
+    if left is None or left >= host.available:
+        return Memory(host.total, host.available, limited_by_cgroup=False)
+    return Memory(host.total, left, limited_by_cgroup=True)
+
+
+def _usable_cpus() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(psutil.cpu_count(logical=False) or os.cpu_count() or 1))
+
+
+def _core_of(cpu: int) -> tuple[str, str]:
+    """What names the physical core; the CPU itself where the kernel does not tell."""
+    topology = _SYS_CPU / f"cpu{cpu}" / "topology"
+    try:
+        package = (topology / "physical_package_id").read_text().strip()
+        return package, (topology / "core_id").read_text().strip()
+    except OSError:
+        return "", str(cpu)
+
+
+def _cpuinfo() -> tuple[str, tuple[str, ...]]:
+    facts: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            facts.setdefault(key.strip().lower(), value.strip())
+    except OSError:
+        pass
+    flags = (facts.get("flags") or facts.get("features") or "").split()
+    model = facts.get("model name") or platform.processor() or platform.machine()
+    return model, tuple(feature for feature in _FEATURES if feature in flags)
+
+
+# ---------------------------------------------------------------------------- gpus
+
+
+def read_gpus() -> tuple[tuple[Gpu, ...], str | None]:
+    """NVIDIA devices visible to this process, or none and the reason."""
+    try:
+        import pynvml  # noqa: PLC0415 - a machine without an NVIDIA driver never pays for it
+
+        pynvml.nvmlInit()
+    except Exception as error:  # noqa: BLE001 - NVML fails in many ways; all of them mean "no GPU"
+        return (), f"NVIDIA driver not usable: {error}"
+    try:
+        gpus = _visible([_read_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())])
+    except pynvml.NVMLError as error:
+        return (), f"NVIDIA driver does not answer: {error}"
+    finally:
+        pynvml.nvmlShutdown()
+    return gpus, None if gpus else "no NVIDIA device is visible (see CUDA_VISIBLE_DEVICES)"
+
+
+def _read_gpu(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return Gpu(
+        index=index,
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        total=int(memory.total),
+        free=int(memory.free),
+        bandwidth=_bandwidth(nvml, handle),
+    )
+
+
+def _bandwidth(nvml: Any, handle: Any) -> float | None:
+    try:
+        bits = nvml.nvmlDeviceGetMemoryBusWidth(handle)
+        megahertz = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM)
+    except nvml.NVMLError:
+        return None
+    return 2.0 * float(megahertz) * 1e6 * float(bits) / 8  # two transfers a clock, as NVML counts clocks
+
+
+def _visible(gpus: list[Gpu]) -> tuple[Gpu, ...]:
+    """Those that CUDA_VISIBLE_DEVICES names, in its order; CUDA stops reading at the first wrong entry."""
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return tuple(gpus)
+    chosen: list[Gpu] = []
+    for entry in wanted.split(","):
+        name = entry.strip()
+        match = next((gpu for gpu in gpus if _names(name, gpu)), None)
+        if match is None:
+            break
+        chosen.append(replace(match, index=len(chosen)))
+    return tuple(chosen)
+
+
+def _names(entry: str, gpu: Gpu) -> bool:
+    return entry == str(gpu.index) or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,55 @@
+"""The sizes of a decoder-only transformer that its memory and speed follow from. No torch."""
+
+from dataclasses import dataclass
+
+from .config import Dtype
+
+DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Numbers from config.json; a gated MLP (three matrices of hidden x ffn) is assumed."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    tied: bool
+    """Input and output embedding are one matrix."""
+    context_limit: int
+    """Longest sequence the model was made for, RoPE scaling included."""
+    dtype: Dtype = "bfloat16"
+    """Of the checkpoint."""
+    sliding_window: int | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    exact_params: int | None = None
+    """Counted from the safetensors headers, where those are at hand; else the closed form is used."""
+
+    @property
+    def params(self) -> int:
+        if self.exact_params is not None:
+            return self.exact_params
+        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        return embeddings + self.layers * self._layer_params + self.hidden
+
+    @property
+    def matmul_params(self) -> int:
+        """Parameters that every token is multiplied with: all but a separate input embedding."""
+        return self.params if self.tied else self.params - self.vocab * self.hidden
+
+    @property
+    def _layer_params(self) -> int:
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = self.hidden * (2 * q + 2 * kv)  # q, o and k, v
+        bias = q + 2 * kv if self.qkv_bias else 0
+        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        return attention + bias + norms + 3 * self.hidden * self.ffn
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """K and V of all layers. A sliding window does not shrink it: a request keeps all its blocks."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[dtype]

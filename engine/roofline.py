@@ -1,0 +1,22 @@
+"""The speed that memory bandwidth and arithmetic peak allow: a bound to show beside what is measured."""
+
+from .model_shape import DTYPE_BYTES, ModelShape
+
+
+def decode_tokens_per_second(
+    shape: ModelShape, dtype: str, kv_dtype: str, bandwidth: float, *, rows: int = 1, context: int = 0
+) -> float:
+    """All `rows` streams together: a step reads every weight once, and the KV of each stream's `context`."""
+    seen = min(context, shape.sliding_window or context)
+    weight_bytes = shape.matmul_params * DTYPE_BYTES[dtype]
+    return rows * bandwidth / (weight_bytes + rows * seen * shape.kv_bytes_per_token(kv_dtype))
+
+
+def prefill_tokens_per_second(shape: ModelShape, peak_flops: float, *, prompt: int) -> float:
+    """Mean over a prompt: two operations a parameter, and four a head dimension and visible token.
+
+    The output projection is left out, as only the last row of a prompt needs it.
+    """
+    visible = min(prompt / 2, shape.sliding_window or prompt)
+    attention = 4 * shape.layers * shape.heads * shape.head_dim * visible
+    return peak_flops / (2 * (shape.matmul_params - shape.vocab * shape.hidden) + attention)
