@@ -46,6 +46,10 @@ _ENV_DEFAULTS: Final = {
 }
 
 
+# A log line must not be able to steer the terminal that shows it.
+_ESCAPED: Final = {code: f"\\x{code:02x}" for code in (*range(9), *range(10, 32), *range(127, 160))}
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """How to start an engine process; `--fd N --parent PID` is appended."""
@@ -112,9 +116,14 @@ class EngineClient:
         messages, lines = _Messages(self), _Lines(self._log_line)
         # From here on the process is watched, whatever happens in the awaits below.
         loop.add_reader(pidfd, self._process_ended, pidfd, messages, lines)
-        await loop.connect_read_pipe(lambda: lines, os.fdopen(read_end, "rb", buffering=0))
-        ours.setblocking(False)
-        self._transport, _ = await loop.create_unix_connection(lambda: messages, sock=ours)
+        try:
+            await loop.connect_read_pipe(lambda: lines, os.fdopen(read_end, "rb", buffering=0))
+            ours.setblocking(False)
+            self._transport, _ = await loop.create_unix_connection(lambda: messages, sock=ours)
+        except BaseException:
+            ours.close()
+            self.kill()
+            raise
         self.send(Start(config=config))
 
     def send(self, message: ToEngine) -> None:
@@ -253,7 +262,8 @@ class _Lines(asyncio.Protocol):
             self._transport.close()
 
     def _emit(self, line: bytes) -> None:
-        self._on_line(line[:_LONGEST_LINE].decode("utf-8", errors="replace"))
+        text = line[:_LONGEST_LINE].decode("utf-8", errors="replace")
+        self._on_line(text.translate(_ESCAPED))
 
 
 def _spawn(launch: Launch, fd: int, log_fd: int) -> subprocess.Popen[bytes]:

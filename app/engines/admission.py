@@ -1,0 +1,73 @@
+"""Refusals of a model that cannot take a request now, and what `Retry-After` promises."""
+
+import math
+from collections.abc import Callable
+from typing import Final, Literal
+
+from ..errors import ApiError
+
+State = Literal["loading", "ready", "restarting", "failed", "stopped"]
+
+_LONGEST_RETRY_AFTER: Final = 60
+_RETRY_LOADING: Final = 2
+
+
+def refuse_by_state(name: str, state: State) -> None:
+    """A restarting model takes requests: they wait for the next engine."""
+    match state:
+        case "loading":
+            raise model_loading(name)
+        case "failed":
+            raise _unavailable(f"The engine of {name} has failed. Load the model again.", "engine_failed")
+        case "stopped":
+            raise _unavailable(f"{name} was unloaded.", "model_unloaded")
+        case _:
+            return
+
+
+def model_loading(name: str) -> ApiError:
+    error = _unavailable(f"{name} is still loading.", "model_loading")
+    error.headers = {"Retry-After": str(_RETRY_LOADING)}
+    return error
+
+
+def draining() -> ApiError:
+    error = _unavailable("The server is shutting down.", "draining")
+    error.headers = {"Retry-After": str(_RETRY_LOADING)}
+    return error
+
+
+def load_failed(name: str) -> ApiError:
+    return _unavailable(f"{name} could not be loaded; the log says why.", "model_load_failed")
+
+
+def queue_full(name: str, open_requests: int, retry_after: int) -> ApiError:
+    return ApiError(
+        429,
+        f"The queue of {name} is full ({open_requests} requests are open). Try again later.",
+        code="queue_full",
+        type="rate_limit_error",
+        headers={"Retry-After": str(retry_after)},
+    )
+
+
+def _unavailable(message: str, code: str) -> ApiError:
+    return ApiError(503, message, code=code, type="server_error")
+
+
+class Pace:
+    """How fast places become free, as a running mean."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last = -math.inf
+        self._gap = 1.0
+
+    def finished(self) -> None:
+        now = self._clock()
+        gap = min(now - self._last, float(_LONGEST_RETRY_AFTER))
+        self._last = now
+        self._gap += 0.1 * (gap - self._gap)
+
+    def seconds_to_next(self) -> int:
+        return min(max(1, math.ceil(self._gap)), _LONGEST_RETRY_AFTER)

@@ -1,0 +1,285 @@
+"""Which models are loaded: one supervisor each, found by name or alias."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llmbox.engine.client import Launch
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import EngineError
+
+from ..errors import ApiError
+from ..gateway.model_text import ModelText, load_model_text
+from .admission import draining, load_failed, model_loading
+from .deaths import DeathLimits
+from .supervisor import Supervisor, SupervisorOptions
+from .watchdog import WatchLimits
+
+log = logging.getLogger("llmbox.engines")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LoadedModel:
+    name: str
+    aliases: frozenset[str]
+    path: Path
+    config: EngineConfig
+    supervisor: Supervisor
+    text: ModelText
+    loaded_at: float
+    """Unix seconds."""
+    last_used: float
+    """Unix seconds; set by `EngineManager.get`."""
+
+
+@dataclass(slots=True, eq=False)
+class _Loading:
+    config: EngineConfig
+    aliases: frozenset[str]
+    supervisor: Supervisor
+    task: "asyncio.Task[LoadedModel]" = field(init=False)
+
+
+class EngineManager:
+    """Owner of the table of models. A name is in at most one of loaded, loading and failed."""
+
+    def __init__(
+        self,
+        load_text: Callable[[Path], ModelText] = load_model_text,
+        launch: Launch | None = None,
+        queue_limit: int = 512,
+        *,
+        deaths: DeathLimits | None = None,
+        watch: WatchLimits | None = None,
+        on_change: Callable[[Supervisor], None] = lambda _: None,
+    ) -> None:
+        """`on_change` is called on the loop after each change of a model's `Supervisor.state`."""
+        self._load_text = load_text
+        self._options = SupervisorOptions(
+            launch=launch or Launch(),
+            queue_limit=queue_limit,
+            deaths=deaths or DeathLimits(),
+            watch=watch or WatchLimits(),
+            on_change=on_change,
+        )
+        self._loaded: dict[str, LoadedModel] = {}
+        self._loading: dict[str, _Loading] = {}
+        self._failures: dict[str, str] = {}
+        self._draining = False
+
+    # ------------------------------------------------------------------ loading and unloading
+
+    async def load(self, config: EngineConfig, *, alias: str | None = None) -> LoadedModel:
+        """Returns when the model is ready; raises ApiError when it cannot be, and then nothing of it is left.
+
+        Concurrent loads of one name share one engine; so does a caller that gives up waiting.
+        """
+        return await asyncio.shield(self.begin_load(config, alias=alias))
+
+    def begin_load(self, config: EngineConfig, *, alias: str | None = None) -> "asyncio.Future[LoadedModel]":
+        """Load in the background. A failure is logged, shown by `readiness`, and is the task's exception."""
+        if self._draining:
+            raise draining()
+        aliases = frozenset([alias] if alias else [])
+        if (loaded := self._loaded.get(config.name)) is not None:
+            if loaded.supervisor.state != "failed":
+                _require_same(loaded.config, config)
+                self._check_names(config.name, aliases)
+                loaded.aliases |= aliases
+                done: asyncio.Future[LoadedModel] = asyncio.get_running_loop().create_future()
+                done.set_result(loaded)
+                return done
+            del self._loaded[config.name]  # its process is gone already
+        if (loading := self._loading.get(config.name)) is not None:
+            _require_same(loading.config, config)
+            loading.aliases |= aliases
+            return loading.task
+        self._check_names(config.name, aliases)
+        return self._start_load(config, aliases)
+
+    async def unload(self, name: str) -> None:
+        """End its engine; open streams end with `model_unloaded`. Raises 404. Also stops a load under way."""
+        if (loading := self._loading.get(name)) is not None:
+            await self._cancel_load(loading)
+            return
+        if self._failures.pop(name, None) is not None:
+            return
+        model = self._find(name)
+        if model is None:
+            raise _not_found(name)
+        del self._loaded[model.name]
+        await model.supervisor.stop()
+
+    def _start_load(self, config: EngineConfig, aliases: frozenset[str]) -> "asyncio.Task[LoadedModel]":
+        self._failures.pop(config.name, None)
+        loading = _Loading(config, aliases, Supervisor(config, self._options))
+        self._loading[config.name] = loading
+        loading.task = asyncio.create_task(self._load(loading), name=f"load {config.name}")
+        loading.task.add_done_callback(_retrieve)
+        return loading.task
+
+    async def _load(self, loading: _Loading) -> LoadedModel:
+        """Tokenizer and engine are loaded side by side; the first failure ends both."""
+        config, supervisor = loading.config, loading.supervisor
+        path = Path(config.model_path)
+        try:
+            async with asyncio.TaskGroup() as group:
+                text = group.create_task(asyncio.to_thread(self._load_text, path))
+                group.create_task(supervisor.start())
+        except BaseExceptionGroup as failures:
+            await supervisor.stop()
+            error = _as_api_error(failures.exceptions[0])
+            self._failures[config.name] = error.message
+            log.error("%s could not be loaded: %s", config.name, error.message)  # noqa: TRY400
+            raise error from failures
+        except asyncio.CancelledError:
+            await supervisor.stop()
+            raise
+        finally:
+            del self._loading[config.name]
+        now = time.time()
+        model = LoadedModel(
+            name=config.name,
+            aliases=loading.aliases,
+            path=path,
+            config=config,
+            supervisor=supervisor,
+            text=text.result(),
+            loaded_at=now,
+            last_used=now,
+        )
+        self._loaded[config.name] = model
+        return model
+
+    async def _cancel_load(self, loading: _Loading) -> None:
+        loading.task.cancel()
+        await asyncio.wait({loading.task})
+
+    def _check_names(self, name: str, aliases: Iterable[str]) -> None:
+        """Raises 409 if a name or alias already means another model."""
+        for wanted in (name, *aliases):
+            for other, taken in self._names():
+                if wanted in taken and other != name:
+                    raise ApiError(409, f"The name {wanted} already belongs to {other}.", code="name_taken")
+
+    def _names(self) -> list[tuple[str, frozenset[str]]]:
+        loaded = [(m.name, m.aliases | {m.name}) for m in self._loaded.values()]
+        loading = [(m.config.name, m.aliases | {m.config.name}) for m in self._loading.values()]
+        return loaded + loading
+
+    # ------------------------------------------------------------------ lookup
+
+    def get(self, model: str | None) -> LoadedModel:
+        """The model for a request. Raises ApiError: 404, 400 without a name, 503 while loading or draining.
+
+        A failed or restarting model is returned: its supervisor knows what to answer.
+        """
+        if self._draining:
+            raise draining()
+        name = self._only_name() if model is None else model
+        found = self._find(name)
+        if found is not None:
+            found.last_used = time.time()
+            return found
+        if any(name in taken for _, taken in self._names()):
+            raise model_loading(name)
+        if name in self._failures:
+            raise load_failed(name)
+        raise _not_found(name)
+
+    def models(self) -> list[LoadedModel]:
+        return list(self._loaded.values())
+
+    def loading(self) -> list[Supervisor]:
+        """Of models that are being loaded for the first time; see `Supervisor.progress`."""
+        return [loading.supervisor for loading in self._loading.values()]
+
+    def failures(self) -> dict[str, str]:
+        """Models whose last load failed, with the reason."""
+        return dict(self._failures)
+
+    def readiness(self) -> tuple[bool, str]:
+        """(every model answers, what is wrong). Failures are named before progress."""
+        if self._draining:
+            return False, "shutting down"
+        if self._failures:
+            name, cause = next(iter(self._failures.items()))
+            return False, f"{name} could not be loaded: {cause}"
+        for model in self._loaded.values():
+            ready, cause = model.supervisor.readiness()
+            if not ready:
+                return False, f"{model.name}: {cause}"
+        for supervisor in self.loading():
+            return False, f"{supervisor.name} is loading{_percent(supervisor)}"
+        return True, "" if self._loaded else "no model is loaded"
+
+    def _find(self, name: str) -> LoadedModel | None:
+        if (exact := self._loaded.get(name)) is not None:
+            return exact
+        return next((m for m in self._loaded.values() if name in m.aliases), None)
+
+    def _only_name(self) -> str:
+        names = [*self._loaded, *self._loading]
+        if len(names) == 1:
+            return names[0]
+        text = "Several models are loaded: name one." if names else "No model is loaded: name one."
+        raise ApiError(400, text, param="model", code="model_required")
+
+    # ------------------------------------------------------------------ the end
+
+    async def drain(self, timeout: float) -> None:  # noqa: ASYNC109 - part of the meaning: then streams are failed
+        """Take no more requests, and wait for the open ones; after `timeout` they end with an error."""
+        self._draining = True
+        waits = [asyncio.create_task(m.supervisor.idle()) for m in self._loaded.values()]
+        if waits:
+            _, pending = await asyncio.wait(waits, timeout=timeout)
+            for wait in pending:
+                wait.cancel()
+        for model in self._loaded.values():
+            model.supervisor.fail_open("server_shutdown", "The server is shutting down.")
+
+    async def close(self) -> None:
+        """End every engine."""
+        self._draining = True
+        await asyncio.gather(*(self._cancel_load(loading) for loading in list(self._loading.values())))
+        await asyncio.gather(*(self._stop(model) for model in self._loaded.values()))
+        self._loaded.clear()
+
+    async def _stop(self, model: LoadedModel) -> None:
+        await model.supervisor.stop("server_shutdown", "The server is shutting down.")
+
+
+def _require_same(have: EngineConfig, wanted: EngineConfig) -> None:
+    if have != wanted:
+        raise ApiError(
+            409, f"{have.name} is loaded with other settings. Unload it first.", code="model_already_loaded"
+        )
+
+
+def _not_found(name: str) -> ApiError:
+    return ApiError(404, f"The model {name!r} does not exist here.", code="model_not_found", param="model")
+
+
+def _as_api_error(error: BaseException) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineError):
+        return ApiError(400, str(error), code=error.code)
+    log.error("unexpected error while loading", exc_info=error)
+    return ApiError(500, "Loading failed by an internal error.", code="engine_error", type="server_error")
+
+
+def _percent(supervisor: Supervisor) -> str:
+    progress = supervisor.progress
+    if progress is None or not progress.total:
+        return ""
+    return f" ({progress.phase} {100 * progress.done // progress.total} %)"
+
+
+def _retrieve(task: "asyncio.Task[LoadedModel]") -> None:
+    """A background load may have nobody waiting; its failure is in the log and in `failures`."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,122 @@
+"""Which request kills the engine? The rule that lets the guilty one fail alone.
+
+One crash proves nothing: everybody is resumed. After a second crash in a row, every request that was
+present at it is under suspicion, and the next engine tries them one at a time: a request is handed over, and
+the next follows when it has delivered `PROVEN_TOKENS` tokens or ended. Those that passed go on running
+meanwhile. A crash now has exactly one candidate, the one on trial: one more death is enough however
+many neighbours there are, where halving would need log2(n) deaths, and five in a minute end the model.
+
+    crash 1: all resume   crash 2: all on trial, one by one   crash 3: the one on trial is guilty
+                          (only one request present: it is guilty)
+
+Why few tokens suffice: a resumed request starts right where the engine died, so what kills it reliably does
+so in its prefill or at its first token. A request that kills at random passes, and so does a broken
+machine: then no one is accused and the limit on deaths decides.
+
+Deaths from outside (a SIGKILL that is neither ours nor the kernel's for want of memory, SIGSTOP) accuse
+nobody: they call `interrupted`. Requests that arrive during a trial wait for its end, so that it has an end.
+Pure bookkeeping with request ids: no clock, no I/O. Every returned list is to be sent to the engine in order.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+PROVEN_TOKENS: Final = 2
+
+
+class Trial:
+    def __init__(self) -> None:
+        self._crashes: dict[str, int] = {}
+        self._untried: deque[str] = deque()
+        self._passed: set[str] = set()
+        self._newcomers: list[str] = []
+        self._on_trial: str | None = None
+        self._delivered = 0
+
+    @property
+    def on_trial(self) -> str | None:
+        return self._on_trial
+
+    @property
+    def open(self) -> bool:
+        return bool(self._untried) or self._on_trial is not None
+
+    def begin(self, requests: Iterable[str]) -> list[str]:
+        """A new engine is ready: of all open requests, those to hand over now."""
+        requests = list(requests)
+        if not self.open:
+            self._newcomers.clear()
+            return requests
+        untried = set(self._untried)
+        self._newcomers = [r for r in requests if r not in untried and r not in self._passed]
+        return [r for r in requests if r in self._passed] + self._next()
+
+    def hold(self, request: str) -> bool:
+        """A new request. True: keep it back, a later call returns it."""
+        if self.open:
+            self._newcomers.append(request)
+        return self.open
+
+    def delivered(self, request: str, tokens: int) -> list[str]:
+        if request != self._on_trial:
+            return []
+        self._delivered += tokens
+        if self._delivered < PROVEN_TOKENS:
+            return []
+        self._passed.add(request)
+        return self._next()
+
+    def ended(self, request: str) -> list[str]:
+        """The engine has ended the request (finished, aborted, refused)."""
+        self._crashes.pop(request, None)
+        self._passed.discard(request)
+        return self._next() if request == self._on_trial else []
+
+    def withdrawn(self, request: str) -> None:
+        """The client has left. If it is on trial it stays there until the engine confirms by `ended`: it
+        may be crashing the engine at this moment, and the next one must not be blamed for it.
+        """
+        self._crashes.pop(request, None)
+        self._passed.discard(request)
+        for waiting in (self._untried, self._newcomers):
+            if request in waiting:
+                waiting.remove(request)
+
+    def crashed(self, present: Sequence[str]) -> str | None:
+        """The engine brought itself down with these requests inside: the guilty one, if that is clear now."""
+        guilty, self._on_trial = self._on_trial, None
+        if guilty is not None:
+            self._crashes.clear()
+            return guilty
+        if not present:
+            return None
+        self._crashes = {request: self._crashes.get(request, 0) + 1 for request in present}
+        if max(self._crashes.values()) < 2:
+            return None
+        if len(present) == 1:
+            self._crashes.clear()
+            return present[0]
+        # Those seen at both deaths first: that finds it sooner. Otherwise in order of arrival.
+        self._untried = deque(sorted(present, key=lambda request: -self._crashes[request]))
+        return None
+
+    def interrupted(self) -> None:
+        """The engine died from outside: whoever was on trial is tried again."""
+        if self._on_trial is not None:
+            self._untried.appendleft(self._on_trial)
+            self._on_trial = None
+
+    def forget(self) -> None:
+        """Old crashes do not count any more (the last one is long ago)."""
+        self._crashes.clear()
+
+    def _next(self) -> list[str]:
+        self._delivered = 0
+        if self._untried:
+            self._on_trial = self._untried.popleft()
+            return [self._on_trial]
+        self._on_trial = None
+        self._passed.clear()
+        newcomers, self._newcomers = self._newcomers, []
+        return newcomers

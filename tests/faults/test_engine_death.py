@@ -1,0 +1,163 @@
+"""The engine process dies or stops under open streams: every stream gets the tokens it would have had."""
+
+import asyncio
+import random
+import signal
+
+import pytest
+
+from llmbox.app.engines.deaths import DeathLimits
+from llmbox.app.engines.watchdog import WatchLimits
+from llmbox.app.errors import ApiError
+from support.engines import (
+    assert_undisturbed,
+    is_running,
+    kill,
+    read,
+    read_all,
+    request,
+    supervised,
+    undisturbed,
+    until,
+)
+
+PATIENT = DeathLimits(deaths=1000)
+
+
+async def test_32_streams_survive_kills_at_random_moments(tmp_path):
+    rng = random.Random(7)
+    async with supervised(
+        tmp_path, supervisor={"deaths": PATIENT}, step_delay=0.002, max_running=24, prefill_per_step=3
+    ) as supervisor:
+        for round_ in range(6):
+            streams = [supervisor.submit(request(round_ * 100 + i, 80)) for i in range(32)]
+            reading = asyncio.create_task(assert_undisturbed(streams))
+            await asyncio.sleep(rng.uniform(0.0, 0.25))
+            kill(supervisor)
+            await reading
+        assert supervisor.restarts == 6
+        assert supervisor.resumed > 0
+        control = supervisor.submit(request(5000))
+        await assert_undisturbed([control])
+        assert control.resumes == 0
+
+
+async def test_kills_during_recovery_accuse_nobody(tmp_path):
+    async with supervised(tmp_path, step_delay=0.005) as supervisor:
+        streams = [supervisor.submit(request(i, 100)) for i in range(8)]
+        reading = asyncio.create_task(assert_undisturbed(streams))
+        for _ in range(4):
+            await until(lambda: supervisor.state == "ready" and supervisor.pid)
+            await asyncio.sleep(0.03)
+            restarts = supervisor.restarts
+            kill(supervisor)
+            await until(lambda seen=restarts: supervisor.restarts > seen)
+        await reading
+        assert supervisor.state == "ready"
+        assert max(stream.resumes for stream in streams) == 4
+
+
+async def test_killed_while_it_loads_again(tmp_path):
+    async with supervised(tmp_path, load_delay=0.3, step_delay=0.005) as supervisor:
+        streams = [supervisor.submit(request(i)) for i in range(4)]
+        reading = asyncio.create_task(assert_undisturbed(streams))
+        await asyncio.sleep(0.05)
+        kill(supervisor)
+        await until(lambda: supervisor.state == "restarting" and supervisor.pid)
+        kill(supervisor)
+        late = supervisor.submit(request(99))
+        await reading
+        await assert_undisturbed([late])
+        assert late.resumes == 0
+
+
+async def test_five_deaths_fail_the_model_with_a_reason(tmp_path):
+    async with supervised(tmp_path, step_delay=0.01) as supervisor:
+        streams = [supervisor.submit(request(i, 4000)) for i in range(3)]
+        ends = asyncio.create_task(read_all(streams))
+        for _ in range(5):
+            await until(lambda: supervisor.state != "restarting")
+            kill(supervisor)
+            await until(lambda: supervisor.state in {"restarting", "failed"})
+        for stream, (tokens, last) in zip(streams, await ends, strict=True):
+            assert (last.finish_reason, last.error_code) == ("error", "engine_failed")
+            assert tokens == undisturbed(stream)[: len(tokens)]
+        assert supervisor.state == "failed"
+        ready, cause = supervisor.readiness()
+        assert not ready
+        assert "5 times in 60 s" in cause
+        assert "SIGKILL" in cause
+        with pytest.raises(ApiError) as refused:
+            supervisor.submit(request(9))
+        assert (refused.value.status, refused.value.code) == (503, "engine_failed")
+
+
+async def test_deaths_far_apart_do_not_add_up(tmp_path):
+    now = 0.0
+    async with supervised(tmp_path, supervisor={"clock": lambda: now}) as supervisor:
+        for _ in range(7):
+            await until(lambda: supervisor.state == "ready")
+            restarts = supervisor.restarts
+            kill(supervisor)
+            await until(lambda seen=restarts: supervisor.restarts > seen)
+            now += 20.0
+        await until(lambda: supervisor.state == "ready")
+
+
+async def test_a_stopped_engine_is_noticed_killed_and_resumed(tmp_path):
+    watch = WatchLimits(tick=0.1)
+    async with supervised(tmp_path, supervisor={"watch": watch}, step_delay=0.01) as supervisor:
+        streams = [supervisor.submit(request(i, 60)) for i in range(4)]
+        reading = asyncio.create_task(assert_undisturbed(streams))
+        await until(lambda: streams[0].output_ids)
+        stopped = supervisor.pid
+        kill(supervisor, signal.SIGSTOP)
+        await until(lambda: not supervisor.readiness()[0])
+        assert "not answered" in supervisor.readiness()[1]
+        await reading
+        assert supervisor.restarts == 1
+        assert not is_running(stopped)
+        await until(lambda: supervisor.readiness()[0])
+
+
+async def test_a_stop_shorter_than_the_limit_is_only_reported(tmp_path):
+    watch = WatchLimits(tick=0.1, stuck_ticks=50)
+    async with supervised(tmp_path, supervisor={"watch": watch}, step_delay=0.01) as supervisor:
+        stream = supervisor.submit(request(1, 60))
+        await until(lambda: stream.output_ids)
+        kill(supervisor, signal.SIGSTOP)
+        await until(lambda: not supervisor.readiness()[0])
+        kill(supervisor, signal.SIGCONT)
+        await assert_undisturbed([stream])
+        assert supervisor.restarts == 0
+        assert supervisor.readiness() == (True, "")
+
+
+async def test_a_step_that_computes_for_long_is_given_time(tmp_path):
+    """One step of 1 s, spinning or starved, under a watchdog that gives up on idle engines after 0.2 s."""
+    watch = WatchLimits(tick=0.05, busy_ticks=40)
+    async with supervised(tmp_path, supervisor={"watch": watch}, poison=66, poison_kind="spin") as supervisor:
+        stream = supervisor.submit(request(1, prompt_ids=[66]))
+        await asyncio.sleep(1.0)
+        assert supervisor.restarts == 0
+        await until(lambda: supervisor.restarts)
+        stream.cancel()
+
+
+async def test_an_idle_engine_that_dies_is_restarted(tmp_path):
+    async with supervised(tmp_path) as supervisor:
+        kill(supervisor)
+        await until(lambda: supervisor.restarts == 1 and supervisor.state == "ready")
+        await assert_undisturbed([supervisor.submit(request(1))])
+
+
+async def test_stop_while_restarting_leaves_no_process(tmp_path):
+    async with supervised(tmp_path, load_delay=5.0 / 100) as supervisor:
+        stream = supervisor.submit(request(1, 4000))
+        kill(supervisor)
+        await until(lambda: supervisor.state == "restarting" and supervisor.pid)
+        pid = supervisor.pid
+        await supervisor.stop()
+        assert not is_running(pid)
+        _, last = await read(stream)
+        assert last.error_code == "model_unloaded"
