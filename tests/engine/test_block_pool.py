@@ -2,7 +2,7 @@ import pytest
 
 from llmbox.engine.block_pool import BlockPool
 from llmbox.engine.prefix_cache import extend_hashes
-from support.engines import make_request
+from support.scheduling import make_request
 
 
 def hashes_of(tokens, namespace="", block_size=4):

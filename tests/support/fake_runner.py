@@ -1,9 +1,9 @@
 """A model without tensors that notices every mistake of the block bookkeeping.
 
-Each KV slot holds a number that stands for the whole prefix up to its token: mix(slot of the token before, token).
-Before a row is computed, every slot it attends to must hold exactly the number its tokens call for; so a block that
-is shared wrongly, overwritten, freed too early or published uncomputed is found in that step. The next token is a
-function of what the *slots* say, so tokens are exact only if the KV is.
+Each KV slot holds a number that stands for the whole prefix up to its token: mix(slot before, token). When
+a row is computed, every slot it attends to must hold exactly the number its tokens call for; so a block that
+is shared wrongly, overwritten, freed too early or published uncomputed is found in that step. The next token
+is a function of what the *slots* say, so tokens are exact only if the KV is.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ VOCAB = 50
 _MASK = (1 << 61) - 1
 
 
-class RunnerCrash(Exception):
+class RunnerError(Exception):
     pass
 
 
@@ -71,7 +71,7 @@ class FakeRunner:
             self._compute(row.request, row.start, row.end)
         if self.crash_next:
             self.crash_next = False
-            raise RunnerCrash
+            raise RunnerError
         for row in plan.rows:
             request = row.request
             if request.params.prompt_logprobs is not None:

@@ -1,0 +1,176 @@
+"""Hypothesis drives the engine through anything that can happen to it, in any order.
+
+After each rule `check()` proves the bookkeeping; in each step the fake runner proves that every slot read
+holds the right prefix; at the end every sequence must equal the one its request gives when served alone.
+"""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from llmbox.engine.block_tables import MAX_PREEMPTIONS
+from support.fake_runner import RunnerError, expected_output
+from support.scheduling import FakeEngine, make_request
+
+PREFIXES = ([], [1] * 4, [1] * 8, [1] * 4 + [2] * 5)  # so that prompts meet in the cache
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    requests = Bundle("requests")
+
+    @initialize(
+        num_blocks=st.integers(6, 16),
+        block_size=st.sampled_from([1, 3, 4]),
+        config=st.fixed_dictionaries(
+            {
+                "cache": st.booleans(),
+                "chunked_prefill": st.booleans(),
+                "batching": st.sampled_from(["continuous", "continuous", "static"]),
+                "token_budget": st.integers(4, 20),
+                "max_running": st.integers(1, 4),
+                "premium_share": st.sampled_from([0.0, 0.25]),
+                "watermark": st.sampled_from([0.0, 0.2]),
+            }
+        ),
+    )
+    def start(self, num_blocks, block_size, config):
+        self.numbers = {"num_blocks": num_blocks, "block_size": block_size, "context": 60, **config}
+        self.engine = FakeEngine(**self.numbers)
+        self.asked = {}
+        self.poisoned = set()
+
+    @rule(
+        target=requests,
+        prefix=st.sampled_from(PREFIXES),
+        tail=st.lists(st.integers(0, 2), min_size=1, max_size=6),
+        namespace=st.sampled_from(["", "alice"]),
+        priority=st.integers(-2, 2),
+        params=st.fixed_dictionaries(
+            {
+                "max_tokens": st.integers(1, 24),
+                "min_tokens": st.integers(0, 3),
+                "stop_token_ids": st.sampled_from([(), (3, 4, 5)]),
+                "seed": st.integers(0, 3),
+                "prompt_logprobs": st.sampled_from([None, None, None, 1]),
+            }
+        ),
+    )
+    def add(self, prefix, tail, namespace, priority, params):
+        request_id = f"r{len(self.asked)}"
+        return self._add(
+            make_request(request_id, prefix + tail, namespace=namespace, priority=priority, **params)
+        )
+
+    @rule(target=requests, sibling=requests, count=st.integers(1, 3), seed=st.integers(0, 3))
+    def fork(self, sibling, count, seed):
+        parent = self.asked[sibling]
+        for _ in range(count):
+            child = self._add(
+                make_request(
+                    f"r{len(self.asked)}",
+                    parent.prompt_ids,
+                    namespace=parent.cache_namespace,
+                    priority=parent.priority,
+                    fork_of=sibling,
+                    max_tokens=parent.params.max_tokens,
+                    seed=seed,
+                )
+            )
+        return child
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps):
+        for _ in range(steps):
+            self.engine.step()
+
+    @rule(request_id=requests)
+    def cancel(self, request_id):
+        waits = self.engine.answers[request_id].finish_reason is None
+        self.engine.abort(request_id)
+        assert self.engine.answers[request_id].finish_reason is not None or not waits
+
+    @precondition(lambda self: any(self.engine.scheduler._preemptible()))
+    @rule(data=st.data())
+    def preempt(self, data):
+        running = list(self.engine.scheduler._preemptible())
+        self.engine.scheduler._preempt(data.draw(st.sampled_from(running)))
+
+    @precondition(lambda self: self.engine.scheduler.pool.num_cached > 0)
+    @rule(data=st.data())
+    def evict(self, data):
+        pool = self.engine.scheduler.pool
+        pool.release(pool.take(data.draw(st.integers(1, pool.num_available))))
+
+    @rule(request_id=requests)
+    def poison(self, request_id):
+        self.poisoned.add(request_id)
+        self.engine.runner.poisoned.add(request_id)
+
+    @precondition(lambda self: self.engine.engine.has_work)
+    @rule()
+    def step_raises(self):
+        self.engine.runner.crash_next = True
+        try:
+            self.engine.step()
+        except RunnerError:
+            return
+        raise AssertionError("work is left, but nothing was scheduled")
+
+    @rule()
+    def crash_and_resume(self):
+        answers, self.engine = self.engine.answers, FakeEngine(**self.numbers)
+        self.engine.answers = answers
+        self.engine.runner.poisoned = self.poisoned
+        for request_id, answer in answers.items():
+            if answer.finish_reason is None:
+                self.engine.add(_resumed(self.asked[request_id], answer.token_ids))
+
+    @invariant()
+    def books_are_right(self):
+        if hasattr(self, "engine"):
+            self.engine.scheduler.check()
+            assert all(
+                request.preemptions <= MAX_PREEMPTIONS for request in self.engine.scheduler._requests.values()
+            )
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        for request_id, answer in self.engine.run(max_steps=5000).items():
+            request = self.asked[request_id]
+            expected = expected_output(request.cache_namespace, request.prompt_ids, request.params)
+            assert answer.token_ids == expected[: len(answer.token_ids)]
+            assert answer.finish_reason in {"stop", "length", "abort", "error"}
+            if answer.finish_reason in {"stop", "length"}:
+                assert answer.token_ids == expected
+            if answer.token_ids and request.params.prompt_logprobs is not None:
+                told = [entry.token_id for entry in answer.outputs[0].prompt_logprobs[1:]]
+                assert told == request.prompt_ids[1:]
+
+    def _add(self, request):
+        self.asked[request.request_id] = request
+        self.engine.add(request)
+        return request.request_id
+
+
+def _resumed(request, output):
+    params = {name: getattr(request.params, name) for name in request.params.__slots__}
+    return make_request(
+        request.request_id,
+        request.prompt_ids,
+        output=list(output),
+        priority=request.priority,
+        namespace=request.cache_namespace,
+        fork_of=request.fork_of,
+        **params,
+    )
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
