@@ -1,0 +1,77 @@
+"""Which tensors a model directory holds, and in which file: one safetensors file, or shards with an index."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .errors import ModelError
+from .safetensors_header import FETCH_AGAIN, TensorEntry, read_header, shown
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def list_tensors(directory: Path) -> dict[str, TensorEntry]:
+    """Every tensor by name. Raises ModelError for what is missing, damaged or refused."""
+    if (directory / SINGLE).exists():
+        return read_header(directory / SINGLE)
+    if (directory / INDEX).exists():
+        return read_shards(directory)
+    raise ModelError(no_weights(directory))
+
+
+def no_weights(directory: Path) -> str:
+    try:
+        pickles = sorted(f.name for f in directory.iterdir() if f.suffix in PICKLES)
+    except OSError as error:
+        return f"{directory} cannot be read: {error.strerror}"
+    if pickles:
+        return (
+            f"{directory} has weights only as {pickles[0]}, a pickle that could run code and is not opened: "
+            "get the model's safetensors version or convert it"
+        )
+    return f"{directory}: neither {SINGLE} nor {INDEX} is there; fetch the model again"
+
+
+def read_shards(directory: Path) -> dict[str, TensorEntry]:
+    index = directory / INDEX
+    weight_map = read_index(index)
+    found: dict[str, TensorEntry] = {}
+    for file in dict.fromkeys(weight_map.values()):
+        for name, entry in read_header(directory / file).items():
+            if name in found:
+                raise ModelError(
+                    f"tensor {shown(name)} is both in {found[name].file} and in {entry.file}: "
+                    "refused, fetch another copy of the model"
+                )
+            found[name] = entry
+    for name, file in weight_map.items():
+        if name not in found or found[name].file.name != file:
+            raise ModelError(
+                f"{index} promises tensor {shown(name)} in {file}, it is not there; {FETCH_AGAIN}"
+            )
+    return found
+
+
+def read_index(index: Path) -> dict[str, str]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) != len(pairs):
+            raise ModelError(f"{index} names a tensor twice: refused, fetch another copy of the model")
+        return dict(pairs)
+
+    try:
+        raw = json.loads(index.read_bytes(), object_pairs_hook=unique)
+    except OSError as error:
+        raise ModelError(f"{index} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ModelError(f"{index} is not valid JSON; {FETCH_AGAIN}") from None
+    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index} has no weight_map; {FETCH_AGAIN}")
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise ModelError(
+                f"{index} points at {shown(str(file))}, which is not a safetensors file beside it"
+            )
+    return weight_map

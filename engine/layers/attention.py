@@ -1,0 +1,49 @@
+"""Attention over the paged KV cache.
+
+T rows, E hidden, H query heads, G kv heads, D head dim, n = H + G heads that are rotated.
+"""
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.ops import Ops
+
+from ..model_config import ModelConfig
+from ..weights import Weights
+from .forward import Forward
+
+
+class Attention:
+    def __init__(
+        self, config: ModelConfig, layer: int, weights: Weights, ops: Ops, *, qk_norm: bool = False
+    ) -> None:
+        self.ops = ops
+        self.layer = layer
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.scale = config.head_dim**-0.5
+        self.eps = config.rms_norm_eps
+        self.window = config.windows[layer]
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.qkv = weights.linear(
+            {"q_proj": q, "k_proj": kv, "v_proj": kv}, config.hidden_size, bias=config.qkv_bias
+        )
+        self.norm_nD = self._qk_norm(weights) if qk_norm else None
+        self.output = weights.linear({"o_proj": config.hidden_size}, q, bias=config.o_bias)
+
+    def _qk_norm(self, weights: Weights) -> Tensor:
+        """One weight row a head: queries and keys are normed in one operation."""
+        q_D = weights.vector("q_norm.weight", self.head_dim)
+        k_D = weights.vector("k_norm.weight", self.head_dim)
+        return torch.cat((q_D.expand(self.heads, -1), k_D.expand(self.kv_heads, -1)))
+
+    def __call__(self, x_TE: Tensor, forward: Forward) -> Tensor:
+        ops, plan = self.ops, forward.plans[self.window]
+        rotated = self.heads + self.kv_heads
+        qkv = ops.linear(self.qkv, x_TE).view(len(x_TE), rotated + self.kv_heads, self.head_dim)
+        qk_TnD = qkv[:, :rotated]
+        if self.norm_nD is not None:
+            qk_TnD = ops.rms_norm(qk_TnD, self.norm_nD, self.eps)
+        qk_TnD = ops.rotary(qk_TnD, forward.cos_TD, forward.sin_TD)
+        ops.write_kv(forward.cache, self.layer, qk_TnD[:, self.heads :], qkv[:, rotated:], plan)
+        out = ops.attention(qk_TnD[:, : self.heads], forward.cache, self.layer, plan, self.scale)
+        return ops.linear(self.output, out)

@@ -1,0 +1,19 @@
+from torch import Tensor
+
+from llmbox.kernels.ops import Ops
+
+from ..model_config import ModelConfig
+from ..weights import Weights
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)); gate and up are one linear."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
+        self.ops = ops
+        hidden, ffn, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up = weights.linear({"gate_proj": ffn, "up_proj": ffn}, hidden, bias=bias)
+        self.down = weights.linear({"down_proj": hidden}, ffn, bias=bias)
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        return self.ops.linear(self.down, self.ops.silu_mul(self.ops.linear(self.gate_up, x_TE)))

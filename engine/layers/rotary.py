@@ -1,0 +1,99 @@
+"""Rotary position embedding: frequencies of every variant, and the rows of one step.
+
+A token's rotation is a function of its position alone, so caching, chunking and resuming never change it.
+The two variants whose frequencies follow the length of the sequence (`dynamic`, `longrope`) are fixed at load
+to the context that is served. They equal transformers at that length.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..model_config import ModelConfig
+from ..rope_config import RopeConfig
+
+
+class Rotary:
+    """`context` is the longest sequence that will be served."""
+
+    def __init__(self, config: ModelConfig, context: int, device: torch.device) -> None:
+        self._inverse_D2 = inverse_frequencies(config, context).to(device)
+        self._scale = attention_scale(config.rope)
+
+    def rows(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """cos_TD = (cos, cos) and sin_TD = (-sin, sin), float32."""
+        angle = positions_T.float().unsqueeze(1) * self._inverse_D2
+        cos, sin = angle.cos() * self._scale, angle.sin() * self._scale
+        return torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
+
+
+def inverse_frequencies(config: ModelConfig, context: int) -> Tensor:
+    rope, head_dim, max_positions = config.rope, config.head_dim, config.max_position_embeddings
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    theta = rope.theta
+    if rope.rope_type == "dynamic" and context > max_positions:
+        stretch = rope.factor * context / max_positions - (rope.factor - 1)
+        theta *= stretch ** (head_dim / (head_dim - 2))
+    inverse = 1.0 / theta**exponents
+    match rope.rope_type:
+        case "linear":
+            return inverse / rope.factor
+        case "llama3":
+            return llama3(rope, inverse)
+        case "yarn":
+            return yarn(rope, inverse, head_dim)
+        case "longrope":
+            factors = rope.long_factor if context > rope.original_context else rope.short_factor
+            return 1.0 / (torch.tensor(factors) * theta**exponents)
+    return inverse
+
+
+def llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
+    """Long wavelengths are stretched, short ones kept, a ramp between (Llama 3.1)."""
+    wavelength = 2 * math.pi / inverse
+    low, high = rope.original_context / rope.low_freq_factor, rope.original_context / rope.high_freq_factor
+    smooth = (rope.original_context / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    between = (1 - smooth) * inverse / rope.factor + smooth * inverse
+    stretched = torch.where(wavelength > low, inverse / rope.factor, between)
+    return torch.where(wavelength < high, inverse, stretched)
+
+
+def yarn(rope: RopeConfig, inverse: Tensor, head_dim: int) -> Tensor:
+    """Peng et al., "YaRN", 2023: dimensions that turn often are kept, slow ones interpolated."""
+
+    def dimension(rotations: float) -> float:
+        return (
+            head_dim
+            * math.log(rope.original_context / (rotations * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)
+    interpolated = ramp.clamp(0, 1)
+    return inverse / rope.factor * interpolated + inverse * (1 - interpolated)
+
+
+def attention_scale(rope: RopeConfig) -> float:
+    """What cos and sin are multiplied with."""
+    if rope.rope_type not in {"yarn", "longrope"}:
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.rope_type == "longrope":
+        if rope.factor <= 1.0:
+            return 1.0
+        return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_context))
+    if rope.mscale and rope.mscale_all_dim:
+        return yarn_scale(rope.factor, rope.mscale) / yarn_scale(rope.factor, rope.mscale_all_dim)
+    return yarn_scale(rope.factor, 1.0)
+
+
+def yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,0 +1,200 @@
+"""config.json -> ModelConfig: what a model is. No torch: the daemon reads it too."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .config import Dtype
+from .config_fields import Fields
+from .errors import ModelError, UnsupportedArchitecture
+from .model_shape import ModelShape
+from .rope_config import RopeConfig, parse_rope
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+DEFAULT_WINDOW = 4096
+"""Of a config.json without the key, as in transformers; null means no window."""
+DTYPES: dict[str, Dtype] = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    model_type: str
+    dtype: Dtype
+    """Of the checkpoint: bfloat16, float16 or float32."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]
+    """Sliding window of each layer; None sees everything."""
+    rope: RopeConfig
+
+    @property
+    def context_limit(self) -> int:
+        """Longest sequence this model is meant for."""
+        return self.rope.context_limit(self.max_position_embeddings)
+
+    @property
+    def default_context(self) -> int:
+        """Served unless asked otherwise. `dynamic` scaling changes all answers: on demand only."""
+        return self.max_position_embeddings if self.rope.rope_type == "dynamic" else self.context_limit
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers to be loaded, tied weights once."""
+        hidden, ffn = self.hidden_size, self.intermediate_size
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = 2 * hidden + hidden * (q + 2 * kv) + q * hidden + 3 * hidden * ffn
+        layer += (q + 2 * kv) * self.qkv_bias + hidden * self.o_bias
+        layer += (2 * ffn + hidden) * self.mlp_bias + 2 * self.head_dim * self.qk_norm
+        tables = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
+        return tables + self.num_layers * layer + hidden
+
+    def shape(self, context: int | None = None) -> ModelShape:
+        """What the estimator reckons with, if `context` is asked for (None: left open)."""
+        windows = {window for window in self.windows if window is not None}
+        return ModelShape(
+            layers=self.num_layers,
+            hidden=self.hidden_size,
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            ffn=self.intermediate_size,
+            vocab=self.vocab_size,
+            tied=self.tie_word_embeddings,
+            context_limit=self.default_context if context is None else self.context_limit,
+            dtype=self.dtype,
+            sliding_window=min(windows, default=None),
+            qkv_bias=self.qkv_bias,
+            qk_norm=self.qk_norm,
+            exact_params=self.num_parameters,
+        )
+
+
+def parse_config(path: Path | str) -> ModelConfig:
+    """Read `path`/config.json. Raises ModelError, or UnsupportedArchitecture listing the supported ones."""
+    file = Path(path) / "config.json"
+    fields = Fields(read_json(file), str(file))
+    model_type = supported_model_type(fields)
+    refuse_unsupported(fields)
+    heads = fields.integer("num_attention_heads")
+    hidden = fields.integer("hidden_size")
+    # Falls back as transformers does. Qwen3 has a fixed default: its head size is not hidden / heads.
+    head_dim = fields.integer("head_dim", 128 if model_type == "qwen3" else hidden // heads or None)
+    kv_heads = fields.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise fields.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if head_dim % 2:
+        raise fields.error(f"head_dim {head_dim} must be even")
+    layers = fields.integer("num_hidden_layers")
+    positions = fields.integer("max_position_embeddings")
+    bias = model_type in {"llama", "qwen3"} and fields.flag("attention_bias", default=False)
+    return ModelConfig(
+        model_type=model_type,
+        dtype=checkpoint_dtype(fields),
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=positions,
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+        qkv_bias=bias or model_type == "qwen2",
+        o_bias=bias,
+        mlp_bias=model_type == "llama" and fields.flag("mlp_bias", default=False),
+        qk_norm=model_type == "qwen3",
+        windows=layer_windows(fields, model_type, layers),
+        rope=parse_rope(fields, head_dim, positions),
+    )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(f"{file} is missing: is this a Hugging Face model directory?") from None
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{file} is not valid JSON ({error}): fetch it again") from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"{file} must hold a JSON object")
+    return raw
+
+
+def supported_model_type(fields: Fields) -> str:
+    if fields.raw.get("auto_map"):
+        raise fields.error(
+            "this model needs Python code of its own (auto_map), which is never run; use a checkpoint "
+            f"of a built-in architecture: {', '.join(ARCHITECTURES)}"
+        )
+    names = fields.raw.get("architectures") or []
+    for name in names if isinstance(names, list) else [names]:
+        if isinstance(name, str) and name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    model_type = fields.raw.get("model_type")
+    if not names and model_type in ARCHITECTURES.values():
+        return str(model_type)
+    wanted = ", ".join(map(str, names)) if isinstance(names, list) and names else repr(model_type)
+    raise UnsupportedArchitecture(
+        f"{fields.where}: architecture {wanted} is not supported; supported: {', '.join(ARCHITECTURES)}"
+    )
+
+
+def refuse_unsupported(fields: Fields) -> None:
+    """What would be computed wrongly must not load."""
+    if fields.text("hidden_act", "silu") != "silu":
+        raise fields.error(f"hidden_act {fields.raw['hidden_act']!r} is not supported, only 'silu'")
+    if fields.raw.get("quantization_config") is not None:
+        raise fields.error(
+            "quantised checkpoints are not supported: use the bfloat16, float16 or float32 one"
+        )
+
+
+def checkpoint_dtype(fields: Fields) -> Dtype:
+    """Transformers 5 writes `dtype`, older ones `torch_dtype`."""
+    dtype = fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32"
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise fields.error(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def layer_windows(fields: Fields, model_type: str, layers: int) -> tuple[int | None, ...]:
+    """Mistral: one window for all layers. Qwen: by layer_types, or from max_window_layers on."""
+    if model_type == "llama" or fields.raw.get("sliding_window", DEFAULT_WINDOW) is None:
+        return (None,) * layers
+    window = fields.integer("sliding_window", DEFAULT_WINDOW)
+    if model_type == "mistral":
+        return (window,) * layers
+    if not fields.flag("use_sliding_window", default=False):
+        return (None,) * layers
+    types = fields.raw.get("layer_types")
+    if types is None:
+        full = int(fields.number("max_window_layers", 28))
+        return tuple(None if layer < full else window for layer in range(layers))
+    known = {"full_attention": None, "sliding_attention": window}
+    if not isinstance(types, list) or len(types) != layers or not all(t in known for t in types):
+        raise fields.error(
+            f"layer_types must name full_attention or sliding_attention for each of {layers} layers"
+        )
+    return tuple(known[t] for t in types)

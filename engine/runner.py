@@ -1,0 +1,91 @@
+"""Runs steps: a plan becomes flat rows, one forward pass, and tokens. Owns the model and the KV memory.
+
+T rows of the step, R rows whose logits are wanted, S of them to sample, E hidden.
+"""
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.ops import KVCache
+
+from .layers.decoder import Decoder
+from .layers.forward import Forward
+from .layers.rotary import Rotary
+from .messages import TokenLogprobs
+from .sampler import Sampler
+from .step import SampledToken, ScheduledRequest, StepPlan, StepResult
+from .step_batch import PromptRows, StepBatch, build_batch
+
+PROMPT_LOGPROB_ROWS = 64
+"""Logits of prompt rows are made in parts of this many (the estimator counts on it)."""
+
+
+class ModelRunner:
+    def __init__(
+        self,
+        model: Decoder,
+        rotary: Rotary,
+        cache: KVCache,
+        sampler: Sampler,
+        *,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._ops = model.ops
+        self._rotary = rotary
+        self._cache = cache
+        self._sampler = sampler
+        self._block_size = block_size
+        self._device = device
+        self._windows = set(model.config.windows)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """One step. Rows of one token come first, by context: attention takes neighbours together."""
+        self._ops.copy_blocks(self._cache, plan.copies)
+        rows = sorted(plan.rows, key=_decoding_first)
+        batch = build_batch(rows, self._block_size, self._device)
+        self._ops.clear_blocks(self._cache, batch.fresh_blocks)
+        hidden_RE = self._model.hidden(self._forward(batch), batch.wanted_R)
+        tokens, failed = self._sample(hidden_RE, batch)
+        prompt_logprobs = self._prompt_logprobs(hidden_RE[len(batch.sampling) :], batch.prompts)
+        return StepResult(tokens, prompt_logprobs, failed)
+
+    def _forward(self, batch: StepBatch) -> Forward:
+        cos_TD, sin_TD = self._rotary.rows(batch.ragged.positions_T)
+        plans = {w: self._ops.plan_attention(batch.ragged, self._cache, w) for w in self._windows}
+        return Forward(batch.ids_T, cos_TD, sin_TD, self._cache, plans)
+
+    def _sample(self, hidden_RE: Tensor, batch: StepBatch) -> tuple[dict[str, SampledToken], dict[str, str]]:
+        tokens: dict[str, SampledToken] = {}
+        failed: dict[str, str] = {}
+        if not batch.sampling:
+            return tokens, failed
+        logits_SV = self._model.logits(hidden_RE[: len(batch.sampling)])
+        picks = self._sampler.sample(logits_SV, batch.sampling)
+        for request, pick in zip(batch.sampling, picks, strict=True):
+            if isinstance(pick, str):
+                failed[request.request_id] = pick
+            else:
+                tokens[request.request_id] = pick
+        return tokens, failed
+
+    def _prompt_logprobs(
+        self, hidden_RE: Tensor, prompts: list[PromptRows]
+    ) -> dict[str, list[TokenLogprobs]]:
+        result: dict[str, list[TokenLogprobs]] = {}
+        row = 0
+        for prompt in prompts:
+            top = prompt.request.params.prompt_logprobs or 0
+            entries = result[prompt.request.request_id] = []
+            for start in range(0, len(prompt.next_ids), PROMPT_LOGPROB_ROWS):
+                ids = prompt.next_ids[start : start + PROMPT_LOGPROB_ROWS]
+                logits_RV = self._model.logits(hidden_RE[row : row + len(ids)])
+                entries += self._sampler.prompt_logprobs(logits_RV, ids, top)
+                row += len(ids)
+        return result
+
+
+def _decoding_first(row: ScheduledRequest) -> tuple[bool, int]:
+    return row.num_tokens > 1, row.end

@@ -1,0 +1,119 @@
+"""A step plan as flat tensors: what the forward pass reads.
+
+Numbers are gathered in `array`s by slices and ranges, so that a prompt of thousands of tokens costs no Python
+per token, and go to the device in one piece per tensor.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.ragged import Ragged
+
+from .request import Request
+from .step import ScheduledRequest
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Rows of one request whose logits tell how likely the next prompt tokens were."""
+
+    request: Request
+    next_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    ids_T: Tensor
+    ragged: Ragged
+    wanted_R: Tensor | None
+    """Rows whose logits are wanted: those that sample, then prompt rows. None: all rows sample, in order."""
+    sampling: list[Request]
+    prompts: list[PromptRows]
+    fresh_blocks: list[int]
+    """Blocks that this step begins to fill and does not fill up."""
+
+
+def build_batch(rows: Sequence[ScheduledRequest], block_size: int, device: torch.device) -> StepBatch:
+    ids, positions, starts = array("q"), array("i"), array("i", [0])
+    sampled_rows, prompt_rows = array("q"), array("q")
+    sampling: list[Request] = []
+    prompts: list[PromptRows] = []
+    fresh: list[int] = []
+    for row in rows:
+        request, first = row.request, starts[-1]
+        ids.extend(request.token_ids[row.start : row.end])
+        positions.extend(range(row.start, row.end))
+        starts.append(first + row.num_tokens)
+        if row.samples:
+            sampled_rows.append(starts[-1] - 1)
+            sampling.append(request)
+        if request.params.prompt_logprobs is not None and row.start < request.num_prompt - 1:
+            end = min(row.end, request.num_prompt - 1)
+            prompt_rows.extend(range(first, first + end - row.start))
+            prompts.append(PromptRows(request, request.token_ids[row.start + 1 : end + 1]))
+        last_block, filled = divmod(row.end, block_size)
+        if filled and row.start <= last_block * block_size:
+            fresh.append(request.block_table[last_block])
+    wanted = None if len(sampling) == starts[-1] and not prompts else sampled_rows + prompt_rows
+    return StepBatch(
+        ids_T=to_device(ids, device),
+        ragged=ragged(rows, starts, positions, block_size, device),
+        wanted_R=None if wanted is None else to_device(wanted, device),
+        sampling=sampling,
+        prompts=prompts,
+        fresh_blocks=fresh,
+    )
+
+
+def ragged(
+    rows: Sequence[ScheduledRequest],
+    starts: "array[int]",
+    positions: "array[int]",
+    block_size: int,
+    device: torch.device,
+) -> Ragged:
+    lens, contexts = [row.num_tokens for row in rows], [row.end for row in rows]
+    width = max(-(-context // block_size) for context in contexts)
+    tables = array("i")
+    for row, context in zip(rows, contexts, strict=True):
+        blocks = -(-context // block_size)
+        tables.extend(row.request.block_table[:blocks])
+        tables.extend([0] * (width - blocks))
+    tables_NB = from_array(tables).view(len(rows), width)
+    positions_T = from_array(positions)
+    block_T = positions_T // block_size
+    row_T = (
+        torch.repeat_interleave(torch.tensor(lens)) if len(positions) > len(rows) else torch.arange(len(rows))
+    )
+    slots_T = tables_NB[row_T, block_T] * block_size + positions_T % block_size
+    return Ragged(
+        block_size=block_size,
+        query_lens=lens,
+        contexts=contexts,
+        query_starts_N1=to_device(starts, device),
+        context_lens_N=to_device(array("i", contexts), device),
+        block_tables_NB=move(tables_NB, device),
+        positions_T=move(positions_T, device),
+        slots_T=move(slots_T, device),
+    )
+
+
+def from_array(numbers: "array[int]") -> Tensor:
+    """Shares the array's memory: the array must not grow any more."""
+    if not numbers:
+        return torch.empty(0, dtype=torch.int64 if numbers.typecode == "q" else torch.int32)
+    return torch.frombuffer(numbers, dtype=torch.int64 if numbers.typecode == "q" else torch.int32)
+
+
+def to_device(numbers: "array[int]", device: torch.device) -> Tensor:
+    return move(from_array(numbers), device)
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

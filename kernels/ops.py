@@ -1,0 +1,91 @@
+"""Every hot operation of the engine, by signature. A backend is one `Ops` with all of them.
+
+T rows of the step, N sequences in it, E hidden, F feed-forward, V vocabulary, I and O the sides of a linear,
+H query heads, G kv heads (H a multiple of G), D head dim. Floating tensors have the model's dtype unless
+said otherwise. "New tensor" results may live in a workspace of the backend: valid until the same operation
+runs again with the same shape.
+
+Each output row must be computed in an order that does not depend on how many rows there are: that is what
+makes a request's tokens independent of its batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .ragged import KVShape, Ragged
+
+PackedLinear = Any
+"""Weights in the backend's own layout, made by `pack_linear`, read by `linear`."""
+KVCache = Any
+"""Keys and values of all layers in the backend's own layout, made by `make_kv_cache`."""
+AttentionPlan = Any
+"""Whatever the backend derives from a step's shape, once for all layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    name: str
+    """Shown to users as the backend that runs."""
+
+    pack_embedding: Callable[[Tensor, bool], PackedLinear]
+    """(weight_VE, tied) -> table for `embedding`; with `tied` it is also the output head, for `linear`."""
+
+    embedding: Callable[[PackedLinear, Tensor], Tensor]
+    """(table, ids_T int64) -> x_TE, new tensor."""
+
+    pack_linear: Callable[[Tensor, Tensor | None], PackedLinear]
+    """(weight_OI, bias_O or None), contiguous -> packed. May keep its arguments; the caller lets go."""
+
+    linear: Callable[[PackedLinear, Tensor], Tensor]
+    """(packed, x_TI with contiguous rows) -> x_TI @ weight.T + bias, a new tensor [T, O]."""
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    """(x, weight, eps) -> x / sqrt(mean(x^2) + eps) * weight over the last dim, sums in float32; new tensor.
+
+    x is [T, E] with weight [E], or [T, n, D] (rows may be strided) with one weight row a head, [n, D].
+    """
+
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    """(x_TE, residual_TE, weight_E, eps): adds x to residual in place, then rms_norm of it."""
+
+    rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """(x_TnD, cos_TD, sin_TD float32) -> each head's halves (a, b) become (a cos - b sin, b cos + a sin).
+
+    cos repeats its first half, sin holds (-sin, sin): x * cos + swapped halves * sin. New tensor or in place.
+    """
+
+    silu_mul: Callable[[Tensor], Tensor]
+    """(gate_up_T2F, gate first) -> silu(gate) * up, [T, F]. May overwrite its argument."""
+
+    make_kv_cache: Callable[[KVShape, torch.device], KVCache]
+    """Zero-filled cache."""
+
+    plan_attention: Callable[[Ragged, KVCache, int | None], AttentionPlan]
+    """(shape of the step, cache, sliding window or None) -> plan for `write_kv` and `attention`.
+
+    A window of w lets a row at position p see positions p - w + 1 .. p.
+    """
+
+    write_kv: Callable[[KVCache, int, Tensor, Tensor, AttentionPlan], None]
+    """(cache, layer, k_TGD, v_TGD, plan): stores each row at its slot. Rows may be strided."""
+
+    attention: Callable[[Tensor, KVCache, int, AttentionPlan, float], Tensor]
+    """(q_THD, cache, layer, plan, scale) -> softmax(scale q k^T) v over each row's context, causal: [T, HD].
+
+    `write_kv` of this step and layer has run. Query head h reads kv head h // (H / G). Slots outside a row's
+    context may hold anything finite.
+    """
+
+    copy_blocks: Callable[[KVCache, list[tuple[int, int]]], None]
+    """(cache, [(source, destination)]) in all layers. No block is both a source and a destination."""
+
+    clear_blocks: Callable[[KVCache, list[int]], None]
+    """(cache, blocks): make every slot finite, in all layers.
+
+    Called for blocks that this step begins to fill: an earlier owner may have left NaN in slots that are
+    masked but still multiplied (0 * NaN). A backend that never reads masked slots does nothing here.
+    """

@@ -1,0 +1,31 @@
+"""The meaning of every operation in plain torch, one file each. Runs on any device and dtype."""
+
+from ..ops import Ops
+from .attention import attention, write_kv
+from .attention_plan import plan_attention
+from .embedding import embedding, pack_embedding
+from .kv_cache import clear_blocks, copy_blocks, make_kv_cache
+from .linear import linear, pack_linear
+from .rms_norm import add_rms_norm, rms_norm
+from .rotary import rotary
+from .silu_mul import silu_mul
+
+__all__ = ["REFERENCE"]
+
+REFERENCE = Ops(
+    name="reference",
+    pack_embedding=pack_embedding,
+    embedding=embedding,
+    pack_linear=pack_linear,
+    linear=linear,
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    rotary=rotary,
+    silu_mul=silu_mul,
+    make_kv_cache=make_kv_cache,
+    plan_attention=plan_attention,
+    write_kv=write_kv,
+    attention=attention,
+    copy_blocks=copy_blocks,
+    clear_blocks=clear_blocks,
+)
