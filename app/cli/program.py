@@ -5,7 +5,7 @@ Nothing here is computed before a command asks for it.
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,21 +13,23 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..errors import CliError, Exit
 from ..paths import Paths, find_paths
 from ..settings import Scalar
 from ..settings_load import LoadedSettings, load_settings
 
 if TYPE_CHECKING:
-    from ..daemon.services import BuildEngines
+    from ..daemon.model_request import ModelRequest
+    from ..daemon.parts import Parts
     from .client import Client
 
 
 @dataclass
 class Program:
-    """`command` starts this same program again; `engines` replaces the real engines of a daemon (tests)."""
+    """`command` starts this same program again; `parts` replaces what a daemon is made of (tests)."""
 
     command: list[str] = field(default_factory=lambda: [sys.executable, "-P", "-m", "llmbox"])
-    engines: "Callable[[], BuildEngines] | None" = None
+    parts: "Callable[[], Parts] | None" = None
     data_dir: Path | None = None
     config: Path | None = None
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -50,6 +52,21 @@ class Program:
         """The flags that lead another process to the same files."""
         flags = [] if self.data_dir is None else ["--data-dir", str(self.data_dir.absolute())]
         return flags if self.config is None else [*flags, "--config", str(self.config.absolute())]
+
+    def wanted(
+        self, models: Sequence[str], alias: str | None, flags: Mapping[str, Scalar]
+    ) -> "list[ModelRequest]":
+        """What to load: the named models, else those of `server.models`. Raises when one is not on disk."""
+        from ..catalog import resolve
+        from ..daemon.model_request import ModelRequest
+
+        options = {name: value for name, value in flags.items() if name.startswith("model.")}
+        texts = models or self.settings(flags).settings.server.models
+        if alias is not None and len(texts) != 1:
+            raise CliError(
+                "--alias names one model", f"{len(texts)} models are given", "give one MODEL", Exit.USAGE
+            )
+        return [ModelRequest(resolve(text, self.environ), alias, options) for text in texts]
 
 
 pass_program = click.make_pass_decorator(Program)

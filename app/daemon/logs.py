@@ -1,6 +1,6 @@
 """The daemon's log: one JSON object a line, rotated, 0600; in the foreground also readable lines on stderr.
 
-A background daemon's stdout and stderr lead into the same file, so that a crash of any library is found there.
+A background daemon's stdout and stderr lead into the same file, so that a library's crash is found there.
 """
 
 import json

@@ -1,0 +1,105 @@
+"""`llmbox down` and `llmbox restart`."""
+
+import os
+import signal
+import time
+
+import click
+
+from ..daemon.instance import Running, find_running, is_locked
+from ..errors import CliError, Exit
+from ..settings import Scalar
+from . import output
+from .lazy import Command
+from .program import Program, pass_program
+from .starter import start_daemon, wait_for_models
+
+HURRY = 5.0
+"""Seconds that a daemon gets to end after it was told to end at once; then it is killed."""
+
+
+@click.command(cls=Command)
+@click.option("--now", is_flag=True, help="Do not wait for open requests; they end with an error.")
+@click.option("--timeout", type=click.FloatRange(0), metavar="S", help="Longest wait for open requests.")
+@pass_program
+def down(program: Program, *, now: bool, timeout: float | None) -> None:
+    """Let open requests finish, then stop the daemon."""
+    running = find_running(program.paths)
+    if running is None:
+        output.say("The daemon does not run.")
+        return
+    stop(program, running, now=now, timeout=timeout)
+    output.say(f"The daemon (pid {running.pid}) has stopped.")
+
+
+@click.command(cls=Command)
+@click.option("--now", is_flag=True, help="Do not wait for open requests; they end with an error.")
+@click.option(
+    "--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Longest wait for models."
+)
+@pass_program
+def restart(program: Program, *, now: bool, timeout: float) -> None:
+    """Stop the daemon and start it as it was: with the same flags and the models of its start."""
+    flags: dict[str, Scalar] = {}
+    models: list[str] = []
+    alias: str | None = None
+    running = find_running(program.paths)
+    if running is not None:
+        begun = program.client.get("/admin/api/status")["begun_with"]
+        flags, models, alias = begun["flags"], begun["models"], begun["alias"]
+        program.settings(flags)  # a mistake in the file must not be found when nothing runs any more
+        program.wanted(models, alias, flags)
+        stop(program, running, now=now, timeout=None)
+    started = start_daemon(program, models, alias, flags)
+    wait_for_models(program, started, [], timeout)
+    output.say(f"The daemon (pid {started.running.pid}) is up: {started.running.url}/v1")
+
+
+def stop(program: Program, running: Running, *, now: bool, timeout: float | None) -> None:
+    """SIGTERM drains, a second one hurries, SIGKILL is the end. Returns when the lock is free."""
+    if timeout is None:
+        timeout = program.settings().settings.server.drain_timeout + HURRY
+    _signal(running, signal.SIGTERM)
+    if now or not _wait_for_end(program, timeout, running, talk=True):
+        _signal(running, signal.SIGTERM)
+        if not _wait_for_end(program, HURRY, running, talk=False):
+            output.say(f"pid {running.pid} does not end; killing it.")
+            _signal(running, signal.SIGKILL)
+            if not _wait_for_end(program, HURRY, running, talk=False):
+                raise CliError(
+                    f"pid {running.pid} does not end",
+                    "not even after SIGKILL",
+                    f"look at it: ps -o pid,stat,wchan,cmd {running.pid}",
+                    Exit.FAILED,
+                    str(program.paths.log_file),
+                )
+
+
+def _wait_for_end(program: Program, seconds: float, running: Running, *, talk: bool) -> bool:
+    line = output.ProgressLine()
+    began = time.monotonic()
+    try:
+        while is_locked(program.paths.lock_file):
+            waited = time.monotonic() - began
+            if waited > seconds:
+                return False
+            if talk and waited > 1:
+                line.update(f"Waiting for open requests of pid {running.pid} ({waited:.0f} s)…")
+            time.sleep(0.05)
+    finally:
+        line.close()
+    return True
+
+
+def _signal(running: Running, number: signal.Signals) -> None:
+    try:
+        os.kill(running.pid, number)
+    except ProcessLookupError:
+        return
+    except PermissionError as error:
+        raise CliError(
+            f"may not stop pid {running.pid}",
+            "it belongs to another user",
+            "stop it as that user",
+            Exit.DENIED,
+        ) from error

@@ -1,0 +1,68 @@
+"""`llmbox load` and `llmbox unload`."""
+
+from typing import Any
+
+import click
+
+from ..daemon.instance import find_running
+from ..errors import CliError, Exit
+from . import output
+from .lazy import Command
+from .options import checked_alias, given, model_options
+from .program import Program, pass_program
+from .starter import Started, wait_for_models
+
+
+@click.command(cls=Command)
+@click.argument("model")
+@model_options
+@click.option("--estimate-only", is_flag=True, help="Say what it would need; load nothing.")
+@click.option("--wait/--no-wait", default=True, help="Wait until the model is ready (default).")
+@click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Longest wait.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@pass_program
+def load(
+    program: Program,
+    /,
+    model: str,
+    alias: str | None,
+    *,
+    estimate_only: bool,
+    wait: bool,
+    timeout: float,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Load a model into the running daemon."""
+    (wanted,) = program.wanted([model], checked_alias(alias), given(flags))
+    if estimate_only:
+        from .estimate import print_estimate
+
+        print_estimate(wanted.config(program.settings().settings.model), as_json=as_json)
+        return
+    running = find_running(program.paths)
+    if running is None:
+        raise program.client.not_running()
+    answer = program.client.post("/admin/api/models/load", wanted.body())["model"]
+    if wait:
+        (answer,) = wait_for_models(program, Started(running, None, 0), [wanted.served_name], timeout)
+    if as_json:
+        output.write_json("load", {"model": answer})
+    elif wait:
+        window = answer["info"]["context_window"]
+        output.say(f"{answer['name']} is ready: context {window} tokens.")
+    else:
+        output.say(f"{answer['name']} is loading; follow with llmbox ps.")
+
+
+@click.command(cls=Command)
+@click.argument("model", required=False)
+@click.option("--all", "every", is_flag=True, help="All models.")
+@pass_program
+def unload(program: Program, model: str | None, *, every: bool) -> None:
+    """Take a model out of memory. Its open requests end with an error."""
+    if (model is None) != every:
+        raise CliError("which model?", "one MODEL or --all is needed", "llmbox ps", Exit.USAGE)
+    answer = program.client.post("/admin/api/models/unload", {"model": model}, timeout=60.0)
+    for name in answer["unloaded"]:
+        output.say(f"{name} is unloaded.")

@@ -1,0 +1,173 @@
+"""`llmbox ps`, `llmbox ls` and `llmbox show`."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from . import output
+from .lazy import Command
+from .program import Program, pass_program
+
+
+@click.command(cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Names only.")
+@pass_program
+def ps(program: Program, *, as_json: bool, quiet: bool) -> None:
+    """List the models in memory."""
+    models = program.client.get("/admin/api/models")["models"]
+    if as_json:
+        output.write_json("ps", {"models": models})
+    elif quiet:
+        for model in models:
+            output.write(model["name"])
+    else:
+        print_models(models)
+
+
+@click.command(cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Names only.")
+@pass_program
+def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
+    """List the models on disk: the built-in one, the Hugging Face cache, and loaded directories."""
+    from ..catalog import ModelRef, describe, on_disk
+
+    loaded = _loaded(program)
+    found = on_disk(program.environ)
+    known = {str(model.ref.path) for model in found}
+    others = {path: name for path, name in loaded.items() if path not in known}
+    found += [describe(ModelRef(name, Path(path), "directory")) for path, name in others.items()]
+    if as_json:
+        rows = [
+            {
+                "name": model.ref.name,
+                "source": model.ref.source,
+                "path": str(model.ref.path),
+                "revision": model.ref.revision,
+                "size": model.size,
+                "architecture": model.architecture,
+                "servable": model.servable,
+                "loaded": str(model.ref.path) in loaded,
+            }
+            for model in found
+        ]
+        output.write_json("ls", {"models": rows})
+    elif quiet:
+        for model in found:
+            output.write(model.ref.name)
+    else:
+        table = [
+            (
+                model.ref.name,
+                output.size(model.size),
+                model.architecture or "-",
+                "loaded" if str(model.ref.path) in loaded else "" if model.servable else "no safetensors",
+                time.strftime("%Y-%m-%d", time.localtime(model.modified)),
+            )
+            for model in found
+        ]
+        output.table(("NAME", "SIZE", "ARCHITECTURE", "STATE", "MODIFIED"), table, right=(1,))
+
+
+@click.command(cls=Command)
+@click.argument("ref")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@pass_program
+def show(program: Program, ref: str, *, as_json: bool) -> None:
+    """Show what is known of one model, on disk and in memory."""
+    from ..catalog import ModelRef, describe, read_config, resolve
+
+    memory = _in_memory(program, ref)
+    if memory is not None:
+        place = ModelRef(memory["name"], Path(memory["path"]), "directory")
+    else:
+        place = resolve(ref, program.environ)
+    disk = describe(place)
+    config = read_config(place.path)
+    facts: dict[str, Any] = {
+        "name": place.name,
+        "path": str(place.path),
+        "revision": place.revision,
+        "size": disk.size,
+        "architecture": disk.architecture,
+        "servable": disk.servable,
+        **{key: config.get(name) for key, name in _CONFIG_FACTS.items()},
+        "loaded": memory,
+    }
+    if as_json:
+        output.write_json("show", facts)
+        return
+    shown = {**facts, "size": output.size(disk.size), "loaded": memory["state"] if memory else "no"}
+    for key, value in shown.items():
+        if value is not None:
+            output.write(f"{key.replace('_', ' '):16} {output.printable(str(value))}")
+    if memory and memory["info"]:
+        _print_info(memory)
+
+
+_CONFIG_FACTS = {
+    "model_type": "model_type",
+    "layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "vocabulary": "vocab_size",
+    "context": "max_position_embeddings",
+    "stored_as": "torch_dtype",
+}
+
+
+def print_models(models: Sequence[Mapping[str, Any]]) -> None:
+    rows = []
+    for model in models:
+        info, stats = model["info"], model["stats"]
+        memory = info["weights_bytes"] + info["kv_bytes"] + info["workspace_bytes"] if info else None
+        rows.append(
+            (
+                ", ".join([model["name"], *model["aliases"]]),
+                model["state"],
+                f"{info['device']} {info['dtype']}" if info else "-",
+                info["context_window"] if info else "-",
+                output.size(memory),
+                f"{stats['running']}+{stats['waiting']}" if stats else "-",
+                model["cause"] if model["state"] in {"failed", "restarting"} else "",
+            )
+        )
+    if rows:
+        output.table(("NAME", "STATE", "ON", "CONTEXT", "MEMORY", "REQUESTS", ""), rows, right=(3, 4))
+    else:
+        output.say("No model is loaded. Load one: llmbox load MODEL")
+
+
+def _print_info(model: Mapping[str, Any]) -> None:
+    info = model["info"]
+    output.write("")
+    rows = {
+        "runs on": f"{info['device']} as {info['dtype']}, kernels: {info['backend']}",
+        "context window": f"{info['context_window']} tokens",
+        "at full context": f"{info['max_concurrency']:.1f} requests at once",
+        "weights": output.size(info["weights_bytes"]),
+        "KV cache": f"{output.size(info['kv_bytes'])}, {output.size(info['kv_bytes_per_token'])} a token",
+        "workspace": output.size(info["workspace_bytes"]),
+        "restarts": f"{model['restarts']}, requests resumed {model['resumed']}",
+    }
+    for key, value in rows.items():
+        output.write(f"{key:16} {value}")
+
+
+def _loaded(program: Program) -> dict[str, str]:
+    """Path to name of models in memory; empty when no daemon runs."""
+    if not program.client.is_up():
+        return {}
+    return {model["path"]: model["name"] for model in program.client.get("/admin/api/models")["models"]}
+
+
+def _in_memory(program: Program, name: str) -> dict[str, Any] | None:
+    if not program.client.is_up():
+        return None
+    models: list[dict[str, Any]] = program.client.get("/admin/api/models")["models"]
+    return next((model for model in models if name in {model["name"], *model["aliases"]}), None)

@@ -1,0 +1,72 @@
+"""Flags that `up`, `serve` and `load` share, made from the settings' table: same names, checks and help."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import click
+
+from ..catalog import check_name
+from ..settings import Key, Scalar, schema
+from ..settings_load import check_value
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+DAEMON_KEYS = ("server.host", "server.port")
+MODEL_KEYS = tuple(name for name in schema() if name.startswith("model."))
+
+
+def daemon_options(function: F) -> F:
+    return _add(function, DAEMON_KEYS)
+
+
+def model_options(function: F) -> F:
+    function = click.option("--alias", metavar="NAME", help="Serve the model under this name too.")(function)
+    return _add(function, MODEL_KEYS)
+
+
+def given(values: Mapping[str, Any]) -> dict[str, Scalar]:
+    """The settings among a command's parameters that were on the command line, checked."""
+    flags: dict[str, Scalar] = {}
+    for name in (*DAEMON_KEYS, *MODEL_KEYS):
+        value = values.get(parameter(name))
+        if value is not None:
+            flags[name] = check_value(schema()[name], value, flag(name), from_text=True)
+    return flags
+
+
+def checked_alias(alias: str | None) -> str | None:
+    return None if alias is None else check_name(alias)
+
+
+def as_arguments(flags: Mapping[str, Scalar]) -> list[str]:
+    """The command line that gives these settings again."""
+    arguments: list[str] = []
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            arguments.append(flag(name) if value else flag(name).replace("--", "--no-", 1))
+        else:
+            arguments += [flag(name), "auto" if value is None else str(value)]
+    return arguments
+
+
+def flag(name: str) -> str:
+    return "--" + name.partition(".")[2].replace("_", "-")
+
+
+def parameter(name: str) -> str:
+    return name.partition(".")[2]
+
+
+def _add(function: F, names: tuple[str, ...]) -> F:
+    for name in reversed(names):
+        function = _option(schema()[name])(function)
+    return function
+
+
+def _option(row: Key) -> Callable[[F], F]:
+    if row.kind is bool:
+        off = flag(row.name).replace("--", "--no-", 1)
+        return click.option(f"{flag(row.name)}/{off}", parameter(row.name), default=None, help=row.doc)
+    kind = click.Choice(row.choices) if row.choices else None
+    metavar = None if row.choices else {int: "N", float: "X", str: "TEXT"}[row.kind]
+    return click.option(flag(row.name), parameter(row.name), type=kind, metavar=metavar, help=row.doc)

@@ -1,0 +1,41 @@
+"""`llmbox serve`."""
+
+from typing import Any
+
+import click
+
+from .lazy import Command
+from .options import checked_alias, daemon_options, given, model_options
+from .program import Program, pass_program
+
+
+@click.command(cls=Command)
+@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@daemon_options
+@model_options
+@click.option("--background", is_flag=True, hidden=True, help="Log to the file only; set by `up`.")
+@pass_program
+def serve(
+    program: Program, /, models: tuple[str, ...], alias: str | None, *, background: bool, **flags: Any
+) -> int:
+    """Run the daemon in the foreground, for systemd, containers and debugging.
+
+    A MODEL is builtin, a directory, or org/name from the Hugging Face cache. SIGTERM lets open requests
+    finish, a second one stops at once, SIGHUP reads the configuration again.
+    """
+    from ..daemon.instance import already_running, find_running
+    from ..daemon.run import Plan, run_daemon
+
+    if (other := find_running(program.paths)) is not None:  # before complaints about models
+        raise already_running(other)
+    given_flags = given(flags)
+    plan = Plan(
+        paths=program.paths,
+        loaded=program.settings(given_flags),
+        models=program.wanted(models, checked_alias(alias), given_flags),
+        begun_with={"flags": given_flags, "models": list(models), "alias": alias},
+        reload=lambda: program.settings(given_flags),
+        parts=program.parts,
+        background=background,
+    )
+    return run_daemon(plan)

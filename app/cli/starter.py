@@ -1,0 +1,142 @@
+"""Starting a background daemon and waiting for it and its models: shared by `up`, `restart` and `run`."""
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..daemon.instance import Running, find_running
+from ..errors import CliError, Exit
+from ..settings import Scalar
+from .client import EXIT_OF_CODE
+from .log_lines import last_lines
+from .options import as_arguments
+from .output import ProgressLine, size
+from .program import Program
+
+POLL = 0.1
+"""Seconds between two looks at a daemon that starts."""
+START_TIMEOUT = 30.0
+"""Seconds until a daemon that neither answers nor ends counts as failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A daemon on its way: `process` is None when it ran before."""
+
+    running: Running
+    process: "subprocess.Popen[bytes] | None"
+    log_offset: int
+
+
+def start_daemon(
+    program: Program, models: Sequence[str], alias: str | None, flags: Mapping[str, Scalar]
+) -> Started:
+    """Returns once the API answers. Mistakes in settings and names are found before anything is started."""
+    program.settings(flags)
+    wanted = program.wanted(models, alias, flags)
+    program.paths.create()
+    command = [*program.command, *program.location_flags, "serve", "--background", *as_arguments(flags)]
+    command += [] if alias is None else ["--alias", alias]
+    command += [model.ref.ref for model in wanted] if models else []
+    offset = program.paths.log_file.stat().st_size if program.paths.log_file.exists() else 0
+    log = os.open(program.paths.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        process = subprocess.Popen(  # noqa: S603 - our own program
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/"
+        )
+    finally:
+        os.close(log)
+    return Started(_wait_for_api(program, process, offset), process, offset)
+
+
+def _wait_for_api(program: Program, process: "subprocess.Popen[bytes]", offset: int) -> Running:
+    deadline = time.monotonic() + START_TIMEOUT
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise died(program, process.returncode, offset)
+        running = find_running(program.paths, patience=START_TIMEOUT)
+        if running is not None and running.pid == process.pid and program.client.is_up():
+            return running
+        time.sleep(POLL / 4)
+    raise CliError(
+        "the daemon does not answer",
+        f"pid {process.pid} started {START_TIMEOUT:.0f} s ago and its API is not up",
+        "llmbox logs, then llmbox down --now",
+        Exit.UNREACHABLE,
+        str(program.paths.log_file),
+    )
+
+
+def died(program: Program, code: int, offset: int) -> CliError:
+    """What a daemon that ended while starting left in the log, with its exit code where it is one of ours."""
+    lines = last_lines(program.paths.log_file, offset, 12)
+    exit_code = Exit(code) if code in set(Exit) and code != 0 else Exit.FAILED
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return CliError(
+        "the daemon ended while starting",
+        f"{how}" + ("; its last words:\n" + "\n".join(f"    {line}" for line in lines) if lines else ""),
+        "fix the cause, then llmbox up",
+        exit_code,
+        str(program.paths.log_file),
+    )
+
+
+def wait_for_models(
+    program: Program, started: Started, names: Sequence[str], timeout: float
+) -> list[dict[str, Any]]:
+    """All models in `names` (all there are, when empty) once they are ready; raises when one cannot be."""
+    deadline = time.monotonic() + timeout
+    line = ProgressLine()
+    try:
+        while True:
+            if started.process is not None and started.process.poll() is not None:
+                raise died(program, started.process.returncode, started.log_offset)
+            models = _pick(program.client.get("/admin/api/models")["models"], names)
+            for model in models:
+                if model["state"] == "failed":
+                    raise load_failed(program, model)
+            if models and all(model["state"] == "ready" for model in models):
+                return models
+            if not models and not names:
+                return []
+            line.update(", ".join(progress_text(model) for model in models if model["state"] != "ready"))
+            if time.monotonic() > deadline:
+                raise CliError(
+                    "not ready yet",
+                    f"waited {timeout:g} s; the daemon goes on loading",
+                    "look again: llmbox ps, or wait longer: --timeout S",
+                    Exit.FAILED,
+                    str(program.paths.log_file),
+                )
+            time.sleep(POLL)
+    finally:
+        line.close()
+
+
+def load_failed(program: Program, model: Mapping[str, Any]) -> CliError:
+    code = EXIT_OF_CODE.get(model.get("error_code") or "", Exit.FAILED)
+    fix = "a smaller --ctx or --max-running, or a larger --memory" if code == Exit.DOES_NOT_FIT else ""
+    return CliError(
+        f"cannot load {model['name']}",
+        model["cause"],
+        fix or "fix the model's files, then load it again: llmbox load",
+        code,
+        str(program.paths.log_file),
+    )
+
+
+def progress_text(model: Mapping[str, Any]) -> str:
+    progress = model.get("progress")
+    if not progress or not progress["total"]:
+        return f"{model['state']} {model['name']}"
+    share = progress["done"] / progress["total"]
+    return f"loading {model['name']}: {progress['phase']} {share:.0%} of {size(progress['total'])}"
+
+
+def _pick(models: list[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    if not names:
+        return models
+    return [model for model in models if {model["name"], *model["aliases"]} & set(names)]

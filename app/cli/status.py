@@ -1,0 +1,47 @@
+"""`llmbox status`."""
+
+from typing import Any
+
+import click
+
+from ..daemon.instance import find_running
+from ..errors import Exit
+from . import output
+from .lazy import Command
+from .models import print_models
+from .program import Program, pass_program
+
+
+@click.command(cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing; the exit code tells.")
+@pass_program
+def status(program: Program, *, as_json: bool, quiet: bool) -> int:
+    """Show whether the daemon runs; exit 3 when it does not."""
+    running = find_running(program.paths)
+    if running is None:
+        if as_json:
+            output.write_json("status", {"running": False})
+        elif not quiet:
+            output.write("llmbox does not run. Start it: llmbox up")
+        return Exit.UNREACHABLE
+    answer = program.client.get("/admin/api/status")
+    if as_json:
+        output.write_json("status", {"running": True, **answer})
+    elif not quiet:
+        _print(answer)
+    return Exit.OK
+
+
+def _print(answer: dict[str, Any]) -> None:
+    state = "ready" if answer["ready"] else f"not ready: {answer['cause']}"
+    output.write(f"llmbox {answer['version']} runs (pid {answer['pid']}), {state}")
+    output.write(f"  API     {answer['url']}/v1")
+    output.write(f"  Socket  {answer['socket']}")
+    output.write(f"  Up      {output.span(answer['uptime_s'])}")
+    output.write(f"  Log     {answer['log_file']}")
+    output.write(f"  Open    {answer['open_requests']} requests")
+    if answer["pending_restart"]:
+        output.write(f"  Changed settings wait for a restart: {', '.join(answer['pending_restart'])}")
+    output.write("")
+    print_models(answer["models"])

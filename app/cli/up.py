@@ -1,0 +1,155 @@
+"""`llmbox up`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from ..daemon.instance import Running, find_running
+from ..daemon.model_request import ModelRequest
+from ..errors import CliError, Exit
+from ..settings import Scalar
+from . import output
+from .config import shown
+from .lazy import Command
+from .options import checked_alias, daemon_options, flag, given, model_options, parameter
+from .program import Program, pass_program
+from .starter import Started, start_daemon, wait_for_models
+
+
+@click.command(cls=Command)
+@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@daemon_options
+@model_options
+@click.option("--wait/--no-wait", default=True, help="Wait until the models are ready (default).")
+@click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Longest wait.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@pass_program
+def up(
+    program: Program,
+    /,
+    models: tuple[str, ...],
+    alias: str | None,
+    *,
+    wait: bool,
+    timeout: float,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Start the daemon in the background and wait until it is ready.
+
+    Doing it twice changes nothing. A MODEL is builtin, a directory, or org/name from the Hugging Face cache.
+    """
+    given_flags = given(flags)
+    alias = checked_alias(alias)
+    program.settings(given_flags)
+    running = find_running(program.paths)
+    names: list[str] = []
+    if running is None:
+        output.say("Starting the daemon…")
+        started = start_daemon(program, models, alias, given_flags)
+        names = [model.served_name for model in program.wanted(models, alias, given_flags)]
+    else:
+        started = Started(running, None, 0)
+        require_same(program, given_flags)
+        names = load_missing(program, program.wanted(models, alias, given_flags) if models else [])
+    ready = wait_for_models(program, started, names, timeout) if wait else []
+    if as_json:
+        output.write_json("up", _summary(started, ready, waited=wait))
+    else:
+        _print(started.running, ready, waited=wait)
+
+
+def load_missing(program: Program, wanted: Sequence[ModelRequest]) -> list[str]:
+    """Asks the daemon for the models that it has not; names of all `wanted` ones."""
+    loaded = {
+        name: model
+        for model in program.client.get("/admin/api/models")["models"]
+        if model["state"] != "failed"
+        for name in (model["name"], *model["aliases"])
+    }
+    for model in wanted:
+        present = loaded.get(model.served_name)
+        if present is None:
+            output.say(f"Loading {model.served_name}…")
+            program.client.post("/admin/api/models/load", model.body())
+        else:
+            _require_same_options(model, present)
+    return [model.served_name for model in wanted]
+
+
+def require_same(program: Program, flags: Mapping[str, Scalar]) -> None:
+    """Raises (exit 9) when flags of the daemon differ from those it runs with."""
+    daemon_flags = {name: value for name, value in flags.items() if name.startswith("server.")}
+    if not daemon_flags:
+        return
+    running = program.client.get("/admin/api/config")["settings"]
+    differing = [
+        f"{name}: runs with {shown(running[name]['value'])}, asked for {shown(value)}"
+        for name, value in daemon_flags.items()
+        if running[name]["value"] != value
+    ]
+    if differing:
+        raise _conflict("the daemon runs with other settings", differing)
+
+
+def _require_same_options(wanted: ModelRequest, present: Mapping[str, Any]) -> None:
+    runs_with = {name: present["options"][parameter(name)] for name in wanted.options}
+    differing = [
+        f"{flag(name)}: runs with {shown(runs_with[name])}, asked for {shown(value)}"
+        for name, value in wanted.options.items()
+        if runs_with[name] != value
+    ]
+    if differing:
+        raise _conflict(f"{present['name']} is loaded with other settings", differing)
+
+
+def _conflict(what: str, differing: Sequence[str]) -> CliError:
+    return CliError(what, "; ".join(differing), "llmbox down, then the same command again", Exit.CONFLICT)
+
+
+def _summary(started: Started, models: Sequence[Mapping[str, Any]], *, waited: bool) -> dict[str, Any]:
+    running = started.running
+    return {
+        "url": f"{running.url}/v1",
+        "pid": running.pid,
+        "port": running.port,
+        "socket": running.socket,
+        "started": started.process is not None,
+        "waited": waited,
+        "models": [{"name": m["name"], "state": m["state"], "context": _context(m)} for m in models],
+    }
+
+
+def _context(model: Mapping[str, Any]) -> int | None:
+    info = model.get("info")
+    return info["context_window"] if info else None
+
+
+def _print(running: Running, models: Sequence[Mapping[str, Any]], *, waited: bool) -> None:
+    output.write(f"llmbox is up (pid {running.pid})")
+    output.write(f"  API     {running.url}/v1")
+    if not waited:
+        output.write("  Models  loading; follow with llmbox ps")
+        return
+    words = [f"{m['name']} (context {_context(m)} tokens)" for m in models]
+    output.write(f"  Models  {', '.join(words) or 'none; load one with llmbox load MODEL'}")
+    if models:
+        output.write("")
+        output.write("Try it:")
+        output.write(_curl(running, models[0]))
+        output.write(f"  llmbox run {models[0]['name']}")
+    output.write("")
+    output.write("Watch it: llmbox stats --watch    Stop it: llmbox down")
+
+
+def _curl(running: Running, model: Mapping[str, Any]) -> str:
+    body: dict[str, Any] = {"model": model["name"]}
+    if model["chat"]:
+        path, body["messages"] = "chat/completions", [{"role": "user", "content": "What is llmbox?"}]
+    else:
+        path, body["prompt"], body["max_tokens"] = "completions", "Once upon a time", 32
+    return (
+        f"  curl {running.url}/v1/{path} -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'"
+    )

@@ -1,0 +1,135 @@
+"""What the daemon does on demand while it serves: load and unload models, reload settings."""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..catalog import resolve
+from ..engines.manager import LoadedModel
+from ..errors import ApiError, CliError, Exit
+from ..services import Services
+from ..settings import Scalar, schema
+from ..settings_load import LoadedSettings, check_value, unknown_key
+from . import logs
+from .instance import Running
+from .model_request import ModelRequest
+
+log = logging.getLogger("llmbox.daemon")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a model could not be loaded. `code` is a word such as `bad_model`."""
+
+    cause: str
+    code: str
+
+    @property
+    def exit(self) -> Exit:
+        return Exit.DOES_NOT_FIT if self.code == "does_not_fit" else Exit.FAILED
+
+
+class Control:
+    """Only to be used from the daemon's event loop."""
+
+    def __init__(
+        self,
+        services: Services,
+        running: Running,
+        loaded: LoadedSettings,
+        reload: Callable[[], LoadedSettings],
+        begun_with: Mapping[str, Any],
+    ) -> None:
+        self.services = services
+        self.running = running
+        self.loaded = loaded
+        self.begun_with = begun_with
+        """Flags and models of the start, for `restart`."""
+        self.failure_codes: dict[str, str] = {}
+        """By model: the word that goes with the manager's reason."""
+        self._started_settings = loaded.settings
+        self._reload = reload
+        self._tasks: set[asyncio.Task[Failure | None]] = set()
+
+    # ------------------------------------------------------------------ models
+
+    def begin_load(self, request: ModelRequest) -> "asyncio.Task[Failure | None]":
+        """Loads behind the API. The result is the failure, if it is one. Raises ApiError 409 and CliError."""
+        config = request.config(self.services.settings.model)
+        self.failure_codes.pop(request.served_name, None)
+        loading = self.services.engines.begin_load(config, alias=request.extra_alias)
+        task = asyncio.create_task(self._outcome(request.served_name, loading))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _outcome(self, name: str, loading: "asyncio.Future[LoadedModel]") -> Failure | None:
+        try:
+            model = await asyncio.shield(loading)
+        except ApiError as error:
+            failure = Failure(error.message, error.code or "load_failed")
+            self.failure_codes[name] = failure.code
+            return failure
+        info = model.supervisor.info
+        window = f", context {info.context_window} tokens" if info else ""
+        log.info("%s is ready%s", name, window)
+        return None
+
+    async def unload(self, name: str | None) -> list[str]:
+        """One model by name or alias, or all, failed ones too. Raises ApiError 404."""
+        engines = self.services.engines
+        if name is not None:
+            await engines.unload(name)
+            log.info("%s is unloaded", name)
+            return [name]
+        names = [model.name for model in engines.models()]
+        names += [supervisor.name for supervisor in engines.loading()] + list(engines.failures())
+        for each in names:
+            await engines.unload(each)
+        return names
+
+    def model_request(self, text: str, alias: str | None, options: Mapping[str, object]) -> ModelRequest:
+        """From the admin API's words. Raises CliError for what cannot be."""
+        values: dict[str, Scalar] = {}
+        for key, value in options.items():
+            row = schema().get(f"model.{key}")
+            if row is None:
+                raise unknown_key(f"model.{key}", "options")
+            values[row.name] = check_value(row, value, f"options.{key}")
+        request = ModelRequest(resolve(text, os.environ), alias, values)
+        request.config(self.services.settings.model)  # checks the name
+        return request
+
+    async def close(self) -> None:
+        """Stops watching loads; the engines themselves end with `engines.close`."""
+        for task in list(self._tasks):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    # ------------------------------------------------------------------ settings
+
+    def reload(self) -> None:
+        """SIGHUP: the new settings, or the old ones and an error in the log."""
+        try:
+            loaded = self._reload()
+        except CliError as error:
+            log.error("configuration not reloaded, the old one stays: %s (%s)", error.what, error.why)  # noqa: TRY400 - the trace says nothing
+            return
+        self.loaded = loaded
+        self.services.settings = loaded.settings
+        logs.set_level(loaded.settings.log)
+        waiting = self.pending_restart()
+        log.info("configuration reloaded%s", f"; after a restart: {', '.join(waiting)}" if waiting else "")
+
+    def pending_restart(self) -> list[str]:
+        """Keys whose new value waits for the next start."""
+        return [
+            name
+            for name, row in schema().items()
+            if not row.live and self.loaded.settings.get(name) != self._started_settings.get(name)
+        ]

@@ -1,0 +1,82 @@
+"""Where the daemon listens, with answers for people when it may not."""
+
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+
+from ..errors import CliError, Exit
+from ..http.sockets import PortInUse, listen_tcp, listen_unix
+from ..paths import Paths, socket_address
+from ..settings import ServerSettings
+
+
+def open_sockets(server: ServerSettings, paths: Paths) -> tuple[list[socket.socket], socket.socket]:
+    """(TCP sockets, unix socket). The caller holds the instance lock."""
+    require_loopback(server.host)
+    try:
+        tcp = listen_tcp(server.host, server.port)
+    except PortInUse as error:
+        raise CliError(
+            f"{error.where} is in use",
+            holder_of(server.port) or "another process listens there",
+            "stop that process, or choose another port: --port N (0 takes a free one)",
+            Exit.CONFLICT,
+        ) from None
+    except OSError as error:
+        raise _cannot_listen(server, error) from error
+    folder = os.open(paths.runtime_dir, os.O_PATH | os.O_DIRECTORY)
+    try:
+        return tcp, listen_unix(paths.socket_file, socket_address(paths.socket_file, folder))
+    finally:
+        os.close(folder)
+
+
+def require_loopback(host: str) -> None:
+    """Keys do not exist yet, so nobody beyond this machine may be let in."""
+    if host == "localhost":
+        return
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        raise CliError(
+            f"server.host {host!r} is not an IP address",
+            "a bind address is an IP address or localhost",
+            "llmbox config set server.host 127.0.0.1",
+            Exit.USAGE,
+        ) from None
+    if not address.is_loopback:
+        raise CliError(
+            f"refusing to listen on {host}",
+            "it can be reached from other machines, and access keys are not available in this version",
+            "keep server.host at 127.0.0.1 and reach it through a tunnel: ssh -L 7411:127.0.0.1:7411 BOX",
+            Exit.DENIED,
+        )
+
+
+def _cannot_listen(server: ServerSettings, error: OSError) -> CliError:
+    if error.errno == errno.EACCES:
+        return CliError(
+            f"may not listen on port {server.port}",
+            "ports below 1024 belong to root",
+            "llmbox up --port 7411",
+            Exit.DENIED,
+        )
+    return CliError(
+        f"cannot listen on {server.host}:{server.port}",
+        error.strerror or str(error),
+        "llmbox doctor",
+        Exit.FAILED,
+    )
+
+
+def holder_of(port: int) -> str | None:
+    """Which process listens on a port, as far as this user may see."""
+    import psutil  # type: ignore[import-untyped]  # noqa: PLC0415 - only needed for the message
+
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+                return f"pid {connection.pid} ({psutil.Process(connection.pid).name()}) listens there"
+    return None

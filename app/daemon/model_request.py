@@ -1,0 +1,75 @@
+"""A wish to load one model: from a command's arguments, the settings, or the admin API."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmbox.engine.config import EngineConfig
+
+from ..catalog import ModelRef, check_name
+from ..settings import ModelSettings, Scalar
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    """`options` are settings of this model alone, by full key (`model.ctx`)."""
+
+    ref: ModelRef
+    alias: str | None = None
+    options: Mapping[str, Scalar] = field(default_factory=dict)
+
+    @property
+    def served_name(self) -> str:
+        """A directory has no name that others know: there the alias replaces the folder's name."""
+        renamed = self.alias is not None and self.ref.source == "directory"
+        return self.alias if renamed and self.alias else self.ref.name
+
+    @property
+    def extra_alias(self) -> str | None:
+        return None if self.alias == self.served_name else self.alias
+
+    def body(self) -> dict[str, Any]:
+        """As the admin API takes it."""
+        options = {name.partition(".")[2]: value for name, value in self.options.items()}
+        return {"model": self.ref.ref, "alias": self.alias, "options": options}
+
+    def config(self, defaults: ModelSettings) -> EngineConfig:
+        def value(key: str) -> Any:
+            return self.options.get(f"model.{key}", getattr(defaults, key))
+
+        memory = value("memory")
+        return EngineConfig(
+            model_path=str(self.ref.path),
+            name=check_name(self.served_name),
+            device=value("device"),
+            dtype=value("dtype"),
+            kv_dtype=value("kv_dtype"),
+            context=value("ctx"),
+            max_running=value("max_running"),
+            token_budget=value("token_budget"),
+            memory_bytes=None if memory is None else int(memory * 1e9),
+            threads=value("threads"),
+            batching=value("batching"),
+            prefix_cache=value("prefix_cache"),
+            chunked_prefill=value("chunked_prefill"),
+            deterministic=value("deterministic"),
+        )
+
+
+def options_of(config: EngineConfig) -> dict[str, Scalar]:
+    """The model settings that a configuration came from, by short key: what `up` compares its flags with."""
+    memory = config.memory_bytes
+    return {
+        "device": config.device,
+        "dtype": config.dtype,
+        "kv_dtype": config.kv_dtype,
+        "ctx": config.context,
+        "max_running": config.max_running,
+        "token_budget": config.token_budget,
+        "memory": None if memory is None else memory / 1e9,
+        "threads": config.threads,
+        "batching": config.batching,
+        "prefix_cache": config.prefix_cache,
+        "chunked_prefill": config.chunked_prefill,
+        "deterministic": config.deterministic,
+    }

@@ -1,0 +1,72 @@
+"""What a daemon is composed of. Tests hand in other parts; everything else runs as in production."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmbox import __version__
+from llmbox.engine.client import Launch
+
+from ..engines.manager import EngineManager
+from ..engines.supervisor import Supervisor
+from ..events import Events
+from ..gateway.gateway import Gateway
+from ..gateway.model_text import ModelText, load_model_text
+from ..metrics.metrics import EngineReading, Metrics
+from ..paths import Paths
+from ..services import Services
+from ..settings import Settings
+from ..store import RequestLog
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How engines are started and where the text side of a model comes from."""
+
+    launch: Launch
+    load_text: Callable[[Path], ModelText]
+
+
+def real_parts() -> Parts:
+    return Parts(Launch(), load_model_text)
+
+
+def compose(settings: Settings, paths: Paths, parts: Parts) -> Services:
+    """Nothing runs yet, except the request log's writer."""
+    events = Events()
+    request_log = RequestLog(
+        paths.request_db,
+        retention_days=settings.requests.retention_days,
+        max_bytes=settings.requests.max_bytes,
+    )
+    request_log.start()
+
+    def changed(supervisor: Supervisor) -> None:
+        events.publish(f"model.{supervisor.state}", {"model": supervisor.name, "cause": supervisor.cause})
+
+    engines = EngineManager(parts.load_text, parts.launch, settings.limits.queue, on_change=changed)
+    metrics = Metrics(lambda: readings(engines), lambda: request_log.dropped)
+    gateway = Gateway(engines, request_log, metrics, settings)
+    return Services(
+        settings=settings,
+        paths=paths,
+        engines=engines,
+        gateway=gateway,
+        request_log=request_log,
+        metrics=metrics,
+        events=events,
+        version=__version__,
+    )
+
+
+def readings(engines: EngineManager) -> list[EngineReading]:
+    return [
+        EngineReading(
+            model.name,
+            model.supervisor.stats,
+            model.supervisor.restarts,
+            model.supervisor.resumed,
+            model.supervisor.state == "ready",
+        )
+        for model in engines.models()
+    ]

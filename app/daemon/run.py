@@ -1,0 +1,79 @@
+"""The daemon from its first line to its last: folders, lock, sockets, log; then `serving`.
+
+The sockets listen before the large imports: a client that comes early waits for milliseconds instead of being
+refused.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from setproctitle import setproctitle
+
+from llmbox import __version__
+
+from ..paths import Paths
+from ..settings_load import LoadedSettings
+from . import logs
+from .instance import InstanceLock, Running
+from .listen import open_sockets
+from .model_request import ModelRequest
+
+if TYPE_CHECKING:
+    from .parts import Parts
+
+log = logging.getLogger("llmbox.daemon")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a daemon is told at its start."""
+
+    paths: Paths
+    loaded: LoadedSettings
+    models: Sequence[ModelRequest]
+    begun_with: dict[str, Any]
+    """Flags and model names of the command line, for `restart`."""
+    reload: Callable[[], LoadedSettings]
+    """Reads the settings again; raises CliError."""
+    parts: "Callable[[], Parts] | None" = None
+    """Replaces what the daemon is composed of (tests)."""
+    background: bool = False
+
+
+def run_daemon(plan: Plan) -> int:
+    """Serves until told to stop; the exit code. Raises CliError when it cannot begin."""
+    plan.paths.create()
+    settings = plan.loaded.settings
+    with InstanceLock(plan.paths) as lock:
+        tcp, unix = open_sockets(settings.server, plan.paths)
+        running = _describe(tcp[0], plan.paths)
+        logs.set_up(plan.paths.log_file, settings.log, background=plan.background)
+        lock.announce(running)
+        setproctitle("llmbox: daemon")
+        if lock.leftover is not None:
+            log.warning("an earlier daemon (pid %d) ended without cleaning up", lock.leftover.pid)
+        log.info("llmbox %s, pid %d, listens on %s", __version__, running.pid, running.url)
+        try:
+            from .serving import serve_until_stopped  # noqa: PLC0415 - half a second of imports
+
+            return asyncio.run(serve_until_stopped(plan, running, [*tcp, unix]))
+        finally:
+            log.info("stopped")
+
+
+def _describe(tcp: socket.socket, paths: Paths) -> Running:
+    host, port = tcp.getsockname()[:2]
+    return Running(
+        pid=os.getpid(),
+        host=host,
+        port=port,
+        socket=str(paths.socket_file),
+        started_at=time.time(),
+        version=__version__,
+    )

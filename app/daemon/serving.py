@@ -1,0 +1,93 @@
+"""The daemon while it serves: the API first, the models behind it, then the drain."""
+
+import asyncio
+import gc
+import logging
+import signal
+import socket
+import time
+from collections.abc import Sequence
+
+import psutil  # type: ignore[import-untyped]
+
+from ..errors import Exit
+from ..http.admin import admin_router
+from ..http.app import create_app
+from ..http.openai import openai_router
+from ..http.server import serve
+from ..services import Services
+from .control import Control, Failure
+from .instance import Running
+from .leftovers import name_leftovers
+from .model_request import ModelRequest
+from .notify import notify
+from .parts import compose, real_parts
+from .run import Plan
+
+log = logging.getLogger("llmbox.daemon")
+
+
+async def serve_until_stopped(plan: Plan, running: Running, sockets: Sequence[socket.socket]) -> int:
+    """Returns the exit code once everything is closed."""
+    settings = plan.loaded.settings
+    services = compose(settings, plan.paths, (plan.parts or real_parts)())
+    control = Control(services, running, plan.loaded, plan.reload, plan.begun_with)
+    app = create_app(services, [openai_router, admin_router])
+    app.state.control = control
+    _handle_signals(control)
+    gc.freeze()  # what was imported stays: collections need not look at it
+    loading = asyncio.create_task(_load_first(control, plan.models))
+    looking = asyncio.create_task(asyncio.to_thread(name_leftovers))
+    try:
+        await serve(
+            app,
+            sockets,
+            limits=settings.limits,
+            drain=services.drain,
+            drain_timeout=settings.server.drain_timeout,
+            on_ready=lambda: _tell_ready(running),
+        )
+    finally:
+        notify("STOPPING=1")
+        loading.cancel()
+        await looking
+        await control.close()
+        await _close(services)
+    failure = loading.result() if loading.done() and not loading.cancelled() else None
+    return Exit.OK if failure is None else failure.exit
+
+
+async def _load_first(control: Control, models: Sequence[ModelRequest]) -> Failure | None:
+    """The models of the start. When none can be served the daemon ends; that failure is the result."""
+    tasks = [control.begin_load(model) for model in models]
+    failures = [failure for task in tasks if (failure := await task) is not None]
+    if not failures or len(failures) < len(tasks):
+        return None
+    log.error("no model can be served: ending")
+    control.services.drain.begin()
+    return failures[0]
+
+
+def _handle_signals(control: Control) -> None:
+    loop = asyncio.get_running_loop()
+    drain = control.services.drain
+
+    def stop() -> None:
+        log.info("stopping now" if drain.draining else "draining: open requests may finish")
+        drain.begin()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    loop.add_signal_handler(signal.SIGHUP, control.reload)
+
+
+async def _close(services: Services) -> None:
+    await services.engines.close()
+    await services.gateway.close()
+    services.events.close()
+    await asyncio.to_thread(services.request_log.close)
+
+
+def _tell_ready(running: Running) -> None:
+    notify(f"READY=1\nSTATUS=Serving on {running.url}")
+    log.info("API up %.2f s after start", time.time() - psutil.Process().create_time())

@@ -1,0 +1,91 @@
+"""Models in memory: list, load, unload."""
+
+from typing import Any
+
+from litestar import Request, get, post
+from litestar.datastructures import State
+
+from ...catalog import BUILTIN, BUILTIN_DIR
+from ...daemon.control import Control
+from ...daemon.model_request import options_of
+from ...engines.manager import LoadedModel
+from ...engines.supervisor import Supervisor
+from ...errors import ApiError, CliError, Exit
+from .schema import LoadRequest, Model, ModelAnswer, Models, Unloaded, UnloadRequest
+
+STATUS_OF_EXIT = {Exit.NOT_FOUND: (404, "model_not_found"), Exit.USAGE: (400, "invalid_value")}
+
+
+@get("/models", sync_to_thread=False, name="admin_models")
+def models(request: Request[Any, Any, State]) -> Models:
+    return Models(describe_all(request.app.state.control))
+
+
+@post("/models/load", status_code=202, name="admin_load")
+async def load_model(request: Request[Any, Any, State], data: LoadRequest) -> ModelAnswer:
+    """Begins to load and answers at once; `GET /models` tells how it goes."""
+    control: Control = request.app.state.control
+    try:
+        wanted = control.model_request(data.model, data.alias, data.options)
+        control.begin_load(wanted)
+    except CliError as error:
+        status, code = STATUS_OF_EXIT.get(error.exit, (400, "bad_model"))
+        raise ApiError(status, f"{error.what}: {error.why}", code, "model") from error
+    name = wanted.served_name
+    return ModelAnswer(next(model for model in describe_all(control) if model.name == name))
+
+
+@post("/models/unload", status_code=200, name="admin_unload")
+async def unload_model(request: Request[Any, Any, State], data: UnloadRequest) -> Unloaded:
+    control: Control = request.app.state.control
+    return Unloaded(await control.unload(data.model))
+
+
+def describe_all(control: Control) -> list[Model]:
+    """Loaded, loading, then failed."""
+    engines = control.services.engines
+    failed = [
+        Model(
+            name=name,
+            aliases=[],
+            state="failed",
+            cause=cause,
+            path="",
+            ref=name,
+            chat=False,
+            options={},
+            error_code=control.failure_codes.get(name),
+        )
+        for name, cause in engines.failures().items()
+    ]
+    loaded = [_loaded(model) for model in engines.models()]
+    return loaded + [_of(supervisor) for supervisor in engines.loading()] + failed
+
+
+def _loaded(model: LoadedModel) -> Model:
+    described = _of(model.supervisor)
+    described.aliases = sorted(model.aliases)
+    described.chat = model.text.chat_template is not None
+    described.loaded_at, described.last_used = model.loaded_at, model.last_used
+    return described
+
+
+def _of(supervisor: Supervisor) -> Model:
+    path = supervisor.config.model_path
+    is_hub = "/" in supervisor.name
+    return Model(
+        name=supervisor.name,
+        aliases=[],
+        state=supervisor.state,
+        cause=supervisor.cause,
+        path=path,
+        ref=BUILTIN if path == str(BUILTIN_DIR) else supervisor.name if is_hub else path,
+        chat=False,
+        options=options_of(supervisor.config),
+        progress=supervisor.progress if supervisor.state == "loading" else None,
+        info=supervisor.info,
+        stats=supervisor.stats,
+        restarts=supervisor.restarts,
+        resumed=supervisor.resumed,
+        open_requests=supervisor.open_requests,
+    )

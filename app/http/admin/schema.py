@@ -1,0 +1,137 @@
+"""What the admin API says. Times: `*_s` are seconds, `*_at` Unix seconds."""
+
+from typing import Any
+
+from msgspec import Struct, field
+
+from llmbox.engine.messages import EngineStats, ModelInfo, Progress
+
+from ...gateway.generation import LiveRequest
+from ...settings import Scalar
+from ...store.record import RequestRecord
+
+
+class Model(Struct, kw_only=True):
+    name: str
+    aliases: list[str]
+    state: str
+    cause: str
+    path: str
+    ref: str
+    """Finds the model again: `builtin`, a Hub id or a directory."""
+    chat: bool
+    """Whether it has a chat template."""
+    options: dict[str, Scalar]
+    error_code: str | None = None
+    progress: Progress | None = None
+    info: ModelInfo | None = None
+    stats: EngineStats | None = None
+    restarts: int = 0
+    resumed: int = 0
+    open_requests: int = 0
+    loaded_at: float | None = None
+    last_used: float | None = None
+
+
+class Models(Struct):
+    models: list[Model]
+
+
+class ModelAnswer(Struct):
+    model: Model
+
+
+class LoadRequest(Struct, forbid_unknown_fields=True):
+    model: str
+    alias: str | None = None
+    options: dict[str, bool | int | float | str | None] = field(default_factory=dict)
+
+
+class UnloadRequest(Struct, forbid_unknown_fields=True):
+    model: str | None
+    """None unloads all."""
+
+
+class Unloaded(Struct):
+    unloaded: list[str]
+
+
+class Status(Struct, kw_only=True):
+    version: str
+    pid: int
+    url: str
+    host: str
+    port: int
+    socket: str
+    log_file: str
+    config_file: str
+    started_at: float
+    uptime_s: float
+    ready: bool
+    cause: str
+    draining: bool
+    open_requests: int
+    pending_restart: list[str]
+    begun_with: dict[str, Any]
+    models: list[Model]
+
+
+class Setting(Struct):
+    value: Scalar
+    origin: str
+    place: str
+    default: Scalar
+    live: bool
+
+
+class Config(Struct):
+    settings: dict[str, Setting]
+
+
+class Totals(Struct, kw_only=True):
+    """Sums over the loaded models. Counters begin again when an engine restarts."""
+
+    running: int = 0
+    waiting: int = 0
+    open_requests: int = 0
+    blocks_total: int = 0
+    blocks_used: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    restarts: int = 0
+    resumed: int = 0
+
+
+class ModelStats(Struct):
+    name: str
+    state: str
+    stats: EngineStats
+
+
+class Stats(Struct, kw_only=True):
+    monotonic_s: float
+    ready: bool
+    cause: str
+    total: Totals
+    models: list[ModelStats]
+    log_rows_dropped: int
+
+
+class Requests(Struct):
+    in_flight: list[LiveRequest]
+    requests: list[dict[str, Any]]
+    """Fields of `RequestRecord` and `seq`, newest first."""
+    dropped: int
+    """Rows that never reached the disk."""
+
+
+class RequestDetail(Struct):
+    in_flight: LiveRequest | None
+    request: RequestRecord | None
+
+
+class Cancelled(Struct):
+    cancelled: str

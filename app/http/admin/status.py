@@ -1,0 +1,83 @@
+"""The daemon as a whole: state, numbers, settings."""
+
+import time
+from typing import Any
+
+from litestar import Request, get
+from litestar.datastructures import State
+
+from ...daemon.control import Control
+from .models import describe_all
+from .schema import Config, ModelStats, Setting, Stats, Status, Totals
+
+SUMMED = (
+    "running",
+    "waiting",
+    "blocks_total",
+    "blocks_used",
+    "prompt_tokens",
+    "output_tokens",
+    "prefix_queries",
+    "prefix_hits",
+    "preemptions",
+)
+
+
+@get("/status", sync_to_thread=False, name="admin_status")
+def status(request: Request[Any, Any, State]) -> Status:
+    control: Control = request.app.state.control
+    services, running = control.services, control.running
+    ready, cause = services.engines.readiness()
+    return Status(
+        version=running.version,
+        pid=running.pid,
+        url=running.url,
+        host=running.host,
+        port=running.port,
+        socket=running.socket,
+        log_file=str(services.paths.log_file),
+        config_file=str(services.paths.config_file),
+        started_at=running.started_at,
+        uptime_s=time.time() - running.started_at,
+        ready=ready and not services.drain.draining,
+        cause="draining" if services.drain.draining else cause,
+        draining=services.drain.draining,
+        open_requests=len(services.gateway.in_flight()),
+        pending_restart=control.pending_restart(),
+        begun_with=dict(control.begun_with),
+        models=describe_all(control),
+    )
+
+
+@get("/stats", sync_to_thread=False, name="admin_stats")
+def stats(request: Request[Any, Any, State]) -> Stats:
+    control: Control = request.app.state.control
+    services = control.services
+    ready, cause = services.engines.readiness()
+    supervisors = [model.supervisor for model in services.engines.models()]
+    sums = {name: sum(getattr(each.stats, name) for each in supervisors) for name in SUMMED}
+    return Stats(
+        monotonic_s=time.monotonic(),
+        ready=ready,
+        cause=cause,
+        total=Totals(
+            **sums,
+            open_requests=len(services.gateway.in_flight()),
+            restarts=sum(each.restarts for each in supervisors),
+            resumed=sum(each.resumed for each in supervisors),
+        ),
+        models=[ModelStats(each.name, each.state, each.stats) for each in supervisors],
+        log_rows_dropped=services.request_log.dropped,
+    )
+
+
+@get("/config", sync_to_thread=False, name="admin_config")
+def config(request: Request[Any, Any, State]) -> Config:
+    """What the daemon uses, by key, with where each value comes from."""
+    control: Control = request.app.state.control
+    return Config(
+        {
+            row.name: Setting(value, origin.source, origin.place, row.default, row.live)
+            for row, value, origin in control.loaded.table()
+        }
+    )
