@@ -26,7 +26,8 @@ class Knobs(NamedTuple):
     top_k: Tensor
     """The vocabulary size where nothing is cut."""
     top_p: Tensor
-    min_p: Tensor
+    min_p: Tensor | None
+    """None where no row uses it."""
     noise: Tensor
 
 
@@ -48,7 +49,7 @@ def draw_greedy(logits_RV: Tensor) -> Drawn:
 def draw_whole(logits_RV: Tensor, knobs: Knobs) -> Drawn:
     """Temperature and min-p only: no ranking needed."""
     best_R1 = logits_RV.amax(-1, keepdim=True)
-    weight_RV = _without_unlikely(weights(logits_RV, best_R1, knobs.temperature), knobs.min_p)
+    weight_RV = weights_above(logits_RV, best_R1, knobs)
     id_R = _invert(weight_RV.cumsum(-1), knobs.noise)
     return Drawn(id_R, best_R1[:, 0], torch.ones_like(id_R, dtype=torch.bool))
 
@@ -57,7 +58,7 @@ def draw_ranked(logits_RV: Tensor, knobs: Knobs, size: int, *, cuts_k: bool) -> 
     """Top-k and top-p over the `size` best ids. `cuts_k`: every row has a top-k of at most `size`."""
     value_RK, id_RK, certain_R = ranked(logits_RV, size)
     best_R1 = value_RK[:, :1]
-    weight_RK = _without_unlikely(weights(value_RK, best_R1, knobs.temperature), knobs.min_p)
+    weight_RK = weights_above(value_RK, best_R1, knobs)
     rank_K = torch.arange(weight_RK.shape[1], device=logits_RV.device)
     weight_RK = torch.where(rank_K < knobs.top_k[:, None], weight_RK, 0)
 
@@ -65,7 +66,7 @@ def draw_ranked(logits_RV: Tensor, knobs: Knobs, size: int, *, cuts_k: bool) -> 
     if cuts_k:
         total_R = weight_RK.sum(-1)
     else:
-        all_RV = _without_unlikely(weights(logits_RV, best_R1, knobs.temperature), knobs.min_p)
+        all_RV = weights_above(logits_RV, best_R1, knobs)
         total_R = all_RV.sum(-1)
     limit_R1 = (knobs.top_p * total_R)[:, None]
     kept_RK = (before_RK < limit_R1) & (weight_RK > 0)
@@ -76,8 +77,12 @@ def draw_ranked(logits_RV: Tensor, knobs: Knobs, size: int, *, cuts_k: bool) -> 
     return Drawn(id_RK.gather(1, column_R[:, None])[:, 0], best_R1[:, 0], covered_R)
 
 
-def _without_unlikely(weight: Tensor, min_p_R: Tensor) -> Tensor:
-    least_R1 = (min_p_R * ONE).to(torch.int64)[:, None]
+def weights_above(logits: Tensor, best_R1: Tensor, knobs: Knobs) -> Tensor:
+    """Weights at the rows' temperatures, 0 where min-p cuts."""
+    weight = weights(logits, best_R1, knobs.temperature)
+    if knobs.min_p is None:
+        return weight
+    least_R1 = (knobs.min_p * ONE).to(torch.int64)[:, None]
     return torch.where(weight >= least_R1, weight, 0)
 
 

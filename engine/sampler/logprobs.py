@@ -22,44 +22,50 @@ def token_logprobs(logits_RV: Tensor, chosen: Sequence[int], top: Sequence[int])
 
     A row with NaN or infinity has no probabilities: its logprob is NaN, its rank 0, its `top` empty.
     """
-    chosen_R = torch.tensor(chosen, device=logits_RV.device)
-    facts = _facts(logits_RV, chosen_R).tolist()
+    facts = _facts(logits_RV, torch.tensor(chosen, device=logits_RV.device))
     leaders = _leaders(logits_RV, max(top))
-    result = []
-    for token, (best, total, logit, rank), row_leaders, count in zip(
-        chosen, facts, leaders, top, strict=True
-    ):
+    entries = []
+    for row, (token, count) in enumerate(zip(chosen, top, strict=True)):
+        best, total, logit = facts[row]
         if not math.isfinite(best):
-            result.append(TokenLogprobs(token_id=token, logprob=math.nan, rank=0))
+            entries.append(TokenLogprobs(token_id=token, logprob=math.nan, rank=0))
             continue
         norm = log_total(best, int(total))
-        best_first = [(i, value - norm) for i, value in row_leaders[:count]]
-        result.append(TokenLogprobs(token_id=token, logprob=logit - norm, rank=int(rank), top=best_first))
-    return result
+        best_first = [(i, value - norm) for i, value in leaders[row][:count]]
+        rank = _rank_among(leaders[row], token) or _count_ahead(logits_RV[row], token) + 1
+        entries.append(TokenLogprobs(token_id=token, logprob=logit - norm, rank=rank, top=best_first))
+    return entries
 
 
-def _facts(logits_RV: Tensor, chosen_R: Tensor) -> Tensor:
-    """float64 [R, 4]: largest logit, sum of weights, chosen logit, its rank."""
+def _facts(logits_RV: Tensor, chosen_R: Tensor) -> list[tuple[float, float, float]]:
+    """Of each row: largest logit, sum of weights, chosen logit."""
     best_R = best_of(logits_RV)[0]
     total_R = weights(logits_RV, best_R[:, None], torch.ones_like(best_R)).sum(-1)
-    logit_R1 = logits_RV.gather(1, chosen_R[:, None])
-    id_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
-    ahead_RV = (logits_RV > logit_R1) | ((logits_RV == logit_R1) & (id_V < chosen_R[:, None]))
-    return torch.stack(
-        [best_R.double(), total_R.double(), logit_R1[:, 0].double(), ahead_RV.sum(-1).double() + 1], 1
-    )
+    logit_R = logits_RV.gather(1, chosen_R[:, None])[:, 0]
+    packed_R3 = torch.stack([best_R.double(), total_R.double(), logit_R.double()], 1)
+    return [(best, total, logit) for best, total, logit in packed_R3.tolist()]
 
 
 def _leaders(logits_RV: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """The `count` best (id, logit) of each row."""
-    rows, vocab_size = logits_RV.shape
-    count = min(count, vocab_size)
-    if count == 0:
-        return [[] for _ in range(rows)]
+    """The best (id, logit) of each row in order: at least `count`, more where they are known anyway."""
+    vocab_size = logits_RV.shape[1]
     value_RK, id_RK, certain_R = ranked(logits_RV, next_size(count, vocab_size))
-    packed = torch.stack([id_RK[:, :count].double(), value_RK[:, :count].double()], 2).tolist()
-    leaders = [[(int(i), value) for i, value in row] for row in packed]
-    for row in (certain_R < count).nonzero()[:, 0].tolist():  # ties at the border: settle them by a full sort
-        value_1K, id_1K, _ = ranked(logits_RV[row : row + 1], vocab_size)
-        leaders[row] = list(zip(id_1K[0, :count].tolist(), value_1K[0, :count].tolist(), strict=True))
+    leaders = []
+    for row, known in enumerate(certain_R.tolist()):
+        if known >= min(count, vocab_size):
+            id_K, value_K = id_RK[row, :known], value_RK[row, :known]
+        else:  # ties at the border: settle them by a full sort
+            value_1V, id_1V, _ = ranked(logits_RV[row : row + 1], vocab_size)
+            id_K, value_K = id_1V[0, :count], value_1V[0, :count]
+        leaders.append(list(zip(id_K.tolist(), value_K.tolist(), strict=True)))
     return leaders
+
+
+def _rank_among(leaders: Sequence[tuple[int, float]], token: int) -> int | None:
+    return next((rank for rank, (i, _) in enumerate(leaders, start=1) if i == token), None)
+
+
+def _count_ahead(logits_V: Tensor, token: int) -> int:
+    """Ids that are more likely than `token`, or as likely and lower."""
+    larger = torch.count_nonzero(logits_V > logits_V[token])
+    return int(larger + torch.count_nonzero(logits_V[:token] == logits_V[token]))

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ..noise import uniform
 from ..request import Request
 from ..sampling import SamplingParams
 from ..step import SampledToken
+from .binned import draw_binned
 from .draw import Drawn, Knobs, draw_greedy, draw_ranked, draw_whole
 from .logprobs import token_logprobs
 from .ranking import best_of, next_size
@@ -34,10 +35,13 @@ class _Method(NamedTuple):
     """How a row is drawn; rows of equal methods are drawn together."""
 
     edited: bool
-    greedy: bool = False
+    kind: Literal["greedy", "whole", "ranked", "binned"]
     size: int = 0
-    """Candidates to rank; 0 draws from the whole vocabulary without ranking."""
+    """Of `ranked`: how many candidates."""
     cuts_k: bool = False
+
+
+PLAIN_GREEDY = _Method(edited=False, kind="greedy")
 
 
 class Sampler:
@@ -67,14 +71,11 @@ class Sampler:
     def prompt_logprobs(self, logits_TV: Tensor, next_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
         """Entry t tells how likely `next_ids[t]` was after row t. NaN logprobs where a row is broken."""
         logits_TV = logits_TV[:, : self._vocab_size]
-        rows = list(range(len(next_ids)))
-        return [
-            entry
-            for part in self._parts(rows)
-            for entry in token_logprobs(
-                logits_TV[part].float(), [next_ids[t] for t in part], [top] * len(part)
-            )
-        ]
+        entries: list[TokenLogprobs] = []
+        for part in self._parts(list(range(len(next_ids)))):
+            ids = [next_ids[t] for t in part]
+            entries += token_logprobs(_take(logits_TV, part).float(), ids, [top] * len(part))
+        return entries
 
     def _active_rules(self, requests: Sequence[Request]) -> dict[str, RequestRules]:
         """Rules of the requests whose logits change in this step; forgets requests that are not in it."""
@@ -90,11 +91,17 @@ class Sampler:
 
     def _method(self, params: SamplingParams, *, edited: bool) -> _Method:
         if params.temperature < GREEDY_BELOW:
-            return _Method(edited, greedy=True)
+            return _Method(edited, "greedy")
         cuts_k = 0 < params.top_k < self._vocab_size
         if not cuts_k and params.top_p >= 1.0:
-            return _Method(edited)
-        return _Method(edited, size=next_size(params.top_k if cuts_k else 0, self._vocab_size), cuts_k=cuts_k)
+            return _Method(edited, "whole")
+        return _Method(edited, "ranked", next_size(params.top_k if cuts_k else 0, self._vocab_size), cuts_k)
+
+    def _thorough(self, method: _Method) -> _Method:
+        """The next method to try where the candidates were too few."""
+        if self._device.type == "cpu" and not method.cuts_k:
+            return method._replace(kind="binned")
+        return method._replace(size=next_size(method.size, self._vocab_size))
 
     def _choose(
         self, logits_RV: Tensor, requests: Sequence[Request], methods: Sequence[_Method]
@@ -109,7 +116,7 @@ class Sampler:
                     chosen[row] = problem or int(token)
                     del waiting[row]
                 else:
-                    waiting[row] = method._replace(size=next_size(method.size, self._vocab_size))
+                    waiting[row] = self._thorough(method)
         return chosen
 
     def _run(
@@ -122,10 +129,9 @@ class Sampler:
         order: list[tuple[int, _Method]] = []
         outcomes: list[Tensor] = []
         for method, rows in groups.items():
-            whole_batch = len(rows) == len(requests)
-            parts = [rows] if method == _Method(edited=False, greedy=True) else self._parts(rows)
+            parts = [rows] if method == PLAIN_GREEDY else self._parts(rows)
             for part in parts:
-                part_RV = logits_RV if whole_batch and part is rows else logits_RV[part]
+                part_RV = _take(logits_RV, part)
                 outcomes.append(self._draw(part_RV, [requests[row] for row in part], method))
                 order += [(row, method) for row in part]
         for (row, method), outcome in zip(order, torch.cat(outcomes).tolist(), strict=True):
@@ -144,11 +150,13 @@ class Sampler:
         return torch.stack([column.double() for column in columns], 1)
 
     def _draw_method(self, logits_RV: Tensor, requests: list[Request], method: _Method) -> Drawn:
-        if method.greedy:
+        if method.kind == "greedy":
             return draw_greedy(logits_RV)
         knobs = self._knobs(requests)
-        if method.size == 0:
+        if method.kind == "whole":
             return draw_whole(logits_RV.float(), knobs)
+        if method.kind == "binned":
+            return draw_binned(logits_RV.float(), knobs)
         return draw_ranked(logits_RV.float(), knobs, method.size, cuts_k=method.cuts_k)
 
     def _knobs(self, requests: list[Request]) -> Knobs:
@@ -162,10 +170,12 @@ class Sampler:
             )
             for request in requests
         ]
-        temperature_R, top_k_R, top_p_R, min_p_R, noise_R = (
-            torch.tensor(rows, dtype=torch.float64).to(self._device).unbind(1)
+        knobs_R5 = torch.tensor(rows, dtype=torch.float64).to(self._device)
+        temperature_R, top_k_R, top_p_R, min_p_R, noise_R = knobs_R5.unbind(1)
+        uses_min_p = any(request.params.min_p > 0 for request in requests)
+        return Knobs(
+            temperature_R, top_k_R.to(torch.int64), top_p_R, min_p_R if uses_min_p else None, noise_R
         )
-        return Knobs(temperature_R, top_k_R.to(torch.int64), top_p_R, min_p_R, noise_R)
 
     def _with_logprobs(
         self, logits_RV: Tensor, requests: Sequence[Request], chosen: Sequence[int | str]
@@ -178,13 +188,23 @@ class Sampler:
         ]
         for part in self._parts(wanting):
             rows, ids, top = zip(*part, strict=True)
-            for row, entry in zip(rows, token_logprobs(logits_RV[list(rows)].float(), ids, top), strict=True):
+            for row, entry in zip(
+                rows, token_logprobs(_take(logits_RV, rows).float(), ids, top), strict=True
+            ):
                 results[row] = SampledToken(entry.token_id, entry)
         return results
 
     def _parts(self, rows: list[_T]) -> Iterator[list[_T]]:
         for start in range(0, len(rows), self._rows_at_once):
             yield rows[start : start + self._rows_at_once]
+
+
+def _take(logits_RV: Tensor, rows: Sequence[int]) -> Tensor:
+    """These rows, in ascending order; a view where they lie together, so that nothing is copied."""
+    first, last = rows[0], rows[-1]
+    if last - first + 1 == len(rows):
+        return logits_RV[first : last + 1]
+    return logits_RV[list(rows)]
 
 
 def _may_change_logits(params: SamplingParams) -> bool:
