@@ -1,0 +1,178 @@
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmbox.kernels.ops import Ops
+from llmbox.kernels.ragged import KVShape, Ragged
+from support.numbers import DTYPES, assert_near
+
+BLOCK = 4
+CPU = torch.device("cpu")
+
+
+class Step:
+    """Sequences with a past already in the cache and `new` tokens each, on scattered blocks."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        sequences: Sequence[tuple[int, int]],
+        *,
+        dtype: torch.dtype = torch.float32,
+        heads: tuple[int, int] = (4, 2),
+        head_dim: int = 16,
+        kv_dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.ops, self.sequences, self.dtype = ops, sequences, dtype
+        self.heads, self.head_dim = heads, head_dim
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        need = [-(-(past + new) // BLOCK) for past, new in sequences]
+        blocks = rng.sample(range(sum(need) + 5), sum(need))
+        self.tables = [[blocks.pop() for _ in range(n)] for n in need]
+        shape = KVShape(
+            num_layers=2,
+            num_blocks=sum(need) + 5,
+            block_size=BLOCK,
+            num_kv_heads=heads[1],
+            head_dim=head_dim,
+            dtype=kv_dtype or dtype,
+            compute_dtype=dtype,
+        )
+        self.cache = ops.make_kv_cache(shape, CPU)
+        self.k, self.v = (
+            [torch.randn(past + new, heads[1], head_dim).to(dtype) for past, new in sequences] for _ in "kv"
+        )
+        self.q = [torch.randn(new, heads[0], head_dim).to(dtype) for _, new in sequences]
+
+    def ragged(self, spans: Sequence[tuple[int, int]]) -> Ragged:
+        """`spans` are (start, end) positions of each sequence."""
+        positions = [p for start, end in spans for p in range(start, end)]
+        owners = [n for n, (start, end) in enumerate(spans) for _ in range(start, end)]
+        slots = [
+            self.tables[n][p // BLOCK] * BLOCK + p % BLOCK for n, p in zip(owners, positions, strict=True)
+        ]
+        width = max(len(table) for table in self.tables)
+        starts = [0]
+        for start, end in spans:
+            starts.append(starts[-1] + end - start)
+        return Ragged(
+            block_size=BLOCK,
+            query_lens=[end - start for start, end in spans],
+            contexts=[end for _, end in spans],
+            query_starts_N1=int32(starts),
+            context_lens_N=int32([end for _, end in spans]),
+            block_tables_NB=int32([table + [0] * (width - len(table)) for table in self.tables]),
+            positions_T=int32(positions),
+            slots_T=int32(slots),
+        )
+
+    def write(self, spans: Sequence[tuple[int, int]], layer: int = 1) -> None:
+        plan = self.ops.plan_attention(self.ragged(spans), self.cache, None)
+        k = torch.cat([k[start:end] for k, (start, end) in zip(self.k, spans, strict=True)])
+        v = torch.cat([v[start:end] for v, (start, end) in zip(self.v, spans, strict=True)])
+        self.ops.write_kv(self.cache, layer, k, v, plan)
+
+    def run(self, window: int | None = None, layer: int = 1) -> Tensor:
+        pasts = [(0, past) for past, _ in self.sequences]
+        if any(end for _, end in pasts):
+            self.write(pasts, layer)
+        spans = [(past, past + new) for past, new in self.sequences]
+        self.write(spans, layer)
+        plan = self.ops.plan_attention(self.ragged(spans), self.cache, window)
+        return self.ops.attention(torch.cat(self.q), self.cache, layer, plan, self.head_dim**-0.5)
+
+    def exact(self, window: int | None = None) -> Tensor:
+        """Row by row, in float64."""
+        group = self.heads[0] // self.heads[1]
+        rows = []
+        for (past, new), q, k, v in zip(self.sequences, self.q, self.k, self.v, strict=True):
+            for i in range(new):
+                end = past + i + 1
+                start = 0 if window is None else max(0, end - window)
+                for head in range(self.heads[0]):
+                    keys, values = (x[start:end, head // group].double() for x in (k, v))
+                    weights = torch.softmax(keys @ q[i, head].double() * self.head_dim**-0.5, 0)
+                    rows.append(weights @ values)
+        return torch.stack(rows).view(-1, self.heads[0] * self.head_dim)
+
+
+def int32(numbers: object) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+MIXED = [(9, 1), (0, 1), (30, 1), (31, 1), (0, 7), (5, 6), (16, 4), (3, 1), (0, 33)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 100])
+def test_mixed_rows(ops: Ops, dtype: torch.dtype, window: int | None) -> None:
+    step = Step(ops, MIXED, dtype=dtype)
+    assert_near(step.run(window), step.exact(window))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (5, 5), (8, 1)])
+@pytest.mark.parametrize("head_dim", [8, 20, 64])
+def test_head_shapes(ops: Ops, heads: tuple[int, int], head_dim: int) -> None:
+    step = Step(ops, [(3, 1), (0, 9), (10, 5)], heads=heads, head_dim=head_dim)
+    assert_near(step.run(), step.exact())
+
+
+def test_keys_may_be_kept_in_another_dtype(ops: Ops) -> None:
+    step = Step(ops, MIXED, kv_dtype=torch.bfloat16)
+    torch.testing.assert_close(step.run().double(), step.exact(), atol=2e-2, rtol=2e-2)
+
+
+def test_a_decoding_row_does_not_depend_on_its_neighbours(ops: Ops) -> None:
+    together = Step(ops, [(past, 1) for past in (9, 30, 31, 5, 63, 200)])
+    rows = together.run()
+    for n, (past, _) in enumerate(together.sequences):
+        alone = Step(ops, [(past, 1)], seed=1)
+        alone.q, alone.k, alone.v = [together.q[n]], [together.k[n]], [together.v[n]]
+        assert torch.equal(alone.run(), rows[n : n + 1])
+
+
+def test_a_large_mask_is_made_in_pieces(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmbox.kernels.reference.attention_plan.MASK_LIMIT", 4 * 40 * 3)
+    step = Step(ops, [(9, 31), (0, 40)])
+    assert_near(step.run(17), step.exact(17))
+
+
+def test_copied_blocks_carry_all_layers(ops: Ops) -> None:
+    step = Step(ops, [(0, BLOCK), (0, BLOCK)])
+    for layer in (0, 1):
+        step.write([(0, BLOCK), (0, 0)], layer)
+    source, destination = step.tables[0][0], step.tables[1][0]
+    ops.copy_blocks(step.cache, [(source, destination)])
+    step.k[1], step.v[1] = step.k[0], step.v[0]
+    for layer in (0, 1):
+        plan = ops.plan_attention(step.ragged([(BLOCK - 1, BLOCK)] * 2), step.cache, None)
+        q = step.q[0][-1:].expand(2, -1, -1)
+        first, second = ops.attention(q, step.cache, layer, plan, 0.25)
+        assert torch.equal(first, second)
+        assert first.abs().sum() > 0
+
+
+def test_what_an_earlier_owner_left_is_cleared(ops: Ops) -> None:
+    step = Step(ops, [(0, 1), (0, 6), (5, 1)])
+    poison(step)
+    partly_filled = [table[-1] for table in step.tables]
+    ops.clear_blocks(step.cache, partly_filled)
+    assert_near(step.run(), step.exact())
+
+
+def poison(step: Step) -> None:
+    """Every slot of every block holds NaN."""
+    k, v = step.k, step.v
+    full = [(0, len(table) * BLOCK) for table in step.tables]
+    step.k, step.v = (
+        [torch.full((end, *x.shape[1:]), torch.nan) for x, (_, end) in zip(xs, full, strict=True)]
+        for xs in (k, v)
+    )
+    for layer in (0, 1):
+        step.write(full, layer)
+    step.k, step.v = k, v

@@ -1,0 +1,24 @@
+import pytest
+import torch
+
+from llmbox.kernels.dispatch import BACKENDS, UnknownBackend, select_ops
+
+CPU = torch.device("cpu")
+
+
+def test_the_environment_can_force_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in BACKENDS:
+        monkeypatch.setenv("LLMBOX_KERNELS", name)
+        assert select_ops(CPU, torch.float32).name == name
+
+
+def test_an_unknown_backend_is_refused_with_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMBOX_KERNELS", "cuda13")
+    with pytest.raises(UnknownBackend, match=r"'cuda13'.*reference"):
+        select_ops(CPU, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_dtype_has_a_backend(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.delenv("LLMBOX_KERNELS", raising=False)
+    assert select_ops(CPU, dtype).name in BACKENDS

@@ -1,0 +1,50 @@
+import pytest
+import torch
+from torch import Tensor
+
+from llmbox.kernels.ops import Ops
+from support.numbers import DTYPES, assert_near
+
+EPS = 1e-6
+
+
+def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
+    y = x.double()
+    return y / (y.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (7, 123), (33, 256)])
+def test_over_hidden_states(ops: Ops, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x, weight = torch.randn(shape).to(dtype), torch.randn(shape[1]).to(dtype)
+    assert_near(ops.rms_norm(x, weight, EPS), exact_norm(x, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_over_heads_of_strided_rows(ops: Ops, dtype: torch.dtype, rows: int) -> None:
+    x = torch.randn(rows, 9, 16).to(dtype)[:, :6]
+    weight = torch.randn(6, 16).to(dtype)
+    assert_near(ops.rms_norm(x, weight, EPS), exact_norm(x, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_grows_the_residual_in_place(ops: Ops, dtype: torch.dtype) -> None:
+    x, residual, weight = (torch.randn(s).to(dtype) for s in ((5, 48), (5, 48), (48,)))
+    total = residual + x
+    got = ops.add_rms_norm(x.clone(), residual, weight, EPS)
+    assert torch.equal(residual, total)
+    assert_near(got, exact_norm(total, weight))
+
+
+def test_large_bfloat16_values_do_not_overflow(ops: Ops) -> None:
+    x = torch.full((2, 32), 1e18, dtype=torch.bfloat16)
+    assert_near(ops.rms_norm(x, torch.ones(32, dtype=torch.bfloat16), EPS), torch.ones(2, 32).double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_the_number_of_rows(ops: Ops, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(33, 256).to(dtype), torch.randn(256).to(dtype)
+    together = ops.rms_norm(x, weight, EPS)
+    for row in range(33):
+        assert torch.equal(ops.rms_norm(x[row : row + 1].clone(), weight, EPS), together[row : row + 1])

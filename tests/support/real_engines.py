@@ -1,0 +1,62 @@
+"""Real engines on tiny models: load one, run requests through it, compare with transformers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.core import Engine
+from llmbox.engine.loader import load_engine
+from llmbox.engine.messages import AddRequest, RequestOutput
+from llmbox.engine.sampling import SamplingParams
+
+
+def load(directory: Path, **options: Any) -> Engine:
+    settings = {"device": "cpu", "threads": 1, "memory_bytes": 256 << 20, **options}
+    return load_engine(EngineConfig(model_path=str(directory), name="tiny", **settings), lambda _: None)
+
+
+def ask(name: str, prompt: Sequence[int], max_tokens: int, **params: Any) -> AddRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **params})
+    return AddRequest(request_id=name, prompt_ids=list(prompt), params=sampling)
+
+
+def run(engine: Engine, requests: Sequence[AddRequest]) -> dict[str, list[RequestOutput]]:
+    """Add all, step until nothing is left; the outputs of each."""
+    outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        refusal = engine.add(request)
+        if refusal is not None:
+            outputs[request.request_id].append(refusal)
+    while engine.has_work:
+        for output in engine.step().outputs:
+            outputs[output.request_id].append(output)
+    return outputs
+
+
+def tokens(engine: Engine, requests: Sequence[AddRequest]) -> dict[str, list[int]]:
+    result = {}
+    for name, outputs in run(engine, requests).items():
+        assert outputs[-1].finish_reason in {"length", "stop"}, outputs[-1]
+        result[name] = [token for output in outputs for token in output.token_ids]
+    return result
+
+
+def hf_model(directory: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def hf_tokens(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """Greedy, with transformers' own cache."""
+    ids, cache, result = torch.tensor([list(prompt)]), None, []
+    for _ in range(max_tokens):
+        out = model(ids, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        ids = out.logits[:, -1:].argmax(-1)
+        result.append(int(ids))
+    return result
