@@ -28,7 +28,13 @@ class App(Litestar):
             guards=[default_deny],
             request_class=StrictRequest,
             exception_handlers={Exception: answer},
-            state=State({"services": services, "json_depth": limits.json_depth}),
+            state=State(
+                {
+                    "services": services,
+                    "json_depth": limits.json_depth,
+                    "stream_buffer_bytes": limits.stream_buffer_bytes,
+                }
+            ),
             openapi_config=None,
             logging_config=None,
             request_max_body_size=None,  # the shell counts

@@ -40,14 +40,15 @@ def data_event(value: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamOptions:
-    """`first_comment` and `keep_alive` are seconds of silence; `buffer_bytes` bounds unsent events.
+    """`first_comment` and `keep_alive` are seconds of silence; `buffer_bytes` bounds unsent events
+    (default: `limits.stream_buffer_bytes`, half of it here and half on its way to the socket).
 
     An `endless` stream has no end of its own: it is closed when a drain begins, without `last`.
     """
 
     first_comment: float = 1.0
     keep_alive: float = 4.5
-    buffer_bytes: int = 512 * 1024
+    buffer_bytes: int | None = None
     last: bytes = DONE
     endless: bool = False
 
@@ -69,13 +70,17 @@ class EventStreamResponse(Response[Any]):
         self.options = options
 
     def to_asgi_response(self, app: Any = None, request: Any = None, **_: Any) -> Any:  # noqa: ARG002
-        return EventStream(self.source, self.options)
+        room = self.options.buffer_bytes or request.app.state.stream_buffer_bytes
+        return EventStream(self.source, self.options, room // 2)
 
 
 class EventStream:
-    def __init__(self, source: AsyncIterator[bytes], options: StreamOptions = DEFAULT_OPTIONS) -> None:
+    """The ASGI application of one stream. `room`: bytes of events kept while the client does not read."""
+
+    def __init__(self, source: AsyncIterator[bytes], options: StreamOptions, room: int) -> None:
         self._source = source
         self._options = options
+        self._max_size = room
         self._buffer: list[bytes] = []
         self._size = 0
         self._ended = False
@@ -113,7 +118,7 @@ class EventStream:
                 self._buffer.append(event)
                 self._size += len(event)
                 self._notify()
-                if self._size >= self._options.buffer_bytes:
+                if self._size >= self._max_size:
                     self._room = self._loop.create_future()
                     await self._room
         except Exception as error:  # a stream never ends without a word

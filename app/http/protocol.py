@@ -1,0 +1,233 @@
+"""uvicorn's httptools protocol, with the limits that it lacks.
+
+It has no time-out for headers or bodies, takes header lines of any length, never gives up on a reader that
+does not read, and answers its own refusals in plain text. See docs/asgi-servers.md for the measurements.
+"""
+
+import asyncio
+import os
+import socket
+import struct
+import time
+from email.utils import formatdate
+from enum import Enum, auto
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from ..errors import ApiError
+from ..settings import LimitSettings
+from .errors import encode_error
+from .request import LOCAL
+
+_DISCARD_BODIES = 8
+"""Bodies' worth of bytes thrown away after an early answer: a reset would destroy the answer."""
+_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+class DatedState(ServerState):
+    """What the connections of one server share. The Date header is made when needed, not by a timer."""
+
+    _second = 0
+
+    def refresh_date(self) -> None:
+        now = int(time.time())
+        if now != self._second:
+            self._second = now
+            self.default_headers = [(b"date", formatdate(now, usegmt=True).encode())]
+
+
+class Phase(Enum):
+    """What of a request the client is sending."""
+
+    NOTHING = auto()
+    HEADERS = auto()
+    BODY = auto()
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection. Two timers: for what the client owes us, and for what it should read."""
+
+    def __init__(
+        self, config: Config, state: DatedState, limits: LimitSettings, max_connections: int
+    ) -> None:
+        super().__init__(config, state, {}, asyncio.get_running_loop())
+        self._state = state
+        self._limits = limits
+        self._max_connections = max_connections
+        self._deadline: asyncio.TimerHandle | None = None
+        self._write_watch: asyncio.TimerHandle | None = None
+        self._extensions: dict[str, Any] = {}
+        self._phase = Phase.NOTHING
+        self._line_bytes = 0
+        self._discarded = 0
+        self._refused = False
+
+    # ---- connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if _is_own_unix_peer(transport):
+            self._extensions = {LOCAL: {}}
+        if len(self.connections) > self._max_connections:
+            message = "Too many open connections."
+            self._refuse(ApiError(503, message, "too_many_connections", None, "server_error"))
+            return
+        self._expect(self._limits.header_timeout)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._expect(None)
+        self._unset_keepalive_if_required()
+        if self._write_watch is not None:
+            self._write_watch.cancel()
+
+    # ---- what the client owes: headers, then a body
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        began_before = self._phase is Phase.HEADERS
+        super().data_received(data)
+        if self._refused or self.transport.is_closing():
+            return
+        if self._phase is Phase.HEADERS:
+            self._count_line(data if began_before else b"\n")
+        idle = self._phase is Phase.NOTHING and (not self.cycle or self.cycle.response_complete)
+        if self._deadline is None and (idle or self._phase is Phase.HEADERS):
+            self._expect(self._limits.header_timeout)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = self._extensions
+        self._phase = Phase.HEADERS
+        self._discarded = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > self._limits.header_line_bytes:
+            self._refuse(_header_too_large("The request line is too long."))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(name) + len(value) + 4 > self._limits.header_line_bytes:
+            self._refuse(_header_too_large("A header line is too long."))
+        elif len(self.headers) > self._limits.header_count:
+            self._refuse(_header_too_large("There are too many headers."))
+
+    def on_headers_complete(self) -> None:
+        if self._refused:
+            return
+        if not self.url.startswith(b"/"):
+            self._refuse(ApiError(400, "The request target must be a path.", "bad_request"))
+            return
+        self._phase = Phase.BODY
+        self._expect(self._limits.body_timeout)
+        self._state.refresh_date()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if self._refused:
+            return
+        super().on_body(body)
+        if self.cycle.response_complete:
+            self._discarded += len(body)
+            if self._discarded > _DISCARD_BODIES * self._limits.body_bytes:
+                self.transport.abort()
+
+    def on_message_complete(self) -> None:
+        if self._refused:
+            return
+        self._phase = Phase.NOTHING
+        self._expect(None)
+        super().on_message_complete()
+
+    def _count_line(self, data: bytes) -> None:
+        """An unfinished line never reaches `on_header`: it is bounded here."""
+        end = data.rfind(b"\n")
+        self._line_bytes = self._line_bytes + len(data) if end < 0 else len(data) - end - 1
+        if self._line_bytes > self._limits.header_line_bytes:
+            self._refuse(_header_too_large("A header line is too long."))
+
+    def _expect(self, seconds: float | None) -> None:
+        """The client has so long for the next thing that it must send. None: it owes nothing."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        if seconds is not None:
+            self._deadline = self.loop.call_later(seconds, self._too_slow)
+
+    def _too_slow(self) -> None:
+        self._deadline = None
+        what = "body" if self._phase is Phase.BODY else "headers"
+        self._refuse(ApiError(408, f"The request's {what} took too long.", "request_timeout"))
+
+    # ---- what the client should read
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writes(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_watch is not None:
+            self._write_watch.cancel()
+            self._write_watch = None
+
+    def _watch_writes(self, unread: int) -> None:
+        self._write_watch = self.loop.call_later(self._limits.stream_timeout, self._check_writes, unread)
+
+    def _check_writes(self, unread_before: int) -> None:
+        unread = self.transport.get_write_buffer_size()
+        if unread >= unread_before:
+            self.transport.abort()
+        else:
+            self._watch_writes(unread)
+
+    # ---- answers of our own
+
+    def send_400_response(self, msg: str) -> None:
+        if not self._refused:
+            self._refuse(ApiError(400, msg, "bad_request"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answers without the application and closes; says nothing where an answer was begun."""
+        if self._refused or self.transport.is_closing():
+            return
+        can_answer = self._can_answer()
+        self._refused = True
+        self._expect(None)
+        if can_answer:
+            body = encode_error(error)
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            self.transport.write(STATUS_LINE[error.status] + head % len(body) + body)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
+
+    def _can_answer(self) -> bool:
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is None:
+            return True
+        if self._phase is Phase.BODY:  # the cycle is that of the request being sent
+            return not self.pipeline and not cycle.response_started
+        return cycle.response_complete
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """An `Upgrade` header is ignored, as RFC 9110 allows, and not worth a log line."""
+
+
+def _is_own_unix_peer(transport: asyncio.Transport) -> bool:
+    sock: socket.socket | None = transport.get_extra_info("socket")
+    if sock is None or sock.family != socket.AF_UNIX:
+        return False
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    _, uid, _ = _PEER_CREDENTIALS.unpack(raw)
+    return bool(uid == os.geteuid())
+
+
+def _header_too_large(message: str) -> ApiError:
+    return ApiError(431, message, "headers_too_large")

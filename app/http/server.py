@@ -1,0 +1,120 @@
+"""Serves the application on several listening sockets, on the loop that the engine clients also use.
+
+uvicorn's protocol without its `Server`, which wakes ten times a second: an idle machine is owed silence.
+"""
+
+import asyncio
+import resource
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from ..settings import LimitSettings
+from .drain import Drain
+from .protocol import DatedState, LimitedProtocol
+
+_LAST_WORDS = 0.5
+"""Seconds for error objects to be written when the drain has expired."""
+_RESERVED_FILES = 128
+"""Descriptors kept back for engines, the database and log files."""
+
+
+async def serve(
+    app: Any,
+    sockets: Sequence[socket.socket],
+    *,
+    limits: LimitSettings,
+    drain: Drain,
+    drain_timeout: float = 30.0,
+    on_ready: Callable[[], None] | None = None,
+) -> None:
+    """Serves until `drain.begin()` was called and all open requests ended, at most `drain_timeout` seconds.
+
+    The sockets are closed at the end. While draining they still accept, so that clients are told 503 and
+    `/ready` can be asked; every answer then closes its connection. `drain.begin()` again: ends at once.
+    """
+    connections = _connection_limit(limits.connections)
+    config = Config(
+        app,
+        interface="asgi3",
+        lifespan="off",
+        ws="none",
+        access_log=False,
+        log_config=None,
+        timeout_keep_alive=int(limits.idle_timeout),
+    )
+    config.load()
+    state = DatedState()
+    loop = asyncio.get_running_loop()
+    listeners = [
+        await loop.create_server(lambda: LimitedProtocol(config, state, limits, connections), sock=sock)
+        for sock in sockets
+    ]
+    try:
+        if on_ready:
+            on_ready()
+        await drain.begun.wait()
+        _close_idle(state)
+        deadline = loop.time() + drain_timeout
+        await _wait_for_tasks(state, drain, deadline)
+        await _wait_for_writes(state, drain, deadline)
+    finally:
+        for listener in listeners:
+            listener.close()
+        await _end_all(state, drain)
+
+
+def _close_idle(state: ServerState) -> None:
+    for connection in list(state.connections):
+        connection.shutdown()
+
+
+async def _wait_for_tasks(state: ServerState, drain: Drain, deadline: float) -> None:
+    loop = asyncio.get_running_loop()
+    hurry = loop.create_task(drain.hurried.wait())
+    try:
+        while state.tasks and not hurry.done() and loop.time() < deadline:
+            await asyncio.wait(
+                {*state.tasks, hurry},
+                timeout=deadline - loop.time(),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+    finally:
+        hurry.cancel()
+
+
+async def _wait_for_writes(state: ServerState, drain: Drain, deadline: float) -> None:
+    """Answers are complete, but a slow client may still be reading their ends."""
+    loop = asyncio.get_running_loop()
+    while any(connection.transport.get_write_buffer_size() for connection in state.connections):
+        if drain.hurried.is_set() or loop.time() >= deadline:
+            return
+        await asyncio.sleep(0.02)
+
+
+async def _end_all(state: ServerState, drain: Drain) -> None:
+    """Cancelled requests see `drain.expired` and end with an error object; then every connection goes."""
+    drain.expired = True
+    tasks = set(state.tasks)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=_LAST_WORDS)
+    for connection in list(state.connections):
+        connection.transport.close()
+    await asyncio.sleep(0)
+    for connection in list(state.connections):
+        connection.transport.abort()
+
+
+def _connection_limit(wanted: int) -> int:
+    """Raises the soft limit of open files as far as we may, and keeps some of them for others."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _RESERVED_FILES
+    if soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(8, min(wanted, soft - _RESERVED_FILES))
