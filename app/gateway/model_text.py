@@ -150,7 +150,7 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ModelError(
-            f"{path.name} is missing in {path.parent}: the model has no tokenizer to read text with. "
+            f"{path.name} is missing in the model's directory: there is no tokenizer to read text with. "
             "Fetch the whole model again; tokenizer.model and vocab.json alone are not read."
         ) from None
     except (OSError, UnicodeDecodeError) as error:

@@ -1,0 +1,211 @@
+"""Requests on their way through the daemon: checked against the model, submitted, listed, recorded."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import TypeVar
+
+import msgspec
+
+from llmbox import __version__
+from llmbox.engine.messages import AddRequest, ModelInfo
+from llmbox.engine.sampling import SamplingParams
+
+from ..engines.manager import EngineManager, LoadedModel
+from ..errors import ApiError
+from ..metrics.metrics import Metrics
+from ..settings import Settings
+from ..store import RequestLog
+from ..store.record import RequestRecord
+from .generation import Generation, LiveRequest
+from .open_request import OpenRequest
+from .seeds import choice_seed
+from .sequence import Sequence
+from .template_pool import TemplatePool
+
+T = TypeVar("T")
+
+_SMALL_TEXT = 2000
+"""Characters that are tokenised on the loop: about the time that a thread switch takes."""
+
+
+class Gateway:
+    def __init__(self, engines: EngineManager, log: RequestLog, metrics: Metrics, settings: Settings) -> None:
+        self.engines = engines
+        self.limits = settings.limits
+        self.templates = TemplatePool()
+        self._log = log
+        self._metrics = metrics
+        self._open: dict[str, OpenRequest] = {}
+        self._engine_ids = 0
+
+    def open(self, generation: Generation) -> OpenRequest:
+        """Submit every choice, or none; read the result inside `with`. Raises ApiError 400, 409, 429, 503."""
+        try:
+            return self._submit(generation)
+        except ApiError as error:
+            self.refused(generation.id, generation.endpoint, generation.model.name, error)
+            raise
+
+    def in_flight(self) -> list[LiveRequest]:
+        """Oldest first."""
+        return [request.live() for request in self._open.values()]
+
+    def cancel(self, request_id: str) -> bool:
+        found = self._open.get(request_id)
+        if found is not None:
+            found.cancel()
+        return found is not None
+
+    def is_open(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def refused(self, request_id: str, endpoint: str, model: str, error: ApiError) -> None:
+        """A request that got an error before it reached an engine."""
+        self._metrics.record_refusal(error.code or str(error.status))
+        self._log.write(
+            RequestRecord(
+                id=request_id,
+                created=time.time(),
+                model=model,
+                endpoint=endpoint,
+                http_status=error.status,
+                error_code=error.code or "",
+            )
+        )
+
+    async def close(self) -> None:
+        await self.templates.close()
+
+    def _submit(self, generation: Generation) -> OpenRequest:
+        supervisor = generation.model.supervisor
+        supervisor.check_room(len(generation.prompts) * generation.n)
+        if generation.id in self._open:
+            raise ApiError(
+                409,
+                f"A request with the id {generation.id} is open.",
+                code="request_id_in_use",
+                param="request_id",
+            )
+        messages = self._messages(generation)
+        sequences = [
+            Sequence(index, generation, supervisor.submit(message)) for index, message in enumerate(messages)
+        ]
+        model = generation.model.name
+        opened = OpenRequest(
+            generation, sequences, self._ended, lambda gap: self._metrics.record_inter_token(model, gap)
+        )
+        self._open[generation.id] = opened
+        return opened
+
+    def _messages(self, generation: Generation) -> list[AddRequest]:
+        messages = []
+        for prompt in generation.prompts:
+            room = max_new_tokens(generation, prompt)
+            first: str | None = None
+            for index in range(generation.n):
+                self._engine_ids += 1
+                engine_id = f"{generation.id}.{self._engine_ids}"
+                seed = choice_seed(generation.params.seed, index)
+                messages.append(
+                    AddRequest(
+                        request_id=engine_id,
+                        prompt_ids=prompt,
+                        params=replace(generation.params, max_tokens=room, seed=seed),
+                        priority=generation.priority,
+                        cache_namespace=generation.cache_salt,
+                        fork_of=first,
+                    )
+                )
+                first = first or engine_id
+        return messages
+
+    def _ended(self, request: OpenRequest, status: int, code: str) -> None:
+        self._open.pop(request.generation.id, None)
+        record = _record(request, status, code)
+        self._metrics.record_request(record)
+        self._log.write(record)
+
+
+def max_new_tokens(generation: Generation, prompt: list[int]) -> int:
+    """Tokens that a choice may have: as asked, or all that the context leaves. Raises ApiError 400."""
+    info = generation.model.supervisor.info
+    assert info is not None
+    limit = context_limit(info)
+    wanted = generation.max_tokens
+    if len(prompt) + max(wanted or 1, 1) <= limit:
+        return limit - len(prompt) if wanted is None else max(wanted, 1)
+    asked = f" and {wanted} of output" if wanted else ""
+    too_long = len(prompt) >= limit
+    raise ApiError(
+        400,
+        f"This model's context is {limit} tokens, but the request needs {len(prompt)} of prompt{asked}. "
+        + ("Shorten the prompt." if too_long else f"Ask for at most {limit - len(prompt)} tokens of output."),
+        code="context_length_exceeded",
+        param=generation.prompt_param if too_long else generation.max_tokens_param,
+    )
+
+
+def context_limit(info: ModelInfo) -> int:
+    """Longest prompt + output of one request: the window, or all KV blocks where those hold less."""
+    return min(info.context_window, info.num_blocks * info.block_size)
+
+
+def system_fingerprint(model: LoadedModel) -> str:
+    """Changes when build or effective settings change, and so may answers to the same seed."""
+    info = model.supervisor.info
+    facts = {} if info is None else asdict(info)
+    facts.pop("load_seconds", None)
+    told = msgspec.json.encode([__version__, asdict(model.config), facts], order="sorted")
+    return "fp_" + hashlib.sha256(told).hexdigest()[:12]
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """`work` over `size` characters or tokens: in a thread where it would hold up the loop."""
+    return work() if size <= _SMALL_TEXT else await asyncio.to_thread(work)
+
+
+def _record(request: OpenRequest, status: int, code: str) -> RequestRecord:
+    generation, clock, usage = request.generation, request.timeline, request.usage
+    first, last = clock.first_token, clock.last_token
+    longest = max(sequence.output_tokens for sequence in request.sequences)
+    decoded = longest > 1 and first is not None and last is not None
+    return RequestRecord(
+        id=generation.id,
+        created=clock.created,
+        model=generation.model.name,
+        endpoint=generation.endpoint,
+        key=generation.key,
+        stream=generation.stream,
+        http_status=status,
+        finish_reasons=",".join(s.finish_reason or "abort" for s in request.sequences),
+        error_code=code,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        output_tokens=usage.output_tokens,
+        n=generation.n,
+        queue_s=None if clock.scheduled is None else max(0.0, clock.scheduled - clock.arrived),
+        ttft_s=None if first is None else first - clock.arrived,
+        tpot_s=(last - first) / (longest - 1) if decoded and first is not None and last is not None else None,
+        e2e_s=time.monotonic() - clock.arrived,
+        resumes=request.resumes,
+        seed=generation.params.seed,
+        params=_params_json(generation),
+        client=generation.client,
+    )
+
+
+def _params_json(generation: Generation) -> str:
+    """Sampling parameters that differ from their defaults. Texts are counted, never kept."""
+    plain = asdict(SamplingParams(max_tokens=0))
+    told = {name: value for name, value in asdict(generation.params).items() if value != plain[name]}
+    told.pop("seed", None)
+    told["max_tokens"] = generation.max_tokens
+    for name in ("bad_words", "logit_bias", "allowed_token_ids", "stop_token_ids"):
+        if name in told:
+            told[name] = len(told[name])
+    if generation.stop:
+        told["stop"] = len(generation.stop)
+    return msgspec.json.encode(told).decode()

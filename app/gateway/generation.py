@@ -1,0 +1,91 @@
+"""What an HTTP dialect asks of the gateway, and what it gets back: no dialect's words, no engine's either."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmbox.engine.messages import TokenLogprobs
+from llmbox.engine.sampling import SamplingParams
+
+from ..engines.manager import LoadedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A checked request. Choices come prompt-major: `n` of the first prompt, then of the second."""
+
+    id: str
+    endpoint: str
+    model: LoadedModel
+    prompts: list[list[int]]
+    params: SamplingParams
+    """For one choice; `max_tokens` and `seed` are set for each (`max_tokens` here is not read)."""
+    max_tokens: int | None = None
+    """None: what the context leaves. 0: only the prompt's own log-probabilities are wanted."""
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    begins: bool = True
+    """The answer is a text of its own; otherwise it goes on where the prompt ends."""
+    skip_special: bool = True
+    seed_drawn: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    key: str = ""
+    client: str = ""
+    stream: bool = False
+    prompt_param: str = "messages"
+    """Name of the field that a too long prompt is blamed on."""
+    max_tokens_param: str = "max_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEntry:
+    """A token of the answer with its log-probabilities; `start` is its place in the text, in characters."""
+
+    start: int
+    data: bytes
+    logprobs: TokenLogprobs
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one step added to one choice. Log-probabilities come with the text that they belong to."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    entries: list[TokenEntry] = field(default_factory=list)
+    finish_reason: str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """With a choice's first delta, where asked for."""
+
+
+@dataclass(slots=True)
+class Usage:
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveRequest:
+    """An open request as people see it. Times in seconds."""
+
+    id: str
+    model: str
+    endpoint: str
+    key: str
+    client: str
+    state: str
+    """`queued` until the engine gives a first sign, `decode` after the first token."""
+    age: float
+    stream: bool
+    n: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    ttft: float | None
+    tokens_per_second: float | None
+    resumes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}

@@ -1,0 +1,185 @@
+"""A request from submission to its end, whatever the end: its streams, its clock, its one record."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from llmbox.engine.messages import RequestOutput
+
+from ..errors import ApiError
+from .generation import Delta, Generation, LiveRequest, Usage
+from .sequence import Sequence
+
+CLIENT_CLOSED = 499
+"""Status in the log of a request whose client left; never sent."""
+
+_ENGINE_STATUS = {"does_not_fit": 400, "request_too_large": 400, "queue_full": 429}
+_UNAVAILABLE = {"engine_failed", "model_unloaded", "server_shutdown"}
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Monotonic seconds, except `created` (Unix)."""
+
+    created: float
+    arrived: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+
+class OpenRequest:
+    """A context manager around reading `deltas` once: leaving it ends the work and writes the record."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        sequences: list[Sequence],
+        on_end: Callable[["OpenRequest", int, str], None],
+        on_gap: Callable[[float], None],
+    ) -> None:
+        self.generation = generation
+        self.sequences = sequences
+        self.usage = Usage(prompt_tokens=sum(map(len, generation.prompts)))
+        self.timeline = Timeline(created=time.time(), arrived=time.monotonic())
+        self.cancelled = False
+        self._on_end = on_end
+        self._on_gap = on_gap
+        self._last: list[float | None] = [None] * len(sequences)
+        self._ended = False
+
+    @property
+    def created(self) -> int:
+        return int(self.timeline.created)
+
+    @property
+    def resumes(self) -> int:
+        return max(sequence.stream.resumes for sequence in self.sequences)
+
+    def usage_now(self) -> Usage:
+        self.usage.output_tokens = sum(s.output_tokens for s in self.sequences)
+        return self.usage
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """Raises ApiError where the engine gave up or the request was cancelled from elsewhere."""
+        try:
+            outputs = self._one() if len(self.sequences) == 1 else self._merged()
+            async for sequence, output in outputs:
+                if output.finish_reason in {"error", "abort"}:
+                    raise self._failure(output)
+                self._note(sequence, output)
+                yield sequence.feed(output)
+            self.end(200, "")
+        except ApiError as error:
+            self.end(error.status, error.code or "")
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Left before the end: nobody reads any more."""
+        self.end(CLIENT_CLOSED, "client_disconnected")
+
+    def cancel(self) -> None:
+        """On somebody's order: the client gets an error object."""
+        self.cancelled = True
+        for sequence in self.sequences:
+            sequence.stream.cancel()
+
+    def end(self, status: int, code: str) -> None:
+        """Stops what still runs and writes the record. Only the first call counts."""
+        if self._ended:
+            return
+        self._ended = True
+        for sequence in self.sequences:
+            sequence.stream.cancel()
+        self.usage_now()
+        self._on_end(self, status, code)
+
+    def live(self) -> LiveRequest:
+        now = time.monotonic()
+        clock = self.timeline
+        output = self.usage_now().output_tokens
+        decoding = now - clock.first_token if clock.first_token is not None else 0.0
+        generation = self.generation
+        return LiveRequest(
+            id=generation.id,
+            model=generation.model.name,
+            endpoint=generation.endpoint,
+            key=generation.key,
+            client=generation.client,
+            state="queued"
+            if clock.scheduled is None
+            else "prefill"
+            if clock.first_token is None
+            else "decode",
+            age=now - clock.arrived,
+            stream=generation.stream,
+            n=len(self.sequences),
+            prompt_tokens=self.usage.prompt_tokens,
+            cached_tokens=self.usage.cached_tokens,
+            output_tokens=output,
+            ttft=None if clock.first_token is None else clock.first_token - clock.arrived,
+            tokens_per_second=output / decoding if decoding > 0 else None,
+            resumes=self.resumes,
+        )
+
+    async def _one(self) -> AsyncIterator[tuple[Sequence, RequestOutput]]:
+        sequence = self.sequences[0]
+        async for output in sequence.stream:
+            yield sequence, output
+            if sequence.finish_reason is not None:
+                return
+
+    async def _merged(self) -> AsyncIterator[tuple[Sequence, RequestOutput]]:
+        queue: asyncio.Queue[tuple[Sequence, RequestOutput | None]] = asyncio.Queue()
+
+        async def read(sequence: Sequence) -> None:
+            async for output in sequence.stream:
+                queue.put_nowait((sequence, output))
+            queue.put_nowait((sequence, None))
+
+        tasks = [asyncio.create_task(read(sequence)) for sequence in self.sequences]
+        try:
+            reading = len(tasks)
+            while reading:
+                sequence, output = await queue.get()
+                if output is None:
+                    reading -= 1
+                elif sequence.finish_reason is None:
+                    yield sequence, output
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _note(self, sequence: Sequence, output: RequestOutput) -> None:
+        clock = self.timeline
+        if output.scheduled_at is not None and (
+            clock.scheduled is None or output.scheduled_at < clock.scheduled
+        ):
+            clock.scheduled = output.scheduled_at
+        if output.cached_tokens and sequence.index % self.generation.n == 0:
+            self.usage.cached_tokens += output.cached_tokens
+        if not output.token_ids:
+            return
+        now = time.monotonic()
+        last = self._last[sequence.index]
+        self._last[sequence.index] = clock.last_token = now
+        if last is not None:
+            self._on_gap((now - last) / len(output.token_ids))
+        elif clock.first_token is None:
+            clock.first_token = now
+
+    def _failure(self, output: RequestOutput) -> ApiError:
+        if output.finish_reason == "abort":
+            return ApiError(400, "The request was cancelled by the operator.", code="request_cancelled")
+        code = output.error_code or "engine_error"
+        status = _ENGINE_STATUS.get(code, 503 if code in _UNAVAILABLE else 500)
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        return ApiError(status, output.error_message or "The engine failed.", code=code, type=kind)

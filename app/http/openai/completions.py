@@ -1,0 +1,259 @@
+"""POST /v1/completions: raw prompts, one or many, with echo and the older shape of logprobs."""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import UNSET
+
+from llmbox.engine.messages import TokenLogprobs
+
+from ...engines.manager import LoadedModel
+from ...gateway.gateway import Gateway, off_loop
+from ...gateway.generation import Delta, Generation, TokenEntry
+from ...gateway.open_request import OpenRequest
+from ...settings import LimitSettings
+from ..sse import data_event
+from .context import Call, Heading
+from .fields import CompletionRequest
+from .logprobs import append_completion_entry, completion_logprobs, prompt_logprobs
+from .responses import Completion, CompletionChoice, CompletionLogprobs, CompletionUsage
+from .sampling import (
+    Logprobs,
+    check_common,
+    check_max_tokens,
+    invalid,
+    public_id,
+    sampling_params,
+    stop_strings,
+)
+from .unsupported import refuse_unsupported
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionCall:
+    """A checked completion request."""
+
+    body: CompletionRequest
+    generation: Generation
+    warnings: list[str]
+
+    def extras(self) -> dict[str, Any]:
+        drawn = self.body.seed is None
+        return {"seed": self.generation.params.seed if drawn else UNSET, "warnings": self.warnings or UNSET}
+
+
+async def prepare_completion(call: Call, body: CompletionRequest) -> CompletionCall:
+    """Raises ApiError for everything that can be known before the engine has it."""
+    refuse_unsupported(body)
+    check_common(body, call.limits)
+    n = body.n or 1
+    if body.best_of is not None and body.best_of != n:
+        raise invalid("best_of", "it must equal 'n': every choice that is generated is returned")
+    # No output at all makes sense only for the log-probabilities of the echoed prompt.
+    check_max_tokens("max_tokens", body.max_tokens, 0 if body.echo else 1, body)
+    stop = stop_strings(body, call.limits)
+    model = call.find_model(body.model)
+    wanted = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        wanted = max(wanted or 0, body.logprobs)
+    params = sampling_params(body, model, call.limits, Logprobs(body.logprobs, wanted))
+    prompts = await _prompts(body, model, call.limits)
+    generation = Generation(
+        id=public_id("cmpl", body.request_id, call.exchange, call.gateway),
+        endpoint=call.endpoint,
+        model=model,
+        prompts=prompts,
+        params=params,
+        max_tokens=body.max_tokens,
+        n=n,
+        stop=stop,
+        begins=False,
+        skip_special=body.skip_special_tokens is not False,
+        seed_drawn=body.seed is None,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        client=call.client,
+        stream=bool(body.stream),
+        prompt_param="prompt",
+    )
+    return CompletionCall(body, generation, call.warnings(type(body)))
+
+
+async def complete(gateway: Gateway, call: CompletionCall) -> Completion:
+    with gateway.open(call.generation) as opened:
+        writer = _Writer(opened, call)
+        parts: list[list[Delta]] = [[] for _ in opened.sequences]
+        async for delta in opened.deltas():
+            parts[delta.index].append(delta)
+    return writer.answer([_joined(deltas) for deltas in parts])
+
+
+async def stream_completion(gateway: Gateway, call: CompletionCall) -> AsyncGenerator[bytes, None]:
+    with gateway.open(call.generation) as opened:
+        writer = _Writer(opened, call)
+        unfinished = len(opened.sequences)
+        async for delta in opened.deltas():
+            unfinished -= delta.finish_reason is not None
+            if event := writer.event(delta, last=unfinished == 0):
+                yield event
+    if writer.with_usage:
+        yield writer.usage()
+
+
+class _Writer:
+    """Deltas to choices. A choice's first delta carries the echo."""
+
+    def __init__(self, opened: OpenRequest, call: CompletionCall) -> None:
+        self._opened = opened
+        self._call = call
+        self._body = call.body
+        self._text = call.generation.model.text
+        self._heading = Heading.of(call.generation.id, opened.created, call.body.model, call.generation.model)
+        options = call.body.stream_options
+        self.with_usage = options is not None and bool(options.include_usage)
+        self._running_usage = options is not None and bool(options.continuous_usage_stats)
+        self._told: set[int] = set()
+        self._echoes = [self._echo(prompt) for prompt in call.generation.prompts] if call.body.echo else []
+
+    def answer(self, deltas: list[Delta]) -> Completion:
+        chunk = self._completion([self._choice(delta) for delta in deltas])
+        chunk.usage = CompletionUsage.of(self._opened.usage)
+        self._add_extras(chunk)
+        return chunk
+
+    def event(self, delta: Delta, *, last: bool) -> bytes:
+        """Empty where there is nothing to say yet."""
+        silent = not (delta.text or delta.finish_reason or delta.entries)
+        if silent and not self._body.return_token_ids and (delta.index in self._told or not self._body.echo):
+            return b""
+        chunk = self._completion([self._choice(delta)])
+        if self._running_usage:
+            chunk.usage = CompletionUsage.of(self._opened.usage_now())
+        elif self.with_usage:
+            chunk.usage = None
+        if last and not self.with_usage:
+            self._add_extras(chunk)
+        return data_event(chunk)
+
+    def usage(self) -> bytes:
+        chunk = self._completion([])
+        chunk.usage = CompletionUsage.of(self._opened.usage)
+        self._add_extras(chunk)
+        return data_event(chunk)
+
+    def _completion(self, choices: list[CompletionChoice]) -> Completion:
+        heading = self._heading
+        return Completion(
+            id=heading.id,
+            created=heading.created,
+            model=heading.model,
+            choices=choices,
+            system_fingerprint=heading.system_fingerprint,
+        )
+
+    def _add_extras(self, chunk: Completion) -> None:
+        for name, value in self._call.extras().items():
+            setattr(chunk, name, value)
+
+    def _choice(self, delta: Delta) -> CompletionChoice:
+        which = delta.index // self._call.generation.n
+        prompt = self._call.generation.prompts[which]
+        first = delta.index not in self._told
+        self._told.add(delta.index)
+        echo = self._echoes[which] if self._echoes else ""
+        choice = CompletionChoice(
+            index=delta.index,
+            text=echo + delta.text if first else delta.text,
+            logprobs=self._logprobs(delta, prompt, echo, first=first),
+            finish_reason=delta.finish_reason,
+        )
+        if self._body.return_token_ids:
+            choice.token_ids = delta.token_ids
+            if first:
+                choice.prompt_token_ids = prompt
+        if first and self._body.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(
+                delta.prompt_logprobs or [None] * len(prompt),
+                self._text.tokens,
+                prompt,
+                self._body.prompt_logprobs,
+            )
+        return choice
+
+    def _logprobs(
+        self, delta: Delta, prompt: list[int], echo: str, *, first: bool
+    ) -> CompletionLogprobs | None:
+        top = self._body.logprobs
+        if top is None:
+            return None
+        told = completion_logprobs(delta.entries, self._text.tokens, len(echo), top)
+        if not (first and self._echoes):
+            return told
+        whole = self._prompt_part(prompt, delta.prompt_logprobs or [None] * len(prompt), top)
+        for name in whole.__struct_fields__:
+            getattr(whole, name).extend(getattr(told, name))
+        return whole
+
+    def _prompt_part(
+        self, prompt: list[int], entries: Sequence[TokenLogprobs | None], top: int
+    ) -> CompletionLogprobs:
+        result = CompletionLogprobs()
+        detokenizer = self._text.detokenizer(skip_special=False)
+        offset = 0
+        for token_id, entry in zip(prompt, entries, strict=True):
+            data = self._text.tokens.inner(token_id)
+            append_completion_entry(result, entry, data, offset, self._text.tokens, top)
+            offset += len(detokenizer.push(token_id))
+        return result
+
+    def _echo(self, prompt: list[int]) -> str:
+        return self._text.decode(prompt, skip_special=False)
+
+
+def _joined(deltas: list[Delta]) -> Delta:
+    entries: list[TokenEntry] = [entry for delta in deltas for entry in delta.entries]
+    return Delta(
+        deltas[-1].index,
+        "".join(delta.text for delta in deltas),
+        [i for delta in deltas for i in delta.token_ids],
+        entries,
+        deltas[-1].finish_reason,
+        next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), None),
+    )
+
+
+async def _prompts(body: CompletionRequest, model: LoadedModel, limits: LimitSettings) -> list[list[int]]:
+    """Texts and id lists, as ids. Raises ApiError 400."""
+    given = body.prompt
+    if isinstance(given, str):
+        given = [given]
+    if not given:
+        raise invalid("prompt", "it must not be empty")
+    items: list[Any] = [given] if isinstance(given[0], int) else list(given)
+    if len({type(item) for item in (given if isinstance(given[0], int) else items)}) > 1:
+        raise invalid("prompt", "a list holds either texts, or token ids, or lists of token ids")
+    if len(items) * (body.n or 1) > limits.queue:
+        raise invalid(
+            "prompt", f"at most {limits.queue} choices (prompts times 'n') can be asked for at once"
+        )
+    special = body.add_special_tokens is not False
+    size = sum(map(len, items))
+
+    def encode() -> list[list[int]]:
+        return [model.text.encode(i, add_special_tokens=special) if isinstance(i, str) else i for i in items]
+
+    prompts = await off_loop(size, encode)
+    _check_prompts(prompts, model)
+    return prompts
+
+
+def _check_prompts(prompts: list[list[int]], model: LoadedModel) -> None:
+    info = model.supervisor.info
+    assert info is not None
+    for i, ids in enumerate(prompts):
+        param = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
+        if not ids:
+            raise invalid(param, "it has no tokens")
+        if max(ids) >= info.vocab_size:
+            raise invalid(param, f"token id {max(ids)} is not in the vocabulary of {info.vocab_size}")

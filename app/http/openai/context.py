@@ -1,0 +1,92 @@
+"""What every generating route knows besides its own fields."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from litestar import Request
+from litestar.datastructures import State
+
+from ...engines.manager import LoadedModel
+from ...errors import ApiError
+from ...gateway.gateway import Gateway, system_fingerprint
+from ...services import Services
+from ...settings import LimitSettings
+from ..request import StrictRequest, is_local_socket, request_id
+from .unsupported import unknown_fields
+
+HttpRequest = Request[Any, Any, State]
+
+
+@dataclass(slots=True)
+class Call:
+    """One HTTP exchange of a generating route. `model` is filled in once it is found."""
+
+    services: Services
+    endpoint: str
+    exchange: str
+    client: str
+    plain: dict[str, Any]
+
+    @classmethod
+    async def of(cls, request: HttpRequest) -> "Call":
+        assert isinstance(request, StrictRequest)
+        client = "unix socket" if is_local_socket(request) else request.client.host if request.client else ""
+        return cls(
+            request.app.state.services,
+            request.scope["path"],
+            request_id(request),
+            client,
+            await request.plain_json(),
+        )
+
+    @property
+    def gateway(self) -> Gateway:
+        gateway: Gateway = self.services.gateway
+        return gateway
+
+    @property
+    def limits(self) -> LimitSettings:
+        return self.services.settings.limits
+
+    def find_model(self, name: str | None) -> LoadedModel:
+        model: LoadedModel = self.services.engines.get(name)
+        if model.supervisor.info is None:
+            raise ApiError(
+                503,
+                f"{model.name} is not ready.",
+                code="model_loading",
+                type="server_error",
+                headers={"Retry-After": "2"},
+            )
+        return model
+
+    def warnings(self, kind: type[msgspec.Struct]) -> list[str]:
+        return unknown_fields(kind, self.plain)
+
+    @contextmanager
+    def recording_refusals(self) -> Iterator[None]:
+        """Errors before the gateway takes over are logged as requests of their own."""
+        try:
+            yield
+        except ApiError as error:
+            model = self.plain.get("model")
+            self.gateway.refused(self.exchange, self.endpoint, model if isinstance(model, str) else "", error)
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What all chunks of an answer repeat."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    @classmethod
+    def of(cls, id_: str, created: int, asked: str | None, model: LoadedModel) -> "Heading":
+        """A model that was named by an alias answers under it."""
+        return cls(id_, created, asked or model.name, system_fingerprint(model))

@@ -1,0 +1,162 @@
+"""Types and ranges of request fields: what the checks and the OpenAPI document are both made of.
+
+Limits that the configuration may change (n, stop strings, messages, logit_bias) are checked in `sampling.py`
+and `chat.py` instead.
+"""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+INT64 = 2**63
+
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+Probability = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+TokenKey = Annotated[str, Meta(pattern="^[0-9]{1,9}$", description="A token id.")]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+TopK = Annotated[int, Meta(ge=-1, lt=2**31, description="-1, or 1 to the size of the vocabulary.")]
+Seed = Annotated[int, Meta(ge=-INT64, lt=INT64)]
+Count = Annotated[int, Meta(ge=1, lt=2**31)]
+CountOrZero = Annotated[int, Meta(ge=0, lt=2**31)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31, description="Lower is served first.")]
+Name = Annotated[str, Meta(max_length=512)]
+Salt = Annotated[str, Meta(min_length=1, max_length=512)]
+RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:\-]{1,128}\Z")]
+Later = Annotated[Any, Meta(description="Not supported yet: a value other than the default gets 400.")]
+Never = Annotated[Any, Meta(description="Not supported: a value other than the default gets 400.")]
+
+
+class StreamOptions(Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """`usage` so far in every chunk."""
+    include_obfuscation: bool | None = None
+
+
+class GenerationFields(Struct, kw_only=True):
+    """What chat and plain completions have in common. null is the same as absent."""
+
+    model: Name | None = None
+    max_tokens: CountOrZero | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Probability | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: dict[TokenKey, Bias] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    min_tokens: CountOrZero | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    seed: Seed | None = None
+    n: Count | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+    request_id: RequestId | None = None
+
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    session_id: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Never = None
+    include_reasoning: Later = None
+    thinking_token_budget: Later = None
+    structured_outputs: Later = None
+    guided_json: Later = None
+    guided_regex: Later = None
+    guided_choice: Later = None
+    guided_grammar: Later = None
+    guided_json_object: Later = None
+    response_format: Later = None
+    use_beam_search: Never = None
+    include_stop_str_in_output: Never = None
+    truncate_prompt_tokens: Never = None
+
+
+class ContentPart(Struct, kw_only=True):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Message(Struct, kw_only=True):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: Later = None
+    tool_call_id: Later = None
+    function_call: Later = None
+    audio: Later = None
+
+
+class ChatCompletionRequest(GenerationFields, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: CountOrZero | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    chat_template: Never = None
+    documents: Never = None
+    echo: Never = None
+    tools: Later = None
+    tool_choice: Later = None
+    parallel_tool_calls: Later = None
+    functions: Later = None
+    function_call: Later = None
+    reasoning_effort: Later = None
+    verbosity: Never = None
+    store: Later = None
+    modalities: Never = None
+    audio: Never = None
+    moderation: Never = None
+    web_search_options: Never = None
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    prompt: str | list[str | TokenId | list[TokenId]]
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    best_of: Count | None = None
+    suffix: Never = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """`prompt`, or `messages` as a chat would render them."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+    chat_template: Never = None
+    tools: Later = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    tokens: list[TokenId]
+    model: Name | None = None

@@ -1,0 +1,124 @@
+"""The OpenAI dialect's routes."""
+
+from litestar import Response, Router, get, post
+
+from ...errors import ApiError
+from ...gateway.gateway import context_limit, off_loop
+from ..disconnect import while_connected
+from ..guard import Access
+from ..sse import EventStreamResponse
+from .chat import build_chat, chat_ids, complete_chat, prepare_chat, stream_chat
+from .completions import complete, prepare_completion, stream_completion
+from .context import Call, HttpRequest
+from .fields import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .responses import ChatCompletion, Completion, Detokenized, Model, ModelList, Tokenized
+from .sampling import invalid
+from .unsupported import refuse_unsupported
+
+
+@post(
+    "/v1/chat/completions",
+    status_code=200,
+    opt={"access": Access.INFER},
+    name="chat_completions",
+    operation_id="createChatCompletion",
+)
+async def chat_completions(request: HttpRequest, data: ChatCompletionRequest) -> Response[ChatCompletion]:
+    """The model's next message in a conversation; server-sent events with `stream`."""
+    call = await Call.of(request)
+    with call.recording_refusals():
+        chat = await prepare_chat(call, data)
+    if data.stream:
+        return EventStreamResponse(stream_chat(call.gateway, chat))
+    return Response(await while_connected(request.receive, complete_chat(call.gateway, chat)))
+
+
+@post(
+    "/v1/completions",
+    status_code=200,
+    opt={"access": Access.INFER},
+    name="completions",
+    operation_id="createCompletion",
+)
+async def completions(request: HttpRequest, data: CompletionRequest) -> Response[Completion]:
+    """How a raw prompt goes on; server-sent events with `stream`."""
+    call = await Call.of(request)
+    with call.recording_refusals():
+        completion = await prepare_completion(call, data)
+    if data.stream:
+        return EventStreamResponse(stream_completion(call.gateway, completion))
+    return Response(await while_connected(request.receive, complete(call.gateway, completion)))
+
+
+@get("/v1/models", opt={"access": Access.READ}, name="models", operation_id="listModels")
+async def models(request: HttpRequest) -> ModelList:
+    """Loaded models, aliases included."""
+    return ModelList(data=_models(await Call.of(request)))
+
+
+@get("/v1/models/{model_id:path}", opt={"access": Access.READ}, name="model", operation_id="retrieveModel")
+async def model(request: HttpRequest, model_id: str) -> Model:
+    """One loaded model; ids may contain slashes."""
+    wanted = model_id.removeprefix("/")
+    for found in _models(await Call.of(request)):
+        if found.id == wanted:
+            return found
+    raise ApiError(404, f"The model {wanted!r} does not exist here.", code="model_not_found", param="model")
+
+
+@post("/tokenize", status_code=200, opt={"access": Access.INFER}, name="tokenize", operation_id="tokenize")
+async def tokenize(request: HttpRequest, data: TokenizeRequest) -> Tokenized:
+    """Token ids of a text, or of a conversation as the model would see it."""
+    call = await Call.of(request)
+    refuse_unsupported(data)
+    if (data.prompt is None) == (data.messages is None):
+        raise invalid("prompt", "exactly one of 'prompt' and 'messages' is needed")
+    chat = build_chat(data, call.limits.messages) if data.messages is not None else None
+    model = call.find_model(data.model)
+    if chat is not None:
+        ids = await chat_ids(call.gateway, model, chat)
+    else:
+        text, special = data.prompt or "", data.add_special_tokens is not False
+        ids = await off_loop(len(text), lambda: model.text.encode(text, add_special_tokens=special))
+    strings = None
+    if data.return_token_strs:
+        strings = await off_loop(len(ids), lambda: [model.text.token_text(i) for i in ids])
+    info = model.supervisor.info
+    assert info is not None
+    return Tokenized(tokens=ids, count=len(ids), max_model_len=context_limit(info), token_strs=strings)
+
+
+@post(
+    "/detokenize", status_code=200, opt={"access": Access.INFER}, name="detokenize", operation_id="detokenize"
+)
+async def detokenize(request: HttpRequest, data: DetokenizeRequest) -> Detokenized:
+    """The text of token ids, special tokens by name."""
+    call = await Call.of(request)
+    model = call.find_model(data.model)
+    info = model.supervisor.info
+    assert info is not None
+    if data.tokens and max(data.tokens) >= info.vocab_size:
+        raise invalid("tokens", f"token id {max(data.tokens)} is not in the vocabulary of {info.vocab_size}")
+    text = await off_loop(len(data.tokens), lambda: model.text.decode(data.tokens, skip_special=False))
+    return Detokenized(prompt=text)
+
+
+def _models(call: Call) -> list[Model]:
+    shown = []
+    for model in call.services.engines.models():
+        info = model.supervisor.info
+        if info is None:
+            continue
+        limit = context_limit(info)
+        shown += [
+            Model(id=name, created=int(model.loaded_at), context_window=limit, max_model_len=limit)
+            for name in (model.name, *sorted(model.aliases - {model.name}))
+        ]
+    return shown
+
+
+openai_router = Router(
+    path="/",
+    route_handlers=[chat_completions, completions, models, model, tokenize, detokenize],
+    tags=["OpenAI"],
+)

@@ -1,0 +1,153 @@
+"""Sampling fields of a request to the engine's parameters: defaults filled in, checked against the model."""
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from llmbox.engine.sampling import SamplingParams
+
+from ...engines.manager import LoadedModel
+from ...errors import ApiError
+from ...gateway.gateway import Gateway
+from ...gateway.seeds import draw_seed
+from ...settings import LimitSettings
+from .fields import GenerationFields
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """How many alternatives: of generated tokens, and of prompt tokens."""
+
+    output: int | None
+    prompt: int | None
+
+
+def sampling_params(
+    fields: GenerationFields, model: LoadedModel, limits: LimitSettings, logprobs: Logprobs
+) -> SamplingParams:
+    """Raises ApiError 400. `max_tokens` is for the gateway to fill in."""
+    info = model.supervisor.info
+    assert info is not None
+    vocabulary = info.vocab_size
+    stop_ids = _check_ids("stop_token_ids", fields.stop_token_ids or (), vocabulary)
+    if not fields.ignore_eos:
+        stop_ids += tuple(i for i in model.text.eos_token_ids if i < vocabulary and i not in stop_ids)
+    allowed = None
+    if fields.allowed_token_ids is not None:
+        allowed = _check_ids("allowed_token_ids", fields.allowed_token_ids, vocabulary)
+        _check_allowed(allowed, fields.min_tokens or 0, stop_ids)
+    defaults = model.text.generation_defaults
+    return SamplingParams(
+        max_tokens=0,
+        seed=draw_seed() if fields.seed is None else fields.seed,
+        temperature=_first(fields.temperature, defaults.get("temperature"), 1.0),
+        top_k=_top_k(fields, int(defaults.get("top_k", 0)), vocabulary),
+        top_p=_first(fields.top_p, defaults.get("top_p"), 1.0),
+        min_p=_first(fields.min_p, defaults.get("min_p"), 0.0),
+        repetition_penalty=_first(fields.repetition_penalty, defaults.get("repetition_penalty"), 1.0),
+        presence_penalty=_first(fields.presence_penalty, 0.0),
+        frequency_penalty=_first(fields.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(fields, vocabulary, limits.logit_bias),
+        bad_words=_bad_words(fields.bad_words or (), model),
+        allowed_token_ids=allowed,
+        min_tokens=fields.min_tokens or 0,
+        stop_token_ids=stop_ids,
+        logprobs=logprobs.output,
+        prompt_logprobs=logprobs.prompt,
+    )
+
+
+def check_common(fields: GenerationFields, limits: LimitSettings) -> None:
+    """What needs no model. Raises ApiError 400."""
+    if (fields.n or 1) > limits.choices:
+        raise invalid("n", f"at most {limits.choices} choices can be asked for")
+    if fields.stream_options is not None and not fields.stream:
+        raise invalid("stream_options", "it is only allowed when 'stream' is true")
+    if fields.stream and fields.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "it is not available with 'stream'")
+    if fields.top_k == 0:
+        raise invalid("top_k", "it must be -1 (all tokens) or at least 1")
+    if fields.metadata is not None and len(fields.metadata) > 16:
+        raise invalid("metadata", "at most 16 entries are allowed")
+
+
+def stop_strings(fields: GenerationFields, limits: LimitSettings) -> tuple[str, ...]:
+    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    if len(stops) > limits.stop_strings:
+        raise invalid("stop", f"at most {limits.stop_strings} stop strings are allowed")
+    for stop in stops:
+        if not stop:
+            raise invalid("stop", "a stop string must not be empty")
+        if len(stop.encode()) > limits.stop_string_bytes:
+            raise invalid("stop", f"a stop string has at most {limits.stop_string_bytes} bytes")
+    return tuple(dict.fromkeys(stops))
+
+
+def check_max_tokens(name: str, wanted: int | None, minimum: int, fields: GenerationFields) -> None:
+    if wanted is None:
+        return
+    if wanted < minimum:
+        raise invalid(name, f"it must be at least {minimum}")
+    if (fields.min_tokens or 0) > wanted:
+        raise invalid("min_tokens", f"it must not be greater than '{name}' ({wanted})")
+
+
+def public_id(prefix: str, asked: str | None, exchange: str, gateway: Gateway) -> str:
+    """The response's id: from `request_id`, else from `x-request-id`, so that logs of both sides meet."""
+    if asked is not None:
+        return f"{prefix}-{asked}"
+    made = f"{prefix}-{exchange.removeprefix('req_')}"
+    return f"{prefix}-{secrets.token_hex(16)}" if gateway.is_open(made) else made
+
+
+def invalid(param: str, why: str) -> ApiError:
+    return ApiError(400, f"Invalid value for '{param}': {why}.", code="invalid_value", param=param)
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
+
+
+def _top_k(fields: GenerationFields, default: int, vocabulary: int) -> int:
+    if fields.top_k is None:
+        return min(default, vocabulary)
+    if fields.top_k > vocabulary:
+        raise invalid("top_k", f"the vocabulary has {vocabulary} tokens")
+    return max(fields.top_k, 0)
+
+
+def _logit_bias(fields: GenerationFields, vocabulary: int, most: int) -> dict[int, float]:
+    bias = {int(key): value for key, value in (fields.logit_bias or {}).items()}
+    if len(bias) > most:
+        raise invalid("logit_bias", f"at most {most} entries are allowed")
+    _check_ids("logit_bias", bias, vocabulary)
+    return bias
+
+
+def _check_ids(param: str, ids: Iterable[int], vocabulary: int) -> tuple[int, ...]:
+    ids = tuple(dict.fromkeys(ids))
+    for id_ in ids:
+        if id_ >= vocabulary:
+            raise invalid(param, f"token id {id_} is not in the vocabulary of {vocabulary}")
+    return ids
+
+
+def _check_allowed(allowed: tuple[int, ...], min_tokens: int, stop_ids: tuple[int, ...]) -> None:
+    if not allowed:
+        raise invalid("allowed_token_ids", "it must name at least one token")
+    if min_tokens and set(allowed) <= set(stop_ids):
+        raise invalid("allowed_token_ids", "they only end the answer, which 'min_tokens' forbids")
+
+
+def _bad_words(words: Iterable[str], model: LoadedModel) -> tuple[tuple[int, ...], ...]:
+    """Each word as it stands alone and as it stands after a space, which are different tokens."""
+    sequences: dict[tuple[int, ...], Any] = {}
+    for word in words:
+        if not word.strip():
+            raise invalid("bad_words", "a word must not be empty")
+        for text in (word.lstrip(), " " + word.lstrip()):
+            sequences[tuple(model.text.encode(text, add_special_tokens=False))] = None
+    if len(sequences) > 2048:
+        raise invalid("bad_words", "at most 1024 words are allowed")
+    return tuple(ids for ids in sequences if ids)

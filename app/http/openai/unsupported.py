@@ -1,0 +1,70 @@
+"""Known fields that are not honoured are refused by name, never ignored; unknown ones become warnings."""
+
+from functools import cache
+from typing import Any, get_type_hints
+
+import msgspec
+
+from ...errors import ApiError
+from .fields import Later, Never
+
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none",),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "verbosity": ("medium",),
+    "include_reasoning": (True,),
+    "guided_json_object": (False,),
+    "use_beam_search": (False,),
+    "include_stop_str_in_output": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "documents": ([],),
+}
+"""Values that ask for what happens anyway. null and absence always do."""
+
+_REASONS = {
+    "chat_template": "Only the model's own chat template is used.",
+    "suffix": "Models served here continue a prompt; they do not fill gaps.",
+    "truncate_prompt_tokens": "Prompts are never cut: a prompt over the context gets an error instead.",
+    "service_tier": "There is one tier: 'default'.",
+    "modalities": "Only text is generated.",
+    "include_stop_str_in_output": "Stop strings are never part of the output.",
+    "echo": "Only /v1/completions can echo its prompt.",
+}
+
+
+def refuse_unsupported(request: msgspec.Struct) -> None:
+    """Raises ApiError 400 with `param` for the first field that this build cannot honour."""
+    for name in _refusable(type(request)):
+        value = getattr(request, name)
+        if value is not None and not _harmless(name, value):
+            reason = _REASONS.get(name, "This server does not support it yet.")
+            raise ApiError(
+                400,
+                f"The value of '{name}' is not supported. {reason}",
+                code="unsupported_parameter",
+                param=name,
+            )
+
+
+def unknown_fields(kind: type[msgspec.Struct], plain: dict[str, Any], inside: str = "") -> list[str]:
+    """Warnings for fields that `kind` does not have."""
+    return [
+        f"Unknown field '{inside}{name}' was ignored." for name in plain if name not in kind.__struct_fields__
+    ]
+
+
+@cache
+def _refusable(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    hints = get_type_hints(kind, include_extras=True)
+    return tuple(name for name in kind.__struct_fields__ if hints[name] in (Later, Never))
+
+
+def _harmless(name: str, value: Any) -> bool:
+    return any(type(value) is type(known) and value == known for known in _HARMLESS.get(name, ()))
