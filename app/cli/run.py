@@ -31,7 +31,9 @@ HISTORY_LINES = 1000
 @click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Longest answer.")
 @click.option("--seed", type=int, metavar="N", help="Same seed, same answer.")
 @pass_program
-def run(program: Program, /, model: str, prompt: tuple[str, ...], system: str | None, **sampling: Any) -> None:
+def run(
+    program: Program, /, model: str, prompt: tuple[str, ...], system: str | None, **sampling: Any
+) -> None:
     """Chat with a model, or ask it one thing with PROMPT or from stdin.
 
     Starts the daemon if it does not run.

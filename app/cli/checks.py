@@ -1,0 +1,238 @@
+"""The checks of `llmbox doctor`: small functions, each yields findings."""
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from llmbox.engine.errors import EngineError, UnsupportedArchitecture
+from llmbox.engine.machine import read_machine
+from llmbox.engine.model_config import parse_config
+from llmbox.engine.safetensors_header import read_header
+
+from ..catalog import hub_cache, on_disk
+from ..daemon.instance import find_running
+from ..daemon.listen import holder_of, require_loopback
+from ..errors import CliError
+from .output import size
+from .program import Program
+
+OLDEST_TORCH = (2, 11)
+LEAST_MEMORY = 1_000_000_000
+LEAST_DISK = 1_000_000_000
+LEAST_FILES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`note` is worth knowing; only `failed` makes the exit code 10."""
+
+    name: str
+    status: Literal["ok", "note", "failed"]
+    message: str
+    fix: str = ""
+
+
+def run_checks(program: Program) -> list[Finding]:
+    return [finding for check in CHECKS for finding in check(program)]
+
+
+def check_python(_: Program) -> Iterator[Finding]:
+    yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
+
+
+def check_torch(_: Program) -> Iterator[Finding]:
+    fix = f"{sys.executable} -m pip install 'torch>=2.11'"
+    try:
+        text = version("torch")
+    except PackageNotFoundError:
+        yield Finding("torch", "failed", "not installed: no engine can start", fix)
+        return
+    numbers = tuple(int(part) for part in text.split("+")[0].split(".")[:2] if part.isdigit())
+    if numbers < OLDEST_TORCH:
+        yield Finding("torch", "failed", f"{text} is older than 2.11", fix)
+    else:
+        yield Finding("torch", "ok", text)
+
+
+def check_machine(_: Program) -> Iterator[Finding]:
+    machine = read_machine()
+    cpu, memory = machine.cpu, machine.memory
+    wide = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in cpu.features]
+    yield Finding(
+        "cpu", "ok", f"{cpu.model}, {cpu.cores} cores, {' '.join(wide) or 'no vector extensions known'}"
+    )
+    limited = ", limited by a control group" if memory.limited_by_cgroup else ""
+    told = f"{size(memory.available)} of {size(memory.total)} available{limited}"
+    if memory.available < LEAST_MEMORY:
+        yield Finding("memory", "failed", told, "close other programs, or unload models: llmbox unload --all")
+    else:
+        yield Finding("memory", "ok", told)
+    for gpu in machine.gpus:
+        yield Finding("gpu", "ok", f"{gpu.name}, {size(gpu.free)} of {size(gpu.total)} free")
+    if not machine.gpus:
+        yield Finding("gpu", "note", f"{machine.no_gpu_reason or 'none'}; models run on the CPU")
+
+
+def check_files(_: Program) -> Iterator[Finding]:
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard != resource.RLIM_INFINITY and hard < LEAST_FILES:
+        yield Finding("open files", "failed", f"at most {hard}", f"raise the limit: ulimit -Hn {LEAST_FILES}")
+    else:
+        yield Finding(
+            "open files", "ok", "unlimited" if hard == resource.RLIM_INFINITY else f"at most {hard}"
+        )
+
+
+def check_folders(program: Program) -> Iterator[Finding]:
+    paths = program.paths
+    for name, folder in (
+        ("state", paths.state_dir),
+        ("runtime", paths.runtime_dir),
+        ("cache", paths.cache_dir),
+    ):
+        if not folder.exists():
+            yield Finding(f"{name} folder", "ok", f"{folder} is made at the first start")
+            continue
+        status = folder.stat()
+        if status.st_uid != os.geteuid():
+            yield Finding(
+                f"{name} folder",
+                "failed",
+                f"{folder} belongs to user id {status.st_uid}",
+                f"chown {os.geteuid()} {folder}, or use --data-dir",
+            )
+        elif status.st_mode & 0o077:
+            yield Finding(
+                f"{name} folder", "failed", f"{folder} can be read by other users", f"chmod 700 {folder}"
+            )
+        else:
+            yield Finding(f"{name} folder", "ok", str(folder))
+
+
+def check_disk(program: Program) -> Iterator[Finding]:
+    for name, folder in (("state", program.paths.state_dir), ("models", hub_cache(program.environ))):
+        place = folder
+        while not place.exists():
+            place = place.parent
+        free = shutil.disk_usage(place).free
+        told = f"{size(free)} free for {folder}"
+        if free < LEAST_DISK:
+            yield Finding(
+                f"disk ({name})", "failed", told, "free some space, or move it with --data-dir or HF_HOME"
+            )
+        else:
+            yield Finding(f"disk ({name})", "ok", told)
+
+
+def check_config(program: Program) -> Iterator[Finding]:
+    try:
+        server = program.settings().settings.server
+        require_loopback(server.host)
+    except CliError as error:
+        yield Finding("config", "failed", f"{error.what}: {error.why}", error.fix)
+        return
+    path = program.paths.config_file
+    yield Finding("config", "ok", str(path) if path.exists() else f"defaults; {path} does not exist")
+
+
+def check_daemon(program: Program) -> Iterator[Finding]:
+    try:
+        running = find_running(program.paths)
+        if running is None:
+            yield Finding("daemon", "note", "does not run", "llmbox up")
+            yield from _check_port(program)
+            return
+        status = program.client.get("/admin/api/status")
+    except CliError as error:
+        yield Finding("daemon", "failed", f"{error.what}: {error.why}", error.fix)
+        return
+    told = f"pid {running.pid} on {running.url}"
+    if status["ready"]:
+        yield Finding("daemon", "ok", told)
+    else:
+        yield Finding(
+            "daemon", "failed", f"{told} is not ready: {status['cause']}", "llmbox ps, then llmbox logs"
+        )
+
+
+def _check_port(program: Program) -> Iterator[Finding]:
+    import socket
+
+    try:
+        server = program.settings().settings.server
+    except CliError:
+        return  # told by check_config
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", server.port))
+        except OSError:
+            holder = holder_of(server.port) or "another process listens there"
+            fix = "stop it, or llmbox config set server.port N"
+            yield Finding("port", "failed", f"{server.port} is taken: {holder}", fix)
+            return
+    yield Finding("port", "ok", f"{server.port} is free")
+
+
+def check_models(program: Program) -> Iterator[Finding]:
+    models = on_disk(program.environ)
+    if not models:
+        yield Finding("models", "note", "none on disk", "hf download ORG/NAME, or name a directory")
+    for model in models:
+        name = f"model {model.ref.name}"
+        if not model.servable:
+            yield Finding(
+                name, "note", "has no safetensors weights: cannot be served", "use a safetensors version"
+            )
+            continue
+        try:
+            parse_config(model.ref.path)
+            for file in sorted(model.ref.path.glob("*.safetensors")):
+                read_header(file)
+        except EngineError as error:
+            unsupported = isinstance(error, UnsupportedArchitecture)
+            fix = "choose another model: llmbox ls" if unsupported else "fetch the file again"
+            yield Finding(name, "note" if unsupported else "failed", str(error), fix)
+            continue
+        missing = _missing_files(model.ref.path)
+        if missing:
+            fix = f"hf download {model.ref.name}" if model.ref.source == "hub" else "copy the missing files"
+            yield Finding(name, "failed", f"lacks {', '.join(missing)}", fix)
+        else:
+            yield Finding(name, "ok", f"{size(model.size)}, {model.architecture}")
+
+
+def _missing_files(folder: Path) -> list[str]:
+    """Of what serving needs: a tokenizer, and every shard that the index names."""
+    import json
+
+    missing = [] if (folder / "tokenizer.json").is_file() else ["tokenizer.json"]
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            shards = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError):
+            return [*missing, "a readable model.safetensors.index.json"]
+        missing += sorted(str(shard) for shard in shards if not (folder / str(shard)).is_file())
+    return missing
+
+
+CHECKS: tuple[Callable[[Program], Iterator[Finding]], ...] = (
+    check_python,
+    check_torch,
+    check_machine,
+    check_files,
+    check_folders,
+    check_disk,
+    check_config,
+    check_daemon,
+    check_models,
+)

@@ -1,0 +1,161 @@
+"""Commands that need no daemon, run in this process."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmbox.app.cli.commands import COMMANDS
+from llmbox.app.cli.lazy import LazyGroup
+from llmbox.app.cli.options import as_arguments
+from llmbox.app.cli.program import Program
+from llmbox.app.errors import Exit
+from llmbox.app.main import cli, run
+
+
+@pytest.fixture
+def llmbox(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def call(*arguments: str, **environ: str) -> tuple[int, str, str]:
+        program = Program(environ={"HF_HOME": str(tmp_path / "hf"), **environ})
+        code = run(["--data-dir", str(tmp_path / "data"), *arguments], program)
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return call
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(llmbox, name: str):
+    code, out, err = llmbox(name, "--help")
+    assert (code, err) == (0, "")
+    assert "Usage: llmbox" in out
+    assert "--data-dir" in out
+
+
+def test_the_list_of_commands_is_the_help():
+    assert isinstance(cli, LazyGroup)
+    assert cli.table is COMMANDS
+
+
+def test_an_unknown_command_or_flag_is_exit_2(llmbox):
+    assert llmbox("frobnicate")[0] == Exit.USAGE
+    assert llmbox("ps", "--frobnicate")[0] == Exit.USAGE
+    assert llmbox("logs", "-n", "x")[0] == Exit.USAGE
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["ps"], ["status"], ["stats"], ["requests"], ["requests", "show", "x"], ["load", "{model}"], ["unload", "--all"],
+     ["config", "show", "--effective"]],
+)  # fmt: skip
+def test_without_a_daemon_commands_exit_3(llmbox, tmp_path: Path, command: list[str]):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    code, out, err = llmbox(*[part.format(model=tmp_path / "m") for part in command])
+    assert code == Exit.UNREACHABLE
+    assert "llmbox up" in out + err
+
+
+def test_status_json_says_so_and_still_exits_3(llmbox):
+    code, out, _ = llmbox("status", "--json")
+    assert code == Exit.UNREACHABLE
+    assert json.loads(out) == {"schema": "llmbox.status/1", "running": False}
+
+
+def test_down_without_a_daemon_is_fine(llmbox):
+    assert llmbox("down")[0] == 0
+
+
+def test_config_set_get_show(llmbox, tmp_path: Path):
+    assert llmbox("config", "set", "server.port", "7500")[0] == 0
+    assert llmbox("config", "get", "server.port")[1] == "7500\n"
+    assert llmbox("config", "path")[1].strip() == str(tmp_path / "data" / "config.toml")
+    assert llmbox("config", "check")[0] == 0
+    code, out, _ = llmbox("config", "show", "--json", LLMBOX_LOG_LEVEL="debug")
+    shown = json.loads(out)["settings"]
+    assert code == 0
+    assert shown["server.port"]["value"] == 7500
+    assert shown["server.port"]["origin"] == "user"
+    assert shown["log.level"] == {
+        "value": "debug",
+        "origin": "env",
+        "place": "LLMBOX_LOG_LEVEL",
+        "default": "info",
+    }
+    assert "user (" in llmbox("config", "show", "--origin", "server")[1]
+
+
+def test_wrong_config_stops_every_start_with_exit_2(llmbox, tmp_path: Path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "config.toml").write_text("[server]\nprot = 1\n")
+    for command in (["up"], ["serve"], ["config", "check"], ["config", "get", "server.port"]):
+        code, _, err = llmbox(*command)
+        assert code == Exit.USAGE
+        assert "config.toml:2" in err
+        assert "did you mean server.port?" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["up", "--ctx", "x"], Exit.USAGE),
+        (["up", "--device", "tpu"], Exit.USAGE),
+        (["up", "org/absent"], Exit.NOT_FOUND),
+        (["up", "a/b/c"], Exit.USAGE),
+        (["up", "x", "y", "--alias", "z"], Exit.USAGE),
+        (["up", "--alias", "a b"], Exit.USAGE),
+        (["unload"], Exit.USAGE),
+        (["show", "org/absent"], Exit.NOT_FOUND),
+        (["logs"], Exit.NOT_FOUND),
+        (["config", "get", "server.prot"], Exit.USAGE),
+        (["config", "set", "server.port", "99999"], Exit.USAGE),
+        (["config", "show", "sever"], Exit.USAGE),
+        (["requests", "--since", "soon"], Exit.USAGE),
+        (["serve", "--host", "0.0.0.0"], Exit.DENIED),
+    ],
+)
+def test_mistakes_have_their_exit_codes(llmbox, tmp_path: Path, arguments: list[str], code: Exit):
+    if arguments[0] == "serve":
+        (tmp_path / "m").mkdir()
+        (tmp_path / "m" / "config.json").write_text("{}")
+        arguments = [*arguments, str(tmp_path / "m")]
+    got, out, err = llmbox(*arguments)
+    assert got == code
+    assert out == ""
+    assert "Traceback" not in err
+
+
+def test_show_and_ls_of_what_is_on_disk(llmbox, tmp_path: Path):
+    model = tmp_path / "m"
+    model.mkdir()
+    (model / "config.json").write_text(
+        json.dumps({"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2})
+    )
+    code, out, _ = llmbox("show", str(model), "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert (facts["architecture"], facts["layers"], facts["servable"]) == ("Qwen3ForCausalLM", 2, False)
+    assert json.loads(llmbox("ls", "--json")[1])["schema"] == "llmbox.ls/1"
+
+
+def test_doctor_reports_findings_with_fixes(llmbox, tmp_path: Path):
+    code, out, _ = llmbox("doctor", "--json")
+    report = json.loads(out)
+    assert code in {0, Exit.DOCTOR}
+    assert {"python", "torch", "memory", "config", "daemon"} <= {each["name"] for each in report["findings"]}
+    (tmp_path / "data").mkdir(exist_ok=True)
+    (tmp_path / "data" / "config.toml").write_text("[server]\nprot = 1\n")
+    code, out, _ = llmbox("doctor")
+    assert code == Exit.DOCTOR
+    assert "FAILED  config: unknown key server.prot" in out
+    assert "fix:" in out
+
+
+def test_version_and_completion(llmbox):
+    assert json.loads(llmbox("version", "--json")[1])["schema"] == "llmbox.version/1"
+    assert "_LLMBOX_COMPLETE" in llmbox("completion", "bash")[1]
+
+
+def test_flags_survive_the_way_to_another_process():
+    flags = {"server.port": 0, "model.ctx": None, "model.prefix_cache": False, "model.deterministic": True}
+    assert as_arguments(flags) == ["--port", "0", "--ctx", "auto", "--no-prefix-cache", "--deterministic"]

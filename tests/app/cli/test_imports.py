@@ -1,0 +1,44 @@
+"""`llmbox --help` and `ps` stay quick: they import none of the large libraries. Looked at from outside."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LARGE = {"torch", "litestar", "textual", "httpx", "sqlalchemy", "sqlmodel", "tokenizers", "huggingface_hub", "jinja2",
+         "uvicorn", "numpy", "pydantic", "prometheus_client", "msgspec", "psutil"}  # fmt: skip
+
+SCRIPT = """
+import sys
+from llmbox.app.main import run
+from llmbox.app.cli.program import Program
+run(sys.argv[1:], Program())
+print("MODULES", *{name.partition(".")[0] for name in sys.modules})
+"""
+
+
+def imported(script: str, *arguments: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script, *arguments], capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split("MODULES", 1)[1].split())
+
+
+@pytest.mark.parametrize("command", [["--help"], ["ps"], ["status"], ["version"], ["up", "--help"]])
+def test_the_command_line_imports_nothing_large(tmp_path: Path, command: list[str]):
+    assert not imported(SCRIPT, "--data-dir", str(tmp_path), *command) & LARGE
+
+
+def test_the_daemon_imports_no_torch():
+    modules = imported("import sys, llmbox.app.daemon.serving\nprint('MODULES', *sys.modules)")
+    assert "litestar" in modules
+    assert not modules & {
+        "torch",
+        "numpy",
+        "safetensors",
+        "transformers",
+        "huggingface_hub",
+        "textual",
+        "httpx",
+    }

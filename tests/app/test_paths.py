@@ -1,0 +1,63 @@
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from llmbox.app.errors import CliError, Exit
+from llmbox.app.paths import find_paths, private_dir, socket_address
+
+
+def test_data_dir_holds_everything(tmp_path: Path):
+    paths = find_paths(tmp_path)
+    for path in (
+        paths.config_file,
+        paths.state_dir,
+        paths.cache_dir,
+        paths.lock_file,
+        paths.socket_file,
+        paths.log_file,
+        paths.request_db,
+    ):
+        assert path.is_relative_to(tmp_path)
+
+
+def test_the_platform_folders_follow_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for kind in ("CONFIG_HOME", "DATA_HOME", "STATE_HOME", "CACHE_HOME", "RUNTIME_DIR"):
+        monkeypatch.setenv(f"XDG_{kind}", str(tmp_path / kind))
+    paths = find_paths()
+    assert paths.config_file == tmp_path / "CONFIG_HOME" / "llmbox" / "config.toml"
+    assert paths.system_config == Path("/etc/llmbox/config.toml")
+    assert paths.request_db == tmp_path / "STATE_HOME" / "llmbox" / "requests.db"
+    assert paths.pid_file == tmp_path / "RUNTIME_DIR" / "llmbox" / "llmbox.pid"
+    assert paths.cache_dir == tmp_path / "CACHE_HOME" / "llmbox"
+    assert paths.data_dir == tmp_path / "DATA_HOME" / "llmbox"
+
+
+def test_config_replaces_the_user_file_only(tmp_path: Path):
+    paths = find_paths(tmp_path, tmp_path / "other.toml")
+    assert paths.config_file == tmp_path / "other.toml"
+    assert paths.state_dir == tmp_path / "state"
+
+
+def test_folders_are_private_and_an_own_data_dir_keeps_its_mode(tmp_path: Path):
+    tmp_path.chmod(0o755)
+    paths = find_paths(tmp_path)
+    paths.state_dir.mkdir(mode=0o755)
+    paths.create()
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+    for folder in (paths.state_dir, paths.runtime_dir, paths.cache_dir):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_foreign_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(CliError, match="cannot use the folder") as caught:
+        private_dir(tmp_path)
+    assert caught.value.exit == Exit.DENIED
+
+
+def test_long_socket_paths_go_through_a_descriptor(tmp_path: Path):
+    long = tmp_path / ("x" * 120) / "llmbox.sock"
+    assert socket_address(tmp_path / "s", 5) == str(tmp_path / "s")
+    assert socket_address(long, 5) == "/proc/self/fd/5/llmbox.sock"
