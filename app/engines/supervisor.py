@@ -254,6 +254,8 @@ class Supervisor:
 
     def _give_up(self, cause: str) -> None:
         log.error("engine %s is given up: %s", self.name, cause)
+        if self._client is not None:
+            self._client.kill()
         self._change("failed", cause)
         self._fail_all("engine_failed", "The engine of this model keeps failing and was stopped.")
 
@@ -320,6 +322,7 @@ class Supervisor:
             stream = self._open.get(request_id)
             if stream is None:
                 continue
+            assert request_id not in self._in_engine
             try:
                 self._tell(stream.message(self._in_engine))
             except FrameTooLarge:

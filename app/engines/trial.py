@@ -3,15 +3,20 @@
 One crash proves nothing: everybody is resumed. After a second crash in a row, every request that was
 present at it is under suspicion, and the next engine tries them one at a time: a request is handed over, and
 the next follows when it has delivered `PROVEN_TOKENS` tokens or ended. Those that passed go on running
-meanwhile. A crash now has exactly one candidate, the one on trial: one more death is enough however
-many neighbours there are, where halving would need log2(n) deaths, and five in a minute end the model.
+meanwhile. The newest comes first, as the last to arrive before all was well is the likeliest.
 
-    crash 1: all resume   crash 2: all on trial, one by one   crash 3: the one on trial is guilty
-                          (only one request present: it is guilty)
+    crash 1     all resume
+    crash 2     all on trial, one by one            (only one request was present: it is guilty)
+    crash 3     the one on trial was alone: guilty
+                others had passed: one of them may have come to a fatal token of its own since, so
+                nobody is judged and the one on trial is tried again, alone
+    crash 4     it was alone: guilty
 
-Why few tokens suffice: a resumed request starts right where the engine died, so what kills it reliably does
-so in its prefill or at its first token. A request that kills at random passes, and so does a broken
-machine: then no one is accused and the limit on deaths decides.
+So the guilty one is found within four deaths however many neighbours there are (halving would need
+log2(n), and five in a minute end the model), and an innocent one never fails for a request that kills
+reliably. Few tokens suffice as proof: a resumed request starts right where the engine died, so what kills it
+reliably does so in its prefill or at its first token. A request that kills at random passes, and so does a
+broken machine: then nobody is judged and the limit on deaths decides.
 
 Deaths from outside (a SIGKILL that is neither ours nor the kernel's for want of memory, SIGSTOP) accuse
 nobody: they call `interrupted`. Requests that arrive during a trial wait for its end, so that it has an end.
@@ -85,10 +90,8 @@ class Trial:
 
     def crashed(self, present: Sequence[str]) -> str | None:
         """The engine brought itself down with these requests inside: the guilty one, if that is clear now."""
-        guilty, self._on_trial = self._on_trial, None
-        if guilty is not None:
-            self._crashes.clear()
-            return guilty
+        if self._on_trial is not None:
+            return self._crashed_in_trial(self._on_trial, present)
         if not present:
             return None
         self._crashes = {request: self._crashes.get(request, 0) + 1 for request in present}
@@ -97,8 +100,21 @@ class Trial:
         if len(present) == 1:
             self._crashes.clear()
             return present[0]
-        # Those seen at both deaths first: that finds it sooner. Otherwise in order of arrival.
-        self._untried = deque(sorted(present, key=lambda request: -self._crashes[request]))
+        # Those seen at both deaths, then the newest: `sort` keeps the order of equals.
+        order = list(reversed(present))
+        order.sort(key=lambda request: -self._crashes[request])
+        self._untried = deque(order)
+        self._passed.clear()
+        return None
+
+    def _crashed_in_trial(self, suspect: str, present: Sequence[str]) -> str | None:
+        self._on_trial = None
+        others = [request for request in present if request != suspect]
+        if not others or suspect not in present:
+            self._crashes.clear()
+            return suspect
+        self._untried = deque([suspect, *reversed(others), *self._untried])
+        self._passed.clear()
         return None
 
     def interrupted(self) -> None:

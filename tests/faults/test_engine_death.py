@@ -21,7 +21,7 @@ from support.engines import (
     until,
 )
 
-PATIENT = DeathLimits(deaths=1000)
+PATIENT = DeathLimits(deaths=1000, pauses=(0.0,))
 
 
 async def test_32_streams_survive_kills_at_random_moments(tmp_path):
@@ -43,7 +43,8 @@ async def test_32_streams_survive_kills_at_random_moments(tmp_path):
 
 
 async def test_kills_during_recovery_accuse_nobody(tmp_path):
-    async with supervised(tmp_path, step_delay=0.005) as supervisor:
+    limits = DeathLimits(pauses=(0.0,))
+    async with supervised(tmp_path, supervisor={"deaths": limits}, step_delay=0.005) as supervisor:
         streams = [supervisor.submit(request(i, 100)) for i in range(8)]
         reading = asyncio.create_task(assert_undisturbed(streams))
         for _ in range(4):
@@ -94,7 +95,8 @@ async def test_five_deaths_fail_the_model_with_a_reason(tmp_path):
 
 async def test_deaths_far_apart_do_not_add_up(tmp_path):
     now = 0.0
-    async with supervised(tmp_path, supervisor={"clock": lambda: now}) as supervisor:
+    limits = DeathLimits(pauses=(0.0,))
+    async with supervised(tmp_path, supervisor={"clock": lambda: now, "deaths": limits}) as supervisor:
         for _ in range(7):
             await until(lambda: supervisor.state == "ready")
             restarts = supervisor.restarts
@@ -152,7 +154,7 @@ async def test_an_idle_engine_that_dies_is_restarted(tmp_path):
 
 
 async def test_stop_while_restarting_leaves_no_process(tmp_path):
-    async with supervised(tmp_path, load_delay=5.0 / 100) as supervisor:
+    async with supervised(tmp_path, load_delay=0.05) as supervisor:
         stream = supervisor.submit(request(1, 4000))
         kill(supervisor)
         await until(lambda: supervisor.state == "restarting" and supervisor.pid)

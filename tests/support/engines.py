@@ -74,7 +74,7 @@ async def assert_undisturbed(streams: list[TokenStream]) -> None:
 
 async def until(condition: Any, seconds: float = 15.0) -> None:
     async with asyncio.timeout(seconds):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - conditions of any kind
             await asyncio.sleep(0.005)
 
 

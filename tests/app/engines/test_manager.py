@@ -1,0 +1,152 @@
+"""The table of loaded models: names, single flight, failures, drain."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from llmbox.app.engines.manager import EngineManager
+from llmbox.app.errors import ApiError
+from llmbox.engine.errors import ModelError
+from support.engines import assert_undisturbed, config, is_running, read, request, until
+from support.fake_engine import fake_launch
+
+
+@asynccontextmanager
+async def managing(load_text=lambda _: "text", **options):
+    manager = EngineManager(load_text, fake_launch(), **options)
+    try:
+        yield manager
+    finally:
+        await manager.close()
+
+
+def refusal(manager: EngineManager, model: str | None) -> tuple[int, str | None, str | None]:
+    with pytest.raises(ApiError) as refused:
+        manager.get(model)
+    return refused.value.status, refused.value.code, refused.value.param
+
+
+async def test_load_find_unload(tmp_path):
+    async with managing() as manager:
+        assert manager.readiness() == (True, "no model is loaded")
+        assert refusal(manager, None) == (400, "model_required", "model")
+        model = await manager.load(config(tmp_path, "a"), alias="chat")
+        assert manager.get("a") is manager.get("chat") is manager.get(None) is model
+        assert (model.name, model.text) == ("a", "text")
+        assert refusal(manager, "b") == (404, "model_not_found", "model")
+        await manager.load(config(tmp_path, "b"))
+        assert refusal(manager, None) == (400, "model_required", "model")
+        assert [m.name for m in manager.models()] == ["a", "b"]
+        pid = model.supervisor.pid
+        await manager.unload("chat")
+        assert not is_running(pid)
+        assert refusal(manager, "a")[0] == 404
+        with pytest.raises(ApiError, match="does not exist"):
+            await manager.unload("a")
+
+
+async def test_concurrent_loads_share_one_engine(tmp_path):
+    async with managing() as manager:
+        wanted = config(tmp_path, load_delay=0.1)
+        first, second = await asyncio.gather(manager.load(wanted), manager.load(wanted, alias="x"))
+        assert first is second is await manager.load(wanted)
+        assert manager.get("x") is first
+
+
+async def test_a_caller_that_gives_up_does_not_stop_the_load(tmp_path):
+    async with managing() as manager:
+        waiting = asyncio.create_task(manager.load(config(tmp_path, load_delay=0.1)))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await until(manager.models)
+
+
+async def test_while_it_loads(tmp_path):
+    async with managing() as manager:
+        loading = manager.begin_load(config(tmp_path, load_delay=0.3), alias="x")
+        await until(lambda: manager.loading()[0].progress is not None)
+        ready, cause = manager.readiness()
+        assert not ready
+        assert "fake is loading (weights" in cause
+        for name in ("fake", "x", None):
+            assert refusal(manager, name)[:2] == (503, "model_loading")
+        await loading
+        assert manager.readiness() == (True, "")
+
+
+async def test_a_failing_load_leaves_its_reason_and_nothing_else(tmp_path):
+    async with managing() as manager:
+        broken = config(tmp_path, "broken", load_error=("bad_model", "no config.json"))
+        with pytest.raises(ApiError, match=r"no config\.json"):
+            await manager.load(broken)
+        assert manager.models() == manager.loading() == []
+        assert manager.failures() == {"broken": "no config.json"}
+        assert manager.readiness() == (False, "broken could not be loaded: no config.json")
+        assert refusal(manager, "broken")[:2] == (503, "model_load_failed")
+        await manager.load(config(tmp_path, "broken"))
+        assert manager.readiness() == (True, "")
+
+
+async def test_a_missing_tokenizer_ends_the_engine_too(tmp_path):
+    def missing(path):
+        raise ModelError(f"{path.name}/tokenizer.json is missing")
+
+    async with managing(missing) as manager:
+        task = manager.begin_load(config(tmp_path, load_delay=30))
+        supervisor = manager.loading()[0]
+        with pytest.raises(ApiError, match="tokenizer") as failed:
+            await task
+        assert (failed.value.status, failed.value.code) == (400, "bad_model")
+        assert supervisor.pid is None
+
+
+async def test_unload_stops_a_load(tmp_path):
+    async with managing() as manager:
+        manager.begin_load(config(tmp_path, load_delay=30))
+        supervisor = manager.loading()[0]
+        await until(lambda: supervisor.pid)
+        await manager.unload("fake")
+        assert supervisor.pid is None
+        assert manager.loading() == manager.models() == []
+
+
+async def test_names_mean_one_model(tmp_path):
+    async with managing() as manager:
+        await manager.load(config(tmp_path, "a"), alias="chat")
+        with pytest.raises(ApiError, match="already belongs"):
+            await manager.load(config(tmp_path, "b"), alias="chat")
+        with pytest.raises(ApiError, match="other settings"):
+            await manager.load(config(tmp_path / "elsewhere", "a"))
+
+
+async def test_drain_lets_streams_finish_and_refuses_new_ones(tmp_path):
+    async with managing() as manager:
+        model = await manager.load(config(tmp_path, step_delay=0.005))
+        stream = model.supervisor.submit(request(1))
+        draining = asyncio.create_task(manager.drain(20.0))
+        await asyncio.sleep(0)
+        assert refusal(manager, "fake")[:2] == (503, "draining")
+        assert manager.readiness() == (False, "shutting down")
+        await assert_undisturbed([stream])
+        await draining
+
+
+async def test_drain_ends_what_takes_too_long_with_an_error(tmp_path):
+    async with managing() as manager:
+        model = await manager.load(config(tmp_path, step_delay=0.01))
+        stream = model.supervisor.submit(request(1, 4000))
+        await manager.drain(0.1)
+        _, last = await read(stream)
+        assert (last.finish_reason, last.error_code) == ("error", "server_shutdown")
+
+
+async def test_a_failed_engine_can_be_loaded_again(tmp_path):
+    async with managing() as manager:
+        wanted = config(tmp_path)
+        model = await manager.load(wanted)
+        model.supervisor._give_up("for this test")
+        assert manager.readiness() == (False, "fake: for this test")
+        again = await manager.load(wanted)
+        assert again is not model
+        await model.supervisor.stop()

@@ -1,0 +1,165 @@
+"""One supervised engine without faults: streams, limits, cancel, load failures. Faults: tests/faults."""
+
+import asyncio
+
+import pytest
+
+from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
+from llmbox.app.errors import ApiError
+from llmbox.engine.client import Launch
+from llmbox.engine.sampling import SamplingParams
+from support.engines import (
+    assert_undisturbed,
+    config,
+    kill,
+    read,
+    read_all,
+    request,
+    supervised,
+    undisturbed,
+    until,
+)
+from support.fake_engine import fake_launch
+
+
+async def test_streams_give_their_tokens(tmp_path):
+    states = []
+    options = {"on_change": lambda s: states.append(s.state)}
+    async with supervised(tmp_path, supervisor=options) as supervisor:
+        assert supervisor.state == "ready"
+        assert supervisor.info.vocab_size == 256
+        await assert_undisturbed([supervisor.submit(request(i)) for i in range(100)])
+        assert supervisor.open_requests == 0
+        await supervisor.idle()
+    assert states == ["ready", "stopped"]
+
+
+async def test_a_refused_request_ends_with_the_engines_reason(tmp_path):
+    async with supervised(tmp_path) as supervisor:
+        _, last = await read(supervisor.submit(request(1, max_tokens=5000)))
+        assert (last.finish_reason, last.error_code) == ("error", "does_not_fit")
+
+
+async def test_cancel_frees_at_once_and_disturbs_nobody(tmp_path):
+    async with supervised(tmp_path, step_delay=0.005, max_running=4) as supervisor:
+        streams = [supervisor.submit(request(i, 100)) for i in range(8)]
+        await until(lambda: streams[0].output_ids)
+        for stream in streams[1::2]:  # two running, two queued
+            stream.cancel()
+            stream.cancel()
+        steps = supervisor.stats.steps
+        await until(lambda: supervisor.stats.running + supervisor.stats.waiting == 4)
+        assert supervisor.stats.steps <= steps + 3
+        for _, last in await read_all(streams[1::2]):
+            assert last.finish_reason == "abort"
+        await assert_undisturbed(streams[0::2])
+        await until(lambda: supervisor.stats.blocks_used == 0)
+
+
+async def test_leaving_the_block_cancels(tmp_path):
+    async with supervised(tmp_path, step_delay=0.005) as supervisor:
+        with supervisor.submit(request(1, 4000)) as stream:
+            await anext(stream)
+        assert stream.finished
+        assert supervisor.open_requests == 0
+        await until(lambda: supervisor.stats.running == 0)
+
+
+async def test_a_burst_of_10_000_keeps_every_accepted_request(tmp_path):
+    async with supervised(tmp_path, supervisor={"queue_limit": 512}, max_running=64) as supervisor:
+        accepted, refused = [], []
+        for i in range(10_000):
+            try:
+                accepted.append(supervisor.submit(request(i, 5)))
+            except ApiError as error:
+                refused.append(error)
+        assert len(accepted) == 512 + 64
+        assert {(e.status, e.code) for e in refused} == {(429, "queue_full")}
+        assert all(int(e.headers["Retry-After"]) >= 1 for e in refused)
+        await assert_undisturbed(accepted)
+        await assert_undisturbed([supervisor.submit(request(20_000))])
+
+
+async def test_room_for_several_at_once(tmp_path):
+    async with supervised(tmp_path, supervisor={"queue_limit": 2}, max_running=1) as supervisor:
+        supervisor.check_room(3)
+        with pytest.raises(ApiError):
+            supervisor.check_room(4)
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "code", "text"),
+    [
+        ({"load_error": ("bad_model", "config.json is missing")}, 400, "bad_model", "config.json is missing"),
+        ({"load_error": ("does_not_fit", "need 5")}, 400, "does_not_fit", "need 5"),
+        ({"load_crash": True}, 500, "engine_error", "told to crash"),
+    ],
+)
+async def test_a_failing_load_is_an_error_and_leaves_nothing(tmp_path, options, status, code, text):
+    supervisor = Supervisor(config(tmp_path, **options), SupervisorOptions(launch=fake_launch()))
+    with pytest.raises(ApiError, match=text) as failed:
+        await supervisor.start()
+    assert (failed.value.status, failed.value.code) == (status, code)
+    assert supervisor.pid is None
+    assert supervisor.state == "failed"
+    await supervisor.stop()
+
+
+async def test_what_cannot_be_spawned_is_an_error(tmp_path):
+    launch = Launch(command=("/nowhere/python",))
+    supervisor = Supervisor(config(tmp_path), SupervisorOptions(launch=launch))
+    with pytest.raises(ApiError):
+        await supervisor.start()
+
+
+async def test_loading_refuses_requests_and_can_be_stopped(tmp_path):
+    supervisor = Supervisor(config(tmp_path, load_delay=30), SupervisorOptions(launch=fake_launch()))
+    starting = asyncio.create_task(supervisor.start())
+    await until(lambda: supervisor.progress is not None)
+    with pytest.raises(ApiError) as refused:
+        supervisor.submit(request(1))
+    assert (refused.value.status, refused.value.code) == (503, "model_loading")
+    assert "Retry-After" in refused.value.headers
+    await supervisor.stop()
+    with pytest.raises(ApiError):
+        await starting
+    assert supervisor.pid is None
+
+
+async def test_forks_keep_their_sibling_only_where_it_is(tmp_path):
+    async with supervised(tmp_path, step_delay=0.005) as supervisor:
+        parent = supervisor.submit(request(1, 40))
+        child = supervisor.submit(request(2, 60, fork_of="r1"))
+        stray = supervisor.submit(request(3, 5, fork_of="unknown"))
+        assert child.message({"r1"}).fork_of == "r1"
+        assert child.message(set()).fork_of is None
+        await until(lambda: child.output_ids)
+        kill(supervisor)
+        await assert_undisturbed([parent, child, stray])
+
+
+async def test_first_facts_are_told_once_even_across_a_death(tmp_path):
+    async with supervised(tmp_path, step_delay=0.005) as supervisor:
+        params = SamplingParams(max_tokens=50, prompt_logprobs=1, logprobs=0)
+        stream = supervisor.submit(request(1, params=params))
+        first = await anext(stream)
+        assert len(first.prompt_logprobs) == len(stream.request.prompt_ids)
+        assert first.cached_tokens == 0
+        kill(supervisor)
+        rest = [output async for output in stream]
+        assert stream.resumes == 1
+        assert all(o.prompt_logprobs is o.cached_tokens is o.scheduled_at is None for o in rest)
+        assert stream.output_ids == undisturbed(stream)
+        assert sum(len(o.logprobs) for o in [first, *rest]) == 50
+
+
+async def test_stop_ends_streams_with_a_reason(tmp_path):
+    async with supervised(tmp_path, step_delay=0.01) as supervisor:
+        stream = supervisor.submit(request(1, 4000))
+        await anext(stream)
+        await supervisor.stop()
+        _, last = await read(stream)
+        assert (last.finish_reason, last.error_code) == ("error", "model_unloaded")
+        with pytest.raises(ApiError) as refused:
+            supervisor.submit(request(2))
+        assert refused.value.status == 503

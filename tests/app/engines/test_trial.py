@@ -1,0 +1,188 @@
+"""The rule that finds the guilty request, alone and in a simulated engine with random crashes."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmbox.app.engines.trial import PROVEN_TOKENS, Trial
+
+
+def test_the_first_crash_resumes_everybody():
+    trial = Trial()
+    assert trial.crashed(["a", "b", "c"]) is None
+    assert trial.begin(["a", "b", "c"]) == ["a", "b", "c"]
+    assert not trial.open
+
+
+def on_trial(*requests: str) -> Trial:
+    """All were present at two crashes; the last one goes first."""
+    trial = Trial()
+    for _ in range(2):
+        assert trial.crashed(requests) is None
+    assert trial.begin(requests) == [requests[-1]]
+    return trial
+
+
+def test_after_the_second_crash_requests_are_tried_one_by_one():
+    trial = on_trial("a", "b")
+    assert trial.delivered("b", PROVEN_TOKENS - 1) == []
+    assert trial.delivered("b", 1) == ["a"]
+    assert trial.delivered("a", PROVEN_TOKENS) == []
+    assert not trial.open
+
+
+def test_who_dies_alone_is_guilty():
+    trial = on_trial("a", "b")
+    assert trial.crashed(["b"]) == "b"
+    assert trial.begin(["a"]) == ["a"]
+
+
+def test_who_dies_in_company_is_tried_again_alone():
+    trial = on_trial("a", "b", "c")
+    trial.delivered("c", PROVEN_TOKENS)
+    assert trial.on_trial == "b"
+    assert trial.crashed(["b", "c"]) is None
+    assert trial.begin(["a", "b", "c"]) == ["b"]
+    assert trial.crashed(["b"]) == "b"
+    assert trial.begin(["a", "c"]) == ["c"]
+
+
+def test_who_passed_and_dies_later_is_found():
+    trial = on_trial("a", "b")
+    trial.delivered("b", PROVEN_TOKENS)
+    assert trial.crashed(["a", "b"]) is None  # by b
+    assert trial.begin(["a", "b"]) == ["a"]
+    assert trial.delivered("a", PROVEN_TOKENS) == ["b"]
+    assert trial.crashed(["a", "b"]) is None
+    assert trial.begin(["a", "b"]) == ["b"]
+    assert trial.crashed(["b"]) == "b"
+
+
+def test_those_seen_at_both_deaths_come_first():
+    trial = Trial()
+    trial.crashed(["b"])
+    trial.crashed(["a", "b"])
+    assert trial.begin(["a", "b"]) == ["b"]
+
+
+def test_newcomers_wait_for_the_end_of_the_trial():
+    trial = Trial()
+    trial.crashed(["a", "b"])
+    trial.crashed(["a", "b"])
+    assert trial.hold("early")
+    assert trial.begin(["a", "b", "early"]) == ["b"]
+    assert trial.hold("late")
+    assert trial.ended("b") == ["a"]
+    assert trial.delivered("a", PROVEN_TOKENS) == ["early", "late"]
+    assert not trial.hold("next")
+
+
+def test_a_death_from_outside_accuses_nobody():
+    trial = on_trial("a", "b")
+    trial.interrupted()
+    assert trial.begin(["a", "b"]) == ["b"]
+    trial.delivered("b", PROVEN_TOKENS)
+    trial.interrupted()
+    assert trial.begin(["a", "b"]) == ["b", "a"]
+
+
+def test_one_that_left_stays_on_trial_until_the_engine_confirms():
+    trial = on_trial("a", "b")
+    trial.withdrawn("b")
+    assert trial.crashed([]) == "b"
+    assert trial.begin(["a"]) == ["a"]
+
+
+def test_a_request_alone_at_two_crashes_is_guilty():
+    trial = Trial()
+    assert trial.crashed(["a"]) is None
+    assert trial.crashed(["a"]) == "a"
+
+
+def test_old_crashes_are_forgotten():
+    trial = Trial()
+    trial.crashed(["a"])
+    trial.forget()
+    assert trial.crashed(["a"]) is None
+
+
+class Simulation:
+    """An engine that computes a token a step for everyone inside, and dies of poison at a given token."""
+
+    def __init__(self, poison: dict[str, int], requests: list[str]) -> None:
+        self.trial = Trial()
+        self.poison = poison
+        self.tokens = dict.fromkeys(requests, 0)
+        self.failed: list[str] = []
+        self.inside: list[str] = []
+        self.deaths = 0
+
+    def send(self, requests: list[str]) -> None:
+        assert not set(requests) & set(self.inside), "handed over twice"
+        assert set(requests) <= set(self.tokens), "handed over without being open"
+        self.inside += requests
+
+    def arrive(self, request: str) -> None:
+        self.tokens[request] = 0
+        if not self.trial.hold(request):
+            self.send([request])
+
+    def restart(self) -> None:
+        self.inside = []
+        self.send(self.trial.begin(list(self.tokens)))
+
+    def step(self) -> None:
+        if any(self.poison.get(r) == self.tokens[r] for r in self.inside):
+            self.deaths += 1
+            guilty = self.trial.crashed([r for r in self.tokens if r in self.inside])
+            if guilty is not None:
+                self.failed.append(guilty)
+                del self.tokens[guilty]
+                self.trial.withdrawn(guilty)
+            self.restart()
+            return
+        for request in list(self.inside):
+            self.tokens[request] += 1
+            self.send(self.trial.delivered(request, 1))
+
+    def cancel(self, request: str) -> None:
+        del self.tokens[request]
+        self.trial.withdrawn(request)
+        if request in self.inside:
+            self.inside.remove(request)
+            self.send(self.trial.ended(request))
+
+    def kill(self) -> None:
+        self.trial.interrupted()
+        self.restart()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    requests=st.integers(1, 12),
+    poison=st.dictionaries(st.integers(0, 11), st.integers(0, 6), max_size=3),
+    events=st.lists(st.sampled_from(["step", "step", "step", "kill", "arrive", "cancel"]), max_size=60),
+    data=st.data(),
+)
+def test_only_the_guilty_fail_and_everybody_else_goes_on(requests, poison, events, data):
+    names = [f"r{i}" for i in range(requests)]
+    simulation = Simulation({f"r{i}": at for i, at in poison.items()}, names)
+    simulation.restart()
+    for number, event in enumerate(events):
+        match event:
+            case "kill":
+                simulation.kill()
+            case "arrive":
+                simulation.arrive(f"n{number}")
+            case "cancel" if simulation.tokens:
+                simulation.cancel(data.draw(st.sampled_from(sorted(simulation.tokens))))
+            case _:
+                simulation.step()
+    before = dict(simulation.tokens)
+    for _ in range(150):
+        simulation.step()
+    assert set(simulation.failed) <= set(simulation.poison)
+    survivors = set(before) - set(simulation.poison)
+    assert survivors <= set(simulation.tokens)
+    assert all(simulation.tokens[r] > before[r] for r in survivors)
+    assert set(simulation.inside) == set(simulation.tokens)
+    assert simulation.deaths <= 5 * len(poison)

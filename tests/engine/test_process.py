@@ -1,0 +1,101 @@
+"""The engine's side: the loop, and the channel that never blocks a step."""
+
+import socket
+import threading
+
+import pytest
+
+from llmbox.engine import messages as m
+from llmbox.engine.channel import Channel, DaemonGone
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.process import serve
+from llmbox.engine.transport import FrameReader, encode
+from support.engines import request
+from support.fake_engine import FakeEngine, FakeOptions
+
+CONFIG = EngineConfig(model_path="none", name="fake")
+
+
+@pytest.fixture
+def ends():
+    ours, theirs = socket.socketpair()
+    ours.settimeout(10)
+    with ours, theirs:
+        yield ours, theirs
+
+
+def read(sock: socket.socket, reader: FrameReader[m.ToDaemon]) -> list[m.ToDaemon]:
+    return list(reader.feed(sock.recv(1 << 20)))
+
+
+def pong(nonce: int) -> m.Pong:
+    return m.Pong(nonce=nonce, stats=m.EngineStats())
+
+
+def test_a_full_socket_does_not_block_and_nothing_is_lost(ends):
+    daemon, engine = ends
+    channel = Channel(engine, outbox_limit=100_000)
+    sent = 0
+    while not channel.congested:
+        channel.send(pong(sent))
+        sent += 1
+    reader: FrameReader[m.ToDaemon] = FrameReader(m.ToDaemon)
+    received = []
+    waiting = threading.Thread(target=channel.receive, kwargs={"block": True})
+    waiting.start()  # returns when the daemon has read enough
+    while len(received) < sent:
+        received += read(daemon, reader)
+        if not waiting.is_alive():
+            channel.receive(block=False)
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert [message.nonce for message in received] == list(range(sent))
+    assert not channel.congested
+
+
+def test_messages_are_read_while_congested(ends):
+    daemon, engine = ends
+    channel = Channel(engine, outbox_limit=1000)
+    while not channel.congested:
+        channel.send(pong(0))
+    daemon.sendall(encode(m.AbortRequest(request_id="r")))
+    assert channel.receive(block=True) == [m.AbortRequest(request_id="r")]
+
+
+def test_the_end_of_the_daemon_is_noticed(ends):
+    daemon, engine = ends
+    channel = Channel(engine)
+    daemon.close()
+    with pytest.raises(DaemonGone):
+        channel.receive(block=True)
+    with pytest.raises(DaemonGone):
+        channel.send(pong(1))
+
+
+def test_a_burst_is_read_between_two_steps_and_answers_share_one_message(ends):
+    daemon, engine_end = ends
+    wrong = request(50, max_tokens=5000)
+    sent = [request(1, 2), wrong, request(2, 9), m.AbortRequest(request_id="r2"), m.Ping(nonce=3)]
+    daemon.sendall(b"".join(map(encode, sent)))
+    engine = FakeEngine(CONFIG, FakeOptions())
+    thread = threading.Thread(target=serve, args=(engine, Channel(engine_end)))
+    thread.start()
+    reader: FrameReader[m.ToDaemon] = FrameReader(m.ToDaemon)
+    received: list[m.ToDaemon] = []
+    while not any(isinstance(x, m.StepOutputs) and x.stats.output_tokens == 2 for x in received):
+        received += read(daemon, reader)
+    daemon.sendall(encode(m.Shutdown()))
+    thread.join(10)
+    assert not thread.is_alive()
+    assert isinstance(received[0], m.Pong)
+    steps = [x for x in received if isinstance(x, m.StepOutputs)]
+    assert len(steps) == 2
+    ends_of = {o.request_id: (o.finish_reason, o.error_code) for s in steps for o in s.outputs}
+    assert ends_of == {"r1": ("length", None), "r2": ("abort", None), "r50": ("error", "does_not_fit")}
+
+
+def test_a_message_out_of_turn_is_an_error(ends):
+    daemon, engine_end = ends
+    daemon.sendall(encode(m.Start(config=CONFIG)))
+    with pytest.raises(ValueError, match="out of turn"):
+        serve(FakeEngine(CONFIG, FakeOptions()), Channel(engine_end))
