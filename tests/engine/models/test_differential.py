@@ -1,0 +1,175 @@
+"""Ours against transformers: logits of every position, and greedy tokens however the work is split."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmbox.engine.block_pool import BlockPool
+from llmbox.engine.core import Engine
+from llmbox.engine.layers.decoder import Decoder
+from llmbox.engine.messages import AddRequest
+from llmbox.engine.request import Request
+from llmbox.engine.runner import ModelRunner
+from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.scheduler import Scheduler
+from llmbox.engine.step import SampledToken, ScheduledRequest, StepPlan
+from support.real_engines import ask, hf_model, hf_tokens, load, tokens
+from support.tiny_models import ARCHITECTURES, ORIGINAL_CONTEXT, ROPE_VARIANTS, make_tiny_model
+
+MANY = 32
+"""Tokens generated."""
+
+
+@dataclass
+class Case:
+    directory: Path
+    hf: Any
+    prompts: list[list[int]]
+    max_tokens: int
+
+    def asks(self) -> list[AddRequest]:
+        return [ask(str(i), prompt, self.max_tokens) for i, prompt in enumerate(self.prompts)]
+
+    @cached_property
+    def expected(self) -> dict[str, list[int]]:
+        return {str(i): hf_tokens(self.hf, p, self.max_tokens) for i, p in enumerate(self.prompts)}
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{f"{arch}-{rope}": {"arch": arch, "rope": rope} for arch in ARCHITECTURES for rope in ROPE_VARIANTS},
+    "llama-tied-biased": {
+        "arch": "llama",
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "llama-one-kv-head": {"arch": "llama", "num_key_value_heads": 1},
+    "llama-no-gqa": {"arch": "llama", "num_key_value_heads": 4},
+    "mistral-window": {"arch": "mistral", "sliding_window": 21},
+    "mistral-wide-heads": {"arch": "mistral", "head_dim": 32},
+    "qwen2-window": {
+        "arch": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 19,
+        "max_window_layers": 1,
+    },
+    "qwen2-window-unused": {
+        "arch": "qwen2",
+        "use_sliding_window": False,
+        "sliding_window": 8,
+        "max_window_layers": 0,
+    },
+    "qwen3-layer-types": {
+        "arch": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 17,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "qwen3-biased-tied": {"arch": "qwen3", "attention_bias": True, "tie_word_embeddings": True},
+}
+
+
+@pytest.fixture(scope="module")
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    options = VARIANTS[request.param]
+    directory = make_tiny_model(tmp_path_factory.mktemp(request.param), tokenizer=False, **options)
+    # transformers switches longrope's frequencies by the length of the call: stay on one side.
+    lengths = [ORIGINAL_CONTEXT + 5, 61, 45, 34] if options.get("rope") == "longrope" else [3, 19, 1, 8]
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 320, (n,), generator=generator).tolist() for n in lengths]
+    max_tokens = ORIGINAL_CONTEXT - max(lengths) if options.get("rope") == "dynamic" else MANY
+    return Case(directory, hf_model(directory), prompts, max_tokens)
+
+
+pytestmark = pytest.mark.parametrize("case", list(VARIANTS), indirect=True)
+
+
+class LogitsKeeper:
+    """Stands in for the sampler: keeps every row's logits."""
+
+    def __init__(self) -> None:
+        self.rows: list[Tensor] = []
+
+    def sample(self, logits_RV: Tensor, requests: list[Request]) -> list[SampledToken]:
+        self.rows += list(logits_RV)
+        return [SampledToken(0) for _ in requests]
+
+
+def decode_logits(runner: ModelRunner, ids: list[int], prefill: int) -> Tensor:
+    """Logits of positions prefill - 1 on: a prefill, then one token a step."""
+    keeper = runner._sampler = LogitsKeeper()
+    request = Request(request_id="r", prompt_ids=ids[:prefill], params=SamplingParams(max_tokens=1))
+    request.block_table = list(range(-(-len(ids) // 16)))
+    start = 0
+    while start < len(ids):
+        runner.execute(StepPlan([ScheduledRequest(request, start, request.num_tokens - start)]))
+        start = request.num_tokens
+        request.token_ids = ids[: start + 1]
+    return torch.stack(keeper.rows)
+
+
+def all_logits(runner: ModelRunner, ids: list[int]) -> Tensor:
+    """Logits of every position of one prefill."""
+    request = Request(request_id="r", prompt_ids=ids, params=SamplingParams(max_tokens=1))
+    request.block_table = list(range(-(-len(ids) // 16)))
+    hidden: list[Tensor] = []
+    model: Decoder = runner._model
+    original, model.hidden = (
+        model.hidden,
+        lambda forward, _rows: hidden.append(original(forward, None)) or hidden[0],
+    )
+    runner._sampler = LogitsKeeper()
+    runner.execute(StepPlan([ScheduledRequest(request, 0, len(ids))]))
+    model.hidden = original
+    return model.logits(hidden[0])
+
+
+@torch.inference_mode()
+def test_logits_of_every_position(case: Case) -> None:
+    ids = (case.prompts[1] * 3)[: 90 if case.max_tokens == MANY else ORIGINAL_CONTEXT]
+    runner = load(case.directory)._runner
+    exact = case.hf(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(all_logits(runner, ids), exact, atol=1e-4, rtol=1e-4)
+    prefill = len(case.prompts[1])
+    torch.testing.assert_close(
+        decode_logits(runner, ids, prefill), exact[prefill - 1 :], atol=1e-4, rtol=1e-4
+    )
+
+
+def test_greedy_tokens_however_the_work_is_split(case: Case) -> None:
+    expected = case.expected
+
+    single = load(case.directory)
+    for request in case.asks():
+        assert tokens(single, [request]) == {request.request_id: expected[request.request_id]}
+
+    assert tokens(load(case.directory), case.asks()) == expected, "batched"
+
+    chunked = load(case.directory, max_running=4, token_budget=7)
+    assert tokens(chunked, case.asks()) == expected, "chunked"
+
+    cached = load(case.directory)
+    tokens(cached, case.asks())
+    again = [ask(f"again-{r.request_id}", r.prompt_ids, r.params.max_tokens) for r in case.asks()]
+    assert list(tokens(cached, again).values()) == list(expected.values()), "prefix cached"
+
+
+def test_greedy_tokens_after_preemption(case: Case) -> None:
+    longest = max(map(len, case.prompts)) + case.max_tokens
+    engine = load(case.directory)
+    blocks = -(-longest // 16) + 2
+    engine._scheduler = small_scheduler(engine, blocks)
+    assert tokens(engine, case.asks()) == case.expected
+    if longest > 40:
+        assert engine.stats().preemptions > 0
+
+
+def small_scheduler(engine: Engine, blocks: int) -> Scheduler:
+    context = min(engine._scheduler.config.context, blocks * 16)
+    config = replace(engine._scheduler.config, context=context, watermark=0.0, premium_share=0.0)
+    return Scheduler(config, BlockPool(blocks, 16))

@@ -1,0 +1,152 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmbox.engine.errors import ModelError, UnsupportedArchitecture
+from llmbox.engine.model_config import parse_config
+from support.tiny_models import ARCHITECTURES, HEAD_DIM, ROPE_VARIANTS, tensor_shapes, tiny_config
+
+
+def write(directory: Path, config: dict[str, Any]) -> Path:
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("arch", list(ARCHITECTURES))
+@pytest.mark.parametrize("rope", list(ROPE_VARIANTS))
+def test_both_ways_of_writing_rope_mean_the_same(tmp_path: Path, arch: str, rope: str) -> None:
+    old = tiny_config(arch, rope, max_position_embeddings=128)
+    new = {key: value for key, value in old.items() if key not in {"rope_scaling", "rope_theta"}}
+    new["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, **(old["rope_scaling"] or {})}
+    new["dtype"] = new.pop("torch_dtype")
+    assert parse_config(write(tmp_path, old)) == parse_config(write(tmp_path, new))
+
+
+@pytest.mark.parametrize("arch", list(ARCHITECTURES))
+def test_reads_what_transformers_writes(tmp_path: Path, arch: str) -> None:
+    from transformers import AutoConfig
+
+    expected = parse_config(write(tmp_path, tiny_config(arch, "yarn")))
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    assert parse_config(tmp_path) == expected
+
+
+@pytest.mark.parametrize("arch", list(ARCHITECTURES))
+@pytest.mark.parametrize("tied", [False, True])
+def test_counts_parameters(tmp_path: Path, arch: str, tied: bool) -> None:
+    config = tiny_config(arch, tie_word_embeddings=tied, attention_bias=True, mlp_bias=arch == "llama")
+    if arch == "mistral":
+        config["attention_bias"] = False  # it has none, whatever config.json says
+    total = 0
+    for shape in tensor_shapes(config).values():
+        size = 1
+        for side in shape:
+            size *= side
+        total += size
+    assert parse_config(write(tmp_path, config)).num_parameters == total
+
+
+def test_head_dim_defaults(tmp_path: Path) -> None:
+    for arch in ARCHITECTURES:
+        config = tiny_config(arch)
+        del config["head_dim"]
+        assert parse_config(write(tmp_path, config)).head_dim == (128 if arch == "qwen3" else HEAD_DIM)
+
+
+def test_windows(tmp_path: Path) -> None:
+    def windows(arch: str, **changes: Any) -> tuple[int | None, ...]:
+        config = {**tiny_config(arch), "num_hidden_layers": 3, **changes}
+        return parse_config(write(tmp_path, config)).windows
+
+    assert windows("llama", sliding_window=8) == (None,) * 3
+    assert windows("mistral", sliding_window=None) == (None,) * 3
+    assert windows("mistral", sliding_window=8) == (8,) * 3
+    assert windows("qwen2", sliding_window=8, use_sliding_window=False) == (None,) * 3
+    assert windows("qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=2) == (None, None, 8)
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert windows("qwen3", sliding_window=8, use_sliding_window=True, layer_types=types) == (8, None, 8)
+
+
+def test_context_limits(tmp_path: Path) -> None:
+    def limits(rope: str) -> tuple[int, int]:
+        config = parse_config(write(tmp_path, {**tiny_config("llama", rope), "max_position_embeddings": 64}))
+        return config.default_context, config.context_limit
+
+    assert limits("default") == limits("llama3") == limits("longrope") == (64, 64)
+    assert limits("linear") == (128, 128)
+    assert limits("dynamic") == (64, 128)
+    assert limits("yarn") == (128, 128)
+
+
+BAD = {
+    "vocab_size": (0, "'x'", True, None),
+    "num_attention_heads": (-1, 2.5),
+    "num_key_value_heads": (3,),
+    "head_dim": (15,),
+    "rms_norm_eps": ("small",),
+    "tie_word_embeddings": ("yes",),
+    "hidden_act": ("gelu",),
+    "torch_dtype": ("float8_e4m3fn", "int8"),
+    "quantization_config": ({"quant_method": "gptq"},),
+    "rope_scaling": (
+        {"rope_type": "mrope"},
+        {"rope_type": "linear", "factor": 0.5},
+        [1],
+        {"rope_type": "linear", "factor": "2"},
+    ),
+    "partial_rotary_factor": (0.5,),
+    "rope_parameters": ({"full_attention": {"rope_type": "default"}}, {"rope_type": "longrope"}),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD.items() for value in values])
+def test_a_bad_value_names_file_and_problem(tmp_path: Path, key: str, value: Any) -> None:
+    write(tmp_path, {**tiny_config("llama"), key: value})
+    with pytest.raises(ModelError, match=r"config\.json.*: .+") as caught:
+        parse_config(tmp_path)
+    assert "None" not in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{"layer_types": ["full_attention"]}, {"layer_types": ["x", "y"]}])
+def test_layer_types_must_fit(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write(tmp_path, {**tiny_config("qwen3"), "use_sliding_window": True, "sliding_window": 8, **changes})
+    with pytest.raises(ModelError, match="layer_types"):
+        parse_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
+        {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
+        {"architectures": [], "model_type": "gpt2"},
+        {"architectures": None, "model_type": None},
+        {"architectures": [{}]},
+        {"architectures": ["LlamaForSequenceClassification"]},
+    ],
+)
+def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write(tmp_path, {**tiny_config("llama"), **changes})
+    with pytest.raises(UnsupportedArchitecture) as caught:
+        parse_config(tmp_path)
+    assert all(name in str(caught.value) for name in ARCHITECTURES.values())
+
+
+def test_code_of_the_model_is_never_run(tmp_path: Path) -> None:
+    write(tmp_path, {**tiny_config("llama"), "auto_map": {"AutoModelForCausalLM": "modeling_x.X"}})
+    with pytest.raises(ModelError, match=r"auto_map.*never run"):
+        parse_config(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b"null"])
+def test_a_file_that_is_no_object(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        parse_config(tmp_path)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        parse_config(tmp_path)

@@ -1,0 +1,118 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import DeviceError, DoesNotFit, EngineError
+from llmbox.engine.loader import load_engine
+from llmbox.engine.messages import Progress
+from llmbox.engine.request import Request
+from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.step import ScheduledRequest, StepPlan
+from support.real_engines import ask, hf_model, load, run, tokens
+from support.tiny_models import make_tiny_model
+
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("qwen3"), tokenizer=False)
+
+
+def request(name: str, prompt: list[int], blocks: list[int]) -> Request:
+    made = Request(request_id=name, prompt_ids=prompt, params=SamplingParams(max_tokens=9, temperature=0.0))
+    made.block_table = blocks
+    return made
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_every_dtype_generates(model: Path, dtype: str) -> None:
+    engine = load(model, dtype=dtype)
+    assert engine.info.dtype == dtype
+    assert len(tokens(engine, [ask("a", [5, 6, 7], 20), ask("b", range(3, 60), 20)])["b"]) == 20
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
+def test_kv_may_have_a_dtype_of_its_own(model: Path, kv_dtype: str) -> None:
+    engine = load(model, kv_dtype=kv_dtype)
+    assert engine.info.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
+    assert len(tokens(engine, [ask("a", [5, 6, 7], 20)])["a"]) == 20
+
+
+@pytest.mark.parametrize("budget", [4, 11, 4096])
+def test_prompt_logprobs_of_every_chunk(model: Path, budget: int) -> None:
+    prompt = torch.randint(3, 320, (150,), generator=torch.Generator().manual_seed(3)).tolist()
+    exact = hf_model(model)(torch.tensor([prompt])).logits[0].detach().log_softmax(-1)
+    engine = load(model, max_running=4, token_budget=budget)
+    outputs = run(engine, [ask("a", prompt, 2, prompt_logprobs=3), ask("b", [7, 8, 9], 2)])
+    entries = next(o.prompt_logprobs for o in outputs["a"] if o.prompt_logprobs is not None)
+    assert len(entries) == len(prompt)
+    assert entries[0] is None
+    for position, entry in enumerate(entries[1:], 1):
+        assert entry is not None
+        assert entry.token_id == prompt[position]
+        assert entry.logprob == pytest.approx(float(exact[position - 1, prompt[position]]), abs=1e-3)
+        best = exact[position - 1].topk(3)
+        assert [token for token, _ in entry.top] == best.indices.tolist()
+    assert all(output.prompt_logprobs is None for output in outputs["b"])
+
+
+def test_blocks_are_copied_before_anything_is_written(model: Path) -> None:
+    runner = load(model)._runner
+    prompt = list(range(3, 23))
+    first = request("a", prompt, [4, 9])
+    token = runner.execute(StepPlan([ScheduledRequest(first, 0, 20)])).tokens["a"].token_id
+    fork = request("b", prompt, [4, 2])
+    for one in (first, fork):
+        one.token_ids = [*prompt, token]
+    together = [ScheduledRequest(first, 20, 1), ScheduledRequest(fork, 20, 1)]
+    result = runner.execute(StepPlan(together, copies=[(9, 2)]))
+    assert result.tokens["a"] == result.tokens["b"]
+
+
+def test_a_row_of_nan_fails_alone_and_its_blocks_can_be_used_again(model: Path) -> None:
+    runner = load(model)._runner
+    prompt = list(range(3, 23))
+    clean = runner.execute(StepPlan([ScheduledRequest(request("x", prompt, [0, 1]), 0, 20)])).tokens["x"]
+    table = runner._model.table.weight_OI
+    good = table[300].clone()
+    with torch.inference_mode():
+        table[300] = torch.nan
+    broken, fine = request("a", [300, *prompt[1:]], [2, 3]), request("b", prompt, [4, 5])
+    result = runner.execute(StepPlan([ScheduledRequest(broken, 0, 20), ScheduledRequest(fine, 0, 20)]))
+    assert result.tokens == {"b": clean}
+    assert "NaN" in result.failed["a"]
+    with torch.inference_mode():
+        table[300] = good
+    for plan_rows in ([(0, 20)], [(0, 18), (18, 1), (19, 1)]):
+        heir = request("c", prompt, [3, 2])
+        for start, count in plan_rows:
+            result = runner.execute(StepPlan([ScheduledRequest(heir, start, count)]))
+        assert result.tokens == {"c": clean}
+
+
+def test_progress_is_told_in_bytes(model: Path) -> None:
+    seen: list[Progress] = []
+    load_engine(EngineConfig(model_path=str(model), name="m", device="cpu", threads=1), seen.append)
+    assert {p.phase for p in seen} == {"weights"}
+    assert [p.done for p in seen] == sorted(p.done for p in seen)
+    assert seen[-1].done == seen[-1].total == sum(p.total for p in seen[-1:])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that is not there")
+def test_a_device_that_is_not_there(model: Path) -> None:
+    with pytest.raises(DeviceError, match="--device cpu"):
+        load(model, device="cuda")
+
+
+def test_a_context_beyond_the_model(model: Path) -> None:
+    with pytest.raises(DoesNotFit, match="256"):
+        load(model, context=257)
+
+
+def test_unknown_kernels(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMBOX_KERNELS", "abacus")
+    with pytest.raises(EngineError, match="abacus"):
+        load(model)
