@@ -94,7 +94,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refused or self.transport.is_closing():
             return
         if self._phase is Phase.HEADERS:
-            self._count_line(data if began_before else b"\n")
+            self._count_line(data, began_before)
         idle = self._phase is Phase.NOTHING and (not self.cycle or self.cycle.response_complete)
         if self._deadline is None and (idle or self._phase is Phase.HEADERS):
             self._expect(self._limits.header_timeout)
@@ -144,10 +144,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._expect(None)
         super().on_message_complete()
 
-    def _count_line(self, data: bytes) -> None:
+    def _count_line(self, data: bytes, began_before: bool) -> None:
         """An unfinished line never reaches `on_header`: it is bounded here."""
         end = data.rfind(b"\n")
-        self._line_bytes = self._line_bytes + len(data) if end < 0 else len(data) - end - 1
+        if end >= 0:
+            self._line_bytes = len(data) - end - 1
+        else:  # the whole request is younger than `data`: its line is too
+            self._line_bytes = self._line_bytes + len(data) if began_before else 0
         if self._line_bytes > self._limits.header_line_bytes:
             self._refuse(_header_too_large("A header line is too long."))
 

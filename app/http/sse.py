@@ -138,11 +138,11 @@ class EventStream:
         self._timer = self._loop.call_later(self._options.first_comment, self._keep_alive)
         try:
             while not self._gone:
-                if self._buffer:
-                    await self._flush(send)
-                elif self._ended:
+                if self._ended:
                     await self._finish(send)
                     return
+                if self._buffer:
+                    await self._flush(send)
                 else:
                     self._wake = self._loop.create_future()
                     await self._wake

@@ -1,0 +1,65 @@
+import asyncio
+from typing import Any
+
+import pytest
+
+from llmbox.app.errors import ApiError
+from llmbox.app.http.disconnect import while_connected
+from llmbox.app.http.errors import ClientGone
+
+
+def receiver(left: asyncio.Event) -> Any:
+    async def receive() -> Any:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    return receive
+
+
+async def test_the_result_of_the_work() -> None:
+    async def work() -> int:
+        return 3
+
+    assert await while_connected(receiver(asyncio.Event()), work()) == 3
+
+
+async def test_the_error_of_the_work() -> None:
+    async def work() -> None:
+        raise ApiError(400, "no")
+
+    with pytest.raises(ApiError):
+        await while_connected(receiver(asyncio.Event()), work())
+
+
+async def test_leaving_cancels_the_work_before_it_returns() -> None:
+    left, ended = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    waiting = asyncio.create_task(while_connected(receiver(left), work()))
+    await asyncio.sleep(0)
+    left.set()
+    with pytest.raises(ClientGone):
+        await waiting
+    assert ended.is_set()
+
+
+async def test_cancelling_cancels_the_work() -> None:
+    ended = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    waiting = asyncio.create_task(while_connected(receiver(asyncio.Event()), work()))
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert ended.is_set()

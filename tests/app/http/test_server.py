@@ -1,0 +1,203 @@
+"""The real server: sockets, keep-alive, drain."""
+
+import asyncio
+import json
+import socket
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from litestar import get
+
+from llmbox.app.http.disconnect import while_connected
+from llmbox.app.http.guard import Access
+from llmbox.app.http.request import StrictRequest, is_local_socket
+from llmbox.app.http.server import serve
+from llmbox.app.http.sockets import listen_tcp, listen_unix
+from llmbox.app.http.sse import EventStreamResponse
+from support.http_app import fake_services, make_app
+from support.http_server import running
+
+
+@get("/where", opt={"access": Access.READ})
+async def where(request: StrictRequest) -> dict[str, bool]:
+    return {"local": is_local_socket(request)}
+
+
+class Hanging:
+    """Routes that answer when told, and remember that they were stopped."""
+
+    def __init__(self) -> None:
+        self.entered = asyncio.Event()
+        self.release = asyncio.Event()
+        self.stopped = asyncio.Event()
+
+    async def _wait(self) -> None:
+        self.entered.set()
+        try:
+            await self.release.wait()
+        except asyncio.CancelledError:
+            self.stopped.set()
+            raise
+
+    @property
+    def handlers(self) -> list[object]:
+        @get("/stream", opt={"access": Access.INFER})
+        async def stream() -> EventStreamResponse:
+            async def events() -> AsyncIterator[bytes]:
+                yield b"data: first\n\n"
+                await self._wait()
+                yield b"data: last\n\n"
+
+            return EventStreamResponse(events())
+
+        @get("/answer", opt={"access": Access.INFER})
+        async def answer(request: StrictRequest) -> str:
+            await while_connected(request.receive, self._wait())
+            return "whole answer"
+
+        return [stream, answer]
+
+
+async def test_three_sockets_share_the_loop_and_only_one_is_local(tmp_path: Path) -> None:
+    services = fake_services()
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/s"
+        sockets = [*listen_tcp("127.0.0.1", 0), listen_unix(Path(path))]
+        port = sockets[0].getsockname()[1]
+        hosts = [sock.getsockname()[0] for sock in sockets[:-1]]
+        app = make_app([where], services)
+        task = asyncio.create_task(serve(app, sockets, limits=services.settings.limits, drain=services.drain))
+        request = b"GET /where HTTP/1.1\r\nHost: %b\r\nConnection: close\r\n\r\n"
+        for host in hosts:
+            reader, writer = await asyncio.open_connection(host, port)
+            name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            writer.write(request % name.encode())
+            assert b'{"local":false}' in await reader.read()
+            writer.close()
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(request % b"localhost")
+        assert b'{"local":true}' in await reader.read()
+        writer.close()
+        services.drain.begin()
+        await asyncio.wait_for(task, 5)
+
+
+async def test_one_connection_carries_many_requests() -> None:
+    async with running() as server:
+        reader, writer = await server.connect()
+        for _ in range(3):
+            writer.write(server.get("/health"))
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200")
+            assert b"date: " in head
+            assert await reader.readexactly(15) == b'{"status":"ok"}'
+        writer.write(server.get("/health") * 2)  # pipelined
+        await reader.readuntil(b'{"status":"ok"}')
+        await reader.readuntil(b'{"status":"ok"}')
+        writer.close()
+
+
+async def test_an_absolute_target_and_bad_syntax_are_400() -> None:
+    async with running() as server:
+        for data in (
+            b"GET http://evil.example/ HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            b"NONSENSE\r\n\r\n",
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+            b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: x\r\n\r\n",
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # a TLS hello
+        ):
+            answer = await server.send(data)
+            assert answer.startswith(b"HTTP/1.1 400 "), (data, answer)
+            assert set(json.loads(answer.split(b"\r\n\r\n")[1])["error"]) == {
+                "message",
+                "type",
+                "param",
+                "code",
+            }
+
+
+async def test_an_early_answer_survives_a_large_upload() -> None:
+    async with running(body_bytes=2000) as server:
+        body = b"a" * 1_000_0
+        head = f"POST /x HTTP/1.1\r\nHost: localhost:{server.port}\r\nContent-Type: application/json\r\n"
+        answer = await server.send(
+            head.encode() + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        )
+        assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("path", ["/stream", "/answer"])
+async def test_a_client_that_leaves_stops_the_work(path: str) -> None:
+    hanging = Hanging()
+    async with running(hanging.handlers) as server:
+        _, writer = await server.connect()
+        writer.write(server.get(path))
+        await asyncio.wait_for(hanging.entered.wait(), 5)
+        writer.transport.abort()
+        await asyncio.wait_for(hanging.stopped.wait(), 5)
+
+
+@pytest.mark.parametrize("path", ["/stream", "/answer"])
+async def test_a_drain_lets_open_work_finish(path: str) -> None:
+    hanging = Hanging()
+    async with running(hanging.handlers) as server:
+        reader, writer = await server.connect()
+        idle_reader, _ = await server.connect()
+        writer.write(server.get(path))
+        await asyncio.wait_for(hanging.entered.wait(), 5)
+        server.services.drain.begin()
+        assert await asyncio.wait_for(idle_reader.read(), 5) == b""
+        told = await server.send(server.get("/ready"))
+        assert told.startswith(b"HTTP/1.1 503 ")
+        assert b"draining" in told
+        hanging.release.set()
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert b"last" in answer or b"whole answer" in answer
+        await asyncio.wait_for(server.task, 5)
+        with pytest.raises(OSError):
+            await server.connect()
+        writer.close()
+
+
+@pytest.mark.parametrize("hurry", [True, False])
+@pytest.mark.parametrize("path", ["/stream", "/answer"])
+async def test_work_that_outlives_the_drain_ends_with_an_error(path: str, hurry: bool) -> None:
+    hanging = Hanging()
+    async with running(hanging.handlers, drain_timeout=60 if hurry else 0.05) as server:
+        reader, writer = await server.connect()
+        writer.write(server.get(path))
+        await asyncio.wait_for(hanging.entered.wait(), 5)
+        server.services.drain.begin()
+        if hurry:
+            server.services.drain.begin()
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert b'"code":"shutting_down"' in answer
+        if path == "/stream":
+            assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        else:
+            assert answer.startswith(b"HTTP/1.1 503 ")
+        await asyncio.wait_for(server.task, 5)
+        assert hanging.stopped.is_set()
+        writer.close()
+
+
+async def test_a_stalled_reader_cannot_hold_the_end() -> None:
+    @get("/flood", opt={"access": Access.INFER})
+    async def flood() -> EventStreamResponse:
+        async def events() -> AsyncIterator[bytes]:
+            while True:
+                yield b"x" * 10_000
+
+        return EventStreamResponse(events())
+
+    async with running([flood], drain_timeout=0.1) as server:
+        sock = socket.create_connection(("127.0.0.1", server.port))
+        sock.sendall(server.get("/flood"))
+        await asyncio.sleep(0.2)
+        server.services.drain.begin()
+        await asyncio.wait_for(server.task, 5)
+        sock.close()

@@ -1,0 +1,258 @@
+"""What holds for every request, whether or not a route exists for it."""
+
+import httpx
+import msgspec
+import pytest
+from litestar import get, post
+from litestar.params import JSONBody
+
+from llmbox.app.http.guard import Access
+from support.http_app import allowing, client, fake_services, make_app, over_unix
+
+PATHS = ["/health", "/no/such/route", "/echo"]
+
+
+class Body(msgspec.Struct):
+    text: str
+
+
+@post("/echo", status_code=200, opt={"access": Access.INFER})
+async def echo(data: JSONBody[Body]) -> str:
+    return data.text
+
+
+@get("/boom", opt={"access": Access.READ})
+async def boom() -> None:
+    raise RuntimeError("secret at /etc/shadow")
+
+
+def check_error(answer: httpx.Response, status: int, code: str | None = None) -> None:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    if code:
+        assert error["code"] == code
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+async def test_a_foreign_host_is_refused_on_every_method(method: str, path: str) -> None:
+    async with client(make_app([echo])) as http:
+        answer = await http.request(method, path, headers={"Host": "evil.example"})
+    assert answer.status_code == 421
+    if method != "HEAD":
+        check_error(answer, 421, "host_not_allowed")
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:7411", 200),
+        ("localhost:7411", 200),
+        ("LOCALHOST:7411", 200),
+        ("127.0.0.1", 421),
+        ("localhost", 421),
+        ("localhost:7412", 421),
+        ("localhost.:7411", 421),
+        ("localhost:7411.evil.example", 421),
+        ("127.0.0.1.evil.example:7411", 421),
+        ("0.0.0.0:7411", 421),
+        ("[::1]:7411", 421),
+        ("user@localhost:7411", 421),
+        ("", 421),
+    ],
+)
+async def test_host_must_match_exactly_with_its_port(host: str, status: int) -> None:
+    async with client(make_app(), "127.0.0.1:7411") as http:
+        assert (await http.get("/health", headers={"Host": host})).status_code == status
+
+
+async def test_the_ipv6_address_is_written_in_brackets() -> None:
+    async with client(make_app(), "[::1]:7411") as http:
+        assert (await http.get("/health")).status_code == 200
+        assert (await http.get("/health", headers={"Host": "::1:7411"})).status_code == 421
+
+
+async def test_configured_hosts() -> None:
+    app = make_app(services=allowing("box.lan", "proxy.lan:443"))
+    async with client(app, "127.0.0.1:7411") as http:
+        for host, status in [
+            ("box.lan", 200),
+            ("box.lan:7411", 200),
+            ("box.lan:1", 421),
+            ("proxy.lan:443", 200),
+            ("proxy.lan", 421),
+        ]:
+            assert (await http.get("/health", headers={"Host": host})).status_code == status, host
+
+
+async def test_two_hosts_or_none_are_refused() -> None:
+    async with client(make_app()) as http:
+        two = [("Host", "localhost"), ("Host", "localhost")]
+        assert (await http.get("/health", headers=two)).status_code == 421
+        request = http.build_request("GET", "/health")
+        del request.headers["Host"]
+        assert (await http.send(request)).status_code == 421
+
+
+async def test_forwarded_headers_change_nothing() -> None:
+    headers = {"X-Forwarded-Host": "evil.example", "X-Forwarded-For": "1.2.3.4", "Forwarded": "host=evil"}
+    async with client(make_app()) as http:
+        assert (await http.get("/health", headers=headers)).status_code == 200
+        answer = await http.get(
+            "/health", headers={**headers, "Host": "evil.example", "X-Forwarded-Host": "localhost"}
+        )
+        assert answer.status_code == 421
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Origin": "http://localhost"}, 200),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "http://localhost.evil.example"}, 403),
+        ({"Origin": "http://localhost:1"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "file://"}, 403),
+        ({"Origin": "http://[bad"}, 403),
+        ({"Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Sec-Fetch-Site": "none"}, 200),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}, 403),
+    ],
+)
+async def test_other_web_pages_cannot_post(headers: dict[str, str], status: int) -> None:
+    async with client(make_app([echo])) as http:
+        answer = await http.post("/echo", json={"text": "hi"}, headers=headers)
+    assert answer.status_code == status
+    assert "access-control-allow-origin" not in answer.headers
+
+
+async def test_other_web_pages_can_link_but_not_fetch() -> None:
+    cross = {"Sec-Fetch-Site": "cross-site"}
+    async with client(make_app()) as http:
+        link = {**cross, "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+        assert (await http.get("/", headers=link)).status_code == 200
+        for mode, dest in [
+            ("no-cors", "empty"),
+            ("cors", "empty"),
+            ("navigate", "iframe"),
+            ("no-cors", "script"),
+        ]:
+            headers = {**cross, "Sec-Fetch-Mode": mode, "Sec-Fetch-Dest": dest}
+            check_error(await http.get("/version", headers=headers), 403, "cross_site_request")
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("application/json", 200),
+        ("APPLICATION/JSON", 200),
+        ("application/json; charset=utf-8", 200),
+        ('application/json; charset="UTF-8"', 200),
+        ("application/json; charset=latin-1", 415),
+        ("text/plain", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("multipart/form-data; boundary=x", 415),
+        ("application/jsonp", 415),
+        ("", 415),
+    ],
+)
+async def test_bodies_are_json_and_say_so(kind: str, status: int) -> None:
+    async with client(make_app([echo])) as http:
+        answer = await http.post("/echo", content=b'{"text": "hi"}', headers={"Content-Type": kind})
+    assert answer.status_code == status
+
+
+async def test_compressed_bodies_are_refused() -> None:
+    async with client(make_app([echo])) as http:
+        answer = await http.post("/echo", json={"text": "x"}, headers={"Content-Encoding": "gzip"})
+        check_error(answer, 415)
+
+
+async def test_a_missing_body_is_named() -> None:
+    async with client(make_app([echo])) as http:
+        check_error(await http.post("/echo"), 400, "invalid_json")
+
+
+async def test_body_size_is_bounded_with_and_without_content_length() -> None:
+    app = make_app([echo], fake_services(body_bytes=1024))
+    fits, too_big = b'{"text": "%b"}' % (b"a" * 1000), b'{"text": "%b"}' % (b"a" * 1020)
+
+    async def chunks(body: bytes):
+        for start in range(0, len(body), 100):
+            yield body[start : start + 100]
+
+    headers = {"Content-Type": "application/json"}
+    async with client(app) as http:
+        for body, status in ((fits, 200), (too_big, 413)):
+            known = await http.post("/echo", content=body, headers=headers)
+            chunked = await http.post("/echo", content=chunks(body), headers=headers)
+            assert (known.status_code, chunked.status_code) == (status, status)
+        for length in ("9" * 30, "-1", "1e3", "1_0"):
+            request = http.build_request("POST", "/echo", headers=headers)
+            request.headers["Content-Length"] = length
+            assert (await http.send(request)).status_code in {400, 413}
+
+
+async def test_request_ids_come_back() -> None:
+    async with client(make_app()) as http:
+        given = await http.get("/health", headers={"X-Request-Id": "my-id.1"})
+        assert given.headers["x-request-id"] == "my-id.1"
+        for bad in ("", "two words", "x" * 129, "inj\tection"):
+            answer = await http.get("/health", headers={"X-Request-Id": bad})
+            assert answer.headers["x-request-id"].startswith("req_")
+        first, second = await http.get("/health"), await http.get("/nope")
+        assert first.headers["x-request-id"] != second.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/nope", "/boom", "/openapi.json"])
+async def test_every_answer_carries_the_headers(path: str) -> None:
+    async with client(make_app([boom])) as http:
+        headers = (await http.get(path)).headers
+    assert "default-src 'self'" in headers["content-security-policy"]
+    assert "frame-ancestors 'none'" in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert headers["cache-control"] == "no-store"
+    assert headers["openai-processing-ms"].isdigit()
+
+
+async def test_errors_have_one_shape_and_tell_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with client(make_app([boom, echo])) as http:
+        check_error(await http.get("/nope"), 404, "not_found")
+        check_error(await http.get("/echo"), 405, "method_not_allowed")
+        answer = await http.get("/boom")
+    check_error(answer, 500, "internal_error")
+    assert "secret" not in answer.text
+    assert "shadow" not in answer.text
+    assert "secret" in caplog.text
+
+
+async def test_405_names_the_methods() -> None:
+    async with client(make_app([echo])) as http:
+        assert "POST" in (await http.get("/echo")).headers["allow"]
+        assert "POST" in (await http.options("/echo")).headers["allow"]
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/version", "/metrics", "/openapi.json"])
+async def test_head_is_get_without_the_body(path: str) -> None:
+    async with client(make_app()) as http:
+        head, get_ = await http.head(path), await http.get(path)
+    assert head.status_code == get_.status_code == 200
+    assert head.content == b""
+    assert head.headers["content-type"] == get_.headers["content-type"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/%00", "/%ff%fe", "//health//", "/../../etc/passwd", "/%2e%2e/x", "/" + "a" * 5000]
+)
+async def test_odd_paths_are_not_found(path: str) -> None:
+    async with client(over_unix(make_app())) as http:
+        request = http.build_request("GET", "/")
+        request.url = request.url.copy_with(raw_path=path.encode())
+        assert (await http.send(request)).status_code in {200, 404}

@@ -1,0 +1,61 @@
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from llmbox.app.http.sockets import PortInUse, is_loopback, listen_tcp, listen_unix
+
+
+def close(*sockets: socket.socket) -> None:
+    for sock in sockets:
+        sock.close()
+
+
+def test_loopback_is_bound_twice_on_one_port() -> None:
+    sockets = listen_tcp("127.0.0.1", 0)
+    try:
+        ports = {sock.getsockname()[1] for sock in sockets}
+        assert len(ports) == 1
+        assert sockets[0].getsockname()[0] == "127.0.0.1"
+        assert [sock.getsockname()[0] for sock in sockets[1:]] in ([], ["::1"])
+    finally:
+        close(*sockets)
+
+
+def test_a_port_in_use_is_named() -> None:
+    sockets = listen_tcp("127.0.0.1", 0)
+    port = sockets[0].getsockname()[1]
+    try:
+        with pytest.raises(PortInUse) as caught:
+            listen_tcp("127.0.0.1", port)
+        assert caught.value.where == f"127.0.0.1:{port}"
+    finally:
+        close(*sockets)
+
+
+def test_the_unix_socket_is_for_its_owner(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    sock = listen_unix(path)
+    try:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with pytest.raises(PortInUse):
+            listen_unix(path)
+    finally:
+        close(sock)
+
+
+def test_a_leftover_unix_socket_is_replaced_but_not_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    listen_unix(path).close()
+    listen_unix(path).close()
+    other = tmp_path / "file"
+    other.write_text("keep")
+    with pytest.raises(OSError):
+        listen_unix(other)
+    assert other.read_text() == "keep"
+
+
+def test_is_loopback() -> None:
+    assert all(is_loopback(host) for host in ("127.0.0.1", "127.0.0.2", "::1", "localhost"))
+    assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "192.168.1.2", "localhost.lan"))

@@ -1,0 +1,111 @@
+"""Fault row 18: more clients than there is room for."""
+
+import asyncio
+import resource
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from litestar import get
+
+from llmbox.app.http.guard import Access
+from llmbox.app.http.sse import EventStreamResponse
+from support.http_server import running
+
+IDLE_CLIENTS = 1000
+
+
+async def test_a_thousand_idle_streams_leave_room_for_others() -> None:
+    open_streams = 0
+
+    @get("/idle", opt={"access": Access.READ})
+    async def idle() -> EventStreamResponse:
+        async def events() -> AsyncIterator[bytes]:
+            nonlocal open_streams
+            open_streams += 1
+            try:
+                yield b"data: hello\n\n"
+                await asyncio.sleep(3600)
+            finally:
+                open_streams -= 1
+
+        return EventStreamResponse(events())
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    clients = min(IDLE_CLIENTS, (hard - 500) // 2)
+    async with running([idle], drain_timeout=0.1) as server:  # raises the soft limit
+        held = []
+        for _ in range(clients):
+            reader, writer = await server.connect()
+            writer.write(server.get("/idle"))
+            held.append((reader, writer))
+        for reader, _ in held:
+            await asyncio.wait_for(reader.readuntil(b"hello\n\n"), 20)
+        assert open_streams == clients
+        health = await server.send(server.get("/health", "Connection: close"))
+        assert health.startswith(b"HTTP/1.1 200 ")
+        for _, writer in held:
+            writer.transport.abort()
+        for _ in range(200):
+            if open_streams == 0:
+                break
+            await asyncio.sleep(0.02)
+        assert open_streams == 0
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_connections_over_the_limit_are_told() -> None:
+    async with running(connections=8) as server:
+        held = [await server.connect() for _ in range(8)]
+        await asyncio.sleep(0.05)
+        answer = await server.send(b"")
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"too_many_connections" in answer
+        for _, writer in held:
+            writer.close()
+        await asyncio.sleep(0.05)
+        health = await server.send(server.get("/health", "Connection: close"))
+        assert health.startswith(b"HTTP/1.1 200 ")
+
+
+OUT_OF_FILES = """
+    import asyncio, os, resource, sys
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    from support.http_server import running
+
+    async def main():
+        async with running() as server:
+            free = [os.open("/dev/null", os.O_RDONLY) for _ in range(100)]
+            clients = []
+            try:
+                while True:
+                    clients.append(await server.connect())
+            except OSError:
+                pass
+            await asyncio.sleep(0.2)
+            for _, writer in clients:
+                writer.transport.abort()
+            for fd in free:
+                os.close(fd)
+            await asyncio.sleep(1.3)  # asyncio waits a second before it accepts again
+            answer = await server.send(server.get("/health", "Connection: close"))
+            print(answer.split(b"\\r\\n")[0].decode())
+
+    asyncio.run(main())
+"""
+
+
+def test_a_process_without_descriptors_serves_again_when_some_are_free() -> None:
+    tests = Path(__file__).parent.parent
+    path = f"{tests}:{tests.parent / 'packaging' / 'tree'}"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", textwrap.dedent(OUT_OF_FILES)],
+        env={"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.strip() == "HTTP/1.1 200 OK", done.stderr[-2000:]
