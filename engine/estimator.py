@@ -23,7 +23,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 ATTENTION_SCRATCH = 64 * MIB
-"""What attention may use for one score matrix, whatever the context: the kernel tiles its queries by it."""
+"""What attention may use for one mask or score matrix: the kernel takes that many queries at a time."""
 PROMPT_LOGPROB_ROWS = 64
 """Rows of prompt logits made at once."""
 
@@ -116,8 +116,8 @@ def workspace_bytes(
     activations  rows · ((3 · hidden + max(2 · (heads + kv_heads) · head_dim, 3 · ffn)) · b + 2 · hidden · 4)
                  residual, normed input and output; the larger of attention's and the MLP's inner rows;
                  float32 inside the norm
-    attention    scores and their softmax in float32, at most ATTENTION_SCRATCH each, and one request's K
-                 and V gathered in float32: 2 · context · kv_heads · head_dim · 4
+    attention    a mask and scores, at most ATTENTION_SCRATCH each, and one request's K and V gathered in
+                 float32, padded by at most a half: 3 · context · kv_heads · head_dim · 4
     positions    RoPE tables of cosines and sines: 2 · context · head_dim · 4
     logits       (max_running + PROMPT_LOGPROB_ROWS) · vocab · (4 + b), and the sampler's integers: 32 bytes a
                  vocabulary entry for each row it takes at once
@@ -127,7 +127,7 @@ def workspace_bytes(
     inner = max(2 * (shape.heads + shape.kv_heads) * shape.head_dim, 3 * shape.ffn)
     activations = rows * (3 * shape.hidden * size + inner * size + 2 * shape.hidden * 4)
     scores = 2 * min(ATTENTION_SCRATCH, shape.heads * rows * context * 4)
-    gathered = 2 * context * shape.kv_heads * shape.head_dim * 4
+    gathered = 3 * context * shape.kv_heads * shape.head_dim * 4
     positions = 2 * context * shape.head_dim * 4
     sampled = max_running + PROMPT_LOGPROB_ROWS
     at_once = PROMPT_LOGPROB_ROWS if device == "cuda" else 1

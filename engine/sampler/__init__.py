@@ -2,7 +2,8 @@
 
 A row's result is a function of that row's logits and its request, bit by bit: sums over the vocabulary are
 sums of integers (`weights.py`), so neither the neighbours in the batch nor the way a kernel splits its work
-can change them, and noise comes from (seed, position) alone. Equal logits are ordered by lowest id.
+can change them, and noise comes from (seed, position) alone. Equal logits are ordered by lowest id. From one
+device to another only the last bit of `exp` may differ, which moves a draw about once in ten million.
 """
 
 from .sampler import Sampler

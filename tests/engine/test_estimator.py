@@ -1,0 +1,311 @@
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import DoesNotFit
+from llmbox.engine.estimator import (
+    MemoryBudget,
+    MemoryPlan,
+    ModelShape,
+    estimate,
+    resolve_dtypes,
+    show_bytes,
+    workspace_bytes,
+)
+from llmbox.engine.roofline import decode_tokens_per_second, prefill_tokens_per_second
+
+GB = 10**9
+
+LLAMA_3_8B = ModelShape(
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    ffn=14336,
+    vocab=128256,
+    tied=False,
+    context_limit=8192,
+)
+QWEN_3_600M = ModelShape(
+    layers=28,
+    hidden=1024,
+    heads=16,
+    kv_heads=8,
+    head_dim=128,
+    ffn=3072,
+    vocab=151936,
+    tied=True,
+    context_limit=40960,
+    qk_norm=True,
+)
+QWEN_2_500M = ModelShape(
+    layers=24,
+    hidden=896,
+    heads=14,
+    kv_heads=2,
+    head_dim=64,
+    ffn=4864,
+    vocab=151936,
+    tied=True,
+    context_limit=32768,
+    qkv_bias=True,
+)
+MISTRAL_7B = replace(LLAMA_3_8B, vocab=32000, context_limit=32768, sliding_window=4096)
+TINY = ModelShape(
+    layers=4,
+    hidden=256,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    ffn=768,
+    vocab=4096,
+    tied=True,
+    context_limit=2048,
+    dtype="float32",
+)
+
+
+def plan(shape: ModelShape, available: float, device="cpu", **config) -> MemoryPlan:
+    budget = MemoryBudget(device=device, available=int(available), cores=2)
+    return estimate(shape, budget, EngineConfig(model_path="m", name="m", **config))
+
+
+# ---------------------------------------------------------------------------- closed forms
+
+
+@pytest.mark.parametrize(
+    ("shape", "params"),
+    [
+        (LLAMA_3_8B, 8_030_261_248),
+        (QWEN_3_600M, 596_049_920),
+        (QWEN_2_500M, 494_032_768),
+        (MISTRAL_7B, 7_241_732_096),
+    ],
+)
+def test_published_parameter_counts(shape, params):
+    assert shape.params == params
+
+
+def test_exact_counts_win():
+    assert replace(LLAMA_3_8B, exact_params=5).params == 5
+
+
+def test_kv_bytes_per_token():
+    assert LLAMA_3_8B.kv_bytes_per_token("bfloat16") == 131_072
+    assert QWEN_3_600M.kv_bytes_per_token("bfloat16") == 114_688
+    assert QWEN_3_600M.kv_bytes_per_token("float32") == 229_376
+
+
+def test_llama_on_a_24_gb_gpu():
+    got = plan(LLAMA_3_8B, 24 * GB, "cuda")
+    assert got.weights_bytes == 16_060_522_496
+    assert got.context == 8192
+    assert (got.dtype, got.kv_dtype, got.max_running, got.token_budget) == ("bfloat16", "bfloat16", 256, 2048)
+    room = int(24 * GB * 0.85) - got.weights_bytes - got.workspace_bytes
+    assert got.num_blocks == room // (16 * 131_072)
+    assert got.max_concurrency == pytest.approx(got.num_blocks * 16 / 8192)
+
+
+def test_workspace_by_hand():
+    got = workspace_bytes(TINY, "cpu", "float32", context=2048, rows=64, max_running=4)
+    activations = 64 * ((3 * 256 + 3 * 768) * 4 + 2 * 256 * 4)
+    attention = 2 * (4 * 64 * 2048 * 4) + 3 * 2048 * 2 * 64 * 4
+    logits = 4096 * ((4 + 64) * 8 + 32)
+    assert got == activations + attention + 2 * 2048 * 64 * 4 + logits
+
+
+def test_a_small_model_takes_only_what_it_needs():
+    got = plan(TINY, 64 * GB)
+    assert got.num_blocks == got.max_running * 2048 // 16
+    assert got.max_concurrency == got.max_running == 32
+    assert got.total_bytes < GB / 2
+
+
+def test_dtypes():
+    def dtypes(shape, device, **config):
+        return resolve_dtypes(shape, device, EngineConfig(model_path="m", name="m", **config))
+
+    small = replace(QWEN_2_500M, exact_params=2**28)
+    assert dtypes(small, "cpu") == ("float32", "float32")
+    assert dtypes(replace(small, exact_params=2**28 + 1), "cpu") == ("bfloat16", "bfloat16")
+    assert dtypes(small, "cuda") == ("bfloat16", "bfloat16")
+    assert dtypes(small, "cpu", dtype="float16", kv_dtype="float32") == ("float16", "float32")
+
+
+# ---------------------------------------------------------------------------- budgets and context
+
+
+def test_an_automatic_budget_is_half_of_the_memory():
+    got = plan(QWEN_3_600M, 20 * GB)
+    assert got.budget_bytes == 10 * GB
+    assert 9.9 * GB < got.total_bytes <= 10 * GB
+
+
+def test_an_automatic_context_is_lowered_and_said():
+    got = plan(QWEN_3_600M, 20 * GB, memory_bytes=3 * GB)
+    assert 256 <= got.context < 40960
+    assert got.context % 16 == 0
+    assert got.num_blocks * 16 >= got.context
+    assert got.notes == (f"context lowered from 40960 to {got.context} tokens to fit in 3.0 GB",)
+    assert got.max_concurrency < 1.01
+
+
+def test_an_explicit_context_is_refused_with_what_would_fit():
+    with pytest.raises(
+        DoesNotFit, match=r"needs \d.* has 3\.0 GB .*a context of \d+ tokens would fit"
+    ) as error:
+        plan(QWEN_3_600M, 20 * GB, memory_bytes=3 * GB, context=40960)
+    fits = int(str(error.value).rsplit("a context of ", 1)[1].split()[0])
+    assert plan(QWEN_3_600M, 20 * GB, memory_bytes=3 * GB, context=fits).context == fits
+    with pytest.raises(DoesNotFit):
+        plan(QWEN_3_600M, 20 * GB, memory_bytes=3 * GB, context=fits + 16)
+
+
+def test_a_context_beyond_the_model_is_refused():
+    with pytest.raises(DoesNotFit, match="8193 tokens asked, the model was made for 8192"):
+        plan(LLAMA_3_8B, 80 * GB, "cuda", context=8193)
+
+
+def test_too_large_for_the_budget_names_the_budget_that_would_do():
+    with pytest.raises(
+        DoesNotFit, match=r"needs 16\.\d GB and has 12\.0 GB .*memory budget of 16\.\d GB"
+    ) as error:
+        plan(LLAMA_3_8B, 24 * GB)
+    enough = float(str(error.value).split("memory budget of ")[1].split()[0]) * GB
+    assert plan(LLAMA_3_8B, 24 * GB, memory_bytes=int(enough)).context >= 256
+
+
+def test_too_large_for_the_machine():
+    with pytest.raises(DoesNotFit, match="a smaller model, or a machine with more memory"):
+        plan(LLAMA_3_8B, 8 * GB)
+    with pytest.raises(DoesNotFit, match="bfloat16 weights would fit"):
+        plan(LLAMA_3_8B, 24 * GB, dtype="float32")
+
+
+def test_more_than_there_is_is_lowered_and_said():
+    got = plan(QWEN_3_600M, 4 * GB, memory_bytes=100 * GB)
+    assert got.budget_bytes == 4 * GB
+    assert got.notes[0] == "memory budget lowered from 100.0 GB to the available 4.0 GB"
+
+
+def test_without_chunking_a_step_holds_a_whole_prompt():
+    chunked, whole = plan(TINY, 8 * GB), plan(TINY, 8 * GB, chunked_prefill=False)
+    assert whole.workspace_bytes > chunked.workspace_bytes
+
+
+def test_steps_of_slow_machines_are_short():
+    assert plan(TINY, 8 * GB).token_budget == 2048
+    assert plan(QWEN_3_600M, 40 * GB).token_budget == 64
+    assert plan(TINY, 8 * GB, token_budget=8).max_running == 8
+    assert plan(QWEN_3_600M, 40 * GB, max_running=100).token_budget == 100
+
+
+shapes = st.builds(
+    ModelShape,
+    layers=st.integers(1, 80),
+    hidden=st.sampled_from([64, 1024, 8192]),
+    heads=st.sampled_from([4, 16, 64]),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    head_dim=st.sampled_from([16, 64, 128]),
+    ffn=st.sampled_from([128, 3072, 28672]),
+    vocab=st.integers(10, 200_000),
+    tied=st.booleans(),
+    context_limit=st.integers(1, 200_000),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+)
+configs = st.builds(
+    EngineConfig,
+    model_path=st.just("m"),
+    name=st.just("m"),
+    memory_bytes=st.one_of(st.none(), st.integers(10**8, 10**12)),
+    max_running=st.one_of(st.none(), st.integers(1, 500)),
+    block_size=st.sampled_from([1, 16, 32]),
+    chunked_prefill=st.booleans(),
+)
+budgets = st.builds(
+    MemoryBudget,
+    device=st.sampled_from(["cpu", "cuda"]),
+    available=st.integers(10**8, 10**12),
+    cores=st.integers(1, 64),
+)
+
+
+def plan_or_none(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> MemoryPlan | None:
+    try:
+        return estimate(shape, budget, config)
+    except DoesNotFit:
+        return None
+
+
+@given(shapes, budgets, configs)
+def test_never_plans_more_than_there_is(shape, budget, config):
+    got = plan_or_none(shape, budget, config)
+    if got is None:
+        return
+    assert got.total_bytes <= got.budget_bytes <= budget.available
+    assert config.memory_bytes is None or got.budget_bytes <= config.memory_bytes
+    assert got.num_blocks * got.block_size >= got.context >= min(shape.context_limit, 256)
+    assert got.context <= shape.context_limit
+    assert got.num_blocks <= got.max_running * -(-got.context // got.block_size)
+    assert got.token_budget >= got.max_running
+
+
+@given(shapes, budgets, configs, st.integers(0, 10**11))
+def test_more_memory_never_gives_less(shape, budget, config, extra):
+    # The same numbers of rows: a larger GPU may be given larger steps, which is another plan.
+    config = replace(config, max_running=config.max_running or 64, token_budget=512)
+    less = plan_or_none(shape, budget, config)
+    more = plan_or_none(shape, replace(budget, available=budget.available + extra), config)
+    if less is not None:
+        assert more is not None
+        assert more.context >= less.context
+        assert more.context > less.context or more.num_blocks >= less.num_blocks
+
+
+@given(shapes, budgets, configs, st.integers(1, 200_000), st.integers(1, 200_000))
+def test_what_fits_a_context_fits_any_smaller_one(shape, budget, config, one, other):
+    small, large = sorted((min(one, shape.context_limit), min(other, shape.context_limit)))
+    got = plan_or_none(shape, budget, replace(config, context=large))
+    if got is not None:
+        smaller = estimate(shape, budget, replace(config, context=small))
+        assert smaller.max_concurrency >= min(got.max_concurrency, smaller.max_running) * 0.99
+
+
+@given(st.integers(0, 10**13))
+def test_sizes_shown_upwards_are_enough(count):
+    text, unit = show_bytes(count, up=True).split()
+    assert float(text) * {"GB": 1e9, "MB": 1e6}[unit] >= count * (1 - 1e-12)
+
+
+# ---------------------------------------------------------------------------- roofline
+
+
+def test_decode_is_bound_by_reading_the_weights():
+    alone = decode_tokens_per_second(LLAMA_3_8B, "bfloat16", "bfloat16", 1e12)
+    assert alone == pytest.approx(1e12 / (2 * (8_030_261_248 - 128_256 * 4096)))
+    many = decode_tokens_per_second(LLAMA_3_8B, "bfloat16", "bfloat16", 1e12, rows=64, context=1000)
+    assert 20 * alone < many < 64 * alone
+
+
+def test_a_window_bounds_what_is_read():
+    short, long = (
+        decode_tokens_per_second(MISTRAL_7B, "bfloat16", "bfloat16", 1e12, context=n) for n in (4096, 30000)
+    )
+    assert short == long
+
+
+def test_prefill_is_bound_by_arithmetic():
+    short = prefill_tokens_per_second(LLAMA_3_8B, 1e15, prompt=1)
+    assert short == pytest.approx(1e15 / (2 * (8_030_261_248 - 2 * 128_256 * 4096)), rel=1e-3)
+    assert prefill_tokens_per_second(LLAMA_3_8B, 1e15, prompt=8000) < short
+
+
+def test_no_torch():
+    code = "import sys, llmbox.engine.estimator, llmbox.engine.roofline; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
