@@ -2,9 +2,10 @@
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
+from .engines.manager import EngineManager
 from .events import Events
+from .gateway.gateway import Gateway
 from .http.drain import Drain
 from .metrics.metrics import Metrics
 from .paths import Paths
@@ -16,8 +17,8 @@ from .store import RequestLog
 class Services:
     settings: Settings
     paths: Paths
-    engines: Any
-    gateway: Any
+    engines: EngineManager
+    gateway: Gateway
     request_log: RequestLog
     metrics: Metrics
     events: Events

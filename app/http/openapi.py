@@ -1,13 +1,17 @@
-"""/openapi.json: made from the handlers' types, plus the error answers that every route shares."""
+"""/openapi.json: routes from Litestar, types from msgspec, and the error answers that every route shares."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 from litestar import Litestar
+from litestar.handlers import HTTPRouteHandler
 from litestar.openapi import OpenAPIConfig
+from litestar.routes import HTTPRoute
 from litestar.types import ControllerRouterHandler
+from litestar.typing import FieldDefinition
 
+_SCHEMAS = "#/components/schemas/"
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -26,25 +30,58 @@ _ERROR = {
 }
 _ANSWER = {
     "description": "An error object",
-    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+    "content": {"application/json": {"schema": {"$ref": f"{_SCHEMAS}Error"}}},
 }
-_EVERYWHERE = ("400", "403", "404", "408", "421", "431", "500", "503")
+_EVENTS = {"schema": {"type": "string", "description": "Server-sent events, the last one `[DONE]`."}}
+_EVERYWHERE = ("400", "403", "404", "405", "408", "421", "431", "500", "503")
 _WITH_BODY = ("413", "415", "429")
 
 
 def document(handlers: Sequence[ControllerRouterHandler], version: str) -> bytes:
-    """From a second application: in the real one Litestar would add documentation routes of its own."""
-    config = OpenAPIConfig(title="llmbox", version=version, use_handler_docstrings=True)
-    schema: dict[str, Any] = Litestar(handlers, openapi_config=config).openapi_schema.to_schema()
-    schema.setdefault("components", {}).setdefault("schemas", {})["Error"] = _ERROR
+    """Made from a second application: in the real one Litestar would add documentation routes of its own."""
+    app = Litestar(handlers, openapi_config=OpenAPIConfig("llmbox", version, use_handler_docstrings=True))
+    schema: dict[str, Any] = app.openapi_schema.to_schema()
+    schemas = _schemas(app)
+    schema.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
     for item in schema["paths"].values():
         for operation in item.values():
             if isinstance(operation, dict):
-                _add_errors(operation)
+                _add_answers(operation, schemas)
     return msgspec.json.encode(schema)
 
 
-def _add_errors(operation: dict[str, Any]) -> None:
-    responses = operation.setdefault("responses", {})
-    for status in (*_EVERYWHERE, *(_WITH_BODY if "requestBody" in operation else ())):
-        responses[status] = _ANSWER
+def _schemas(app: Litestar) -> dict[str, Any]:
+    """Msgspec's own description of its checks: Litestar's leaves out bounds that are 0."""
+    fields = [field for handler in _handlers(app) for field in _fields(handler)]
+    kinds = list(dict.fromkeys(kind for field in fields for kind in _structs(field)))
+    _, components = msgspec.json.schema_components(kinds, ref_template=f"{_SCHEMAS}{{name}}")
+    return {**components, "Error": _ERROR}
+
+
+def _handlers(app: Litestar) -> Iterator[HTTPRouteHandler]:
+    for route in app.routes:
+        if isinstance(route, HTTPRoute):
+            yield from (h for h in route.route_handlers if h.resolve_include_in_schema())
+
+
+def _fields(handler: HTTPRouteHandler) -> Iterator[FieldDefinition]:
+    yield handler.parsed_fn_signature.return_type
+    if handler.parsed_data_field:
+        yield handler.parsed_data_field
+
+
+def _structs(field: FieldDefinition) -> Iterator[type[msgspec.Struct]]:
+    if isinstance(field.annotation, type) and issubclass(field.annotation, msgspec.Struct):
+        yield field.annotation
+    for inner in field.inner_types:
+        yield from _structs(inner)
+
+
+def _add_answers(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
+    responses = operation["responses"]
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    for status in (*_EVERYWHERE, *(_WITH_BODY if body else ())):
+        responses.setdefault(status, _ANSWER)
+    fields = schemas.get(body.get("$ref", "").removeprefix(_SCHEMAS), {}).get("properties", {})
+    if "stream" in fields:
+        responses["200"]["content"]["text/event-stream"] = _EVENTS

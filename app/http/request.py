@@ -23,7 +23,10 @@ class StrictRequest(Request[Any, Any, State]):
         return (await self._decoded())[0]
 
     async def plain_json(self) -> Any:
-        """The same body as plain values: the way to see fields that the handler's type does not know."""
+        """The same body as plain values: the way to see fields that the handler's type does not know.
+
+        An empty body (of a GET) is `{}`.
+        """
         return (await self._decoded())[1]
 
     async def _decoded(self) -> tuple[Any, Any]:
@@ -31,6 +34,8 @@ class StrictRequest(Request[Any, Any, State]):
             known: tuple[Any, Any] = self._json
             return known
         body = await self.body()
+        if not body:
+            return None, {}
         field = self.route_handler.parsed_data_field
         kind = field.annotation if field else Any
         depth: int = self.app.state.json_depth
