@@ -17,6 +17,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+MAX_LAYERS = 1024
 DEFAULT_WINDOW = 4096
 """Of a config.json without the key, as in transformers; null means no window."""
 DTYPES: dict[str, Dtype] = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
@@ -103,6 +104,8 @@ def parse_config(path: Path | str) -> ModelConfig:
     if head_dim % 2:
         raise fields.error(f"head_dim {head_dim} must be even")
     layers = fields.integer("num_hidden_layers")
+    if layers > MAX_LAYERS:
+        raise fields.error(f"num_hidden_layers {layers} is beyond anything known ({MAX_LAYERS})")
     positions = fields.integer("max_position_embeddings")
     bias = model_type in {"llama", "qwen3"} and fields.flag("attention_bias", default=False)
     return ModelConfig(
@@ -193,7 +196,11 @@ def layer_windows(fields: Fields, model_type: str, layers: int) -> tuple[int | N
         full = int(fields.number("max_window_layers", 28))
         return tuple(None if layer < full else window for layer in range(layers))
     known = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(types, list) or len(types) != layers or not all(t in known for t in types):
+    if (
+        not isinstance(types, list)
+        or len(types) != layers
+        or not all(isinstance(t, str) and t in known for t in types)
+    ):
         raise fields.error(
             f"layer_types must name full_attention or sliding_attention for each of {layers} layers"
         )

@@ -50,6 +50,8 @@ def parse_rope(fields: Fields, head_dim: int, max_position_embeddings: int) -> R
     partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise rope.error(f"partial_rotary_factor {partial} is not supported, only 1.0")
+    if theta <= 1.0:
+        raise rope.error(f"rope_theta {theta} must be larger than 1")
     if rope_type == "default":
         return RopeConfig(theta=theta)
     original = fields.integer("original_max_position_embeddings", 0) or rope.integer(
@@ -78,6 +80,8 @@ def parse_rope(fields: Fields, head_dim: int, max_position_embeddings: int) -> R
 def check(config: RopeConfig, rope: Fields, head_dim: int) -> None:
     if config.factor < 1.0:
         raise rope.error(f"factor {config.factor} must be at least 1")
+    if min(config.beta_fast, config.beta_slow) <= 0 or config.original_context < 2:
+        raise rope.error("beta_fast and beta_slow must be positive, the original context at least 2")
     if config.rope_type == "llama3" and config.high_freq_factor <= config.low_freq_factor:
         raise rope.error("high_freq_factor must be larger than low_freq_factor")
     if config.rope_type == "longrope":

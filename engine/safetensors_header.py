@@ -102,8 +102,8 @@ def entry(file: Path, name: str, value: Any, data_start: int, size: int) -> Tens
     if not isinstance(value, dict):
         raise ModelError(f"{where}: its header entry is not an object; {FETCH_AGAIN}")
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if dtype not in SUPPORTED:
-        known = "is not supported" if dtype in OTHER_DTYPES else "is unknown"
+    if not isinstance(dtype, str) or dtype not in SUPPORTED:
+        known = "is not supported" if str(dtype) in OTHER_DTYPES else "is unknown"
         raise ModelError(f"{where}: dtype {dtype!r} {known}; supported: {', '.join(SUPPORTED)}")
     if not is_counts(shape) or not is_counts(offsets) or len(offsets) != 2:
         raise ModelError(f"{where}: bad shape {shape!r} or data_offsets {offsets!r}; {FETCH_AGAIN}")

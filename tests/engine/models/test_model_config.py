@@ -1,8 +1,11 @@
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from llmbox.engine.errors import ModelError, UnsupportedArchitecture
 from llmbox.engine.model_config import parse_config
@@ -88,6 +91,8 @@ BAD = {
     "rms_norm_eps": ("small",),
     "tie_word_embeddings": ("yes",),
     "hidden_act": ("gelu",),
+    "num_hidden_layers": (10**12,),
+    "rope_theta": (-1.0, 0),
     "torch_dtype": ("float8_e4m3fn", "int8"),
     "quantization_config": ({"quant_method": "gptq"},),
     "rope_scaling": (
@@ -138,6 +143,27 @@ def test_code_of_the_model_is_never_run(tmp_path: Path) -> None:
     write(tmp_path, {**tiny_config("llama"), "auto_map": {"AutoModelForCausalLM": "modeling_x.X"}})
     with pytest.raises(ModelError, match=r"auto_map.*never run"):
         parse_config(tmp_path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_value_anywhere_is_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
+    config = tiny_config(data.draw(st.sampled_from(list(ARCHITECTURES))), "yarn", layer_types=None)
+    for key in data.draw(st.lists(st.sampled_from(sorted(config)), max_size=3)):
+        config[key] = data.draw(JSON)
+    longrope = ROPE_VARIANTS["longrope"] or {}
+    for key in data.draw(st.lists(st.sampled_from(sorted(longrope)), max_size=2)):
+        config["rope_scaling"] = {**longrope, key: data.draw(JSON)}
+    write(tmp_path, config)
+    with suppress(ModelError):
+        assert parse_config(tmp_path).shape().params > 0
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b"null"])

@@ -24,7 +24,7 @@ ENTRY = st.fixed_dictionaries(
 )
 HEADER = st.dictionaries(st.sampled_from(["a", "b.weight", "../c", "__metadata__"]) | st.text(), ENTRY | JSON)
 RELAXED = settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
@@ -32,8 +32,7 @@ def check(file: Path, content: bytes) -> None:
     file.write_bytes(content)
     try:
         entries = read_header(file)
-    except ModelError as error:
-        assert str(file) in str(error)
+    except ModelError:
         return
     assert entries
     for entry in entries.values():
