@@ -19,9 +19,10 @@ def extend_hashes(request: Request, block_size: int, num_blocks: int) -> None:
     """Make `request.block_hashes` cover `num_blocks` full blocks. Each is hashed once in a request's life."""
     hashes = request.block_hashes
     parent = hashes[-1] if hashes else sha256(request.cache_namespace.encode()).digest()
-    for start in range(len(hashes) * block_size, num_blocks * block_size, block_size):
-        tokens = array("I", request.token_ids[start : start + block_size])
-        parent = sha256(parent + tokens.tobytes()).digest()
+    tokens = array("I", request.token_ids[len(hashes) * block_size : num_blocks * block_size])
+    data, size = tokens.tobytes(), block_size * tokens.itemsize
+    for start in range(0, len(data), size):
+        parent = sha256(parent + data[start : start + size]).digest()
         hashes.append(parent)
 
 

@@ -200,6 +200,7 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Take over what the step computed. One output for each request that got a token or ended."""
         outputs = []
+        self._collect_prompt_logprobs(result)
         for row in plan.rows:
             request = row.request
             if self._running.get(request.request_id) is not request:
@@ -208,9 +209,11 @@ class Scheduler:
                 self._remove(request, suspect=True)
                 outputs.append(error_answer(request, "invalid_logits", message))
                 continue
-            self._advance(row, result)
+            request.num_computed = row.end
+            self.tables.publish(request, row.start)
             if row.samples:
                 outputs.append(self._append(request, result.tokens[request.request_id]))
+        self._end_fork_waits()
         return outputs
 
     def discard(self, plan: StepPlan) -> None:
@@ -221,14 +224,17 @@ class Scheduler:
             if self._running.get(row.request.request_id) is row.request:
                 self._requeue(row.request, suspect=True)
 
-    def _advance(self, row: ScheduledRequest, result: StepResult) -> None:
-        request = row.request
-        request.num_computed = row.end
-        self.tables.publish(request, row.start)
-        if request.num_output == 0:
-            request.prompt_logprobs += result.prompt_logprobs.get(request.request_id, ())
-        if _has_prompt(request):
-            self._waiting.end_fork_wait(request)
+    def _collect_prompt_logprobs(self, result: StepResult) -> None:
+        for request_id, entries in result.prompt_logprobs.items():
+            request = self._running.get(request_id)
+            if request is not None and request.num_output == 0:
+                request.prompt_logprobs += entries
+
+    def _end_fork_waits(self) -> None:
+        for request_id in self._waiting.awaited_siblings():
+            sibling = self._requests[request_id]
+            if _has_prompt(sibling):
+                self._waiting.end_fork_wait(sibling)
 
     def _append(self, request: Request, sampled: SampledToken) -> RequestOutput:
         request.token_ids.append(sampled.token_id)

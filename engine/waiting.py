@@ -44,6 +44,9 @@ class WaitingQueue:
         self._present[request.request_id] = request
         self._aside.setdefault(sibling.request_id, []).append(request)
 
+    def awaited_siblings(self) -> list[str]:
+        return list(self._aside)
+
     def end_fork_wait(self, sibling: Request) -> None:
         """The sibling's prompt is computed, or the sibling is gone: its forks queue as all others do."""
         for request in self._aside.pop(sibling.request_id, ()):

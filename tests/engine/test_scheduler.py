@@ -194,6 +194,7 @@ def test_what_just_fits_the_pool_finishes():
     scheduler = make_scheduler(num_blocks=12, context=100, premium_share=0.5, watermark=0.5)
     add(scheduler, make_request("a", 40, max_tokens=9))  # 48 slots: the last token's KV is not computed
     finish_all(scheduler)
+    assert scheduler.preemptions == 0
 
 
 # ---------------------------------------------------------------------- preemption
