@@ -64,7 +64,7 @@ def decode(body: bytes, kind: type[T], max_depth: int = 32) -> tuple[T, Any]:
 def invalid(message: str) -> ApiError:
     """An answer for msgspec's validation message, with `param` as a path such as `messages[0].content`."""
     place = _PLACE.search(message)
-    param = place["path"].lstrip(".") if place else ""
+    param = place["path"].lstrip(".").removesuffix("[...]") if place else ""
     text = message[: place.start()] if place else message
     if missing := _MISSING.search(text):
         param = f"{param}.{missing['name']}" if param else missing["name"]

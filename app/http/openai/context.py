@@ -39,7 +39,7 @@ class Call:
             request.scope["path"],
             request_id(request),
             client,
-            await request.plain_json(),
+            await request.plain_json() if request.method == "POST" else {},
         )
 
     @property

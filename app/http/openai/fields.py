@@ -8,8 +8,6 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-INT64 = 2**63
-
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
@@ -19,7 +17,7 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 TokenKey = Annotated[str, Meta(pattern="^[0-9]{1,9}$", description="A token id.")]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TopK = Annotated[int, Meta(ge=-1, lt=2**31, description="-1, or 1 to the size of the vocabulary.")]
-Seed = Annotated[int, Meta(ge=-INT64, lt=INT64)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 CountOrZero = Annotated[int, Meta(ge=0, lt=2**31)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]

@@ -1,4 +1,4 @@
-"""Answers, OpenAI's to the key. Fields that are UNSET are left out: ours appear only when they say something."""
+"""Answers, OpenAI's to the key. UNSET fields are left out: ours appear only when they say something."""
 
 from typing import Any, Literal
 

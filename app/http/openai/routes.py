@@ -1,6 +1,9 @@
 """The OpenAI dialect's routes."""
 
+from typing import Annotated
+
 from litestar import Response, Router, get, post
+from litestar.params import Body, Parameter
 
 from ...errors import ApiError
 from ...gateway.gateway import context_limit, off_loop
@@ -23,7 +26,9 @@ from .unsupported import refuse_unsupported
     name="chat_completions",
     operation_id="createChatCompletion",
 )
-async def chat_completions(request: HttpRequest, data: ChatCompletionRequest) -> Response[ChatCompletion]:
+async def chat_completions(
+    request: HttpRequest, data: Annotated[ChatCompletionRequest, Body()]
+) -> Response[ChatCompletion]:
     """The model's next message in a conversation; server-sent events with `stream`."""
     call = await Call.of(request)
     with call.recording_refusals():
@@ -40,7 +45,9 @@ async def chat_completions(request: HttpRequest, data: ChatCompletionRequest) ->
     name="completions",
     operation_id="createCompletion",
 )
-async def completions(request: HttpRequest, data: CompletionRequest) -> Response[Completion]:
+async def completions(
+    request: HttpRequest, data: Annotated[CompletionRequest, Body()]
+) -> Response[Completion]:
     """How a raw prompt goes on; server-sent events with `stream`."""
     call = await Call.of(request)
     with call.recording_refusals():
@@ -57,7 +64,7 @@ async def models(request: HttpRequest) -> ModelList:
 
 
 @get("/v1/models/{model_id:path}", opt={"access": Access.READ}, name="model", operation_id="retrieveModel")
-async def model(request: HttpRequest, model_id: str) -> Model:
+async def model(request: HttpRequest, model_id: Annotated[str, Parameter()]) -> Model:
     """One loaded model; ids may contain slashes."""
     wanted = model_id.removeprefix("/")
     for found in _models(await Call.of(request)):
@@ -67,7 +74,7 @@ async def model(request: HttpRequest, model_id: str) -> Model:
 
 
 @post("/tokenize", status_code=200, opt={"access": Access.INFER}, name="tokenize", operation_id="tokenize")
-async def tokenize(request: HttpRequest, data: TokenizeRequest) -> Tokenized:
+async def tokenize(request: HttpRequest, data: Annotated[TokenizeRequest, Body()]) -> Tokenized:
     """Token ids of a text, or of a conversation as the model would see it."""
     call = await Call.of(request)
     refuse_unsupported(data)
@@ -91,7 +98,7 @@ async def tokenize(request: HttpRequest, data: TokenizeRequest) -> Tokenized:
 @post(
     "/detokenize", status_code=200, opt={"access": Access.INFER}, name="detokenize", operation_id="detokenize"
 )
-async def detokenize(request: HttpRequest, data: DetokenizeRequest) -> Detokenized:
+async def detokenize(request: HttpRequest, data: Annotated[DetokenizeRequest, Body()]) -> Detokenized:
     """The text of token ids, special tokens by name."""
     call = await Call.of(request)
     model = call.find_model(data.model)

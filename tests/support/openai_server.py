@@ -1,0 +1,82 @@
+"""A daemon's HTTP side on a loopback port, in a thread: real server, gateway and supervisor."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import openai
+
+from llmbox.app.daemon.parts import Parts, compose
+from llmbox.app.gateway.model_text import load_model_text
+from llmbox.app.http.app import create_app
+from llmbox.app.http.openai import openai_router
+from llmbox.app.http.server import serve
+from llmbox.app.http.sockets import listen_tcp
+from llmbox.app.paths import find_paths
+from llmbox.app.services import Services
+from llmbox.app.settings import LimitSettings, Settings
+from llmbox.engine.client import Launch
+from llmbox.engine.config import EngineConfig
+from support.fake_engine import fake_launch
+
+T = TypeVar("T")
+
+
+class Server:
+    """`services` belongs to the server's loop: touch it through `call`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, services: Services, port: int) -> None:
+        self._loop = loop
+        self.services = services
+        self.url = f"http://127.0.0.1:{port}"
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+    def load(self, directory: Path, name: str, *, alias: str | None = None, **config: Any) -> None:
+        settings = EngineConfig(model_path=str(directory), name=name, **config)
+        self.call(self.services.engines.load(settings, alias=alias))
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, **options)
+
+    def async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, **options)
+
+
+@contextlib.contextmanager
+def serving(data: Path, launch: Launch | None = None, **limits: Any) -> Iterator[Server]:
+    """`launch`: the fake engine, unless another is given."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    async def compose_on_loop() -> Services:
+        settings = Settings(limits=replace(LimitSettings(), **limits))
+        paths = find_paths(data)
+        paths.create()
+        return compose(settings, paths, Parts(launch or fake_launch(), load_model_text))
+
+    services = asyncio.run_coroutine_threadsafe(compose_on_loop(), loop).result(30)
+    sockets = listen_tcp("127.0.0.1", 0)
+    server = Server(loop, services, sockets[0].getsockname()[1])
+    app = create_app(services, [openai_router])
+    done = asyncio.run_coroutine_threadsafe(
+        serve(app, sockets, limits=services.settings.limits, drain=services.drain, drain_timeout=1.0), loop
+    )
+    try:
+        yield server
+    finally:
+        loop.call_soon_threadsafe(services.drain.begin)
+        loop.call_soon_threadsafe(services.drain.begin)
+        done.result(30)
+        server.call(services.engines.close())
+        server.call(services.gateway.close())
+        services.request_log.close()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
