@@ -33,7 +33,7 @@ _ANSWER = {
     "content": {"application/json": {"schema": {"$ref": f"{_SCHEMAS}Error"}}},
 }
 _EVENTS = {"schema": {"type": "string", "description": "Server-sent events, the last one `[DONE]`."}}
-_EVERYWHERE = ("400", "403", "404", "405", "408", "421", "431", "500", "503")
+_EVERYWHERE = ("403", "404", "405", "408", "421", "431", "500", "503")
 _WITH_BODY = ("413", "415", "429")
 
 
@@ -80,6 +80,7 @@ def _structs(field: FieldDefinition) -> Iterator[type[msgspec.Struct]]:
 def _add_answers(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
     responses = operation["responses"]
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    responses["400"] = _ANSWER  # Litestar describes its own
     for status in (*_EVERYWHERE, *(_WITH_BODY if body else ())):
         responses.setdefault(status, _ANSWER)
     fields = schemas.get(body.get("$ref", "").removeprefix(_SCHEMAS), {}).get("properties", {})

@@ -1,0 +1,90 @@
+"""schemathesis against /openapi.json: every answer has a promised status and shape, and none is a 5xx."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from support.fake_engine import write_model
+from support.openai_server import Server, serving
+from support.tokenizers_zoo import LLAMA2, byte_level, write_text_files
+
+EXAMPLES = int(os.environ.get("LLMBOX_FUZZ_EXAMPLES", "12"))
+READING = [
+    ("GET", "/"),
+    ("GET", "/health"),
+    ("GET", "/ready"),
+    ("GET", "/metrics"),
+    ("GET", "/version"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model_id}"),
+]
+WRITING = [
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+]
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("models") / "one"
+    tokenizer = byte_level()
+    write_model(
+        write_text_files(directory, tokenizer, LLAMA2), vocab_size=tokenizer.get_vocab_size(), context=64
+    )
+    with serving(tmp_path_factory.mktemp("data")) as server:
+        server.load(directory, "one")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def schema(server: Server) -> Any:
+    return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "mode"),
+    [(*route, GenerationMode.POSITIVE) for route in READING + WRITING]
+    + [(*route, GenerationMode.NEGATIVE) for route in WRITING],
+)
+def test_answers_are_as_promised(schema: Any, method: str, path: str, mode: GenerationMode) -> None:
+    operation = schema[path][method]
+
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(mode))
+    def check(case: Case) -> None:
+        answer = case.call(timeout=20)
+        case.validate_response(answer, checks=CHECKS)
+        if answer.status_code >= 400:
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+    check()
+
+
+def test_all_routes_are_tested(schema: Any) -> None:
+    shown = {(method.upper(), path) for path in schema for method in schema[path]}
+    assert shown == set(READING + WRITING)
