@@ -8,7 +8,7 @@ import click
 
 from .cli import output
 from .cli.commands import COMMANDS
-from .cli.lazy import LazyGroup
+from .cli.lazy import LazyGroup, ReaderLeft
 from .cli.program import Program
 from .errors import CliError, Exit
 
@@ -54,8 +54,8 @@ def run(arguments: Sequence[str] | None, program: Program) -> int:
         return Exit.FAILED
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader left (`llmbox logs | head`). Point stdout elsewhere, or Python complains at exit.
+    except (ReaderLeft, BrokenPipeError):
+        # Point stdout elsewhere, or Python complains at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.OK
     return code if isinstance(code, int) else Exit.OK

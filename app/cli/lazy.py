@@ -26,6 +26,10 @@ class Group(click.Group):
         self.params += location_options()
 
 
+class ReaderLeft(Exception):  # noqa: N818 - nothing went wrong
+    """Whoever read our stdout has closed it (`llmbox logs | head`)."""
+
+
 class LazyGroup(click.Group):
     """`commands` maps a name to (`module:attribute`, help line); several names may share one target."""
 
@@ -33,6 +37,12 @@ class LazyGroup(click.Group):
         super().__init__(*args, **kwargs)
         self.table = table
         self.params += location_options()
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:  # click would end with 1
+            raise ReaderLeft from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         return list(self.table)

@@ -1,12 +1,13 @@
 """`llmbox down` and `llmbox restart`."""
 
 import os
+import select
 import signal
 import time
 
 import click
 
-from ..daemon.instance import Running, find_running, is_locked
+from ..daemon.instance import Running, find_running
 from ..errors import CliError, Exit
 from ..settings import Scalar
 from . import output
@@ -56,46 +57,15 @@ def restart(program: Program, *, now: bool, timeout: float) -> None:
 
 
 def stop(program: Program, running: Running, *, now: bool, timeout: float | None) -> None:
-    """SIGTERM drains, a second one hurries, SIGKILL is the end. Returns when the lock is free."""
+    """SIGTERM drains, a second one hurries, SIGKILL is the end. Returns when the process is gone."""
     if timeout is None:
         timeout = program.settings().settings.server.drain_timeout + HURRY
-    _signal(running, signal.SIGTERM)
-    if now or not _wait_for_end(program, timeout, running, talk=True):
-        _signal(running, signal.SIGTERM)
-        if not _wait_for_end(program, HURRY, running, talk=False):
-            output.say(f"pid {running.pid} does not end; killing it.")
-            _signal(running, signal.SIGKILL)
-            if not _wait_for_end(program, HURRY, running, talk=False):
-                raise CliError(
-                    f"pid {running.pid} does not end",
-                    "not even after SIGKILL",
-                    f"look at it: ps -o pid,stat,wchan,cmd {running.pid}",
-                    Exit.FAILED,
-                    str(program.paths.log_file),
-                )
-
-
-def _wait_for_end(program: Program, seconds: float, running: Running, *, talk: bool) -> bool:
-    line = output.ProgressLine()
-    began = time.monotonic()
     try:
-        while is_locked(program.paths.lock_file):
-            waited = time.monotonic() - began
-            if waited > seconds:
-                return False
-            if talk and waited > 1:
-                line.update(f"Waiting for open requests of pid {running.pid} ({waited:.0f} s)…")
-            time.sleep(0.05)
-    finally:
-        line.close()
-    return True
-
-
-def _signal(running: Running, number: signal.Signals) -> None:
-    try:
-        os.kill(running.pid, number)
+        process = os.pidfd_open(running.pid)  # stays this process, whatever happens to the number
     except ProcessLookupError:
         return
+    try:
+        _stop(running, process, 0.0 if now else timeout, program)
     except PermissionError as error:
         raise CliError(
             f"may not stop pid {running.pid}",
@@ -103,3 +73,43 @@ def _signal(running: Running, number: signal.Signals) -> None:
             "stop it as that user",
             Exit.DENIED,
         ) from error
+    finally:
+        os.close(process)
+
+
+def _stop(running: Running, process: int, timeout: float, program: Program) -> None:
+    for number, patience in (
+        (signal.SIGTERM, timeout),
+        (signal.SIGTERM, HURRY),
+        (signal.SIGKILL, HURRY),
+    ):
+        if number == signal.SIGKILL:
+            output.say(f"pid {running.pid} does not end; killing it.")
+        try:
+            signal.pidfd_send_signal(process, number)
+        except ProcessLookupError:
+            return
+        if _wait_for_end(running, process, patience):
+            return
+    raise CliError(
+        f"pid {running.pid} does not end",
+        "not even after SIGKILL",
+        f"look at it: ps -o pid,stat,wchan,cmd {running.pid}",
+        Exit.FAILED,
+        str(program.paths.log_file),
+    )
+
+
+def _wait_for_end(running: Running, process: int, seconds: float) -> bool:
+    end = select.poll()
+    end.register(process, select.POLLIN)
+    line = output.ProgressLine()
+    deadline = time.monotonic() + seconds
+    try:
+        while (left := deadline - time.monotonic()) > 0:
+            if end.poll(min(left, 1.0) * 1000):
+                return True
+            line.update(f"Waiting for open requests of pid {running.pid} ({left:.0f} s at most)…")
+    finally:
+        line.close()
+    return bool(end.poll(0))

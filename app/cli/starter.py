@@ -1,5 +1,6 @@
 """Starting a background daemon and waiting for it and its models: shared by `up`, `restart` and `run`."""
 
+import contextlib
 import os
 import subprocess
 import time
@@ -18,6 +19,8 @@ from .program import Program
 
 POLL = 0.1
 """Seconds between two looks at a daemon that starts."""
+ENDING = 10.0
+"""Seconds that a daemon whose API is gone gets to end."""
 START_TIMEOUT = 30.0
 """Seconds until a daemon that neither answers nor ends counts as failed."""
 
@@ -92,16 +95,12 @@ def wait_for_models(
     line = ProgressLine()
     try:
         while True:
-            if started.process is not None and started.process.poll() is not None:
-                raise died(program, started.process.returncode, started.log_offset)
-            models = _pick(program.client.get("/admin/api/models")["models"], names)
+            models = _look(program, started, names)
             for model in models:
                 if model["state"] == "failed":
                     raise load_failed(program, model)
-            if models and all(model["state"] == "ready" for model in models):
+            if all(model["state"] == "ready" for model in models):
                 return models
-            if not models and not names:
-                return []
             line.update(", ".join(progress_text(model) for model in models if model["state"] != "ready"))
             if time.monotonic() > deadline:
                 raise CliError(
@@ -114,6 +113,32 @@ def wait_for_models(
             time.sleep(POLL)
     finally:
         line.close()
+
+
+def _look(program: Program, started: Started, names: Sequence[str]) -> list[dict[str, Any]]:
+    """The models as they are now. A daemon that we started and that is gone tells why."""
+    try:
+        models: list[dict[str, Any]] = program.client.get("/admin/api/models")["models"]
+    except CliError as error:
+        if started.process is None or error.exit != Exit.UNREACHABLE:
+            raise
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            started.process.wait(ENDING)
+        if started.process.returncode is None:
+            raise
+        raise died(program, started.process.returncode, started.log_offset) from error
+    if not names:
+        return models
+    found = [model for model in models if {model["name"], *model["aliases"]} & set(names)]
+    if not found:
+        raise CliError(
+            f"{', '.join(names)} is gone",
+            "it was unloaded meanwhile",
+            "llmbox ps",
+            Exit.FAILED,
+            str(program.paths.log_file),
+        )
+    return found
 
 
 def load_failed(program: Program, model: Mapping[str, Any]) -> CliError:
@@ -134,9 +159,3 @@ def progress_text(model: Mapping[str, Any]) -> str:
         return f"{model['state']} {model['name']}"
     share = progress["done"] / progress["total"]
     return f"loading {model['name']}: {progress['phase']} {share:.0%} of {size(progress['total'])}"
-
-
-def _pick(models: list[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-    if not names:
-        return models
-    return [model for model in models if {model["name"], *model["aliases"]} & set(names)]

@@ -45,9 +45,17 @@ def test_an_unknown_command_or_flag_is_exit_2(llmbox):
 
 @pytest.mark.parametrize(
     "command",
-    [["ps"], ["status"], ["stats"], ["requests"], ["requests", "show", "x"], ["load", "{model}"], ["unload", "--all"],
-     ["config", "show", "--effective"]],
-)  # fmt: skip
+    [
+        ["ps"],
+        ["status"],
+        ["stats"],
+        ["requests"],
+        ["requests", "show", "x"],
+        ["load", "{model}"],
+        ["unload", "--all"],
+        ["config", "show", "--effective"],
+    ],
+)
 def test_without_a_daemon_commands_exit_3(llmbox, tmp_path: Path, command: list[str]):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-LARGE = {"torch", "litestar", "textual", "httpx", "sqlalchemy", "sqlmodel", "tokenizers", "huggingface_hub", "jinja2",
-         "uvicorn", "numpy", "pydantic", "prometheus_client", "msgspec", "psutil"}  # fmt: skip
+LARGE = {
+    "torch", "numpy", "tokenizers", "huggingface_hub", "litestar", "uvicorn", "httpx", "textual", "sqlalchemy",
+    "sqlmodel", "pydantic", "jinja2", "prometheus_client", "msgspec", "psutil",
+}  # fmt: skip
 
 SCRIPT = """
 import sys

@@ -1,0 +1,304 @@
+"""The daemon's life as a user of the command line meets it, with the fake engine behind it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from llmbox.app.errors import Exit
+from support.cli_box import Box, box, is_alive, until
+
+__all__ = ["box"]
+
+
+def test_up_is_idempotent_and_down_leaves_nothing(box: Box):
+    model = box.model()
+    first = box.run("up", model)
+    assert first.code == 0, first.err
+    assert "http://127.0.0.1:" in first.out
+    assert "curl " in first.out
+    assert "Starting the daemon" in first.err
+    second = box.run("up", model, "--json")
+    assert second.code == 0
+    assert second.json["schema"] == "llmbox.up/1"
+    assert second.json["started"] is False
+    assert second.json["models"] == [{"name": "tiny", "state": "ready", "context": 4096}]
+    with urllib.request.urlopen(second.json["url"].replace("/v1", "/health")) as answer:
+        assert json.load(answer) == {"status": "ok"}
+    running = box.running
+    assert running is not None
+    engine = engine_pids(running.pid)
+    assert len(engine) == 1
+    assert box.run("down").code == 0
+    assert not is_alive(running.pid)
+    assert not any(map(is_alive, engine))
+    assert sorted(item.name for item in box.paths.runtime_dir.iterdir()) == ["llmbox.lock"]
+    for folder in (box.paths.state_dir, box.paths.runtime_dir):
+        assert all(item.stat().st_mode & 0o077 == 0 for item in folder.iterdir())
+
+
+def test_other_flags_on_a_running_daemon_are_told_with_exit_9(box: Box):
+    model = box.model()
+    assert box.run("up", model, "--ctx", "512").code == 0
+    same = box.run("up", model, "--ctx", "512", "--json")
+    assert same.json["models"][0]["context"] == 512
+    other_model = box.run("up", model, "--ctx", "256")
+    assert other_model.code == Exit.CONFLICT
+    assert "--ctx: runs with 512, asked for 256" in other_model.err
+    other_port = box.run("up", "--port", "7499")
+    assert other_port.code == Exit.CONFLICT
+    assert "server.port: runs with 0, asked for 7499" in other_port.err
+
+
+def test_up_with_a_second_model_loads_it(box: Box):
+    assert box.run("up", box.model("one")).code == 0
+    both = box.run("up", box.model("two"), "--alias", "zwei", "--json")
+    assert [model["name"] for model in both.json["models"]] == ["zwei"]
+    assert box.run("ps", "-q").out.split() == ["one", "zwei"]
+    assert box.run("unload", "one").code == 0
+    assert box.run("ps", "-q").out.split() == ["zwei"]
+    assert box.run("unload", "one").code == Exit.NOT_FOUND
+    assert box.run("load", box.model("one"), "--no-wait").code == 0
+    assert box.run("unload", "--all").code == 0
+    assert json.loads(box.run("ps", "--json").out) == {"schema": "llmbox.ps/1", "models": []}
+
+
+def test_a_second_daemon_is_refused_with_pid_and_port(box: Box):
+    box.serve(box.model())
+    running = box.running
+    assert running is not None
+    second = box.run("serve", box.model())
+    assert second.code == Exit.CONFLICT
+    assert f"pid {running.pid}, port {running.port}" in second.err
+
+
+def test_two_at_once_leave_one(box: Box):
+    model = box.model()
+    starts = [box.spawn("up", model, "--json") for _ in range(3)]
+    ends = [(start.communicate(timeout=60), start.returncode) for start in starts]
+    pids = {json.loads(out)["pid"] for (out, _), code in ends if code == 0}
+    assert len(pids) == 1
+    assert {code for _, code in ends} <= {0, int(Exit.CONFLICT)}
+
+
+def test_a_port_in_use_is_exit_9_and_says_who(box: Box):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for command in ("serve", "up"):
+            result = box.run(command, box.model(), "--port", port)
+            assert result.code == Exit.CONFLICT
+            assert f"127.0.0.1:{port} is in use" in result.err
+            assert f"pid {os.getpid()} " in result.err
+    assert box.running is None
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        ({"load_error": ("bad_model", "model.safetensors is cut")}, Exit.FAILED, "model.safetensors is cut"),
+        ({"load_error": ("does_not_fit", "needs 9 GB, has 1 GB")}, Exit.DOES_NOT_FIT, "needs 9 GB, has 1 GB"),
+        ({"load_crash": True}, Exit.FAILED, "told to crash while loading"),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_served_ends_the_start_with_its_reason(
+    box: Box, options: dict, code: Exit, words: str
+):
+    model = box.model(**options)
+    foreground = box.run("serve", model)
+    assert foreground.code == code
+    assert words in foreground.err
+    background = box.run("up", model)
+    assert background.code == code
+    assert words in background.err
+    assert str(box.paths.log_file) in background.err
+    until(lambda: box.running is None)
+
+
+def test_a_later_model_that_fails_leaves_the_daemon_alone(box: Box):
+    assert box.run("up", box.model("good")).code == 0
+    bad = box.model("bad", load_error=("does_not_fit", "needs 9 GB"))
+    result = box.run("load", bad)
+    assert result.code == Exit.DOES_NOT_FIT
+    assert "needs 9 GB" in result.err
+    states = {model["name"]: model["state"] for model in box.run("ps", "--json").json["models"]}
+    assert states == {"good": "ready", "bad": "failed"}
+    assert box.run("unload", "bad").code == 0
+    assert box.run("status", "--json").json["ready"] is True
+
+
+def test_the_api_answers_while_the_model_loads(box: Box):
+    box.spawn("serve", box.model(load_delay=20))
+    until(lambda: box.running is not None)
+    status = box.run("status", "--json").json
+    assert status["ready"] is False
+    assert "loading" in status["cause"]
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(f"{status['url']}/ready")
+    assert caught.value.code == 503
+    waited = box.run("up", box.folder / "models" / "tiny", "--timeout", "0.2")
+    assert waited.code == Exit.FAILED
+    assert "not ready yet" in waited.err
+    assert box.run("down", "--now").code == 0
+
+
+def test_killed_daemons_leave_no_engine_and_the_next_start_is_clean(box: Box):
+    model = box.model()
+    child = box.serve(model)
+    engines = engine_pids(child.pid)
+    child.kill()
+    child.wait()
+    until(lambda: not any(map(is_alive, engines)))
+    assert box.run("status").code == Exit.UNREACHABLE
+    assert box.run("up", model).code == 0
+    assert f"an earlier daemon (pid {child.pid}) ended without cleaning up" in box.run("logs").out
+
+
+def test_sigterm_lets_open_requests_finish(box: Box):
+    child = box.serve(box.model(step_delay=0.02, script=[72, 73]))
+    asking = box.spawn("run", "tiny", "hello", "--max-tokens", "40")
+    until(lambda: box.api("status")["open_requests"] == 1)
+    child.send_signal(signal.SIGTERM)
+    out, err = asking.communicate(timeout=30)
+    assert asking.returncode == 0, err
+    assert len(out.strip()) == 40
+    assert child.wait(timeout=30) == 0
+
+
+def test_a_second_sigterm_stops_at_once_and_says_so_to_clients(box: Box):
+    child = box.serve(box.model(step_delay=0.05, script=[72, 73]))
+    asking = box.spawn("run", "tiny", "hello", "--max-tokens", "4000")
+    until(lambda: box.api("status")["open_requests"] == 1)
+    child.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert child.poll() is None
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(timeout=30) == 0
+    _, err = asking.communicate(timeout=30)
+    assert asking.returncode == Exit.FAILED
+    assert "shutting down" in err
+
+
+def test_sighup_reloads_or_keeps_the_old_settings(box: Box):
+    child = box.serve(box.model())
+    box.paths.config_file.write_text('[log]\nlevel = "debug"\n[limits]\nqueue = 7\n')
+    child.send_signal(signal.SIGHUP)
+    until(lambda: box.api("status")["pending_restart"] == ["limits.queue"])
+    assert box.api("config")["settings"]["log.level"]["value"] == "debug"
+    box.paths.config_file.write_text("[server]\nprot = 1\n")
+    child.send_signal(signal.SIGHUP)
+    until(lambda: "configuration not reloaded" in box.run("logs").out)
+    assert "did you mean server.port?" in box.run("logs").out
+    assert box.api("config")["settings"]["log.level"]["value"] == "debug"
+    assert child.poll() is None
+
+
+def test_restart_keeps_flags_and_models(box: Box):
+    assert box.run("up", box.model(), "--ctx", "512", "--alias", "other").code == 0
+    before = box.running
+    assert box.run("restart").code == 0
+    after = box.running
+    assert before is not None
+    assert after is not None
+    assert before.pid != after.pid
+    (model,) = box.run("ps", "--json").json["models"]
+    assert (model["name"], model["info"]["context_window"]) == ("other", 512)
+
+
+def test_an_idle_daemon_uses_no_processor_time(box: Box):
+    child = box.serve(box.model())
+    time.sleep(0.5)
+    before = processor_ticks(child.pid)
+    time.sleep(2)
+    assert processor_ticks(child.pid) - before <= 2  # hundredths of a second
+
+
+def test_systemd_is_told(box: Box, tmp_path: Path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(30)
+        child = box.spawn("serve", box.model(), NOTIFY_SOCKET=str(tmp_path / "notify"))
+        assert manager.recv(1000).startswith(b"READY=1")
+        child.terminate()
+        assert manager.recv(1000) == b"STOPPING=1"
+
+
+def test_processes_can_be_read_in_ps(box: Box):
+    child = box.serve(box.model())
+    titles = {
+        Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
+        for pid in [child.pid, *engine_pids(child.pid)]
+    }
+    assert titles == {b"llmbox: daemon", b"llmbox: engine tiny"}
+
+
+def test_the_request_log_is_shown_followed_and_filtered(box: Box):
+    box.serve(box.model(script=[72, 73]))
+    for _ in range(2):
+        assert box.run("run", "tiny", "hello", "--max-tokens", "6").out == "ijijij\n"
+    until(lambda: len(box.api("requests")["requests"]) == 2)
+    row = box.run("requests", "--json").json["requests"][0]
+    assert (row["model"], row["http_status"], row["output_tokens"]) == ("tiny", 200, 6)
+    assert box.run("requests", "show", row["id"], "--json").json["request"]["id"] == row["id"]
+    assert box.run("requests", "show", "absent").code == Exit.NOT_FOUND
+    assert box.run("requests", "--model", "other", "-q").out == ""
+    assert len(box.run("requests", "-q", "--since", "1h", "--limit", "1").out.split()) == 1
+    following = box.spawn("requests", "-f", "-q")
+    assert following.stdout is not None
+    assert following.stdout.readline() != ""
+    following.send_signal(signal.SIGINT)
+    following.communicate(timeout=10)
+    assert following.returncode == 130
+    stats = box.run("stats", "--json").json
+    assert stats["total"]["output_tokens"] == 12
+
+
+def test_a_running_request_can_be_cancelled(box: Box):
+    box.serve(box.model(step_delay=0.05, script=[72, 73]))
+    asking = box.spawn("run", "tiny", "hello", "--max-tokens", "4000")
+    until(lambda: box.api("requests")["in_flight"])
+    (live,) = box.run("requests", "--json").json["in_flight"]
+    assert box.run("requests", "cancel", live["id"]).code == 0
+    _, err = asking.communicate(timeout=30)
+    assert asking.returncode == Exit.FAILED
+    assert "cancelled" in err
+    assert box.run("requests", "cancel", live["id"]).code == Exit.NOT_FOUND
+
+
+def test_a_closed_pipe_is_no_error(box: Box):
+    box.serve(box.model())
+    shell = subprocess.run(
+        ["bash", "-c", 'set -o pipefail; "$@" | head -1', "-", *box.command("logs")],
+        capture_output=True,
+        text=True,
+        env=box.environ,
+        check=False,
+        timeout=60,
+    )
+    assert shell.returncode == 0
+    assert shell.stderr == ""
+
+
+def test_the_admin_api_is_closed_on_tcp(box: Box):
+    box.serve(box.model())
+    running = box.running
+    assert running is not None
+    for path in ("status", "models", "requests", "stats", "config", "events"):
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"{running.url}/admin/api/{path}")
+        assert caught.value.code == 403
+
+
+def engine_pids(daemon: int) -> list[int]:
+    children = Path(f"/proc/{daemon}/task/{daemon}/children").read_text().split()
+    return [int(pid) for pid in children if b"engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def processor_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])

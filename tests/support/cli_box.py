@@ -1,0 +1,140 @@
+"""A box of its own for command-line tests: a data folder, the fake engine, and no trace left behind."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmbox.app.cli.client import Client
+from llmbox.app.daemon.instance import Running, is_locked, read_pid_file
+from llmbox.app.paths import find_paths
+from support.fake_engine import write_model
+from support.tokenizers_zoo import byte_level, write_text_files
+
+FAKE_CLI = Path(__file__).with_name("fake_cli.py")
+PATIENCE = 30.0
+"""Seconds until a condition that should come in milliseconds counts as missed."""
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+class Box:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.paths = find_paths(folder / "data")
+        self.environ = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("LLMBOX_")},
+            "HF_HOME": str(folder / "hf"),
+            "LLMBOX_SERVER_PORT": "0",
+            "TERM": "dumb",
+        }
+        self._children: list[subprocess.Popen[str]] = []
+
+    def command(self, *arguments: object) -> list[str]:
+        return [
+            sys.executable,
+            "-P",
+            str(FAKE_CLI),
+            "--data-dir",
+            str(self.paths.data_dir),
+            *map(str, arguments),
+        ]
+
+    def run(self, *arguments: object, stdin: str | None = None, **environ: str) -> Result:
+        done = subprocess.run(
+            self.command(*arguments),
+            input=stdin,
+            stdin=subprocess.DEVNULL if stdin is None else None,
+            capture_output=True,
+            text=True,
+            env={**self.environ, **environ},
+            timeout=60,
+            check=False,
+        )
+        assert not done.stderr.startswith("Traceback"), done.stderr
+        assert "\nTraceback" not in done.stderr, done.stderr
+        return Result(done.returncode, done.stdout, done.stderr)
+
+    def spawn(self, *arguments: object, **environ: str) -> "subprocess.Popen[str]":
+        child = subprocess.Popen(
+            self.command(*arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**self.environ, **environ},
+        )
+        self._children.append(child)
+        return child
+
+    def serve(self, *arguments: object, **environ: str) -> "subprocess.Popen[str]":
+        """A daemon in the foreground whose API answers and whose models are ready."""
+        child = self.spawn("serve", *arguments, **environ)
+        until(lambda: child.poll() is not None or self.is_ready())
+        assert child.poll() is None, child.communicate()
+        return child
+
+    def api(self, name: str) -> dict[str, Any]:
+        """An answer of the admin API, without the price of a process."""
+        return Client(self.paths).get(f"/admin/api/{name}")
+
+    def is_ready(self) -> bool:
+        return Client(self.paths).is_up() and self.api("status")["ready"]
+
+    def model(self, name: str = "tiny", **options: Any) -> Path:
+        folder = self.folder / "models" / name
+        write_text_files(folder, byte_level())
+        return write_model(folder, **options)
+
+    @property
+    def running(self) -> Running | None:
+        return read_pid_file(self.paths) if is_locked(self.paths.lock_file) else None
+
+    def close(self) -> None:
+        if (running := self.running) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(running.pid, signal.SIGKILL)
+        for child in self._children:
+            child.kill()
+            child.communicate()
+        until(lambda: not is_locked(self.paths.lock_file))
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "the awaited did not happen"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    """Zombies are dead."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Iterator[Box]:
+    subject = Box(tmp_path)
+    yield subject
+    subject.close()
