@@ -18,6 +18,10 @@ from ..errors import ApiError
 
 ATTEMPT_SECONDS = 1.2
 TOTAL_SECONDS = 2.0
+START_SECONDS = 10.0
+"""For a new worker to come up: a tenth of a second, but not on a machine that is short of processors."""
+MUCH_CPU = 0.1
+"""Ordinary templates take some milliseconds."""
 _TOO_EXPENSIVE = "it takes more than 1 s of computing"
 
 
@@ -44,30 +48,32 @@ class TemplatePool:
         self._idle.clear()
 
     async def _try_twice(self, job: bytes) -> dict[str, str]:
-        deadline = asyncio.get_running_loop().time() + TOTAL_SECONDS
-        for _ in range(2):
-            seconds = min(ATTEMPT_SECONDS, deadline - asyncio.get_running_loop().time())
-            reply = await self._try(job, max(0.1, seconds))
+        for seconds in (ATTEMPT_SECONDS, TOTAL_SECONDS - ATTEMPT_SECONDS):
+            reply = await self._try(job, seconds)
             if reply is not None:
                 return reply
-        raise ApiError(
-            503,
-            "The chat template could not be rendered: its worker stopped twice. Try again.",
-            code="template_worker_failed",
-            type="server_error",
-        )
+        raise _no_worker()
+
+    async def _worker(self) -> Process:
+        if self._idle:
+            return self._idle.pop()
+        try:
+            return await _start()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            raise _no_worker() from None
 
     async def _try(self, job: bytes, seconds: float) -> dict[str, str] | None:
         """None: the worker is gone, for no fault of the template."""
-        worker = self._idle.pop() if self._idle else await _start()
+        worker = await self._worker()
         self._busy.add(worker)
+        used = _cpu_seconds(worker.pid)
         reply: dict[str, str] | None = None
         expensive = False
         try:
             async with asyncio.timeout(seconds):
                 reply = await _exchange(worker, job)
         except TimeoutError:
-            expensive = _cpu_seconds(worker.pid) > seconds / 2
+            expensive = _cpu_seconds(worker.pid) - used > MUCH_CPU
         except (OSError, asyncio.IncompleteReadError):
             expensive = await worker.wait() == -signal.SIGPROF
         finally:
@@ -80,22 +86,33 @@ class TemplatePool:
 
 
 async def _start() -> Process:
-    return await asyncio.create_subprocess_exec(
+    worker = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", "llmbox.app.gateway.template_worker",
         stdin=PIPE, stdout=PIPE, stderr=asyncio.subprocess.DEVNULL,
         env={name: os.environ[name] for name in ("PATH", "PYTHONPATH", "TZ", "LANG") if name in os.environ},
         start_new_session=True,
     )  # fmt: skip
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            await _read(worker)
+    except BaseException:
+        await _end(worker)
+        raise
+    return worker
 
 
 async def _exchange(worker: Process, job: bytes) -> dict[str, str]:
     assert worker.stdin is not None
-    assert worker.stdout is not None
     worker.stdin.write(len(job).to_bytes(4, "little") + job)
     await worker.stdin.drain()
-    size = int.from_bytes(await worker.stdout.readexactly(4), "little")
-    reply: dict[str, str] = json.loads(await worker.stdout.readexactly(size))
+    reply: dict[str, str] = await _read(worker)
     return reply
+
+
+async def _read(worker: Process) -> Any:
+    assert worker.stdout is not None
+    size = int.from_bytes(await worker.stdout.readexactly(4), "little")
+    return json.loads(await worker.stdout.readexactly(size))
 
 
 async def _end(worker: Process) -> None:
@@ -106,7 +123,7 @@ async def _end(worker: Process) -> None:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far; its start-up counts too, which is short."""
+    """CPU time of a process so far."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
     except OSError:
@@ -121,4 +138,14 @@ def _refused(reason: str) -> ApiError:
         f"The model's chat template refused these messages: {reason}",
         code="chat_template_error",
         param="messages",
+    )
+
+
+def _no_worker() -> ApiError:
+    return ApiError(
+        503,
+        "The chat template could not be rendered: its worker stopped. Try again.",
+        code="template_worker_failed",
+        type="server_error",
+        headers={"Retry-After": "1"},
     )

@@ -5,7 +5,7 @@ process lives under limits and the daemon may kill it at any moment. Imports not
 
 Frames on stdin and stdout: 4 bytes of length (little-endian), then JSON.
 in:  {"template": str, "variables": {...}}
-out: {"text": str} or {"error": str}
+out: "ready" once, then {"text": str} or {"error": str} for each
 """
 
 import json
@@ -137,6 +137,7 @@ def write_frame(stream: BinaryIO, value: Any) -> None:
 
 def serve(stdin: BinaryIO, stdout: BinaryIO, arm: Callable[[float], Any]) -> None:
     """`arm(seconds)` starts the CPU alarm of one job, whose default action ends the process; 0 stops it."""
+    write_frame(stdout, "ready")
     while (message := read_frame(stdin)) is not None:
         arm(CPU_SECONDS)
         reply = answer(message)

@@ -98,7 +98,7 @@ def test_brackets_inside_of_strings_do_not_count_as_nesting() -> None:
         (b'{"messages": [], "temperature": 1e999}', "temperature", "invalid_value"),
         (b'{"messages": [], "n": true}', "n", "invalid_type"),
         (b'{"messages": [], "n": 1.5}', "n", "invalid_type"),
-        (b'{"messages": [], "bias": {"1": "x"}}', "bias[...]", "invalid_type"),
+        (b'{"messages": [], "bias": {"1": "x"}}', "bias", "invalid_type"),
     ],
 )
 def test_a_wrong_type_names_its_place(body: bytes, param: str | None, code: str) -> None:
