@@ -1,0 +1,125 @@
+"""`llmbox run`: answers on stdout only, and a chat in a real (pseudo) terminal."""
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from llmbox.app.errors import Exit
+from support.cli_box import PATIENCE, Box, box
+
+__all__ = ["box"]
+
+ANSWER = "ijijij"
+
+
+class Terminal:
+    """A command at the slave end of a pseudo terminal."""
+
+    def __init__(self, command: list[str], environ: dict[str, str]) -> None:
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, env=environ, start_new_session=True
+        )
+        os.close(slave)
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def expect(self, pattern: str) -> str:
+        """Output up to and with the pattern; what came before is forgotten."""
+        deadline = time.monotonic() + PATIENCE
+        while not (match := re.search(pattern, self.seen)):
+            ready, _, _ = select.select([self._master], [], [], max(0, deadline - time.monotonic()))
+            assert ready, f"waited for {pattern!r}, got {self.seen!r}"
+            try:
+                self.seen += os.read(self._master, 4096).decode(errors="replace")
+            except OSError:  # the other end is closed
+                pytest.fail(f"ended while waiting for {pattern!r}: {self.seen!r}")
+        text, self.seen = self.seen[: match.end()], self.seen[match.end() :]
+        return text
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+@pytest.fixture
+def chat(box: Box) -> Iterator[Terminal]:
+    box.serve(box.model(script=[72, 73], step_delay=0.01))
+    environ = {**box.environ, "TERM": "xterm", "INPUTRC": "/dev/null"}
+    terminal = Terminal(box.command("run", "tiny", "--max-tokens", "6"), environ)
+    yield terminal
+    terminal.close()
+
+
+def test_one_shot_starts_the_daemon_and_says_so(box: Box):
+    model = box.model(script=[72, 73])
+    first = box.run("run", model, "hello", "you", "--max-tokens", "6")
+    assert (first.code, first.out) == (0, f"{ANSWER}\n")
+    assert "starting it" in first.err
+    second = box.run("run", "tiny", "--max-tokens", "6", stdin="hello from a pipe\n")
+    assert (second.code, second.out, second.err) == (0, f"{ANSWER}\n", "")
+    nothing = box.run("run", "tiny", stdin="")
+    assert nothing.code == Exit.USAGE
+    refused = box.run("run", "tiny", "hello", "--max-tokens", "100000")
+    assert refused.code == Exit.FAILED
+    assert refused.out == ""
+    assert "context" in refused.err
+
+
+def test_a_model_without_a_chat_template_continues_text(box: Box):
+    model = box.model(script=[72, 73])
+    settings = model / "tokenizer_config.json"
+    settings.write_text(
+        re.sub(r'"chat_template": "(\\.|[^"\\])*"', '"chat_template": null', settings.read_text())
+    )
+    result = box.run("run", model, "once upon", "--max-tokens", "6")
+    assert (result.code, result.out) == (0, f"{ANSWER}\n")
+
+
+def test_a_chat_in_a_terminal(box: Box, chat: Terminal):
+    chat.expect(">>> ")
+    chat.type("hello\n")
+    chat.expect(ANSWER)
+    chat.expect(">>> ")
+    chat.type("/help\n")
+    chat.expect("/bye")
+    chat.expect(">>> ")
+    chat.process.send_signal(signal.SIGINT)
+    chat.expect("ends the chat")
+    chat.expect(">>> ")
+    chat.type("/bye\n")
+    assert chat.process.wait(timeout=PATIENCE) == 0
+    assert "hello" in box.paths.history_file.read_text()
+    assert box.paths.history_file.stat().st_mode & 0o077 == 0
+    (row,) = box.run("requests", "--json").json["requests"]
+    assert row["finish_reasons"] == "length"
+
+
+def test_ctrl_c_stops_an_answer_and_the_request_behind_it(box: Box):
+    box.serve(box.model(script=[72, 73], step_delay=0.05))
+    chat = Terminal(box.command("run", "tiny", "--max-tokens", "4000"), {**box.environ, "TERM": "xterm"})
+    try:
+        chat.expect(">>> ")
+        chat.type("hello\n")
+        chat.expect("ij")
+        chat.process.send_signal(signal.SIGINT)
+        chat.expect("stopped")
+        chat.expect(">>> ")
+        chat.type("\x04")
+        assert chat.process.wait(timeout=PATIENCE) == 0
+        deadline = time.monotonic() + PATIENCE
+        while box.api("status")["open_requests"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        chat.close()
