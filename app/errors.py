@@ -15,7 +15,7 @@ class LlmboxError(Exception):
 
 @dataclass(slots=True)
 class ApiError(LlmboxError):
-    """An HTTP answer of 4xx or 5xx in OpenAI's shape. `code` is a word, `message` never names paths or internals."""
+    """An HTTP answer of 4xx or 5xx in OpenAI's shape. `code` is a word; `message` never names internals."""
 
     status: int
     message: str

@@ -1,4 +1,4 @@
-"""How one model is to be served. Filled by the daemon from flags and the config file; engine-side defaults here."""
+"""How one model is to be served. Filled by the daemon from flags and settings."""
 
 from dataclasses import dataclass
 from typing import Literal

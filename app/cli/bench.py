@@ -85,9 +85,8 @@ async def _levels(
 
 
 def _row(level: int, summary: Summary) -> tuple[object, ...]:
-    times = (
-        summary.ttft_p50, summary.ttft_p95, summary.tpot_p50, summary.inter_token_p99, summary.inter_token_max,
-    )  # fmt: skip
+    gaps = (summary.inter_token_p99, summary.inter_token_max)
+    times = (summary.ttft_p50, summary.ttft_p95, summary.tpot_p50, *gaps)
     return (level, f"{summary.output_tokens_per_s:.1f}", *map(_ms, times), summary.errors)
 
 

@@ -10,7 +10,7 @@ TITLE = "llmbox: engine"
 
 def name_leftovers() -> list[int]:
     """Pids of engine processes of this user whose parent is no daemon; also written to the log."""
-    import psutil  # type: ignore[import-untyped]  # noqa: PLC0415 - 30 ms that the start need not wait for
+    import psutil  # noqa: PLC0415 - 30 ms that the start need not wait for
 
     found = []
     for process in psutil.process_iter(["pid", "uids", "cmdline"]):

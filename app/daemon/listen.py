@@ -73,7 +73,7 @@ def _cannot_listen(server: ServerSettings, error: OSError) -> CliError:
 
 def holder_of(port: int) -> str | None:
     """Which process listens on a port, as far as this user may see."""
-    import psutil  # type: ignore[import-untyped]  # noqa: PLC0415 - only needed for the message
+    import psutil  # noqa: PLC0415 - only needed for the message
 
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from ..errors import Exit
 from ..http.admin import admin_router

@@ -8,9 +8,11 @@ from llmbox.app.bench.client import Target, complete
 
 EVENTS = (
     b'data: {"choices": [{"text": "a"}], "usage": null}\n\n: ping\n\nda',
-    b'ta: {"choices": [{"text": "b"}], "usage": null}\n\n'
-    b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 7,'
-    b' "prompt_tokens_details": {"cached_tokens": 2}}}\n\ndata: [DONE]\n\n',
+    (
+        b'ta: {"choices": [{"text": "b"}], "usage": null}\n\n'
+        b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 7,'
+        b' "prompt_tokens_details": {"cached_tokens": 2}}}\n\ndata: [DONE]\n\n'
+    ),
 )
 
 
