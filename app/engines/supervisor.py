@@ -76,7 +76,8 @@ class Supervisor:
         """Requests carried over, each time one is."""
         self._options = options or SupervisorOptions()
         self._open: dict[str, TokenStream] = {}
-        self._in_engine: set[str] = set()
+        self._in_engine: dict[str, None] = {}
+        """Handed over and not ended by the engine yet, in that order; cancelled ones too."""
         self._interrupted: set[str] = set()
         """Was in an engine that died and has not been handed to the next one yet."""
         self._client: EngineClient | None = None
@@ -223,11 +224,11 @@ class Supervisor:
         if now - self._died_at > self._options.deaths.window:
             self._trial.forget()
         self._died_at = now
-        self._interrupted |= self._in_engine & self._open.keys()
+        self._interrupted |= self._in_engine.keys() & self._open.keys()
         if self._from_outside:
             self._trial.interrupted()
         else:
-            self._convict(self._trial.crashed([r for r in self._open if r in self._in_engine]))
+            self._convict(self._trial.crashed(list(self._in_engine)))
         self._change("restarting", f"the engine died and is being restarted: {cause}")
 
     def _convict(self, guilty: str | None) -> None:
@@ -304,7 +305,7 @@ class Supervisor:
         request_id = output.request_id
         stream = self._open.get(request_id)
         if output.finish_reason is not None:
-            self._in_engine.discard(request_id)
+            self._in_engine.pop(request_id, None)
             if stream is not None:
                 self._close(request_id)
                 self._pace.finished()
@@ -330,7 +331,7 @@ class Supervisor:
                 stream.fail("request_too_large", "The request is too large for the engine.")
                 self._send(self._trial.ended(request_id))
                 continue
-            self._in_engine.add(request_id)
+            self._in_engine[request_id] = None
             if request_id in self._interrupted:
                 self._interrupted.remove(request_id)
                 stream.resumes += 1

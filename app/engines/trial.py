@@ -49,13 +49,15 @@ class Trial:
 
     def begin(self, requests: Iterable[str]) -> list[str]:
         """A new engine is ready: of all open requests, those to hand over now."""
-        requests = list(requests)
-        if not self.open:
+        here = dict.fromkeys(requests)
+        self._untried = deque(r for r in self._untried if r in here)
+        if not self._untried:
+            self._passed.clear()
             self._newcomers.clear()
-            return requests
+            return list(here)
         untried = set(self._untried)
-        self._newcomers = [r for r in requests if r not in untried and r not in self._passed]
-        return [r for r in requests if r in self._passed] + self._next()
+        self._newcomers = [r for r in here if r not in untried and r not in self._passed]
+        return [r for r in here if r in self._passed] + self._next()
 
     def hold(self, request: str) -> bool:
         """A new request. True: keep it back, a later call returns it."""
@@ -89,7 +91,11 @@ class Trial:
                 waiting.remove(request)
 
     def crashed(self, present: Sequence[str]) -> str | None:
-        """The engine brought itself down with these requests inside: the guilty one, if that is clear now."""
+        """The engine brought itself down: the guilty one, if that is clear now.
+
+        `present` are all requests inside it, those included that the client has left but whose end the engine
+        had not confirmed: it may have died of one of them.
+        """
         if self._on_trial is not None:
             return self._crashed_in_trial(self._on_trial, present)
         if not present:
@@ -110,7 +116,7 @@ class Trial:
     def _crashed_in_trial(self, suspect: str, present: Sequence[str]) -> str | None:
         self._on_trial = None
         others = [request for request in present if request != suspect]
-        if not others or suspect not in present:
+        if not others:
             self._crashes.clear()
             return suspect
         self._untried = deque([suspect, *reversed(others), *self._untried])

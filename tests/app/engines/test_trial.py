@@ -88,8 +88,18 @@ def test_a_death_from_outside_accuses_nobody():
 def test_one_that_left_stays_on_trial_until_the_engine_confirms():
     trial = on_trial("a", "b")
     trial.withdrawn("b")
-    assert trial.crashed([]) == "b"
+    assert trial.crashed(["b"]) == "b"
     assert trial.begin(["a"]) == ["a"]
+
+
+def test_one_that_left_counts_as_present():
+    """The neighbour must not look as if it had been alone."""
+    trial = Trial()
+    trial.crashed(["poison", "a"])
+    trial.withdrawn("poison")
+    assert trial.crashed(["a", "poison"]) is None
+    assert trial.begin(["a"]) == ["a"]
+    assert trial.on_trial == "a"
 
 
 def test_a_request_alone_at_two_crashes_is_guilty():
@@ -112,6 +122,7 @@ class Simulation:
         self.trial = Trial()
         self.poison = poison
         self.tokens = dict.fromkeys(requests, 0)
+        self.leaving: dict[str, int] = {}
         self.failed: list[str] = []
         self.inside: list[str] = []
         self.deaths = 0
@@ -131,28 +142,34 @@ class Simulation:
         self.send(self.trial.begin(list(self.tokens)))
 
     def step(self) -> None:
-        if any(self.poison.get(r) == self.tokens[r] for r in self.inside):
+        if any(self.poison.get(r) == n for r, n in (self.tokens | self.leaving).items() if r in self.inside):
             self.deaths += 1
-            guilty = self.trial.crashed([r for r in self.tokens if r in self.inside])
+            guilty = self.trial.crashed(self.inside)
             if guilty is not None:
                 self.failed.append(guilty)
-                del self.tokens[guilty]
+                self.tokens.pop(guilty, None)
                 self.trial.withdrawn(guilty)
+            self.leaving.clear()
             self.restart()
             return
-        for request in list(self.inside):
+        for request in list(self.leaving):
+            del self.leaving[request]
+            self.inside.remove(request)
+            self.send(self.trial.ended(request))
+        for request in [r for r in self.inside if r in self.tokens]:
             self.tokens[request] += 1
             self.send(self.trial.delivered(request, 1))
 
     def cancel(self, request: str) -> None:
-        del self.tokens[request]
+        """The engine confirms with its next step, if it lives to do so."""
+        tokens = self.tokens.pop(request)
         self.trial.withdrawn(request)
         if request in self.inside:
-            self.inside.remove(request)
-            self.send(self.trial.ended(request))
+            self.leaving[request] = tokens
 
     def kill(self) -> None:
         self.trial.interrupted()
+        self.leaving.clear()
         self.restart()
 
 
