@@ -6,6 +6,8 @@ from typing import Any
 
 from litestar import Litestar, Response, get
 from litestar.datastructures import State
+from litestar.plugins import PluginProtocol
+from litestar.plugins.core import MsgspecDIPlugin
 from litestar.types import ControllerRouterHandler, Receive, Scope, Send
 
 from ..services import Services
@@ -41,6 +43,11 @@ class App(Litestar):
         )
         hosts = HostList(services.settings.server.allowed_hosts)
         self.shell = Shell(super().__call__, hosts, limits.body_bytes, services.drain)
+
+    @staticmethod
+    def _get_default_plugins(plugins: list[PluginProtocol]) -> list[PluginProtocol]:
+        """Without those for pydantic and attrs: importing these would be a third of the daemon's start."""
+        return [*plugins, MsgspecDIPlugin()]
 
     async def __call__(self, scope: Scope | Any, receive: Receive | Any, send: Send | Any) -> None:
         await self.shell(scope, receive, send)

@@ -13,6 +13,7 @@ from email.utils import formatdate
 from enum import Enum, auto
 from typing import Any
 
+import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -90,7 +91,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refused:
             return
         began_before = self._phase is Phase.HEADERS
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._feed(data)
         if self._refused or self.transport.is_closing():
             return
         if self._phase is Phase.HEADERS:
@@ -98,6 +100,29 @@ class LimitedProtocol(HttpToolsProtocol):
         idle = self._phase is Phase.NOTHING and (not self.cycle or self.cycle.response_complete)
         if self._deadline is None and (idle or self._phase is Phase.HEADERS):
             self._expect(self._limits.header_timeout)
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if not self._refused:
+                self._decline_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(ApiError(400, "The request is not valid HTTP.", "bad_request"))
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Parses the request again without its `Upgrade`: the parser takes the body for another protocol.
+
+        Java's HttpClient offers h2c with every request, bodies included.
+        """
+        head = [self.parser.get_method(), b" ", self.url, b" HTTP/1.1\r\n"]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b"close" if b"close" in value.lower() else b"keep-alive"  # noqa: PLW2901
+            if name != b"upgrade":
+                head += [name, b": ", value, b"\r\n"]
+        self.parser = httptools.HttpRequestParser(self)
+        self._feed(b"".join((*head, b"\r\n", rest)))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -120,9 +145,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._refused:
             return
-        if not self.url.startswith(b"/"):
+        if not self.url.startswith(b"/") or self.parser.get_method() == b"CONNECT":
             self._refuse(ApiError(400, "The request target must be a path.", "bad_request"))
             return
+        if self.parser.should_upgrade():
+            return  # `_decline_upgrade` follows
         self._phase = Phase.BODY
         self._expect(self._limits.body_timeout)
         self._state.refresh_date()
@@ -138,7 +165,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 self.transport.abort()
 
     def on_message_complete(self) -> None:
-        if self._refused:
+        if self._refused or self.parser.should_upgrade():
             return
         self._phase = Phase.NOTHING
         self._expect(None)
@@ -191,10 +218,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
     # ---- answers of our own
 
-    def send_400_response(self, msg: str) -> None:
-        if not self._refused:
-            self._refuse(ApiError(400, msg, "bad_request"))
-
     def _refuse(self, error: ApiError) -> None:
         """Answers without the application and closes; says nothing where an answer was begun."""
         if self._refused or self.transport.is_closing():
@@ -218,9 +241,6 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._phase is Phase.BODY:  # the cycle is that of the request being sent
             return not self.pipeline and not cycle.response_started
         return cycle.response_complete
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """An `Upgrade` header is ignored, as RFC 9110 allows, and not worth a log line."""
 
 
 def _is_own_unix_peer(transport: asyncio.Transport) -> bool:

@@ -154,7 +154,8 @@ class EventStream:
         body = self._buffer[0] if len(self._buffer) == 1 else b"".join(self._buffer)
         self._buffer.clear()
         self._size = 0
-        await self._start(send)
+        if not self._started:
+            await self._start(send)
         self._last_write = self._loop.time()
         await send({"type": "http.response.body", "body": body, "more_body": True})
         if self._room is not None and not self._room.done():
@@ -167,14 +168,14 @@ class EventStream:
         parts, self._buffer = self._buffer, []
         if self._error:
             parts.append(b"data: %b\n\n" % encode_error(self._error))
-        await self._start(send)
+        if not self._started:
+            await self._start(send)
         body = b"".join((*parts, self._options.last))
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _start(self, send: Send) -> None:
-        if not self._started:
-            self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
 
     def _keep_alive(self) -> None:
         """One timer a stream: looks when the last write was instead of being re-armed by every event."""

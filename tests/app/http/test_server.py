@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from litestar import get
+from litestar import get, post
+from litestar.params import JSONBody
 
 from llmbox.app.http.disconnect import while_connected
 from llmbox.app.http.guard import Access
@@ -104,6 +105,9 @@ async def test_an_absolute_target_and_bad_syntax_are_400() -> None:
         for data in (
             b"GET http://evil.example/ HTTP/1.1\r\nHost: localhost\r\n\r\n",
             b"NONSENSE\r\n\r\n",
+            b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            b"CONNECT / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n",
             b"GET / HTTP/9.9\r\n\r\n",
             b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
             b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
@@ -118,6 +122,36 @@ async def test_an_absolute_target_and_bad_syntax_are_400() -> None:
                 "param",
                 "code",
             }
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAA\r\n",
+        "Connection: upgrade\r\nUpgrade: websocket\r\n",
+        "Expect: 100-continue\r\n",
+    ],
+)
+async def test_offers_of_other_protocols_lose_nothing(extra: str) -> None:
+    @post("/echo", status_code=200, opt={"access": Access.INFER})
+    async def echo(data: JSONBody[dict[str, str]]) -> str:
+        return data["text"]
+
+    body = b'{"text": "whole"}'
+    async with running([echo]) as server:
+        head = (
+            f"POST /echo HTTP/1.1\r\nHost: localhost:{server.port}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n{extra}\r\n"
+        ).encode()
+        for pieces in ([head + body], [head, body], [head + body[:5], body[5:]]):
+            reader, writer = await server.connect()
+            for piece in pieces:
+                writer.write(piece)
+                await asyncio.sleep(0.01)
+            await asyncio.wait_for(reader.readuntil(b"whole"), 5)
+            writer.write(server.get("/health"))
+            await asyncio.wait_for(reader.readuntil(b'{"status":"ok"}'), 5)
+            writer.close()
 
 
 async def test_an_early_answer_survives_a_large_upload() -> None:
