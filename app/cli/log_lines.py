@@ -1,9 +1,11 @@
 """Lines of the daemon's log, made readable. Lines that are not ours (a crash, a library) stay as they are."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..errors import CliError
 from .output import clock, printable
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -38,3 +40,17 @@ def last_lines(path: Path, offset: int, count: int) -> list[str]:
         return []
     lines = [part for line in raw.splitlines() if line.strip() for part in parse(line).text.splitlines()]
     return lines[-count:]
+
+
+def error_in(lines: Sequence[str]) -> CliError | None:
+    """The last error that `print_error` wrote."""
+    starts = [index for index, line in enumerate(lines) if line.startswith("Error: ")]
+    if not starts:
+        return None
+    what, *rest = lines[starts[-1] :]
+    parts = {"Why": "", "Try": ""}
+    for line in rest:
+        label, _, text = line.strip().partition(": ")
+        if label in parts:
+            parts[label] = text
+    return CliError(what.removeprefix("Error: "), parts["Why"], parts["Try"])

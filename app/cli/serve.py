@@ -4,6 +4,7 @@ from typing import Any
 
 import click
 
+from . import output
 from .lazy import Command
 from .options import checked_alias, daemon_options, given, model_options
 from .program import Program, pass_program
@@ -17,7 +18,7 @@ from .program import Program, pass_program
 @pass_program
 def serve(
     program: Program, /, models: tuple[str, ...], alias: str | None, *, background: bool, **flags: Any
-) -> int:
+) -> None:
     """Run the daemon in the foreground, for systemd, containers and debugging.
 
     A MODEL is builtin, a directory, or org/name from the Hugging Face cache. SIGTERM lets open requests
@@ -36,6 +37,7 @@ def serve(
         begun_with={"flags": given_flags, "models": list(models), "alias": alias},
         reload=lambda: program.settings(given_flags),
         parts=program.parts,
+        on_up=lambda running: None if background else output.write(f"{running.url}/v1"),
         background=background,
     )
-    return run_daemon(plan)
+    run_daemon(plan)

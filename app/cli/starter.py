@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..daemon.instance import Running, find_running
+from ..daemon.load_error import load_error
 from ..errors import CliError, Exit
 from ..settings import Scalar
-from .client import EXIT_OF_CODE
-from .log_lines import last_lines
+from .log_lines import error_in, last_lines
 from .options import as_arguments
 from .output import ProgressLine, size
 from .program import Program
@@ -74,16 +74,20 @@ def _wait_for_api(program: Program, process: "subprocess.Popen[bytes]", offset: 
 
 
 def died(program: Program, code: int, offset: int) -> CliError:
-    """What a daemon that ended while starting left in the log, with its exit code where it is one of ours."""
-    lines = last_lines(program.paths.log_file, offset, 12)
+    """Why a daemon ended while starting, from the log: its own error, else its last words."""
+    log_file = str(program.paths.log_file)
     exit_code = Exit(code) if code in set(Exit) and code != 0 else Exit.FAILED
+    lines = last_lines(program.paths.log_file, offset, 12)
+    told = error_in(lines)
+    if told is not None:
+        return CliError(told.what, told.why, told.fix, exit_code, log_file)
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     return CliError(
         "the daemon ended while starting",
         f"{how}" + ("; its last words:\n" + "\n".join(f"    {line}" for line in lines) if lines else ""),
-        "fix the cause, then llmbox up",
+        "mend the cause, then llmbox up",
         exit_code,
-        str(program.paths.log_file),
+        log_file,
     )
 
 
@@ -98,7 +102,8 @@ def wait_for_models(
             models = _look(program, started, names)
             for model in models:
                 if model["state"] == "failed":
-                    raise load_failed(program, model)
+                    log_file = str(program.paths.log_file)
+                    raise load_error(model["name"], model["cause"], model["error_code"], log_file)
             if all(model["state"] == "ready" for model in models):
                 return models
             line.update(", ".join(progress_text(model) for model in models if model["state"] != "ready"))
@@ -139,18 +144,6 @@ def _look(program: Program, started: Started, names: Sequence[str]) -> list[dict
             str(program.paths.log_file),
         )
     return found
-
-
-def load_failed(program: Program, model: Mapping[str, Any]) -> CliError:
-    code = EXIT_OF_CODE.get(model.get("error_code") or "", Exit.FAILED)
-    fix = "a smaller --ctx or --max-running, or a larger --memory" if code == Exit.DOES_NOT_FIT else ""
-    return CliError(
-        f"cannot load {model['name']}",
-        model["cause"],
-        fix or "fix the model's files, then load it again: llmbox load",
-        code,
-        str(program.paths.log_file),
-    )
 
 
 def progress_text(model: Mapping[str, Any]) -> str:

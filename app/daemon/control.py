@@ -10,7 +10,7 @@ from typing import Any
 
 from ..catalog import resolve
 from ..engines.manager import LoadedModel
-from ..errors import ApiError, CliError, Exit
+from ..errors import ApiError, CliError
 from ..services import Services
 from ..settings import Scalar, schema
 from ..settings_load import LoadedSettings, check_value, unknown_key
@@ -25,12 +25,9 @@ log = logging.getLogger("llmbox.daemon")
 class Failure:
     """Why a model could not be loaded. `code` is a word such as `bad_model`."""
 
+    model: str
     cause: str
     code: str
-
-    @property
-    def exit(self) -> Exit:
-        return Exit.DOES_NOT_FIT if self.code == "does_not_fit" else Exit.FAILED
 
 
 class Control:
@@ -71,7 +68,7 @@ class Control:
         try:
             model = await asyncio.shield(loading)
         except ApiError as error:
-            failure = Failure(error.message, error.code or "load_failed")
+            failure = Failure(name, error.message, error.code or "load_failed")
             self.failure_codes[name] = failure.code
             return failure
         info = model.supervisor.info

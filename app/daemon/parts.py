@@ -32,14 +32,13 @@ def real_parts() -> Parts:
 
 
 def compose(settings: Settings, paths: Paths, parts: Parts) -> Services:
-    """Nothing runs yet, except the request log's writer."""
+    """Nothing runs yet."""
     events = Events()
     request_log = RequestLog(
         paths.request_db,
         retention_days=settings.requests.retention_days,
         max_bytes=settings.requests.max_bytes,
     )
-    request_log.start()
 
     def changed(supervisor: Supervisor) -> None:
         events.publish(f"model.{supervisor.state}", {"model": supervisor.name, "cause": supervisor.cause})

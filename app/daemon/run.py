@@ -41,13 +41,15 @@ class Plan:
     """Flags and model names of the command line, for `restart`."""
     reload: Callable[[], LoadedSettings]
     """Reads the settings again; raises CliError."""
+    on_up: Callable[[Running], None]
+    """Called once the API answers."""
     parts: "Callable[[], Parts] | None" = None
     """Replaces what the daemon is composed of (tests)."""
     background: bool = False
 
 
-def run_daemon(plan: Plan) -> int:
-    """Serves until told to stop; the exit code. Raises CliError when it cannot begin."""
+def run_daemon(plan: Plan) -> None:
+    """Serves until told to stop. Raises CliError when it cannot begin or no model can be served."""
     plan.paths.create()
     settings = plan.loaded.settings
     with InstanceLock(plan.paths) as lock:
@@ -62,7 +64,7 @@ def run_daemon(plan: Plan) -> int:
         try:
             from .serving import serve_until_stopped  # noqa: PLC0415 - half a second of imports
 
-            return asyncio.run(serve_until_stopped(plan, running, [*tcp, unix]))
+            asyncio.run(serve_until_stopped(plan, running, [*tcp, unix]))
         finally:
             log.info("stopped")
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import psutil
 
-from ..errors import Exit
 from ..http.admin import admin_router
 from ..http.app import create_app
 from ..http.openai import openai_router
@@ -19,6 +18,7 @@ from ..services import Services
 from .control import Control, Failure
 from .instance import Running
 from .leftovers import name_leftovers
+from .load_error import load_error
 from .model_request import ModelRequest
 from .notify import notify
 from .parts import compose, real_parts
@@ -27,8 +27,8 @@ from .run import Plan
 log = logging.getLogger("llmbox.daemon")
 
 
-async def serve_until_stopped(plan: Plan, running: Running, sockets: Sequence[socket.socket]) -> int:
-    """Returns the exit code once everything is closed."""
+async def serve_until_stopped(plan: Plan, running: Running, sockets: Sequence[socket.socket]) -> None:
+    """Returns once everything is closed. Raises CliError when none of the models could be served."""
     settings = plan.loaded.settings
     services = compose(settings, plan.paths, (plan.parts or real_parts)())
     control = Control(services, running, plan.loaded, plan.reload, plan.begun_with)
@@ -45,7 +45,7 @@ async def serve_until_stopped(plan: Plan, running: Running, sockets: Sequence[so
             limits=settings.limits,
             drain=services.drain,
             drain_timeout=settings.server.drain_timeout,
-            on_ready=lambda: _tell_ready(running),
+            on_ready=lambda: _api_is_up(plan, services, running),
         )
     finally:
         notify("STOPPING=1")
@@ -54,7 +54,8 @@ async def serve_until_stopped(plan: Plan, running: Running, sockets: Sequence[so
         await control.close()
         await _close(services)
     failure = loading.result() if loading.done() and not loading.cancelled() else None
-    return Exit.OK if failure is None else failure.exit
+    if failure is not None:
+        raise load_error(failure.model, failure.cause, failure.code, str(plan.paths.log_file))
 
 
 async def _load_first(control: Control, models: Sequence[ModelRequest]) -> Failure | None:
@@ -88,6 +89,8 @@ async def _close(services: Services) -> None:
     await asyncio.to_thread(services.request_log.close)
 
 
-def _tell_ready(running: Running) -> None:
+def _api_is_up(plan: Plan, services: Services, running: Running) -> None:
+    services.request_log.start()  # its thread imports SQLAlchemy, which must not slow down the start
     notify(f"READY=1\nSTATUS=Serving on {running.url}")
+    plan.on_up(running)
     log.info("API up %.2f s after start", time.time() - psutil.Process().create_time())

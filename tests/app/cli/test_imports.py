@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 LARGE = {
-    "torch", "numpy", "tokenizers", "huggingface_hub", "litestar", "uvicorn", "httpx", "textual", "sqlalchemy",
-    "sqlmodel", "pydantic", "jinja2", "prometheus_client", "msgspec", "psutil",
+    "torch", "numpy", "tokenizers", "huggingface_hub", "litestar", "uvicorn", "httpx", "textual",
+    "sqlalchemy", "sqlmodel", "pydantic", "jinja2", "prometheus_client", "msgspec", "psutil",
 }  # fmt: skip
 
 SCRIPT = """

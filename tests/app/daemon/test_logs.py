@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.cli.log_lines import last_lines, parse
+from llmbox.app.cli import output
+from llmbox.app.cli.log_lines import error_in, last_lines, parse
 from llmbox.app.daemon import logs
+from llmbox.app.errors import CliError
 from llmbox.app.settings import LogSettings
 
 
@@ -80,3 +82,10 @@ def test_last_lines_start_at_an_offset_and_survive_foreign_text(tmp_path: Path):
 )
 def test_components(logger: str, name: str):
     assert logs.component(logger) == name
+
+
+def test_a_printed_error_is_read_back(capsys: pytest.CaptureFixture[str]):
+    output.print_error(CliError("port 1: in use", "pid 2: there", "another port", log="/l"))
+    told = error_in(["noise", *capsys.readouterr().err.splitlines(), "more noise"])
+    assert told == CliError("port 1: in use", "pid 2: there", "another port")
+    assert error_in(["noise"]) is None
