@@ -175,6 +175,14 @@ def test_premium_share_in_use_is_not_kept_a_second_time():
     assert step(scheduler) == {"premium": 12, "a": 24}
 
 
+def test_premium_share_is_kept_again_when_its_user_has_left():
+    scheduler = make_scheduler(num_blocks=10, premium_share=0.3)
+    add(scheduler, make_request("premium", 12, priority=-1, max_tokens=1))
+    step(scheduler)
+    add(scheduler, make_request("a", 16), make_request("b", 16))
+    assert step(scheduler) == {"a": 16}
+
+
 @pytest.mark.parametrize(
     ("request_", "numbers"),
     [
@@ -479,6 +487,18 @@ def test_prompt_logprobs_of_all_chunks_come_with_the_first_output():
     assert first.prompt_logprobs == [None, *entries]
     (second,) = play_model(scheduler, scheduler.schedule())
     assert second.prompt_logprobs is None
+
+
+def test_prompt_logprobs_of_a_chunk_lost_by_preemption_are_not_told_twice():
+    scheduler = make_scheduler(token_budget=8)
+    (request,) = add(scheduler, make_request("a", 10, prompt_logprobs=1))
+    entries = [TokenLogprobs(token_id=token, logprob=-1.0, rank=1) for token in request.prompt_ids[1:]]
+    scheduler.update(scheduler.schedule(), StepResult(prompt_logprobs={"a": entries[:8]}))
+    scheduler._preempt(request)
+    scheduler.update(scheduler.schedule(), StepResult(prompt_logprobs={"a": entries[:8]}))
+    tokens = {"a": SampledToken(1)}
+    (first,) = scheduler.update(scheduler.schedule(), StepResult(tokens, {"a": entries[8:]}))
+    assert first.prompt_logprobs == [None, *entries]
 
 
 def test_logprobs_go_with_their_token():

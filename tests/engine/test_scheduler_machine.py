@@ -14,82 +14,79 @@ from support.scheduling import FakeEngine, make_request
 
 PREFIXES = ([], [1] * 4, [1] * 8, [1] * 4 + [2] * 5)  # so that prompts meet in the cache
 
+has_work = precondition(lambda self: self.engine.engine.has_work)
+
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
-        num_blocks=st.integers(6, 16),
-        block_size=st.sampled_from([1, 3, 4]),
+        slots=st.integers(32, 72),
+        block_size=st.sampled_from([4, 3, 1]),
         config=st.fixed_dictionaries(
             {
                 "cache": st.booleans(),
                 "chunked_prefill": st.booleans(),
-                "batching": st.sampled_from(["continuous", "continuous", "static"]),
+                "batching": st.sampled_from(["continuous"] * 4 + ["static"]),
                 "token_budget": st.integers(4, 20),
-                "max_running": st.integers(1, 4),
+                "max_running": st.integers(2, 4),
                 "premium_share": st.sampled_from([0.0, 0.25]),
                 "watermark": st.sampled_from([0.0, 0.2]),
             }
         ),
     )
-    def start(self, num_blocks, block_size, config):
-        self.numbers = {"num_blocks": num_blocks, "block_size": block_size, "context": 60, **config}
+    def start(self, slots, block_size, config):
+        self.numbers = {"num_blocks": slots // block_size, "block_size": block_size, "context": 60, **config}
         self.engine = FakeEngine(**self.numbers)
         self.asked = {}
-        self.poisoned = set()
 
     @rule(
         prefix=st.sampled_from(PREFIXES),
-        tail=st.lists(st.just(2), min_size=1, max_size=6),
-        namespace=st.sampled_from(["", "alice"]),
+        tail=st.integers(1, 6),
+        namespace=st.sampled_from(["", "", "alice"]),
         priority=st.integers(-2, 2),
+        count=st.sampled_from([1, 1, 2, 3]),
         params=st.fixed_dictionaries(
             {
                 "max_tokens": st.integers(1, 24),
                 "min_tokens": st.integers(0, 3),
                 "stop_token_ids": st.sampled_from([(), (3, 4, 5)]),
-                "seed": st.integers(0, 3),
                 "prompt_logprobs": st.sampled_from([None, None, None, 1]),
             }
         ),
     )
-    def add(self, prefix, tail, namespace, priority, params):
-        request_id = f"r{len(self.asked)}"
-        self._add(make_request(request_id, prefix + tail, namespace=namespace, priority=priority, **params))
-
-    @precondition(lambda self: self.engine.engine.has_work)
-    @rule(data=st.data(), count=st.integers(1, 3))
-    def fork(self, data, count):
-        parent = self._draw_present(data)
+    def add(self, prefix, tail, namespace, priority, count, params):
+        """One call with `n = count`: the first sequence and its forks."""
+        first = f"r{len(self.asked)}"
         for seed in range(count):
-            self._add(
-                make_request(
-                    f"r{len(self.asked)}",
-                    parent.prompt_ids,
-                    namespace=parent.cache_namespace,
-                    priority=parent.priority,
-                    fork_of=parent.request_id,
-                    max_tokens=parent.params.max_tokens,
-                    seed=seed,
-                )
+            request = make_request(
+                f"r{len(self.asked)}",
+                prefix + [2] * tail,
+                namespace=namespace,
+                priority=priority,
+                fork_of=first if seed else None,
+                seed=seed,
+                **params,
             )
+            self.asked[request.request_id] = request
+            self.engine.add(request)
 
-    @rule(steps=st.integers(1, 6))
+    @rule(steps=st.integers(1, 5))
     def step(self, steps):
         for _ in range(steps):
             self.engine.step()
 
-    @precondition(lambda self: self.engine.engine.has_work)
+    @has_work
     @rule(data=st.data())
     def cancel(self, data):
-        request_id = self._draw_present(data).request_id
+        request_id = self._draw_present(data)
         self.engine.abort(request_id)
         assert self.engine.answers[request_id].finish_reason == "abort"
 
     @precondition(lambda self: any(self.engine.scheduler._preemptible()))
-    @rule(data=st.data())
-    def preempt(self, data):
+    @rule(data=st.data(), steps=st.integers(0, 2))
+    def preempt(self, data, steps):
         running = list(self.engine.scheduler._preemptible())
         self.engine.scheduler._preempt(data.draw(st.sampled_from(running)))
+        self.step(steps)
 
     @precondition(lambda self: self.engine.scheduler.pool.num_cached > 0)
     @rule(data=st.data())
@@ -97,14 +94,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool = self.engine.scheduler.pool
         pool.release(pool.take(data.draw(st.integers(1, pool.num_available))))
 
-    @precondition(lambda self: self.engine.engine.has_work)
+    @has_work
     @rule(data=st.data())
-    def poison(self, data):
-        request_id = self._draw_present(data).request_id
-        self.poisoned.add(request_id)
-        self.engine.runner.poisoned.add(request_id)
+    def poison_one_step(self, data):
+        self.engine.runner.poisoned.add(self._draw_present(data))
+        self.engine.step()
+        self.engine.runner.poisoned.clear()
 
-    @precondition(lambda self: self.engine.engine.has_work)
+    @has_work
     @rule()
     def step_raises(self):
         self.engine.runner.crash_next = True
@@ -114,26 +111,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         raise AssertionError("work is left, but nothing was scheduled")
 
+    @has_work
     @rule()
     def crash_and_resume(self):
         answers, self.engine = self.engine.answers, FakeEngine(**self.numbers)
         self.engine.answers = answers
-        self.engine.runner.poisoned = self.poisoned
         for request_id, answer in answers.items():
             if answer.finish_reason is None:
                 self.engine.add(_resumed(self.asked[request_id], answer.token_ids))
 
     @invariant()
     def books_are_right(self):
-        if hasattr(self, "engine"):
-            self.engine.scheduler.check()
-            assert all(
-                request.preemptions <= MAX_PREEMPTIONS for request in self.engine.scheduler._requests.values()
-            )
+        self.engine.scheduler.check()
+        present = self.engine.scheduler._requests.values()
+        assert all(request.preemptions <= MAX_PREEMPTIONS for request in present)
 
     def teardown(self):
-        if not hasattr(self, "engine"):
-            return
         for request_id, answer in self.engine.run(max_steps=5000).items():
             request = self.asked[request_id]
             expected = expected_output(request.cache_namespace, request.prompt_ids, request.params)
@@ -145,13 +138,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 told = [entry.token_id for entry in answer.outputs[0].prompt_logprobs[1:]]
                 assert told == request.prompt_ids[1:]
 
-    def _add(self, request):
-        self.asked[request.request_id] = request
-        self.engine.add(request)
-
     def _draw_present(self, data):
-        present = list(self.engine.scheduler._requests)
-        return self.asked[data.draw(st.sampled_from(present))]
+        return data.draw(st.sampled_from(list(self.engine.scheduler._requests)))
 
 
 def _resumed(request, output):
