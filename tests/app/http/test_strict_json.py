@@ -75,10 +75,36 @@ def test_nesting_ends_at_the_limit(opening: bytes, closing: bytes) -> None:
         return opening * depth + b"1" + closing * depth
 
     load(nested(32))
-    for depth in (33, 1000, 100_000):
+    for depth in (33, 1000, 40_000):
         with pytest.raises(ApiError) as caught:
             load(nested(depth))
         assert caught.value.code == "json_too_deep"
+
+
+def test_nesting_of_both_kinds_is_counted_exactly() -> None:
+    def nested(depth: int) -> bytes:
+        return b'[{"a":' * (depth // 2) + b"[]" * (depth % 2) + b"1" * (1 - depth % 2) + b"}]" * (depth // 2)
+
+    load(nested(32))
+    with pytest.raises(ApiError):
+        load(nested(33))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{" + b",".join(b'"%d":1' % n for n in range(60_000)) + b"}",
+        b"[" + b",".join([b'{"a":1}'] * 60_000) + b"]",
+        b"[" + b"1," * 400_000 + b"1]",
+    ],
+)
+def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(body: bytes) -> None:
+    assert refusal(body).code == "json_too_large"
+
+
+def test_text_may_hold_any_number_of_marks() -> None:
+    text = '{"a":1},[":,' * 100_000
+    assert load(msgspec.json.encode({"text": text})) == {"text": text}
 
 
 def test_brackets_inside_of_strings_do_not_count_as_nesting() -> None:

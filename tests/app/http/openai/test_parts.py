@@ -1,0 +1,48 @@
+import math
+
+import pytest
+
+from llmbox.app.errors import ApiError
+from llmbox.app.http.openai.fields import ChatCompletionRequest, CompletionRequest, Message
+from llmbox.app.http.openai.logprobs import LOWEST, append_completion_entry, token_label
+from llmbox.app.http.openai.responses import CompletionLogprobs
+from llmbox.app.http.openai.unsupported import refuse_unsupported, unknown_fields
+from llmbox.engine.messages import TokenLogprobs
+
+
+class Bytes:
+    def inner(self, token_id: int) -> bytes:
+        return [b"a", b"\xe4", b"\xbd", b"b"][token_id]
+
+
+def test_broken_characters_are_written_as_bytes():
+    assert token_label("é".encode()) == "é"
+    assert token_label(b"\xe4\xbd") == r"\xe4\xbd"
+
+
+def test_the_chosen_token_is_among_the_alternatives_and_infinity_is_a_number():
+    told = CompletionLogprobs()
+    logprobs = TokenLogprobs(token_id=3, logprob=-math.inf, rank=9, top=[(1, -0.1), (2, -0.2), (0, -0.3)])
+    append_completion_entry(told, logprobs, b"b", 7, Bytes(), 2)
+    append_completion_entry(told, None, b"a", 8, Bytes(), 2)
+    assert told.top_logprobs == [{r"bytes:\xe4": -0.1, r"bytes:\xbd": -0.2, "b": LOWEST}, None]
+    assert told.token_logprobs == [LOWEST, None]
+    assert told.text_offset == [7, 8]
+
+
+def test_values_that_ask_for_nothing_pass():
+    refuse_unsupported(ChatCompletionRequest(messages=[], tools=[], tool_choice="none", store=False))
+    refuse_unsupported(CompletionRequest(prompt="x", suffix="", echo=True))
+
+
+@pytest.mark.parametrize(("name", "value"), [("store", 0), ("tools", {}), ("tool_choice", "required")])
+def test_lookalikes_do_not(name, value):
+    with pytest.raises(ApiError) as caught:
+        refuse_unsupported(ChatCompletionRequest(messages=[], **{name: value}))
+    assert caught.value.param == name
+
+
+def test_unknown_fields_are_named_with_their_place():
+    assert unknown_fields(Message, {"role": "user", "mood": 1}, "messages[].") == [
+        "Unknown field 'messages[].mood' was ignored."
+    ]
