@@ -1,6 +1,8 @@
 """The client of one engine process, with the fake engine behind it."""
 
 import asyncio
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,10 +96,9 @@ async def test_kill_takes_the_children_along(tmp_path):
 
 
 async def test_stop_kills_what_does_not_listen(tmp_path):
-    client, inbox = await started(tmp_path, hang_after_steps=1)
+    client, inbox = await started(tmp_path)
     await inbox.first(m.Ready)
-    client.send(request(1))
-    await inbox.first(m.StepOutputs)
+    os.kill(client.pid, signal.SIGSTOP)
     ended = await client.stop(0.2)
     assert ended.killed
 
