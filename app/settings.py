@@ -70,37 +70,44 @@ class LimitSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """Defaults for every model; flags of `load` go over them."""
+    """Defaults for every model; flags of `load` go over them. A reload changes what later loads get."""
 
     device: Literal["auto", "cpu", "cuda"] = key(
-        "auto", "Where models run; auto takes a GPU when there is one."
+        "auto", "Where models run; auto takes a GPU when there is one.", live=True
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
-        "auto", "Type of weights and activations; auto follows the checkpoint."
+        "auto", "Type of weights and activations; auto follows the checkpoint.", live=True
     )
     kv_dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
-        "auto", "Type of the KV cache; auto follows dtype."
+        "auto", "Type of the KV cache; auto follows dtype.", live=True
     )
     ctx: int | None = key(
         None,
         "Longest prompt + output in tokens; auto takes the model's limit or what fits.",
         low=16,
         high=1 << 26,
+        live=True,
     )
-    max_running: int | None = key(None, "Most sequences computed together.", low=1, high=65_536)
-    token_budget: int | None = key(None, "Most tokens computed in one step.", low=16, high=1 << 20)
+    max_running: int | None = key(None, "Most sequences computed together.", low=1, high=65_536, live=True)
+    token_budget: int | None = key(None, "Most tokens computed in one step.", low=16, high=1 << 20, live=True)
     memory: float | None = key(
-        None, "Memory budget in GB (10^9 bytes) for weights, KV and workspace.", low=0.05, high=100_000
+        None,
+        "Memory budget in GB (10^9 bytes) for weights, KV and workspace.",
+        low=0.05,
+        high=100_000,
+        live=True,
     )
     threads: int | None = key(
-        None, "CPU threads of the engine; auto takes the physical cores.", low=1, high=4096
+        None, "CPU threads of the engine; auto takes the physical cores.", low=1, high=4096, live=True
     )
     batching: Literal["continuous", "static"] = key(
-        "continuous", "static runs each batch to its longest request (for comparison)."
+        "continuous", "static runs each batch to its longest request (for comparison).", live=True
     )
-    prefix_cache: bool = key(True, "Keep and reuse the KV of prompts that begin alike.")
-    chunked_prefill: bool = key(True, "Compute long prompts in pieces between other requests' tokens.")
-    deterministic: bool = key(False, "Only operations whose results never depend on the batch.")
+    prefix_cache: bool = key(True, "Keep and reuse the KV of prompts that begin alike.", live=True)
+    chunked_prefill: bool = key(
+        True, "Compute long prompts in pieces between other requests' tokens.", live=True
+    )
+    deterministic: bool = key(False, "Only operations whose results never depend on the batch.", live=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,13 +121,11 @@ class LogSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSettings:
-    log: bool = key(True, "Keep a log of requests: metadata only, never their content.")
+    """Of the request log, which holds metadata only, never content."""
+
     retention_days: float = key(30.0, "Days that request rows are kept.", low=0.01, high=36_500)
     max_bytes: int = key(
-        500_000_000, "Size of the request log over which the oldest rows go.", low=1_000_000, high=1 << 44
-    )
-    queue: int = key(
-        10_000, "Rows that may wait for the disk; more are dropped and counted.", low=1, high=10_000_000
+        256_000_000, "Size of the request log over which the oldest rows go.", low=1_000_000, high=1 << 44
     )
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any, Self
@@ -53,9 +53,11 @@ class Client:
     def post(self, path: str, body: object, timeout: float | None = TIMEOUT) -> dict[str, Any]:
         return self._call("POST", path, body, timeout)
 
-    def stream(self, method: str, path: str, body: object | None = None) -> "Stream":
+    def stream(
+        self, method: str, path: str, body: object | None = None, headers: Mapping[str, str] | None = None
+    ) -> "Stream":
         """Server-sent events; close the stream to stop the work behind it."""
-        connection, response = self._send(method, path, body, None)
+        connection, response = self._send(method, path, body, None, headers)
         if response.status >= 400:
             with closing(connection):
                 raise self._refusal(response)
@@ -70,10 +72,15 @@ class Client:
             return answer
 
     def _send(
-        self, method: str, path: str, body: object | None, timeout: float | None
+        self,
+        method: str,
+        path: str,
+        body: object | None,
+        timeout: float | None,
+        more_headers: Mapping[str, str] | None = None,
     ) -> tuple[HTTPConnection, HTTPResponse]:
         connection = UnixConnection(self._paths, timeout)
-        headers = {"Accept": "application/json, text/event-stream"}
+        headers = {"Accept": "application/json, text/event-stream", **(more_headers or {})}
         data = None
         if body is not None:
             headers["Content-Type"] = "application/json"

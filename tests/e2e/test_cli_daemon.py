@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from llmbox.app.cli.client import ApiRefusal, Client
 from llmbox.app.errors import Exit
 from support.cli_box import Box, box, is_alive, until
 
@@ -292,6 +293,55 @@ def test_the_admin_api_is_closed_on_tcp(box: Box):
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(f"{running.url}/admin/api/{path}")
         assert caught.value.code == 403
+
+
+def test_events_tell_of_models_and_can_be_replayed(box: Box):
+    box.serve(box.model())
+    client = Client(box.paths)
+    with client.stream("GET", "/admin/api/events") as stream:
+        client.post("/admin/api/models/unload", {"model": "tiny"})
+        kind, data = next(stream.events())
+    assert (kind, json.loads(data)["model"]) == ("model.stopped", "tiny")
+    with client.stream("GET", "/admin/api/events", headers={"Last-Event-ID": "0"}) as stream:
+        events = stream.events()
+        assert [next(events)[0] for _ in range(2)] == ["model.ready", "model.stopped"]
+    with pytest.raises(ApiRefusal, match="must be a number"):
+        client.stream("GET", "/admin/api/events", headers={"Last-Event-ID": "x"})
+
+
+def test_watching_and_following_until_interrupted(box: Box):
+    box.serve(box.model())
+    commands = (["stats", "--watch", "--interval", "0.1"], ["logs", "-f", "-n", "1"])
+    for command in commands:
+        child = box.spawn(*command)
+        assert child.stdout is not None
+        assert child.stdout.readline() != ""
+        if command[0] == "logs":
+            box.run("unload", "tiny")
+        assert child.stdout.readline() != ""
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=30)
+        assert (child.returncode, err.strip()) == (130, "")
+
+
+def test_wrong_admin_requests_get_named_errors(box: Box):
+    box.serve(box.model())
+    client = Client(box.paths)
+    wrong = (
+        ({"model": "org/absent"}, 404, "not on this disk"),
+        ({"model": "../x/y/z"}, 404, "no directory"),
+        ({"model": str(box.folder / "models" / "tiny"), "options": {"ctx": -1}}, 400, "between 16"),
+        ({"model": str(box.folder / "models" / "tiny"), "options": {"ctxx": 1}}, 400, "model.ctx"),
+        ({"model": str(box.folder / "models" / "tiny"), "alias": "a b"}, 400, "cannot be a model's name"),
+        ({"model": str(box.folder / "models" / "tiny"), "options": {"ctx": 100}}, 409, "other settings"),
+        ({"model": 1}, 400, "model"),
+        ({}, 400, "model"),
+    )
+    for body, status, words in wrong:
+        with pytest.raises(ApiRefusal, match=words) as caught:
+            client.post("/admin/api/models/load", body)
+        assert caught.value.status == status, body
+    assert box.api("status")["ready"] is True
 
 
 def engine_pids(daemon: int) -> list[int]:

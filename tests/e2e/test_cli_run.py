@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from llmbox.app.errors import Exit
-from support.cli_box import PATIENCE, Box, box
+from support.cli_box import PATIENCE, Box, box, until
 
 __all__ = ["box"]
 
@@ -101,7 +101,8 @@ def test_a_chat_in_a_terminal(box: Box, chat: Terminal):
     assert chat.process.wait(timeout=PATIENCE) == 0
     assert "hello" in box.paths.history_file.read_text()
     assert box.paths.history_file.stat().st_mode & 0o077 == 0
-    (row,) = box.run("requests", "--json").json["requests"]
+    until(lambda: box.api("requests")["requests"])
+    (row,) = box.api("requests")["requests"]
     assert row["finish_reasons"] == "length"
 
 
@@ -117,9 +118,6 @@ def test_ctrl_c_stops_an_answer_and_the_request_behind_it(box: Box):
         chat.expect(">>> ")
         chat.type("\x04")
         assert chat.process.wait(timeout=PATIENCE) == 0
-        deadline = time.monotonic() + PATIENCE
-        while box.api("status")["open_requests"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: not box.api("status")["open_requests"])
     finally:
         chat.close()
