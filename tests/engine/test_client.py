@@ -84,7 +84,7 @@ async def test_a_crash_leaves_its_traceback_in_the_log(tmp_path):
     assert any("Traceback" in line for line in inbox.lines)
 
 
-async def test_kill_takes_the_children_along(tmp_path):
+async def test_kill(tmp_path):
     client, inbox = await started(tmp_path)
     await inbox.first(m.Ready)
     pid = client.pid
@@ -93,6 +93,22 @@ async def test_kill_takes_the_children_along(tmp_path):
     assert (ended.code, ended.killed) == (-9, True)
     assert not is_running(pid)
     assert not client.alive
+
+
+@pytest.mark.parametrize("killed", [True, False])
+async def test_children_end_with_the_engine(tmp_path, killed):
+    """By `kill`, and also when the engine ends by itself and leaves one behind."""
+    script = (
+        "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True);"
+        f"time.sleep({60 if killed else 0})"
+    )
+    client, inbox = await started(tmp_path, Launch(command=(sys.executable, "-c", script)))
+    await until(lambda: inbox.lines)
+    child = int(inbox.lines[0])
+    if killed:
+        client.kill()
+    await client.wait()
+    await until(lambda: not is_running(child))
 
 
 async def test_stop_kills_what_does_not_listen(tmp_path):

@@ -136,7 +136,7 @@ async def test_a_stop_shorter_than_the_limit_is_only_reported(tmp_path):
 
 
 async def test_a_step_that_computes_for_long_is_given_time(tmp_path):
-    """One step of 1 s, spinning or starved, under a watchdog that gives up on idle engines after 0.2 s."""
+    """It spins: an idle engine would be given up after 0.2 s, this one only after 2 s."""
     watch = WatchLimits(tick=0.05, busy_ticks=40)
     async with supervised(tmp_path, supervisor={"watch": watch}, poison=66, poison_kind="spin") as supervisor:
         stream = supervisor.submit(request(1, prompt_ids=[66]))
