@@ -191,6 +191,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         self._deadline = None
+        if self.flow.read_paused:  # it is us who do not read: an earlier answer comes first
+            self._expect(self._limits.body_timeout)
+            return
         what = "body" if self._phase is Phase.BODY else "headers"
         self._refuse(ApiError(408, f"The request's {what} took too long.", "request_timeout"))
 

@@ -5,8 +5,10 @@ from typing import Any
 from litestar import Controller, get, post
 from litestar.routes import HTTPRoute
 
+from llmbox.app.http.admin import admin_router
 from llmbox.app.http.app import App
 from llmbox.app.http.guard import Access, default_deny
+from llmbox.app.http.openai import openai_router
 from support.http_app import client, fake_services, make_app, over_unix
 
 
@@ -48,8 +50,25 @@ def test_the_guard_stands_before_every_route() -> None:
 
 
 def test_every_route_of_ours_says_who_may_use_it() -> None:
-    for handler in handlers_of(make_app()):
-        assert isinstance(handler.opt.get("access"), Access), handler
+    app = make_app([openai_router, admin_router])
+    assert len(handlers_of(app)) > 20
+    for route in app.routes:
+        for handler in route.route_handlers:
+            if handler.http_methods != {"OPTIONS"}:
+                access = handler.opt.get("access")
+                assert isinstance(access, Access), handler
+                assert (access is Access.ADMIN) == route.path.startswith("/admin"), handler
+
+
+async def test_no_admin_route_answers_over_tcp() -> None:
+    app = make_app([openai_router, admin_router])
+    paths = [(route.path_format, route.methods) for route in app.routes if route.path.startswith("/admin")]
+    assert len(paths) >= 8
+    async with client(app) as http:
+        for path, methods in paths:
+            for method in methods - {"OPTIONS"}:
+                answer = await http.request(method, path.replace("{", "").replace("}", ""))
+                assert answer.status_code == 403, (method, path, answer.text)
 
 
 async def test_a_route_without_a_word_is_closed() -> None:

@@ -6,6 +6,7 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from litestar import get, post
@@ -13,6 +14,7 @@ from litestar.params import JSONBody
 
 from llmbox.app.http.disconnect import while_connected
 from llmbox.app.http.guard import Access
+from llmbox.app.http.protocol import LimitedProtocol
 from llmbox.app.http.request import StrictRequest, is_local_socket
 from llmbox.app.http.server import serve
 from llmbox.app.http.sockets import listen_tcp, listen_unix
@@ -83,6 +85,28 @@ async def test_three_sockets_share_the_loop_and_only_one_is_local(tmp_path: Path
         writer.close()
         services.drain.begin()
         await asyncio.wait_for(task, 5)
+
+
+async def test_small_writes_are_sent_at_once() -> None:
+    nodelay: list[int] = []
+
+    class App:
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+    made = LimitedProtocol.connection_made
+
+    def connection_made(self: LimitedProtocol, transport: asyncio.Transport) -> None:
+        sock = transport.get_extra_info("socket")
+        nodelay.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        made(self, transport)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LimitedProtocol, "connection_made", connection_made)
+        async with running(app=App()) as server:
+            await server.send(server.get("/", "Connection: close"))
+    assert nodelay == [1]
 
 
 async def test_one_connection_carries_many_requests() -> None:
