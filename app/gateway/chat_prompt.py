@@ -18,7 +18,8 @@ from tokenizers import Tokenizer
 from llmbox.engine.errors import ModelError
 
 from ..errors import ApiError
-from .template_pool import TemplatePool
+from .off_loop import off_loop
+from .template_pool import TemplatePool, job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +139,17 @@ class RenderedChat:
 async def render_chat(
     pool: TemplatePool, template: str, special_tokens: dict[str, str], control: ControlTokens, chat: Chat
 ) -> RenderedChat:
+    size = sum(len(message["content"]) for message in chat.messages)
+    markers, work = await off_loop(size, lambda: _job(template, special_tokens, control, chat))
+    text = await pool.render(work)
+    if chat.continue_final_message:
+        text = _cut(text, markers.tail)
+    return RenderedChat(text, markers, control)
+
+
+def _job(
+    template: str, special_tokens: dict[str, str], control: ControlTokens, chat: Chat
+) -> tuple[Markers, bytes]:
     spoken = json.dumps([chat.messages, chat.template_kwargs], ensure_ascii=False)
     markers = Markers.absent_from(template + spoken)
     # What the model itself wrote earlier may hold tokens such as </think>, which templates look for.
@@ -147,10 +159,7 @@ async def render_chat(
     variables: dict[str, Any] = special_tokens | {"tools": None, "documents": None}
     variables |= control.mark(chat.template_kwargs, markers, every=True)
     variables |= {"messages": messages, "add_generation_prompt": chat.add_generation_prompt}
-    text = await pool.render(template, variables)
-    if chat.continue_final_message:
-        text = _cut(text, markers.tail)
-    return RenderedChat(text, markers, control)
+    return markers, job(template, variables)
 
 
 def _cut(text: str, tail: str) -> str:

@@ -1,11 +1,8 @@
 """Requests on their way through the daemon: checked against the model, submitted, listed, recorded."""
 
-import asyncio
 import hashlib
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import TypeVar
 
 import msgspec
 
@@ -24,11 +21,6 @@ from .open_request import OpenRequest
 from .seeds import choice_seed
 from .sequence import Sequence
 from .template_pool import TemplatePool
-
-T = TypeVar("T")
-
-_SMALL_TEXT = 2000
-"""Characters that are tokenised on the loop: about the time that a thread switch takes."""
 
 
 class Gateway:
@@ -160,11 +152,6 @@ def system_fingerprint(model: LoadedModel) -> str:
     facts.pop("load_seconds", None)
     told = msgspec.json.encode([__version__, asdict(model.config), facts], order="sorted")
     return "fp_" + hashlib.sha256(told).hexdigest()[:12]
-
-
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """`work` over `size` characters or tokens: in a thread where it would hold up the loop."""
-    return work() if size <= _SMALL_TEXT else await asyncio.to_thread(work)
 
 
 def _record(request: OpenRequest, status: int, code: str) -> RequestRecord:

@@ -1,7 +1,6 @@
 """What an HTTP dialect asks of the gateway, and what it gets back: no dialect's words, no engine's either."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from llmbox.engine.messages import TokenLogprobs
 from llmbox.engine.sampling import SamplingParams
@@ -86,6 +85,3 @@ class LiveRequest:
     ttft: float | None
     tokens_per_second: float | None
     resumes: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}

@@ -25,6 +25,10 @@ MUCH_CPU = 0.1
 _TOO_EXPENSIVE = "it takes more than 1 s of computing"
 
 
+def job(template: str, variables: dict[str, Any]) -> bytes:
+    return json.dumps({"template": template, "variables": variables}).encode()
+
+
 class TemplatePool:
     """Owned by one event loop. `close` leaves no process behind."""
 
@@ -33,9 +37,8 @@ class TemplatePool:
         self._idle: list[Process] = []
         self._busy: set[Process] = set()
 
-    async def render(self, template: str, variables: dict[str, Any]) -> str:
-        """Raises ApiError 400 where the template refuses, fails or takes too much."""
-        job = json.dumps({"template": template, "variables": variables}).encode()
+    async def render(self, job: bytes) -> str:
+        """The text of a `job`. Raises ApiError 400 where the template refuses, fails or takes too much."""
         async with self._slots:
             reply = await self._try_twice(job)
         if "error" in reply:

@@ -500,7 +500,7 @@ def test_finished_refused_and_abandoned_requests_are_logged(server, client):
     with pytest.raises(openai.BadRequestError) as refused:
         chat(client, stop=[""])
     log = server.services.request_log
-    log.flush()
+    log.flush(60)
     record = server.call(log.get(done.id))
     assert (record.http_status, record.model, record.seed) == (200, "org/random", 5)
     assert record.output_tokens == done.usage.completion_tokens

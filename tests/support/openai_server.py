@@ -59,7 +59,9 @@ def serving(data: Path, launch: Launch | None = None, **limits: Any) -> Iterator
         settings = Settings(limits=replace(LimitSettings(), **limits))
         paths = find_paths(data)
         paths.create()
-        return compose(settings, paths, Parts(launch or fake_launch(), load_model_text))
+        services = compose(settings, paths, Parts(launch or fake_launch(), load_model_text))
+        services.request_log.start()
+        return services
 
     services = asyncio.run_coroutine_threadsafe(compose_on_loop(), loop).result(30)
     sockets = listen_tcp("127.0.0.1", 0)

@@ -12,8 +12,9 @@ from llmbox.engine.messages import TokenLogprobs
 from ...engines.manager import LoadedModel
 from ...errors import ApiError
 from ...gateway.chat_prompt import Chat
-from ...gateway.gateway import Gateway, off_loop
+from ...gateway.gateway import Gateway
 from ...gateway.generation import Delta, Generation
+from ...gateway.off_loop import off_loop
 from ...gateway.open_request import OpenRequest
 from ..sse import data_event
 from .context import Call, Heading
@@ -122,6 +123,12 @@ async def complete_chat(gateway: Gateway, chat: ChatCall) -> ChatCompletion:
         parts: list[list[Delta]] = [[] for _ in opened.sequences]
         async for delta in opened.deltas():
             parts[delta.index].append(delta)
+    size = opened.usage.output_tokens if chat.wants_logprobs else 0
+    size += opened.usage.prompt_tokens if chat.body.prompt_logprobs is not None else 0
+    return await off_loop(size, lambda: _answer(opened, chat, parts))
+
+
+def _answer(opened: OpenRequest, chat: ChatCall, parts: list[list[Delta]]) -> ChatCompletion:
     heading = _heading(opened, chat)
     body, prompt = chat.body, chat.generation.prompts[0]
     return ChatCompletion(

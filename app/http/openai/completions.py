@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from msgspec import UNSET
@@ -9,8 +10,9 @@ from msgspec import UNSET
 from llmbox.engine.messages import TokenLogprobs
 
 from ...engines.manager import LoadedModel
-from ...gateway.gateway import Gateway, off_loop
+from ...gateway.gateway import Gateway
 from ...gateway.generation import Delta, Generation, TokenEntry
+from ...gateway.off_loop import off_loop
 from ...gateway.open_request import OpenRequest
 from ...settings import LimitSettings
 from ..sse import data_event
@@ -86,7 +88,10 @@ async def complete(gateway: Gateway, call: CompletionCall) -> Completion:
         parts: list[list[Delta]] = [[] for _ in opened.sequences]
         async for delta in opened.deltas():
             parts[delta.index].append(delta)
-    return writer.answer([_joined(deltas) for deltas in parts])
+    size = opened.usage.output_tokens if call.body.logprobs is not None else 0
+    return await off_loop(
+        size + writer.prompt_work, lambda: writer.answer([_joined(deltas) for deltas in parts])
+    )
 
 
 async def stream_completion(gateway: Gateway, call: CompletionCall) -> AsyncGenerator[bytes, None]:
@@ -95,7 +100,8 @@ async def stream_completion(gateway: Gateway, call: CompletionCall) -> AsyncGene
         unfinished = len(opened.sequences)
         async for delta in opened.deltas():
             unfinished -= delta.finish_reason is not None
-            if event := writer.event(delta, last=unfinished == 0):
+            work = partial(writer.event, delta, last=unfinished == 0)
+            if event := await off_loop(writer.prompt_work if writer.is_first(delta) else 0, work):
                 yield event
     if writer.with_usage:
         yield writer.usage()
@@ -114,7 +120,16 @@ class _Writer:
         self.with_usage = options is not None and bool(options.include_usage)
         self._running_usage = options is not None and bool(options.continuous_usage_stats)
         self._told: set[int] = set()
-        self._echoes = [self._echo(prompt) for prompt in call.generation.prompts] if call.body.echo else []
+        self._echoes: dict[int, str] = {}
+
+    @property
+    def prompt_work(self) -> int:
+        """Prompt tokens that the answer tells about."""
+        tells = self._body.echo or self._body.prompt_logprobs is not None
+        return self._opened.usage.prompt_tokens if tells else 0
+
+    def is_first(self, delta: Delta) -> bool:
+        return delta.index not in self._told
 
     def answer(self, deltas: list[Delta]) -> Completion:
         chunk = self._completion([self._choice(delta) for delta in deltas])
@@ -161,7 +176,7 @@ class _Writer:
         prompt = self._call.generation.prompts[which]
         first = delta.index not in self._told
         self._told.add(delta.index)
-        echo = self._echoes[which] if self._echoes else ""
+        echo = self._echo(which) if self._body.echo else ""
         choice = CompletionChoice(
             index=delta.index,
             text=echo + delta.text if first else delta.text,
@@ -188,7 +203,7 @@ class _Writer:
         if top is None:
             return None
         told = completion_logprobs(delta.entries, self._text.tokens, len(echo), top)
-        if not (first and self._echoes):
+        if not (first and self._body.echo):
             return told
         whole = self._prompt_part(prompt, delta.prompt_logprobs or [None] * len(prompt), top)
         for name in whole.__struct_fields__:
@@ -207,8 +222,10 @@ class _Writer:
             offset += len(detokenizer.push(token_id))
         return result
 
-    def _echo(self, prompt: list[int]) -> str:
-        return self._text.decode(prompt, skip_special=False)
+    def _echo(self, which: int) -> str:
+        if which not in self._echoes:
+            self._echoes[which] = self._text.decode(self._call.generation.prompts[which], skip_special=False)
+        return self._echoes[which]
 
 
 def _joined(deltas: list[Delta]) -> Delta:

@@ -6,7 +6,8 @@ from litestar import Response, Router, get, post
 from litestar.params import Body, Parameter
 
 from ...errors import ApiError
-from ...gateway.gateway import context_limit, off_loop
+from ...gateway.gateway import context_limit
+from ...gateway.off_loop import off_loop
 from ..disconnect import while_connected
 from ..guard import Access
 from ..sse import EventStreamResponse

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,8 +16,8 @@ FAMILY_NAMES = ("byte_level", "llama2", "metaspace")
 class InProcess:
     """The template pool's place, without a process: same code, no limits."""
 
-    async def render(self, template, variables):
-        return render(template, variables)
+    async def render(self, job):
+        return render(**json.loads(job))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from llmbox.app.errors import ApiError
-from llmbox.app.gateway.template_pool import TemplatePool
+from llmbox.app.gateway.template_pool import TemplatePool, job
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ async def test_renders_with_the_helpers_of_transformers(pool):
         "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}|"
         "{% set ns = namespace(n=1) %}{% set ns.n = 2 %}{{ ns.n }}|{{ strftime_now('%Y')|length }}"
     )
-    text = await pool.render(template, {"messages": [{"content": "<é>"}]})
+    text = await pool.render(job(template, {"messages": [{"content": "<é>"}]}))
     assert text == '<é>|[{"content": "<é>"}]|01|2|4'
 
 
@@ -45,30 +45,30 @@ async def test_renders_with_the_helpers_of_transformers(pool):
 async def test_bombs_and_escapes_are_a_400_and_the_next_job_works(pool, template):
     started = time.monotonic()
     with pytest.raises(ApiError) as caught:
-        await pool.render(template, {"messages": [[]]})
+        await pool.render(job(template, {"messages": [[]]}))
     assert caught.value.status == 400
     assert time.monotonic() - started < 10  # a bound against hanging, not a timing
-    assert await pool.render("ok", {}) == "ok"
+    assert await pool.render(job("ok", {})) == "ok"
 
 
 async def test_a_killed_worker_is_replaced_unnoticed(pool):
-    await pool.render("x", {})
+    await pool.render(job("x", {}))
     (worker,) = pool._idle
     os.kill(worker.pid, signal.SIGKILL)
-    assert await pool.render("y", {}) == "y"
+    assert await pool.render(job("y", {})) == "y"
 
 
 async def test_a_stopped_worker_is_killed_and_the_job_done_by_another(pool):
-    await pool.render("x", {})
+    await pool.render(job("x", {}))
     (worker,) = pool._idle
     os.kill(worker.pid, signal.SIGSTOP)
-    assert await pool.render("y", {}) == "y"
+    assert await pool.render(job("y", {})) == "y"
     assert worker.returncode == -signal.SIGKILL
 
 
 async def test_workers_are_few_reused_and_gone_after_close(pool):
     assert not pool._idle
-    texts = await asyncio.gather(*(pool.render(str(i), {}) for i in range(10)))
+    texts = await asyncio.gather(*(pool.render(job(str(i), {})) for i in range(10)))
     assert texts == [str(i) for i in range(10)]
     workers = list(pool._idle)
     assert 1 <= len(workers) <= 2
@@ -77,13 +77,13 @@ async def test_workers_are_few_reused_and_gone_after_close(pool):
 
 
 async def test_a_cancelled_job_leaves_no_busy_worker(pool):
-    job = asyncio.create_task(
-        pool.render("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {})
+    task = asyncio.create_task(
+        pool.render(job("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {}))
     )
     while not pool._busy:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    job.cancel()
+    task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await job
+        await task
     assert not pool._busy
-    assert await pool.render("ok", {}) == "ok"
+    assert await pool.render(job("ok", {})) == "ok"
