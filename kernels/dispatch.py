@@ -4,10 +4,11 @@ import os
 
 import torch
 
+from .onednn import ONEDNN, supports
 from .ops import Ops
 from .reference import REFERENCE
 
-BACKENDS = {REFERENCE.name: REFERENCE}
+BACKENDS = {ops.name: ops for ops in (ONEDNN, REFERENCE)}
 
 
 class UnknownBackend(ValueError):  # noqa: N818 - named for what the user reads
@@ -22,5 +23,5 @@ def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     return BACKENDS[name]
 
 
-def best(device: torch.device, dtype: torch.dtype) -> str:  # noqa: ARG001 - there is one backend for all so far
-    return REFERENCE.name
+def best(device: torch.device, dtype: torch.dtype) -> str:
+    return ONEDNN.name if supports(device, dtype) else REFERENCE.name
