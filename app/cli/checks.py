@@ -39,7 +39,14 @@ class Finding:
 
 
 def run_checks(program: Program) -> list[Finding]:
-    return [finding for check in CHECKS for finding in check(program)]
+    findings: list[Finding] = []
+    for check in CHECKS:
+        try:
+            findings += check(program)
+        except OSError as error:
+            name = check.__name__.removeprefix("check_")
+            findings.append(Finding(name, "failed", str(error), "look at that file's owner and mode"))
+    return findings
 
 
 def check_python(_: Program) -> Iterator[Finding]:

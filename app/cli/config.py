@@ -6,6 +6,7 @@ import subprocess
 
 import click
 
+from ..daemon.instance import find_running
 from ..errors import CliError, Exit
 from ..settings import Key, Scalar, schema
 from ..settings_load import LoadedSettings, Origin, check_value, unknown_key
@@ -73,10 +74,8 @@ def set_(program: Program, key: str, value: str) -> None:
     loaded = program.settings()
     if loaded.origins[row.name].source in {"env", "flag"}:
         output.say(f"Note: {loaded.origins[row.name]} goes over the file.")
-    if program.client.is_up():
-        output.say(
-            "Apply it now: llmbox restart" if not row.live else "Apply it now: kill -HUP (or llmbox restart)"
-        )
+    if (running := find_running(program.paths)) is not None:
+        output.say(f"Apply it: kill -HUP {running.pid}" if row.live else "Apply it: llmbox restart")
 
 
 @config.command()

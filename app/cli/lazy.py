@@ -36,7 +36,7 @@ class LazyGroup(click.Group):
     def __init__(self, *args: Any, table: dict[str, tuple[str, str]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.table = table
-        self.params += location_options()
+        self.params += location_options(from_environment=True)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -82,11 +82,12 @@ def _set_config(context: click.Context, _parameter: click.Parameter, value: Path
         context.ensure_object(Program).config = value
 
 
-def location_options() -> list[click.Option]:
-    """Understood before and after the command's name."""
+def location_options(*, from_environment: bool = False) -> list[click.Option]:
+    """Understood before and after the command's name; the environment counts once, before it."""
     return [
         click.Option(
             ["--data-dir"],
+            envvar="LLMBOX_DATA_DIR" if from_environment else None,
             type=click.Path(path_type=Path, file_okay=False),
             expose_value=False,
             is_eager=True,
@@ -96,6 +97,7 @@ def location_options() -> list[click.Option]:
         ),
         click.Option(
             ["--config"],
+            envvar="LLMBOX_CONFIG" if from_environment else None,
             type=click.Path(path_type=Path, dir_okay=False),
             expose_value=False,
             is_eager=True,

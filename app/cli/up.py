@@ -44,14 +44,11 @@ def up(
     given_flags = given(flags)
     alias = checked_alias(alias)
     program.settings(given_flags)
-    running = find_running(program.paths)
     names: list[str] = []
-    if running is None:
-        output.say("Starting the daemon…")
-        started = start_daemon(program, models, alias, given_flags)
+    started = _find_or_start(program, models, alias, given_flags)
+    if started.process is not None:
         names = [model.served_name for model in program.wanted(models, alias, given_flags)]
     else:
-        started = Started(running, None, 0)
         require_same(program, given_flags)
         names = load_missing(program, program.wanted(models, alias, given_flags) if models else [])
     ready = wait_for_models(program, started, names, timeout) if wait else []
@@ -59,6 +56,22 @@ def up(
         output.write_json("up", _summary(started, ready, waited=wait))
     else:
         _print(started.running, ready, waited=wait)
+
+
+def _find_or_start(
+    program: Program, models: Sequence[str], alias: str | None, flags: Mapping[str, Scalar]
+) -> Started:
+    running = find_running(program.paths)
+    if running is None:
+        output.say("Starting the daemon…")
+        try:
+            return start_daemon(program, models, alias, flags)
+        except CliError as error:
+            # Somebody else's `up` may have been a moment faster.
+            running = find_running(program.paths) if error.exit == Exit.CONFLICT else None
+            if running is None:
+                raise
+    return Started(running, None, 0)
 
 
 def load_missing(program: Program, wanted: Sequence[ModelRequest]) -> list[str]:

@@ -1,6 +1,7 @@
 """The daemon while it serves: the API first, the models behind it, then the drain."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import signal
@@ -92,5 +93,6 @@ async def _close(services: Services) -> None:
 def _api_is_up(plan: Plan, services: Services, running: Running) -> None:
     services.request_log.start()  # its thread imports SQLAlchemy, which must not slow down the start
     notify(f"READY=1\nSTATUS=Serving on {running.url}")
-    plan.on_up(running)
+    with contextlib.suppress(OSError):  # nobody reads our stdout any more: serve all the same
+        plan.on_up(running)
     log.info("API up %.2f s after start", time.time() - psutil.Process().create_time())

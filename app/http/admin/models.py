@@ -1,5 +1,6 @@
 """Models in memory: list, load, unload."""
 
+import asyncio
 from typing import Any
 
 from litestar import Request, get, post
@@ -26,7 +27,7 @@ async def load_model(request: Request[Any, Any, State], data: LoadRequest) -> Mo
     """Begins to load and answers at once; `GET /models` tells how it goes."""
     control: Control = request.app.state.control
     try:
-        wanted = control.model_request(data.model, data.alias, data.options)
+        wanted = await asyncio.to_thread(control.model_request, data.model, data.alias, data.options)
         control.begin_load(wanted)
     except CliError as error:
         status, code = STATUS_OF_EXIT.get(error.exit, (400, "bad_model"))

@@ -167,3 +167,18 @@ def test_version_and_completion(llmbox):
 def test_flags_survive_the_way_to_another_process():
     flags = {"server.port": 0, "model.ctx": None, "model.prefix_cache": False, "model.deterministic": True}
     assert as_arguments(flags) == ["--port", "0", "--ctx", "auto", "--no-prefix-cache", "--deterministic"]
+
+
+def test_the_data_dir_may_come_from_the_environment_and_a_flag_goes_over_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def path(*arguments: str) -> str:
+        assert run([*arguments], Program()) == 0
+        return capsys.readouterr().out.strip()
+
+    monkeypatch.setenv("LLMBOX_DATA_DIR", str(tmp_path / "env"))
+    assert path("config", "path") == str(tmp_path / "env" / "config.toml")
+    assert path("--data-dir", str(tmp_path / "a"), "config", "path") == str(tmp_path / "a" / "config.toml")
+    assert path("config", "path", "--data-dir", str(tmp_path / "b")) == str(tmp_path / "b" / "config.toml")
+    monkeypatch.setenv("LLMBOX_CONFIG", str(tmp_path / "own.toml"))
+    assert path("config", "path") == str(tmp_path / "own.toml")
