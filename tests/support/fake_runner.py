@@ -68,6 +68,7 @@ class FakeRunner:
         self._copy(plan.copies)
         result = StepResult()
         for row in plan.rows:
+            assert row.num_tokens > 0, "a row without a token has no logits"
             self._compute(row.request, row.start, row.end)
         if self.crash_next:
             self.crash_next = False
