@@ -15,12 +15,12 @@ import click
 
 from ..errors import CliError, Exit
 from ..paths import Paths, find_paths
-from ..settings import Scalar
-from ..settings_load import LoadedSettings, load_settings
 
 if TYPE_CHECKING:
     from ..daemon.model_request import ModelRequest
     from ..daemon.parts import Parts
+    from ..settings import Scalar
+    from ..settings_load import LoadedSettings
     from .client import Client
 
 
@@ -38,7 +38,9 @@ class Program:
     def paths(self) -> Paths:
         return find_paths(self.data_dir, self.config)
 
-    def settings(self, flags: Mapping[str, Scalar] | None = None) -> LoadedSettings:
+    def settings(self, flags: "Mapping[str, Scalar] | None" = None) -> "LoadedSettings":
+        from ..settings_load import load_settings
+
         return load_settings(self.paths, self.environ, flags or {})
 
     @cached_property
@@ -54,7 +56,7 @@ class Program:
         return flags if self.config is None else [*flags, "--config", str(self.config.absolute())]
 
     def wanted(
-        self, models: Sequence[str], alias: str | None, flags: Mapping[str, Scalar]
+        self, models: Sequence[str], alias: str | None, flags: "Mapping[str, Scalar]"
     ) -> "list[ModelRequest]":
         """What to load: the named models, else those of `server.models`. Raises when one is not on disk."""
         from ..catalog import resolve
