@@ -73,29 +73,30 @@ class ControlTokens:
 
     def encode(self, rendered: str, markers: Markers) -> list[int]:
         if markers.start not in rendered and markers.end not in rendered:
-            ids: list[int] = self._tokenizer.encode(rendered, add_special_tokens=False).ids
-            return ids
+            return encode_ids(self._tokenizer, rendered, add_special_tokens=False)
         return [id_ for part in self._encode_marked(rendered, markers) for id_ in part]
 
     def _encode_marked(self, rendered: str, markers: Markers) -> Iterator[Sequence[int]]:
         broken = rendered.replace(markers.end, "")
         # start, literal -> first character, start, rest: no longer the literal
         broken = re.sub(f"{markers.start}(.)", f"\\g<1>{markers.start}", broken, flags=re.DOTALL)
-        encoding = self._tokenizer.encode(broken, add_special_tokens=False)
+        (encoding,) = self._tokenizer.encode_batch([broken], add_special_tokens=False)
+        ids = encoding.ids
         begin = first = 0
-        for i, (id_, (start, end)) in enumerate(zip(encoding.ids, encoding.offsets, strict=True)):
-            if id_ in self._ids:
-                yield self._span(broken[begin:start], encoding.ids[first:i], markers, at_start=begin == 0)
-                yield (id_,)
-                begin, first = end, i + 1
-        yield self._span(broken[begin:], encoding.ids[first:], markers, at_start=begin == 0)
+        for i in [i for i, id_ in enumerate(ids) if id_ in self._ids]:
+            place = encoding.token_to_chars(i)  # `offsets` would make objects for every token
+            assert place is not None
+            start, end = place
+            yield self._span(broken[begin:start], ids[first:i], markers, at_start=begin == 0)
+            yield (ids[i],)
+            begin, first = end, i + 1
+        yield self._span(broken[begin:], ids[first:], markers, at_start=begin == 0)
 
     def _span(self, text: str, ids: Sequence[int], markers: Markers, *, at_start: bool) -> Sequence[int]:
         if markers.start not in text:
             return ids
         tokenizer = self._plain_tokenizer(at_start=at_start)
-        plain: list[int] = tokenizer.encode(text.replace(markers.start, ""), add_special_tokens=False).ids
-        return plain
+        return encode_ids(tokenizer, text.replace(markers.start, ""), add_special_tokens=False)
 
     def _plain_tokenizer(self, *, at_start: bool) -> Tokenizer:
         """Without added tokens; unless `at_start`, also without the space put before a text's first word."""
@@ -107,6 +108,12 @@ class ControlTokens:
                 _never_prepend(source.get("pre_tokenizer"))
             self._plain[at_start] = Tokenizer.from_str(json.dumps(source))
         return self._plain[at_start]
+
+
+def encode_ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Unlike `Tokenizer.encode`, lets other threads run meanwhile, which the event loop needs."""
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
 
 
 def _any_of(literals: Sequence[str]) -> re.Pattern[str]:

@@ -11,7 +11,15 @@ from tokenizers import Tokenizer
 from llmbox.engine.errors import ModelError
 
 from ..errors import ApiError
-from .chat_prompt import Chat, ControlTokens, RenderedChat, named_special_tokens, pick_template, render_chat
+from .chat_prompt import (
+    Chat,
+    ControlTokens,
+    RenderedChat,
+    encode_ids,
+    named_special_tokens,
+    pick_template,
+    render_chat,
+)
 from .detokenizer import Detokenizer, decode
 from .template_pool import TemplatePool
 from .token_bytes import TokenBytes
@@ -51,8 +59,7 @@ class ModelText:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a raw prompt: here the caller writes the template, so special-token literals are tokens."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return encode_ids(self.tokenizer, text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, begins: bool = True, skip_special: bool = True) -> str:
         return decode(self.tokens, ids, begins=begins, skip_special=skip_special)
