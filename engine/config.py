@@ -33,7 +33,8 @@ class EngineConfig:
     chunked_prefill: bool = True
     """Off: a prompt is computed in one step, whatever the budget (for comparison)."""
     deterministic: bool = False
-    premium_share: float = 0.1
-    """Share of KV blocks that only requests of negative priority (premium bands) may take."""
+    premium_share: float = 0.0
+    """Share of KV blocks that only requests of negative priority (premium bands) may take. Off until
+    somebody is premium: the share is lost to all others."""
     watermark: float = 0.01
     """Share of KV blocks kept free at admission, so that running requests can grow."""

@@ -15,7 +15,7 @@ class SchedulerConfig:
     token_budget: int
     batching: Batching = "continuous"
     chunked_prefill: bool = True
-    premium_share: float = 0.1
+    premium_share: float = 0.0
     watermark: float = 0.01
     ageing_seconds: float = 10.0
     """Waiting this long is worth one priority band."""
