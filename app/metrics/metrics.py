@@ -51,6 +51,7 @@ class Metrics:
         histogram = self._histogram
         self._ttft = histogram("vllm:time_to_first_token_seconds", "Request to first token.", _LATENCY)
         self._inter_token = histogram("vllm:inter_token_latency_seconds", "Between tokens.", _PER_TOKEN)
+        self._inter_token_of: dict[str, Histogram] = {}
         self._tpot = histogram("vllm:request_time_per_output_token_seconds", "Mean per request.", _PER_TOKEN)
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "Whole request.", _LATENCY)
         self._queue = histogram("vllm:request_queue_time_seconds", "Request to first prefill.", _LATENCY)
@@ -67,7 +68,11 @@ class Metrics:
         return Histogram(name, text, ["model_name"], buckets=buckets, registry=self._registry)
 
     def record_inter_token(self, model: str, seconds: float) -> None:
-        self._inter_token.labels(model).observe(seconds)
+        # Once a token: the labelled child is kept, looking it up costs more than observing.
+        child = self._inter_token_of.get(model)
+        if child is None:
+            child = self._inter_token_of[model] = self._inter_token.labels(model)
+        child.observe(seconds)
 
     def record_refusal(self, code: str) -> None:
         """A request that was answered with an error before it reached an engine."""
