@@ -35,10 +35,11 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
     directory = Path(config.model_path)
     model_config = parse_config(directory)
     device = resolve_device(config.device)
-    torch.set_num_threads(config.threads or read_machine().cpu.cores)
+    threads = config.threads or read_machine().cpu.cores
+    torch.set_num_threads(threads)
     plan = estimate(model_config.shape(config.context), memory_budget(device), config)
-    dtype = TORCH_DTYPES[plan.dtype]
-    ops = backend(device, dtype)
+    dtype, kv_dtype = TORCH_DTYPES[plan.dtype], TORCH_DTYPES[plan.kv_dtype]
+    ops = backend(device, dtype, kv_dtype, threads)
 
     source = Source(directory, ops, dtype, device, weights_progress(progress))
     model = build_model(model_config, source)
@@ -48,7 +49,7 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
         block_size=plan.block_size,
         num_kv_heads=model_config.num_kv_heads,
         head_dim=model_config.head_dim,
-        dtype=TORCH_DTYPES[plan.kv_dtype],
+        dtype=kv_dtype,
         compute_dtype=dtype,
     )
     rotary = Rotary(model_config, plan.context, device)
@@ -79,9 +80,9 @@ def memory_budget(device: torch.device) -> MemoryBudget:
     return MemoryBudget.of(machine, "cpu")
 
 
-def backend(device: torch.device, dtype: torch.dtype) -> Ops:
+def backend(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, threads: int) -> Ops:
     try:
-        return select_ops(device, dtype)
+        return select_ops(device, dtype, kv_dtype, threads)
     except UnknownBackend as error:
         raise EngineError(str(error)) from None
 

@@ -1,27 +1,63 @@
 """Which backend runs: decided once, when a model is loaded."""
 
+import logging
 import os
 
 import torch
 
+from .cpu.backend import Backend
+from .cpu.build import NativeUnavailable
+from .cpu.cores import pick_cores
+from .cpu.levels import usable_levels
+from .cpu.load import backend_name, load_backend
 from .onednn import ONEDNN, supports
 from .ops import Ops
 from .reference import REFERENCE
 
-BACKENDS = {ops.name: ops for ops in (ONEDNN, REFERENCE)}
+log = logging.getLogger(__name__)
+
+TORCH_BACKENDS = {ops.name: ops for ops in (ONEDNN, REFERENCE)}
+BEST_CPU = "cpu"
+"""Stands for the best instruction set of this machine."""
 
 
 class UnknownBackend(ValueError):  # noqa: N818 - named for what the user reads
     pass
 
 
-def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
-    """The best backend for this device and dtype, or the one that LLMBOX_KERNELS in the environment names."""
-    name = os.environ.get("LLMBOX_KERNELS") or best(device, dtype)
-    if name not in BACKENDS:
-        raise UnknownBackend(f"LLMBOX_KERNELS: unknown kernels {name!r}; use one of {', '.join(BACKENDS)}")
-    return BACKENDS[name]
+def backends() -> list[str]:
+    """Names that LLMBOX_KERNELS may have, as far as this machine can run them."""
+    return [*(backend_name(level) for level in usable_levels()), *TORCH_BACKENDS]
 
 
-def best(device: torch.device, dtype: torch.dtype) -> str:
-    return ONEDNN.name if supports(device, dtype) else REFERENCE.name
+def select_ops(
+    device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, threads: int = 1
+) -> Ops:
+    """The best backend for this device and these dtypes, or the one that LLMBOX_KERNELS names.
+
+    The C++ kernels bring their own threads and leave torch one.
+    """
+    asked = os.environ.get("LLMBOX_KERNELS")
+    if asked in TORCH_BACKENDS:
+        return TORCH_BACKENDS[asked]
+    if asked and asked not in {BEST_CPU, *backends()}:
+        names = ", ".join([BEST_CPU, *backends()])
+        raise UnknownBackend(f"LLMBOX_KERNELS: unknown kernels {asked!r}; use one of {names}")
+    if runs_native(device, {dtype, kv_dtype or dtype}):
+        try:
+            return start(load_backend(asked or BEST_CPU), threads)
+        except NativeUnavailable as error:
+            if asked:
+                raise UnknownBackend(f"LLMBOX_KERNELS={asked}: {error}") from None
+            log.warning("the fast CPU kernels are off, PyTorch's run instead: %s", error)
+    return ONEDNN if supports(device, dtype) else REFERENCE
+
+
+def runs_native(device: torch.device, dtypes: set[torch.dtype]) -> bool:
+    return device.type == "cpu" and dtypes <= {torch.float32, torch.bfloat16}
+
+
+def start(backend: Backend, threads: int) -> Ops:
+    backend.use_threads(pick_cores(threads))
+    torch.set_num_threads(1)  # its spinning workers would take the cores from ours
+    return backend.ops()

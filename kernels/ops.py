@@ -9,9 +9,9 @@ Each output row must be computed in an order that does not depend on how many ro
 makes a request's tokens independent of its batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,25 @@ KVCache = Any
 """Keys and values of all layers in the backend's own layout, made by `make_kv_cache`."""
 AttentionPlan = Any
 """Whatever the backend derives from a step's shape, once for all layers."""
+
+
+class StepInputs(Protocol):
+    """What changes from step to step in one forward pass."""
+
+    @property
+    def ids_T(self) -> Tensor: ...
+    @property
+    def cos_TD(self) -> Tensor: ...
+    @property
+    def sin_TD(self) -> Tensor: ...
+    @property
+    def plans(self) -> Mapping[int | None, AttentionPlan]:
+        """By sliding window."""
+        ...
+
+
+ForwardBody = Callable[[Any], tuple[Tensor, ...]]
+"""Of one `StepInputs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +61,9 @@ class Ops:
 
     linear: Callable[[PackedLinear, Tensor], Tensor]
     """(packed, x_TI with contiguous rows) -> x_TI @ weight.T + bias, a new tensor [T, O]."""
+
+    logits: Callable[[PackedLinear, Tensor], Tensor]
+    """As `linear`, for the output head: the result may be float32 whatever the model's dtype."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     """(x, weight, eps) -> x / sqrt(mean(x^2) + eps) * weight over the last dim, sums in float32; new tensor.
@@ -89,3 +111,8 @@ class Ops:
     Called for blocks that this step begins to fill: an earlier owner may have left NaN in slots that are
     masked but still multiplied (0 * NaN). A backend that never reads masked slots does nothing here.
     """
+
+    graph: Callable[[ForwardBody], ForwardBody]
+    """A function of one `StepInputs`, made of nothing but these operations and views of their results, with
+    results of T rows -> the same function. A backend may call it once, note the operations and replay them
+    with the tensors of later steps. The KV cache and all weights stay the same."""

@@ -58,20 +58,25 @@ class Decoder:
         else:
             self.head = weights.linear({"lm_head": config.vocab_size}, config.hidden_size, bias=False)
         source.finish()
+        self._run_layers = ops.graph(self._layers)
 
     def hidden(self, forward: Forward, rows_R: Tensor | None) -> Tensor:
         """Final normed states [R, E] of the wanted rows (None: all) after writing KV for every row."""
+        x_TE, residual_TE = self._run_layers(forward)
+        if rows_R is not None:
+            x_TE, residual_TE = x_TE[rows_R], residual_TE[rows_R]
+        return self.ops.add_rms_norm(x_TE, residual_TE, self.norm_E, self.config.rms_norm_eps)
+
+    def _layers(self, forward: Forward) -> tuple[Tensor, Tensor]:
+        """What the last layer adds and the sum of all before it, [T, E] each."""
         ops, eps = self.ops, self.config.rms_norm_eps
         residual_TE = ops.embedding(self.table, forward.ids_T)
         x_TE = ops.rms_norm(residual_TE, self.layers[0].input_norm_E, eps)
         for layer, after in zip(self.layers, self.layers[1:], strict=False):
             x_TE = layer(x_TE, residual_TE, forward)
             x_TE = ops.add_rms_norm(x_TE, residual_TE, after.input_norm_E, eps)
-        x_TE = self.layers[-1](x_TE, residual_TE, forward)
-        if rows_R is not None:
-            x_TE, residual_TE = x_TE[rows_R], residual_TE[rows_R]
-        return ops.add_rms_norm(x_TE, residual_TE, self.norm_E, eps)
+        return self.layers[-1](x_TE, residual_TE, forward), residual_TE
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """[R, V] in the model's dtype."""
-        return self.ops.linear(self.head, hidden_RE)
+        """[R, V] in float32 or the model's dtype."""
+        return self.ops.logits(self.head, hidden_RE)

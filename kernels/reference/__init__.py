@@ -18,6 +18,7 @@ REFERENCE = Ops(
     embedding=embedding,
     pack_linear=pack_linear,
     linear=linear,
+    logits=linear,
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
     rotary=rotary,
@@ -28,4 +29,5 @@ REFERENCE = Ops(
     attention=attention,
     copy_blocks=copy_blocks,
     clear_blocks=clear_blocks,
+    graph=lambda body: body,
 )

@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from llmbox.kernels.dispatch import BACKENDS, UnknownBackend, select_ops
+from llmbox.kernels.dispatch import UnknownBackend, backends, select_ops
 
 CPU = torch.device("cpu")
 
 
 def test_the_environment_can_force_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in BACKENDS:
+    for name in backends():
         monkeypatch.setenv("LLMBOX_KERNELS", name)
         assert select_ops(CPU, torch.float32).name == name
 
@@ -21,4 +21,4 @@ def test_an_unknown_backend_is_refused_with_the_list(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_dtype_has_a_backend(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.delenv("LLMBOX_KERNELS", raising=False)
-    assert select_ops(CPU, dtype).name in BACKENDS
+    assert select_ops(CPU, dtype).name in backends()

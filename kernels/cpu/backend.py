@@ -1,0 +1,243 @@
+"""The operations of `Ops` on the C++ kernels: each makes one C++ operation and submits it."""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..ops import Ops, StepInputs
+from ..ragged import KVShape, Ragged
+from .native import Step
+from .recorder import Recorder, Tape
+from .weights import DTYPES, Handle, Linear
+
+SMALLEST_TAPE = 64
+"""Rows. A larger step records a larger tape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    ragged: Ragged
+    window: int | None
+
+
+class Cache(Handle):
+    def __init__(self, library: ctypes.CDLL, shape: KVShape) -> None:
+        self.dtype = shape.dtype
+        super().__init__(
+            library.llmbox_cache_new(
+                DTYPES[shape.dtype],
+                shape.num_layers,
+                shape.num_blocks,
+                shape.block_size,
+                shape.num_kv_heads,
+                shape.head_dim,
+            ),
+            library.llmbox_cache_free,
+        )
+
+
+class Backend:
+    """Owns the library. Models are float32 or bfloat16, the KV cache either of them."""
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        self.library = library
+        self.recorder = Recorder(library)
+        self.name = name
+
+    def ops(self) -> Ops:
+        return Ops(
+            name=self.name,
+            pack_embedding=lambda weight_VE, _tied: Linear(self.library, weight_VE, None),
+            embedding=self.embedding,
+            pack_linear=lambda weight_OI, bias_O: Linear(self.library, weight_OI, bias_O),
+            linear=self.linear,
+            logits=self.logits,
+            rms_norm=self.rms_norm,
+            add_rms_norm=self.add_rms_norm,
+            rotary=self.rotary,
+            silu_mul=self.silu_mul,
+            make_kv_cache=lambda shape, _device: Cache(self.library, shape),
+            plan_attention=lambda ragged, _cache, window: Plan(ragged, window),
+            write_kv=self.write_kv,
+            attention=self.attention,
+            copy_blocks=self.copy_blocks,
+            clear_blocks=self.clear_blocks,
+            graph=self.graph,
+        )
+
+    def use_threads(self, cores: list[int]) -> None:
+        """One thread a core: the caller, and a worker pinned to each core but the first."""
+        workers = cores[1:]
+        self.library.llmbox_threads(len(workers), (ctypes.c_int * len(workers))(*workers))
+
+    def embedding(self, table: Linear, ids_T: Tensor) -> Tensor:
+        out_TE = self.recorder.result("embedding", len(ids_T), table.inputs, table.dtype)
+        op = self.library.llmbox_embedding_op(
+            DTYPES[table.dtype], table.pointer, out_TE.data_ptr(), out_TE.stride(0)
+        )
+        ids = ids_T.contiguous()
+        self.recorder.submit(op, Step(rows=len(ids), ids=ids.data_ptr()), table, out_TE)
+        return out_TE
+
+    def linear(self, packed: Linear, x_TI: Tensor) -> Tensor:
+        return self._linear("linear", packed, x_TI, packed.dtype)
+
+    def logits(self, packed: Linear, x_TI: Tensor) -> Tensor:
+        return self._linear("logits", packed, x_TI, torch.float32)
+
+    def _linear(self, name: str, packed: Linear, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
+        assert x_TI.dtype == packed.dtype
+        assert x_TI.stride(1) == 1
+        out_TO = self.recorder.result(name, len(x_TI), packed.outputs, dtype)
+        op = self.library.llmbox_linear_op(
+            DTYPES[packed.dtype],
+            packed.pointer,
+            x_TI.data_ptr(),
+            x_TI.stride(0),
+            out_TO.data_ptr(),
+            out_TO.stride(0),
+            DTYPES[dtype],
+        )
+        self.recorder.submit(op, Step(rows=len(x_TI)), packed, x_TI, out_TO)
+        return out_TO
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        groups, width = weight.shape if weight.dim() == 2 else (1, len(weight))
+        assert x.stride(-1) == 1
+        assert x.dim() == 2 or x.stride(1) == width
+        out = self.recorder.result("rms_norm", len(x), groups * width, x.dtype)
+        op = self.library.llmbox_norm_op(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            weight.data_ptr(),
+            groups,
+            width,
+            eps,
+            out.data_ptr(),
+        )
+        self.recorder.submit(op, Step(rows=len(x)), x, weight, out)
+        return out.view(len(out), *x.shape[1:])
+
+    def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        assert residual_TE.is_contiguous()
+        assert x_TE.stride(1) == 1
+        out_TE = self.recorder.result("add_rms_norm", len(x_TE), len(weight_E), x_TE.dtype)
+        op = self.library.llmbox_add_norm_op(
+            DTYPES[x_TE.dtype],
+            x_TE.data_ptr(),
+            x_TE.stride(0),
+            residual_TE.data_ptr(),
+            weight_E.data_ptr(),
+            len(weight_E),
+            eps,
+            out_TE.data_ptr(),
+        )
+        self.recorder.submit(op, Step(rows=len(x_TE)), x_TE, residual_TE, weight_E, out_TE)
+        return out_TE
+
+    def rotary(self, x_TnD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        _, heads, width = x_TnD.shape
+        assert x_TnD.stride()[1:] == (width, 1)
+        op = self.library.llmbox_rotary_op(
+            DTYPES[x_TnD.dtype], x_TnD.data_ptr(), x_TnD.stride(0), heads, width
+        )
+        cos_TD, sin_TD = cos_TD.contiguous(), sin_TD.contiguous()
+        step = Step(rows=len(x_TnD), cos=cos_TD.data_ptr(), sin=sin_TD.data_ptr())
+        self.recorder.submit(op, step, x_TnD)
+        return x_TnD
+
+    def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
+        """Over the gates: rows of the result are strided."""
+        width = gate_up_T2F.shape[1] // 2
+        op = self.library.llmbox_silu_mul_op(
+            DTYPES[gate_up_T2F.dtype], gate_up_T2F.data_ptr(), gate_up_T2F.stride(0), width
+        )
+        self.recorder.submit(op, Step(rows=len(gate_up_T2F)), gate_up_T2F)
+        return gate_up_T2F[:, :width]
+
+    def write_kv(self, cache: Cache, layer: int, k_TGD: Tensor, v_TGD: Tensor, plan: Plan) -> None:
+        assert k_TGD.dtype == v_TGD.dtype
+        assert k_TGD.stride()[1:] == v_TGD.stride()[1:] == (k_TGD.shape[2], 1)
+        op = self.library.llmbox_write_kv_op(
+            DTYPES[k_TGD.dtype],
+            DTYPES[cache.dtype],
+            cache.pointer,
+            layer,
+            k_TGD.data_ptr(),
+            k_TGD.stride(0),
+            v_TGD.data_ptr(),
+            v_TGD.stride(0),
+        )
+        self.recorder.submit(op, ragged_step(len(k_TGD), plan.ragged), cache, k_TGD, v_TGD)
+
+    def attention(self, q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float) -> Tensor:
+        rows, heads, width = q_THD.shape
+        assert q_THD.stride()[1:] == (width, 1)
+        out = self.recorder.result("attention", rows, heads * width, q_THD.dtype)
+        op = self.library.llmbox_attention_op(
+            DTYPES[q_THD.dtype],
+            DTYPES[cache.dtype],
+            cache.pointer,
+            layer,
+            q_THD.data_ptr(),
+            q_THD.stride(0),
+            heads,
+            plan.window or 0,
+            scale,
+            out.data_ptr(),
+        )
+        self.recorder.submit(op, ragged_step(rows, plan.ragged), cache, q_THD, out)
+        return out
+
+    def copy_blocks(self, cache: Cache, pairs: list[tuple[int, int]]) -> None:
+        for source, destination in pairs:
+            self.library.llmbox_cache_copy(cache.pointer, source, destination)
+
+    def clear_blocks(self, cache: Cache, blocks: list[int]) -> None:
+        for block in blocks:
+            self.library.llmbox_cache_clear(cache.pointer, block)
+
+    def graph(self, body: Callable[[StepInputs], tuple[Tensor, ...]]) -> "Graph":
+        return Graph(self.recorder, body)
+
+
+class Graph:
+    """`body` recorded at its first call, and again when a step has more rows than the tape has room for."""
+
+    def __init__(self, recorder: Recorder, body: Callable[[StepInputs], tuple[Tensor, ...]]) -> None:
+        self._recorder = recorder
+        self._body = body
+        self._tape: Tape | None = None
+        self._outputs: tuple[Tensor, ...] = ()
+
+    def __call__(self, inputs: StepInputs) -> tuple[Tensor, ...]:
+        rows = len(inputs.ids_T)
+        if self._tape is None or rows > self._tape.capacity:
+            self._tape, self._outputs = None, ()  # let go before the larger one is made
+            capacity = max(SMALLEST_TAPE, 1 << (rows - 1).bit_length())
+            with self._recorder.recording(capacity) as tape:
+                self._outputs = self._body(inputs)
+            self._tape = tape
+        step = ragged_step(rows, next(iter(inputs.plans.values())).ragged)
+        step.ids = inputs.ids_T.data_ptr()
+        step.cos, step.sin = inputs.cos_TD.data_ptr(), inputs.sin_TD.data_ptr()
+        self._tape.run(step)
+        return tuple(output[:rows] for output in self._outputs)
+
+
+def ragged_step(rows: int, ragged: Ragged) -> Step:
+    """`ragged` must stay alive until the step has run."""
+    return Step(
+        rows=rows,
+        sequences=len(ragged.query_lens),
+        block_size=ragged.block_size,
+        table_width=ragged.block_tables_NB.shape[1],
+        query_starts=ragged.query_starts_N1.data_ptr(),
+        contexts=ragged.context_lens_N.data_ptr(),
+        block_tables=ragged.block_tables_NB.data_ptr(),
+        slots=ragged.slots_T.data_ptr(),
+    )

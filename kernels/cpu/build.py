@@ -1,0 +1,147 @@
+"""Compiles the kernels once and keeps the library in the cache. No torch: `doctor` asks too.
+
+The file's name holds a digest of everything it was made from (sources, flags, compiler), and its end a digest
+of its content: another version is another file, and a damaged one is noticed and built again.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .levels import Level
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "native"
+COMMON_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
+COMPILERS = ("c++", "g++", "clang++")
+TIMEOUT_S = 300
+DIGEST_BYTES = 32
+
+
+class NativeUnavailable(Exception):  # noqa: N818 - named for what the user reads
+    """Why the C++ kernels cannot run here."""
+
+
+def library_path(level: Level) -> Path:
+    """The compiled library, built if it is not in the cache. Raises NativeUnavailable."""
+    compiler = find_compiler()
+    folder = cache_folder()
+    path = folder / f"{level.name}-{source_digest(level, compiler)[:20]}.so"
+    if is_intact(path):
+        return path
+    try:
+        private_folder(folder)
+        with locked(folder / "build.lock"):
+            if not is_intact(path):  # another process may just have made it
+                build(compiler, level, path)
+    except OSError as error:
+        raise NativeUnavailable(f"the kernel cache {folder} cannot be used: {error.strerror}") from None
+    return path
+
+
+def find_compiler() -> list[str]:
+    """The command, from $CXX or the first of the usual names."""
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    for name in [chosen[0]] if chosen else COMPILERS:
+        if found := shutil.which(name):
+            return [found, *chosen[1:]]
+    wanted = f"CXX={chosen[0]}" if chosen else "c++"
+    raise NativeUnavailable(f"no C++ compiler found ({wanted}): install one, for example `apt install g++`")
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("LLMBOX_CACHE_DIR")
+    if base:
+        return Path(base) / "kernels"
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    return (Path(xdg) if xdg else Path.home() / ".cache") / "llmbox" / "kernels"
+
+
+def source_digest(level: Level, compiler: list[str]) -> str:
+    digest = hashlib.sha256()
+    for part in (*compiler, compiler_version(compiler), *COMMON_FLAGS, *level.flags):
+        digest.update(part.encode() + b"\0")
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def compiler_version(compiler: list[str]) -> str:
+    try:
+        return subprocess.run(
+            [*compiler, "--version"], capture_output=True, text=True, timeout=20, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NativeUnavailable(f"{compiler[0]} does not run: {error}") from None
+
+
+def is_intact(path: Path) -> bool:
+    """There, ours, and with the digest at its end that its content has."""
+    try:
+        if path.stat().st_uid != os.geteuid():
+            return False
+        content = path.read_bytes()
+    except OSError:
+        return False
+    body, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
+    return hashlib.sha256(body).digest() == digest
+
+
+def build(compiler: list[str], level: Level, path: Path) -> None:
+    log.info("compiling the CPU kernels for %s: once, some seconds", level.name)
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".so")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        compile_to(compiler, level, temporary)
+        body = temporary.read_bytes()
+        # What follows the sections of an ELF file is not looked at by the loader.
+        temporary.write_bytes(body + hashlib.sha256(body).digest())
+        temporary.chmod(0o700)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def compile_to(compiler: list[str], level: Level, path: Path, extra: tuple[str, ...] = ()) -> None:
+    command = [*compiler, *COMMON_FLAGS, *level.flags, *extra, str(SOURCES / "library.cpp"), "-o", str(path)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NativeUnavailable(f"{compiler[0]} does not run: {error}") from None
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+        raise NativeUnavailable(f"{compiler[0]} cannot compile the kernels for {level.name}: {first}")
+
+
+def private_folder(folder: Path) -> None:
+    """A library that others could replace would run as us."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise NativeUnavailable(f"the kernel cache {folder} can be written by others: chmod 700 {folder}")
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    with path.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,49 @@
+"""Instruction sets the kernels are compiled for, best first. No torch: the daemon asks too."""
+
+import platform
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    name: str
+    machine: str | None
+    """`platform.machine()`; None fits all."""
+    needs: frozenset[str]
+    """Flags in /proc/cpuinfo."""
+    flags: tuple[str, ...]
+    """For the compiler."""
+
+
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
+_BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}
+_WIDE = "-mprefer-vector-width=512"
+
+LEVELS = (
+    Level("avx512-bf16", "x86_64", _BF16, ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", _WIDE)),
+    Level("avx512", "x86_64", _AVX512, ("-march=x86-64-v4", _WIDE)),
+    Level("avx2", "x86_64", _AVX2, ("-march=x86-64-v3",)),
+    Level("portable", None, frozenset(), ()),
+)
+
+
+def usable_levels() -> tuple[Level, ...]:
+    """Those that this CPU can run, best first; never empty."""
+    flags, machine = cpu_flags(), platform.machine()
+    return tuple(level for level in LEVELS if level.machine in {None, machine} and level.needs <= flags)
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """Empty where the system does not tell: then the portable kernels run."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "flags":
+                return frozenset(value.split())
+    except OSError:
+        pass
+    return frozenset()

@@ -1,0 +1,26 @@
+"""From a level's name to a backend that is ready: compile or find the library, open it."""
+
+import logging
+from functools import cache
+
+from .backend import Backend
+from .build import NativeUnavailable, library_path
+from .levels import Level, usable_levels
+from .native import open_library
+
+log = logging.getLogger(__name__)
+
+
+def backend_name(level: Level) -> str:
+    return f"cpu {level.name}"
+
+
+@cache
+def load_backend(name: str) -> Backend:
+    """`name` is "cpu" for the best of this machine, or a level's. Raises NativeUnavailable."""
+    levels = {backend_name(level): level for level in usable_levels()}
+    if name == "cpu":
+        name = next(iter(levels))
+    if name not in levels:
+        raise NativeUnavailable(f"this machine cannot run {name!r}, only {', '.join(levels)}")
+    return Backend(open_library(library_path(levels[name])), name)

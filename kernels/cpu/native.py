@@ -1,0 +1,60 @@
+"""The C interface of native/library.cpp, declared for ctypes."""
+
+import ctypes
+from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+from .build import NativeUnavailable
+
+
+class Step(ctypes.Structure):
+    """Mirror of `Step` in native/tape.h."""
+
+    _fields_ = (
+        ("rows", c_int32),
+        ("sequences", c_int32),
+        ("block_size", c_int32),
+        ("table_width", c_int32),
+        ("ids", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("query_starts", c_void_p),
+        ("contexts", c_void_p),
+        ("block_tables", c_void_p),
+        ("slots", c_void_p),
+    )
+
+
+P, I, L, F = c_void_p, c_int, c_int64, c_float
+
+FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "llmbox_threads": (None, (I, POINTER(c_int))),
+    "llmbox_linear_new": (P, (I, I, I, P, P)),
+    "llmbox_linear_free": (None, (P,)),
+    "llmbox_cache_new": (P, (I, I, I, I, I, I)),
+    "llmbox_cache_free": (None, (P,)),
+    "llmbox_cache_copy": (None, (P, I, I)),
+    "llmbox_cache_clear": (None, (P, I)),
+    "llmbox_linear_op": (P, (I, P, P, L, P, L, I)),
+    "llmbox_embedding_op": (P, (I, P, P, L)),
+    "llmbox_norm_op": (P, (I, P, L, P, I, I, F, P)),
+    "llmbox_add_norm_op": (P, (I, P, L, P, P, I, F, P)),
+    "llmbox_rotary_op": (P, (I, P, L, I, I)),
+    "llmbox_silu_mul_op": (P, (I, P, L, I)),
+    "llmbox_write_kv_op": (P, (I, I, P, I, P, L, P, L)),
+    "llmbox_attention_op": (P, (I, I, P, I, P, L, I, I, F, P)),
+    "llmbox_op_free": (None, (P,)),
+    "llmbox_run": (None, (POINTER(c_void_p), I, POINTER(Step))),
+}
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """The calls release the interpreter lock. Raises NativeUnavailable."""
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in FUNCTIONS.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        raise NativeUnavailable(f"{path} cannot be loaded: {error}") from None
+    return library

@@ -1,0 +1,139 @@
+// Norms, rotation and gating: one row at a time, computed in float32 and rounded once at the end.
+#pragma once
+
+#include <cmath>
+
+#include "tape.h"
+
+namespace llmbox {
+
+// out = x / sqrt(mean(x^2) + eps) * weight for `width` numbers.
+template <class T> INLINE void norm_row(const T* x, const T* weight, T* out, int width, float eps) {
+    Floats squares = splat(0.f);
+    for (int i = 0; i < width; i += LANES) {
+        Floats v = load(x + i, width - i);
+        squares = v * v + squares;
+    }
+    const Floats scale = splat(1.f / std::sqrt(sum(squares) / static_cast<float>(width) + eps));
+    for (int i = 0; i < width; i += LANES)
+        store(out + i, load(x + i, width - i) * scale * load(weight + i, width - i), width - i);
+}
+
+// x is [rows, groups, width] with strided rows, weight [groups, width], out [rows, groups * width] contiguous.
+template <class T> class NormOp : public Op {
+public:
+    NormOp(const T* x, int64_t x_stride, const T* weight, int groups, int width, float eps, T* out)
+        : x_(x), x_stride_(x_stride), weight_(weight), groups_(groups), width_(width), eps_(eps), out_(out) {}
+
+    void run(const Step& step, Member& member) override {
+        const auto rows = member.share(step.rows);
+        for (int row = rows.begin; row < rows.end; row++)
+            for (int group = 0; group < groups_; group++) {
+                const int64_t offset = static_cast<int64_t>(group) * width_;
+                T* to = out_ + static_cast<int64_t>(row) * groups_ * width_ + offset;
+                norm_row(x_ + row * x_stride_ + offset, weight_ + offset, to, width_, eps_);
+            }
+    }
+
+private:
+    const T* x_;
+    int64_t x_stride_;
+    const T* weight_;
+    int groups_, width_;
+    float eps_;
+    T* out_;
+};
+
+// residual += x, out = norm(residual). The residual is rounded before it is normed: it is what later layers see.
+template <class T> class AddNormOp : public Op {
+public:
+    AddNormOp(const T* x, int64_t x_stride, T* residual, const T* weight, int width, float eps, T* out)
+        : x_(x), x_stride_(x_stride), residual_(residual), weight_(weight), width_(width), eps_(eps), out_(out) {}
+
+    void run(const Step& step, Member& member) override {
+        const auto rows = member.share(step.rows);
+        for (int row = rows.begin; row < rows.end; row++) {
+            const T* x = x_ + row * x_stride_;
+            T* residual = residual_ + static_cast<int64_t>(row) * width_;
+            for (int i = 0; i < width_; i += LANES)
+                store(residual + i, load(residual + i, width_ - i) + load(x + i, width_ - i), width_ - i);
+            norm_row(residual, weight_, out_ + static_cast<int64_t>(row) * width_, width_, eps_);
+        }
+    }
+
+private:
+    const T* x_;
+    int64_t x_stride_;
+    T* residual_;
+    const T* weight_;
+    int width_;
+    float eps_;
+    T* out_;
+};
+
+// Rotates `heads` heads of `width` numbers in place; rows are strided.
+// cos repeats its first half, sin holds (-sin, sin).
+template <class T> class RotaryOp : public Op {
+public:
+    RotaryOp(T* x, int64_t x_stride, int heads, int width)
+        : x_(x), x_stride_(x_stride), heads_(heads), width_(width) {}
+
+    void run(const Step& step, Member& member) override {
+        const auto rows = member.share(step.rows);
+        const int half = width_ / 2;
+        for (int row = rows.begin; row < rows.end; row++) {
+            const float* cos = step.cos + static_cast<int64_t>(row) * width_;
+            const float* sin = step.sin + static_cast<int64_t>(row) * width_ + half;
+            for (int head = 0; head < heads_; head++) {
+                T *low = x_ + row * x_stride_ + head * width_, *high = low + half;
+                for (int i = 0; i < half; i += LANES) {
+                    const int left = half - i;
+                    const Floats a = load(low + i, left), b = load(high + i, left);
+                    const Floats c = load(cos + i, left), s = load(sin + i, left);
+                    store(low + i, a * c - b * s, left);
+                    store(high + i, b * c + a * s, left);
+                }
+            }
+        }
+    }
+
+private:
+    T* x_;
+    int64_t x_stride_;
+    int heads_, width_;
+};
+
+// x is [rows, gate | up]: out = silu(gate) * up, written over the gates.
+template <class T> class SiluMulOp : public Op {
+public:
+    SiluMulOp(T* x, int64_t x_stride, int width) : x_(x), x_stride_(x_stride), width_(width) {}
+
+    void run(const Step& step, Member& member) override {
+        // Pieces of rows, so that a single long row is shared too.
+        const int pieces = ceil_div(width_, PIECE);
+        const auto span = member.share(step.rows * pieces);
+        for (int piece = span.begin; piece < span.end; piece++) {
+            const int begin = piece % pieces * PIECE, end = begin + PIECE < width_ ? begin + PIECE : width_;
+            T* gate = x_ + piece / pieces * x_stride_;
+            for (int i = begin; i < end; i += LANES) {
+                const Floats product = silu(load(gate + i, end - i)) * load(gate + width_ + i, end - i);
+                store(gate + i, product, end - i);
+            }
+        }
+    }
+
+private:
+    static constexpr int PIECE = 1024;
+
+    // x / (1 + e^-x), from e^-|x| so that nothing overflows.
+    static INLINE Floats silu(Floats x) {
+        const Floats e = exp_negative(-abs(x)), one = splat(1.f);
+        return x * (x < splat(0.f) ? e : one) / (one + e);
+    }
+
+    T* x_;
+    int64_t x_stride_;
+    int width_;
+};
+
+}  // namespace llmbox

@@ -1,0 +1,246 @@
+// Linear layers: out[rows, outputs] = x[rows, inputs] * weight[outputs, inputs]^T + bias.
+//
+// Weights are packed into panels of 64 outputs. A panel is [words of the inputs][64 outputs], a word holding
+// PACK neighbouring inputs (simd.h): one broadcast word of x meets vectors of outputs, and memory is read in
+// one direction. Inputs and outputs are padded with zeros.
+//
+// Every output is one sum over the inputs in ascending order, in one float32 accumulator: the number of rows,
+// the tile and the thread change which sums are computed side by side, never the order inside one.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "memory.h"
+#include "tape.h"
+
+namespace llmbox {
+
+constexpr int PANEL = 64;
+constexpr size_t PANEL_STRIDE = PANEL * 4;  // bytes from one word of the inputs to the next
+
+// A register tile is ROW_TILE rows by COLUMN_VECTORS vectors: as many accumulators as registers hold beside
+// the operands (32 registers with AVX512, 16 with AVX2).
+constexpr int ROW_TILE = 6;
+constexpr int COLUMN_VECTORS = LANES == 16 ? 4 : 2;
+
+// Rows that share one pass over a panel: their x stays in the L2 cache.
+constexpr int ROW_BLOCK = 192;
+
+struct Linear {
+    int inputs, outputs;
+    int words;         // of one row, padded
+    size_t panel_bytes;
+    HugeBlock weights;
+    std::vector<float> bias;  // empty, or padded to whole panels
+
+    Linear(int inputs, int outputs, int pack)
+        : inputs(inputs),
+          outputs(outputs),
+          words(ceil_div(inputs, pack)),
+          panel_bytes(words * PANEL_STRIDE),
+          weights(panel_bytes * ceil_div(outputs, PANEL)) {}
+
+    int panels() const { return ceil_div(outputs, PANEL); }
+    uint8_t* panel(int index) const { return weights.data() + panel_bytes * index; }
+};
+
+// Packs one panel of a row-major weight.
+template <class E> void pack_panel(const Linear& linear, int index, const typename E::Element* weight) {
+    auto* to = reinterpret_cast<typename E::Element*>(linear.panel(index));
+    int columns = std::min(PANEL, linear.outputs - index * PANEL);
+    for (int column = 0; column < columns; column++) {
+        const auto* row = weight + static_cast<size_t>(index * PANEL + column) * linear.inputs;
+        for (int i = 0; i < linear.inputs; i++)
+            to[(static_cast<size_t>(i / E::PACK) * PANEL + column) * E::PACK + i % E::PACK] = row[i];
+    }
+}
+
+// Rows of x as words. A row starts `stride` bytes after the one before.
+struct WordRows {
+    const uint8_t* data;
+    size_t stride;
+
+    const uint8_t* row(int index) const { return data + stride * index; }
+    WordRows from(int row, int word) const { return {this->row(row) + 4 * static_cast<size_t>(word), stride}; }
+};
+
+// What to bring into the cache meanwhile: `step` bytes for each word of the loop.
+struct Prefetch {
+    const uint8_t* at;
+    size_t step;
+};
+
+// The innermost loop: tile[ROWS][VECTORS] (+)= x * weights over `words` words.
+template <class E, int ROWS, int VECTORS>
+INLINE void multiply(const uint8_t* weights, int words, WordRows x, float* tile, bool fresh, Prefetch next) {
+    Floats sums[ROWS][VECTORS];
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int v = 0; v < VECTORS; v++)
+            sums[r][v] = fresh ? splat(0.f) : load(tile + r * PANEL + v * LANES);
+    for (int w = 0; w < words; w++) {
+        typename E::Columns columns[VECTORS];
+        UNROLL for (int v = 0; v < VECTORS; v++) columns[v] = E::columns(weights + v * LANES * 4);
+        for (size_t offset = 0; offset < next.step; offset += 64) prefetch(next.at + offset);
+        next.at += next.step;
+        weights += PANEL_STRIDE;
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            typename E::Row row = E::row(load_word(x.row(r) + 4 * static_cast<size_t>(w)));
+            UNROLL for (int v = 0; v < VECTORS; v++) E::dot(sums[r][v], columns[v], row);
+        }
+    }
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int v = 0; v < VECTORS; v++) store(tile + r * PANEL + v * LANES, sums[r][v]);
+}
+
+template <class E, int ROWS>
+void multiply_rows(const uint8_t* weights, int words, WordRows x, float* tile, bool fresh, Prefetch next) {
+    // A single row has registers to spare: more columns side by side hide the latency of the sums.
+    constexpr int VECTORS = ROWS == 1 && LANES < 16 ? 2 * COLUMN_VECTORS : COLUMN_VECTORS;
+    for (int column = 0; column < PANEL; column += VECTORS * LANES) {
+        multiply<E, ROWS, VECTORS>(weights + 4 * column, words, x, tile + column, fresh, next);
+        next.step = 0;  // the first pass brought it all
+    }
+}
+
+template <class E>
+void multiply_tile(
+    int rows, const uint8_t* weights, int words, WordRows x, float* tile, bool fresh, Prefetch next) {
+    switch (rows) {
+        case 1: return multiply_rows<E, 1>(weights, words, x, tile, fresh, next);
+        case 2: return multiply_rows<E, 2>(weights, words, x, tile, fresh, next);
+        case 3: return multiply_rows<E, 3>(weights, words, x, tile, fresh, next);
+        case 4: return multiply_rows<E, 4>(weights, words, x, tile, fresh, next);
+        case 5: return multiply_rows<E, 5>(weights, words, x, tile, fresh, next);
+        default: return multiply_rows<E, 6>(weights, words, x, tile, fresh, next);
+    }
+}
+
+// Cuts `rows` into nearly equal tiles: 13 rows are 5 + 4 + 4, not 6 + 6 + 1.
+INLINE int next_tile(int rows) { return ceil_div(rows, ceil_div(rows, ROW_TILE)); }
+
+constexpr size_t AHEAD = 3072;  // bytes that one stream is prefetched ahead
+
+// tile[rows][PANEL] = x * panel.
+template <class E> void multiply_panel(const uint8_t* panel, int words, WordRows x, int rows, float* tile) {
+    if (rows <= ROW_TILE) {
+        multiply_tile<E>(rows, panel, words, x, tile, true, {panel + AHEAD, PANEL_STRIDE});
+        return;
+    }
+    // All rows visit a slice of the panel before the next slice: 16 KB stay in the L1 cache while few rows
+    // use them; many rows amortise reading 128 KB from L2, and load and store their sums less often.
+    const int slice = rows <= 64 ? 64 : 512;
+    const int tiles = ceil_div(rows, ROW_TILE);
+    for (int word = 0; word < words; word += slice) {
+        const int count = std::min(slice, words - word);
+        const uint8_t* weights = panel + word * PANEL_STRIDE;
+        // Each tile brings its part of the next slice.
+        const size_t step = round_up(ceil_div(PANEL_STRIDE, tiles), 64);
+        const uint8_t *coming = weights + count * PANEL_STRIDE, *end = coming + count * PANEL_STRIDE;
+        for (int row = 0; row < rows;) {
+            const int tile_rows = next_tile(rows - row);
+            Prefetch next = {coming, coming < end ? step : 0};
+            multiply_tile<E>(tile_rows, weights, count, x.from(row, word), tile + row * PANEL, word == 0, next);
+            coming += next.step * count;
+            row += tile_rows;
+        }
+    }
+}
+
+// E: the weights' words and, unless it must be converted, the rows' too. Out: type of the result.
+template <class E, class Out> class LinearOp : public Op {
+public:
+    using In = typename E::Element;
+
+    LinearOp(const Linear& linear, const In* x, int64_t x_stride, Out* out, int64_t out_stride)
+        : linear_(linear), x_(x), x_stride_(x_stride), out_(out), out_stride_(out_stride) {}
+
+    void prepare(const Step& step) override {
+        Op::prepare(step);
+        if (odd()) padded_.resize(static_cast<size_t>(step.rows) * linear_.words * E::PACK);
+    }
+
+    void run(const Step& step, Member& member) override {
+        if (odd()) {
+            pad_rows(member.share(step.rows));
+            member.barrier();
+        }
+        const int blocks = ceil_div(step.rows, ROW_BLOCK);
+        const int items = linear_.panels() * blocks;
+        // Neighbouring panels in one go: one long read instead of many short ones.
+        const int chunk = std::clamp(items / (member.size * 4), 1, 16);
+        float* tile = member.scratch.template take<float>(std::min(step.rows, ROW_BLOCK) * PANEL);
+        for (int first = take(chunk); first < items; first = take(chunk))
+            for (int item = first; item < std::min(first + chunk, items); item++) {
+                const int row = item % blocks * ROW_BLOCK;
+                run_panel(item / blocks, row, std::min(step.rows - row, ROW_BLOCK), tile);
+            }
+    }
+
+private:
+    bool odd() const { return linear_.inputs % E::PACK; }
+
+    WordRows words() const {
+        if (odd()) return {reinterpret_cast<const uint8_t*>(padded_.data()), size_t{4} * linear_.words};
+        return {reinterpret_cast<const uint8_t*>(x_), x_stride_ * sizeof(In)};
+    }
+
+    void pad_rows(Member::Span rows) {
+        const size_t width = static_cast<size_t>(linear_.words) * E::PACK;
+        for (int row = rows.begin; row < rows.end; row++) {
+            In* to = padded_.data() + row * width;
+            std::copy_n(x_ + row * x_stride_, linear_.inputs, to);
+            std::fill(to + linear_.inputs, to + width, In{});
+        }
+    }
+
+    void run_panel(int panel, int row, int rows, float* tile) {
+        multiply_panel<E>(linear_.panel(panel), linear_.words, words().from(row, 0), rows, tile);
+        const int column = panel * PANEL, columns = std::min(PANEL, linear_.outputs - column);
+        const float* bias = linear_.bias.empty() ? nullptr : linear_.bias.data() + column;
+        for (int r = 0; r < rows; r++) {
+            Out* to = out_ + (row + r) * out_stride_ + column;
+            for (int i = 0; i < columns; i += LANES) {
+                Floats value = load(tile + r * PANEL + i);
+                if (bias) value += load(bias + i);
+                store(to + i, value, columns - i);
+            }
+        }
+    }
+
+    const Linear& linear_;
+    const In* x_;
+    int64_t x_stride_;
+    Out* out_;
+    int64_t out_stride_;
+    std::vector<In> padded_;
+};
+
+// The rows `ids` of a weight packed for its use as output head.
+template <class E> class EmbeddingOp : public Op {
+public:
+    using Element = typename E::Element;
+
+    EmbeddingOp(const Linear& table, Element* out, int64_t out_stride)
+        : table_(table), out_(out), out_stride_(out_stride) {}
+
+    void run(const Step& step, Member& member) override {
+        const auto rows = member.share(step.rows);
+        for (int row = rows.begin; row < rows.end; row++) {
+            const int64_t id = step.ids[row];
+            const uint8_t* from = table_.panel(static_cast<int>(id / PANEL)) + 4 * (id % PANEL);
+            Element* to = out_ + row * out_stride_;
+            const int whole = table_.inputs / E::PACK;
+            for (int word = 0; word < whole; word++)
+                memcpy(to + word * E::PACK, from + word * PANEL_STRIDE, 4);
+            memcpy(to + whole * E::PACK, from + whole * PANEL_STRIDE, table_.inputs % E::PACK * sizeof(Element));
+        }
+    }
+
+private:
+    const Linear& table_;
+    Element* out_;
+    int64_t out_stride_;
+};
+
+}  // namespace llmbox

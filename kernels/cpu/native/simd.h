@@ -1,0 +1,225 @@
+// Vectors of the width this library is compiled for, and the few operations that kernels need on them.
+//
+// Plain GCC vector types: arithmetic is written with + and *, the compiler fuses a * b + c (-ffp-contract=fast).
+// Intrinsics only where the compiler does worse.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define UNROLL _Pragma("GCC unroll 16")
+#define INLINE inline __attribute__((always_inline))
+
+namespace llmbox {
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+constexpr int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+constexpr int ceil_div(int value, int by) { return (value + by - 1) / by; }
+
+// ------------------------------------------------------------------ broadcast and memory
+
+INLINE Floats splat(float x) {
+    Floats v;
+    UNROLL for (int i = 0; i < LANES; i++) v[i] = x;
+    return v;
+}
+
+INLINE Words splat(uint32_t x) {
+    Words v;
+    UNROLL for (int i = 0; i < LANES; i++) v[i] = x;
+    return v;
+}
+
+template <class Vector> INLINE Vector load_as(const void* from) {
+    Vector v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+template <class Vector> INLINE void store_as(void* to, Vector v) { memcpy(to, &v, sizeof v); }
+
+INLINE uint32_t load_word(const void* from) { return load_as<uint32_t>(from); }
+
+INLINE Floats load(const float* from) { return load_as<Floats>(from); }
+INLINE void store(float* to, Floats v) { store_as(to, v); }
+
+INLINE float as_float(uint32_t bits) { return load_as<float>(&bits); }
+INLINE uint32_t as_bits(float x) { return load_word(&x); }
+
+INLINE float to_float(float x) { return x; }
+INLINE float to_float(bf16 x) { return as_float(static_cast<uint32_t>(x.bits) << 16); }
+
+// Round to nearest even; NaN stays NaN (plain rounding could carry its payload into infinity).
+INLINE bf16 to_bf16(float x) {
+    if (x != x) return {0x7fc0};
+    uint32_t bits = as_bits(x);
+    return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+template <class T> INLINE T from_float(float x);
+template <> INLINE float from_float<float>(float x) { return x; }
+template <> INLINE bf16 from_float<bf16>(float x) { return to_bf16(x); }
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+INLINE Floats load(const bf16* from) {
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+}
+INLINE void store(bf16* to, Floats v) {
+    __m512i bits = (__m512i)v;
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    __mmask16 nan = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
+    rounded = _mm512_mask_blend_epi32(nan, rounded, _mm512_set1_epi32(0x7fc00000));
+    _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+}
+#else
+INLINE Floats load(const bf16* from) {
+    Floats v;
+    UNROLL for (int i = 0; i < LANES; i++) v[i] = to_float(from[i]);
+    return v;
+}
+INLINE void store(bf16* to, Floats v) {
+    UNROLL for (int i = 0; i < LANES; i++) to[i] = to_bf16(v[i]);
+}
+#endif
+
+// The last vector of a row: `count` elements are there, the rest reads as zero and is not written.
+template <class T> INLINE Floats load(const T* from, int count) {
+    if (count >= LANES) return load(from);
+    T padded[LANES] = {};
+    memcpy(padded, from, count * sizeof(T));
+    return load(padded);
+}
+template <class T> INLINE void store(T* to, Floats v, int count) {
+    if (count >= LANES) return store(to, v);
+    T padded[LANES];
+    store(padded, v);
+    memcpy(to, padded, count * sizeof(T));
+}
+
+INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
+INLINE void prefetch_to_l2(const void* address) { __builtin_prefetch(address, 0, 2); }
+
+// ------------------------------------------------------------------ arithmetic
+
+INLINE Floats max(Floats a, Floats b) { return a > b ? a : b; }
+INLINE Floats abs(Floats a) { return (Floats)((Words)a & splat(0x7fffffffu)); }
+
+// Sums pairwise, in one order for all rows.
+INLINE float sum(Floats v) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
+    float x[LANES];
+    store(x, v);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) x[i] += x[i + half];
+    return x[0];
+#endif
+}
+
+INLINE float max(Floats v) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float most = v[0];
+    for (int i = 1; i < LANES; i++) most = v[i] > most ? v[i] : most;
+    return most;
+#endif
+}
+
+// e^x for x <= 0, relative error below 2e-7; 0 below -87, NaN for NaN.
+// 2^t = 2^n * 2^f with n = round(t): adding 1.5 * 2^23 leaves n in the low bits of the sum.
+INLINE Floats exp_negative(Floats x) {
+    const Floats shift = splat(12582912.f), lowest = splat(-87.f);
+    Floats t = max(x, lowest) * splat(1.44269504f);
+    Floats shifted = t + shift;
+    Ints n = (Ints)shifted - (Ints)shift;
+    Floats f = t - (shifted - shift);
+    Floats p = splat(1.535336188319500e-4f);
+    p = p * f + splat(1.339887440266574e-3f);
+    p = p * f + splat(9.618437357674640e-3f);
+    p = p * f + splat(5.550332471162809e-2f);
+    p = p * f + splat(2.402264791363012e-1f);
+    p = p * f + splat(6.931472028550421e-1f);
+    p = p * f + splat(1.f);
+    Floats result = (Floats)((Ints)p + (n << 23));
+    result = x < lowest ? splat(0.f) : result;
+    return x == x ? result : x;
+}
+
+// ------------------------------------------------------------------ words
+//
+// A word is 32 bits of neighbours along the summed dimension: one float or two bf16. Matrix products and
+// attention broadcast one word of a row against a vector of words, one for each output column, so one loop
+// serves all types. `Columns` and `Row` are those two, unpacked as far as the instruction set needs it.
+
+struct F32 {
+    using Element = float;
+    static constexpr int PACK = 1;
+    using Columns = Floats;
+    using Row = Floats;
+    static INLINE Columns columns(const void* from) { return load_as<Floats>(from); }
+    static INLINE Row row(uint32_t word) { return splat(as_float(word)); }
+    static INLINE void dot(Floats& sum, Columns columns, Row row) { sum = columns * row + sum; }
+};
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+
+struct BF16 {
+    using Element = bf16;
+    static constexpr int PACK = 2;
+    using Columns = Words;
+    using Row = Words;
+    static INLINE Columns columns(const void* from) { return load_as<Words>(from); }
+    static INLINE Row row(uint32_t word) { return splat(word); }
+    // g++ 12 moves the accumulators of the intrinsic through memory; an asm keeps them in registers.
+    static INLINE void dot(Floats& sum, Columns columns, Row row) {
+        asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(columns), "v"(row));
+    }
+};
+
+#else
+
+struct BF16 {
+    using Element = bf16;
+    static constexpr int PACK = 2;
+    struct Pair {
+        Floats low, high;
+    };
+    using Columns = Pair;
+    using Row = Pair;
+    static INLINE Columns columns(const void* from) {
+        Words words = load_as<Words>(from);
+        return {(Floats)(words << 16), (Floats)(words & splat(0xffff0000u))};
+    }
+    static INLINE Row row(uint32_t word) {
+        return {splat(as_float(word << 16)), splat(as_float(word & 0xffff0000u))};
+    }
+    static INLINE void dot(Floats& sum, Columns columns, Row row) {
+        sum = columns.low * row.low + sum;
+        sum = columns.high * row.high + sum;
+    }
+};
+
+#endif
+
+}  // namespace llmbox

@@ -1,0 +1,64 @@
+// A step as a list of operations: recorded once, run in one call.
+//
+// Operations hold pointers into buffers that stay where they are; what changes from step to step is in `Step`.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "pool.h"
+
+namespace llmbox {
+
+// The engine's `Ragged` and friends, as pointers. Mirrored by `Step` in native.py.
+struct Step {
+    int32_t rows;
+    int32_t sequences;
+    int32_t block_size;
+    int32_t table_width;
+    const int64_t* ids;            // [rows]
+    const float* cos;              // [rows, D]
+    const float* sin;              // [rows, D]
+    const int32_t* query_starts;   // [sequences + 1]
+    const int32_t* contexts;       // [sequences]
+    const int32_t* block_tables;   // [sequences, table_width]
+    const int32_t* slots;          // [rows]
+};
+
+// All threads call `run`; the tape puts a barrier behind it. No operation may let the value of a row depend on
+// `step.rows`, on the thread, or on where its work was cut.
+class Op {
+public:
+    virtual ~Op() = default;
+    virtual void run(const Step& step, Member& member) = 0;
+    // Before the threads start.
+    virtual void prepare(const Step&) { next_.store(0, std::memory_order_relaxed); }
+
+protected:
+    // Work for whoever comes first: threads that lose their core for a while take less.
+    int take(int count = 1) { return next_.fetch_add(count, std::memory_order_relaxed); }
+
+private:
+    std::atomic<int> next_{0};
+};
+
+struct Tape {
+    Op* const* ops;
+    int count;
+    const Step& step;
+};
+
+inline void run_tape(Pool& pool, const Tape& tape) {
+    for (int i = 0; i < tape.count; i++) tape.ops[i]->prepare(tape.step);
+    pool.run(
+        [](Member& member, void* argument) {
+            const Tape& tape = *static_cast<const Tape*>(argument);
+            for (int i = 0; i < tape.count; i++) {
+                tape.ops[i]->run(tape.step, member);
+                member.barrier();
+            }
+        },
+        const_cast<Tape*>(&tape));
+}
+
+}  // namespace llmbox

@@ -1,0 +1,75 @@
+"""Where operations go: run at once, or recorded on a tape that one call runs.
+
+    eager       each operation is made, run and freed; results are new tensors
+    recording   operations join the tape; results are buffers of `capacity` rows that the tape keeps
+"""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .native import Step
+
+
+class Tape:
+    """Operations with everything their pointers need. `capacity` is the most rows of a step."""
+
+    def __init__(self, library: ctypes.CDLL, capacity: int) -> None:
+        self.capacity = capacity
+        self._library = library
+        self._ops: list[int] = []
+        self._kept: list[Any] = []
+        self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
+        self._array: Any = None
+
+    def add(self, op: int, *kept: Any) -> None:
+        self._ops.append(op)
+        self._kept.append(kept)
+
+    def buffer(self, name: str, width: int, dtype: torch.dtype) -> Tensor:
+        """One for each operation and shape: a result lives until the operation runs again (see `Ops`)."""
+        key = name, width, dtype
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(self.capacity, width, dtype=dtype)
+        return self._buffers[key]
+
+    def run(self, step: Step) -> None:
+        if self._array is None:
+            self._array = (ctypes.c_void_p * len(self._ops))(*self._ops)
+        self._library.llmbox_run(self._array, len(self._ops), step)
+
+    def __del__(self) -> None:
+        for op in self._ops:
+            self._library.llmbox_op_free(op)
+
+
+class Recorder:
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._tape: Tape | None = None
+
+    @contextmanager
+    def recording(self, capacity: int) -> Iterator[Tape]:
+        assert self._tape is None
+        self._tape = Tape(self._library, capacity)
+        try:
+            yield self._tape
+        finally:
+            self._tape = None
+
+    def result(self, name: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        if self._tape is not None:
+            return self._tape.buffer(name, width, dtype)
+        return torch.empty(rows, width, dtype=dtype)
+
+    def submit(self, op: int, step: Step, *kept: Any) -> None:
+        """`step` is what an eager operation runs with; a tape gets the step of each run."""
+        if self._tape is not None:
+            self._tape.add(op, *kept)
+            return
+        self._library.llmbox_run((ctypes.c_void_p * 1)(op), 1, step)
+        self._library.llmbox_op_free(op)
