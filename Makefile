@@ -4,7 +4,7 @@ export PYTHONSAFEPATH = 1
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: up down test check format bench clean
+.PHONY: up down test check format docs bench clean
 up: .venv/installed
 	$(BIN)/llmbox up builtin
 
@@ -23,6 +23,9 @@ check: .venv/dev
 format: .venv/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: .venv/dev
+	$(BIN)/python packaging/render_docs.py
 
 bench: .venv/dev
 	$(BIN)/python -m tests.bench
