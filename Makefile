@@ -28,7 +28,7 @@ docs: .venv/dev
 	$(BIN)/python packaging/render_docs.py
 
 bench: .venv/dev
-	$(BIN)/python -m tests.bench
+	$(BIN)/python tests/bench/scenarios.py
 
 clean:
 	rm -rf .venv build dist
