@@ -62,7 +62,8 @@ class BlockTables:
         hits = computed
         if sibling is not None and (forked := self._forkable(request)) > computed:
             shared, computed = sibling.block_table[: forked // self.pool.block_size], forked
-        size = self._reserved(request) if self.is_pinned(request) else self.pool.blocks_for(request.num_tokens)
+        pinned = self.is_pinned(request)
+        size = self._reserved(request) if pinned else self.pool.blocks_for(request.num_tokens)
         fresh = size - len(shared)
         left = self.pool.num_available - self.pool.num_idle(shared) - fresh
         if left < self._kept_free(request, alone=alone):
