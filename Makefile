@@ -4,7 +4,7 @@ export PYTHONSAFEPATH = 1
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: up down test check format bench clean
+.PHONY: up down test check format docs bench clean
 up: .venv/installed
 	$(BIN)/llmbox up builtin
 
@@ -24,8 +24,11 @@ format: .venv/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: .venv/dev
+	$(BIN)/python packaging/render_docs.py
+
 bench: .venv/dev
-	$(BIN)/python -m tests.bench
+	$(BIN)/python tests/bench/scenarios.py
 
 clean:
 	rm -rf .venv build dist

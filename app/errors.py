@@ -13,7 +13,7 @@ class LlmboxError(Exception):
     """Base of all expected errors."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ApiError(LlmboxError):
     """An HTTP answer of 4xx or 5xx in OpenAI's shape. `code` is a word; `message` never names internals."""
 
@@ -47,7 +47,7 @@ class Exit(IntEnum):
     DOCTOR = 10
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class CliError(LlmboxError):
     """What failed, why (with numbers), what to run next, where the log is."""
 

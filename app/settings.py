@@ -97,6 +97,9 @@ class ModelSettings:
         high=100_000,
         live=True,
     )
+    kv_tokens: int | None = key(
+        None, "Size of the KV pool in tokens; auto takes what the memory budget leaves.", low=16, high=1 << 30
+    )
     threads: int | None = key(
         None, "CPU threads of the engine; auto takes the physical cores.", low=1, high=4096, live=True
     )

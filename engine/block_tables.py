@@ -34,7 +34,7 @@ class BlockTables:
                 f"prompt of {prompt} tokens + max_tokens {output} = {prompt + output} exceeds "
                 f"the context of {self._config.context} tokens"
             )
-        need = self._worst_case(request)
+        need = self._reserved(request)
         if need > self.pool.num_blocks:
             size = self.pool.block_size
             raise DoesNotFit(
@@ -62,9 +62,8 @@ class BlockTables:
         hits = computed
         if sibling is not None and (forked := self._forkable(request)) > computed:
             shared, computed = sibling.block_table[: forked // self.pool.block_size], forked
-        size = (
-            self._worst_case(request) if self.is_pinned(request) else self.pool.blocks_for(request.num_tokens)
-        )
+        pinned = self.is_pinned(request)
+        size = self._reserved(request) if pinned else self.pool.blocks_for(request.num_tokens)
         fresh = size - len(shared)
         left = self.pool.num_available - self.pool.num_idle(shared) - fresh
         if left < self._kept_free(request, alone=alone):
@@ -110,8 +109,13 @@ class BlockTables:
         request.block_table = []
         request.num_computed = 0
 
-    def _worst_case(self, request: Request) -> int:
-        """Blocks of the finished request. The last token's KV is never computed."""
+    def _reserved(self, request: Request) -> int:
+        """Blocks of the longest that the request can get. The last token's KV is never computed.
+
+        A static batch stands for servers that keep one contiguous stretch of the whole context for each.
+        """
+        if self._config.batching == "static":
+            return self.pool.blocks_for(self._config.context)
         return self.pool.blocks_for(
             max(request.num_tokens, request.num_prompt + request.params.max_tokens - 1)
         )

@@ -5,6 +5,9 @@ from typing import Literal
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+BLOCK_SIZE = 16
+"""Tokens a KV block holds: small enough that the last, partly filled one wastes little."""
+
 Batching = Literal["continuous", "static"]
 
 
@@ -26,7 +29,7 @@ class EngineConfig:
     """Budget for weights + workspace + KV of this model."""
     kv_tokens: int | None = None
     """Size of the KV pool in tokens, instead of what the memory budget leaves (benchmarks, tests)."""
-    block_size: int = 16
+    block_size: int = BLOCK_SIZE
     threads: int | None = None
     batching: Batching = "continuous"
     prefix_cache: bool = True

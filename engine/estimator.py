@@ -30,8 +30,10 @@ PROMPT_LOGPROB_ROWS = 64
 _SMALLEST_CONTEXT = 256
 # An automatic context below this would serve nobody; better to say that the model does not fit.
 _FLOAT32_UP_TO = GIB
-_CPU_SHARE, _CUDA_SHARE = 0.5, 0.85
-# Of what is available, if no budget was asked for: a desktop has other things to do.
+_CPU_SHARE, _CPU_MOST, _CUDA_SHARE = 0.5, 0.8, 0.85
+# Of what is available, if no budget was asked for: a desktop has other things to do. A model that would not
+# reach a context of _COMFORTABLE_CONTEXT within the share gets more, up to the most.
+_COMFORTABLE_CONTEXT = 4096
 _CUDA_RUNTIME = 512 * MIB
 # Context, kernels and library workspaces, taken by CUDA itself.
 _FLOPS_PER_CORE = 30e9
@@ -171,7 +173,7 @@ class _Planner:
             workspace_bytes=workspace,
             kv_bytes_per_token=self.shape.kv_bytes_per_token(self.kv_dtype),
             block_size=self.config.block_size,
-            num_blocks=min(room, self.max_running * self._blocks(context)),
+            num_blocks=min(room, self._pool_blocks(context)),
             budget_bytes=have,
             context=context,
             max_running=self.max_running,
@@ -185,17 +187,35 @@ class _Planner:
             raise DoesNotFit(
                 f"context of {asked} tokens asked, the model was made for {limit}: ask for at most that"
             )
-        return asked or limit
+        pool = self.config.kv_tokens
+        if asked is not None and pool is not None and asked > pool:
+            raise DoesNotFit(
+                f"context of {asked} tokens asked, but the KV pool holds {pool} tokens: ask for at most that"
+            )
+        return min(asked or limit, pool or limit)
 
     def _usable(self) -> int:
         asked, available = self.config.memory_bytes, self.budget.available
         if asked is None:
-            return int(available * (_CUDA_SHARE if self.budget.device == "cuda" else _CPU_SHARE))
+            return self._automatic_budget()
         if asked > available:
             self.notes.append(
                 f"memory budget lowered from {show_bytes(asked)} to the available {show_bytes(available)}"
             )
         return min(asked, available)
+
+    def _automatic_budget(self) -> int:
+        available = self.budget.available
+        if self.budget.device == "cuda":
+            return int(available * _CUDA_SHARE)
+        comfortable = self._need(min(self._wanted_context(), _COMFORTABLE_CONTEXT))
+        return max(int(available * _CPU_SHARE), min(comfortable, int(available * _CPU_MOST)))
+
+    def _pool_blocks(self, context: int) -> int:
+        """Blocks worth having: every request that can run at full context, or what was asked for."""
+        if self.config.kv_tokens is not None:
+            return self._blocks(self.config.kv_tokens)
+        return self.max_running * self._blocks(context)
 
     def _blocks(self, context: int) -> int:
         return -(-context // self.config.block_size)

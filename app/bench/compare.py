@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..errors import CliError
 from .client import Target
 from .measure import Ratio, ratio, run
 from .scenarios import Figure, Round, Scale, Scenario, Variant
@@ -80,8 +81,19 @@ def _alias(scenario: Scenario, variant: Variant) -> str:
 
 
 async def _load(admin: Admin, model: str, scenario: Scenario, variant: Variant) -> None:
-    body = {"model": model, "alias": _alias(scenario, variant), "options": variant.options, "wait": True}
-    await asyncio.to_thread(admin.post, "/admin/api/models/load", body, None)
+    """A second engine on the same files: a directory under an alias is a model of its own."""
+    name = _alias(scenario, variant)
+    body = {"model": model, "alias": name, "options": variant.options}
+    await asyncio.to_thread(admin.post, "/admin/api/models/load", body)
+    while (state := await asyncio.to_thread(_state, admin, name))[0] != "ready":
+        if state[0] == "failed":
+            raise CliError(f"{name} could not be loaded", state[1], "a smaller --scale, or another model")
+        await asyncio.sleep(0.1)
+
+
+def _state(admin: Admin, name: str) -> tuple[str, str]:
+    found = (m for m in admin.get("/admin/api/models")["models"] if m["name"] == name)
+    return next(((m["state"], m["cause"]) for m in found), ("failed", "it is gone"))
 
 
 async def _observed(admin: Admin, target: Target, work: Any) -> Round:
@@ -96,7 +108,7 @@ async def _observed(admin: Admin, target: Target, work: Any) -> Round:
 async def _sample(admin: Admin, model: str, into: list[dict[str, Any]]) -> None:
     while True:
         answer = await asyncio.to_thread(admin.get, "/admin/api/stats")
-        into.extend(m for m in answer["models"] if m["model"] == model and m["running"])
+        into.extend(m["stats"] for m in answer["models"] if m["name"] == model and m["stats"]["running"])
         await asyncio.sleep(_SAMPLE_EVERY_S)
 
 

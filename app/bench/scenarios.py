@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmbox.engine.config import BLOCK_SIZE
+
 from .measure import Run, percentile
 from .workload import Prompts, Workload, heavy_tail, long_arrival, shared_prefix, uniform
 
@@ -27,7 +29,7 @@ class Scale:
 
 SCALES = {
     "small": Scale(16, 32, 16, 96, 192, 512, 2),
-    "full": Scale(64, 64, 48, 384, 768, 3072, 4),
+    "full": Scale(64, 256, 96, 768, 768, 3072, 4),
 }
 
 
@@ -81,7 +83,7 @@ def worst_gap(round_: Round) -> float | None:
 def wasted_slots(round_: Round) -> float | None:
     """Share of reserved KV slots that hold no token, over all samples in which something ran."""
     used = sum(s["slots_used"] for s in round_.stats)
-    reserved = sum(s["blocks_used"] * s["block_size"] for s in round_.stats)
+    reserved = sum(s["blocks_used"] * BLOCK_SIZE for s in round_.stats)
     return 1 - used / reserved if reserved else None
 
 

@@ -96,8 +96,10 @@ def _ms(seconds: float | None) -> str:
 
 def _compare(program: Program, names: list[str], model: str, scale: str, rounds: int, **options: Any) -> None:
     from ..bench.compare import compare
+    from ..catalog import resolve
 
     url = _local_url(program)
+    path = str(resolve(model, program.environ).path)
     results = []
     for name in names:
         scenario = SCENARIOS[name]
@@ -105,7 +107,7 @@ def _compare(program: Program, names: list[str], model: str, scale: str, rounds:
             compare(
                 program.client,
                 url,
-                model,
+                path,
                 scenario,
                 SCALES[scale],
                 rounds=rounds,

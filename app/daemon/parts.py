@@ -11,12 +11,12 @@ from ..engines.manager import EngineManager
 from ..engines.supervisor import Supervisor
 from ..events import Events
 from ..gateway.gateway import Gateway
-from ..gateway.model_text import ModelText, load_model_text
 from ..metrics.metrics import EngineReading, Metrics
 from ..paths import Paths
 from ..services import Services
 from ..settings import Settings
 from ..store import RequestLog
+from ..text.model_text import ModelText, load_model_text
 
 
 @dataclass(frozen=True, slots=True)

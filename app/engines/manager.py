@@ -12,7 +12,7 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import EngineError
 
 from ..errors import ApiError
-from ..gateway.model_text import ModelText, load_model_text
+from ..text.model_text import ModelText, load_model_text
 from .admission import draining, load_failed, model_loading
 from .deaths import DeathLimits
 from .supervisor import Supervisor, SupervisorOptions

@@ -16,11 +16,11 @@ from ..metrics.metrics import Metrics
 from ..settings import Settings
 from ..store import RequestLog
 from ..store.record import RequestRecord
+from ..text.template_pool import TemplatePool
 from .generation import Generation, LiveRequest
 from .open_request import OpenRequest
 from .seeds import choice_seed
 from .sequence import Sequence
-from .template_pool import TemplatePool
 
 
 class Gateway:

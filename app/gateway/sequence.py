@@ -5,9 +5,9 @@ from collections import deque
 from llmbox.engine.messages import RequestOutput, TokenLogprobs
 
 from ..engines.token_stream import TokenStream
-from .detokenizer import Detokenizer
+from ..text.detokenizer import Detokenizer
+from ..text.stop_strings import StopStrings
 from .generation import Delta, Generation, TokenEntry
-from .stop_strings import StopStrings
 
 
 class Sequence:

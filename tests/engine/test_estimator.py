@@ -176,7 +176,7 @@ def test_too_large_for_the_budget_names_the_budget_that_would_do():
     with pytest.raises(
         DoesNotFit, match=r"needs 16\.\d GB and has 12\.0 GB .*memory budget of 16\.\d GB"
     ) as error:
-        plan(LLAMA_3_8B, 24 * GB)
+        plan(LLAMA_3_8B, 24 * GB, memory_bytes=12 * GB)
     enough = float(str(error.value).split("memory budget of ")[1].split()[0]) * GB
     assert plan(LLAMA_3_8B, 24 * GB, memory_bytes=int(enough)).context >= 256
 
@@ -309,3 +309,17 @@ def test_prefill_is_bound_by_arithmetic():
 def test_no_torch():
     code = "import sys, llmbox.engine.estimator, llmbox.engine.roofline; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
+
+
+def test_a_pool_of_asked_size_bounds_context_and_blocks():
+    got = plan(QWEN_3_600M, 64 * GB, kv_tokens=1000)
+    assert got.num_blocks == 63
+    assert got.context == 1000
+    with pytest.raises(DoesNotFit, match="KV pool holds 1000"):
+        plan(QWEN_3_600M, 64 * GB, kv_tokens=1000, context=1001)
+
+
+def test_a_large_model_may_take_more_than_half_of_a_cpu_box():
+    got = plan(LLAMA_3_8B, 23 * GB)
+    assert 0.5 * 23 * GB < got.total_bytes <= 0.8 * 23 * GB
+    assert got.context >= 4096

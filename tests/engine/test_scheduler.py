@@ -259,7 +259,7 @@ def test_preempted_four_times_a_request_is_pinned_with_its_worst_case():
 
 
 def test_static_batch_admits_nobody_until_its_longest_is_done():
-    scheduler = make_scheduler(batching="static", max_running=2)
+    scheduler = make_scheduler(batching="static", context=20, max_running=2)
     lengths = {"a": 2, "b": 4, "c": 1}
     add(scheduler, *(make_request(name, 4, max_tokens=length) for name, length in lengths.items()))
     assert [step(scheduler) for _ in range(5)] == [
@@ -271,15 +271,15 @@ def test_static_batch_admits_nobody_until_its_longest_is_done():
     ]
 
 
-def test_static_batch_is_as_large_as_its_worst_cases_allow():
-    scheduler = make_scheduler(batching="static", num_blocks=20, premium_share=0.1, watermark=0.1)
-    requests = add(scheduler, *(make_request(name, 4, max_tokens=17) for name in "abcde"))
+def test_static_batch_reserves_the_context_for_each():
+    scheduler = make_scheduler(batching="static", context=20, num_blocks=20, premium_share=0.1, watermark=0.1)
+    requests = add(scheduler, *(make_request(name, 4, max_tokens=2) for name in "abcde"))
     assert len(step(scheduler)) == 4
     assert [len(request.block_table) for request in requests] == [5, 5, 5, 5, 0]
 
 
 def test_static_batch_may_be_larger_than_the_budget():
-    scheduler = make_scheduler(batching="static", token_budget=8, max_running=8)
+    scheduler = make_scheduler(batching="static", context=20, token_budget=8, max_running=8)
     add(scheduler, *(make_request(name, 6, max_tokens=2) for name in "abc"))
     assert step(scheduler) == {"a": 6, "b": 2}
     assert scheduler.num_running == 3

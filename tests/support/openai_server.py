@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import openai
+from support.fake_engine import fake_launch
 
 from llmbox.app.daemon.parts import Parts, compose
-from llmbox.app.gateway.model_text import load_model_text
 from llmbox.app.http.app import create_app
 from llmbox.app.http.openai import openai_router
 from llmbox.app.http.server import serve
@@ -19,9 +19,9 @@ from llmbox.app.http.sockets import listen_tcp
 from llmbox.app.paths import find_paths
 from llmbox.app.services import Services
 from llmbox.app.settings import LimitSettings, Settings
+from llmbox.app.text.model_text import load_model_text
 from llmbox.engine.client import Launch
 from llmbox.engine.config import EngineConfig
-from support.fake_engine import fake_launch
 
 T = TypeVar("T")
 

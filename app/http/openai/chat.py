@@ -11,11 +11,11 @@ from llmbox.engine.messages import TokenLogprobs
 
 from ...engines.manager import LoadedModel
 from ...errors import ApiError
-from ...gateway.chat_prompt import Chat
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Delta, Generation
-from ...gateway.off_loop import off_loop
 from ...gateway.open_request import OpenRequest
+from ...text.chat_prompt import Chat
+from ...text.off_loop import off_loop
 from ..sse import data_event
 from .context import Call, Heading
 from .fields import ChatCompletionRequest, ContentPart, Message

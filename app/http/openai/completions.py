@@ -12,9 +12,9 @@ from llmbox.engine.messages import TokenLogprobs
 from ...engines.manager import LoadedModel
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Delta, Generation, TokenEntry
-from ...gateway.off_loop import off_loop
 from ...gateway.open_request import OpenRequest
 from ...settings import LimitSettings
+from ...text.off_loop import off_loop
 from ..sse import data_event
 from .context import Call, Heading
 from .fields import CompletionRequest

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from llmbox.engine.messages import TokenLogprobs
 
 from ...gateway.generation import TokenEntry
-from ...gateway.token_bytes import TokenBytes
+from ...text.token_bytes import TokenBytes
 from .responses import (
     ChatLogprobs,
     CompletionLogprobs,

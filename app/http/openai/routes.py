@@ -7,7 +7,7 @@ from litestar.params import Body, Parameter
 
 from ...errors import ApiError
 from ...gateway.gateway import context_limit
-from ...gateway.off_loop import off_loop
+from ...text.off_loop import off_loop
 from ..disconnect import while_connected
 from ..guard import Access
 from ..sse import EventStreamResponse

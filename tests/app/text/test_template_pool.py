@@ -6,7 +6,7 @@ import time
 import pytest
 
 from llmbox.app.errors import ApiError
-from llmbox.app.gateway.template_pool import TemplatePool, job
+from llmbox.app.text.template_pool import TemplatePool, job
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Renders chat templates in a process of its own: `python -P -m llmbox.app.gateway.template_worker`.
+"""Renders chat templates in a process of its own: `python -P -m llmbox.app.text.template_worker`.
 
 Jinja's sandbox keeps a template from Python's insides, but not from `'a' * 10**9` or an endless loop, so the
 process lives under limits and the daemon may kill it at any moment. Imports nothing of llmbox.

@@ -3,7 +3,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbox.app.gateway.stop_strings import StopStrings
+from llmbox.app.text.stop_strings import StopStrings
 
 
 def by_definition(text: str, stops: list[str]) -> tuple[str, str | None]:

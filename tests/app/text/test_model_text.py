@@ -3,8 +3,8 @@ import json
 import pytest
 
 from llmbox.app.errors import ApiError
-from llmbox.app.gateway.chat_prompt import Chat
-from llmbox.app.gateway.model_text import load_model_text
+from llmbox.app.text.chat_prompt import Chat
+from llmbox.app.text.model_text import load_model_text
 from llmbox.engine.errors import ModelError
 from support.tokenizers_zoo import CHATML, FAMILIES, LLAMA3, write_text_files
 

@@ -90,7 +90,7 @@ class TemplatePool:
 
 async def _start() -> Process:
     worker = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", "llmbox.app.gateway.template_worker",
+        sys.executable, "-P", "-m", "llmbox.app.text.template_worker",
         stdin=PIPE, stdout=PIPE, stderr=asyncio.subprocess.DEVNULL,
         env={name: os.environ[name] for name in ("PATH", "PYTHONPATH", "TZ", "LANG") if name in os.environ},
         start_new_session=True,

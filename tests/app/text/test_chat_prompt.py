@@ -5,9 +5,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmbox.app.errors import ApiError
-from llmbox.app.gateway.chat_prompt import Chat, ControlTokens, RenderedChat
-from llmbox.app.gateway.model_text import ModelText, load_model_text
-from llmbox.app.gateway.template_worker import render
+from llmbox.app.text.chat_prompt import Chat, ControlTokens, RenderedChat
+from llmbox.app.text.model_text import ModelText, load_model_text
+from llmbox.app.text.template_worker import render
 from support.tokenizers_zoo import FAMILIES, SPECIALS, TEMPLATES, write_text_files
 
 FAMILY_NAMES = ("byte_level", "llama2", "metaspace")
@@ -121,7 +121,7 @@ async def test_continue_final_message_equals_transformers(texts, template, last)
 
 
 async def test_a_template_may_refuse(tmp_path):
-    from llmbox.app.gateway.template_pool import TemplatePool
+    from llmbox.app.text.template_pool import TemplatePool
 
     text = load_model_text(write_text_files(tmp_path, FAMILIES["llama2"](), TEMPLATES["llama2"]))
     pool = TemplatePool()
@@ -135,7 +135,7 @@ async def test_a_template_may_refuse(tmp_path):
 
 def test_rendered_chat_shows_text_without_markers(texts):
     ours, _ = texts["byte_level", "chatml"]
-    from llmbox.app.gateway.chat_prompt import Markers
+    from llmbox.app.text.chat_prompt import Markers
 
     markers = Markers.absent_from("")
     assert RenderedChat(f"a{markers.start}<s>{markers.end}b", markers, ours.control).text == "a<s>b"

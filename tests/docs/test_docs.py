@@ -1,0 +1,37 @@
+"""What the documentation says of the code is made from the code, and its links lead somewhere."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md")])
+
+
+def renderer():
+    spec = importlib.util.spec_from_file_location("render_docs", ROOT / "packaging/render_docs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda path: path.name)
+def test_generated_parts_are_current(page):
+    text = page.read_text("utf-8")
+    assert renderer().render(text) == text, "run `make docs`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_files_named_in_backticks_exist(page):
+    for name in re.findall(
+        r"`((?:app|engine|kernels|ui|packaging|tests)/[\w/.]+\.\w+)", page.read_text("utf-8")
+    ):
+        assert (ROOT / name).exists(), name
