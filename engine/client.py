@@ -28,7 +28,7 @@ _AFTER_EOF_SECONDS: Final = 2.0
 # Secrets stay in the daemon: the engine gets what names places, hardware and maths libraries.
 _ENV_NAMES: Final = frozenset(
     {"PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH",
-     "VIRTUAL_ENV", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "LLMBOX_KERNELS"}
+     "VIRTUAL_ENV", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "LLMBOX_KERNELS", "LLMBOX_KERNEL_CACHE"}
 )  # fmt: skip
 _ENV_PREFIXES: Final = (
     "LC_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_", "OMP_", "GOMP_", "KMP_",

@@ -12,6 +12,8 @@ out of memory later.
 from dataclasses import dataclass
 from typing import Literal
 
+from llmbox.kernels.cpu.build import can_build
+
 from .config import Dtype, EngineConfig
 from .errors import DoesNotFit
 from .machine import Machine
@@ -49,13 +51,16 @@ class MemoryBudget:
     available: int
     """Bytes free on the device now (cgroup limits counted)."""
     cores: int = 1
+    native_kernels: bool = False
+    """Whether the C++ kernels run, whose results do not depend on the batch in any dtype."""
 
     @classmethod
     def of(cls, machine: Machine, device: Literal["cpu", "cuda"]) -> "MemoryBudget":
         """`cuda` is the first visible GPU."""
         if device == "cuda":
             return cls(device=device, available=machine.gpus[0].free, cores=machine.cpu.cores)
-        return cls(device=device, available=machine.memory.available, cores=machine.cpu.cores)
+        available, cores = machine.memory.available, machine.cpu.cores
+        return cls(device=device, available=available, cores=cores, native_kernels=can_build())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,16 +102,21 @@ def estimate(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> M
     return _Planner(shape, budget, config).plan()
 
 
-def resolve_dtypes(shape: ModelShape, device: str, config: EngineConfig) -> tuple[Dtype, Dtype]:
+def resolve_dtypes(
+    shape: ModelShape, device: str, config: EngineConfig, *, native_kernels: bool
+) -> tuple[Dtype, Dtype]:
     """Of weights and KV.
 
-    On a CPU a model whose float32 weights stay within 1 GiB is served in float32: stock bfloat16 products
-    give a row other bits in another batch, float32 keeps "one request, one answer".
+    On a CPU without the C++ kernels, and in float16, which those do not compute in, a model whose float32
+    weights stay within 1 GiB is served in float32: stock half-precision products give a row other bits in
+    another batch, float32 keeps "one request, one answer".
     """
     dtype = config.dtype
     if dtype == "auto":
-        small = device == "cpu" and shape.params * DTYPE_BYTES["float32"] <= _FLOAT32_UP_TO
-        dtype = "float32" if small else shape.dtype
+        dtype = shape.dtype
+        stock = device == "cpu" and not (native_kernels and dtype != "float16")
+        if stock and shape.params * DTYPE_BYTES["float32"] <= _FLOAT32_UP_TO:
+            dtype = "float32"
     return dtype, dtype if config.kv_dtype == "auto" else config.kv_dtype
 
 
@@ -143,7 +153,9 @@ class _Planner:
 
     def __init__(self, shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> None:
         self.shape, self.budget, self.config = shape, budget, config
-        self.dtype, self.kv_dtype = resolve_dtypes(shape, budget.device, config)
+        self.dtype, self.kv_dtype = resolve_dtypes(
+            shape, budget.device, config, native_kernels=budget.native_kernels
+        )
         self.weights = shape.params * DTYPE_BYTES[self.dtype]
         self.block_bytes = config.block_size * shape.kv_bytes_per_token(self.kv_dtype)
         self.max_running = config.max_running or _default_max_running(budget, config)

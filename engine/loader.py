@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from llmbox.kernels.dispatch import UnknownBackend, select_ops
+from llmbox.kernels.dispatch import UnknownBackend, native_ready, select_ops
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.ragged import KVShape
 
@@ -77,7 +78,7 @@ def memory_budget(device: torch.device) -> MemoryBudget:
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return MemoryBudget(device="cuda", available=free, cores=machine.cpu.cores)
-    return MemoryBudget.of(machine, "cpu")
+    return replace(MemoryBudget.of(machine, "cpu"), native_kernels=native_ready())
 
 
 def backend(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, threads: int) -> Ops:

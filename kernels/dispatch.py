@@ -53,6 +53,18 @@ def select_ops(
     return ONEDNN if supports(device, dtype) else REFERENCE
 
 
+def native_ready() -> bool:
+    """Whether the C++ kernels can be used: compiled and loaded now, if they were not before."""
+    asked = os.environ.get("LLMBOX_KERNELS")
+    if asked in TORCH_BACKENDS:
+        return False
+    try:
+        load_backend(asked or BEST_CPU)
+    except NativeUnavailable:
+        return False
+    return True
+
+
 def runs_native(device: torch.device, dtypes: set[torch.dtype]) -> bool:
     return device.type == "cpu" and dtypes <= {torch.float32, torch.bfloat16}
 

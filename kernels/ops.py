@@ -30,11 +30,11 @@ class StepInputs(Protocol):
     """What changes from step to step in one forward pass."""
 
     @property
-    def ids_T(self) -> Tensor: ...
+    def ids_T(self) -> Tensor: ...  # noqa: N802
     @property
-    def cos_TD(self) -> Tensor: ...
+    def cos_TD(self) -> Tensor: ...  # noqa: N802
     @property
-    def sin_TD(self) -> Tensor: ...
+    def sin_TD(self) -> Tensor: ...  # noqa: N802
     @property
     def plans(self) -> Mapping[int | None, AttentionPlan]:
         """By sliding window."""

@@ -14,6 +14,8 @@ from llmbox.engine.errors import EngineError, UnsupportedArchitecture
 from llmbox.engine.machine import read_machine
 from llmbox.engine.model_config import parse_config
 from llmbox.engine.safetensors_header import read_header
+from llmbox.kernels.cpu.build import NativeUnavailable, cache_folder, find_compiler, is_intact
+from llmbox.kernels.cpu.levels import usable_levels
 
 from ..catalog import hub_cache, on_disk
 from ..daemon.instance import find_running
@@ -84,6 +86,24 @@ def check_machine(_: Program) -> Iterator[Finding]:
         yield Finding("gpu", "ok", f"{gpu.name}, {size(gpu.free)} of {size(gpu.total)} free")
     if not machine.gpus:
         yield Finding("gpu", "note", f"{machine.no_gpu_reason or 'none'}; models run on the CPU")
+
+
+def check_kernels(_: Program) -> Iterator[Finding]:
+    """Whether the CPU kernels are compiled, or can be."""
+    level = usable_levels()[0].name
+    try:
+        find_compiler()
+    except NativeUnavailable as error:
+        what, _, fix = str(error).partition(": ")
+        yield Finding("kernels", "note", f"{what}: PyTorch's slower kernels run on the CPU", fix)
+        return
+    if os.environ.get("LLMBOX_KERNELS"):
+        yield Finding("kernels", "note", f"LLMBOX_KERNELS asks for {os.environ['LLMBOX_KERNELS']!r}")
+        return
+    folder = cache_folder()
+    made = any(is_intact(path) for path in folder.glob(f"{level}-*.so"))
+    when = f"compiled in {folder}" if made else "to be compiled when a model is first loaded"
+    yield Finding("kernels", "ok", f"C++ for {level}, {when}")
 
 
 def check_files(_: Program) -> Iterator[Finding]:
@@ -236,6 +256,7 @@ CHECKS: tuple[Callable[[Program], Iterator[Finding]], ...] = (
     check_python,
     check_torch,
     check_machine,
+    check_kernels,
     check_files,
     check_folders,
     check_disk,

@@ -64,13 +64,24 @@ def find_compiler() -> list[str]:
         if found := shutil.which(name):
             return [found, *chosen[1:]]
     wanted = f"CXX={chosen[0]}" if chosen else "c++"
-    raise NativeUnavailable(f"no C++ compiler found ({wanted}): install one, for example `apt install g++`")
+    raise NativeUnavailable(f"no C++ compiler found ({wanted}): apt install g++")
+
+
+def can_build() -> bool:
+    """Without trying: a compiler is there, and nobody asked for other kernels."""
+    if os.environ.get("LLMBOX_KERNELS", "cpu").split()[0] != "cpu":
+        return False
+    try:
+        find_compiler()
+    except NativeUnavailable:
+        return False
+    return True
 
 
 def cache_folder() -> Path:
-    base = os.environ.get("LLMBOX_CACHE_DIR")
+    base = os.environ.get("LLMBOX_KERNEL_CACHE")
     if base:
-        return Path(base) / "kernels"
+        return Path(base)
     xdg = os.environ.get("XDG_CACHE_HOME")
     return (Path(xdg) if xdg else Path.home() / ".cache") / "llmbox" / "kernels"
 
@@ -86,7 +97,7 @@ def source_digest(level: Level, compiler: list[str]) -> str:
 
 def compiler_version(compiler: list[str]) -> str:
     try:
-        return subprocess.run(
+        return subprocess.run(  # noqa: S603 - the user's own compiler
             [*compiler, "--version"], capture_output=True, text=True, timeout=20, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
@@ -124,7 +135,9 @@ def build(compiler: list[str], level: Level, path: Path) -> None:
 def compile_to(compiler: list[str], level: Level, path: Path, extra: tuple[str, ...] = ()) -> None:
     command = [*compiler, *COMMON_FLAGS, *level.flags, *extra, str(SOURCES / "library.cpp"), "-o", str(path)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(  # noqa: S603 - the user's own compiler
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise NativeUnavailable(f"{compiler[0]} does not run: {error}") from None
     if done.returncode:

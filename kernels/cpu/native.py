@@ -25,26 +25,26 @@ class Step(ctypes.Structure):
     )
 
 
-P, I, L, F = c_void_p, c_int, c_int64, c_float
+P, INT, LONG, FLOAT = c_void_p, c_int, c_int64, c_float
 
 FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "llmbox_threads": (None, (I, POINTER(c_int))),
-    "llmbox_linear_new": (P, (I, I, I, P, P)),
+    "llmbox_threads": (None, (INT, POINTER(c_int))),
+    "llmbox_linear_new": (P, (INT, INT, INT, P, P)),
     "llmbox_linear_free": (None, (P,)),
-    "llmbox_cache_new": (P, (I, I, I, I, I, I)),
+    "llmbox_cache_new": (P, (INT, INT, INT, INT, INT, INT)),
     "llmbox_cache_free": (None, (P,)),
-    "llmbox_cache_copy": (None, (P, I, I)),
-    "llmbox_cache_clear": (None, (P, I)),
-    "llmbox_linear_op": (P, (I, P, P, L, P, L, I)),
-    "llmbox_embedding_op": (P, (I, P, P, L)),
-    "llmbox_norm_op": (P, (I, P, L, P, I, I, F, P)),
-    "llmbox_add_norm_op": (P, (I, P, L, P, P, I, F, P)),
-    "llmbox_rotary_op": (P, (I, P, L, I, I)),
-    "llmbox_silu_mul_op": (P, (I, P, L, I)),
-    "llmbox_write_kv_op": (P, (I, I, P, I, P, L, P, L)),
-    "llmbox_attention_op": (P, (I, I, P, I, P, L, I, I, F, P)),
+    "llmbox_cache_copy": (None, (P, INT, INT)),
+    "llmbox_cache_clear": (None, (P, INT)),
+    "llmbox_linear_op": (P, (INT, P, P, LONG, P, LONG, INT)),
+    "llmbox_embedding_op": (P, (INT, P, P, LONG)),
+    "llmbox_norm_op": (P, (INT, P, LONG, P, INT, INT, FLOAT, P)),
+    "llmbox_add_norm_op": (P, (INT, P, LONG, P, P, INT, FLOAT, P)),
+    "llmbox_rotary_op": (P, (INT, P, LONG, INT, INT)),
+    "llmbox_silu_mul_op": (P, (INT, P, LONG, INT)),
+    "llmbox_write_kv_op": (P, (INT, INT, P, INT, P, LONG, P, LONG)),
+    "llmbox_attention_op": (P, (INT, INT, P, INT, P, LONG, INT, INT, FLOAT, P)),
     "llmbox_op_free": (None, (P,)),
-    "llmbox_run": (None, (POINTER(c_void_p), I, POINTER(Step))),
+    "llmbox_run": (None, (POINTER(c_void_p), INT, POINTER(Step))),
 }
 
 

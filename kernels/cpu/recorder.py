@@ -1,7 +1,7 @@
 """Where operations go: run at once, or recorded on a tape that one call runs.
 
-    eager       each operation is made, run and freed; results are new tensors
-    recording   operations join the tape; results are buffers of `capacity` rows that the tape keeps
+eager       each operation is made, run and freed; results are new tensors
+recording   operations join the tape; results are buffers of `capacity` rows that the tape keeps
 """
 
 import ctypes

@@ -128,12 +128,15 @@ def test_a_small_model_takes_only_what_it_needs():
 
 
 def test_dtypes():
-    def dtypes(shape, device, **config):
-        return resolve_dtypes(shape, device, EngineConfig(model_path="m", name="m", **config))
+    def dtypes(shape, device, native=False, **config):
+        config = EngineConfig(model_path="m", name="m", **config)
+        return resolve_dtypes(shape, device, config, native_kernels=native)
 
     small = replace(QWEN_2_500M, exact_params=2**28)
     assert dtypes(small, "cpu") == ("float32", "float32")
     assert dtypes(replace(small, exact_params=2**28 + 1), "cpu") == ("bfloat16", "bfloat16")
+    assert dtypes(small, "cpu", native=True) == ("bfloat16", "bfloat16")
+    assert dtypes(replace(small, dtype="float16"), "cpu", native=True) == ("float32", "float32")
     assert dtypes(small, "cuda") == ("bfloat16", "bfloat16")
     assert dtypes(small, "cpu", dtype="float16", kv_dtype="float32") == ("float16", "float32")
 

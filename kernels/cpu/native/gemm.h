@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "memory.h"
@@ -228,6 +229,10 @@ public:
         const auto rows = member.share(step.rows);
         for (int row = rows.begin; row < rows.end; row++) {
             const int64_t id = step.ids[row];
+            if (id < 0 || id >= table_.outputs) {  // nobody should ask: the row says so by being NaN
+                std::fill_n(out_ + row * out_stride_, table_.inputs, from_float<Element>(NAN));
+                continue;
+            }
             const uint8_t* from = table_.panel(static_cast<int>(id / PANEL)) + 4 * (id % PANEL);
             Element* to = out_ + row * out_stride_;
             const int whole = table_.inputs / E::PACK;

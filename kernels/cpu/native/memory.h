@@ -4,10 +4,25 @@
 #include <cstddef>
 #include <cstdint>
 #include <new>
+#include <vector>
 
 #include <sys/mman.h>
 
 namespace llmbox {
+
+#ifdef __SANITIZE_ADDRESS__
+
+// Exactly as large as asked, so that the sanitizer sees every step beyond.
+class HugeBlock {
+public:
+    explicit HugeBlock(size_t bytes) : memory_(bytes) {}
+    uint8_t* data() const { return const_cast<uint8_t*>(memory_.data()); }
+
+private:
+    std::vector<uint8_t> memory_;
+};
+
+#else
 
 class HugeBlock {
 public:
@@ -35,5 +50,7 @@ private:
     void* base_;
     uint8_t* data_;
 };
+
+#endif
 
 }  // namespace llmbox

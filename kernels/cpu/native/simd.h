@@ -36,17 +36,10 @@ constexpr int ceil_div(int value, int by) { return (value + by - 1) / by; }
 
 // ------------------------------------------------------------------ broadcast and memory
 
-INLINE Floats splat(float x) {
-    Floats v;
-    UNROLL for (int i = 0; i < LANES; i++) v[i] = x;
-    return v;
-}
-
-INLINE Words splat(uint32_t x) {
-    Words v;
-    UNROLL for (int i = 0; i < LANES; i++) v[i] = x;
-    return v;
-}
+// A scalar beside a vector is broadcast; subtracting 0 and or-ing 0 are then folded away. (A loop that sets the
+// lanes one by one becomes one masked instruction a lane.)
+INLINE Floats splat(float x) { return x - Floats{}; }
+INLINE Words splat(uint32_t x) { return x | Words{}; }
 
 template <class Vector> INLINE Vector load_as(const void* from) {
     Vector v;

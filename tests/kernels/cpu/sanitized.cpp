@@ -1,0 +1,145 @@
+// Every operation on odd shapes, with buffers that end where their data ends: run under ASan and UBSan.
+#include "library.cpp"
+
+#include <cstdio>
+#include <random>
+
+namespace {
+
+std::mt19937 randomness(1);
+
+// `count` random numbers of a dtype; the bytes are on the heap, exactly.
+struct Buffer {
+    Buffer(int dtype, size_t count) : dtype(dtype), count(count), bytes(count * (dtype == BFLOAT16 ? 2 : 4)) {
+        std::normal_distribution<float> normal;
+        for (size_t i = 0; i < count; i++) set(i, normal(randomness));
+    }
+    void set(size_t i, float x) {
+        if (dtype == BFLOAT16) reinterpret_cast<bf16*>(bytes.data())[i] = to_bf16(x);
+        else reinterpret_cast<float*>(bytes.data())[i] = x;
+    }
+    float get(size_t i) const {
+        if (dtype == BFLOAT16) return to_float(reinterpret_cast<const bf16*>(bytes.data())[i]);
+        return reinterpret_cast<const float*>(bytes.data())[i];
+    }
+    void poison() {
+        for (size_t i = 0; i < count; i++) set(i, NAN);
+    }
+    void* data() { return bytes.data(); }
+    int dtype;
+    size_t count;
+    std::vector<uint8_t> bytes;
+};
+
+void run(Op* op, const Step& step) {
+    llmbox_run(&op, 1, &step);
+    llmbox_op_free(op);
+}
+
+void must_be_finite(const Buffer& buffer, const char* what) {
+    for (size_t i = 0; i < buffer.count; i++)
+        if (!std::isfinite(buffer.get(i))) {
+            printf("%s: element %zu of %zu is not finite\n", what, i, buffer.count);
+            exit(1);
+        }
+}
+
+void check_linear(int dtype, int rows, int inputs, int outputs) {
+    Buffer weight(dtype, size_t(inputs) * outputs), x(dtype, size_t(rows) * inputs);
+    Buffer bias(FLOAT32, outputs), out(dtype, size_t(rows) * outputs), wide(FLOAT32, size_t(rows) * outputs);
+    out.poison(), wide.poison();
+    auto* biases = static_cast<const float*>(bias.data());
+    Linear* linear = llmbox_linear_new(dtype, inputs, outputs, weight.data(), biases);
+    Step step{};
+    step.rows = rows;
+    run(llmbox_linear_op(dtype, linear, x.data(), inputs, out.data(), outputs, dtype), step);
+    run(llmbox_linear_op(dtype, linear, x.data(), inputs, wide.data(), outputs, FLOAT32), step);
+    must_be_finite(out, "linear"), must_be_finite(wide, "logits");
+    std::vector<int64_t> ids(rows, outputs - 1);
+    step.ids = ids.data();
+    Buffer taken(dtype, size_t(rows) * inputs);
+    taken.poison();
+    run(llmbox_embedding_op(dtype, linear, taken.data(), inputs), step);
+    must_be_finite(taken, "embedding");
+    ids.assign(rows, int64_t{1} << 40);  // beyond the table: NaN, not a crash
+    run(llmbox_embedding_op(dtype, linear, taken.data(), inputs), step);
+    if (!std::isnan(taken.get(0))) exit(1);
+    llmbox_linear_free(linear);
+}
+
+void check_rows(int dtype, int rows, int heads, int width) {
+    const size_t size = size_t(rows) * heads * width;
+    Buffer x(dtype, size), out(dtype, size), weight(dtype, heads * width), residual(dtype, size);
+    Buffer cos(FLOAT32, rows * width), sin(FLOAT32, rows * width);
+    Step step{};
+    step.rows = rows;
+    step.cos = static_cast<const float*>(cos.data());
+    step.sin = static_cast<const float*>(sin.data());
+    const int row = heads * width;
+    out.poison();
+    run(llmbox_norm_op(dtype, x.data(), row, weight.data(), heads, width, 1e-6f, out.data()), step);
+    must_be_finite(out, "norm");
+    out.poison();
+    run(llmbox_add_norm_op(dtype, x.data(), row, residual.data(), weight.data(), row, 1e-6f, out.data()), step);
+    must_be_finite(out, "add norm");
+    run(llmbox_rotary_op(dtype, x.data(), row, heads, width), step);
+    if (row % 2 == 0) run(llmbox_silu_mul_op(dtype, x.data(), row, row / 2), step);
+    must_be_finite(x, "rotary and silu");
+}
+
+// Sequences of (past, new) tokens; the past is written first.
+void check_attention(int dtype, int kv_dtype, int block_size, int query_heads, int heads, int width, int window) {
+    const std::vector<std::pair<int, int>> sequences = {{0, 1}, {70, 1}, {5, 40}, {130, 3}};
+    const int table_width = ceil_div(133, block_size);
+    KVCache* cache = llmbox_cache_new(kv_dtype, 2, table_width * 4, block_size, heads, width);
+    std::vector<int32_t> tables(table_width * 4);
+    for (size_t i = 0; i < tables.size(); i++) tables[i] = tables.size() - 1 - i;
+    for (bool past : {true, false}) {
+        std::vector<int32_t> starts{0}, contexts, slots;
+        for (int n = 0; n < 4; n++) {
+            const auto [before, fresh] = sequences[n];
+            const int begin = past ? 0 : before, end = past ? before : before + fresh;
+            for (int p = begin; p < end; p++)
+                slots.push_back(tables[n * table_width + p / block_size] * block_size + p % block_size);
+            starts.push_back(slots.size());
+            contexts.push_back(end);
+        }
+        const int rows = slots.size();
+        Buffer k(dtype, size_t(rows) * heads * width), v(dtype, size_t(rows) * heads * width);
+        Buffer q(dtype, size_t(rows) * query_heads * width), out(dtype, size_t(rows) * query_heads * width);
+        Step step{};
+        step.rows = rows, step.sequences = 4, step.block_size = block_size, step.table_width = table_width;
+        step.query_starts = starts.data(), step.contexts = contexts.data();
+        step.block_tables = tables.data(), step.slots = slots.data();
+        const int kv_row = heads * width;
+        run(llmbox_write_kv_op(dtype, kv_dtype, cache, 1, k.data(), kv_row, v.data(), kv_row), step);
+        if (past) continue;
+        out.poison();
+        run(llmbox_attention_op(dtype, kv_dtype, cache, 1, q.data(), query_heads * width, query_heads, window, 0.1f,
+                                out.data()),
+            step);
+        must_be_finite(out, "attention");
+    }
+    llmbox_cache_copy(cache, 0, 1);
+    llmbox_cache_clear(cache, 0);
+    llmbox_cache_free(cache);
+}
+
+}  // namespace
+
+int main() {
+    const int cores[] = {0, 1};
+    llmbox_threads(2, cores);
+    for (int dtype : {FLOAT32, BFLOAT16}) {
+        for (auto [rows, inputs, outputs] : {std::tuple{1, 1, 1}, {2, 33, 65}, {33, 130, 7}, {7, 64, 200}, {200, 9, 70}})
+            check_linear(dtype, rows, inputs, outputs);
+        for (auto [rows, heads, width] : {std::tuple{1, 1, 2}, {5, 3, 10}, {33, 2, 66}}) check_rows(dtype, rows, heads, width);
+        for (int kv_dtype : {FLOAT32, BFLOAT16}) {
+            check_attention(dtype, kv_dtype, 16, 4, 2, 32, 0);
+            check_attention(dtype, kv_dtype, 16, 2, 1, 64, 20);
+            check_attention(dtype, kv_dtype, 4, 5, 1, 10, 0);
+            check_attention(dtype, kv_dtype, 64, 3, 3, 34, 7);
+        }
+    }
+    puts("clean");
+}

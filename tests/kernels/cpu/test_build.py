@@ -1,0 +1,142 @@
+"""The compiled library: kept, checked, made again, and what happens where it cannot be made."""
+
+import ctypes
+import logging
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmbox.kernels.cpu import build
+from llmbox.kernels.cpu.levels import LEVELS, cpu_flags, usable_levels
+from llmbox.kernels.cpu.load import load_backend
+from llmbox.kernels.dispatch import UnknownBackend, native_ready, select_ops
+
+CPU = torch.device("cpu")
+LEVEL = LEVELS[-1]
+TINY_SOURCE = 'extern "C" int llmbox_answer() { return 42; }\n'
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small library instead of ours, and a cache of its own."""
+    sources = tmp_path / "native"
+    sources.mkdir()
+    (sources / "library.cpp").write_text(TINY_SOURCE)
+    monkeypatch.setattr(build, "SOURCES", sources)
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("LLMBOX_KERNEL_CACHE", str(cache))
+    load_backend.cache_clear()
+    yield cache
+    load_backend.cache_clear()
+
+
+def answer(path: Path) -> int:
+    return ctypes.CDLL(str(path)).llmbox_answer()
+
+
+def test_is_built_once(tiny: Path) -> None:
+    first = build.library_path(LEVEL)
+    made = first.stat().st_mtime_ns
+    assert build.library_path(LEVEL) == first
+    assert first.stat().st_mtime_ns == made
+    assert answer(first) == 42
+    assert first.stat().st_mode & 0o077 == 0
+    assert tiny.stat().st_mode & 0o077 == 0
+
+
+def test_another_source_is_another_library(tiny: Path) -> None:
+    first = build.library_path(LEVEL)
+    (build.SOURCES / "library.cpp").write_text(TINY_SOURCE.replace("42", "43"))
+    second = build.library_path(LEVEL)
+    assert first != second
+    assert answer(second) == 43
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+def test_a_damaged_library_is_built_again(tiny: Path, damage: str) -> None:
+    path = build.library_path(LEVEL)
+    content = path.read_bytes()
+    flipped = content[:5000] + bytes([content[5000] ^ 1]) + content[5001:]
+    path.write_bytes({"cut": content[:-100], "flipped": flipped, "empty": b""}[damage])
+    assert not build.is_intact(path)
+    assert answer(build.library_path(LEVEL)) == 42
+
+
+def build_and_report(results: "multiprocessing.Queue[int]") -> None:
+    results.put(answer(build.library_path(LEVEL)))
+
+
+def test_two_processes_at_once(tiny: Path) -> None:
+    fork = multiprocessing.get_context("fork")  # the small source must be seen
+    results: multiprocessing.Queue[int] = fork.Queue()
+    children = [fork.Process(target=build_and_report, args=(results,)) for _ in range(3)]
+    for child in children:
+        child.start()
+    assert [results.get(timeout=60) for _ in children] == [42, 42, 42]
+    for child in children:
+        child.join()
+    assert sorted(path.suffix for path in tiny.iterdir()) == [".lock", ".so"]
+
+
+def test_a_source_that_does_not_compile_names_the_error(tiny: Path) -> None:
+    (build.SOURCES / "library.cpp").write_text("int x = ;\n")
+    with pytest.raises(build.NativeUnavailable, match=r"cannot compile .*expected"):
+        build.library_path(LEVEL)
+    assert [path.suffix for path in tiny.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("trouble", ["no compiler", "compiler fails", "read-only cache", "open cache"])
+def test_without_a_library_torch_runs_and_the_log_says_why(
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    trouble: str,
+) -> None:
+    monkeypatch.delenv("LLMBOX_KERNELS", raising=False)
+    match trouble:
+        case "no compiler":
+            monkeypatch.setenv("PATH", str(tmp_path))
+            expected = "apt install"
+        case "compiler fails":
+            monkeypatch.setenv("CXX", "false")
+            expected = "false does not run"
+        case "read-only cache":
+            tiny.write_text("a file where the folder should be")
+            expected = "cannot be used"
+        case "open cache":
+            tiny.mkdir()
+            tiny.chmod(0o777)
+            expected = "chmod 700"
+    monkeypatch.delenv("CXX", raising=False) if trouble != "compiler fails" else None
+    with caplog.at_level(logging.WARNING):
+        ops = select_ops(CPU, torch.bfloat16)
+    assert ops.name in {"onednn", "reference"}
+    assert expected in caplog.text
+    assert not native_ready()
+
+
+def test_asking_for_kernels_that_cannot_run_is_an_error(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMBOX_KERNELS", "cpu")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UnknownBackend, match="no-such-compiler"):
+        select_ops(CPU, torch.float32)
+
+
+def test_levels_follow_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "llmbox.kernels.cpu.levels.cpu_flags", lambda: frozenset({"avx2", "fma", "f16c", "bmi2"})
+    )
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert [level.name for level in usable_levels()] == ["avx2", "portable"]
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert [level.name for level in usable_levels()] == ["portable"]
+
+
+def test_the_best_level_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LLMBOX_KERNELS", raising=False)
+    assert select_ops(CPU, torch.float32).name == f"cpu {usable_levels()[0].name}"
+    assert os.name != "posix" or cpu_flags() or usable_levels()[0].name == "portable"

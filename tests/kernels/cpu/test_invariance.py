@@ -1,0 +1,73 @@
+"""One request, one answer: its tokens are the same alone, in any company, in any chunks, cached or preempted.
+
+Through the real engine on tiny models, in every dtype and on every instruction set.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmbox.engine.messages import AddRequest
+from llmbox.kernels.dispatch import backends
+from support.real_engines import ask, load, tokens
+from support.tiny_models import make_tiny_model
+
+PROMPTS = 33
+LONGEST = 150
+NEW = 12
+LEVELS = [name for name in backends() if name.startswith("cpu ")]
+
+
+@pytest.fixture(scope="module", params=["qwen3", "mistral"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An odd group of heads, sizes beyond one tile; mistral's window is shorter than the prompts."""
+    shapes: dict[str, Any] = {"hidden_size": 200, "intermediate_size": 330, "num_attention_heads": 6}
+    if request.param == "mistral":
+        shapes["sliding_window"] = 40
+    folder = tmp_path_factory.mktemp(request.param)
+    return make_tiny_model(folder, arch=request.param, tokenizer=False, **shapes)
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("LLMBOX_KERNELS", request.param)
+    return request.param
+
+
+def requests() -> list[AddRequest]:
+    """Greedy and sampled by turns; some share a beginning."""
+    rng = random.Random(7)
+    common = [rng.randrange(3, 320) for _ in range(64)]
+    made = []
+    for n in range(PROMPTS):
+        own = [rng.randrange(3, 320) for _ in range(rng.randrange(1, LONGEST - 64))]
+        prompt = common + own if n % 3 == 0 else own
+        params = {"temperature": 0.8, "seed": n} if n % 2 else {}
+        made.append(ask(f"r{n}", prompt, NEW, **params))
+    return made
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "chunks of 16": {"token_budget": 16, "max_running": 8},
+    "chunks of 33": {"token_budget": 33, "max_running": 33},
+    "chunks of 512": {"token_budget": 512, "max_running": 33},
+    "no prefix cache": {"prefix_cache": False, "max_running": 33},
+    "preempted": {"kv_tokens": 512, "max_running": 33},
+    "blocks of 64": {"block_size": 64, "max_running": 33},
+    "two threads": {"threads": 2, "max_running": 33},
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tokens_are_those_of_the_request_alone(model: Path, level: str, dtype: str) -> None:
+    engine = load(model, dtype=dtype, max_running=1, prefix_cache=False)
+    assert engine.info.backend == level
+    alone = {}
+    for request in requests():
+        alone |= tokens(engine, [request])
+    assert len({tuple(answer) for answer in alone.values()}) > PROMPTS // 2
+    for name, options in VARIANTS.items():
+        assert tokens(load(model, dtype=dtype, **options), requests()) == alone, name
