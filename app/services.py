@@ -11,6 +11,7 @@ from .metrics.metrics import Metrics
 from .paths import Paths
 from .settings import Settings
 from .store import RequestLog
+from .telemetry.telemetry import Telemetry
 
 
 @dataclass(kw_only=True)
@@ -22,6 +23,7 @@ class Services:
     request_log: RequestLog
     metrics: Metrics
     events: Events
+    telemetry: Telemetry
     version: str
     drain: Drain = field(default_factory=Drain)
     started_at: float = field(default_factory=time.time)

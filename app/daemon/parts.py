@@ -16,6 +16,8 @@ from ..paths import Paths
 from ..services import Services
 from ..settings import Settings
 from ..store import RequestLog
+from ..telemetry.gpus import GpuReader
+from ..telemetry.telemetry import Telemetry
 from ..text.model_text import ModelText, load_model_text
 
 
@@ -25,6 +27,8 @@ class Parts:
 
     launch: Launch
     load_text: Callable[[Path], ModelText]
+    gpus: GpuReader | None = None
+    """Replaces the reader of GPUs."""
 
 
 def real_parts() -> Parts:
@@ -45,7 +49,8 @@ def compose(settings: Settings, paths: Paths, parts: Parts) -> Services:
 
     engines = EngineManager(parts.load_text, parts.launch, settings.limits.queue, on_change=changed)
     metrics = Metrics(lambda: readings(engines), lambda: request_log.dropped)
-    gateway = Gateway(engines, request_log, metrics, settings)
+    telemetry = Telemetry(engines, events, request_log, parts.gpus)
+    gateway = Gateway(engines, request_log, metrics, settings, telemetry.feed)
     return Services(
         settings=settings,
         paths=paths,
@@ -54,6 +59,7 @@ def compose(settings: Settings, paths: Paths, parts: Parts) -> Services:
         request_log=request_log,
         metrics=metrics,
         events=events,
+        telemetry=telemetry,
         version=__version__,
     )
 

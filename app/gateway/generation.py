@@ -63,25 +63,3 @@ class Usage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveRequest:
-    """An open request as people see it. Times in seconds."""
-
-    id: str
-    model: str
-    endpoint: str
-    key: str
-    client: str
-    state: str
-    """`queued` until the engine gives a first sign, `decode` after the first token."""
-    age: float
-    stream: bool
-    n: int
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    ttft: float | None
-    tokens_per_second: float | None
-    resumes: int
