@@ -9,6 +9,7 @@ from .gateway.gateway import Gateway
 from .http.drain import Drain
 from .metrics.metrics import Metrics
 from .paths import Paths
+from .security.security import Security
 from .settings import Settings
 from .store import RequestLog
 from .telemetry.telemetry import Telemetry
@@ -24,6 +25,7 @@ class Services:
     metrics: Metrics
     events: Events
     telemetry: Telemetry
+    security: Security
     version: str
     drain: Drain = field(default_factory=Drain)
     started_at: float = field(default_factory=time.time)

@@ -17,8 +17,9 @@ from llmbox.engine.safetensors_header import read_header
 
 from ..catalog import hub_cache, on_disk
 from ..daemon.instance import find_running
-from ..daemon.listen import holder_of, require_loopback
+from ..daemon.listen import check_bind, holder_of
 from ..errors import CliError
+from ..security.key_store import KeyStore
 from .output import size
 from .program import Program
 
@@ -142,7 +143,7 @@ def check_disk(program: Program) -> Iterator[Finding]:
 def check_config(program: Program) -> Iterator[Finding]:
     try:
         server = program.settings().settings.server
-        require_loopback(server.host)
+        check_bind(server.host, KeyStore(program.paths.keys_file))
     except CliError as error:
         yield Finding("config", "failed", f"{error.what}: {error.why}", error.fix)
         return

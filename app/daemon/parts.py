@@ -13,6 +13,7 @@ from ..events import Events
 from ..gateway.gateway import Gateway
 from ..metrics.metrics import EngineReading, Metrics
 from ..paths import Paths
+from ..security.security import Security
 from ..services import Services
 from ..settings import Settings
 from ..store import RequestLog
@@ -60,6 +61,7 @@ def compose(settings: Settings, paths: Paths, parts: Parts) -> Services:
         metrics=metrics,
         events=events,
         telemetry=telemetry,
+        security=Security.of(paths.keys_file),
         version=__version__,
     )
 

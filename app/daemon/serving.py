@@ -87,6 +87,7 @@ async def _close(services: Services) -> None:
     await services.engines.close()
     await services.gateway.close()
     services.events.close()
+    await asyncio.to_thread(services.security.close)
     await services.telemetry.close()
     await asyncio.to_thread(services.request_log.close)
 

@@ -48,7 +48,7 @@ class Gateway:
         try:
             return self._submit(generation)
         except ApiError as error:
-            self.refused(generation.id, generation.endpoint, generation.model.name, error)
+            self.refused(generation.id, generation.endpoint, generation.model.name, error, key=generation.key)
             raise
 
     def in_flight(self) -> list[LiveRequest]:
@@ -68,7 +68,7 @@ class Gateway:
     def is_open(self, request_id: str) -> bool:
         return request_id in self._open
 
-    def refused(self, request_id: str, endpoint: str, model: str, error: ApiError) -> None:
+    def refused(self, request_id: str, endpoint: str, model: str, error: ApiError, *, key: str = "") -> None:
         """A request that got an error before it reached an engine."""
         self._metrics.record_refusal(error.code or str(error.status))
         record = RequestRecord(
@@ -77,6 +77,7 @@ class Gateway:
             model=model,
             endpoint=endpoint,
             http_status=error.status,
+            key=key,
             error_code=error.code or "",
         )
         self._log.write(record)
@@ -96,6 +97,8 @@ class Gateway:
                 param="request_id",
             )
         messages = self._messages(generation)
+        if generation.meter is not None:
+            generation.meter.take_tokens(sum(map(len, generation.prompts)))
         sequences = [
             Sequence(index, generation, supervisor.submit(message)) for index, message in enumerate(messages)
         ]
@@ -131,6 +134,8 @@ class Gateway:
 
     def _ended(self, request: OpenRequest, status: int, code: str) -> None:
         self._open.pop(request.generation.id, None)
+        if request.generation.meter is not None:
+            request.generation.meter.spend_tokens(request.usage.output_tokens)
         record = _record(request, status, code)
         self._metrics.record_request(record)
         self._log.write(record)

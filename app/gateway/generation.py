@@ -6,6 +6,7 @@ from llmbox.engine.messages import TokenLogprobs
 from llmbox.engine.sampling import SamplingParams
 
 from ..engines.manager import LoadedModel
+from ..security.rates import Meter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class Generation:
     priority: int = 0
     cache_salt: str = ""
     key: str = ""
+    """Name of the caller's key."""
+    meter: Meter | None = None
     client: str = ""
     stream: bool = False
     prompt_param: str = "messages"

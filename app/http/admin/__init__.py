@@ -4,6 +4,7 @@ from litestar import Router
 
 from ..guard import Access
 from .events import events
+from .keys import add_key, keys, revoke_key, rotate_key, sign_in_link
 from .models import load_model, models, unload_model
 from .requests import cancel_request, request_detail, requests
 from .status import config, stats, status
@@ -12,6 +13,11 @@ from .telemetry import bench_runs, doctor, history, log_lines, newest_tick
 admin_router = Router(
     "/admin/api",
     route_handlers=[
+        add_key,
+        keys,
+        revoke_key,
+        rotate_key,
+        sign_in_link,
         bench_runs,
         cancel_request,
         config,
