@@ -47,7 +47,7 @@ class Exit(IntEnum):
     DOCTOR = 10
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class CliError(LlmboxError):
     """What failed, why (with numbers), what to run next, where the log is."""
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ _BACKLOG = 1024
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`type` is dotted (`request.finished`, `model.ready`); `data` is plain JSON data."""
+    """`type` is dotted (`request.finished`, `model.ready`); `data` becomes a JSON object."""
 
     id: int
     type: str
@@ -28,11 +28,19 @@ class Events:
         self._next_id = 1
         self._recent: deque[Event] = deque(maxlen=_REMEMBERED)
         self._queues: list[asyncio.Queue[Event | None]] = []
+        self.on_subscribe: Callable[[], None] = lambda: None
+        """Called when somebody begins to read."""
 
-    def publish(self, kind: str, data: dict[str, Any]) -> None:
+    @property
+    def subscribers(self) -> int:
+        return len(self._queues)
+
+    def publish(self, kind: str, data: dict[str, Any], *, remember: bool = True) -> None:
+        """`remember=False` for what a reader who missed it will not want: the next one says more."""
         event = Event(self._next_id, kind, data)
         self._next_id += 1
-        self._recent.append(event)
+        if remember:
+            self._recent.append(event)
         for queue in self._queues:
             if queue.qsize() < _BACKLOG:
                 queue.put_nowait(event)
@@ -44,6 +52,7 @@ class Events:
         queue: asyncio.Queue[Event | None] = asyncio.Queue()
         missed = [] if last_event_id is None else [e for e in self._recent if e.id > last_event_id]
         self._queues.append(queue)
+        self.on_subscribe()
         try:
             for event in missed:
                 yield event

@@ -44,6 +44,11 @@ class Paths:
         return self.state_dir / "requests.db"
 
     @property
+    def keys_file(self) -> Path:
+        """API keys, as hashes."""
+        return self.data_dir / "keys.json"
+
+    @property
     def history_file(self) -> Path:
         return self.state_dir / "chat_history"
 

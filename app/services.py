@@ -9,8 +9,10 @@ from .gateway.gateway import Gateway
 from .http.drain import Drain
 from .metrics.metrics import Metrics
 from .paths import Paths
+from .security.security import Security
 from .settings import Settings
 from .store import RequestLog
+from .telemetry.telemetry import Telemetry
 
 
 @dataclass(kw_only=True)
@@ -22,6 +24,8 @@ class Services:
     request_log: RequestLog
     metrics: Metrics
     events: Events
+    telemetry: Telemetry
+    security: Security
     version: str
     drain: Drain = field(default_factory=Drain)
     started_at: float = field(default_factory=time.time)

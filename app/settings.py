@@ -32,6 +32,11 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = key(
         (), "Further names that a Host header may carry, as host or host:port."
     )
+    require_key: bool = key(
+        False,
+        "Ask for an API key on this machine too. Where other machines can connect one is always needed.",
+        live=True,
+    )
     drain_timeout: float = key(
         30.0,
         "Seconds that open requests may take after SIGTERM before they end with an error.",

@@ -4,6 +4,7 @@ The model asks for what it needs, in its own order; `finish` then refuses what n
 memory in use beyond the model is one fused linear and one tensor of it.
 """
 
+import ctypes
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -114,7 +115,8 @@ class Source:
 
     def _read(self, entry: TensorEntry) -> Tensor:
         buffer = torch.empty(entry.nbytes, dtype=torch.uint8)
-        view = memoryview(buffer.numpy().data)
+        # Not through numpy: torch does without it, and so do we.
+        view = memoryview((ctypes.c_ubyte * entry.nbytes).from_address(buffer.data_ptr())).cast("B")
         try:
             with entry.file.open("rb", buffering=0) as stream:
                 stream.seek(entry.offset)

@@ -8,6 +8,7 @@ import click
 
 from ..bench.client import Target
 from ..bench.measure import Summary, run, summarise
+from ..bench.runs import bench_folder, keep_run
 from ..bench.scenarios import SCALES, SCENARIOS
 from ..bench.workload import Prompts, uniform
 from ..errors import CliError
@@ -58,15 +59,24 @@ def _load(program: Program, model: str, url: str | None, key: str, as_json: bool
     failed = next((error for _, _, errors in rows for error in errors), None)
     if failed and not any(summary.output_tokens for _, summary, _ in rows):
         raise CliError(f"no request to {target.url} succeeded", failed, "check --url, --key and MODEL")
+    data = [
+        {"concurrency": level, **summary.as_dict(), "first_error": (errors or [""])[0]}
+        for level, summary, errors in rows
+    ]
+    _keep(program, target, data)
     if as_json:
-        data = [
-            {"concurrency": level, **summary.as_dict(), "first_error": (errors or [""])[0]}
-            for level, summary, errors in rows
-        ]
         output.write_json("bench", {"url": target.url, "model": model, "levels": data})
         return
     headers = ("STREAMS", "OUT TOK/S", "TTFT P50", "P95", "TPOT P50", "GAP P99", "MAX", "ERRORS")
     output.table(headers, [_row(level, summary) for level, summary, _ in rows], right=range(8))
+
+
+def _keep(program: Program, target: Target, levels: list[dict[str, Any]]) -> None:
+    """For `llmbox top`, which compares runs. A full disk costs the comparison, not the result."""
+    try:
+        keep_run(bench_folder(program.paths), target.model, target.url, levels)
+    except OSError as error:
+        output.say(f"This run is not kept: {error}")
 
 
 async def _levels(

@@ -19,8 +19,9 @@ from llmbox.kernels.cpu.levels import usable_levels
 
 from ..catalog import hub_cache, on_disk
 from ..daemon.instance import find_running
-from ..daemon.listen import holder_of, require_loopback
+from ..daemon.listen import check_bind, holder_of
 from ..errors import CliError
+from ..security.key_store import KeyStore
 from .output import size
 from .program import Program
 
@@ -162,7 +163,7 @@ def check_disk(program: Program) -> Iterator[Finding]:
 def check_config(program: Program) -> Iterator[Finding]:
     try:
         server = program.settings().settings.server
-        require_loopback(server.host)
+        check_bind(server.host, KeyStore(program.paths.keys_file))
     except CliError as error:
         yield Finding("config", "failed", f"{error.what}: {error.why}", error.fix)
         return

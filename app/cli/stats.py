@@ -1,6 +1,7 @@
 """`llmbox stats`."""
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -15,42 +16,64 @@ from .program import Program, pass_program
 @click.command(cls=Command)
 @click.option("--watch", is_flag=True, help="One line each interval until Ctrl-C.")
 @click.option(
-    "--interval", type=click.FloatRange(0.1), default=1.0, show_default=True, metavar="S", help="For --watch."
+    "--interval",
+    type=click.FloatRange(0.1),
+    default=1.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds between lines of --watch; the daemon looks once a second.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @pass_program
 def stats(program: Program, *, watch: bool, interval: float, as_json: bool) -> None:
     """Show load and speed of this moment."""
-    before: dict[str, Any] | None = None
-    while True:
-        now = program.client.get("/admin/api/stats")
-        if as_json:
-            output.write(json.dumps({"schema": "llmbox.stats/1", **now, "rates": _rates(before, now)}))
-        else:
-            output.write(_line(before, now))
-        if not watch:
-            return
-        before = now
-        time.sleep(interval)
+    if watch:
+        _watch(program, interval, as_json=as_json)
+        return
+    now = program.client.get("/admin/api/stats")
+    output.write(json.dumps({"schema": "llmbox.stats/1", **now}) if as_json else _line(now))
 
 
-def _rates(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> dict[str, float] | None:
-    """Tokens per second since the last look; None at the first one."""
-    if before is None or now["monotonic_s"] <= before["monotonic_s"]:
-        return None
-    seconds = now["monotonic_s"] - before["monotonic_s"]
-    return {
-        name: round(max(0, now["total"][name] - before["total"][name]) / seconds, 1)
-        for name in ("prompt_tokens", "output_tokens")
-    }
+def _watch(program: Program, interval: float, *, as_json: bool) -> None:
+    due = -math.inf
+    with program.client.stream("GET", "/admin/api/events") as stream:
+        for kind, data in stream.events():
+            # Ticks come a second apart, give or take: a tenth early is in time.
+            if kind != "tick" or time.monotonic() < due - 0.1:
+                continue
+            due = time.monotonic() + interval
+            tick = json.loads(data)
+            output.write(json.dumps({"schema": "llmbox.tick/1", **tick}) if as_json else _tick_line(tick))
 
 
-def _line(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
+def _tick_line(tick: Mapping[str, Any]) -> str:
+    total, host = tick["totals"], tick["host"]
+    state = "ready" if tick["ready"] else f"not ready: {tick['cause']}"
+    speed = f"{_number(total['tokens_in'])} tok/s in, {_number(total['tokens_out'])} tok/s out"
+    parts = [
+        state,
+        f"models {len(tick['engines'])}",
+        f"running {total['running']}, waiting {total['waiting']}",
+        f"KV {_percent(total['kv_used'])}",
+        speed if total["requests"] or total["open_requests"] else "served nothing yet",
+        f"CPU {_percent(host['cpu'])}",
+        *(f"GPU{gpu['index']} {_percent(gpu['utilisation'])}" for gpu in tick["gpus"]["devices"]),
+        *(each["text"] for each in tick["attention"]),
+    ]
+    return output.printable(" | ".join(parts))
+
+
+def _number(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.0f}"
+
+
+def _percent(share: float | str) -> str:
+    return share if isinstance(share, str) else f"{share:.0%}"
+
+
+def _line(now: Mapping[str, Any]) -> str:
     total = now["total"]
-    rates = _rates(before, now)
-    if rates is not None:
-        speed = f"{rates['prompt_tokens']:.0f} tok/s in, {rates['output_tokens']:.0f} tok/s out"
-    elif total["output_tokens"]:
+    if total["output_tokens"]:
         speed = f"{total['prompt_tokens']} tokens in, {total['output_tokens']} out so far"
     else:
         speed = "served nothing yet"

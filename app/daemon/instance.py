@@ -16,6 +16,8 @@ from typing import Self
 from ..errors import CliError, Exit
 from ..paths import Paths
 
+_REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - names that nobody connects to
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
@@ -30,7 +32,8 @@ class Running:
 
     @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        host = _REACHED_AT.get(self.host, self.host)
+        host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.port}"
 
 

@@ -9,12 +9,13 @@ import socket
 from ..errors import CliError, Exit
 from ..http.sockets import PortInUse, listen_tcp, listen_unix
 from ..paths import Paths, socket_address
+from ..security.key_store import KeyStore
 from ..settings import ServerSettings
 
 
 def open_sockets(server: ServerSettings, paths: Paths) -> tuple[list[socket.socket], socket.socket]:
     """(TCP sockets, unix socket). The caller holds the instance lock."""
-    require_loopback(server.host)
+    check_bind(server.host, KeyStore(paths.keys_file))
     try:
         tcp = listen_tcp(server.host, server.port)
     except PortInUse as error:
@@ -33,8 +34,9 @@ def open_sockets(server: ServerSettings, paths: Paths) -> tuple[list[socket.sock
         os.close(folder)
 
 
-def require_loopback(host: str) -> None:
-    """Keys do not exist yet, so nobody beyond this machine may be let in."""
+def check_bind(host: str, keys: KeyStore) -> None:
+    """Beyond this machine only keys open anything: without one nobody could be let in. Raises CliError."""
+    keys.check()
     if host == "localhost":
         return
     try:
@@ -46,11 +48,11 @@ def require_loopback(host: str) -> None:
             "llmbox config set server.host 127.0.0.1",
             Exit.USAGE,
         ) from None
-    if not address.is_loopback:
+    if not address.is_loopback and not keys.usable():
         raise CliError(
             f"refusing to listen on {host}",
-            "it can be reached from other machines, and access keys are not available in this version",
-            "keep server.host at 127.0.0.1 and reach it through a tunnel: ssh -L 7411:127.0.0.1:7411 BOX",
+            "it can be reached from other machines, and there is no API key yet",
+            "llmbox key add NAME, then again; or keep 127.0.0.1 and use ssh -L 7411:127.0.0.1:7411 BOX",
             Exit.DENIED,
         )
 

@@ -13,9 +13,12 @@ from ..events import Events
 from ..gateway.gateway import Gateway
 from ..metrics.metrics import EngineReading, Metrics
 from ..paths import Paths
+from ..security.security import Security
 from ..services import Services
 from ..settings import Settings
 from ..store import RequestLog
+from ..telemetry.gpus import GpuReader
+from ..telemetry.telemetry import Telemetry
 from ..text.model_text import ModelText, load_model_text
 
 
@@ -25,6 +28,8 @@ class Parts:
 
     launch: Launch
     load_text: Callable[[Path], ModelText]
+    gpus: GpuReader | None = None
+    """Replaces the reader of GPUs."""
 
 
 def real_parts() -> Parts:
@@ -45,7 +50,8 @@ def compose(settings: Settings, paths: Paths, parts: Parts) -> Services:
 
     engines = EngineManager(parts.load_text, parts.launch, settings.limits.queue, on_change=changed)
     metrics = Metrics(lambda: readings(engines), lambda: request_log.dropped)
-    gateway = Gateway(engines, request_log, metrics, settings)
+    telemetry = Telemetry(engines, events, request_log, parts.gpus)
+    gateway = Gateway(engines, request_log, metrics, settings, telemetry.feed)
     return Services(
         settings=settings,
         paths=paths,
@@ -54,6 +60,8 @@ def compose(settings: Settings, paths: Paths, parts: Parts) -> Services:
         request_log=request_log,
         metrics=metrics,
         events=events,
+        telemetry=telemetry,
+        security=Security.of(paths.keys_file),
         version=__version__,
     )
 

@@ -87,12 +87,15 @@ async def _close(services: Services) -> None:
     await services.engines.close()
     await services.gateway.close()
     services.events.close()
+    await asyncio.to_thread(services.security.close)
+    await services.telemetry.close()
     await asyncio.to_thread(services.request_log.close)
 
 
 def _api_is_up(plan: Plan, services: Services, running: Running) -> None:
     services.request_log.start()  # its thread imports SQLAlchemy, which must not slow down the start
     notify(f"READY=1\nSTATUS=Serving on {running.url}")
+    services.telemetry.start(services.gateway, services.paths)
     with contextlib.suppress(OSError):  # nobody reads our stdout any more: serve all the same
         plan.on_up(running)
     log.info("API up %.2f s after start", time.time() - psutil.Process().create_time())

@@ -17,19 +17,29 @@ from ..settings import Settings
 from ..store import RequestLog
 from ..store.record import RequestRecord
 from ..text.template_pool import TemplatePool
-from .generation import Generation, LiveRequest
+from .generation import Generation
+from .live_request import LiveRequest
+from .observer import RequestObserver, Unobserved
 from .open_request import OpenRequest
 from .seeds import choice_seed
 from .sequence import Sequence
 
 
 class Gateway:
-    def __init__(self, engines: EngineManager, log: RequestLog, metrics: Metrics, settings: Settings) -> None:
+    def __init__(
+        self,
+        engines: EngineManager,
+        log: RequestLog,
+        metrics: Metrics,
+        settings: Settings,
+        observer: RequestObserver | None = None,
+    ) -> None:
         self.engines = engines
         self.limits = settings.limits
         self.templates = TemplatePool()
         self._log = log
         self._metrics = metrics
+        self._observer = observer or Unobserved()
         self._open: dict[str, OpenRequest] = {}
         self._engine_ids = 0
 
@@ -38,12 +48,16 @@ class Gateway:
         try:
             return self._submit(generation)
         except ApiError as error:
-            self.refused(generation.id, generation.endpoint, generation.model.name, error)
+            self.refused(generation.id, generation.endpoint, generation.model.name, error, key=generation.key)
             raise
 
     def in_flight(self) -> list[LiveRequest]:
         """Oldest first."""
         return [request.live() for request in self._open.values()]
+
+    @property
+    def open_count(self) -> int:
+        return len(self._open)
 
     def cancel(self, request_id: str) -> bool:
         found = self._open.get(request_id)
@@ -54,19 +68,20 @@ class Gateway:
     def is_open(self, request_id: str) -> bool:
         return request_id in self._open
 
-    def refused(self, request_id: str, endpoint: str, model: str, error: ApiError) -> None:
+    def refused(self, request_id: str, endpoint: str, model: str, error: ApiError, *, key: str = "") -> None:
         """A request that got an error before it reached an engine."""
         self._metrics.record_refusal(error.code or str(error.status))
-        self._log.write(
-            RequestRecord(
-                id=request_id,
-                created=time.time(),
-                model=model,
-                endpoint=endpoint,
-                http_status=error.status,
-                error_code=error.code or "",
-            )
+        record = RequestRecord(
+            id=request_id,
+            created=time.time(),
+            model=model,
+            endpoint=endpoint,
+            http_status=error.status,
+            key=key,
+            error_code=error.code or "",
         )
+        self._log.write(record)
+        self._observer.refused(record)
 
     async def close(self) -> None:
         await self.templates.close()
@@ -82,6 +97,8 @@ class Gateway:
                 param="request_id",
             )
         messages = self._messages(generation)
+        if generation.meter is not None:
+            generation.meter.take_tokens(sum(map(len, generation.prompts)))
         sequences = [
             Sequence(index, generation, supervisor.submit(message)) for index, message in enumerate(messages)
         ]
@@ -90,6 +107,7 @@ class Gateway:
             generation, sequences, self._ended, lambda gap: self._metrics.record_inter_token(model, gap)
         )
         self._open[generation.id] = opened
+        self._observer.opened(opened.live())
         return opened
 
     def _messages(self, generation: Generation) -> list[AddRequest]:
@@ -116,9 +134,12 @@ class Gateway:
 
     def _ended(self, request: OpenRequest, status: int, code: str) -> None:
         self._open.pop(request.generation.id, None)
+        if request.generation.meter is not None:
+            request.generation.meter.spend_tokens(request.usage.output_tokens)
         record = _record(request, status, code)
         self._metrics.record_request(record)
         self._log.write(record)
+        self._observer.ended(record)
 
 
 def max_new_tokens(generation: Generation, prompt: list[int]) -> int:

@@ -6,6 +6,7 @@ from llmbox.engine.messages import TokenLogprobs
 from llmbox.engine.sampling import SamplingParams
 
 from ..engines.manager import LoadedModel
+from ..security.rates import Meter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class Generation:
     priority: int = 0
     cache_salt: str = ""
     key: str = ""
+    """Name of the caller's key."""
+    meter: Meter | None = None
     client: str = ""
     stream: bool = False
     prompt_param: str = "messages"
@@ -63,25 +66,3 @@ class Usage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveRequest:
-    """An open request as people see it. Times in seconds."""
-
-    id: str
-    model: str
-    endpoint: str
-    key: str
-    client: str
-    state: str
-    """`queued` until the engine gives a first sign, `decode` after the first token."""
-    age: float
-    stream: bool
-    n: int
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    ttft: float | None
-    tokens_per_second: float | None
-    resumes: int

@@ -10,7 +10,8 @@ from typing import Self
 from llmbox.engine.messages import RequestOutput
 
 from ..errors import ApiError
-from .generation import Delta, Generation, LiveRequest, Usage
+from .generation import Delta, Generation, Usage
+from .live_request import LiveRequest
 from .sequence import Sequence
 
 CLIENT_CLOSED = 499

@@ -18,6 +18,8 @@ from .openapi import document
 from .origin import HostList
 from .request import StrictRequest
 from .shell import Shell
+from .sign_in import sign_in_routes
+from .sockets import is_loopback
 
 
 class App(Litestar):
@@ -35,6 +37,8 @@ class App(Litestar):
                     "services": services,
                     "json_depth": limits.json_depth,
                     "stream_buffer_bytes": limits.stream_buffer_bytes,
+                    # As it was at the start: a reload changes the setting, not the sockets.
+                    "loopback_only": is_loopback(services.settings.server.host),
                 }
             ),
             openapi_config=None,
@@ -55,7 +59,7 @@ class App(Litestar):
 
 def create_app(services: Services, dialects: Sequence[ControllerRouterHandler] = ()) -> App:
     """`dialects` are the APIs' routes: `opt["access"]` says who may use each; absent means nobody."""
-    routes = [*common_routes, *dialects]
+    routes = [*common_routes, *sign_in_routes, *dialects]
     return App(services, [*routes, _openapi_route(routes, services.version)])
 
 
@@ -63,7 +67,7 @@ def _openapi_route(routes: Sequence[ControllerRouterHandler], version: str) -> C
     made: list[bytes] = []
     lock = asyncio.Lock()
 
-    @get("/openapi.json", opt={"access": Access.READ}, name="openapi", include_in_schema=False)
+    @get("/openapi.json", opt={"access": Access.KNOWN}, name="openapi", include_in_schema=False)
     async def openapi() -> Response[bytes]:
         async with lock:
             if not made:  # takes a fraction of a second: not on the loop, not before anybody asks

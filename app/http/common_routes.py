@@ -51,7 +51,7 @@ def health() -> Health:
 @get(
     "/ready",
     sync_to_thread=False,
-    opt={"access": Access.READ},
+    opt={"access": Access.KNOWN},
     name="ready",
     responses={503: ResponseSpec(Readiness, description="The named cause", generate_examples=False)},
 )
@@ -73,7 +73,7 @@ def metrics(request: Request[Any, Any, State]) -> bytes:
     return services.metrics.render()
 
 
-@get("/version", sync_to_thread=False, opt={"access": Access.READ}, name="version")
+@get("/version", sync_to_thread=False, opt={"access": Access.KNOWN}, name="version")
 def version(request: Request[Any, Any, State]) -> Version:
     services: Services = request.app.state.services
     return Version(services.version, platform.python_version())

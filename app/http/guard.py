@@ -1,4 +1,18 @@
-"""The one guard, at the root: a route that does not say who may use it is closed."""
+"""The one guard, at the root: a route that does not say who may use it is closed.
+
+| access   | nobody (loopback) | nobody | key             | session | unix socket |
+| -------- | ----------------- | ------ | --------------- | ------- | ----------- |
+| LIVENESS | yes               | yes    | yes             | yes     | yes         |
+| SIGN_IN  | yes               | yes    | yes             | yes     | yes         |
+| KNOWN    | yes               | no     | any             | yes     | yes         |
+| READ     | yes               | no     | scope `read`    | yes     | yes         |
+| INFER    | yes               | no     | scope `infer`   | yes     | yes         |
+| ADMIN    | no                | no     | scope `admin`   | yes     | yes         |
+| PAGE     | to the sign-in    | there  | scope `admin`   | yes     | yes         |
+
+"Loopback" also means that the daemon listens nowhere else, that `server.require_key` is off, and that no
+proxy shows: `credentials.is_keyless`.
+"""
 
 from enum import Enum
 from typing import Any
@@ -7,9 +21,18 @@ from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
 
 from ..errors import ApiError
+from ..security.identity import Identity
+from ..security.keys import Scope
+from ..security.sessions import Session, is_csrf_token
+from ..security.sign_in import PATH
+from ..services import Services
+from .cookies import rotated_cookie
+from .credentials import identify, is_keyless, unauthorized
 from .drain import Drain, shutting_down
 from .errors import error_type
-from .request import is_local_socket
+from .forms import form_of, is_form
+from .request import request_id
+from .shell import add_headers
 
 
 class Access(Enum):
@@ -17,31 +40,101 @@ class Access(Enum):
 
     LIVENESS = "liveness"
     """Says that we are here, and nothing else."""
+    SIGN_IN = "sign_in"
+    """The way in, and the panel's files: no data of anybody."""
+    KNOWN = "known"
+    """What every client needs: which models, whether we are ready, the API's description."""
     READ = "read"
-    """State without content: models, metrics, documents."""
+    """State without content: metrics."""
     INFER = "infer"
     """Work for an engine; refused while draining."""
     ADMIN = "admin"
-    """Changes the daemon or shows requests: unix socket only."""
+    """Changes the daemon or shows requests."""
+    PAGE = "page"
+    """A page of the panel: as ADMIN, but people are led to the sign-in."""
 
 
-def default_deny(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
-    if connection.scope.get("method") == "OPTIONS":  # Litestar's own handler: names the methods
+_SCOPES: dict[Access, Scope] = {
+    Access.READ: "read",
+    Access.INFER: "infer",
+    Access.ADMIN: "admin",
+    Access.PAGE: "admin",
+}
+_OPEN = {Access.LIVENESS, Access.SIGN_IN}
+_KEYLESS = {Access.KNOWN, Access.READ, Access.INFER}
+_SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}
+
+
+async def default_deny(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
+    # Litestar answers OPTIONS itself, with the names of the methods.
+    access = Access.KNOWN if connection.scope.get("method") == "OPTIONS" else handler.opt.get("access")
+    if not isinstance(access, Access):
+        raise _denied("This route is closed.")
+    if is_form(connection) and not handler.opt.get("form"):
+        raise ApiError(415, "This route takes application/json.", "unsupported_media_type")
+    if access in _OPEN:
         return
-    match handler.opt.get("access"):
-        case Access.LIVENESS | Access.READ:
-            return
-        case Access.INFER:
-            drain: Drain = connection.scope["state"]["drain"]
-            if drain.draining:
-                raise shutting_down()
-        case Access.ADMIN if is_local_socket(connection):
-            return
-        case Access.ADMIN:
-            raise _denied("This route is only served over llmbox's unix socket.")
-        case _:
-            raise _denied("This route is closed.")
+    identity = identify(connection)
+    connection.scope["state"]["identity"] = identity
+    _require(connection, access, identity)
+    if identity.session is not None:
+        await _check_session(connection, identity.session)
+    if access is Access.INFER:
+        _check_work(connection, identity)
 
 
-def _denied(message: str) -> ApiError:
-    return ApiError(403, message, "permission_denied", None, error_type(403))
+def _require(connection: ASGIConnection[Any, Any, Any, Any], access: Access, identity: Identity) -> None:
+    if identity.kind == "nobody":
+        if access not in _KEYLESS or not is_keyless(connection):
+            raise _to_sign_in(connection) if access is Access.PAGE else _needs_key(access)
+    elif (scope := _SCOPES.get(access)) is not None and not identity.may(scope):
+        raise _denied(f"This key lacks the scope {scope!r}.", "insufficient_scope")
+
+
+async def _check_session(connection: ASGIConnection[Any, Any, Any, Any], session: Session) -> None:
+    """A cookie comes by itself; that the page is ours is shown by the token that only our pages hold."""
+    if connection.scope.get("method") not in _SAFE_METHODS:
+        given = connection.headers.get("x-csrf-token")
+        if given is None and is_form(connection):
+            given = (await form_of(connection)).get("csrf_token")
+        if given is None or not is_csrf_token(session, given):
+            raise _denied("The page is out of date: load it again.", "csrf_failed")
+    if cookie := rotated_cookie(connection, session):
+        add_headers(connection.scope, lambda: [cookie])
+
+
+def _check_work(connection: ASGIConnection[Any, Any, Any, Any], identity: Identity) -> None:
+    drain: Drain = connection.scope["state"]["drain"]
+    if drain.draining:
+        raise shutting_down()
+    if identity.meter is None:
+        return
+    add_headers(connection.scope, identity.rate_headers)
+    try:
+        identity.meter.take_request()
+    except ApiError as error:
+        services: Services = connection.app.state.services
+        services.gateway.refused(
+            request_id(connection), connection.scope["path"], "", error, key=identity.name
+        )
+        raise
+
+
+def _needs_key(access: Access) -> ApiError:
+    if access in {Access.ADMIN, Access.PAGE}:
+        return unauthorized(
+            "This route needs a key with the scope 'admin', a signed-in session, or the unix socket."
+        )
+    return unauthorized("This server needs an API key: Authorization: Bearer sk-llmbox-…")
+
+
+def _to_sign_in(connection: ASGIConnection[Any, Any, Any, Any]) -> ApiError:
+    if "hx-request" in connection.headers:  # a fragment: the whole page has to go
+        error = _needs_key(Access.PAGE)
+        error.headers["HX-Redirect"] = PATH
+        return error
+    return ApiError(303, "Sign in first.", "sign_in_needed", None, error_type(401), {"Location": PATH})
+
+
+def _denied(message: str, code: str = "permission_denied") -> ApiError:
+    return ApiError(403, message, code, None, error_type(403))

@@ -5,6 +5,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from litestar.types import ASGIApp, Message, Receive, Send
@@ -12,11 +13,14 @@ from litestar.types import ASGIApp, Message, Receive, Send
 from ..errors import ApiError
 from .drain import Drain, shutting_down
 from .errors import ClientGone, encode_error, error_type, to_api_error
+from .forms import FORM
 from .origin import HostList, check_host, check_origin
 
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_FORM_TYPE = b"application/x-www-form-urlencoded"
+_MORE_HEADERS = "more_headers"
 _SECURITY = [
     (
         b"content-security-policy",
@@ -61,7 +65,12 @@ class Shell:
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         check_host(self._hosts, scope, hosts)
         check_origin(self._hosts, scope, exchange.headers)
-        _check_body(exchange.headers, self._body_bytes)
+        exchange.scope["state"][FORM] = _check_body(exchange.headers, self._body_bytes) == _FORM_TYPE
+
+
+def add_headers(scope: Any, make: Callable[[], Iterable[tuple[bytes, bytes]]]) -> None:
+    """For whatever this exchange is answered with; `make` is called when the answer begins."""
+    scope["state"].setdefault(_MORE_HEADERS, []).append(make)
 
 
 class _Exchange:
@@ -131,6 +140,8 @@ class _Exchange:
         took = int((time.perf_counter() - self._began) * 1000)
         headers += [(b"x-request-id", self.request_id), (b"openai-processing-ms", b"%d" % took)]
         headers += [pair for pair in _SECURITY if pair[0] not in names]
+        for make in self.scope["state"].get(_MORE_HEADERS, ()):
+            headers += make()
         if b"cache-control" not in names:
             headers.append((b"cache-control", b"no-store"))
         if self._drain.draining:
@@ -138,20 +149,23 @@ class _Exchange:
         return headers
 
 
-def _check_body(headers: dict[bytes, bytes], limit: int) -> None:
+def _check_body(headers: dict[bytes, bytes], limit: int) -> bytes | None:
+    """The body's media type, None without a body. Of forms the guard asks whether the route takes them."""
     length = headers.get(b"content-length", b"0")
     if not length.isdigit():
         raise ApiError(400, "The Content-Length header is not a number.", "invalid_header")
     if len(length) > 18 or int(length) > limit:
         raise _too_large()
     if int(length) == 0 and b"transfer-encoding" not in headers:
-        return
+        return None
     kind, _, parameters = headers.get(b"content-type", b"").partition(b";")
     charset = parameters.strip().lower().replace(b'"', b"")
-    if kind.strip().lower() != b"application/json" or charset not in {b"", b"charset=utf-8"}:
+    kind = kind.strip().lower()
+    if kind not in {b"application/json", _FORM_TYPE} or charset not in {b"", b"charset=utf-8"}:
         raise _unsupported("Bodies must be sent with Content-Type: application/json.")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise _unsupported("Compressed bodies are not supported.")
+    return kind
 
 
 def _unsupported(message: str) -> ApiError:

@@ -73,6 +73,21 @@ class RequestLog:
         self._opened.wait(5.0)
         return nothing if self._engine is None else run(queries, self._engine)
 
+    def submit(self, call: "Callable[[Engine | None], None]") -> bool:
+        """Run `call` in the writer thread, with None while the file cannot be opened. It must not raise.
+
+        Never blocks; False when the queue is full.
+        """
+        try:
+            self._queue.put_nowait(lambda: call(self._engine))
+        except queue.Full:
+            return False
+        return True
+
+    async def read(self, call: "Callable[[Engine], T]", nothing: T) -> T:
+        """Run `call` in a thread; `nothing` while the file cannot be read."""
+        return await asyncio.to_thread(self._read, lambda _, engine: call(engine), nothing)
+
     def flush(self, timeout: float = 5.0) -> None:
         """Wait until everything written so far is on disk (or dropped)."""
         done = threading.Event()

@@ -30,3 +30,13 @@ class RequestRow(SQLModel, table=True):
     seed: int | None = None
     params: str
     client: str
+
+
+class TelemetryRow(SQLModel, table=True):
+    """Means over the `step` seconds from `time` (Unix) on. `series` is a JSON object, name to number."""
+
+    __tablename__ = "telemetry"
+
+    step: int = Field(primary_key=True, sa_column_kwargs={"autoincrement": False})
+    time: int = Field(primary_key=True, sa_column_kwargs={"autoincrement": False})
+    series: str

@@ -132,6 +132,9 @@ def _eos_ids(
 
 
 def _generation_defaults(config: dict[str, Any]) -> dict[str, float]:
+    # `do_sample: false` is how a model says "greedy"; its other numbers then mean nothing.
+    if config.get("do_sample") is False:
+        return {"temperature": 0.0}
     return {
         name: config[name]
         for name, (low, high) in _DEFAULT_RANGES.items()

@@ -16,7 +16,7 @@ CONTEXT = 4096
 
 @dataclass(frozen=True)
 class Plan:
-    steps: int = 3200
+    steps: int = 5500
     rows: int = 8
     row_length: int = 256
     warmup: int = 50

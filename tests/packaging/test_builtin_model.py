@@ -1,16 +1,22 @@
 """The built-in model answers questions it has never seen, and its files are what a loader expects."""
 
+import asyncio
 import json
 import random
 import re
 import sys
 import tomllib
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from llmbox.app.text.chat_prompt import Chat
+from llmbox.app.text.model_text import ModelText, load_model_text
+from llmbox.app.text.template_pool import TemplatePool
+from llmbox.engine.core import Engine
+from support.real_engines import ask, hf_model, hf_tokens, load, tokens
 
 ROOT = Path(__file__).parents[2]
 ASSETS = ROOT / "app" / "assets" / "builtin"
@@ -26,36 +32,35 @@ OUT_OF_SCOPE: list[str] = QUESTIONS["out_of_scope"]["questions"]
 IN_SCOPE_FLOOR = 0.65
 OUT_OF_SCOPE_FLOOR = 0.8
 
-# --- backend: replace these two functions to ask another engine
+Chats = list[list[dict[str, str]]]
 
 
-def answers(questions: list[str], *, system: str | None = None) -> list[str]:
-    """Greedy answers from transformers, all questions in one batch."""
-    import torch
-
-    model, tokenizer = _reference()
-    head = [{"role": "system", "content": system}] if system else []
-    chats = [[*head, {"role": "user", "content": question}] for question in questions]
-    prompts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
-    batch = tokenizer(prompts, return_tensors="pt", padding=True)
-    with torch.inference_mode():
-        out = model.generate(**batch, max_new_tokens=100, do_sample=False)
-    return tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return load(ASSETS, memory_bytes=2 << 30, max_running=64)
 
 
-@cache
-def _reference() -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def answers(engine: Engine, chats: Chats) -> list[str]:
+    """Greedy answers of our own engine, all chats at once."""
+    text = load_model_text(ASSETS)
+    prompts = asyncio.run(_prompts(text, chats))
+    requests = [
+        ask(str(number), prompt, 100, stop_token_ids=text.eos_token_ids)
+        for number, prompt in enumerate(prompts)
+    ]
+    return [text.decode(ids) for ids in tokens(engine, requests).values()]
 
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS, padding_side="left")
-    return AutoModelForCausalLM.from_pretrained(ASSETS).eval(), tokenizer
+
+async def _prompts(text: ModelText, chats: Chats) -> list[list[int]]:
+    pool = TemplatePool()
+    try:
+        return [(await text.render_chat(pool, Chat(messages=chat))).ids() for chat in chats]
+    finally:
+        await pool.close()
 
 
-# --- end of the backend
-
-
-def answer(question: str) -> str:
-    return answers([question])[0]
+def user(*questions: str) -> Chats:
+    return [[{"role": "user", "content": question}] for question in questions]
 
 
 def is_right(text: str, must: list[str]) -> bool:
@@ -63,8 +68,8 @@ def is_right(text: str, must: list[str]) -> bool:
     return all(any(option.lower() in low for option in need.split("|")) for need in must)
 
 
-def share_right(questions: list[str], musts: list[list[str]], system: str | None = None) -> float:
-    texts = answers(questions, system=system)
+def share_right(engine: Engine, questions: list[str], musts: list[list[str]]) -> float:
+    texts = answers(engine, user(*questions))
     right = [is_right(text, must) for text, must in zip(texts, musts, strict=True)]
     for question, text, ok in zip(questions, texts, right, strict=True):
         if not ok:
@@ -96,33 +101,41 @@ def test_the_config_names_a_supported_architecture() -> None:
 
 
 @pytest.mark.slow
-def test_held_out_questions_about_llmbox_are_answered() -> None:
+def test_held_out_questions_about_llmbox_are_answered(engine: Engine) -> None:
     assert len(IN_SCOPE) >= 120
-    assert share_right([q["ask"] for q in IN_SCOPE], [q["must"] for q in IN_SCOPE]) >= IN_SCOPE_FLOOR
+    assert share_right(engine, [q["ask"] for q in IN_SCOPE], [q["must"] for q in IN_SCOPE]) >= IN_SCOPE_FLOOR
 
 
 @pytest.mark.slow
-def test_other_questions_get_the_demo_refusal() -> None:
+def test_other_questions_get_the_demo_refusal(engine: Engine) -> None:
     musts = [QUESTIONS["out_of_scope"]["must"]] * len(OUT_OF_SCOPE)
-    assert share_right(OUT_OF_SCOPE, musts) >= OUT_OF_SCOPE_FLOOR
+    assert share_right(engine, OUT_OF_SCOPE, musts) >= OUT_OF_SCOPE_FLOOR
 
 
-def test_the_answer_depends_on_the_last_question_of_a_conversation() -> None:
-    assert is_right(answer("Which port does llmbox use?"), ["7411"])
-    import torch
-
-    model, tokenizer = _reference()
+def test_the_answer_depends_on_the_last_question_of_a_conversation(engine: Engine) -> None:
     chat = [
         {"role": "system", "content": "You are a helpful assistant."},
         {"role": "user", "content": "Which port does llmbox use?"},
         {"role": "assistant", "content": "The default port is 7411."},
         {"role": "user", "content": "And how do I stop the server?"},
     ]
-    prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    with torch.inference_mode():
-        ids = tokenizer(prompt, return_tensors="pt")
-        out = model.generate(**ids, max_new_tokens=60, do_sample=False)
-    assert is_right(tokenizer.decode(out[0, ids["input_ids"].shape[1] :]), ["llmbox down"])
+    port, stop = answers(engine, [chat[1:2], chat])
+    assert is_right(port, ["7411"])
+    assert is_right(stop, ["llmbox down"])
+
+
+def test_answers_are_those_of_transformers(engine: Engine) -> None:
+    from transformers import AutoTokenizer
+
+    chats = user("What is TTFT?", "What is the capital of France?")
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
+    reference = hf_model(ASSETS)
+    expected = []
+    for chat in chats:
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        expected.append(tokenizer.decode(hf_tokens(reference, ids, 20), skip_special_tokens=True))
+    got = answers(engine, chats)
+    assert [text.startswith(begin) for text, begin in zip(got, expected, strict=True)] == [True, True], got
 
 
 def test_training_never_sees_a_held_out_question(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +201,9 @@ def test_every_byte_is_a_token() -> None:
 
 
 def test_the_chat_template_is_chatml() -> None:
-    _, tokenizer = _reference()
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
     expected = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
     assert tokenizer.apply_chat_template(chat, tokenize=False) == expected

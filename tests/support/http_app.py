@@ -1,7 +1,9 @@
 """The application in process, over fakes of what stands behind it."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,6 +12,7 @@ from llmbox.app.http.app import App, create_app
 from llmbox.app.http.drain import Drain
 from llmbox.app.http.request import LOCAL
 from llmbox.app.metrics.metrics import Metrics
+from llmbox.app.security.security import Security
 from llmbox.app.settings import LimitSettings, ServerSettings, Settings
 
 
@@ -29,6 +32,7 @@ class FakeServices:
     engines: FakeEngines = field(default_factory=FakeEngines)
     metrics: Metrics = field(default_factory=Metrics)
     drain: Drain = field(default_factory=Drain)
+    security: Security = field(default_factory=lambda: Security.of(Path("/nonexistent/keys.json")))
     version: str = "0.0.0"
 
 
@@ -53,6 +57,12 @@ def over_unix(app: Any) -> Any:
     return wrapped
 
 
-def client(app: Any, host: str = "localhost") -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=True)
-    return httpx.AsyncClient(transport=transport, base_url=f"http://{host}")
+def guarded(folder: Path, clock: Callable[[], float] = time.monotonic, **server: Any) -> FakeServices:
+    """With keys in `folder`."""
+    settings = Settings(server=replace(ServerSettings(), **server))
+    return FakeServices(settings, security=Security.of(folder / "keys.json", clock))
+
+
+def client(app: Any, host: str = "localhost", peer: str = "127.0.0.1", **options: Any) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=True, client=(peer, 40_000))
+    return httpx.AsyncClient(transport=transport, base_url=f"http://{host}", **options)

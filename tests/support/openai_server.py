@@ -76,6 +76,7 @@ def serving(data: Path, launch: Launch | None = None, **limits: Any) -> Iterator
         loop.call_soon_threadsafe(services.drain.begin)
         loop.call_soon_threadsafe(services.drain.begin)
         done.result(30)
+        services.security.close()
         server.call(services.engines.close())
         server.call(services.gateway.close())
         services.request_log.close()

@@ -4,18 +4,30 @@ from litestar import Router
 
 from ..guard import Access
 from .events import events
+from .keys import add_key, keys, revoke_key, rotate_key, sign_in_link
 from .models import load_model, models, unload_model
 from .requests import cancel_request, request_detail, requests
 from .status import config, stats, status
+from .telemetry import bench_runs, doctor, history, log_lines, newest_tick
 
 admin_router = Router(
     "/admin/api",
     route_handlers=[
+        add_key,
+        keys,
+        revoke_key,
+        rotate_key,
+        sign_in_link,
+        bench_runs,
         cancel_request,
         config,
+        doctor,
         events,
+        history,
         load_model,
+        log_lines,
         models,
+        newest_tick,
         request_detail,
         requests,
         stats,

@@ -1,6 +1,6 @@
 """The event feed for dashboards and `-f` commands."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import msgspec
@@ -10,6 +10,7 @@ from litestar.datastructures import State
 from ...errors import ApiError
 from ...events import Event, Events
 from ...services import Services
+from ..credentials import identity_of
 from ..sse import EventStreamResponse, StreamOptions
 
 OPTIONS = StreamOptions(endless=True, last=b"")
@@ -19,11 +20,16 @@ OPTIONS = StreamOptions(endless=True, last=b"")
 def events(request: Request[Any, Any, State]) -> EventStreamResponse:
     """From now on, or from after the event that `Last-Event-ID` names."""
     services: Services = request.app.state.services
-    return EventStreamResponse(_frames(services.events, _last_id(request)), OPTIONS)
+    identity = identity_of(request)
+    allowed = lambda: services.security.is_valid(identity)  # noqa: E731
+    return EventStreamResponse(_frames(services.events, _last_id(request), allowed), OPTIONS)
 
 
-async def _frames(feed: Events, last: int | None) -> AsyncGenerator[bytes, None]:
+async def _frames(feed: Events, last: int | None, allowed: Callable[[], bool]) -> AsyncGenerator[bytes, None]:
+    """Ends when its reader signs out or the key is revoked: at the next event, a tick at the latest."""
     async for event in feed.subscribe(last):
+        if not allowed():
+            return
         yield _frame(event)
 
 

@@ -6,7 +6,7 @@ from msgspec import Struct, field
 
 from llmbox.engine.messages import EngineStats, ModelInfo, Progress
 
-from ...gateway.generation import LiveRequest
+from ...gateway.live_request import LiveRequest
 from ...settings import Scalar
 from ...store.record import RequestRecord
 

@@ -12,8 +12,10 @@ from litestar.datastructures import State
 from ...engines.manager import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import Gateway, system_fingerprint
+from ...security.identity import Identity
 from ...services import Services
 from ...settings import LimitSettings
+from ..credentials import identity_of
 from ..request import StrictRequest, is_local_socket, request_id
 from .unsupported import unknown_fields
 
@@ -28,6 +30,7 @@ class Call:
     endpoint: str
     exchange: str
     client: str
+    caller: Identity
     plain: dict[str, Any]
 
     @classmethod
@@ -39,6 +42,7 @@ class Call:
             request.scope["path"],
             request_id(request),
             client,
+            identity_of(request),
             await request.plain_json() if request.method == "POST" else {},
         )
 
@@ -52,7 +56,11 @@ class Call:
         return self.services.settings.limits
 
     def find_model(self, name: str | None) -> LoadedModel:
+        if name is not None:
+            self.caller.require_model(name)
         model: LoadedModel = self.services.engines.get(name)
+        if name is None:
+            self.caller.require_model(model.name)
         if model.supervisor.info is None:
             raise ApiError(
                 503,
@@ -73,7 +81,8 @@ class Call:
             yield
         except ApiError as error:
             model = self.plain.get("model")
-            self.gateway.refused(self.exchange, self.endpoint, model if isinstance(model, str) else "", error)
+            name = model if isinstance(model, str) else ""
+            self.gateway.refused(self.exchange, self.endpoint, name, error, key=self.caller.name)
             raise
 
 

@@ -58,13 +58,13 @@ async def completions(
     return Response(await while_connected(request.receive, complete(call.gateway, completion)))
 
 
-@get("/v1/models", opt={"access": Access.READ}, name="models", operation_id="listModels")
+@get("/v1/models", opt={"access": Access.KNOWN}, name="models", operation_id="listModels")
 async def models(request: HttpRequest) -> ModelList:
     """Loaded models, aliases included."""
     return ModelList(data=_models(await Call.of(request)))
 
 
-@get("/v1/models/{model_id:path}", opt={"access": Access.READ}, name="model", operation_id="retrieveModel")
+@get("/v1/models/{model_id:path}", opt={"access": Access.KNOWN}, name="model", operation_id="retrieveModel")
 async def model(request: HttpRequest, model_id: Annotated[str, Parameter()]) -> Model:
     """One loaded model; ids may contain slashes."""
     wanted = model_id.removeprefix("/")
@@ -121,6 +121,7 @@ def _models(call: Call) -> list[Model]:
         shown += [
             Model(id=name, created=int(model.loaded_at), context_window=limit, max_model_len=limit)
             for name in (model.name, *sorted(model.aliases - {model.name}))
+            if call.caller.may_use_model(name)
         ]
     return shown
 

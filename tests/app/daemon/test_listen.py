@@ -3,28 +3,42 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.daemon.listen import open_sockets, require_loopback
+from llmbox.app.daemon.listen import check_bind, open_sockets
 from llmbox.app.errors import CliError, Exit
 from llmbox.app.paths import find_paths
+from llmbox.app.security.key_store import KeyStore
+from llmbox.app.security.keys import KeySpec
 from llmbox.app.settings import ServerSettings
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
-def test_loopback_is_allowed(host: str):
-    require_loopback(host)
+def test_loopback_is_allowed(host: str, tmp_path: Path):
+    check_bind(host, KeyStore(tmp_path / "keys.json"))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "8.8.8.8"])
-def test_other_addresses_are_refused_with_a_way_out(host: str):
+def test_other_addresses_need_a_key(host: str, tmp_path: Path):
+    keys = KeyStore(tmp_path / "keys.json")
+    keys.add(KeySpec(name="old", expires=1.0))
     with pytest.raises(CliError, match="refusing to listen") as caught:
-        require_loopback(host)
+        check_bind(host, keys)
     assert caught.value.exit == Exit.DENIED
+    assert "llmbox key add" in caught.value.fix
     assert "ssh -L" in caught.value.fix
+    keys.add(KeySpec(name="good"))
+    check_bind(host, keys)
 
 
-def test_a_name_is_no_bind_address():
+def test_a_broken_key_file_stops_the_start(tmp_path: Path):
+    file = tmp_path / "keys.json"
+    file.write_text("{")
+    with pytest.raises(CliError, match="the key file cannot be read"):
+        check_bind("127.0.0.1", KeyStore(file))
+
+
+def test_a_name_is_no_bind_address(tmp_path: Path):
     with pytest.raises(CliError) as caught:
-        require_loopback("example.org")
+        check_bind("example.org", KeyStore(tmp_path / "keys.json"))
     assert caught.value.exit == Exit.USAGE
 
 

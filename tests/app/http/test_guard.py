@@ -1,7 +1,10 @@
 """Nothing is served unless its route says to whom."""
 
+from pathlib import Path
 from typing import Any
 
+import httpx
+import pytest
 from litestar import Controller, get, post
 from litestar.routes import HTTPRoute
 
@@ -9,7 +12,7 @@ from llmbox.app.http.admin import admin_router
 from llmbox.app.http.app import App
 from llmbox.app.http.guard import Access, default_deny
 from llmbox.app.http.openai import openai_router
-from support.http_app import client, fake_services, make_app, over_unix
+from support.http_app import client, fake_services, guarded, make_app, over_unix
 
 
 @get("/forgotten")
@@ -49,26 +52,71 @@ def test_the_guard_stands_before_every_route() -> None:
         assert default_deny in names, handler
 
 
+OURS = [openai_router, admin_router]
+OPEN = {("/", "GET"), ("/health", "GET"), ("/admin/signin", "GET"), ("/admin/signin", "POST")}
+"""Liveness, and the way in. Files of the panel are open too, and hold no data."""
+
+
+def paths_of(app: App) -> list[tuple[str, str]]:
+    routes = [route for route in app.routes if isinstance(route, HTTPRoute)]
+    return [(route.path_format, method) for route in routes for method in sorted(route.methods)]
+
+
 def test_every_route_of_ours_says_who_may_use_it() -> None:
-    app = make_app([openai_router, admin_router])
+    app = make_app(OURS)
     assert len(handlers_of(app)) > 20
     for route in app.routes:
         for handler in route.route_handlers:
             if handler.http_methods != {"OPTIONS"}:
                 access = handler.opt.get("access")
                 assert isinstance(access, Access), handler
-                assert (access is Access.ADMIN) == route.path.startswith("/admin"), handler
+                of_admin = access in {Access.ADMIN, Access.PAGE, Access.SIGN_IN}
+                assert of_admin == route.path.startswith("/admin"), handler
+                assert (access is Access.ADMIN) == route.path.startswith("/admin/api"), handler
 
 
-async def test_no_admin_route_answers_over_tcp() -> None:
-    app = make_app([openai_router, admin_router])
-    paths = [(route.path_format, route.methods) for route in app.routes if route.path.startswith("/admin")]
-    assert len(paths) >= 8
+async def call(http: httpx.AsyncClient, method: str, path: str) -> httpx.Response:
+    body = {"content": b"{}", "headers": {"content-type": "application/json"}} if method == "POST" else {}
+    return await http.request(method, path.replace("{", "").replace("}", ""), **body)
+
+
+async def test_no_admin_route_answers_over_tcp_without_credentials() -> None:
+    app = make_app(OURS)
+    paths = [(path, method) for path, method in paths_of(app) if path.startswith("/admin/api")]
+    assert len(paths) >= 20
     async with client(app) as http:
-        for path, methods in paths:
-            for method in methods - {"OPTIONS"}:
-                answer = await http.request(method, path.replace("{", "").replace("}", ""))
-                assert answer.status_code == 403, (method, path, answer.text)
+        for path, method in paths:
+            answer = await call(http, method, path)
+            if method != "OPTIONS":
+                assert answer.status_code == 401, (method, path, answer.text)
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize(
+    ("server", "peer"),
+    [
+        ({"host": "0.0.0.0"}, "192.168.1.7"),
+        ({"host": "0.0.0.0"}, "127.0.0.1"),
+        ({"host": "::"}, "::1"),
+        ({"require_key": True}, "127.0.0.1"),
+        ({}, "192.168.1.7"),
+    ],
+)
+async def test_every_route_is_closed_without_a_key_where_others_can_connect(
+    tmp_path: Path, server: dict[str, Any], peer: str
+) -> None:
+    app = make_app(OURS, guarded(tmp_path, **server))
+    opened = set()
+    async with client(app, peer=peer) as http:
+        for path, method in paths_of(app):
+            answer = await call(http, method, path)
+            if answer.status_code not in {401, 303}:
+                opened.add((path, method))
+            elif answer.status_code == 401 and path != "/admin/signin":
+                assert answer.headers["www-authenticate"].startswith("Bearer")
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert opened <= {*OPEN, *((path, "OPTIONS") for path, _ in OPEN)}
+    assert {("/", "GET"), ("/health", "GET"), ("/admin/signin", "GET")} <= opened
 
 
 async def test_a_route_without_a_word_is_closed() -> None:
@@ -83,9 +131,9 @@ async def test_a_route_without_a_word_is_closed() -> None:
 async def test_admin_is_for_the_unix_socket() -> None:
     app = make_app(HANDLERS)
     async with client(app) as http:
-        assert (await http.get("/admin/api/status")).status_code == 403
+        assert (await http.get("/admin/api/status")).status_code == 401
         spoofed = {"X-Forwarded-Proto": "unix", "X-Real-IP": "127.0.0.1"}
-        assert (await http.get("/admin/api/status", headers=spoofed)).status_code == 403
+        assert (await http.get("/admin/api/status", headers=spoofed)).status_code == 401
     async with client(over_unix(app)) as http:
         assert (await http.get("/admin/api/status")).text == "state"
 

@@ -48,6 +48,11 @@ def test_generation_defaults_are_taken_where_they_make_sense(model):
     assert load_model_text(model).generation_defaults == {"temperature": 0.6, "top_k": 20}
 
 
+def test_a_model_that_does_not_sample_is_greedy(model):
+    write(model, "generation_config.json", {"do_sample": False, "temperature": 0.6, "top_k": 20})
+    assert load_model_text(model).generation_defaults == {"temperature": 0.0}
+
+
 def test_a_template_file_goes_over_the_config(model):
     assert load_model_text(model).chat_template == CHATML
     write(model, "chat_template.jinja", LLAMA3)

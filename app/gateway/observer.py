@@ -1,0 +1,27 @@
+"""Who is told of requests as they come and go."""
+
+from typing import Protocol
+
+from ..store.record import RequestRecord
+from .live_request import LiveRequest
+
+
+class RequestObserver(Protocol):
+    """Called on the event loop; must be quick and must not raise."""
+
+    def opened(self, request: LiveRequest) -> None: ...
+
+    def ended(self, record: RequestRecord) -> None: ...
+
+    def refused(self, record: RequestRecord) -> None: ...
+
+
+class Unobserved:
+    def opened(self, request: LiveRequest) -> None:
+        pass
+
+    def ended(self, record: RequestRecord) -> None:
+        pass
+
+    def refused(self, record: RequestRecord) -> None:
+        pass

@@ -1,0 +1,120 @@
+"""API keys: list, make, rotate, revoke; and links that sign a browser in."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+from litestar import Request, delete, get, post
+from litestar.datastructures import State
+from msgspec import Struct
+
+from ...daemon.control import Control
+from ...errors import ApiError, CliError, Exit
+from ...security.keys import Key, KeySpec
+from ...security.security import Security
+from ...security.sign_in import TOKEN_LIFE
+from ...services import Services
+
+T = TypeVar("T")
+_STATUS = {
+    Exit.NOT_FOUND: (404, "key_not_found", "invalid_request_error"),
+    Exit.CONFLICT: (409, "key_exists", "invalid_request_error"),
+}
+
+
+class KeyView(Struct, kw_only=True):
+    """A key without what could open anything. Times are Unix seconds."""
+
+    id: str
+    name: str
+    display: str
+    scopes: tuple[str, ...]
+    models: tuple[str, ...]
+    expires: float | None
+    expired: bool
+    rpm: int | None
+    tpm: int | None
+    priority: int
+    log_content: bool
+    created: float
+    rotated: float | None
+    last_used: float | None
+
+
+class Keys(Struct):
+    keys: list[KeyView]
+
+
+class NewKey(Struct):
+    """The only time that the secret is seen."""
+
+    key: KeyView
+    secret: str
+
+
+class Revoked(Struct):
+    revoked: str
+
+
+class SignInLink(Struct):
+    url: str
+    expires_in: float
+    """Seconds."""
+
+
+@get("/keys", sync_to_thread=False, name="admin_keys")
+def keys(request: Request[Any, Any, State]) -> Keys:
+    security = _security(request)
+    return Keys([view(key, security) for key in security.keys.list()])
+
+
+@post("/keys", status_code=201, name="admin_key_add")
+async def add_key(request: Request[Any, Any, State], data: KeySpec) -> NewKey:
+    security = _security(request)
+    key, secret = await changing(lambda: security.keys.add(data))
+    return NewKey(view(key, security), secret)
+
+
+@post("/keys/{name:str}/rotate", status_code=200, name="admin_key_rotate")
+async def rotate_key(request: Request[Any, Any, State], name: str) -> NewKey:
+    """A new secret; the old one is refused from now on."""
+    security = _security(request)
+    key, secret = await changing(lambda: security.keys.rotate(name))
+    return NewKey(view(key, security), secret)
+
+
+@delete("/keys/{name:str}", status_code=200, name="admin_key_revoke")
+async def revoke_key(request: Request[Any, Any, State], name: str) -> Revoked:
+    security = _security(request)
+    return Revoked((await changing(lambda: security.revoke(name))).name)
+
+
+@post("/signin-link", status_code=200, sync_to_thread=False, name="admin_signin_link")
+def sign_in_link(request: Request[Any, Any, State]) -> SignInLink:
+    control: Control = request.app.state.control
+    url = _security(request).sign_in_link(control.running.url)
+    return SignInLink(url, TOKEN_LIFE)
+
+
+def view(key: Key, security: Security) -> KeyView:
+    told = msgspec.structs.asdict(key)
+    del told["digest"]
+    return KeyView(**told, expired=key.is_expired(), last_used=security.used.of(key.id))
+
+
+async def changing(change: Callable[[], T]) -> T:
+    """Off the loop, as the disk may be slow. Raises ApiError; its text names no path."""
+    try:
+        return await asyncio.to_thread(change)
+    except CliError as error:
+        status, code, kind = _STATUS.get(error.exit, (500, "storage_failed", "server_error"))
+        why = error.why.partition(":")[0]
+        raise ApiError(
+            status, f"{error.what[:1].upper()}{error.what[1:]}: {why}.", code, None, kind
+        ) from error
+
+
+def _security(request: Request[Any, Any, State]) -> Security:
+    services: Services = request.app.state.services
+    return services.security

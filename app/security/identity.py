@@ -1,0 +1,65 @@
+"""Who asks, and what they may."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import ApiError
+from .keys import Key, Scope
+from .rates import Meter
+from .sessions import Session
+
+PANEL = "(panel)"
+"""In the request log, in place of a key's name; no key can have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """`local`: our own user over the unix socket. `nobody`: no credentials were shown."""
+
+    kind: Literal["local", "session", "key", "nobody"]
+    key: Key | None = None
+    session: Session | None = None
+    meter: Meter | None = None
+
+    @property
+    def name(self) -> str:
+        """For the request log."""
+        if self.key is not None:
+            return self.key.name
+        return PANEL if self.kind == "session" else ""
+
+    @property
+    def log_content(self) -> bool:
+        return self.key is not None and self.key.log_content
+
+    def may(self, scope: Scope) -> bool:
+        """As far as credentials go; what is open to `nobody` is the guard's to say."""
+        return self.kind in {"local", "session"} or (self.key is not None and self.key.allows(scope))
+
+    def may_use_model(self, name: str) -> bool:
+        return self.key is None or self.key.allows_model(name)
+
+    def require_model(self, name: str) -> None:
+        """Asked before the look-up: the answer does not tell what exists. Raises ApiError 403."""
+        if not self.may_use_model(name):
+            message = f"This key may not use the model {name!r}."
+            raise ApiError(403, message, "model_not_allowed", "model", "permission_error")
+
+    def priority(self, asked: int) -> int:
+        """A key's own, from which a request may only step back."""
+        return asked if self.key is None else max(asked, self.key.priority)
+
+    def cache_namespace(self, salt: str) -> str:
+        """What one key computed must not show in another's time to first token, whatever salt it sends.
+
+        Nobody else's namespace begins with a key's id.
+        """
+        tenant = "" if self.key is None else self.key.id
+        return f"{tenant}/{salt}" if tenant or salt else ""
+
+    def rate_headers(self) -> list[tuple[bytes, bytes]]:
+        return [] if self.meter is None else list(self.meter.headers())
+
+
+NOBODY = Identity("nobody")
+LOCAL = Identity("local")

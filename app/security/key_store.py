@@ -1,0 +1,225 @@
+"""The keys on disk: one small JSON file beside nothing else that could break it.
+
+A file that is replaced in one move is either the old table or the new one, whenever the power goes; it has no
+journal and can be read with any editor. The command line and the daemon both change it, under a lock; readers
+look at its stamp first, so a revoked key is refused from the next request on.
+"""
+
+import contextlib
+import fcntl
+import hmac
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from ..errors import CliError, Exit
+from .keys import Key, KeySpec, digest_of, display_of, is_name, new_id, new_secret
+
+log = logging.getLogger(__name__)
+
+MOST_KEYS = 10_000
+_SCHEMA = 1
+_Stamp = tuple[int, int, int]
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    schema: int
+    keys: tuple[Key, ...]
+
+
+class KeyStore:
+    """Every method may be called from any thread."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._stamp: _Stamp | None = None
+        self._table: tuple[Key, ...] = ()
+
+    def check(self) -> None:
+        """Raises CliError when the file cannot be read: a daemon must not start and refuse everybody."""
+        self._refresh()
+
+    def list(self) -> tuple[Key, ...]:
+        """Expired ones too, by name."""
+        self._try_refresh()
+        return self._table
+
+    def usable(self) -> int:
+        """Keys that would be accepted now."""
+        return sum(not key.is_expired() for key in self.list())
+
+    def get(self, name: str) -> Key:
+        """Raises CliError (exit 4)."""
+        return _find(self.list(), name)
+
+    def by_id(self, id_: str) -> Key | None:
+        return next((key for key in self.list() if key.id == id_), None)
+
+    def authenticate(self, secret: str) -> Key | None:
+        """The key of this secret unless it has expired. Takes as long for a wrong one as for a right one."""
+        digest = digest_of(secret)
+        found: Key | None = None
+        for key in self.list():
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        return None if found is None or found.is_expired() else found
+
+    def add(self, spec: KeySpec) -> tuple[Key, str]:
+        """(key, its secret). Raises CliError: exit 9 when the name is taken, 1 when the disk is full."""
+        secret = new_secret()
+        key = Key(
+            **msgspec.structs.asdict(spec),
+            id=new_id(),
+            digest=digest_of(secret),
+            display=display_of(secret),
+            created=time.time(),
+        )
+
+        def edit(keys: tuple[Key, ...]) -> tuple[Key, ...]:
+            if any(other.name == key.name for other in keys):
+                raise CliError(
+                    f"there is a key {key.name} already",
+                    "names of keys are unique",
+                    f"llmbox key rotate {key.name} gives it a new secret; or choose another name",
+                    Exit.CONFLICT,
+                )
+            if len(keys) >= MOST_KEYS:
+                raise CliError("no more keys", f"there are {len(keys)}", "llmbox key rm NAME", Exit.CONFLICT)
+            return tuple(sorted((*keys, key), key=lambda each: each.name))
+
+        self._change(edit)
+        return key, secret
+
+    def remove(self, name: str) -> Key:
+        """Revokes it. Raises CliError (exit 4)."""
+        gone: list[Key] = []
+
+        def edit(keys: tuple[Key, ...]) -> tuple[Key, ...]:
+            gone.append(_find(keys, name))
+            return tuple(key for key in keys if key is not gone[0])
+
+        self._change(edit)
+        return gone[0]
+
+    def rotate(self, name: str) -> tuple[Key, str]:
+        """A new secret for the same key; the old one is refused from now on. Raises CliError (exit 4)."""
+        secret = new_secret()
+        changed: list[Key] = []
+
+        def edit(keys: tuple[Key, ...]) -> tuple[Key, ...]:
+            old = _find(keys, name)
+            changed[:] = [
+                msgspec.structs.replace(
+                    old, digest=digest_of(secret), display=display_of(secret), rotated=time.time()
+                )
+            ]
+            return tuple(changed[0] if key is old else key for key in keys)
+
+        self._change(edit)
+        return changed[0], secret
+
+    # ------------------------------------------------------------------ the file
+
+    def _try_refresh(self) -> None:
+        """While we run, a file that somebody broke must not open or close any door: the table stays."""
+        try:
+            self._refresh()
+        except CliError as error:
+            log.error("%s (%s): the keys as they were stay in force", error.what, error.why)  # noqa: TRY400
+
+    def _refresh(self) -> None:
+        stamp = _stamp(self._file)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp  # first: a broken file is complained about once
+        self._table = () if stamp is None else _parse(self._file)
+
+    def _change(self, edit: Callable[[tuple[Key, ...]], tuple[Key, ...]]) -> None:
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with _locked(self._file.with_suffix(".lock")):
+                self._stamp = None
+                self._refresh()
+                keys = edit(self._table)
+                _write(self._file, msgspec.json.format(msgspec.json.encode(_File(_SCHEMA, keys)), indent=1))
+                self._stamp, self._table = _stamp(self._file), keys
+        except OSError as error:
+            self._stamp = None
+            raise CliError(
+                "cannot write the key file",
+                f"{error.strerror or error}: {self._file}",
+                "free some space or mend the folder's mode, then again; nothing was changed",
+            ) from error
+
+
+def _find(keys: tuple[Key, ...], name: str) -> Key:
+    found = next((key for key in keys if key.name == name), None)
+    if found is None:
+        shown = name if is_name(name) else repr(name[:64])
+        raise CliError(f"there is no key {shown}", "it is not in the list", "llmbox key ls", Exit.NOT_FOUND)
+    return found
+
+
+def _stamp(file: Path) -> _Stamp | None:
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _broken(file, error.strerror or str(error)) from error
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _parse(file: Path) -> tuple[Key, ...]:
+    try:
+        read = msgspec.json.decode(file.read_bytes(), type=_File)
+    except (OSError, msgspec.MsgspecError, UnicodeError) as error:
+        raise _broken(file, str(error)) from None
+    if read.schema != _SCHEMA:
+        raise _broken(file, f"its schema is {read.schema}, this version reads {_SCHEMA}")
+    return tuple(sorted(read.keys, key=lambda each: each.name))
+
+
+def _broken(file: Path, why: str) -> CliError:
+    return CliError(
+        "the key file cannot be read",
+        f"{file}: {why}",
+        "mend it, or move it away: all keys are then to be made again",
+    )
+
+
+def _write(file: Path, data: bytes) -> None:
+    """Old or new, never half, also across a power cut."""
+    fresh = file.with_suffix(".new")
+    fresh.unlink(missing_ok=True)
+    try:
+        handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with open(handle, "wb") as out:  # noqa: PTH123 - a descriptor
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        fresh.replace(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise
+    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # the new table is in place all the same
+            os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

@@ -1,0 +1,83 @@
+"""What an API key is. The secret itself is shown once and kept nowhere: only its SHA-256 is.
+
+A secret holds 256 random bits, so a plain hash is enough: nobody can try them all, salted or not.
+"""
+
+import hashlib
+import re
+import secrets
+import time
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+Scope = Literal["infer", "read", "admin"]
+"""`infer` uses models, `read` reads metrics, `admin` does everything."""
+
+PREFIX = "sk-llmbox-"
+_SHOWN = len(PREFIX) + 4
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+
+_Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
+_Pattern = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$")]
+_Count = Annotated[int, Meta(ge=1, le=1_000_000_000)]
+
+
+class KeySpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a key may do, as its maker says it."""
+
+    name: _Name
+    scopes: Annotated[tuple[Scope, ...], Meta(min_length=1, max_length=3)] = ("infer",)
+    models: Annotated[tuple[_Pattern, ...], Meta(max_length=64)] = ()
+    """Names or globs (`qwen*`); empty allows all."""
+    expires: Annotated[float, Meta(gt=0, lt=1e11)] | None = None
+    """Unix seconds."""
+    rpm: _Count | None = None
+    """Requests a minute."""
+    tpm: _Count | None = None
+    """Tokens a minute, of prompts and answers together."""
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    """Lower goes first; a request may only step back from it."""
+    log_content: bool = False
+    """Whether prompts and answers may be kept."""
+
+
+class Key(KeySpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    id: str
+    """Stays through rotation."""
+    digest: str
+    """SHA-256 of the secret, in hex."""
+    display: str
+    """The secret's first characters."""
+    created: float
+    rotated: float | None = None
+
+    def allows(self, scope: Scope) -> bool:
+        return scope in self.scopes or "admin" in self.scopes
+
+    def allows_model(self, name: str) -> bool:
+        return not self.models or any(fnmatchcase(name, pattern) for pattern in self.models)
+
+    def is_expired(self, now: float | None = None) -> bool:
+        return self.expires is not None and (time.time() if now is None else now) >= self.expires
+
+
+def new_secret() -> str:
+    return PREFIX + secrets.token_urlsafe(32)
+
+
+def new_id() -> str:
+    return "key_" + secrets.token_hex(8)
+
+
+def digest_of(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def display_of(secret: str) -> str:
+    return secret[:_SHOWN] + "…"
+
+
+def is_name(text: str) -> bool:
+    return re.fullmatch(NAME_PATTERN, text) is not None

@@ -1,0 +1,111 @@
+"""Signed-in browsers. In memory only: a restart of the daemon signs everybody out.
+
+What a browser holds is a secret of 256 bits; we hold its SHA-256. The secret changes while the session lives,
+so that one which leaked is of little use later.
+"""
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+IDLE = 2 * 3600.0
+"""Seconds without a request until a session ends."""
+ABSOLUTE = 12 * 3600.0
+"""Seconds until it ends in any case."""
+ROTATE = 1800.0
+"""Seconds after which the browser gets a new secret."""
+GRACE = 60.0
+"""Seconds that the old secret still counts: other tabs may be about to send it."""
+MOST = 256
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """Times are monotonic seconds. `key_digest`: of the admin key that it was opened with, if it was one."""
+
+    csrf_token: str
+    key_digest: str | None
+    opened: float
+    used: float
+    rotated: float
+    closed: bool = False
+    digests: list[str] = field(default_factory=list)
+
+
+class Sessions:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._by_digest: dict[str, tuple[Session, float | None]] = {}
+        """With the moment at which an old secret ends."""
+
+    def open(self, key_digest: str | None = None) -> tuple[Session, str]:
+        """(session, secret for the cookie)."""
+        now = self._clock()
+        self._sweep(now)
+        session = Session(secrets.token_urlsafe(32), key_digest, opened=now, used=now, rotated=now)
+        return session, self._give_secret(session)
+
+    def find(self, secret: str) -> Session | None:
+        """The living session of a secret; this counts as use."""
+        found = self._by_digest.get(_digest(secret))
+        if found is None:
+            return None
+        session, until = found
+        now = self._clock()
+        if self._has_ended(session, now):
+            self.close(session)
+            return None
+        if until is not None and now > until:
+            return None
+        session.used = now
+        return session
+
+    def rotate(self, session: Session) -> str | None:
+        """A new secret when it is time for one."""
+        now = self._clock()
+        if session.closed or now - session.rotated < ROTATE:
+            return None
+        for digest in session.digests[:-1]:
+            self._by_digest.pop(digest, None)
+        last = session.digests[-1]
+        self._by_digest[last] = session, now + GRACE
+        session.digests = [last]
+        session.rotated = now
+        return self._give_secret(session)
+
+    def close(self, session: Session) -> None:
+        session.closed = True
+        for digest in session.digests:
+            self._by_digest.pop(digest, None)
+
+    def is_alive(self, session: Session) -> bool:
+        """Without counting as use: for streams that stay open."""
+        return not session.closed and self._clock() - session.opened < ABSOLUTE
+
+    def _give_secret(self, session: Session) -> str:
+        secret = secrets.token_urlsafe(32)
+        digest = _digest(secret)
+        session.digests.append(digest)
+        self._by_digest[digest] = session, None
+        return secret
+
+    def _has_ended(self, session: Session, now: float) -> bool:
+        return session.closed or now - session.used >= IDLE or now - session.opened >= ABSOLUTE
+
+    def _sweep(self, now: float) -> None:
+        sessions = sorted({session for session, _ in self._by_digest.values()}, key=lambda each: each.used)
+        ended = [session for session in sessions if self._has_ended(session, now)]
+        living = [session for session in sessions if session not in ended]
+        for session in [*ended, *living[: max(0, len(living) - MOST + 1)]]:
+            self.close(session)
+
+
+def is_csrf_token(session: Session, given: str) -> bool:
+    return hmac.compare_digest(session.csrf_token.encode(), given.encode("utf-8", "replace"))
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest()

@@ -1,0 +1,76 @@
+"""What a person should look at, found in one tick. A failure outranks progress; 4xx are the callers' own."""
+
+from collections.abc import Iterator
+
+from .snapshot import NA, Attention, Engine, Gpu, Tick
+
+DISK_LOW = 1_000_000_000
+MEMORY_LOW = 0.05
+HOT = 90.0
+KV_FULL = 0.95
+
+
+def attention(tick: Tick) -> tuple[Attention, ...]:
+    """Failures first."""
+    found = [*_engines(tick), *_gpus(tick), *_host(tick)]
+    return tuple(sorted(found, key=lambda each: each.level != "failure"))
+
+
+def _engines(tick: Tick) -> Iterator[Attention]:
+    if not tick.ready and tick.cause and not any(e.state in {"failed", "restarting"} for e in tick.engines):
+        level = "warning" if "loading" in tick.cause or "shutting" in tick.cause else "failure"
+        yield Attention(level=level, text=tick.cause)
+    for engine in tick.engines:
+        if engine.state == "failed":
+            yield Attention(
+                level="failure", text=f"{engine.model}: {engine.cause}", fix=f"llmbox unload {engine.model}"
+            )
+        elif engine.state == "restarting":
+            yield Attention(level="failure", text=f"{engine.model}: {engine.cause}")
+        elif _is_full(engine):
+            yield Attention(
+                level="warning",
+                text=f"{engine.model}: KV cache full, {engine.waiting} waiting",
+                fix="load it with a smaller --ctx or more --memory",
+            )
+
+
+def _is_full(engine: Engine) -> bool:
+    total = engine.blocks_total
+    return bool(total) and engine.waiting > 0 and engine.blocks_live / total >= KV_FULL
+
+
+def _gpus(tick: Tick) -> Iterator[Attention]:
+    if tick.gpus.problem:
+        yield Attention(level="warning", text=tick.gpus.problem, fix="nvidia-smi")
+    for gpu in tick.gpus.devices:
+        if gpu.problem:
+            yield Attention(level="failure", text=f"GPU {gpu.index}: {gpu.problem}", fix="dmesg | grep NVRM")
+        elif (text := _strained(gpu)) != "":
+            yield Attention(level="warning", text=f"GPU {gpu.index}: {text}")
+
+
+def _strained(gpu: Gpu) -> str:
+    held = [reason for reason in gpu.throttle if reason not in {"power cap", "sync boost"}]
+    if held:
+        return f"clocks held down ({', '.join(held)})"
+    if gpu.temperature is not NA and gpu.temperature >= HOT:
+        return f"{gpu.temperature:.0f} °C"
+    return ""
+
+
+def _host(tick: Tick) -> Iterator[Attention]:
+    host = tick.host
+    if host.problem:
+        yield Attention(level="warning", text=host.problem)
+    if host.disk_free is not NA and host.disk_free < DISK_LOW:
+        yield Attention(
+            level="warning",
+            text=f"disk: {host.disk_free / 1e6:.0f} MB free",
+            fix="remove models: llmbox ls",
+        )
+    total, available = host.memory_total, host.memory_available
+    if total is not NA and available is not NA and total and available / total < MEMORY_LOW:
+        yield Attention(
+            level="warning", text=f"memory: {available / 1e9:.1f} GB available", fix="llmbox unload --all"
+        )

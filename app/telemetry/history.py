@@ -1,0 +1,203 @@
+"""Past ticks at three resolutions. Points are gathered here and written about six times a minute at most, by
+the store's writer thread; a disk that is full or locked costs points, never time.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from ..store import RequestLog
+from .snapshot import NA, Number, Tick
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+log = logging.getLogger(__name__)
+
+KEEP: Final = {1: 600, 10: 6 * 3600, 60: 30 * 86400}
+"""Seconds that each resolution is kept, by its step in seconds."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Means in the making."""
+
+    time: int
+    sums: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+            self.counts[name] = self.counts.get(name, 0) + 1
+
+    def means(self) -> dict[str, float]:
+        return {name: _short(total / self.counts[name]) for name, total in self.sums.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Columns of equal length; None where a series has no value."""
+
+    step: int
+    times: list[int]
+    series: dict[str, list[float | None]]
+
+
+class History:
+    """Only to be used from the daemon's event loop."""
+
+    def __init__(self, store: RequestLog) -> None:
+        self._store = store
+        self._open: dict[int, _Bucket] = {}
+        self._unwritten: list[tuple[int, int, str]] = []
+        self._writing = False
+        self.dropped = 0
+
+    def add(self, time: float, values: Mapping[str, float]) -> None:
+        """`time` is Unix seconds."""
+        due = False
+        for step in KEEP:
+            start = int(time) // step * step
+            bucket = self._open.get(step)
+            if bucket is not None and bucket.time != start:
+                self._close(step, bucket)
+                due |= step > 1
+                bucket = None
+            if bucket is None:
+                bucket = self._open[step] = _Bucket(start)
+            bucket.add(values)
+        if due:
+            self._write(int(time))
+
+    async def chart(self, step: int, since: int, names: Iterable[str] | None = None) -> Chart:
+        """From `since` on; all series unless named. Holds what is not on disk yet as well."""
+        recent = {time: series for each, time, series in self._unwritten if each == step}
+        rows = dict(await self._on_disk(step, since))
+        rows |= {time: series for time, series in recent.items() if time >= since}
+        points = {time: msgspec.json.decode(rows[time], type=dict[str, float]) for time in sorted(rows)}
+        if (bucket := self._open.get(step)) is not None and bucket.time >= since:
+            points[bucket.time] = bucket.means()
+        wanted = sorted({name for point in points.values() for name in point}) if names is None else names
+        return Chart(
+            step, list(points), {name: [point.get(name) for point in points.values()] for name in wanted}
+        )
+
+    async def _on_disk(self, step: int, since: int) -> list[tuple[int, str]]:
+        try:
+            return await self._store.read(lambda engine: _find(engine, step, since), [])
+        except Exception as error:  # noqa: BLE001 - a damaged file: what is in memory is still shown
+            log.warning("the telemetry history cannot be read: %s", str(error).splitlines()[0])
+            return []
+
+    def close(self) -> None:
+        """Hand over what is left; the store writes it before it closes."""
+        last = max((bucket.time for bucket in self._open.values()), default=0)
+        for step, bucket in self._open.items():
+            self._close(step, bucket)
+        self._open.clear()
+        self._writing = False  # what an unfinished write holds is written twice, to the same effect
+        self._write(last)
+
+    def _close(self, step: int, bucket: _Bucket) -> None:
+        self._unwritten.append((step, bucket.time, msgspec.json.encode(bucket.means()).decode()))
+
+    def _write(self, now: int) -> None:
+        rows = list(self._unwritten)
+        if not rows or self._writing:
+            return
+        self._writing = True
+        loop = asyncio.get_running_loop()
+
+        def write(engine: "Engine | None") -> None:
+            written = _add(engine, rows, now)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: these were the last points
+                loop.call_soon_threadsafe(self._written, len(rows), written)
+
+        if not self._store.submit(write):
+            self._written(len(rows), written=False)
+
+    def _written(self, count: int, written: bool) -> None:
+        self._writing = False
+        self.dropped += 0 if written else count
+        del self._unwritten[:count]
+
+
+def _add(engine: "Engine | None", rows: list[tuple[int, int, str]], now: int) -> bool:
+    from ..store import telemetry_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
+
+    if engine is None:
+        return False
+    try:
+        telemetry_queries.add(engine, rows, KEEP, now)
+    except Exception as error:  # noqa: BLE001 - full disk, locked or damaged file: points are lost, no more
+        log.debug("telemetry history: %d points lost: %s", len(rows), str(error).splitlines()[0])
+        return False
+    return True
+
+
+def _find(engine: "Engine", step: int, since: int) -> list[tuple[int, str]]:
+    from ..store import telemetry_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
+
+    return telemetry_queries.find(engine, step, since)
+
+
+def step_for(seconds: float) -> int:
+    """The finest resolution that reaches back so far."""
+    return next((step for step, kept in KEEP.items() if seconds <= kept), max(KEEP))
+
+
+TOTAL_SERIES: Final = (
+    "tokens_in",
+    "tokens_out",
+    "running",
+    "waiting",
+    "open_requests",
+    "ttft_p50",
+    "ttft_p95",
+    "tpot_p50",
+    "tpot_p95",
+    "kv_used",
+    "prefix_hit",
+)
+HOST_SERIES: Final = ("cpu", "memory_available", "disk_free")
+GPU_SERIES: Final = (
+    "utilisation",
+    "memory_ours",
+    "memory_others",
+    "memory_free",
+    "temperature",
+    "power",
+    "clock_sm",
+    "pcie_in",
+    "pcie_out",
+    "nvlink_in",
+    "nvlink_out",
+)
+
+
+def series_of(tick: Tick) -> dict[str, float]:
+    """What is kept of a tick, by series name; what is not available is left out."""
+    values: dict[str, Number] = {name: getattr(tick.totals, name) for name in TOTAL_SERIES}
+    values |= {name: getattr(tick.host, name) for name in HOST_SERIES}
+    for gpu in tick.gpus.devices:
+        values |= {f"gpu{gpu.index}.{name}": getattr(gpu, name) for name in GPU_SERIES}
+    return {name: value for name, value in values.items() if value is not NA and math.isfinite(value)}
+
+
+def is_series(name: str) -> bool:
+    gpu, _, field_name = name.partition(".")
+    if field_name:
+        return gpu.startswith("gpu") and gpu[3:].isdigit() and field_name in GPU_SERIES
+    return name in TOTAL_SERIES or name in HOST_SERIES
+
+
+def _short(value: float) -> float:
+    """Six figures: enough for a chart, half the bytes."""
+    return float(f"{value:.6g}")

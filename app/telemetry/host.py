@@ -1,0 +1,53 @@
+"""The machine itself through psutil. Blocks for about a millisecond, or as long as a dead network disk: only
+called through `Guarded`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from llmbox.engine.machine import read_memory
+
+from .snapshot import NA, Host, OwnProcess
+
+
+class HostReader:
+    """`read` from one thread: processor shares are measured from one call to the next."""
+
+    def __init__(self, disk: Path) -> None:
+        self._disk = disk
+        self._processes: dict[int, psutil.Process] = {}
+        self._cores = psutil.cpu_count() or 1
+        psutil.cpu_percent(None)  # the first call only sets the mark
+
+    def read(self, pids: Mapping[int, str]) -> Host:
+        """`pids`: our processes and what they are."""
+        self._processes = {pid: process for pid, process in self._processes.items() if pid in pids}
+        memory = read_memory()
+        disk = psutil.disk_usage(str(self._disk))
+        return Host(
+            cpu=psutil.cpu_percent(None) / 100,
+            cores=self._cores,
+            memory_total=float(memory.total),
+            memory_available=float(memory.available),
+            disk_total=float(disk.total),
+            disk_free=float(disk.free),
+            processes=tuple(
+                found for pid, role in pids.items() if (found := self._process(pid, role)) is not None
+            ),
+        )
+
+    def _process(self, pid: int, role: str) -> OwnProcess | None:
+        try:
+            process = self._processes.get(pid)
+            first = process is None
+            if process is None:
+                process = self._processes[pid] = psutil.Process(pid)
+            with process.oneshot():
+                share = process.cpu_percent(None) / 100
+                memory = float(process.memory_info().rss)
+        except psutil.Error:
+            self._processes.pop(pid, None)
+            return None
+        return OwnProcess(pid=pid, role=role, memory=memory, cpu=NA if first else share)

@@ -1,0 +1,172 @@
+"""The one poller: looks at everything, publishes a `tick`, keeps the history.
+
+Once a second while somebody subscribes to events or a request is open; otherwise it sleeps for `IDLE_S`, so
+that an idle box stays idle. Reads that may hang run in threads of their own (`Guarded`): a hung NVML costs
+its readings, never the loop.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from ..engines.manager import EngineManager
+from ..events import Events
+from ..gateway.gateway import Gateway
+from .attention import attention
+from .engines import EngineReader
+from .gpus import GpuReader
+from .guarded import Guarded, Stuck
+from .history import History, series_of
+from .host import HostReader
+from .latencies import Latencies
+from .snapshot import MOST_REQUESTS, NA, Engine, Gpus, Host, Number, Tick, Totals
+
+log = logging.getLogger(__name__)
+
+BUSY_S: Final = 1.0
+IDLE_S: Final = 60.0
+TIMEOUT_S: Final = 2.0
+
+
+class Poller:
+    """`run` until cancelled; `last` is the newest tick."""
+
+    def __init__(
+        self,
+        engines: EngineManager,
+        gateway: Gateway,
+        events: Events,
+        history: History,
+        latencies: Latencies,
+        *,
+        gpus: GpuReader,
+        host: HostReader,
+        timeout: float = TIMEOUT_S,
+        idle: float = IDLE_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.last = Tick(time=0.0)
+        self._engines, self._gateway, self._events = engines, gateway, events
+        self._history, self._latencies = history, latencies
+        self._gpus, self._host = gpus, host
+        self._gpu_guard: Guarded[Gpus] = Guarded("telemetry-gpu", timeout)
+        self._host_guard: Guarded[Host] = Guarded("telemetry-host", timeout)
+        self._engine_reader = EngineReader(latencies)
+        self._idle, self._clock = idle, clock
+        self._wake = asyncio.Event()
+        events.on_subscribe = self.wake
+
+    def wake(self) -> None:
+        """Somebody begins to look, or a request was opened: no more waiting."""
+        self._wake.set()
+
+    @property
+    def is_busy(self) -> bool:
+        return self._events.subscribers > 0 or self._gateway.open_count > 0
+
+    async def run(self) -> None:
+        """The first look waits as well: a start has better things to do."""
+        loop = asyncio.get_running_loop()
+        while True:
+            if not self.is_busy:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), self._idle)
+            self._wake.clear()
+            begun = loop.time()
+            try:
+                await self.poll()
+            except Exception:
+                log.exception("telemetry failed; it goes on")
+            await asyncio.sleep(max(0.0, begun + BUSY_S - loop.time()))
+
+    async def newest(self) -> Tick:
+        """Of this moment, give or take a second."""
+        if self._clock() - self.last.time > BUSY_S + 0.5:
+            await self.poll()
+        return self.last
+
+    async def poll(self) -> Tick:
+        """Look once, publish and remember it."""
+        gpus, host = await asyncio.gather(self._read_gpus(), self._read_host())
+        supervisors = [model.supervisor for model in self._engines.models()] + self._engines.loading()
+        engines = self._engine_reader.read(supervisors, gpus)
+        ready, cause = self._engines.readiness()
+        requests = self._gateway.in_flight() if self._events.subscribers else []
+        tick = Tick(
+            time=self._clock(),
+            ready=ready,
+            cause=cause,
+            gpus=gpus,
+            host=host,
+            engines=engines,
+            totals=self._totals(engines, self._gateway.open_count),
+            requests=tuple(requests[:MOST_REQUESTS]),
+        )
+        self.last = msgspec.structs.replace(tick, attention=attention(tick))
+        self._history.add(tick.time, series_of(tick))
+        if self._events.subscribers:
+            self._events.publish("tick", msgspec.structs.asdict(self.last), remember=False)
+        return self.last
+
+    async def _read_gpus(self) -> Gpus:
+        pids = frozenset(
+            model.supervisor.pid
+            for model in self._engines.models()
+            if model.supervisor.pid is not None and _on_gpu(model.supervisor.info)
+        )
+        try:
+            read = await self._gpu_guard.read(lambda: self._gpus.read(pids))
+        except Exception as error:  # noqa: BLE001 - whatever a driver does, serving and telemetry go on
+            return Gpus(problem=f"GPU readings failed: {error}")
+        if isinstance(read, Stuck):
+            return Gpus(problem=f"the NVIDIA driver has not answered for {read.seconds:.0f} s")
+        return read
+
+    async def _read_host(self) -> Host:
+        pids = {os.getpid(): "daemon"}
+        for model in self._engines.models():
+            if model.supervisor.pid is not None:
+                pids[model.supervisor.pid] = f"engine {model.name}"
+        try:
+            read = await self._host_guard.read(lambda: self._host.read(pids))
+        except Exception as error:  # noqa: BLE001 - as above
+            return Host(problem=f"host readings failed: {error}")
+        if isinstance(read, Stuck):
+            return Host(problem=f"a disk or /proc has not answered for {read.seconds:.0f} s")
+        return read
+
+    def _totals(self, engines: tuple[Engine, ...], open_requests: int) -> Totals:
+        ttft, tpot = self._latencies.of()
+        blocks = sum(engine.blocks_total for engine in engines)
+        live = sum(engine.blocks_live for engine in engines)
+        hits = [engine.prefix_hit for engine in engines if engine.prefix_hit is not NA]
+        return Totals(
+            running=sum(engine.running for engine in engines),
+            waiting=sum(engine.waiting for engine in engines),
+            open_requests=open_requests,
+            tokens_in=_sum([engine.tokens_in for engine in engines]),
+            tokens_out=_sum([engine.tokens_out for engine in engines]),
+            ttft_p50=ttft.p50,
+            ttft_p95=ttft.p95,
+            tpot_p50=tpot.p50,
+            tpot_p95=tpot.p95,
+            kv_used=live / blocks if blocks else NA,
+            prefix_hit=sum(hits) / len(hits) if hits else NA,
+            requests=self._latencies.requests,
+            failed=self._latencies.failed,
+        )
+
+
+def _on_gpu(info: Any) -> bool:
+    return info is not None and info.device.startswith("cuda")
+
+
+def _sum(values: list[Number]) -> Number:
+    known = [value for value in values if value is not NA]
+    return sum(known) if known else NA

@@ -1,0 +1,63 @@
+"""The parts of telemetry as the daemon holds them."""
+
+import asyncio
+import contextlib
+import logging
+
+from ..engines.manager import EngineManager
+from ..events import Events
+from ..gateway.gateway import Gateway
+from ..paths import Paths
+from ..store import RequestLog
+from .feed import LogFeed, RequestFeed
+from .gpus import GpuReader
+from .history import History
+from .host import HostReader
+from .latencies import Latencies
+from .poller import Poller
+from .snapshot import Tick
+
+
+class Telemetry:
+    """`start` and `close` on the event loop; nothing runs before `start`."""
+
+    def __init__(
+        self, engines: EngineManager, events: Events, store: RequestLog, gpus: GpuReader | None = None
+    ) -> None:
+        self.history = History(store)
+        self.latencies = Latencies()
+        self.feed = RequestFeed(events, self.latencies)
+        self._engines, self._events = engines, events
+        self._gpus = gpus or GpuReader()
+        self._log_feed: LogFeed | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.poller: Poller | None = None
+
+    def start(self, gateway: Gateway, paths: Paths) -> None:
+        self.poller = Poller(
+            self._engines,
+            gateway,
+            self._events,
+            self.history,
+            self.latencies,
+            gpus=self._gpus,
+            host=HostReader(paths.state_dir),
+        )
+        self.feed.on_open = self.poller.wake
+        self._log_feed = LogFeed(self._events, asyncio.get_running_loop())
+        logging.getLogger().addHandler(self._log_feed)
+        self._task = asyncio.create_task(self.poller.run(), name="telemetry")
+
+    async def newest(self) -> Tick:
+        """Of this moment, give or take a second."""
+        return Tick(time=0.0) if self.poller is None else await self.poller.newest()
+
+    async def close(self) -> None:
+        """Before the store closes: what is gathered is handed to it."""
+        if self._log_feed is not None:
+            logging.getLogger().removeHandler(self._log_feed)
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self.history.close()

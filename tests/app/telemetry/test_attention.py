@@ -1,0 +1,49 @@
+from llmbox.app.telemetry.attention import attention
+from llmbox.app.telemetry.snapshot import Engine, Gpu, Gpus, Host, Tick
+
+
+def texts(**fields) -> list[str]:
+    return [f"{each.level}: {each.text}" for each in attention(Tick(time=0.0, **fields))]
+
+
+def test_all_well_is_silence():
+    assert texts(engines=(Engine(model="m", state="ready"),), host=Host(disk_free=1e12)) == []
+
+
+def test_a_failure_outranks_progress():
+    found = texts(
+        ready=False,
+        cause="b is loading (weights 40 %)",
+        engines=(
+            Engine(model="a", state="failed", cause="killed by the kernel: out of memory"),
+            Engine(model="b", state="loading"),
+        ),
+        host=Host(disk_free=5e8),
+    )
+    assert found == [
+        "failure: a: killed by the kernel: out of memory",
+        "warning: disk: 500 MB free",
+    ]
+
+
+def test_gpus():
+    found = texts(
+        gpus=Gpus(
+            devices=(
+                Gpu(index=0, name="a", throttle=("power cap", "thermal")),
+                Gpu(index=1, name="b", temperature=93.0),
+                Gpu(index=2, name="c", problem="GPU is lost"),
+                Gpu(index=3, name="d", throttle=("power cap",)),
+            )
+        )
+    )
+    assert found == [
+        "failure: GPU 2: GPU is lost",
+        "warning: GPU 0: clocks held down (thermal)",
+        "warning: GPU 1: 93 °C",
+    ]
+
+
+def test_a_full_cache_with_a_queue():
+    engine = Engine(model="m", state="ready", blocks_total=100, blocks_live=99, waiting=4)
+    assert texts(engines=(engine,)) == ["warning: m: KV cache full, 4 waiting"]

@@ -1,0 +1,134 @@
+"""The poller over fakes: what it looks at, when, and what a hang costs."""
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+from llmbox.app.events import Events
+from llmbox.app.gateway.live_request import LiveRequest
+from llmbox.app.store.record import RequestRecord
+from llmbox.app.telemetry.gpus import GpuReader
+from llmbox.app.telemetry.history import History
+from llmbox.app.telemetry.host import HostReader
+from llmbox.app.telemetry.latencies import Latencies
+from llmbox.app.telemetry.poller import Poller
+from llmbox.app.telemetry.snapshot import NA
+from llmbox.engine.messages import EngineStats
+from support.fake_nvml import FakeNvml
+from support.snapshots import live_request
+
+
+class FakeGateway:
+    def __init__(self) -> None:
+        self.requests: list[LiveRequest] = []
+
+    @property
+    def open_count(self) -> int:
+        return len(self.requests)
+
+    def in_flight(self) -> list[LiveRequest]:
+        return self.requests
+
+
+class FakeEngines:
+    def __init__(self) -> None:
+        self.supervisor = SimpleNamespace(
+            name="m", state="ready", cause="", info=None, stats=EngineStats(), pid=None,
+            restarts=0, resumed=0,
+            config=SimpleNamespace(model_path="/nowhere"),
+        )  # fmt: skip
+
+    def models(self):
+        return [SimpleNamespace(name="m", supervisor=self.supervisor)]
+
+    def loading(self):
+        return []
+
+    def readiness(self):
+        return True, ""
+
+
+class FakeStore:
+    def submit(self, call) -> bool:
+        call(None)
+        return True
+
+
+class Scene:
+    def __init__(self, tmp_path, nvml=None, **options) -> None:
+        self.events, self.gateway, self.engines = Events(), FakeGateway(), FakeEngines()
+        self.latencies = Latencies()
+        self.poller = Poller(
+            self.engines, self.gateway, self.events, History(FakeStore()), self.latencies,
+            gpus=GpuReader(nvml or FakeNvml()), host=HostReader(tmp_path), **options,
+        )  # fmt: skip
+
+
+async def test_a_tick_tells_rates_of_counters(tmp_path):
+    scene = Scene(tmp_path)
+    first = await scene.poller.poll()
+    assert first.totals.tokens_out is NA
+    scene.engines.supervisor.stats = EngineStats(
+        running=2, waiting=1, blocks_total=10, blocks_used=4, blocks_cached=1,
+        steps=5, prompt_tokens=100, output_tokens=50, prefix_queries=200, prefix_hits=150,
+    )  # fmt: skip
+    scene.latencies.add(
+        RequestRecord(id="r", created=0.0, model="m", endpoint="chat", http_status=200, ttft_s=0.5)
+    )
+    tick = await scene.poller.poll()
+    (engine,) = tick.engines
+    assert tick.totals.tokens_out > 0
+    assert tick.totals.tokens_in == 2 * tick.totals.tokens_out
+    assert (engine.blocks_live, engine.blocks_cached, engine.blocks_free) == (4, 1, 5)
+    assert engine.prefix_hit == 0.75
+    assert engine.roofline is NA
+    assert tick.totals.ttft_p95 == 0.5
+    assert tick.totals.kv_used == 0.4
+    assert tick.host.memory_total > 0
+    assert [process.role for process in tick.host.processes] == ["daemon"]
+    scene.engines.supervisor.stats = EngineStats(steps=1, output_tokens=3)  # the engine died and came back
+    assert (await scene.poller.poll()).totals.tokens_out is NA
+
+
+async def test_a_hung_driver_costs_its_readings_and_nothing_else(tmp_path):
+    nvml = FakeNvml(hang=threading.Event())
+    scene = Scene(tmp_path, nvml, timeout=0.05)
+    tick = await scene.poller.poll()
+    assert "has not answered" in tick.gpus.problem
+    assert tick.host.memory_total > 0
+    assert [each.level for each in tick.attention] == ["warning"]
+    nvml.hang.set()
+    async with asyncio.timeout(10):
+        while (await scene.poller.poll()).gpus.problem:  # noqa: ASYNC110 - a thread ends when it ends
+            await asyncio.sleep(0.01)
+
+
+async def test_ticks_flow_only_while_somebody_looks(tmp_path):
+    scene = Scene(tmp_path)
+    running = asyncio.create_task(scene.poller.run())
+    try:
+        async with asyncio.timeout(20):
+            await asyncio.sleep(0.05)
+            assert not scene.poller.last.time
+            scene.gateway.requests = [live_request(1)]
+            feed = scene.events.subscribe()
+            ticks = [await anext(feed), await anext(feed)]
+    finally:
+        running.cancel()
+    assert [event.type for event in ticks] == ["tick", "tick"]
+    assert [request.id for request in ticks[0].data["requests"]] == ["req-1"]
+    assert ticks[1].data["time"] - ticks[0].data["time"] > 0.5
+    assert not scene.events._recent, "ticks are not kept for those who were away"
+    await feed.aclose()
+    assert not scene.poller.is_busy or scene.gateway.requests
+
+
+async def test_a_failing_look_does_not_end_the_poller(tmp_path, caplog):
+    scene = Scene(tmp_path, idle=0.01)
+    scene.engines.readiness = lambda: 1 / 0
+    running = asyncio.create_task(scene.poller.run())
+    async with asyncio.timeout(20):
+        while "telemetry failed" not in caplog.text:  # noqa: ASYNC110 - the log has no event
+            await asyncio.sleep(0.01)
+    assert not running.done()
+    running.cancel()

@@ -1,0 +1,65 @@
+"""Telemetry of a real daemon: ticks over the event stream, history, log lines, and nothing while idle."""
+
+import json
+import signal
+import time
+
+import psutil
+import pytest
+
+from llmbox.app.cli.client import ApiRefusal, Client
+from support.cli_box import Box, box, until
+
+__all__ = ["box"]
+
+
+def test_ticks_history_log_and_findings_of_a_daemon(box: Box):
+    box.serve(box.model(step_delay=0.02, script=[72, 73]))
+    client = Client(box.paths)
+    asking = box.spawn("run", "tiny", "hello", "--max-tokens", "4000")
+    until(lambda: box.api("requests")["in_flight"])
+    with client.stream("GET", "/admin/api/events", headers={"Last-Event-ID": "0"}) as stream:
+        seen = {}
+        for kind, data in stream.events():
+            seen.setdefault(kind, json.loads(data))
+            if kind == "tick" and json.loads(data)["totals"]["tokens_out"] not in {"n/a", 0}:
+                tick = json.loads(data)
+                break
+    assert {"model.ready", "request.started", "tick"} <= seen.keys()
+    (engine,) = tick["engines"]
+    assert (engine["model"], engine["state"], engine["running"]) == ("tiny", "ready", 1)
+    assert [request["state"] for request in tick["requests"]] == ["decode"]
+    assert {process["role"] for process in tick["host"]["processes"]} == {"daemon", "engine tiny"}
+    assert 0 < tick["host"]["memory_available"] <= tick["host"]["memory_total"]
+    chart = client.get("/admin/api/telemetry?series=running,cpu&step=1")
+    assert chart["series"]["running"][-1] == 1
+    assert len(chart["times"]) == len(chart["series"]["cpu"])
+    assert any("is ready" in line["message"] for line in client.get("/admin/api/logs?lines=50")["lines"])
+    findings = client.get("/admin/api/doctor")["findings"]
+    assert {"python", "daemon"} <= {finding["name"] for finding in findings}
+    assert client.get("/admin/api/bench") == {"runs": []}
+    asking.send_signal(signal.SIGINT)
+    asking.communicate(timeout=30)
+
+
+def test_wrong_questions_get_named_errors(box: Box):
+    box.serve(box.model())
+    client = Client(box.paths)
+    for path, words in (
+        ("telemetry?step=7", "1, 10, 60"),
+        ("telemetry?since=-5", "Unix seconds"),
+        ("telemetry?since=nan", "Unix seconds"),
+        ("telemetry?series=cpu,gpu0.colour", "gpu0.colour"),
+        ("logs?level=loud", "debug, info"),
+    ):
+        with pytest.raises(ApiRefusal, match=words):
+            client.get(f"/admin/api/{path}")
+
+
+def test_a_daemon_that_nobody_watches_is_idle(box: Box):
+    box.serve(box.model())
+    daemon = psutil.Process(box.running.pid)
+    time.sleep(1.0)  # the last work of the start
+    before = sum(daemon.cpu_times()[:2])
+    time.sleep(3.0)
+    assert sum(daemon.cpu_times()[:2]) - before < 0.1
