@@ -89,13 +89,13 @@ def check_machine(_: Program) -> Iterator[Finding]:
         yield Finding("gpu", "note", f"{machine.no_gpu_reason or 'none'}; models run on the CPU")
 
 
-def check_kernels(_: Program) -> Iterator[Finding]:
+def check_kernels(_program: Program) -> Iterator[Finding]:
     """Whether the CPU kernels are compiled, or can be."""
     level = usable_levels()[0].name
     try:
         find_compiler()
     except NativeUnavailable as error:
-        what, _, fix = str(error).partition(": ")
+        what, _colon, fix = str(error).partition(": ")
         yield Finding("kernels", "note", f"{what}: PyTorch's slower kernels run on the CPU", fix)
         return
     if os.environ.get("LLMBOX_KERNELS"):
