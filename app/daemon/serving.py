@@ -37,6 +37,7 @@ async def serve_until_stopped(plan: Plan, running: Running, sockets: Sequence[so
     app.state.control = control
     _handle_signals(control)
     gc.freeze()  # what was imported stays: collections need not look at it
+    control.library.downloads.restore()
     loading = asyncio.create_task(_load_first(control, plan.models))
     looking = asyncio.create_task(asyncio.to_thread(name_leftovers))
     try:
