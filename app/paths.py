@@ -49,6 +49,11 @@ class Paths:
         return self.data_dir / "keys.json"
 
     @property
+    def keys_used_file(self) -> Path:
+        """When each key was last used."""
+        return self.data_dir / "keys-used.json"
+
+    @property
     def registry_file(self) -> Path:
         """Aliases and adopted models."""
         return self.data_dir / "models.json"

@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "alias": (".alias:alias", "Names and parameter variants of models."),
     "load": (".load:load", "Load a model into the running daemon."),
     "unload": (".load:unload", "Take a model out of memory."),
+    "key": (".key:key", "API keys: make, list, rotate, revoke."),
     "requests": (".requests:requests", "Read the request log, follow it, cancel a request."),
     "logs": (".logs:logs", "Read the daemon's log."),
     "stats": (".stats:stats", "Show load and speed of this moment."),
