@@ -1,9 +1,10 @@
 """Which models are on this disk, and what a name given by a user means.
 
 `builtin`              the demo model inside the package
+an alias               whatever it stands for; an adopted folder's name: that folder (`registry`)
 a directory            served under its folder's name
-`org/name[@revision]`  a snapshot in the Hugging Face cache, laid out as huggingface_hub does (importing that
-                       library takes 0.3 s, so the few lines that read the layout are ours)
+`org/name[@revision]`  a snapshot in the Hugging Face cache or in an adopted one, laid out as huggingface_hub
+                       does (importing that library takes 0.3 s: the few lines that read it are ours)
 
 Nothing is downloaded here. Names follow closed patterns and every path is resolved and checked to stay inside
 its folder: a name never leads anywhere else.
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import CliError, Exit
+from .registry import Names
 
 Source = Literal["builtin", "directory", "hub"]
 
@@ -55,10 +57,15 @@ class DiskModel:
     """Has a config and safetensors; whether the architecture is supported is the engine's to say."""
 
 
-def resolve(text: str, environ: Mapping[str, str]) -> ModelRef:
+def resolve(text: str, environ: Mapping[str, str], names: Names | None = None) -> ModelRef:
     """Raises CliError: exit 2 for a name that cannot be one, exit 4 for what is not on disk."""
+    names = names or Names()
+    if (alias := names.aliases.get(text)) is not None:
+        text = alias.model
     if text == BUILTIN:
         return _builtin()
+    if (place := names.directories.get(text)) is not None:
+        return ModelRef(text, directory(Path(place)).path, "directory")
     if text.startswith(("/", "./", "../", "~")) or text in {".", ".."} or Path(text, "config.json").is_file():
         return directory(Path(text))
     match = HUB_ID.fullmatch(text)
@@ -69,7 +76,34 @@ def resolve(text: str, environ: Mapping[str, str]) -> ModelRef:
             "see what is on disk: llmbox ls",
             Exit.USAGE if "/" in text else Exit.NOT_FOUND,
         )
-    return _snapshot(text, match["repo"], match["revision"], hub_cache(environ))
+    return _in_caches(text, match["repo"], match["revision"], [hub_cache(environ), *map(Path, names.caches)])
+
+
+def served(name: str, environ: Mapping[str, str], names: Names) -> ModelRef | None:
+    """What a client of the API may name: no paths. None for what is not on this disk."""
+    try:
+        if name in names.aliases or name in names.directories or name == BUILTIN:
+            return resolve(name, environ, names)
+        match = HUB_ID.fullmatch(name)
+        if match is None or ".." in name or "--" in name:
+            return None
+        caches = [hub_cache(environ), *map(Path, names.caches)]
+        return _in_caches(name, match["repo"], match["revision"], caches)
+    except (CliError, OSError):
+        return None
+
+
+def _in_caches(name: str, repo: str, revision: str | None, caches: list[Path]) -> ModelRef:
+    first: CliError | None = None
+    for cache in caches:
+        try:
+            return _snapshot(name, repo, revision, cache)
+        except CliError as error:
+            first = first or error
+            if error.exit != Exit.NOT_FOUND:
+                raise
+    assert first is not None
+    raise first
 
 
 def directory(path: Path) -> ModelRef:
@@ -108,10 +142,23 @@ def hub_cache(environ: Mapping[str, str]) -> Path:
     return Path(cache).expanduser() / "huggingface" / "hub"
 
 
-def on_disk(environ: Mapping[str, str]) -> list[DiskModel]:
-    """The built-in model, then the Hugging Face cache by name."""
+def on_disk(environ: Mapping[str, str], names: Names | None = None) -> list[DiskModel]:
+    """The built-in model, the Hugging Face cache by name, then what was adopted."""
+    names = names or Names()
     found = [describe(_builtin())] if BUILTIN_DIR.is_dir() else []
-    cache = hub_cache(environ)
+    for cache in [hub_cache(environ), *map(Path, names.caches)]:
+        known = {model.ref.name for model in found}
+        found += [model for model in _in_cache(cache) if model.ref.name not in known]
+    for name, place in sorted(names.directories.items()):
+        try:
+            found.append(describe(ModelRef(name, directory(Path(place)).path, "directory")))
+        except (CliError, OSError):
+            continue  # moved away, or a disk that is not mounted
+    return found
+
+
+def _in_cache(cache: Path) -> list[DiskModel]:
+    found = []
     repos = sorted(cache.glob("models--*--*")) if cache.is_dir() else []
     for repo in repos:
         name = repo.name.removeprefix("models--").replace("--", "/", 1)
@@ -163,13 +210,13 @@ def _builtin() -> ModelRef:
 
 def _snapshot(name: str, repo: str, revision: str | None, cache: Path) -> ModelRef:
     folder = cache / f"models--{repo.replace('/', '--')}"
-    commit = _commit(folder, revision)
+    commit = commit_of(folder, revision)
     path = folder / "snapshots" / commit if commit else None
     if path is None or not path.is_dir():
         raise CliError(
             f"{name} is not on this disk",
             f"not in the Hugging Face cache {cache}",
-            f"get it first: hf download {repo}" + (f" --revision {revision}" if revision else ""),
+            f"get it first: llmbox pull {repo}" + (f"@{revision}" if revision else ""),
             Exit.NOT_FOUND,
         )
     for file in _files_leaving(path, folder.resolve()):
@@ -182,7 +229,7 @@ def _snapshot(name: str, repo: str, revision: str | None, cache: Path) -> ModelR
     return ModelRef(name, path.resolve(), "hub", commit)
 
 
-def _commit(folder: Path, revision: str | None) -> str | None:
+def commit_of(folder: Path, revision: str | None) -> str | None:
     """The commit that a branch, a tag or a commit id stands for in the cache."""
     if revision is not None and _COMMIT.fullmatch(revision):
         return revision

@@ -49,6 +49,21 @@ class Paths:
         return self.data_dir / "keys.json"
 
     @property
+    def keys_used_file(self) -> Path:
+        """When each key was last used."""
+        return self.data_dir / "keys-used.json"
+
+    @property
+    def registry_file(self) -> Path:
+        """Aliases and adopted models."""
+        return self.data_dir / "models.json"
+
+    @property
+    def downloads_file(self) -> Path:
+        """Downloads that are not finished."""
+        return self.state_dir / "downloads.json"
+
+    @property
     def history_file(self) -> Path:
         return self.state_dir / "chat_history"
 

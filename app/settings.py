@@ -119,6 +119,43 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySettings:
+    """Of all models together."""
+
+    budget: float | None = key(
+        None,
+        "GB (10^9 bytes) that all models may take together; auto is 80 % of RAM, 90 % of a GPU's memory.",
+        low=0.05,
+        high=100_000,
+        live=True,
+    )
+    ttl: float = key(
+        1800.0,
+        "Seconds without requests until a model that was loaded on request leaves memory; 0 keeps it.",
+        low=0,
+        high=10_000_000,
+        live=True,
+    )
+    load_on_request: bool = key(
+        True, "Load a model that is on disk when a request names it; nothing is downloaded.", live=True
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubSettings:
+    """Of downloads. Which hub, with which token, is said by HF_ENDPOINT, HF_TOKEN and HF_HOME."""
+
+    bandwidth: float | None = key(
+        None,
+        "Most MB (10^6 bytes) a second of all downloads together; auto sets no bound.",
+        low=0.01,
+        high=100_000,
+        live=True,
+    )
+    files_at_once: int = key(4, "Files of all downloads fetched side by side.", low=1, high=64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogSettings:
     level: Literal["debug", "info", "warning", "error"] = key(
         "info", "Least level that the daemon log keeps.", live=True
@@ -142,6 +179,8 @@ class Settings:
     server: ServerSettings = field(default_factory=ServerSettings)
     limits: LimitSettings = field(default_factory=LimitSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
+    memory: MemorySettings = field(default_factory=MemorySettings)
+    hub: HubSettings = field(default_factory=HubSettings)
     log: LogSettings = field(default_factory=LogSettings)
     requests: RequestSettings = field(default_factory=RequestSettings)
 
@@ -178,6 +217,8 @@ SECTIONS: dict[str, type] = {
     "server": ServerSettings,
     "limits": LimitSettings,
     "model": ModelSettings,
+    "memory": MemorySettings,
+    "hub": HubSettings,
     "log": LogSettings,
     "requests": RequestSettings,
 }

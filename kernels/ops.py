@@ -84,7 +84,7 @@ class Ops:
     """(gate_up_T2F, gate first) -> silu(gate) * up, [T, F]. May overwrite its argument."""
 
     make_kv_cache: Callable[[KVShape, torch.device], KVCache]
-    """Zero-filled cache."""
+    """Content is undefined: `clear_blocks` comes before a block's first use."""
 
     plan_attention: Callable[[Ragged, KVCache, int | None], AttentionPlan]
     """(shape of the step, cache, sliding window or None) -> plan for `write_kv` and `attention`.

@@ -211,9 +211,9 @@ def _check_port(program: Program) -> Iterator[Finding]:
 
 
 def check_models(program: Program) -> Iterator[Finding]:
-    models = on_disk(program.environ)
+    models = on_disk(program.environ, program.names)
     if not models:
-        yield Finding("models", "note", "none on disk", "hf download ORG/NAME, or name a directory")
+        yield Finding("models", "note", "none on disk", "llmbox pull ORG/NAME, or name a directory")
     for model in models:
         name = f"model {model.ref.name}"
         if not model.servable:
@@ -232,7 +232,7 @@ def check_models(program: Program) -> Iterator[Finding]:
             continue
         missing = _missing_files(model.ref.path)
         if missing:
-            fix = f"hf download {model.ref.name}" if model.ref.source == "hub" else "copy the missing files"
+            fix = f"llmbox pull {model.ref.name}" if model.ref.source == "hub" else "copy the missing files"
             yield Finding(name, "failed", f"lacks {', '.join(missing)}", fix)
         else:
             yield Finding(name, "ok", f"{size(model.size)}, {model.architecture}")

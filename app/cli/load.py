@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from ..daemon.instance import find_running
+from ..daemon.model_request import ModelRequest
 from ..errors import CliError, Exit
 from . import output
 from .lazy import Command
@@ -32,14 +33,11 @@ def load(
     timeout: float,
     as_json: bool,
     **flags: Any,
-) -> None:
+) -> int:
     """Load a model into the running daemon."""
     (wanted,) = program.wanted([model], checked_alias(alias), given(flags))
     if estimate_only:
-        from .estimate import print_estimate
-
-        print_estimate(wanted.config(program.settings().settings.model), as_json=as_json)
-        return
+        return estimate(program, wanted, as_json=as_json)
     running = find_running(program.paths)
     if running is None:
         raise program.client.not_running()
@@ -53,6 +51,20 @@ def load(
         output.say(f"{answer['name']} is ready: context {window} tokens.")
     else:
         output.say(f"{answer['name']} is loading; follow with llmbox ps.")
+    return Exit.OK
+
+
+def estimate(program: Program, wanted: ModelRequest, *, as_json: bool) -> int:
+    from llmbox.engine.errors import EngineError
+
+    from ..hub.facts import local_facts
+    from .fit import report
+
+    try:
+        facts = local_facts(wanted.ref)
+    except EngineError as error:
+        raise CliError(f"cannot estimate {wanted.served_name}", str(error), "llmbox ls") from error
+    return report(program, facts, wanted.config(program.settings().settings.model), as_json=as_json)
 
 
 @click.command(cls=Command)

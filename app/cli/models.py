@@ -10,6 +10,7 @@ import click
 from . import output
 from .lazy import Command
 from .program import Program, pass_program
+from .pull import summary
 
 
 @click.command(cls=Command)
@@ -33,11 +34,17 @@ def ps(program: Program, *, as_json: bool, quiet: bool) -> None:
 @click.option("-q", "--quiet", is_flag=True, help="Names only.")
 @pass_program
 def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
-    """List the models on disk: the built-in one, the Hugging Face cache, and loaded directories."""
+    """List the models on disk: built-in, in the Hugging Face cache, adopted, loaded, on their way."""
     from ..catalog import ModelRef, describe, on_disk
 
     loaded = _loaded(program)
-    found = on_disk(program.environ)
+    names = program.names
+    found = on_disk(program.environ, names)
+    aliases = {
+        model.ref.name: sorted(name for name, each in names.aliases.items() if each.model == model.ref.ref)
+        for model in found
+    }
+    coming = _downloads(program)
     known = {str(model.ref.path) for model in found}
     others = {path: name for path, name in loaded.items() if path not in known}
     found += [describe(ModelRef(name, Path(path), "directory")) for path, name in others.items()]
@@ -52,10 +59,11 @@ def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
                 "architecture": model.architecture,
                 "servable": model.servable,
                 "loaded": str(model.ref.path) in loaded,
+                "aliases": aliases.get(model.ref.name, []),
             }
             for model in found
         ]
-        output.write_json("ls", {"models": rows})
+        output.write_json("ls", {"models": rows, "downloads": coming})
     elif quiet:
         for model in found:
             output.write(model.ref.name)
@@ -67,10 +75,14 @@ def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
                 model.architecture or "-",
                 "loaded" if str(model.ref.path) in loaded else "" if model.servable else "no safetensors",
                 time.strftime("%Y-%m-%d", time.localtime(model.modified)),
+                ", ".join(aliases.get(model.ref.name, [])),
             )
             for model in found
         ]
-        output.table(("NAME", "SIZE", "ARCHITECTURE", "STATE", "MODIFIED"), table, right=(1,))
+        table += [
+            (row["model"], output.size(row["total"] or None), "-", summary(row), "", "") for row in coming
+        ]
+        output.table(("NAME", "SIZE", "ARCHITECTURE", "STATE", "MODIFIED", "ALIASES"), table, right=(1,))
 
 
 @click.command(cls=Command)
@@ -85,7 +97,7 @@ def show(program: Program, ref: str, *, as_json: bool) -> None:
     if memory is not None:
         place = ModelRef(memory["name"], Path(memory["path"]), "directory")
     else:
-        place = resolve(ref, program.environ)
+        place = resolve(ref, program.environ, program.names)
     disk = describe(place)
     config = read_config(place.path)
     facts: dict[str, Any] = {
@@ -95,6 +107,7 @@ def show(program: Program, ref: str, *, as_json: bool) -> None:
         "size": disk.size,
         "architecture": disk.architecture,
         "servable": disk.servable,
+        "aliases": [name for name, each in program.names.aliases.items() if each.model == place.ref] or None,
         **{key: config.get(name) for key, name in _CONFIG_FACTS.items()},
         "loaded": memory,
     }
@@ -164,6 +177,14 @@ def _loaded(program: Program) -> dict[str, str]:
     if not program.client.is_up():
         return {}
     return {model["path"]: model["name"] for model in program.client.get("/admin/api/models")["models"]}
+
+
+def _downloads(program: Program) -> list[dict[str, Any]]:
+    """Those that are not finished; empty when no daemon runs."""
+    if not program.client.is_up():
+        return []
+    rows: list[dict[str, Any]] = program.client.get("/admin/api/downloads")["downloads"]
+    return [row for row in rows if row["state"] not in {"ready", "cancelled"}]
 
 
 def _in_memory(program: Program, name: str) -> dict[str, Any] | None:

@@ -19,6 +19,11 @@ def daemon_options(function: F) -> F:
     return _add(function, DAEMON_KEYS)
 
 
+def setting_options(*names: str) -> Callable[[F], F]:
+    """Some of them."""
+    return lambda function: _add(function, names)
+
+
 def model_options(function: F) -> F:
     function = click.option("--alias", metavar="NAME", help="Serve the model under this name too.")(function)
     return _add(function, MODEL_KEYS)

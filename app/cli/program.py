@@ -19,6 +19,7 @@ from ..paths import Paths, find_paths
 if TYPE_CHECKING:
     from ..daemon.model_request import ModelRequest
     from ..daemon.parts import Parts
+    from ..registry import Names, Registry
     from ..settings import Scalar
     from ..settings_load import LoadedSettings
     from .client import Client
@@ -42,6 +43,17 @@ class Program:
         from ..settings_load import load_settings
 
         return load_settings(self.paths, self.environ, flags or {})
+
+    @property
+    def names(self) -> "Names":
+        """Aliases and adopted models, as they are now."""
+        return self.registry.read()
+
+    @cached_property
+    def registry(self) -> "Registry":
+        from ..registry import Registry
+
+        return Registry(self.paths.registry_file)
 
     @cached_property
     def client(self) -> "Client":
@@ -68,7 +80,7 @@ class Program:
             raise CliError(
                 "--alias names one model", f"{len(texts)} models are given", "give one MODEL", Exit.USAGE
             )
-        return [ModelRequest(resolve(text, self.environ), alias, options) for text in texts]
+        return [ModelRequest(resolve(text, self.environ, self.names), alias, options) for text in texts]
 
 
 pass_program = click.make_pass_decorator(Program)

@@ -37,7 +37,7 @@ def serve(
         begun_with={"flags": given_flags, "models": list(models), "alias": alias},
         reload=lambda: program.settings(given_flags),
         parts=program.parts,
-        on_up=lambda running: None if background else output.write(f"{running.url}/v1"),
+        on_up=lambda running, _sign_in_link: None if background else output.write(f"{running.url}/v1"),
         background=background,
     )
     run_daemon(plan)

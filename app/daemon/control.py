@@ -16,6 +16,7 @@ from ..settings import Scalar, schema
 from ..settings_load import LoadedSettings, check_value, unknown_key
 from . import logs
 from .instance import Running
+from .library import Library
 from .model_request import ModelRequest
 
 log = logging.getLogger("llmbox.daemon")
@@ -44,6 +45,7 @@ class Control:
         self.services = services
         self.running = running
         self.loaded = loaded
+        self.library = Library(services)
         self.begun_with = begun_with
         """Flags and models of the start, for `restart`."""
         self.failure_codes: dict[str, str] = {}
@@ -97,12 +99,13 @@ class Control:
             if row is None:
                 raise unknown_key(f"model.{key}", "options")
             values[row.name] = check_value(row, value, f"options.{key}")
-        request = ModelRequest(resolve(text, os.environ), alias, values)
+        request = ModelRequest(resolve(text, os.environ, self.library.registry.read()), alias, values)
         request.config(self.services.settings.model)  # checks the name
         return request
 
     async def close(self) -> None:
         """Stops watching loads; the engines themselves end with `engines.close`."""
+        await self.library.downloads.close()
         for task in list(self._tasks):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -61,7 +61,7 @@ def compose(settings: Settings, paths: Paths, parts: Parts) -> Services:
         metrics=metrics,
         events=events,
         telemetry=telemetry,
-        security=Security.of(paths.keys_file),
+        security=Security.of(paths.keys_file, paths.keys_used_file),
         version=__version__,
     )
 

@@ -41,8 +41,8 @@ class Plan:
     """Flags and model names of the command line, for `restart`."""
     reload: Callable[[], LoadedSettings]
     """Reads the settings again; raises CliError."""
-    on_up: Callable[[Running], None]
-    """Called once the API answers."""
+    on_up: Callable[[Running, Callable[[], str]], None]
+    """Called once the API answers; the second argument makes a one-time sign-in link for the panel."""
     parts: "Callable[[], Parts] | None" = None
     """Replaces what the daemon is composed of (tests)."""
     background: bool = False

@@ -37,6 +37,7 @@ async def serve_until_stopped(plan: Plan, running: Running, sockets: Sequence[so
     app.state.control = control
     _handle_signals(control)
     gc.freeze()  # what was imported stays: collections need not look at it
+    control.library.downloads.restore()
     loading = asyncio.create_task(_load_first(control, plan.models))
     looking = asyncio.create_task(asyncio.to_thread(name_leftovers))
     try:
@@ -97,5 +98,5 @@ def _api_is_up(plan: Plan, services: Services, running: Running) -> None:
     notify(f"READY=1\nSTATUS=Serving on {running.url}")
     services.telemetry.start(services.gateway, services.paths)
     with contextlib.suppress(OSError):  # nobody reads our stdout any more: serve all the same
-        plan.on_up(running)
+        plan.on_up(running, lambda: services.security.sign_in_link(running.url))
     log.info("API up %.2f s after start", time.time() - psutil.Process().create_time())

@@ -30,7 +30,7 @@ def identify(connection: Connection) -> Identity:
         if found is None:
             raise unauthorized("The API key is not valid: it is unknown, expired or revoked.")
         return found
-    if is_local_socket(connection):
+    if is_local_socket(connection) and not _is_forwarded(connection.scope):
         return LOCAL
     return session_identity(connection, security) or NOBODY
 
@@ -58,8 +58,7 @@ def is_keyless(connection: Connection) -> bool:
     if services.settings.server.require_key or not connection.app.state.loopback_only:
         return False
     peer = connection.scope["client"]
-    forwarded = any(name in _FORWARDED for name, _ in connection.scope["headers"])
-    return peer is not None and is_loopback(peer[0]) and not forwarded
+    return peer is not None and is_loopback(peer[0]) and not _is_forwarded(connection.scope)
 
 
 def cookie_name(scope: Scope) -> str:
@@ -90,6 +89,10 @@ def _shown_key(scope: Scope) -> str | None:
     if len(ours) > 1:
         raise unauthorized("The request shows more than one key.")
     return ours.pop() if ours else None
+
+
+def _is_forwarded(scope: Scope) -> bool:
+    return any(name in _FORWARDED for name, _ in scope["headers"])
 
 
 def _bearer(value: bytes) -> str:

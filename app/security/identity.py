@@ -9,7 +9,7 @@ from .rates import Meter
 from .sessions import Session
 
 PANEL = "(panel)"
-"""In the request log, in place of a key's name; no key can have it."""
+"""In the request log, in place of a key's name; no key can be called so."""
 
 
 @dataclass(frozen=True, slots=True)

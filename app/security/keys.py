@@ -17,10 +17,11 @@ Scope = Literal["infer", "read", "admin"]
 
 PREFIX = "sk-llmbox-"
 _SHOWN = len(PREFIX) + 4
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)"
+"""`$` alone would let a last newline pass."""
 
 _Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
-_Pattern = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$")]
+_Pattern = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$(?!\n)")]
 _Count = Annotated[int, Meta(ge=1, le=1_000_000_000)]
 
 

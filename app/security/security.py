@@ -24,11 +24,11 @@ class Security:
     back_off: BackOff
 
     @classmethod
-    def of(cls, keys_file: Path, clock: Callable[[], float] = time.monotonic) -> "Security":
+    def of(cls, keys_file: Path, used_file: Path, clock: Callable[[], float] = time.monotonic) -> "Security":
         """`clock` counts seconds and never goes back."""
         return cls(
             KeyStore(keys_file),
-            LastUsed(keys_file.with_name("keys-used.json")),
+            LastUsed(used_file),
             Meters(clock),
             Sessions(clock),
             OneTimeTokens(clock),

@@ -20,7 +20,9 @@ class Cache:
 
 def make_kv_cache(shape: KVShape, device: torch.device) -> Cache:
     size = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
-    k, v = (torch.zeros(size, dtype=shape.dtype, device=device) for _ in "kv")
+    # Not zeroed here: `clear_blocks` comes before a block's first use, and until then untouched pages of a
+    # large cache cost no memory.
+    k, v = (torch.empty(size, dtype=shape.dtype, device=device) for _ in "kv")
     return Cache(k, v, shape.compute_dtype)
 
 

@@ -53,7 +53,7 @@ def test_a_hub_id_is_found_by_branch_tag_and_commit(cache: Path, environ: dict[s
 def test_what_is_not_on_disk_exits_4_and_says_how_to_get_it(environ: dict[str, str]):
     code, text = exit_of("org/absent@v2", environ)
     assert code == Exit.NOT_FOUND
-    assert "hf download org/absent --revision v2" in text
+    assert "llmbox pull org/absent@v2" in text
 
 
 @pytest.mark.parametrize(

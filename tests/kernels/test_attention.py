@@ -44,6 +44,7 @@ class Step:
             compute_dtype=dtype,
         )
         self.cache = ops.make_kv_cache(shape, CPU)
+        ops.clear_blocks(self.cache, list(range(shape.num_blocks)))
         self.k, self.v = (
             [torch.randn(past + new, heads[1], head_dim).to(dtype) for past, new in sequences] for _ in "kv"
         )

@@ -24,6 +24,10 @@ class FakeEngines:
         return self.state
 
 
+def security_in(folder: Path, clock: Callable[[], float] = time.monotonic) -> Security:
+    return Security.of(folder / "keys.json", folder / "keys-used.json", clock)
+
+
 @dataclass
 class FakeServices:
     """The part of `Services` that the HTTP shell itself touches."""
@@ -32,7 +36,7 @@ class FakeServices:
     engines: FakeEngines = field(default_factory=FakeEngines)
     metrics: Metrics = field(default_factory=Metrics)
     drain: Drain = field(default_factory=Drain)
-    security: Security = field(default_factory=lambda: Security.of(Path("/nonexistent/keys.json")))
+    security: Security = field(default_factory=lambda: security_in(Path("/nonexistent")))
     version: str = "0.0.0"
 
 
@@ -60,7 +64,7 @@ def over_unix(app: Any) -> Any:
 def guarded(folder: Path, clock: Callable[[], float] = time.monotonic, **server: Any) -> FakeServices:
     """With keys in `folder`."""
     settings = Settings(server=replace(ServerSettings(), **server))
-    return FakeServices(settings, security=Security.of(folder / "keys.json", clock))
+    return FakeServices(settings, security=security_in(folder, clock))
 
 
 def client(app: Any, host: str = "localhost", peer: str = "127.0.0.1", **options: Any) -> httpx.AsyncClient:

@@ -4,6 +4,7 @@ from litestar import Router
 
 from ..guard import Access
 from .events import events
+from .library import cancel_download, delete_models, downloads, pause, pull, resume, search
 from .keys import add_key, keys, revoke_key, rotate_key, sign_in_link
 from .models import load_model, models, unload_model
 from .requests import cancel_request, request_detail, requests
@@ -19,17 +20,24 @@ admin_router = Router(
         rotate_key,
         sign_in_link,
         bench_runs,
+        cancel_download,
         cancel_request,
         config,
         doctor,
+        delete_models,
+        downloads,
         events,
         history,
         load_model,
         log_lines,
         models,
+        pause,
+        pull,
         newest_tick,
         request_detail,
         requests,
+        resume,
+        search,
         stats,
         status,
         unload_model,

@@ -4,16 +4,16 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import msgspec
 from litestar import Request, delete, get, post
 from litestar.datastructures import State
 from msgspec import Struct
 
 from ...daemon.control import Control
 from ...errors import ApiError, CliError, Exit
-from ...security.keys import Key, KeySpec
+from ...security.keys import KeySpec
 from ...security.security import Security
 from ...security.sign_in import TOKEN_LIFE
+from ...security.view import KeyView, view
 from ...services import Services
 
 T = TypeVar("T")
@@ -21,25 +21,6 @@ _STATUS = {
     Exit.NOT_FOUND: (404, "key_not_found", "invalid_request_error"),
     Exit.CONFLICT: (409, "key_exists", "invalid_request_error"),
 }
-
-
-class KeyView(Struct, kw_only=True):
-    """A key without what could open anything. Times are Unix seconds."""
-
-    id: str
-    name: str
-    display: str
-    scopes: tuple[str, ...]
-    models: tuple[str, ...]
-    expires: float | None
-    expired: bool
-    rpm: int | None
-    tpm: int | None
-    priority: int
-    log_content: bool
-    created: float
-    rotated: float | None
-    last_used: float | None
 
 
 class Keys(Struct):
@@ -66,14 +47,14 @@ class SignInLink(Struct):
 @get("/keys", sync_to_thread=False, name="admin_keys")
 def keys(request: Request[Any, Any, State]) -> Keys:
     security = _security(request)
-    return Keys([view(key, security) for key in security.keys.list()])
+    return Keys([view(key, security.used) for key in security.keys.list()])
 
 
 @post("/keys", status_code=201, name="admin_key_add")
 async def add_key(request: Request[Any, Any, State], data: KeySpec) -> NewKey:
     security = _security(request)
     key, secret = await changing(lambda: security.keys.add(data))
-    return NewKey(view(key, security), secret)
+    return NewKey(view(key, security.used), secret)
 
 
 @post("/keys/{name:str}/rotate", status_code=200, name="admin_key_rotate")
@@ -81,7 +62,7 @@ async def rotate_key(request: Request[Any, Any, State], name: str) -> NewKey:
     """A new secret; the old one is refused from now on."""
     security = _security(request)
     key, secret = await changing(lambda: security.keys.rotate(name))
-    return NewKey(view(key, security), secret)
+    return NewKey(view(key, security.used), secret)
 
 
 @delete("/keys/{name:str}", status_code=200, name="admin_key_revoke")
@@ -95,12 +76,6 @@ def sign_in_link(request: Request[Any, Any, State]) -> SignInLink:
     control: Control = request.app.state.control
     url = _security(request).sign_in_link(control.running.url)
     return SignInLink(url, TOKEN_LIFE)
-
-
-def view(key: Key, security: Security) -> KeyView:
-    told = msgspec.structs.asdict(key)
-    del told["digest"]
-    return KeyView(**told, expired=key.is_expired(), last_used=security.used.of(key.id))
 
 
 async def changing(change: Callable[[], T]) -> T:

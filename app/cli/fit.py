@@ -1,0 +1,153 @@
+"""`llmbox fit`: the engine's arithmetic before anything is downloaded. `load --estimate-only` is the same."""
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import EngineError
+from llmbox.engine.estimator import MemoryPlan
+from llmbox.engine.machine import Machine, read_machine
+from llmbox.engine.model_config import ModelConfig
+
+from ..catalog import HUB_ID, ModelRef, hub_cache, resolve
+from ..daemon.model_request import ModelRequest
+from ..engines.budget import device_of, total_budget
+from ..errors import CliError, Exit
+from ..hub.errors import HubError
+from ..hub.facts import Facts, local_facts, remote_facts
+from ..hub.fit import Fit, device_bandwidth, planned
+from ..hub.fit import fit as check_fit
+from ..hub.listing import Hub
+from . import output
+from .lazy import Command
+from .options import given, setting_options
+from .program import Program, pass_program
+
+FLAGS = ("device", "dtype", "kv_dtype", "ctx", "max_running", "token_budget", "memory", "threads")
+
+
+@click.command(cls=Command)
+@click.argument("model")
+@setting_options(*(f"model.{name}" for name in FLAGS))
+@click.option("--quant", type=click.Choice(["none", "auto", "int8", "int4", "fp8"]), default="none")
+@click.option("--tp", type=click.IntRange(1, 64), default=1, metavar="N", help="Devices to spread it over.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@pass_program
+def fit(program: Program, /, model: str, *, quant: str, tp: int, as_json: bool, **flags: Any) -> int:
+    """Say whether MODEL fits on this machine, with what context and how fast; exit 5 if it does not.
+
+    MODEL is on disk or on the hub; of the latter only its config and the headers of its weights are read.
+    """
+    _refuse_what_is_not_built(quant, tp)
+    values = {name: value for name, value in given(flags).items() if name.startswith("model.")}
+    facts, ref = find_facts(program, model)
+    settings = program.settings().settings
+    config = ModelRequest(ref, None, values).config(settings.model)
+    return report(program, facts, config, as_json=as_json)
+
+
+def report(program: Program, facts: Facts, config: EngineConfig, *, as_json: bool) -> int:
+    """Prints a fit; the result is the exit code."""
+    machine = read_machine()
+    require_device(machine, config.device)
+    device = device_of(machine, config.device)
+    result = check_fit(
+        facts,
+        machine,
+        config,
+        budget_gb=program.settings().settings.memory.budget,
+        disk=hub_cache(program.environ),
+        bandwidth=device_bandwidth(machine, device, config.threads),
+    )
+    if as_json:
+        output.write_json("fit", result.as_dict())
+    else:
+        _print(result)
+    return Exit.OK if result.fits else Exit.DOES_NOT_FIT
+
+
+def find_facts(program: Program, model: str) -> tuple[Facts, ModelRef]:
+    """From this disk if it is there, else from the hub. Raises CliError."""
+    try:
+        ref = resolve(model, program.environ, program.names)
+        return local_facts(ref), ref
+    except CliError as error:
+        match = HUB_ID.fullmatch(model)
+        if error.exit != Exit.NOT_FOUND or match is None:
+            raise
+    except EngineError as error:
+        raise CliError(
+            f"{model} cannot be served", str(error), "llmbox search TEXT", Exit.DOES_NOT_FIT
+        ) from error
+    try:
+        facts = remote_facts(Hub.of_environment(), match["repo"], match["revision"])
+    except HubError as error:
+        raise CliError(error.what, error.why, error.fix, error.exit) from error
+    return facts, ModelRef(model, hub_cache(program.environ), "hub")
+
+
+def planner(program: Program) -> Callable[[ModelConfig], tuple[MemoryPlan | None, str]]:
+    """How a model would be served here with the defaults, alone on the machine."""
+    settings = program.settings().settings
+    machine = read_machine()
+    device = device_of(machine, settings.model.device)
+    budget = total_budget(machine, device, settings.memory.budget)
+    engine = EngineConfig(model_path="", name="", device=settings.model.device, dtype=settings.model.dtype)
+    return lambda config: planned(config, device, budget, machine.cpu.cores, engine)
+
+
+def require_device(machine: Machine, asked: str) -> None:
+    if asked == "cuda" and not machine.gpus:
+        raise CliError("no GPU can be used", machine.no_gpu_reason or "none is visible", "--device cpu")
+
+
+def _refuse_what_is_not_built(quant: str, tp: int) -> None:
+    if quant not in {"none", "auto"}:
+        raise CliError(
+            f"--quant {quant} cannot be served",
+            "this version runs bfloat16, float16 and float32 weights",
+            "--quant none",
+            Exit.USAGE,
+        )
+    if tp != 1:
+        raise CliError(
+            f"--tp {tp} cannot be served", "this version runs a model on one device", "--tp 1", Exit.USAGE
+        )
+
+
+def _print(result: Fit) -> None:
+    plan = result.plan
+    verdict = "fits" if result.fits else "does not fit"
+    output.write(f"{result.name} {verdict} on {result.device}.")
+    if result.reason:
+        output.write(f"  Why: {result.reason}")
+    rows: dict[str, str] = {}
+    if plan is not None:
+        rows |= {
+            "weights": f"{output.size(plan.weights_bytes)} as {plan.dtype}",
+            "workspace": output.size(plan.workspace_bytes),
+            "KV cache": f"{output.size(plan.kv_bytes)}, {output.size(plan.kv_bytes_per_token)} a token"
+            f" as {plan.kv_dtype}",
+            "together": output.size(plan.total_bytes),
+            "context": f"{plan.context} tokens",
+            "at once": f"{plan.max_concurrency:.1f} requests of full context, {plan.max_running} at most",
+        }
+    rows |= {
+        "budget": f"{output.size(result.budget)} ({output.size(result.available)} free now)",
+        "disk": f"{output.size(result.disk_need)} to fetch, {output.size(result.disk_free)} free"
+        if result.disk_need
+        else "all here",
+    }
+    if (speed := result.speed) is not None:
+        rows["speed"] = (
+            f"at most {speed.one_stream:.1f} tok/s for one stream, {speed.all_streams:.0f} for "
+            f"{speed.streams} ({output.size(speed.bandwidth)}/s of memory)"
+        )
+    for name, value in rows.items():
+        output.write(f"  {name:10} {value}")
+    for remedy in result.remedies:
+        output.write(f"  Would fit  {remedy}")
+    for note in result.notes:
+        output.say(f"Note: {note}")

@@ -1,0 +1,173 @@
+"""`llmbox search`, `adopt`, `rm` and `df`: models on the hub and on this disk."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..errors import CliError, Exit
+from . import output
+from .lazy import Command
+from .program import Program, pass_program
+
+
+@click.command(cls=Command)
+@click.argument("text")
+@click.option("--limit", type=click.IntRange(1, 50), default=15, show_default=True, help="Most results.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Names only.")
+@pass_program
+def search(program: Program, *, text: str, limit: int, as_json: bool, quiet: bool) -> None:
+    """Search the hub for models, with whether they fit on this machine."""
+    from ..hub.errors import HubError
+    from ..hub.listing import Hub
+    from ..hub.search import search as search_hub
+    from .fit import planner
+
+    try:
+        hits = search_hub(Hub.of_environment(), text, limit, planner(program))
+    except HubError as error:
+        raise as_cli(error) from error
+    if as_json:
+        output.write_json("search", {"models": [asdict(hit) for hit in hits]})
+    elif quiet:
+        for hit in hits:
+            output.write(hit.name)
+    elif not hits:
+        output.say(f"Nothing with safetensors weights is named like {text!r}.")
+    else:
+        rows = [
+            (
+                hit.name,
+                _count(hit.params),
+                hit.fits + (", gated" if hit.gated else ""),
+                hit.context or "-",
+                output.size(hit.memory),
+                hit.downloads,
+                hit.detail.partition(";")[0][:60],
+            )
+            for hit in hits
+        ]
+        output.table(
+            ("NAME", "PARAMS", "FITS", "CONTEXT", "MEMORY", "DOWNLOADS", ""), rows, right=(1, 3, 4, 5)
+        )
+
+
+@click.command(cls=Command)
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--name", help="Name to serve a single folder under; default is the folder's.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@pass_program
+def adopt(program: Program, *, paths: tuple[Path, ...], name: str | None, as_json: bool) -> None:
+    """Use models where they are, without a copy.
+
+    A PATH is another Hugging Face cache, a model's folder, or a folder of such folders (as LM Studio keeps
+    them).
+    """
+    from ..catalog import check_name
+    from ..hub.adopt import find_adoptable
+
+    if name is not None and len(paths) != 1:
+        raise CliError("--name names one folder", f"{len(paths)} are given", "give one PATH", Exit.USAGE)
+    found = [each for path in paths for each in find_adoptable(path)]
+    if name is not None:
+        if len(found) != 1 or found[0].is_cache:
+            raise CliError(
+                "--name names one folder", f"{paths[0]} holds several models", "leave it out", Exit.USAGE
+            )
+        found = [type(found[0])(check_name(name), found[0].path, is_cache=False)]
+    for each in found:
+        if each.is_cache:
+            program.registry.adopt_cache(each.path)
+        else:
+            program.registry.adopt_directory(check_name(each.name), each.path)
+    if as_json:
+        told = [{"name": each.name, "path": str(each.path), "cache": each.is_cache} for each in found]
+        output.write_json("adopt", {"adopted": told})
+        return
+    for each in found:
+        output.say(f"{each.name}: {each.path}" + (" (a cache)" if each.is_cache else ""))
+    output.say("See them: llmbox ls")
+
+
+@click.command(cls=Command)
+@click.argument("refs", nargs=-1, required=True)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@pass_program
+def rm(program: Program, *, refs: tuple[str, ...], as_json: bool) -> None:
+    """Delete models from this disk; org/name@revision deletes that revision only.
+
+    An adopted folder is only forgotten: its files stay. What is loaded or being downloaded stays too.
+    """
+    if program.client.is_up():
+        answer = program.client.post("/admin/api/models/delete", {"models": refs}, timeout=600.0)
+        removed: list[dict[str, Any]] = answer["removed"]
+    else:
+        from ..hub.remove import find_removable, remove
+
+        found = [find_removable(ref, program.environ, program.names) for ref in refs]
+        removed = [asdict(remove(each, program.registry)) for each in found]
+    if as_json:
+        output.write_json("rm", {"removed": removed, "freed": sum(each["freed"] for each in removed)})
+        return
+    for each in removed:
+        if each["forgotten"]:
+            output.say(f"{each['name']} is forgotten; its files stay where they are.")
+        else:
+            output.say(f"{each['name']} is deleted: {output.size(each['freed'])} freed.")
+
+
+@click.command(cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@pass_program
+def df(program: Program, *, as_json: bool) -> None:
+    """Show the disk space that models take, unfinished downloads included."""
+    from ..catalog import hub_cache
+    from ..hub.remove import disk_use, folder_size
+    from ..hub.transfer import free_space
+
+    taken = disk_use(program.environ, program.names)
+    cache = hub_cache(program.environ)
+    own = {
+        "state": folder_size(program.paths.state_dir),
+        "cache": folder_size(program.paths.cache_dir),
+    }
+    total = sum(each.size + each.partial for each in taken)
+    free = free_space(cache)
+    if as_json:
+        rows = [{**asdict(each), "path": str(each.path)} for each in taken]
+        output.write_json(
+            "df", {"models": rows, "total": total, "free": free, "models_folder": str(cache), "own": own}
+        )
+        return
+    output.table(
+        ("NAME", "SOURCE", "SIZE", "UNFINISHED", "REVISIONS"),
+        [
+            (
+                each.name,
+                each.source,
+                output.size(each.size),
+                output.size(each.partial) if each.partial else "-",
+                each.revisions,
+            )
+            for each in taken
+        ],
+        right=(2, 3, 4),
+    )
+    output.write("")
+    output.write(f"{output.size(total)} in models, {output.size(free)} free on the disk of {cache}")
+    output.write(
+        f"{output.size(own['state'])} of logs and state, {output.size(own['cache'])} of files safe to delete"
+    )
+
+
+def as_cli(error: Any) -> CliError:
+    """From a HubError."""
+    return CliError(error.what, error.why, error.fix, error.exit)
+
+
+def _count(params: int | None) -> str:
+    if params is None:
+        return "-"
+    return f"{params / 1e9:.1f}B" if params >= 10**9 else f"{params / 1e6:.0f}M"

@@ -1,0 +1,101 @@
+"""Models on this disk and on their way to it, as the daemon sees them."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.estimator import MemoryPlan
+from llmbox.engine.machine import read_machine
+from llmbox.engine.model_config import ModelConfig
+
+from ..catalog import ModelRef, hub_cache, served
+from ..engines.budget import device_of, total_budget
+from ..errors import ApiError, CliError, Exit
+from ..hub.downloads import Downloads, Setup
+from ..hub.fit import planned
+from ..hub.listing import Hub
+from ..hub.remove import Removable, Removed, find_removable, remove
+from ..hub.search import Hit, search
+from ..registry import Registry
+from ..services import Services
+
+STATUS_OF_EXIT = {Exit.NOT_FOUND: 404, Exit.DENIED: 403, Exit.CONFLICT: 409}
+
+
+class Library:
+    """Only to be used from the daemon's event loop."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self.registry = Registry(services.paths.registry_file)
+        settings = services.settings.hub
+        setup = Setup(
+            cache=hub_cache(os.environ),
+            state_file=services.paths.downloads_file,
+            fit=lambda config: self.plan(config)[1],
+            bandwidth=self._bandwidth,
+            files_at_once=settings.files_at_once,
+        )
+        self.downloads = Downloads(setup, services.events)
+
+    def find(self, name: str) -> ModelRef | None:
+        """What a client may ask for by this name; None if it is not on this disk. Reads a few small files."""
+        return served(name, os.environ, self.registry.read())
+
+    def plan(self, config: ModelConfig) -> tuple[MemoryPlan | None, str]:
+        """How a model would be served with the defaults, alone; or why it cannot be. For any thread."""
+        settings = self._services.settings
+        machine = read_machine()
+        model = settings.model
+        device = device_of(machine, model.device)
+        engine = EngineConfig(model_path="", name="", device=model.device, dtype=model.dtype)
+        budget = total_budget(machine, device, settings.memory.budget)
+        return planned(config, device, budget, machine.cpu.cores, engine)
+
+    async def search(self, text: str, limit: int) -> list[Hit]:
+        return await asyncio.to_thread(lambda: search(Hub.of_environment(), text, limit, self.plan))
+
+    async def remove(self, names: Sequence[str]) -> list[Removed]:
+        """All or none: every name is looked at first. Raises ApiError 400, 403, 404, 409."""
+        try:
+            known = self.registry.read()
+            found = await asyncio.to_thread(
+                lambda: [find_removable(name, os.environ, known) for name in names]
+            )
+            for each in found:
+                self._require_unused(each)
+            removed = []
+            for each in found:
+                removed.append(await asyncio.to_thread(remove, each, self.registry))
+                if each.repo is not None:
+                    self.downloads.forget(each.repo.name)
+                self._services.events.publish(
+                    "model.deleted", {"model": each.name, "freed": removed[-1].freed}
+                )
+        except CliError as error:
+            status = STATUS_OF_EXIT.get(error.exit, 400)
+            code = "model_not_found" if status == 404 else "cannot_delete"
+            raise ApiError(status, f"{error.what}: {error.why}", code, "models") from error
+        return removed
+
+    def _require_unused(self, found: Removable) -> None:
+        engines = self._services.engines
+        paths = [model.path for model in engines.models()]
+        paths += [Path(supervisor.config.model_path) for supervisor in engines.loading()]
+        place = found.folder.resolve()
+        if any(path.resolve().is_relative_to(place) for path in paths):
+            raise ApiError(
+                409, f"{found.name} is in memory. Unload it first: llmbox unload {found.name}", "model_busy"
+            )
+        if found.repo is not None and self.downloads.is_open(found.repo.name):
+            raise ApiError(
+                409,
+                f"{found.name} is being downloaded. Cancel that first: llmbox pull --cancel {found.name}",
+                "model_busy",
+            )
+
+    def _bandwidth(self) -> float | None:
+        limit = self._services.settings.hub.bandwidth
+        return None if limit is None else limit * 1e6

@@ -1,0 +1,27 @@
+"""The memory that models may take together, by device."""
+
+from typing import Literal
+
+from llmbox.engine.machine import Machine
+
+Place = Literal["cpu", "cuda"]
+
+CPU_SHARE, CUDA_SHARE = 0.8, 0.9
+"""Of all memory, where no budget is set: the rest is for the system and for what else runs here."""
+
+
+def total_budget(machine: Machine, device: Place, gigabytes: float | None) -> int:
+    """Bytes. A control group's limit counts as the machine's memory."""
+    if device == "cuda":
+        have = machine.gpus[0].total
+        share = CUDA_SHARE
+    else:
+        memory = machine.memory
+        have = memory.available if memory.limited_by_cgroup else memory.total
+        share = CPU_SHARE
+    return int(have * share) if gigabytes is None else min(int(gigabytes * 1e9), have)
+
+
+def device_of(machine: Machine, asked: str) -> Place:
+    """Where a model would run."""
+    return "cuda" if asked == "cuda" or (asked == "auto" and machine.gpus) else "cpu"

@@ -1,0 +1,188 @@
+"""Does a model fit, how well, and what would make it fit: the engine's arithmetic (`estimate`) in words."""
+
+import ctypes
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import DoesNotFit
+from llmbox.engine.estimator import MemoryBudget, MemoryPlan, estimate, show_bytes
+from llmbox.engine.machine import Machine
+from llmbox.engine.model_config import ModelConfig
+from llmbox.engine.roofline import decode_tokens_per_second
+
+from ..engines.budget import Place, device_of, total_budget
+from .facts import Facts
+from .transfer import free_space
+
+DISK_RESERVE = 512_000_000
+"""Bytes that a download leaves free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """What the memory's bandwidth allows: a bound, not a promise. Tokens a second."""
+
+    bandwidth: float
+    """Bytes a second."""
+    one_stream: float
+    all_streams: float
+    streams: int
+    """As many as run at once with a share of the pool each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    name: str
+    device: Place
+    budget: int
+    """Bytes that models may take together on that device."""
+    available: int
+    """Bytes free there now; less than the budget when something else runs."""
+    plan: MemoryPlan | None
+    """None when it does not fit."""
+    reason: str
+    """Why not, with numbers; empty when it fits."""
+    remedies: tuple[str, ...]
+    """What would make it fit, or fit better."""
+    notes: tuple[str, ...]
+    disk_need: int
+    disk_free: int
+    speed: Speed | None
+
+    @property
+    def fits(self) -> bool:
+        return self.plan is not None and self.fits_disk
+
+    @property
+    def fits_disk(self) -> bool:
+        return self.disk_need == 0 or self.disk_need + DISK_RESERVE <= self.disk_free
+
+    def as_dict(self) -> dict[str, Any]:
+        plan = self.plan
+        extra = (
+            {}
+            if plan is None
+            else {
+                "kv_bytes": plan.kv_bytes,
+                "total_bytes": plan.total_bytes,
+                "max_concurrency": round(plan.max_concurrency, 2),
+            }
+        )
+        found = asdict(self)
+        found["plan"] = None if plan is None else {**found["plan"], **extra}
+        return {"fits": self.fits, "fits_disk": self.fits_disk, **found}
+
+
+def fit(
+    facts: Facts,
+    machine: Machine,
+    config: EngineConfig,
+    *,
+    budget_gb: float | None,
+    disk: Path,
+    bandwidth: float | None,
+) -> Fit:
+    """`config` holds what was asked for; `disk` is where a download would go; `bandwidth` of the device."""
+    device = device_of(machine, config.device)
+    budget = total_budget(machine, device, budget_gb)
+    now = MemoryBudget.of(machine, device)
+    plan, reason = planned(facts.config, device, budget, machine.cpu.cores, config)
+    remedies = () if plan else alternatives(facts.config, device, budget, machine.cpu.cores, config)
+    notes = facts.notes + (plan.notes if plan else ())
+    if plan and plan.total_bytes > now.available:
+        notes += (
+            f"only {show_bytes(now.available)} are free now: other programs or models must make room first",
+        )
+    disk_free = free_space(disk)
+    result = Fit(
+        name=facts.name,
+        device=device,
+        budget=budget,
+        available=now.available,
+        plan=plan,
+        reason=reason,
+        remedies=remedies,
+        notes=notes,
+        disk_need=facts.missing_bytes,
+        disk_free=disk_free,
+        speed=_speed(facts.config, plan, bandwidth) if plan and bandwidth else None,
+    )
+    if not result.fits_disk:
+        need = show_bytes(facts.missing_bytes + DISK_RESERVE, up=True)
+        told = f"the disk has {show_bytes(disk_free)} free, {need} are needed"
+        result = replace(result, reason=f"{reason}; {told}" if reason else told)
+    return result
+
+
+def planned(
+    config: ModelConfig, device: Place, budget: int, cores: int, engine: EngineConfig
+) -> tuple[MemoryPlan | None, str]:
+    """The plan with the whole budget (or what `engine.memory_bytes` leaves of it), or why there is none."""
+    have = MemoryBudget(device=device, available=budget, cores=cores)
+    asked = replace(engine, memory_bytes=min(budget, engine.memory_bytes or budget))
+    try:
+        return estimate(config.shape(engine.context), have, asked), ""
+    except DoesNotFit as error:
+        return None, str(error)
+
+
+def alternatives(
+    config: ModelConfig, device: Place, budget: int, cores: int, engine: EngineConfig
+) -> tuple[str, ...]:
+    """Each changes one thing, by its flag."""
+    tries = {
+        "--ctx auto": replace(engine, context=None),
+        "--dtype bfloat16": replace(engine, dtype="bfloat16"),
+        "--dtype bfloat16 --ctx auto": replace(engine, dtype="bfloat16", context=None),
+        "--max-running 1": replace(engine, max_running=1),
+        "without --memory": replace(engine, memory_bytes=None),
+    }
+    found = []
+    for words, changed in tries.items():
+        if changed == engine:
+            continue
+        plan, _ = planned(config, device, budget, cores, changed)
+        if plan is not None:
+            found.append(f"{words}: {show_bytes(plan.total_bytes)} with a context of {plan.context} tokens")
+    return tuple(found)
+
+
+def _speed(config: ModelConfig, plan: MemoryPlan, bandwidth: float) -> Speed:
+    shape = config.shape()
+    streams = max(1, min(plan.max_running, int(plan.max_concurrency * 4)))
+
+    def rate(rows: int) -> float:
+        return decode_tokens_per_second(
+            shape, plan.dtype, plan.kv_dtype, bandwidth, rows=rows, context=plan.context // 4
+        )
+
+    return Speed(bandwidth=bandwidth, one_stream=rate(1), all_streams=rate(streams), streams=streams)
+
+
+def device_bandwidth(machine: Machine, device: Place, threads: int | None = None) -> float | None:
+    """Bytes a second: told by the GPU, measured on a CPU (0.1 s)."""
+    if device == "cuda":
+        return machine.gpus[0].bandwidth
+    return measure_bandwidth(threads or machine.cpu.cores)
+
+
+def measure_bandwidth(threads: int, size: int = 1 << 26, rounds: int = 2) -> float:
+    """Copies between buffers larger than caches, reading and writing counted; the best of some rounds."""
+    share = size // threads
+    buffers = [
+        (ctypes.create_string_buffer(share), ctypes.create_string_buffer(share)) for _ in range(threads)
+    ]
+    best = 0.0
+    for _ in range(rounds + 1):  # the first round faults the pages in
+        workers = [threading.Thread(target=ctypes.memmove, args=(a, b, share)) for a, b in buffers]
+        began = time.perf_counter()
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        best = max(best, 2 * share * threads / (time.perf_counter() - began))
+    return best

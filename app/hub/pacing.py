@@ -1,0 +1,47 @@
+"""How fast and how stubbornly: a bandwidth cap over all downloads, and waits between tries."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+class Stopped(Exception):  # noqa: N818 - nothing failed
+    """Somebody asked this download to stop."""
+
+
+class Valve:
+    """Bytes a second over all threads that share it. The bound may change at any time."""
+
+    def __init__(self, rate: Callable[[], float | None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate = rate
+        self._clock = clock
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> float:
+        """Seconds to wait before these bytes are within the bound."""
+        rate = self._rate()
+        if not rate:
+            return 0.0
+        with self._lock:
+            now = self._clock()
+            self._free_at = max(now, self._free_at) + count / rate
+            return self._free_at - now
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """Tries in a row without a byte of progress, and the first wait in seconds, which doubles."""
+
+    tries: int = 8
+    first: float = 0.5
+    longest: float = 30.0
+
+    def wait(self, failures: int, asked: float | None) -> float:
+        """Before the next try, after so many failures in a row. What the server asks for is respected."""
+        if asked is not None:
+            return asked
+        bound: float = min(self.longest, self.first * 2 ** (failures - 1))
+        return bound * random.uniform(0.5, 1.0)  # noqa: S311 - spreads clients out, protects nothing

@@ -1,0 +1,109 @@
+"""Deleting models from this disk, and counting what they take."""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..catalog import BUILTIN, HUB_ID, commit_of, hub_cache
+from ..errors import CliError, Exit
+from ..registry import Names, Registry
+from .layout import INCOMPLETE, Repo, repositories
+
+
+@dataclass(frozen=True, slots=True)
+class Removable:
+    """What `rm` would take away. `repo` is None for an adopted folder, which is only forgotten."""
+
+    name: str
+    folder: Path
+    repo: Repo | None
+    commit: str | None = None
+    """One revision only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    name: str
+    freed: int
+    forgotten: bool
+    """Its files stay: they were adopted, not fetched."""
+
+
+def find_removable(name: str, environ: Mapping[str, str], names: Names) -> Removable:
+    """Raises CliError: exit 2 for what is not a model's name, 4 for what is not there."""
+    if name == BUILTIN:
+        raise CliError("builtin cannot be deleted", "it is part of llmbox", "", Exit.DENIED)
+    if (alias := names.aliases.get(name)) is not None:
+        raise CliError(
+            f"{name} is an alias of {alias.model}", "only models are deleted", f"llmbox alias rm {name}"
+        )
+    if (place := names.directories.get(name)) is not None:
+        return Removable(name, Path(place), None)
+    match = HUB_ID.fullmatch(name)
+    if match is None or ".." in name or "--" in name:
+        raise CliError(
+            f"{name!r} is not a model of the cache",
+            "folders that were not adopted are yours to delete",
+            "llmbox ls",
+            Exit.USAGE,
+        )
+    for cache in [hub_cache(environ), *map(Path, names.caches)]:
+        repo = Repo(cache, match["repo"])
+        if not repo.folder.is_dir():
+            continue
+        if match["revision"] is None:
+            return Removable(name, repo.folder, repo)
+        commit = commit_of(repo.folder, match["revision"])
+        if commit is not None and repo.snapshot(commit).is_dir():
+            return Removable(name, repo.folder, repo, commit)
+    raise CliError(f"{name} is not on this disk", "there is nothing to delete", "llmbox ls", Exit.NOT_FOUND)
+
+
+def remove(found: Removable, registry: Registry) -> Removed:
+    try:
+        if found.repo is None:
+            registry.forget_directory(found.name)
+            return Removed(found.name, 0, forgotten=True)
+        freed = found.repo.delete() if found.commit is None else found.repo.delete_revision(found.commit)
+    except OSError as error:
+        raise CliError(
+            f"cannot delete {found.name}", error.strerror or str(error), "look at the folder's owner and mode"
+        ) from error
+    return Removed(found.name, freed, forgotten=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Disk use of one model. `partial` is in downloads that are not finished."""
+
+    name: str
+    source: str
+    size: int
+    partial: int
+    revisions: int
+    path: Path
+
+
+def disk_use(environ: Mapping[str, str], names: Names) -> list[Taken]:
+    """Largest first."""
+    found = []
+    for cache in [hub_cache(environ), *map(Path, names.caches)]:
+        for repo in repositories(cache):
+            usage = repo.usage()
+            found.append(
+                Taken(repo.name, "hub", usage.size, usage.partial, len(usage.revisions), repo.folder)
+            )
+    for name, place in names.directories.items():
+        size = folder_size(Path(place))
+        found.append(Taken(name, "adopted", size, 0, 1, Path(place)))
+    return sorted(found, key=lambda taken: -(taken.size + taken.partial))
+
+
+def folder_size(folder: Path) -> int:
+    total = 0
+    with contextlib.suppress(OSError):
+        for path in folder.rglob("*"):
+            if path.is_file() and not path.is_symlink() and not path.name.endswith(INCOMPLETE):
+                total += path.stat().st_size
+    return total

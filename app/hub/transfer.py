@@ -1,0 +1,213 @@
+"""One file from the hub to its blob: resumed by range, checked, in place only when its hash is right."""
+
+import hashlib
+import os
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from . import errors
+from .errors import HubError
+from .layout import Repo
+from .listing import RepoFile
+from .pacing import Retries, Stopped, Valve
+from .web import Answer, Web
+
+CHUNK = 256 * 1024
+VERIFY_CHUNK = 4 * 1024 * 1024
+ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+
+
+class Hash(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+@dataclass(slots=True)
+class Progress:
+    """Of one file, written by its thread, read by anybody."""
+
+    size: int
+    done: int = 0
+    retries: int = 0
+    state: str = "waiting"
+    """waiting, checking, fetching, done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a transfer works with."""
+
+    web: Web
+    repo: Repo
+    stop: threading.Event
+    valve: Valve
+    retries: Retries = field(default_factory=Retries)
+    note: Callable[[str], None] = lambda _: None
+    """Told about every failed try, from the transfer's thread."""
+
+
+def fetch(means: Means, file: RepoFile, url: str, progress: Progress) -> None:
+    """Returns when the blob is there and its hash is right. Raises HubError or Stopped."""
+    repo = means.repo
+    with repo.locked(file.etag, means.stop):
+        blob, partial = repo.blob(file.etag), repo.partial(file.etag)
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if blob.is_file() and _is_whole(blob, file, means, progress):
+                progress.done, progress.state = file.size, "done"
+                return
+            _fetch_checked(means, file, url, partial, progress)
+            partial.replace(blob)
+            _sync_folder(blob.parent)
+        except OSError as error:
+            raise errors.of_os_error(
+                error, repo.cache, file.size - progress.done, free_space(repo.cache)
+            ) from error
+    progress.state = "done"
+
+
+def new_hash(file: RepoFile) -> Hash:
+    """sha256 of large files; of small ones, git's sha1, which counts a header with the size."""
+    if file.by_sha256:
+        return hashlib.sha256()
+    digest = hashlib.sha1(usedforsecurity=False)
+    digest.update(b"blob %d\0" % file.size)
+    return digest
+
+
+def _is_whole(blob: Path, file: RepoFile, means: Means, progress: Progress) -> bool:
+    """Checks a blob that is there already, and deletes a wrong one."""
+    digest = new_hash(file)
+    if blob.stat().st_size == file.size:
+        _hash_file(blob, digest, means.stop, progress)
+        if digest.hexdigest() == file.etag:
+            return True
+    means.note(f"{file.name} on disk is not what the hub has: deleted, fetched again")
+    blob.unlink()
+    progress.done = 0
+    return False
+
+
+def _fetch_checked(means: Means, file: RepoFile, url: str, partial: Path, progress: Progress) -> None:
+    """A wrong hash deletes what came and tries once more."""
+    for attempt in (1, 2):
+        digest = _fetch_whole(means, file, url, partial, progress)
+        if digest.hexdigest() == file.etag:
+            return
+        partial.unlink()
+        progress.done = 0
+        progress.retries += 1
+        means.note(f"{file.name}: wrong hash (try {attempt} of 2), deleted")
+    raise HubError(
+        "integrity",
+        f"{file.name} arrived wrong twice",
+        f"its hash is not {file.etag}; nothing of it was kept",
+        "pull again; if it goes on, something between here and the hub changes data",
+    )
+
+
+def _fetch_whole(means: Means, file: RepoFile, url: str, partial: Path, progress: Progress) -> Hash:
+    """Tries until every byte is on disk. The failures that count are those in a row without a new byte."""
+    failures = 0
+    digest = new_hash(file)
+    with partial.open("ab") as out:
+        if out.tell() > file.size:
+            out.truncate(0)
+        progress.done = 0
+        _hash_file(partial, digest, means.stop, progress)
+        while progress.done < file.size:
+            before = progress.done
+            progress.state = "fetching"
+            try:
+                digest = _stream(means, file, url, out, digest, progress)
+            except HubError as error:
+                failures = 1 if progress.done > before else failures + 1
+                if not error.retry or failures >= means.retries.tries:
+                    raise
+                progress.retries += 1
+                wait = means.retries.wait(failures, error.retry_after)
+                means.note(f"{file.name}: {error}; next try in {wait:.1f} s")
+                if means.stop.wait(wait):
+                    raise Stopped from None
+        out.flush()
+        os.fsync(out.fileno())
+    return digest
+
+
+def _stream(means: Means, file: RepoFile, url: str, out: BinaryIO, digest: Hash, progress: Progress) -> Hash:
+    """The bytes of one answer. A server that knows no ranges begins again: then so does the hash."""
+    with means.web.get(url, means.repo.name, start=progress.done) as answer:
+        _check_answer(answer, file)
+        if answer.start != progress.done:
+            if answer.start != 0:
+                raise _broken_off(file, "another range was sent than asked for")
+            out.truncate(0)
+            progress.done, digest = 0, new_hash(file)
+        while progress.done < file.size:
+            if means.stop.is_set():
+                raise Stopped
+            data = answer.body.read1(min(CHUNK, file.size - progress.done))
+            if not data:
+                raise _broken_off(file, f"{progress.done} of {file.size} bytes came")
+            _write(out, data, means, file.size - progress.done)
+            digest.update(data)
+            progress.done += len(data)
+            if (wait := means.valve.take(len(data))) and means.stop.wait(wait):
+                raise Stopped
+    return digest
+
+
+def _write(out: BinaryIO, data: bytes, means: Means, missing: int) -> None:
+    """A full disk must not look like a lost connection, which would be tried again."""
+    try:
+        out.write(data)
+    except OSError as error:
+        cache = means.repo.cache
+        raise errors.of_os_error(error, cache, missing, free_space(cache)) from error
+
+
+def _check_answer(answer: Answer, file: RepoFile) -> None:
+    """Before a byte is kept: is it the content that was listed?"""
+    if answer.total is not None and answer.start == 0 and answer.total != file.size:
+        raise _broken_off(file, f"{answer.total} bytes are offered, {file.size} were listed")
+    # An etag of another kind (md5 of some mirror) says nothing; the hash of the bytes decides.
+    same_kind = answer.etag is not None and ETAG.fullmatch(answer.etag) and len(answer.etag) == len(file.etag)
+    if same_kind and answer.etag != file.etag:
+        raise _broken_off(file, "the hub now offers other content than it listed")
+
+
+def _broken_off(file: RepoFile, why: str) -> HubError:
+    return HubError(
+        "hub_error", f"{file.name} did not arrive whole", why, "pull again: what came is kept", retry=True
+    )
+
+
+def _hash_file(path: Path, digest: Hash, stop: threading.Event, progress: Progress) -> None:
+    """Bytes that are on disk already count as done once they are read again."""
+    with path.open("rb") as source:
+        while data := source.read(VERIFY_CHUNK):
+            if stop.is_set():
+                raise Stopped
+            progress.state = "checking"
+            digest.update(data)
+            progress.done += len(data)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def free_space(place: Path) -> int:
+    """Bytes that this user may still write there, or where it is to be made."""
+    while not place.exists():
+        place = place.parent
+    status = os.statvfs(place)
+    return status.f_bavail * status.f_frsize

@@ -1,0 +1,163 @@
+"""Facts from config and headers, without a download, and the verdict from them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmbox.app.catalog import directory
+from llmbox.app.hub.errors import HubError
+from llmbox.app.hub.facts import local_facts, remote_facts
+from llmbox.app.hub.fit import Fit, fit, measure_bandwidth
+from llmbox.app.hub.listing import Hub
+from llmbox.app.hub.search import search
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import ModelError
+from llmbox.engine.estimator import MemoryBudget, estimate
+from llmbox.engine.machine import Cpu, Gpu, Machine, Memory
+from support.hub_models import CONFIG, model_files, safetensors_header, tensors_of
+from support.hub_stub import StubHub, StubRepo, stub_hub
+
+NAME = "org/little"
+MACHINE = Machine(
+    Cpu("test", 4, 8, ()), Memory(16_000_000_000, 12_000_000_000, limited_by_cgroup=False), (), "none"
+)
+GPU = Gpu(0, "Test GPU", "GPU-0", 24_000_000_000, 23_000_000_000, 1e12)
+
+
+@pytest.fixture
+def hub():
+    with stub_hub() as stub:
+        stub.repos[NAME] = StubRepo(model_files())
+        yield stub
+
+
+def facts(hub: StubHub, name: str = NAME):
+    return remote_facts(Hub(hub.url, None), name, None)
+
+
+def verdict(found: Any, machine: Machine = MACHINE, budget_gb: float | None = None, **options: Any) -> Fit:
+    config = EngineConfig(model_path="", name="", **options)
+    return fit(found, machine, config, budget_gb=budget_gb, disk=Path("/tmp"), bandwidth=1e10)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_the_hub_and_the_disk_tell_the_same(hub: StubHub, tmp_path: Path, shards: bool):
+    hub.repos[NAME] = StubRepo(model_files(shards=shards))
+    remote = facts(hub)
+    for name, data in hub.repos[NAME].files.items():
+        (tmp_path / name).write_bytes(data)
+    local = local_facts(directory(tmp_path))
+    assert (remote.config, remote.stored_bytes, remote.stored_params) == (
+        local.config,
+        local.stored_bytes,
+        local.stored_params,
+    )
+    assert remote.stored_params == remote.config.num_parameters
+    assert remote.notes == ()
+    assert local.missing_bytes == 0
+
+
+def test_only_headers_are_read(hub: StubHub):
+    """A model of 16 GB that exists only as its header, which is longer than the first piece."""
+    config = {**CONFIG, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+              "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256,
+              "tie_word_embeddings": False, "max_position_embeddings": 8192}  # fmt: skip
+    header, size = safetensors_header(tensors_of(config), pad=70_000)
+
+    class Sparse(bytes):
+        def __len__(self) -> int:
+            return len(header) + size
+
+    hub.repos[NAME].files = {
+        "config.json": json.dumps(config).encode(),
+        "model.safetensors": Sparse(header),
+    }
+    found = facts(hub)
+    assert found.stored_params == found.config.num_parameters == 8_030_261_248
+    assert found.missing_bytes > 16_000_000_000
+    asked = [seen.headers["Range"] for seen in hub.requests("cdn")]
+    assert asked == ["bytes=0-65535", f"bytes=65536-{len(header) - 1}"]
+    refused = verdict(found)
+    assert refused.plan is None
+    assert not refused.fits
+    assert "16.1 GB" in refused.reason
+    on_gpu = verdict(found, replace(MACHINE, gpus=(GPU,)))
+    assert on_gpu.device == "cuda"
+    assert on_gpu.plan is not None
+    assert on_gpu.plan.context == 8192
+    assert on_gpu.speed is not None
+    assert 0.5 < on_gpu.speed.one_stream < 10
+
+
+def test_it_is_the_function_that_sizes_the_pool(hub: StubHub):
+    found = facts(hub)
+    config = EngineConfig(model_path="", name="", memory_bytes=100_000_000)
+    shown = verdict(found, memory_bytes=100_000_000)
+    budget = MemoryBudget(device="cpu", available=10**10, cores=4)
+    assert shown.plan == estimate(found.config.shape(), budget, config)
+
+
+def test_what_would_make_it_fit_is_said(hub: StubHub):
+    found = facts(hub)
+    tight = verdict(found, budget_gb=0.05, context=256, max_running=8192)
+    assert tight.plan is None
+    assert any(remedy.startswith("--max-running 1") for remedy in tight.remedies)
+    assert not verdict(found).remedies
+
+
+def test_a_full_disk_is_part_of_the_verdict(hub: StubHub, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llmbox.app.hub.fit.free_space", lambda _: 1000)
+    full = verdict(facts(hub))
+    assert full.plan is not None
+    assert not full.fits
+    assert "the disk has 0.0 MB free" in full.reason
+
+
+def test_config_and_weights_that_disagree_are_noted(hub: StubHub):
+    config = {**CONFIG, "num_hidden_layers": 4}
+    hub.repos[NAME].files["config.json"] = json.dumps(config).encode()
+    assert "config.json describes" in facts(hub).notes[0]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"", b"\xff" * 8, (20).to_bytes(8, "little") + b"not json", b"\x02" + bytes(7) + b"[]", bytes(3000)],
+)
+def test_broken_headers_are_refused(hub: StubHub, header: bytes):
+    hub.repos[NAME].files["model.safetensors"] = header + bytes(1200)
+    with pytest.raises(HubError) as caught:
+        facts(hub)
+    assert caught.value.code == "unsupported_model"
+
+
+def test_unsupported_architectures_name_no_path_of_ours(hub: StubHub, tmp_path: Path):
+    hub.repos[NAME].files["config.json"] = json.dumps({**CONFIG, "architectures": ["Odd"]}).encode()
+    with pytest.raises(HubError) as caught:
+        facts(hub)
+    assert "Odd is not supported" in str(caught.value)
+    assert "/tmp" not in str(caught.value)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError):
+        local_facts(directory(tmp_path))
+
+
+def test_search_says_of_each_result_whether_it_fits(hub: StubHub):
+    hub.repos |= {
+        "org/gated": StubRepo(model_files(), gated=True),
+        "org/odd": StubRepo({"config.json": b"{}"}),
+        "other/x": StubRepo(model_files()),
+    }
+    found = search(Hub(hub.url, None), "org", 10, lambda config: (None, f"{config.num_layers} layers"))
+    assert {hit.name: hit.fits for hit in found} == {
+        NAME: "no",
+        "org/gated": "unknown",
+        "org/odd": "unsupported",
+    }
+    assert found[0].detail == "2 layers"
+
+
+def test_bandwidth_is_measured():
+    assert 1e8 < measure_bandwidth(2, size=1 << 22, rounds=1) < 1e13
