@@ -1,0 +1,300 @@
+"""Keys by the command line, the admin API and the official client, against a daemon with the fake engine."""
+
+import json
+import resource
+import stat
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+from urllib.error import HTTPError
+
+import openai
+import pytest
+
+from llmbox.app.cli.client import ApiRefusal, Client
+from llmbox.app.cli.program import Program
+from llmbox.app.cli.sign_in import sign_in_link
+from llmbox.app.errors import Exit
+from llmbox.app.security.keys import Key, KeySpec
+from llmbox.app.store.record import RecordFilter
+from support.cli_box import Box, box, until
+from support.fake_engine import write_model
+from support.openai_server import Server, serving
+from support.tokenizers_zoo import byte_level, write_text_files
+
+__all__ = ["box"]
+
+PROMPT: Any = [{"role": "user", "content": "hello world"}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    models = tmp_path_factory.mktemp("models")
+    tokenizer = byte_level()
+    for name in ("alpha", "beta"):
+        write_model(write_text_files(models / name, tokenizer), vocab_size=tokenizer.get_vocab_size())
+    with serving(tmp_path_factory.mktemp("data")) as server:
+        server.load(models / "alpha", "alpha", alias="first")
+        server.load(models / "beta", "beta")
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def no_keys(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "server" in request.fixturenames:
+        keys = request.getfixturevalue("server").services.security.keys
+        for key in keys.list():
+            keys.remove(key.name)
+
+
+def make(server: Server, name: str = "laptop", **fields: Any) -> tuple[Key, openai.OpenAI]:
+    key, secret = server.services.security.keys.add(KeySpec(name=name, **fields))
+    return key, server.client().with_options(api_key=secret)
+
+
+def chat(client: openai.OpenAI, **options: Any) -> Any:
+    defaults = {"model": "alpha", "max_tokens": 4, "messages": PROMPT}
+    return client.chat.completions.create(**{**defaults, **options})
+
+
+def rows(server: Server) -> list[Any]:
+    server.services.request_log.flush()
+    return [record for _, record in server.call(server.services.request_log.query(RecordFilter()))]
+
+
+def sent(server: Server, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+    """The message that the engine gets."""
+    messages: list[Any] = []
+    real = server.services.gateway._messages
+    monkeypatch.setattr(
+        server.services.gateway, "_messages", lambda generation: messages.extend(real(generation)) or messages
+    )
+    chat(client, **options)
+    monkeypatch.undo()
+    return messages[0]
+
+
+def test_the_official_client_with_a_key(server: Server) -> None:
+    _, client = make(server)
+    assert chat(client).usage.completion_tokens == 4
+    server.services.security.revoke("laptop")
+    with pytest.raises(openai.AuthenticationError) as caught:
+        chat(client)
+    assert caught.value.code == "invalid_api_key"
+    with pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+def test_a_key_sees_and_uses_its_models_alone(server: Server) -> None:
+    _, client = make(server, models=("fir*",))
+    assert [model.id for model in client.models.list()] == ["first"]
+    assert chat(client, model="first").choices
+    for other in ("alpha", "beta", "does-not-exist"):
+        with pytest.raises(openai.PermissionDeniedError) as caught:
+            chat(client, model=other)
+        assert caught.value.code == "model_not_allowed"
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve(other)
+    with pytest.raises(openai.PermissionDeniedError):
+        client.completions.create(model="beta", prompt="a")
+    assert rows(server)[0].key == "laptop"
+
+
+@pytest.mark.parametrize("path", ["tokenize", "detokenize"])
+def test_model_limits_hold_for_every_route_that_names_one(server: Server, path: str) -> None:
+    _, client = make(server, models=("alpha",))
+    body = {"model": "beta", "prompt": "a"} if path == "tokenize" else {"model": "beta", "tokens": [1]}
+    with pytest.raises(openai.PermissionDeniedError):
+        client.with_options(base_url=server.url).post(f"/{path}", body=body, cast_to=object)
+
+
+def test_the_log_names_the_key_and_not_the_secret(server: Server) -> None:
+    key, client = make(server, "phone")
+    chat(client)
+    row = rows(server)[0]
+    assert row.key == "phone"
+    assert client.api_key not in repr(row)
+    assert key.digest not in repr(row)
+    assert server.services.security.used.of(key.id) == pytest.approx(row.created, abs=30)
+    chat(server.client())
+    assert rows(server)[0].key == ""
+
+
+def test_tokens_a_minute(server: Server) -> None:
+    _, client = make(server, tpm=60)
+    answer = client.chat.completions.with_raw_response.create(model="alpha", max_tokens=100, messages=PROMPT)
+    assert answer.headers["x-ratelimit-limit-tokens"] == "60"
+    assert answer.parse().usage.completion_tokens == 100  # type: ignore[union-attr]
+    until(lambda: not server.services.gateway.in_flight())
+    with pytest.raises(openai.RateLimitError) as caught:
+        chat(client)
+    assert caught.value.code == "rate_limit_exceeded"
+    assert int(caught.value.response.headers["retry-after"]) > 40
+    assert caught.value.response.headers["x-ratelimit-remaining-tokens"] == "0"
+    row = rows(server)[0]
+    assert (row.http_status, row.key) == (429, "laptop")
+    _, other = make(server, "other", tpm=1000)
+    assert chat(other).choices
+
+
+def test_requests_a_minute_also_for_streams(server: Server) -> None:
+    _, client = make(server, rpm=2)
+    assert len(list(chat(client, stream=True))) > 2
+    assert chat(client).choices
+    with pytest.raises(openai.RateLimitError):
+        chat(client, stream=True)
+
+
+def test_the_engine_gets_the_keys_priority_and_namespace(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, first = make(server, "one", priority=3)
+    other, second = make(server, "other", priority=-3)
+    asked = {"extra_body": {"priority": -9, "cache_salt": "s"}}
+    assert sent(server, first, monkeypatch, **asked).priority == 3
+    assert sent(server, second, monkeypatch).priority == 0
+    spaces = {
+        sent(server, client, monkeypatch, **more).cache_namespace
+        for client in (first, second, server.client())
+        for more in ({}, asked)
+    }
+    assert len(spaces) == 6
+    assert {f"{one.id}/", f"{other.id}/", ""} <= spaces
+
+
+# ---------------------------------------------------------------------- the command line and a daemon
+
+
+def ask(url: str, secret: str = "", **headers: str) -> int:
+    if secret:
+        headers["Authorization"] = f"Bearer {secret}"
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
+            return int(answer.status)
+    except HTTPError as error:
+        return error.code
+
+
+def test_beyond_this_machine_only_with_a_key(box: Box) -> None:
+    model = box.model()
+    refused = box.run("serve", model, "--host", "0.0.0.0")
+    assert refused.code == Exit.DENIED
+    assert "llmbox key add" in refused.err
+    made = box.run("key", "add", "laptop")
+    assert made.code == 0
+    secret = made.out.strip()
+    assert secret.startswith("sk-llmbox-")
+    assert made.out == secret + "\n", "alone on stdout"
+    assert secret not in made.err
+    box.serve(model, "--host", "0.0.0.0")
+    running = box.running
+    assert running is not None
+    url = running.url
+    assert "127.0.0.1" in url
+    assert ask(f"{url}/health") == 200
+    for path in ("/v1/models", "/ready", "/metrics", "/version", "/openapi.json", "/admin/api/status"):
+        assert ask(url + path) == 401, path
+    assert ask(f"{url}/v1/models", secret) == 200
+    assert ask(f"{url}/metrics", secret) == 403
+    assert ask(f"{url}/admin/api/status", secret) == 403
+    assert ask(f"{url}/v1/models", secret, Host="evil.example") == 421
+    rotated = box.run("key", "rotate", "laptop").out.strip()
+    assert ask(f"{url}/v1/models", secret) == 401
+    assert ask(f"{url}/v1/models", rotated) == 200
+    assert box.run("key", "rm", "laptop").code == 0
+    assert ask(f"{url}/v1/models", rotated) == 401
+    assert box.api("status")["host"] == "0.0.0.0", "the unix socket needs no key"
+    log = box.paths.log_file.read_text()
+    assert secret not in log
+    assert rotated not in log
+
+
+def test_keys_by_the_admin_api_and_a_sign_in_link(box: Box) -> None:
+    box.serve(box.model())
+    client = Client(box.paths)
+    made = client.post("/admin/api/keys", {"name": "phone", "scopes": ["admin"], "rpm": 9})
+    secret = made["secret"]
+    assert made["key"]["display"] in secret + "…" or secret.startswith(made["key"]["display"][:-1])
+    assert "digest" not in json.dumps(made)
+    listed = client.get("/admin/api/keys")["keys"]
+    assert [(key["name"], key["rpm"], key["last_used"]) for key in listed] == [("phone", 9, None)]
+    assert secret not in json.dumps(listed)
+    running = box.running
+    assert running is not None
+    assert ask(f"{running.url}/admin/api/status", secret) == 200
+    assert client.get("/admin/api/keys")["keys"][0]["last_used"] is not None
+    for body, status in [
+        ({"name": "phone"}, 409),
+        ({"name": "a b"}, 400),
+        ({"name": "x", "unknown": 1}, 400),
+        ({"name": "x", "scopes": []}, 400),
+        ({}, 400),
+    ]:
+        with pytest.raises(ApiRefusal) as caught:
+            client.post("/admin/api/keys", body)
+        assert caught.value.status == status, body
+    fresh = client.post("/admin/api/keys/phone/rotate", {})["secret"]
+    assert ask(f"{running.url}/admin/api/status", secret) == 401
+    assert ask(f"{running.url}/admin/api/status", fresh) == 200
+    assert box.run("key", "ls", "-q").out == "phone\n"
+    assert box.run("key", "ls", "--json").json["keys"][0]["name"] == "phone"
+    link = sign_in_link(Program(data_dir=box.paths.data_dir))
+    assert link.startswith(f"{running.url}/admin/signin?token=")
+    assert ask(link) == 200
+    with pytest.raises(ApiRefusal) as caught:
+        client.post("/admin/api/keys/nobody/rotate", {})
+    assert caught.value.status == 404
+    assert stat.S_IMODE(box.paths.keys_file.stat().st_mode) == 0o600
+
+
+def test_require_key_on_this_machine(box: Box) -> None:
+    secret = box.run("key", "add", "laptop", "--expires", "1h", "--model", "tiny").out.strip()
+    box.serve(box.model(), LLMBOX_SERVER_REQUIRE_KEY="true")
+    running = box.running
+    assert running is not None
+    assert ask(f"{running.url}/v1/models") == 401
+    assert ask(f"{running.url}/v1/models", "none") == 401
+    assert ask(f"{running.url}/v1/models", secret) == 200
+
+
+def test_mistakes_on_the_command_line(box: Box) -> None:
+    for arguments, code in [
+        (["add", "a b"], Exit.USAGE),
+        (["add", "x", "--scope", "root"], Exit.USAGE),
+        (["add", "x", "--expires", "yesterday"], Exit.USAGE),
+        (["add", "x", "--expires", "2001-01-01"], Exit.USAGE),
+        (["add", "x", "--rpm", "0"], Exit.USAGE),
+        (["rm", "nobody"], Exit.NOT_FOUND),
+        (["rotate", "nobody"], Exit.NOT_FOUND),
+    ]:
+        done = box.run("key", *arguments)
+        assert done.code == code, (arguments, done.err)
+        assert done.out == ""
+    assert not box.paths.keys_file.exists()
+    box.paths.keys_file.write_text("{")
+    broken = box.run("key", "ls")
+    assert broken.code == Exit.FAILED
+    assert str(box.paths.keys_file) in broken.err
+    assert box.run("serve", box.model()).code == Exit.FAILED
+
+
+def test_a_file_that_may_not_grow_keeps_the_old_keys(box: Box) -> None:
+    """The kernel refuses the write halfway, as on a full disk."""
+    secret = box.run("key", "add", "laptop").out.strip()
+    before = box.paths.keys_file.read_bytes()
+    limit = len(before) + 20
+    done = subprocess.run(
+        box.command("key", "add", "other", "--model", "x" * 150),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        env=box.environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == Exit.FAILED
+    assert "cannot write the key file" in done.stderr
+    assert done.stdout == ""
+    assert box.paths.keys_file.read_bytes() == before
+    assert secret not in done.stderr
