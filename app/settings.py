@@ -86,6 +86,11 @@ class ModelSettings:
     kv_dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
         "auto", "Type of the KV cache; auto follows dtype.", live=True
     )
+    quant: Literal["none", "auto", "int8", "int8-g32", "int4", "int4-g128"] = key(
+        "none",
+        "Weights rounded to integers as they are loaded; auto takes the first of none, int8, int4 that fits.",
+        live=True,
+    )
     ctx: int | None = key(
         None,
         "Longest prompt + output in tokens; auto takes the model's limit or what fits.",

@@ -8,6 +8,7 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 BLOCK_SIZE = 16
 """Tokens a KV block holds: small enough that the last, partly filled one wastes little."""
 
+QuantChoice = Literal["none", "auto", "int8", "int8-g32", "int4", "int4-g128"]
 Batching = Literal["continuous", "static"]
 
 
@@ -20,6 +21,8 @@ class EngineConfig:
     device: Device = "auto"
     dtype: Dtype = "auto"
     kv_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    quant: QuantChoice = "none"
+    """Weights rounded to integers as they are loaded. `auto` takes the first of none, int8 and int4 that fits."""
     context: int | None = None
     """Longest prompt + output of one request, in tokens; None takes the model's own limit or what fits."""
     max_running: int | None = None

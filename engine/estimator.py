@@ -4,17 +4,18 @@ The engine allocates exactly what `estimate` says, and `fit` shows it: one funct
 out of memory later.
 
     total = weights + workspace + KV
-    weights   = parameters · bytes of the weights' dtype
+    weights   = parameters · bytes of the weights' dtype, or `weights_bytes` when quantised
     KV        = blocks · block size · 2 · layers · kv_heads · head_dim · bytes of the KV dtype
     workspace = see `workspace_bytes`
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from llmbox.kernels.cpu.build import can_build
+from llmbox.kernels.quant import QUANTS, Quant
 
-from .config import Dtype, EngineConfig
+from .config import Dtype, EngineConfig, QuantChoice
 from .errors import DoesNotFit
 from .machine import Machine
 from .model_shape import DTYPE_BYTES, ModelShape
@@ -70,6 +71,7 @@ class MemoryPlan:
     device: Literal["cpu", "cuda"]
     dtype: Dtype
     kv_dtype: Dtype
+    quant: QuantChoice
     weights_bytes: int
     workspace_bytes: int
     kv_bytes_per_token: int
@@ -99,7 +101,25 @@ class MemoryPlan:
 
 def estimate(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> MemoryPlan:
     """Plan within the budget, or raise `DoesNotFit` with need, have, and what would fit."""
-    return _Planner(shape, budget, config).plan()
+    if config.quant != "auto":
+        return _Planner(shape, budget, config).plan()
+    for quant in ("none", "int8"):
+        try:
+            return _Planner(shape, budget, replace(config, quant=quant)).plan()
+        except DoesNotFit:
+            continue
+    return _Planner(shape, budget, replace(config, quant="int4")).plan()
+
+
+def weights_bytes(shape: ModelShape, dtype: str, quant: Quant | None) -> int:
+    """Norms, biases and a separate input embedding keep their dtype; the head has its own format."""
+    size = DTYPE_BYTES[dtype]
+    if quant is None:
+        return shape.params * size
+    head = shape.vocab * shape.hidden
+    kept = shape.params - shape.matmul_params
+    layers = shape.matmul_params - head
+    return int(kept * size + head * quant.head.bytes_per_weight + layers * quant.bytes_per_weight)
 
 
 def resolve_dtypes(
@@ -156,7 +176,7 @@ class _Planner:
         self.dtype, self.kv_dtype = resolve_dtypes(
             shape, budget.device, config, native_kernels=budget.native_kernels
         )
-        self.weights = shape.params * DTYPE_BYTES[self.dtype]
+        self.weights = weights_bytes(shape, self.dtype, QUANTS.get(config.quant))
         self.block_bytes = config.block_size * shape.kv_bytes_per_token(self.kv_dtype)
         self.max_running = config.max_running or _default_max_running(budget, config)
         self.token_budget = config.token_budget or _default_token_budget(shape, budget, self.max_running)
@@ -181,6 +201,7 @@ class _Planner:
             device=self.budget.device,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
+            quant=self.config.quant,
             weights_bytes=self.weights,
             workspace_bytes=workspace,
             kv_bytes_per_token=self.shape.kv_bytes_per_token(self.kv_dtype),

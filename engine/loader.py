@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from llmbox.kernels.dispatch import UnknownBackend, native_ready, select_ops
+from llmbox.kernels.dispatch import QuantUnavailable, UnknownBackend, native_ready, select_ops
 from llmbox.kernels.ops import Ops
+from llmbox.kernels.quant import QUANTS, Quant
 from llmbox.kernels.ragged import KVShape
 
 from .block_pool import BlockPool
@@ -40,7 +41,7 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
     torch.set_num_threads(threads)
     plan = estimate(model_config.shape(config.context), memory_budget(device), config)
     dtype, kv_dtype = TORCH_DTYPES[plan.dtype], TORCH_DTYPES[plan.kv_dtype]
-    ops = backend(device, dtype, kv_dtype, threads)
+    ops = backend(device, dtype, kv_dtype, threads, QUANTS.get(plan.quant))
 
     source = Source(directory, ops, dtype, device, weights_progress(progress))
     model = build_model(model_config, source)
@@ -81,9 +82,13 @@ def memory_budget(device: torch.device) -> MemoryBudget:
     return replace(MemoryBudget.of(machine, "cpu"), native_kernels=native_ready())
 
 
-def backend(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, threads: int) -> Ops:
+def backend(
+    device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, threads: int, quant: Quant | None
+) -> Ops:
     try:
-        return select_ops(device, dtype, kv_dtype, threads)
+        return select_ops(device, dtype, kv_dtype, threads, quant)
+    except QuantUnavailable as error:
+        raise DeviceError(f"{error}: load with --quant none") from None
     except UnknownBackend as error:
         raise EngineError(str(error)) from None
 

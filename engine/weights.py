@@ -38,6 +38,10 @@ class Weights:
         weight_VE = self._source.take(f"{self._prefix}{name}.weight", (vocab, hidden))
         return self._source.ops.pack_embedding(weight_VE, tied)
 
+    def head(self, name: str, vocab: int, hidden: int) -> PackedLinear:
+        weight_VE = self._source.take(f"{self._prefix}{name}.weight", (vocab, hidden))
+        return self._source.ops.pack_head(weight_VE, None)
+
     def linear(self, outputs: Mapping[str, int], inputs: int, *, bias: bool) -> PackedLinear:
         """One linear of all the named ones, stacked: {name: rows}."""
         source = self._source

@@ -59,6 +59,9 @@ class Ops:
     pack_linear: Callable[[Tensor, Tensor | None], PackedLinear]
     """(weight_OI, bias_O or None), contiguous -> packed. May keep its arguments; the caller lets go."""
 
+    pack_head: Callable[[Tensor, Tensor | None], PackedLinear]
+    """As `pack_linear`, for an output head that is not tied: it may be kept in more bits."""
+
     linear: Callable[[PackedLinear, Tensor], Tensor]
     """(packed, x_TI with contiguous rows) -> x_TI @ weight.T + bias, a new tensor [T, O]."""
 

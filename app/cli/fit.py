@@ -25,7 +25,7 @@ from .lazy import Command
 from .options import given, setting_options
 from .program import Program, pass_program
 
-FLAGS = ("device", "dtype", "kv_dtype", "ctx", "max_running", "token_budget", "memory", "threads")
+FLAGS = ("device", "dtype", "kv_dtype", "quant", "ctx", "max_running", "token_budget", "memory", "threads")
 
 
 @click.command(cls=Command)

@@ -56,7 +56,7 @@ class Decoder:
             source.skip("lm_head.weight")
             self.head = self.table
         else:
-            self.head = weights.linear({"lm_head": config.vocab_size}, config.hidden_size, bias=False)
+            self.head = weights.head("lm_head", *sizes)
         source.finish()
         self._run_layers = ops.graph(self._layers)
 

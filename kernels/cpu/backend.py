@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops import Ops, StepInputs
+from ..quant import Quant
 from ..ragged import KVShape, Ragged
 from .native import Step
 from .recorder import Recorder, Tape
@@ -47,12 +48,19 @@ class Backend:
         self.recorder = Recorder(library)
         self.name = name
 
-    def ops(self) -> Ops:
+    def ops(self, quant: Quant | None = None) -> Ops:
+        """With weights as they are, or quantised as they are packed."""
+        head = None if quant is None else quant.head
+
+        def pack_embedding(weight_VE: Tensor, tied: bool) -> Linear:
+            return Linear(self.library, weight_VE, None, head if tied else None)
+
         return Ops(
-            name=self.name,
-            pack_embedding=lambda weight_VE, _tied: Linear(self.library, weight_VE, None),
+            name=self.name if quant is None else f"{self.name}, {quant.name} weights",
+            pack_embedding=pack_embedding,
             embedding=self.embedding,
-            pack_linear=lambda weight_OI, bias_O: Linear(self.library, weight_OI, bias_O),
+            pack_linear=lambda weight_OI, bias_O: Linear(self.library, weight_OI, bias_O, quant),
+            pack_head=lambda weight_OI, bias_O: Linear(self.library, weight_OI, bias_O, head),
             linear=self.linear,
             logits=self.logits,
             rms_norm=self.rms_norm,
@@ -75,7 +83,10 @@ class Backend:
 
     def embedding(self, table: Linear, ids_T: Tensor) -> Tensor:
         out_TE = self.recorder.result("embedding", len(ids_T), table.inputs, table.dtype)
-        op = self.library.llmbox_embedding_op(
+        make = self.library.llmbox_embedding_op
+        if table.quant is not None:
+            make = self.library.llmbox_quant_embedding_op
+        op = make(
             DTYPES[table.dtype], table.pointer, out_TE.data_ptr(), out_TE.stride(0)
         )
         ids = ids_T.contiguous()
@@ -92,7 +103,10 @@ class Backend:
         assert x_TI.dtype == packed.dtype
         assert x_TI.stride(1) == 1
         out_TO = self.recorder.result(name, len(x_TI), packed.outputs, dtype)
-        op = self.library.llmbox_linear_op(
+        make = self.library.llmbox_linear_op
+        if packed.quant is not None:
+            make = self.library.llmbox_quant_op
+        op = make(
             DTYPES[packed.dtype],
             packed.pointer,
             x_TI.data_ptr(),

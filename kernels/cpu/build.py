@@ -27,7 +27,7 @@ COMMON_FLAGS = (
     "-fPIC",
     "-shared",
     "-pthread",
-    "-ffp-contract=fast",
+    "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
 )

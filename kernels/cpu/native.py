@@ -30,6 +30,7 @@ P, INT, LONG, FLOAT = c_void_p, c_int, c_int64, c_float
 FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_threads": (None, (INT, POINTER(c_int))),
     "llmbox_linear_new": (P, (INT, INT, INT, P, P)),
+    "llmbox_quant_new": (P, (INT, INT, INT, INT, INT, P, P)),
     "llmbox_linear_free": (None, (P,)),
     "llmbox_cache_new": (P, (INT, INT, INT, INT, INT, INT)),
     "llmbox_cache_free": (None, (P,)),
@@ -37,6 +38,8 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_cache_clear": (None, (P, INT)),
     "llmbox_linear_op": (P, (INT, P, P, LONG, P, LONG, INT)),
     "llmbox_embedding_op": (P, (INT, P, P, LONG)),
+    "llmbox_quant_op": (P, (INT, P, P, LONG, P, LONG, INT)),
+    "llmbox_quant_embedding_op": (P, (INT, P, P, LONG)),
     "llmbox_norm_op": (P, (INT, P, LONG, P, INT, INT, FLOAT, P)),
     "llmbox_add_norm_op": (P, (INT, P, LONG, P, P, INT, FLOAT, P)),
     "llmbox_rotary_op": (P, (INT, P, LONG, INT, INT)),

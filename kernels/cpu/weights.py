@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import torch
 
+from ..quant import Quant
+
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """As in native/library.cpp."""
 
@@ -22,17 +24,24 @@ class Handle:
 
 
 class Linear(Handle):
-    def __init__(self, library: ctypes.CDLL, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
+    """Packed weights of a linear; `quant` None keeps the dtype they have."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        weight_OI: torch.Tensor,
+        bias_O: torch.Tensor | None,
+        quant: Quant | None = None,
+    ) -> None:
         self.outputs, self.inputs = weight_OI.shape
         self.dtype = weight_OI.dtype
+        self.quant = quant
+        weight = weight_OI.contiguous()
         bias = None if bias_O is None else bias_O.float().contiguous()
-        super().__init__(
-            library.llmbox_linear_new(
-                DTYPES[self.dtype],
-                self.inputs,
-                self.outputs,
-                weight_OI.contiguous().data_ptr(),
-                None if bias is None else bias.data_ptr(),
-            ),
-            library.llmbox_linear_free,
-        )
+        numbers = DTYPES[self.dtype], self.inputs, self.outputs
+        arrays = weight.data_ptr(), None if bias is None else bias.data_ptr()
+        if quant is None:
+            made = library.llmbox_linear_new(*numbers, *arrays)
+        else:
+            made = library.llmbox_quant_new(*numbers, quant.bits, quant.group, *arrays)
+        super().__init__(made, library.llmbox_linear_free)

@@ -17,6 +17,7 @@ REFERENCE = Ops(
     pack_embedding=pack_embedding,
     embedding=embedding,
     pack_linear=pack_linear,
+    pack_head=pack_linear,
     linear=linear,
     logits=linear,
     rms_norm=rms_norm,

@@ -12,7 +12,7 @@ template <class T> INLINE void norm_row(const T* x, const T* weight, T* out, int
     Floats squares = splat(0.f);
     for (int i = 0; i < width; i += LANES) {
         Floats v = load(x + i, width - i);
-        squares = v * v + squares;
+        squares = multiply_add(v, v, squares);
     }
     const Floats scale = splat(1.f / std::sqrt(sum(squares) / static_cast<float>(width) + eps));
     for (int i = 0; i < width; i += LANES)
@@ -90,8 +90,8 @@ public:
                     const int left = half - i;
                     const Floats a = load(low + i, left), b = load(high + i, left);
                     const Floats c = load(cos + i, left), s = load(sin + i, left);
-                    store(low + i, a * c - b * s, left);
-                    store(high + i, b * c + a * s, left);
+                    store(low + i, multiply_add(a, c, -(b * s)), left);
+                    store(high + i, multiply_add(b, c, a * s), left);
                 }
             }
         }

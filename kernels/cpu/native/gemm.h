@@ -28,21 +28,26 @@ constexpr int COLUMN_VECTORS = LANES == 16 ? 4 : 2;
 // Rows that share one pass over a panel: their x stays in the L2 cache.
 constexpr int ROW_BLOCK = 192;
 
-struct Linear {
+struct LinearShape {
     int inputs, outputs;
-    int words;         // of one row, padded
-    size_t panel_bytes;
-    HugeBlock weights;
     std::vector<float> bias;  // empty, or padded to whole panels
 
+    LinearShape(int inputs, int outputs) : inputs(inputs), outputs(outputs) {}
+    virtual ~LinearShape() = default;
+    int panels() const { return ceil_div(outputs, PANEL); }
+};
+
+struct Linear : LinearShape {
+    int words;  // of one row, padded
+    size_t panel_bytes;
+    HugeBlock weights;
+
     Linear(int inputs, int outputs, int pack)
-        : inputs(inputs),
-          outputs(outputs),
+        : LinearShape(inputs, outputs),
           words(ceil_div(inputs, pack)),
           panel_bytes(words * PANEL_STRIDE),
-          weights(panel_bytes * ceil_div(outputs, PANEL)) {}
+          weights(panel_bytes * panels()) {}
 
-    int panels() const { return ceil_div(outputs, PANEL); }
     uint8_t* panel(int index) const { return weights.data() + panel_bytes * index; }
 };
 
@@ -148,57 +153,36 @@ template <class E> void multiply_panel(const uint8_t* panel, int words, WordRows
     }
 }
 
-// E: the weights' words and, unless it must be converted, the rows' too. Out: type of the result.
-template <class E, class Out> class LinearOp : public Op {
+// What all linears share: panels times blocks of rows are dealt out, and sums are written with the bias.
+// Out: type of the result.
+template <class Out> class LinearOp : public Op {
 public:
-    using In = typename E::Element;
+    LinearOp(const LinearShape& shape, Out* out, int64_t out_stride)
+        : shape_(shape), out_(out), out_stride_(out_stride) {}
 
-    LinearOp(const Linear& linear, const In* x, int64_t x_stride, Out* out, int64_t out_stride)
-        : linear_(linear), x_(x), x_stride_(x_stride), out_(out), out_stride_(out_stride) {}
+protected:
+    // tile[rows][PANEL] = rows of x from `row` on * panel.
+    virtual void multiply(int panel, int row, int rows, float* tile, Scratch& spare) = 0;
 
-    void prepare(const Step& step) override {
-        Op::prepare(step);
-        if (odd()) padded_.resize(static_cast<size_t>(step.rows) * linear_.words * E::PACK);
-    }
-
-    void run(const Step& step, Member& member) override {
-        if (odd()) {
-            pad_rows(member.share(step.rows));
-            member.barrier();
-        }
+    void run_panels(const Step& step, Member& member) {
         const int blocks = ceil_div(step.rows, ROW_BLOCK);
-        const int items = linear_.panels() * blocks;
+        const int items = shape_.panels() * blocks;
         // Neighbouring panels in one go: one long read instead of many short ones.
         const int chunk = std::clamp(items / (member.size * 4), 1, 16);
         float* tile = member.scratch.template take<float>(std::min(step.rows, ROW_BLOCK) * PANEL);
-        for (int first = take(chunk); first < items; first = take(chunk))
+        for (int first = this->take(chunk); first < items; first = this->take(chunk))
             for (int item = first; item < std::min(first + chunk, items); item++) {
-                const int row = item % blocks * ROW_BLOCK;
-                run_panel(item / blocks, row, std::min(step.rows - row, ROW_BLOCK), tile);
+                const int panel = item / blocks, row = item % blocks * ROW_BLOCK;
+                const int rows = std::min(step.rows - row, ROW_BLOCK);
+                multiply(panel, row, rows, tile, member.spare);
+                write(panel, row, rows, tile);
             }
     }
 
 private:
-    bool odd() const { return linear_.inputs % E::PACK; }
-
-    WordRows words() const {
-        if (odd()) return {reinterpret_cast<const uint8_t*>(padded_.data()), size_t{4} * linear_.words};
-        return {reinterpret_cast<const uint8_t*>(x_), x_stride_ * sizeof(In)};
-    }
-
-    void pad_rows(Member::Span rows) {
-        const size_t width = static_cast<size_t>(linear_.words) * E::PACK;
-        for (int row = rows.begin; row < rows.end; row++) {
-            In* to = padded_.data() + row * width;
-            std::copy_n(x_ + row * x_stride_, linear_.inputs, to);
-            std::fill(to + linear_.inputs, to + width, In{});
-        }
-    }
-
-    void run_panel(int panel, int row, int rows, float* tile) {
-        multiply_panel<E>(linear_.panel(panel), linear_.words, words().from(row, 0), rows, tile);
-        const int column = panel * PANEL, columns = std::min(PANEL, linear_.outputs - column);
-        const float* bias = linear_.bias.empty() ? nullptr : linear_.bias.data() + column;
+    void write(int panel, int row, int rows, const float* tile) {
+        const int column = panel * PANEL, columns = std::min(PANEL, shape_.outputs - column);
+        const float* bias = shape_.bias.empty() ? nullptr : shape_.bias.data() + column;
         for (int r = 0; r < rows; r++) {
             Out* to = out_ + (row + r) * out_stride_ + column;
             for (int i = 0; i < columns; i += LANES) {
@@ -209,12 +193,57 @@ private:
         }
     }
 
+    const LinearShape& shape_;
+    Out* out_;
+    int64_t out_stride_;
+};
+
+// Weights and rows of the same type.
+template <class E, class Out> class PlainLinearOp : public LinearOp<Out> {
+public:
+    using In = typename E::Element;
+
+    PlainLinearOp(const Linear& linear, const In* x, int64_t x_stride, Out* out, int64_t out_stride)
+        : LinearOp<Out>(linear, out, out_stride), linear_(linear), x_(x), x_stride_(x_stride) {}
+
+    void prepare(const Step& step, Pool& pool) override {
+        Op::prepare(step, pool);
+        if (odd()) pool.shared().template take<In>(step.rows * padded_width());
+        else words_ = {reinterpret_cast<const uint8_t*>(x_), x_stride_ * sizeof(In)};
+    }
+
+    void run(const Step& step, Member& member) override {
+        if (odd()) {
+            In* padded = member.pool.shared().template get<In>();
+            pad_rows(member.share(step.rows), padded);
+            if (member.index == 0) words_ = {reinterpret_cast<const uint8_t*>(padded), padded_width() * sizeof(In)};
+            member.barrier();
+        }
+        this->run_panels(step, member);
+    }
+
+protected:
+    void multiply(int panel, int row, int rows, float* tile, Scratch&) override {
+        multiply_panel<E>(linear_.panel(panel), linear_.words, words_.from(row, 0), rows, tile);
+    }
+
+private:
+    // The last word of a row would reach beyond it.
+    bool odd() const { return linear_.inputs % E::PACK; }
+    size_t padded_width() const { return static_cast<size_t>(linear_.words) * E::PACK; }
+
+    void pad_rows(Member::Span rows, In* padded) {
+        for (int row = rows.begin; row < rows.end; row++) {
+            In* to = padded + row * padded_width();
+            std::copy_n(x_ + row * x_stride_, linear_.inputs, to);
+            std::fill(to + linear_.inputs, to + padded_width(), In{});
+        }
+    }
+
     const Linear& linear_;
     const In* x_;
     int64_t x_stride_;
-    Out* out_;
-    int64_t out_stride_;
-    std::vector<In> padded_;
+    WordRows words_{};  // of x
 };
 
 // The rows `ids` of a weight packed for its use as output head.

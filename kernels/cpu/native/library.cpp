@@ -6,6 +6,7 @@
 #include "elementwise.h"
 #include "gemm.h"
 #include "pool.h"
+#include "quant.h"
 #include "tape.h"
 
 using namespace llmbox;
@@ -24,15 +25,24 @@ enum Dtype : int { FLOAT32 = 0, BFLOAT16 = 1 };
 // Calls `make` with the word type of a dtype.
 template <class Make> auto with_type(int dtype, Make make) { return dtype == BFLOAT16 ? make(BF16{}) : make(F32{}); }
 
-template <class E> struct PackJob {
-    const Linear& linear;
-    const typename E::Element* weight;
-};
-
-template <class E> void pack(Member& member, void* argument) {
-    auto& job = *static_cast<PackJob<E>*>(argument);
-    const auto panels = member.share(job.linear.panels());
-    for (int panel = panels.begin; panel < panels.end; panel++) pack_panel<E>(job.linear, panel, job.weight);
+// Runs `make_panel(panel)` for all panels of a linear, on all threads, and keeps the bias.
+template <class Shape, class MakePanel> Shape* fill(Shape* linear, const float* bias, MakePanel make_panel) {
+    struct Job {
+        Shape* linear;
+        MakePanel& make_panel;
+    } job{linear, make_panel};
+    pool().run(
+        [](Member& member, void* argument) {
+            auto& job = *static_cast<Job*>(argument);
+            const auto panels = member.share(job.linear->panels());
+            for (int panel = panels.begin; panel < panels.end; panel++) job.make_panel(panel);
+        },
+        &job);
+    if (bias) {
+        linear->bias.assign(linear->panels() * PANEL, 0.f);
+        std::copy_n(bias, linear->outputs, linear->bias.begin());
+    }
+    return linear;
 }
 
 }  // namespace
@@ -48,18 +58,26 @@ void llmbox_threads(int workers, const int* cores) { pool().resize({cores, cores
 Linear* llmbox_linear_new(int dtype, int inputs, int outputs, const void* weight, const float* bias) try {
     return with_type(dtype, [&]<class E>(E) {
         auto* linear = new Linear(inputs, outputs, E::PACK);
-        PackJob<E> job{*linear, static_cast<const typename E::Element*>(weight)};
-        pool().run(pack<E>, &job);
-        if (bias) {
-            linear->bias.assign(linear->panels() * PANEL, 0.f);
-            std::copy_n(bias, outputs, linear->bias.begin());
-        }
-        return linear;
+        auto* rows = static_cast<const typename E::Element*>(weight);
+        return fill(linear, bias, [=](int panel) { pack_panel<E>(*linear, panel, rows); });
     });
 } catch (const std::bad_alloc&) {
     return nullptr;
 }
-void llmbox_linear_free(Linear* linear) { delete linear; }
+
+// Quantised: `bits` 8 or 4, a scale for each `group` (32 or 128) inputs.
+QuantLinear* llmbox_quant_new(
+    int dtype, int inputs, int outputs, int bits, int group, const void* weight, const float* bias) try {
+    return with_type(dtype, [&]<class E>(E) {
+        auto* linear = new QuantLinear(inputs, outputs, bits, group);
+        auto* rows = static_cast<const typename E::Element*>(weight);
+        return fill(linear, bias, [=](int panel) { quantize_panel(*linear, panel, rows); });
+    });
+} catch (const std::bad_alloc&) {
+    return nullptr;
+}
+
+void llmbox_linear_free(LinearShape* linear) { delete linear; }
 
 // ---------------------------------------------------------------- KV cache
 
@@ -84,14 +102,32 @@ Op* llmbox_linear_op(
     return with_type(dtype, [&]<class E>(E) -> Op* {
         auto* rows = static_cast<const typename E::Element*>(x);
         if (out_dtype == FLOAT32)
-            return new LinearOp<E, float>(*linear, rows, x_stride, static_cast<float*>(out), out_stride);
-        return new LinearOp<E, bf16>(*linear, rows, x_stride, static_cast<bf16*>(out), out_stride);
+            return new PlainLinearOp<E, float>(*linear, rows, x_stride, static_cast<float*>(out), out_stride);
+        return new PlainLinearOp<E, bf16>(*linear, rows, x_stride, static_cast<bf16*>(out), out_stride);
     });
 }
 
 Op* llmbox_embedding_op(int dtype, const Linear* table, void* out, int64_t out_stride) {
     return with_type(dtype, [&]<class E>(E) -> Op* {
         return new EmbeddingOp<E>(*table, static_cast<typename E::Element*>(out), out_stride);
+    });
+}
+
+Op* llmbox_quant_op(int dtype, const QuantLinear* linear, const void* x, int64_t x_stride, void* out,
+                    int64_t out_stride, int out_dtype) {
+    return with_type(dtype, [&]<class E>(E) -> Op* {
+        using In = typename E::Element;
+        auto* rows = static_cast<const In*>(x);
+        if (out_dtype == FLOAT32)
+            return new QuantLinearOp<In, float>(*linear, rows, x_stride, static_cast<float*>(out), out_stride);
+        return new QuantLinearOp<In, bf16>(*linear, rows, x_stride, static_cast<bf16*>(out), out_stride);
+    });
+}
+
+Op* llmbox_quant_embedding_op(int dtype, const QuantLinear* table, void* out, int64_t out_stride) {
+    return with_type(dtype, [&]<class E>(E) -> Op* {
+        using Out = typename E::Element;
+        return new QuantEmbeddingOp<Out>(*table, static_cast<Out*>(out), out_stride);
     });
 }
 

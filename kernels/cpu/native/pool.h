@@ -49,6 +49,7 @@ public:
         }
         return static_cast<T*>(memory_);
     }
+    template <class T> T* get() const { return static_cast<T*>(memory_); }
 
 private:
     void* memory_ = nullptr;
@@ -63,6 +64,7 @@ struct Member {
     int index;
     int size;
     Scratch scratch;
+    Scratch spare;  // a second one, for what is called while the first is in use
 
     struct Span {
         int begin, end;
@@ -79,7 +81,7 @@ class Pool {
 public:
     using Job = void (*)(Member&, void*);
 
-    Pool() { members_.push_back(new Member{*this, 0, 1, {}}); }
+    Pool() { members_.push_back(new Member{*this, 0, 1, {}, {}}); }
 
     // From the next job on, `cores.size() + 1` threads; worker i runs on core cores[i].
     void resize(const std::vector<int>& cores) {
@@ -87,7 +89,7 @@ public:
         size_ = static_cast<int>(cores.size()) + 1;
         while (static_cast<int>(members_.size()) < size_) {
             int index = static_cast<int>(members_.size());
-            members_.push_back(new Member{*this, index, size_, {}});
+            members_.push_back(new Member{*this, index, size_, {}, {}});
             std::thread worker(&Pool::work, this, members_.back(), generation_.load());
             pin(worker, cores[index - 1]);
             worker.detach();  // it sleeps until the process ends
@@ -95,6 +97,9 @@ public:
     }
 
     int size() const { return size_; }
+
+    // One operation's scratch memory for all members: sized before the threads start, gone with the next one.
+    Scratch& shared() { return shared_; }
 
     void run(Job job, void* argument) {
         std::lock_guard<std::mutex> lock(busy_);
@@ -151,6 +156,7 @@ private:
     }
 
     std::mutex busy_;
+    Scratch shared_;
     std::vector<Member*> members_;
     int size_ = 1;
     int active_ = 1;

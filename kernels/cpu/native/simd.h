@@ -1,13 +1,16 @@
 // Vectors of the width this library is compiled for, and the few operations that kernels need on them.
 //
-// Plain GCC vector types: arithmetic is written with + and *, the compiler fuses a * b + c (-ffp-contract=fast).
-// Intrinsics only where the compiler does worse.
+// Plain GCC vector types with + and *; intrinsics only where the compiler does worse. Fused multiply-adds are
+// written out and -ffp-contract=off keeps the compiler from making others: left to itself it fuses in one
+// instance of a template and not in the next, and then a row's bits depend on the tile it fell in.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define UNROLL _Pragma("GCC unroll 16")
@@ -113,6 +116,19 @@ INLINE void prefetch_to_l2(const void* address) { __builtin_prefetch(address, 0,
 
 // ------------------------------------------------------------------ arithmetic
 
+// a * b + c, rounded once where the hardware can.
+INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
 INLINE Floats max(Floats a, Floats b) { return a > b ? a : b; }
 INLINE Floats abs(Floats a) { return (Floats)((Words)a & splat(0x7fffffffu)); }
 
@@ -148,12 +164,12 @@ INLINE Floats exp_negative(Floats x) {
     Ints n = (Ints)shifted - (Ints)shift;
     Floats f = t - (shifted - shift);
     Floats p = splat(1.535336188319500e-4f);
-    p = p * f + splat(1.339887440266574e-3f);
-    p = p * f + splat(9.618437357674640e-3f);
-    p = p * f + splat(5.550332471162809e-2f);
-    p = p * f + splat(2.402264791363012e-1f);
-    p = p * f + splat(6.931472028550421e-1f);
-    p = p * f + splat(1.f);
+    p = multiply_add(p, f, splat(1.339887440266574e-3f));
+    p = multiply_add(p, f, splat(9.618437357674640e-3f));
+    p = multiply_add(p, f, splat(5.550332471162809e-2f));
+    p = multiply_add(p, f, splat(2.402264791363012e-1f));
+    p = multiply_add(p, f, splat(6.931472028550421e-1f));
+    p = multiply_add(p, f, splat(1.f));
     Floats result = (Floats)((Ints)p + (n << 23));
     result = x < lowest ? splat(0.f) : result;
     return x == x ? result : x;
@@ -172,7 +188,7 @@ struct F32 {
     using Row = Floats;
     static INLINE Columns columns(const void* from) { return load_as<Floats>(from); }
     static INLINE Row row(uint32_t word) { return splat(as_float(word)); }
-    static INLINE void dot(Floats& sum, Columns columns, Row row) { sum = columns * row + sum; }
+    static INLINE void dot(Floats& sum, Columns columns, Row row) { sum = multiply_add(columns, row, sum); }
 };
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
@@ -208,8 +224,8 @@ struct BF16 {
         return {splat(as_float(word << 16)), splat(as_float(word & 0xffff0000u))};
     }
     static INLINE void dot(Floats& sum, Columns columns, Row row) {
-        sum = columns.low * row.low + sum;
-        sum = columns.high * row.high + sum;
+        sum = multiply_add(columns.low, row.low, sum);
+        sum = multiply_add(columns.high, row.high, sum);
     }
 };
 

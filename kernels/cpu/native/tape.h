@@ -32,7 +32,7 @@ public:
     virtual ~Op() = default;
     virtual void run(const Step& step, Member& member) = 0;
     // Before the threads start.
-    virtual void prepare(const Step&) { next_.store(0, std::memory_order_relaxed); }
+    virtual void prepare(const Step&, Pool&) { next_.store(0, std::memory_order_relaxed); }
 
 protected:
     // Work for whoever comes first: threads that lose their core for a while take less.
@@ -49,7 +49,7 @@ struct Tape {
 };
 
 inline void run_tape(Pool& pool, const Tape& tape) {
-    for (int i = 0; i < tape.count; i++) tape.ops[i]->prepare(tape.step);
+    for (int i = 0; i < tape.count; i++) tape.ops[i]->prepare(tape.step, pool);
     pool.run(
         [](Member& member, void* argument) {
             const Tape& tape = *static_cast<const Tape*>(argument);

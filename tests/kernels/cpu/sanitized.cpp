@@ -67,6 +67,21 @@ void check_linear(int dtype, int rows, int inputs, int outputs) {
     llmbox_linear_free(linear);
 }
 
+void check_quant(int dtype, int bits, int group, int rows, int inputs, int outputs) {
+    Buffer weight(dtype, size_t(inputs) * outputs), x(dtype, size_t(rows) * inputs);
+    Buffer out(dtype, size_t(rows) * outputs), taken(dtype, size_t(rows) * inputs);
+    out.poison(), taken.poison();
+    QuantLinear* linear = llmbox_quant_new(dtype, inputs, outputs, bits, group, weight.data(), nullptr);
+    std::vector<int64_t> ids(rows, outputs - 1);
+    Step step{};
+    step.rows = rows;
+    step.ids = ids.data();
+    run(llmbox_quant_op(dtype, linear, x.data(), inputs, out.data(), outputs, dtype), step);
+    run(llmbox_quant_embedding_op(dtype, linear, taken.data(), inputs), step);
+    must_be_finite(out, "quantised linear"), must_be_finite(taken, "quantised embedding");
+    llmbox_linear_free(linear);
+}
+
 void check_rows(int dtype, int rows, int heads, int width) {
     const size_t size = size_t(rows) * heads * width;
     Buffer x(dtype, size), out(dtype, size), weight(dtype, heads * width), residual(dtype, size);
@@ -133,6 +148,12 @@ int main() {
     for (int dtype : {FLOAT32, BFLOAT16}) {
         for (auto [rows, inputs, outputs] : {std::tuple{1, 1, 1}, {2, 33, 65}, {33, 130, 7}, {7, 64, 200}, {200, 9, 70}})
             check_linear(dtype, rows, inputs, outputs);
+        for (int bits : {8, 4})
+            for (int group : {32, 128}) {
+                check_quant(dtype, bits, group, 1, 1, 1);
+                check_quant(dtype, bits, group, 5, 33, 65);
+                check_quant(dtype, bits, group, 33, 256, 7);
+            }
         for (auto [rows, heads, width] : {std::tuple{1, 1, 2}, {5, 3, 10}, {33, 2, 66}}) check_rows(dtype, rows, heads, width);
         for (int kv_dtype : {FLOAT32, BFLOAT16}) {
             check_attention(dtype, kv_dtype, 16, 4, 2, 32, 0);

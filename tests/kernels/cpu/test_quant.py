@@ -1,0 +1,129 @@
+"""Quantised linears: what the format says, how close it is, and one row, one result."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmbox.kernels.cpu.load import load_backend
+from llmbox.kernels.dispatch import QuantUnavailable, backends, select_ops
+from llmbox.kernels.ops import Ops
+from llmbox.kernels.quant import QUANTS, Quant
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(params=[name for name in backends() if name.startswith("cpu ")])
+def level(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=list(QUANTS))
+def quant(request: pytest.FixtureRequest) -> Quant:
+    return QUANTS[request.param]
+
+
+def quantised(level: str, quant: Quant) -> Ops:
+    backend = load_backend(level)
+    backend.use_threads([0, 1, 0])
+    return backend.ops(quant)
+
+
+def weights_of(ops: Ops, weight_OI: Tensor) -> Tensor:
+    """As they are after rounding: read back as an embedding table."""
+    table = ops.pack_embedding(weight_OI, True)
+    return ops.embedding(table, torch.arange(len(weight_OI))).float()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 256, 96), (7, 300, 130), (33, 128, 64), (13, 20, 3)])
+def test_is_close_to_the_exact_product(
+    level: str, quant: Quant, dtype: torch.dtype, rows: int, inputs: int, outputs: int
+) -> None:
+    ops = quantised(level, quant)
+    weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
+    x, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    got = ops.linear(ops.pack_linear(weight, bias), x).double()
+    exact = x.double() @ weight.double().T
+    error = (got - exact - bias.double()).norm() / exact.norm()
+    assert error < {8: 0.02, 4: 0.12}[quant.bits]
+
+
+def test_eight_bits_are_rounded_to_the_nearest(level: str) -> None:
+    weight = torch.randn(70, 200) / 20
+    got = weights_of(quantised(level, QUANTS["int8-g32"]), weight)
+    padded = torch.nn.functional.pad(weight, (0, 24)).view(70, 7, 32)
+    scale = (padded.abs().amax(-1, keepdim=True) / 127).half().float()
+    expected = ((padded / scale).round().clamp(-128, 127) * scale).view(70, 224)[:, :200]
+    assert torch.allclose(got, expected, atol=1e-6)
+
+
+def test_a_product_is_that_of_the_rounded_numbers(level: str, quant: Quant) -> None:
+    """Everything after the rounding of weights and rows is exact to float32."""
+    ops = quantised(level, quant)
+    weight, x = torch.randn(96, 256) / 16, torch.randn(5, 256)
+    rounded = weights_of(quantised(level, quant), weight) if quant.bits == 8 else None
+    if rounded is None:  # a table never has four bits: read the weights back through unit rows
+        rounded = ops.linear(ops.pack_linear(weight, None), torch.eye(256)).T
+    groups = x.view(5, -1, quant.group)
+    scale = groups.abs().amax(-1, keepdim=True) / 127
+    rounded_x = ((groups / scale).round() * scale).view(5, 256)
+    got = ops.linear(ops.pack_linear(weight, None), x)
+    torch.testing.assert_close(got.double(), rounded_x.double() @ rounded.double().T, atol=2e-4, rtol=1e-3)
+
+
+def test_four_bits_beat_rounding_to_nearest(level: str) -> None:
+    weight = torch.randn(64, 512) / 20
+    ops = quantised(level, QUANTS["int4"])
+    got = ops.linear(ops.pack_linear(weight, None), torch.eye(512)).T
+    groups = weight.view(64, -1, 32)
+    scale = groups.abs().amax(-1, keepdim=True) / 7
+    nearest = ((groups / scale).round() * scale).view_as(weight)
+
+    def weighted_error(rounded: Tensor) -> float:
+        return float((weight.square() * (rounded - weight).square()).sum())
+
+    assert weighted_error(got) < 0.8 * weighted_error(nearest)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(300, 130), (1024, 64)])
+def test_a_row_does_not_depend_on_the_number_of_rows(
+    level: str, quant: Quant, dtype: torch.dtype, inputs: int, outputs: int
+) -> None:
+    ops = quantised(level, quant)
+    packed = ops.pack_linear((torch.randn(outputs, inputs) / inputs**0.5).to(dtype), None)
+    x = torch.randn(230, inputs).to(dtype)
+    together = ops.linear(packed, x)
+    for rows in [*range(1, 35), 65, 200]:
+        assert torch.equal(ops.linear(packed, x[:rows].clone()), together[:rows]), rows
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_a_broken_row_is_nan_and_alone(level: str, quant: Quant, poison: float) -> None:
+    ops = quantised(level, quant)
+    packed = ops.pack_linear(torch.randn(70, 256), None)
+    x = torch.randn(3, 256)
+    clean = ops.linear(packed, x)
+    x[1, 200] = poison
+    got = ops.linear(packed, x)
+    assert got[1].isnan().all()
+    assert torch.equal(got[[0, 2]], clean[[0, 2]])
+
+
+def test_zero_weights_and_rows(level: str, quant: Quant) -> None:
+    ops = quantised(level, quant)
+    zero = ops.pack_linear(torch.zeros(3, 40), None)
+    assert torch.equal(ops.linear(zero, torch.randn(2, 40)), torch.zeros(2, 3))
+    packed = ops.pack_linear(torch.randn(3, 40), None)
+    assert torch.equal(ops.linear(packed, torch.zeros(2, 40)), torch.zeros(2, 3))
+
+
+def test_what_cannot_run_quantised_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    int8 = QUANTS["int8"]
+    monkeypatch.delenv("LLMBOX_KERNELS", raising=False)
+    with pytest.raises(QuantUnavailable, match="float16|bfloat16"):
+        select_ops(CPU, torch.float16, quant=int8)
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    with pytest.raises(QuantUnavailable, match="reference"):
+        select_ops(CPU, torch.float32, quant=int8)
