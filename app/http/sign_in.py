@@ -4,6 +4,7 @@ The link's GET only shows a button: whatever looks at links before people do (ma
 browser's guess at the next page) must not use it up.
 """
 
+import logging
 from html import escape
 from typing import Any
 
@@ -21,6 +22,8 @@ from .credentials import identity_of, session_identity
 from .forms import form_of
 from .guard import Access
 from .shell import add_headers
+
+log = logging.getLogger("llmbox.security")
 
 HOME = "/admin"
 _MOST_TOKEN_CHARACTERS = 200
@@ -63,10 +66,12 @@ async def sign_in(request: Request[Any, Any, State]) -> Response[str]:
     allowed, key = _check(security, form)
     if not allowed:
         security.back_off.failed(address)
+        log.warning("a sign-in from %s failed", address)
         return _page(
             "That did not work: the link was used or is too old, or the key may not administer.", status=401
         )
     security.back_off.succeeded(address)
+    log.info("signed in from %s with %s", address, f"the key {key.name}" if key else "a one-time link")
     if (old := session_identity(request, security)) is not None and old.session is not None:
         security.sessions.close(old.session)
     _, secret = security.sessions.open(key.digest if key else None)
