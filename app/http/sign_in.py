@@ -112,7 +112,7 @@ def _go(where: str) -> Response[str]:
 def _page(
     message: str = "", *, token: str = "", status: int = 200, headers: dict[str, str] | None = None
 ) -> Response[str]:
-    said = f'<p role="alert">{escape(message)}</p>' if message else ""
+    said = f'<p class="failure" role="alert">{escape(message)}</p>' if message else ""
     inner = _LINK_FORM.format(token=escape(token, quote=True)) if token else _KEY_FORM
     body = _PAGE.format(said=said, inner=inner)
     return Response(body, status_code=status, headers=headers, media_type=MediaType.HTML)
@@ -125,10 +125,12 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="robots" content="noindex">
 <title>Sign in · llmbox</title>
+<link rel="icon" href="/admin/static/icon.svg" type="image/svg+xml">
+<link rel="stylesheet" href="/admin/static/panel.css">
 </head>
-<body>
+<body class="gate">
 <main>
-<h1>llmbox</h1>
+<h1><img src="/admin/static/icon.svg" alt="" width="28" height="28"> llmbox</h1>
 {said}
 {inner}
 </main>
@@ -138,11 +140,11 @@ _PAGE = """<!doctype html>
 _LINK_FORM = """<form method="post" action="/admin/signin">
 <input type="hidden" name="token" value="{token}">
 <p>This link signs this browser in. It works once.</p>
-<button type="submit" autofocus>Sign in</button>
+<button class="main" type="submit" autofocus>Sign in</button>
 </form>"""
 _KEY_FORM = """<form method="post" action="/admin/signin">
 <label for="key">Key with the scope admin</label>
 <input id="key" name="key" type="password" autocomplete="current-password" required autofocus>
-<button type="submit">Sign in</button>
+<button class="main" type="submit">Sign in</button>
 </form>
 <p>At the box itself: <code>llmbox up</code> prints a sign-in link.</p>"""
