@@ -62,9 +62,7 @@ def check_origin(hosts: HostList, scope: Any, headers: dict[bytes, bytes]) -> No
     """
     origin = headers.get(b"origin")
     site = headers.get(b"sec-fetch-site")
-    # Under our own "no-referrer" a browser posts our forms with Origin "null"; Sec-Fetch-Site no page can set.
-    own_form = origin == b"null" and site == b"same-origin"
-    if origin is not None and not own_form and not _is_own_origin(hosts, scope, origin):
+    if origin is not None and not _is_own_origin(hosts, scope, origin):
         raise _cross_site()
     if site is None or site in _OWN_SITES:
         return
