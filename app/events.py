@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ class Events:
             elif queue.qsize() == _BACKLOG:
                 queue.put_nowait(None)
 
-    async def subscribe(self, last_event_id: int | None = None) -> AsyncIterator[Event]:
+    async def subscribe(self, last_event_id: int | None = None) -> AsyncGenerator[Event, None]:
         """Events from now on; with `last_event_id`, first those after it that are still remembered."""
         queue: asyncio.Queue[Event | None] = asyncio.Queue()
         missed = [] if last_event_id is None else [e for e in self._recent if e.id > last_event_id]

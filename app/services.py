@@ -1,9 +1,10 @@
 """What the daemon is made of, handed to whoever needs it: no globals."""
 
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from .engines.manager import EngineManager
+from .engines.manager import EngineManager, LoadedModel
 from .events import Events
 from .gateway.gateway import Gateway
 from .http.drain import Drain
@@ -27,6 +28,8 @@ class Services:
     telemetry: Telemetry
     security: Security
     version: str
+    find_model: Callable[[str | None], Awaitable[LoadedModel]] | None = None
+    """The model for a request, loaded if need be; without it only what is loaded is found."""
     drain: Drain = field(default_factory=Drain)
     started_at: float = field(default_factory=time.time)
     """Unix seconds."""

@@ -31,10 +31,11 @@ def request_fields() -> str:
         get_type_hints(kind, include_extras=True) for kind in (ChatCompletionRequest, CompletionRequest)
     )
     lines = ["| field | chat | completions |", "| --- | --- | --- |"]
-    for name in dict.fromkeys(
-        [*ChatCompletionRequest.__struct_fields__, *CompletionRequest.__struct_fields__]
-    ):
-        lines.append(f"| `{name}` | {support(chat.get(name))} | {support(completion.get(name))} |")
+    names = [*ChatCompletionRequest.__struct_fields__, *CompletionRequest.__struct_fields__]
+    lines += [
+        f"| `{name}` | {support(chat.get(name))} | {support(completion.get(name))} |"
+        for name in dict.fromkeys(names)
+    ]
     return "\n".join(lines) + "\n"
 
 

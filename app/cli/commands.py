@@ -19,6 +19,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "alias": (".alias:alias", "Names and parameter variants of models."),
     "load": (".load:load", "Load a model into the running daemon."),
     "unload": (".load:unload", "Take a model out of memory."),
+    "pin": (".load:pin", "Keep a model in memory, whatever else is loaded."),
+    "unpin": (".load:unpin", "Let a model leave memory again."),
     "key": (".key:key", "API keys: make, list, rotate, revoke."),
     "requests": (".requests:requests", "Read the request log, follow it, cancel a request."),
     "logs": (".logs:logs", "Read the daemon's log."),

@@ -17,6 +17,7 @@ from .starter import Started, wait_for_models
 @click.command(cls=Command)
 @click.argument("model")
 @model_options
+@click.option("--ttl", type=click.FloatRange(0, 1e7), metavar="S", help="Unload after S idle seconds.")
 @click.option("--estimate-only", is_flag=True, help="Say what it would need; load nothing.")
 @click.option("--wait/--no-wait", default=True, help="Wait until the model is ready (default).")
 @click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Longest wait.")
@@ -28,6 +29,7 @@ def load(
     model: str,
     alias: str | None,
     *,
+    ttl: float | None,
     estimate_only: bool,
     wait: bool,
     timeout: float,
@@ -41,7 +43,8 @@ def load(
     running = find_running(program.paths)
     if running is None:
         raise program.client.not_running()
-    answer = program.client.post("/admin/api/models/load", wanted.body())["model"]
+    body = {**wanted.body(), "ttl": ttl}
+    answer = program.client.post("/admin/api/models/load", body)["model"]
     if wait:
         (answer,) = wait_for_models(program, Started(running, None, 0), [wanted.served_name], timeout)
     if as_json:
@@ -65,6 +68,27 @@ def estimate(program: Program, wanted: ModelRequest, *, as_json: bool) -> int:
     except EngineError as error:
         raise CliError(f"cannot estimate {wanted.served_name}", str(error), "llmbox ls") from error
     return report(program, facts, wanted.config(program.settings().settings.model), as_json=as_json)
+
+
+@click.command(cls=Command)
+@click.argument("model")
+@pass_program
+def pin(program: Program, *, model: str) -> None:
+    """Keep MODEL in memory: it is neither evicted for others nor unloaded when idle."""
+    _pin(program, model, pinned=True)
+
+
+@click.command(cls=Command)
+@click.argument("model")
+@pass_program
+def unpin(program: Program, *, model: str) -> None:
+    """Let MODEL leave memory again."""
+    _pin(program, model, pinned=False)
+
+
+def _pin(program: Program, model: str, *, pinned: bool) -> None:
+    answer = program.client.post("/admin/api/models/pin", {"model": model, "pinned": pinned})["model"]
+    output.say(f"{answer['name']} is {'pinned' if pinned else 'not pinned any more'}.")
 
 
 @click.command(cls=Command)

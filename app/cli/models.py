@@ -147,13 +147,25 @@ def print_models(models: Sequence[Mapping[str, Any]]) -> None:
                 info["context_window"] if info else "-",
                 output.size(memory),
                 f"{stats['running']}+{stats['waiting']}" if stats else "-",
+                _stay(model),
                 model["cause"] if model["state"] in {"failed", "restarting"} else "",
             )
         )
     if rows:
-        output.table(("NAME", "STATE", "ON", "CONTEXT", "MEMORY", "REQUESTS", ""), rows, right=(3, 4))
+        headers = ("NAME", "STATE", "ON", "CONTEXT", "MEMORY", "REQUESTS", "STAYS", "")
+        output.table(headers, rows, right=(3, 4))
     else:
         output.say("No model is loaded. Load one: llmbox load MODEL")
+
+
+def _stay(model: Mapping[str, Any]) -> str:
+    """How long it stays in memory."""
+    if model.get("pinned"):
+        return "pinned"
+    if model.get("ttl_s") is None:
+        return ""
+    left = model.get("expires_s")
+    return f"idle {output.span(model['ttl_s'])}" if left is None else output.span(left)
 
 
 def _print_info(model: Mapping[str, Any]) -> None:

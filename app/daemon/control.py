@@ -18,6 +18,7 @@ from . import logs
 from .instance import Running
 from .library import Library
 from .model_request import ModelRequest
+from .residency import Residency, World
 
 log = logging.getLogger("llmbox.daemon")
 
@@ -46,6 +47,11 @@ class Control:
         self.running = running
         self.loaded = loaded
         self.library = Library(services)
+        world = World(
+            settings=lambda: services.settings, find=self.library.find, registry=self.library.registry
+        )
+        self.residency = Residency(services.engines, services.events, world)
+        services.find_model = self.residency.find
         self.begun_with = begun_with
         """Flags and models of the start, for `restart`."""
         self.failure_codes: dict[str, str] = {}
@@ -56,23 +62,32 @@ class Control:
 
     # ------------------------------------------------------------------ models
 
-    def begin_load(self, request: ModelRequest) -> "asyncio.Task[Failure | None]":
-        """Loads behind the API. The result is the failure, if it is one. Raises ApiError 409 and CliError."""
+    def begin_load(self, request: ModelRequest, ttl: float | None = None) -> "asyncio.Task[Failure | None]":
+        """Loads behind the API. The result is the failure, if it is one. Raises ApiError 409 and CliError.
+
+        `ttl`: idle seconds after which the model leaves memory; None keeps it.
+        """
         config = request.config(self.services.settings.model)
         self.failure_codes.pop(request.served_name, None)
+        name = request.served_name
+        if not self.services.engines.knows(name):
+            self.services.events.publish("model.loading", {"model": name, "reason": "asked for"})
         loading = self.services.engines.begin_load(config, alias=request.extra_alias)
-        task = asyncio.create_task(self._outcome(request.served_name, loading))
+        task = asyncio.create_task(self._outcome(request.served_name, loading, ttl))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _outcome(self, name: str, loading: "asyncio.Future[LoadedModel]") -> Failure | None:
+    async def _outcome(
+        self, name: str, loading: "asyncio.Future[LoadedModel]", ttl: float | None
+    ) -> Failure | None:
         try:
             model = await asyncio.shield(loading)
         except ApiError as error:
             failure = Failure(name, error.message, error.code or "load_failed")
             self.failure_codes[name] = failure.code
             return failure
+        self.residency.keep(model, ttl=ttl)
         info = model.supervisor.info
         window = f", context {info.context_window} tokens" if info else ""
         log.info("%s is ready%s", name, window)
@@ -106,6 +121,7 @@ class Control:
     async def close(self) -> None:
         """Stops watching loads; the engines themselves end with `engines.close`."""
         await self.library.downloads.close()
+        await self.residency.close()
         for task in list(self._tasks):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -8,8 +8,10 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from importlib import import_module
 
 import psutil
+from litestar.types import ControllerRouterHandler
 
 from ..http.admin import admin_router
 from ..http.app import create_app
@@ -33,7 +35,7 @@ async def serve_until_stopped(plan: Plan, running: Running, sockets: Sequence[so
     settings = plan.loaded.settings
     services = compose(settings, plan.paths, (plan.parts or real_parts)())
     control = Control(services, running, plan.loaded, plan.reload, plan.begun_with)
-    app = create_app(services, [openai_router, admin_router])
+    app = create_app(services, [openai_router, admin_router, *_panel()])
     app.state.control = control
     _handle_signals(control)
     gc.freeze()  # what was imported stays: collections need not look at it
@@ -58,6 +60,12 @@ async def serve_until_stopped(plan: Plan, running: Running, sockets: Sequence[so
     failure = loading.result() if loading.done() and not loading.cancelled() else None
     if failure is not None:
         raise load_error(failure.model, failure.cause, failure.code, str(plan.paths.log_file))
+
+
+def _panel() -> list[ControllerRouterHandler]:
+    """By name: layers point from the panel to us, and this is the one place that plugs it in."""
+    routes: list[ControllerRouterHandler] = import_module("llmbox.ui.web").panel_routes
+    return routes
 
 
 async def _load_first(control: Control, models: Sequence[ModelRequest]) -> Failure | None:
@@ -87,16 +95,16 @@ def _handle_signals(control: Control) -> None:
 async def _close(services: Services) -> None:
     await services.engines.close()
     await services.gateway.close()
+    await services.telemetry.close()
     services.events.close()
     await asyncio.to_thread(services.security.close)
-    await services.telemetry.close()
     await asyncio.to_thread(services.request_log.close)
 
 
 def _api_is_up(plan: Plan, services: Services, running: Running) -> None:
     services.request_log.start()  # its thread imports SQLAlchemy, which must not slow down the start
-    notify(f"READY=1\nSTATUS=Serving on {running.url}")
     services.telemetry.start(services.gateway, services.paths)
+    notify(f"READY=1\nSTATUS=Serving on {running.url}")
     with contextlib.suppress(OSError):  # nobody reads our stdout any more: serve all the same
         plan.on_up(running, lambda: services.security.sign_in_link(running.url))
     log.info("API up %.2f s after start", time.time() - psutil.Process().create_time())

@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from llmbox.engine.client import Launch
 from llmbox.engine.config import EngineConfig
@@ -33,6 +34,41 @@ class LoadedModel:
     """Unix seconds."""
     last_used: float
     """Unix seconds; set by `EngineManager.get`."""
+    clock: Callable[[], float] = time.monotonic
+    idle_since: float = 0.0
+    """Of `clock`: when the last request ended."""
+    ttl: float | None = None
+    """Idle seconds after which it leaves memory; None keeps it."""
+    pinned: bool = False
+    context_cap: int | None = None
+    """Of an alias: less than the engine's window."""
+    users: "set[asyncio.Task[Any]]" = field(default_factory=set)
+    """Requests that found this model and have not ended."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.users) or self.supervisor.open_requests > 0 or self.supervisor.state == "restarting"
+
+    def touch(self) -> None:
+        """A request, which is the running task, uses it until that task ends."""
+        self.last_used = time.time()
+        self.idle_since = self.clock()
+        task = asyncio.current_task() if _in_loop() else None
+        if task is not None and task not in self.users:
+            self.users.add(task)
+            task.add_done_callback(self._left)
+
+    def _left(self, task: "asyncio.Task[Any]") -> None:
+        self.users.discard(task)
+        self.idle_since = self.clock()
+
+    def as_variant(
+        self, sampling: dict[str, float], system: str | None, context: int | None
+    ) -> "LoadedModel":
+        """The same load with other defaults, for one request."""
+        defaults = {**self.text.generation_defaults, **sampling}
+        text = replace(self.text, generation_defaults=defaults, system=system)
+        return replace(self, text=text, context_cap=context)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +105,9 @@ class EngineManager:
         self._loading: dict[str, _Loading] = {}
         self._failures: dict[str, str] = {}
         self._draining = False
+        self.admit: Callable[[EngineConfig], Awaitable[EngineConfig]] = _as_asked
+        """Called before an engine starts: makes room for it, or raises ApiError."""
+        self.clock: Callable[[], float] = time.monotonic
 
     # ------------------------------------------------------------------ loading and unloading
 
@@ -128,7 +167,7 @@ class EngineManager:
         try:
             async with asyncio.TaskGroup() as group:
                 text = group.create_task(asyncio.to_thread(self._load_text, path))
-                group.create_task(supervisor.start())
+                group.create_task(self._start(supervisor))
         except BaseExceptionGroup as failures:
             await supervisor.stop()
             error = _as_api_error(failures.exceptions[0])
@@ -150,9 +189,15 @@ class EngineManager:
             text=text.result(),
             loaded_at=now,
             last_used=now,
+            clock=self.clock,
+            idle_since=self.clock(),
         )
         self._loaded[config.name] = model
         return model
+
+    async def _start(self, supervisor: Supervisor) -> None:
+        supervisor.admitted = await self.admit(supervisor.config)
+        await supervisor.start()
 
     async def _cancel_load(self, loading: _Loading) -> None:
         loading.task.cancel()
@@ -182,7 +227,7 @@ class EngineManager:
         name = self._only_name() if model is None else model
         found = self._find(name)
         if found is not None:
-            found.last_used = time.time()
+            found.touch()
             return found
         if any(name in taken for _, taken in self._names()):
             raise model_loading(name)
@@ -215,6 +260,14 @@ class EngineManager:
         for supervisor in self.loading():
             return False, f"{supervisor.name} is loading{_percent(supervisor)}"
         return True, "" if self._loaded else "no model is loaded"
+
+    def find(self, name: str) -> LoadedModel | None:
+        """By name or alias, without counting as a use."""
+        return self._find(name)
+
+    def knows(self, name: str) -> bool:
+        """Whether it is loaded, being loaded, or failed to load."""
+        return name in self._failures or any(name in taken for _, taken in self._names())
 
     def _find(self, name: str) -> LoadedModel | None:
         if (exact := self._loaded.get(name)) is not None:
@@ -250,6 +303,18 @@ class EngineManager:
 
     async def _stop(self, model: LoadedModel) -> None:
         await model.supervisor.stop("server_shutdown", "The server is shutting down.")
+
+
+async def _as_asked(config: EngineConfig) -> EngineConfig:
+    return config
+
+
+def _in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _require_same(have: EngineConfig, wanted: EngineConfig) -> None:

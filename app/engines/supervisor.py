@@ -63,6 +63,8 @@ class SupervisorOptions:
 class Supervisor:
     def __init__(self, config: EngineConfig, options: SupervisorOptions | None = None) -> None:
         self.config = config
+        self.admitted = config
+        """The same with its share of memory."""
         self.name = config.name
         self.state: State = "loading"
         self.cause = ""
@@ -194,7 +196,7 @@ class Supervisor:
         client = EngineClient(self._receive, self._log_line)
         self._client = client
         try:
-            await client.start(self._options.launch, self.config)
+            await client.start(self._options.launch, self.admitted)
         except OSError as error:
             self._from_outside = True
             return f"cannot be started: {error}"

@@ -146,7 +146,8 @@ def max_new_tokens(generation: Generation, prompt: list[int]) -> int:
     """Tokens that a choice may have: as asked, or all that the context leaves. Raises ApiError 400."""
     info = generation.model.supervisor.info
     assert info is not None
-    limit = context_limit(info)
+    cap = generation.model.context_cap
+    limit = min(context_limit(info), cap or context_limit(info))
     wanted = generation.max_tokens
     if len(prompt) + max(wanted or 1, 1) <= limit:
         return limit - len(prompt) if wanted is None else max(wanted, 1)

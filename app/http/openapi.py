@@ -33,7 +33,7 @@ _ANSWER = {
     "content": {"application/json": {"schema": {"$ref": f"{_SCHEMAS}Error"}}},
 }
 _EVENTS = {"schema": {"type": "string", "description": "Server-sent events, the last one `[DONE]`."}}
-_EVERYWHERE = ("403", "404", "405", "408", "421", "431", "500", "503")
+_EVERYWHERE = ("401", "403", "404", "405", "408", "421", "431", "500", "503")
 _WITH_BODY = ("413", "415", "429")
 
 
@@ -42,7 +42,10 @@ def document(handlers: Sequence[ControllerRouterHandler], version: str) -> bytes
     app = Litestar(handlers, openapi_config=OpenAPIConfig("llmbox", version, use_handler_docstrings=True))
     schema: dict[str, Any] = app.openapi_schema.to_schema()
     schemas = _schemas(app)
-    schema.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
+    components = schema.setdefault("components", {})
+    components.setdefault("schemas", {}).update(schemas)
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    schema["security"] = [{"key": []}, {}]  # none is needed on the machine itself
     for item in schema["paths"].values():
         for operation in item.values():
             if isinstance(operation, dict):

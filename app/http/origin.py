@@ -61,9 +61,9 @@ def check_origin(hosts: HostList, scope: Any, headers: dict[bytes, bytes]) -> No
     A foreign Origin is refused on every method; a cross-site request only passes as a plain navigation.
     """
     origin = headers.get(b"origin")
+    site = headers.get(b"sec-fetch-site")
     if origin is not None and not _is_own_origin(hosts, scope, origin):
         raise _cross_site()
-    site = headers.get(b"sec-fetch-site")
     if site is None or site in _OWN_SITES:
         return
     mode, target = headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest")

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _FORM_TYPE = b"application/x-www-form-urlencoded"
 _MORE_HEADERS = "more_headers"
+_PAGE_REFERRER = (b"referrer-policy", b"same-origin")
+"""Under no-referrer a browser would post our own forms with `Origin: null`, as if from a foreign page."""
 _SECURITY = [
     (
         b"content-security-policy",
@@ -139,6 +141,9 @@ class _Exchange:
         names = {name.lower() for name, _ in headers}
         took = int((time.perf_counter() - self._began) * 1000)
         headers += [(b"x-request-id", self.request_id), (b"openai-processing-ms", b"%d" % took)]
+        if any(name == b"content-type" and value.startswith(b"text/html") for name, value in headers):
+            headers.append(_PAGE_REFERRER)
+            names.add(_PAGE_REFERRER[0])
         headers += [pair for pair in _SECURITY if pair[0] not in names]
         for make in self.scope["state"].get(_MORE_HEADERS, ()):
             headers += make()

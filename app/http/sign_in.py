@@ -4,6 +4,7 @@ The link's GET only shows a button: whatever looks at links before people do (ma
 browser's guess at the next page) must not use it up.
 """
 
+import logging
 from html import escape
 from typing import Any
 
@@ -21,6 +22,8 @@ from .credentials import identity_of, session_identity
 from .forms import form_of
 from .guard import Access
 from .shell import add_headers
+
+log = logging.getLogger("llmbox.security")
 
 HOME = "/admin"
 _MOST_TOKEN_CHARACTERS = 200
@@ -63,10 +66,12 @@ async def sign_in(request: Request[Any, Any, State]) -> Response[str]:
     allowed, key = _check(security, form)
     if not allowed:
         security.back_off.failed(address)
+        log.warning("a sign-in from %s failed", address)
         return _page(
             "That did not work: the link was used or is too old, or the key may not administer.", status=401
         )
     security.back_off.succeeded(address)
+    log.info("signed in from %s with %s", address, f"the key {key.name}" if key else "a one-time link")
     if (old := session_identity(request, security)) is not None and old.session is not None:
         security.sessions.close(old.session)
     _, secret = security.sessions.open(key.digest if key else None)
@@ -107,7 +112,7 @@ def _go(where: str) -> Response[str]:
 def _page(
     message: str = "", *, token: str = "", status: int = 200, headers: dict[str, str] | None = None
 ) -> Response[str]:
-    said = f'<p role="alert">{escape(message)}</p>' if message else ""
+    said = f'<p class="failure" role="alert">{escape(message)}</p>' if message else ""
     inner = _LINK_FORM.format(token=escape(token, quote=True)) if token else _KEY_FORM
     body = _PAGE.format(said=said, inner=inner)
     return Response(body, status_code=status, headers=headers, media_type=MediaType.HTML)
@@ -120,10 +125,12 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="robots" content="noindex">
 <title>Sign in · llmbox</title>
+<link rel="icon" href="/admin/static/icon.svg" type="image/svg+xml">
+<link rel="stylesheet" href="/admin/static/panel.css">
 </head>
-<body>
+<body class="gate">
 <main>
-<h1>llmbox</h1>
+<h1><img src="/admin/static/icon.svg" alt="" width="28" height="28"> llmbox</h1>
 {said}
 {inner}
 </main>
@@ -133,11 +140,11 @@ _PAGE = """<!doctype html>
 _LINK_FORM = """<form method="post" action="/admin/signin">
 <input type="hidden" name="token" value="{token}">
 <p>This link signs this browser in. It works once.</p>
-<button type="submit" autofocus>Sign in</button>
+<button class="main" type="submit" autofocus>Sign in</button>
 </form>"""
 _KEY_FORM = """<form method="post" action="/admin/signin">
 <label for="key">Key with the scope admin</label>
 <input id="key" name="key" type="password" autocomplete="current-password" required autofocus>
-<button type="submit">Sign in</button>
+<button class="main" type="submit">Sign in</button>
 </form>
 <p>At the box itself: <code>llmbox up</code> prints a sign-in link.</p>"""

@@ -19,7 +19,7 @@ import msgspec
 from ..errors import CliError, Exit
 from .keys import Key, KeySpec, digest_of, display_of, is_name, new_id, new_secret
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("llmbox.security")
 
 MOST_KEYS = 10_000
 _SCHEMA = 1
@@ -92,6 +92,7 @@ class KeyStore:
             return tuple(sorted((*keys, key), key=lambda each: each.name))
 
         self._change(edit)
+        log.info("key %s (%s) is made", key.name, ", ".join(key.scopes))
         return key, secret
 
     def remove(self, name: str) -> Key:
@@ -103,6 +104,7 @@ class KeyStore:
             return tuple(key for key in keys if key is not gone[0])
 
         self._change(edit)
+        log.info("key %s is revoked", name)
         return gone[0]
 
     def rotate(self, name: str) -> tuple[Key, str]:
@@ -120,6 +122,7 @@ class KeyStore:
             return tuple(changed[0] if key is old else key for key in keys)
 
         self._change(edit)
+        log.info("key %s has a new secret", name)
         return changed[0], secret
 
     # ------------------------------------------------------------------ the file

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("llmbox.security")
 
 EVERY = 60.0
 """Seconds between two writes while keys are in use."""

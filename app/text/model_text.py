@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ class ModelText:
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, float]
     """Used where a request leaves a field absent."""
+    system: str | None = None
+    """Of an alias: said first where a conversation has no system message."""
 
     @property
     def vocab_size(self) -> int:
@@ -79,6 +81,8 @@ class ModelText:
                 code="no_chat_template",
                 param="messages",
             )
+        if self.system is not None and all(message["role"] != "system" for message in chat.messages):
+            chat = replace(chat, messages=[{"role": "system", "content": self.system}, *chat.messages])
         return await render_chat(pool, self.chat_template, self.special_tokens, self.control, chat)
 
 

@@ -124,7 +124,9 @@ def test_the_log_names_the_key_and_not_the_secret(server: Server) -> None:
 
 def test_tokens_a_minute(server: Server) -> None:
     _, client = make(server, tpm=60)
-    answer = client.chat.completions.with_raw_response.create(model="alpha", max_tokens=100, messages=PROMPT)
+    answer = client.chat.completions.with_raw_response.create(
+        model="alpha", max_tokens=100, messages=PROMPT, extra_body={"ignore_eos": True}
+    )
     assert answer.headers["x-ratelimit-limit-tokens"] == "60"
     assert answer.parse().usage.completion_tokens == 100  # type: ignore[union-attr]
     until(lambda: not server.services.gateway.in_flight())
@@ -240,6 +242,7 @@ def test_keys_by_the_admin_api_and_a_sign_in_link(box: Box) -> None:
     assert ask(f"{running.url}/admin/api/status", fresh) == 200
     assert box.run("key", "ls", "-q").out == "phone\n"
     assert box.run("key", "ls", "--json").json["keys"][0]["name"] == "phone"
+    assert f"{running.url}/admin/signin?token=" in box.run("up").out
     link = sign_in_link(Program(data_dir=box.paths.data_dir))
     assert link.startswith(f"{running.url}/admin/signin?token=")
     assert ask(link) == 200
@@ -247,6 +250,17 @@ def test_keys_by_the_admin_api_and_a_sign_in_link(box: Box) -> None:
         client.post("/admin/api/keys/nobody/rotate", {})
     assert caught.value.status == 404
     assert stat.S_IMODE(box.paths.keys_file.stat().st_mode) == 0o600
+
+
+def test_serve_prints_the_api_and_a_link_and_logs_no_secret(box: Box) -> None:
+    child = box.serve(box.model())
+    assert child.stdout is not None
+    api, link = child.stdout.readline().strip(), child.stdout.readline().strip()
+    assert api.endswith("/v1")
+    token = link.partition("/admin/signin?token=")[2]
+    assert len(token) == 43
+    assert ask(link) == 200
+    assert token not in box.paths.log_file.read_text()
 
 
 def test_require_key_on_this_machine(box: Box) -> None:

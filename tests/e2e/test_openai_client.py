@@ -5,13 +5,13 @@ import time
 
 import openai
 import pytest
-from support.fake_engine import FakeOptions, expected_tokens, write_model
-from support.openai_server import Server, serving
-from support.tokenizers_zoo import byte_level, llama2, write_text_files
 
 from llmbox.app.gateway.seeds import choice_seed
 from llmbox.app.text.model_text import load_model_text
 from llmbox.engine.sampling import SamplingParams
+from support.fake_engine import FakeOptions, expected_tokens, write_model
+from support.openai_server import Server, serving
+from support.tokenizers_zoo import byte_level, llama2, write_text_files
 
 CONTEXT = 512
 PROMPT = [{"role": "user", "content": "hello world"}]

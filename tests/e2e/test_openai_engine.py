@@ -8,12 +8,12 @@ import time
 
 import pytest
 import torch
-from support.openai_server import serving
-from support.real_engines import hf_model, hf_tokens
-from support.tiny_models import make_tiny_model
 
 from llmbox.app.text.model_text import load_model_text
 from llmbox.engine.client import Launch
+from support.openai_server import serving
+from support.real_engines import hf_model, hf_tokens
+from support.tiny_models import make_tiny_model
 
 PROMPT = "the quick brown fox jumps"
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}

@@ -13,10 +13,9 @@ from llmbox.app.main import main
 
 
 def fake_parts():
-    from support.fake_engine import fake_launch
-
     from llmbox.app.daemon.parts import Parts
     from llmbox.app.text.model_text import load_model_text
+    from support.fake_engine import fake_launch
 
     return Parts(fake_launch(), load_model_text)
 

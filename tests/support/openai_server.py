@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import openai
-from support.fake_engine import fake_launch
 
 from llmbox.app.daemon.parts import Parts, compose
 from llmbox.app.http.app import create_app
@@ -22,6 +21,7 @@ from llmbox.app.settings import LimitSettings, Settings
 from llmbox.app.text.model_text import load_model_text
 from llmbox.engine.client import Launch
 from llmbox.engine.config import EngineConfig
+from support.fake_engine import fake_launch
 
 T = TypeVar("T")
 

@@ -4,9 +4,9 @@ from litestar import Router
 
 from ..guard import Access
 from .events import events
-from .library import cancel_download, delete_models, downloads, pause, pull, resume, search
 from .keys import add_key, keys, revoke_key, rotate_key, sign_in_link
-from .models import load_model, models, unload_model
+from .library import cancel_download, delete_models, downloads, pause, pull, resume, search
+from .models import load_model, models, pin_model, unload_model
 from .requests import cancel_request, request_detail, requests
 from .status import config, stats, status
 from .telemetry import bench_runs, doctor, history, log_lines, newest_tick
@@ -32,6 +32,7 @@ admin_router = Router(
         log_lines,
         models,
         pause,
+        pin_model,
         pull,
         newest_tick,
         request_detail,

@@ -1,6 +1,7 @@
 """The event feed for dashboards and `-f` commands."""
 
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -27,10 +28,11 @@ def events(request: Request[Any, Any, State]) -> EventStreamResponse:
 
 async def _frames(feed: Events, last: int | None, allowed: Callable[[], bool]) -> AsyncGenerator[bytes, None]:
     """Ends when its reader signs out or the key is revoked: at the next event, a tick at the latest."""
-    async for event in feed.subscribe(last):
-        if not allowed():
-            return
-        yield _frame(event)
+    async with aclosing(feed.subscribe(last)) as subscription:
+        async for event in subscription:
+            if not allowed():
+                return
+            yield _frame(event)
 
 
 def _frame(event: Event) -> bytes:

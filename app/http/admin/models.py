@@ -12,7 +12,7 @@ from ...daemon.model_request import options_of
 from ...engines.manager import LoadedModel
 from ...engines.supervisor import Supervisor
 from ...errors import ApiError, CliError, Exit
-from .schema import LoadRequest, Model, ModelAnswer, Models, Unloaded, UnloadRequest
+from .schema import LoadRequest, Model, ModelAnswer, Models, PinRequest, Unloaded, UnloadRequest
 
 STATUS_OF_EXIT = {Exit.NOT_FOUND: (404, "model_not_found"), Exit.USAGE: (400, "invalid_value")}
 
@@ -28,7 +28,7 @@ async def load_model(request: Request[Any, Any, State], data: LoadRequest) -> Mo
     control: Control = request.app.state.control
     try:
         wanted = await asyncio.to_thread(control.model_request, data.model, data.alias, data.options)
-        control.begin_load(wanted)
+        control.begin_load(wanted, data.ttl or None)
     except CliError as error:
         status, code = STATUS_OF_EXIT.get(error.exit, (400, "bad_model"))
         raise ApiError(status, f"{error.what}: {error.why}", code, "model") from error
@@ -40,6 +40,13 @@ async def load_model(request: Request[Any, Any, State], data: LoadRequest) -> Mo
 async def unload_model(request: Request[Any, Any, State], data: UnloadRequest) -> Unloaded:
     control: Control = request.app.state.control
     return Unloaded(await control.unload(data.model))
+
+
+@post("/models/pin", status_code=200, sync_to_thread=False, name="admin_pin")
+def pin_model(request: Request[Any, Any, State], data: PinRequest) -> ModelAnswer:
+    """A pinned model is neither evicted for others nor unloaded when idle."""
+    control: Control = request.app.state.control
+    return ModelAnswer(_loaded(control.residency.pin(data.model, pinned=data.pinned)))
 
 
 def describe_all(control: Control) -> list[Model]:
@@ -68,6 +75,9 @@ def _loaded(model: LoadedModel) -> Model:
     described.aliases = sorted(model.aliases)
     described.chat = model.text.chat_template is not None
     described.loaded_at, described.last_used = model.loaded_at, model.last_used
+    described.pinned, described.busy, described.ttl_s = model.pinned, model.busy, model.ttl
+    if model.ttl is not None and not model.busy and not model.pinned:
+        described.expires_s = round(max(0.0, model.idle_since + model.ttl - model.clock()), 1)
     return described
 
 

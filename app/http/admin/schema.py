@@ -1,8 +1,8 @@
 """What the admin API says. Times: `*_s` are seconds, `*_at` Unix seconds."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 from llmbox.engine.messages import EngineStats, ModelInfo, Progress
 
@@ -31,6 +31,12 @@ class Model(Struct, kw_only=True):
     open_requests: int = 0
     loaded_at: float | None = None
     last_used: float | None = None
+    pinned: bool = False
+    busy: bool = False
+    ttl_s: float | None = None
+    """Idle seconds after which it leaves memory."""
+    expires_s: float | None = None
+    """Seconds until then, if no request comes."""
 
 
 class Models(Struct):
@@ -45,6 +51,13 @@ class LoadRequest(Struct, forbid_unknown_fields=True):
     model: str
     alias: str | None = None
     options: dict[str, bool | int | float | str | None] = field(default_factory=dict)
+    ttl: Annotated[float, Meta(ge=0, le=1e7)] | None = None
+    """Idle seconds after which it leaves memory; absent or 0 keeps it."""
+
+
+class PinRequest(Struct, forbid_unknown_fields=True):
+    model: str
+    pinned: bool = True
 
 
 class UnloadRequest(Struct, forbid_unknown_fields=True):

@@ -69,7 +69,7 @@ async def prepare_chat(call: Call, body: ChatCompletionRequest) -> ChatCall:
         raise invalid("top_logprobs", "it is only allowed when 'logprobs' is true")
     stop = stop_strings(body, call.limits)
     chat = build_chat(body, call.limits.messages)
-    model = call.find_model(body.model)
+    model = await call.find_model(body.model)
     logprobs = Logprobs((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
     params = sampling_params(body, model, call.limits, logprobs)
     generation = Generation(

@@ -55,7 +55,7 @@ async def prepare_completion(call: Call, body: CompletionRequest) -> CompletionC
     # No output at all makes sense only for the log-probabilities of the echoed prompt.
     check_max_tokens("max_tokens", body.max_tokens, 0 if body.echo else 1, body)
     stop = stop_strings(body, call.limits)
-    model = call.find_model(body.model)
+    model = await call.find_model(body.model)
     wanted = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         wanted = max(wanted or 0, body.logprobs)

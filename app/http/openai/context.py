@@ -55,10 +55,14 @@ class Call:
     def limits(self) -> LimitSettings:
         return self.services.settings.limits
 
-    def find_model(self, name: str | None) -> LoadedModel:
+    async def find_model(self, name: str | None) -> LoadedModel:
+        """May wait until it is loaded, if it is on disk."""
         if name is not None:
             self.caller.require_model(name)
-        model: LoadedModel = self.services.engines.get(name)
+        services = self.services
+        model: LoadedModel = (
+            services.engines.get(name) if services.find_model is None else await services.find_model(name)
+        )
         if name is None:
             self.caller.require_model(model.name)
         if model.supervisor.info is None:

@@ -82,7 +82,7 @@ async def tokenize(request: HttpRequest, data: Annotated[TokenizeRequest, Body()
     if (data.prompt is None) == (data.messages is None):
         raise invalid("prompt", "exactly one of 'prompt' and 'messages' is needed")
     chat = build_chat(data, call.limits.messages) if data.messages is not None else None
-    model = call.find_model(data.model)
+    model = await call.find_model(data.model)
     if chat is not None:
         ids = await chat_ids(call.gateway, model, chat)
     else:
@@ -102,7 +102,7 @@ async def tokenize(request: HttpRequest, data: Annotated[TokenizeRequest, Body()
 async def detokenize(request: HttpRequest, data: Annotated[DetokenizeRequest, Body()]) -> Detokenized:
     """The text of token ids, special tokens by name."""
     call = await Call.of(request)
-    model = call.find_model(data.model)
+    model = await call.find_model(data.model)
     info = model.supervisor.info
     assert info is not None
     if data.tokens and max(data.tokens) >= info.vocab_size:

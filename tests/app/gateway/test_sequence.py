@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tokenizers_zoo import FAMILIES
 
 from llmbox.app.gateway.generation import Generation
 from llmbox.app.gateway.sequence import Sequence
@@ -16,6 +15,7 @@ from llmbox.app.text.stop_strings import StopStrings
 from llmbox.app.text.token_bytes import TokenBytes
 from llmbox.engine.messages import RequestOutput, TokenLogprobs
 from llmbox.engine.sampling import SamplingParams
+from support.tokenizers_zoo import FAMILIES
 
 
 class Text:

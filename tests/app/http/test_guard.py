@@ -12,6 +12,7 @@ from llmbox.app.http.admin import admin_router
 from llmbox.app.http.app import App
 from llmbox.app.http.guard import Access, default_deny
 from llmbox.app.http.openai import openai_router
+from llmbox.ui.web import panel_routes
 from support.http_app import client, fake_services, guarded, make_app, over_unix
 
 
@@ -52,8 +53,14 @@ def test_the_guard_stands_before_every_route() -> None:
         assert default_deny in names, handler
 
 
-OURS = [openai_router, admin_router]
-OPEN = {("/", "GET"), ("/health", "GET"), ("/admin/signin", "GET"), ("/admin/signin", "POST")}
+OURS = [openai_router, admin_router, *panel_routes]
+OPEN = {
+    ("/", "GET"),
+    ("/health", "GET"),
+    ("/admin/signin", "GET"),
+    ("/admin/signin", "POST"),
+    ("/admin/static/{name}", "GET"),
+}
 """Liveness, and the way in. Files of the panel are open too, and hold no data."""
 
 

@@ -116,6 +116,8 @@ async def test_forwarded_headers_change_nothing() -> None:
         ({"Origin": "http://localhost.evil.example"}, 403),
         ({"Origin": "http://localhost:1"}, 403),
         ({"Origin": "null"}, 403),
+        ({"Origin": "null", "Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Origin": "null", "Sec-Fetch-Site": "same-origin"}, 403),
         ({"Origin": "file://"}, 403),
         ({"Origin": "http://[bad"}, 403),
         ({"Sec-Fetch-Site": "same-origin"}, 200),

@@ -79,7 +79,7 @@ async def test_the_link_is_followed_by_a_button_and_works_once(box: Box) -> None
             assert page.status_code == 200
             assert page.headers["content-type"].startswith("text/html")
             assert page.headers["cache-control"] == "no-store"
-            assert page.headers["referrer-policy"] == "no-referrer"
+            assert page.headers["referrer-policy"] == "same-origin"
             assert "set-cookie" not in page.headers
         found = re.search(r'name="token" value="([^"]+)"', page.text)
         assert found

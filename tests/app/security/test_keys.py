@@ -1,6 +1,5 @@
 """Keys on disk: what is kept, what is compared, what survives."""
 
-import errno
 import hashlib
 import hmac
 import json
@@ -8,7 +7,7 @@ import os
 import stat
 import threading
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import pytest
@@ -154,81 +153,6 @@ def test_any_bytes_in_the_file_are_keys_or_an_error(tmp_path_factory: Any, conte
     file.write_bytes(content)
     with pytest.raises(CliError):
         KeyStore(file).check()
-
-
-STEPS = ["open", "write", "fsync", "replace"]
-
-
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("change", ["add", "rotate", "remove"])
-def test_a_full_disk_leaves_the_old_keys(
-    store: KeyStore, file: Path, monkeypatch: pytest.MonkeyPatch, step: str, change: str
-) -> None:
-    _, secret = store.add(KeySpec(name="laptop"))
-    before = file.read_bytes()
-    with monkeypatch.context() as patch:
-        _fail_at(patch, step)
-        with pytest.raises(CliError, match="cannot write") as caught:
-            {
-                "add": lambda: store.add(KeySpec(name="other")),
-                "rotate": lambda: store.rotate("laptop"),
-                "remove": lambda: store.remove("laptop"),
-            }[change]()
-    assert "No space left" in caught.value.why
-    assert file.read_bytes() == before
-    assert not file.with_suffix(".new").exists()
-    for reader in (store, KeyStore(file)):
-        assert [key.name for key in reader.list()] == ["laptop"]
-        assert reader.authenticate(secret) is not None
-    store.add(KeySpec(name="other"))  # space again: no restart needed
-    assert len(KeyStore(file).list()) == 2
-
-
-def _fail_at(patch: pytest.MonkeyPatch, step: str) -> None:
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise full
-
-    if step == "fsync":
-        patch.setattr(os, "fsync", fail)
-    elif step == "replace":
-        patch.setattr(Path, "replace", fail)
-    elif step == "open":
-        real = os.open
-        patch.setattr(
-            os,
-            "open",
-            lambda path, *rest, **more: fail() if str(path).endswith(".new") else real(path, *rest, **more),
-        )
-    else:
-        patch.setattr("llmbox.app.security.key_store.open", _FullFile, raising=False)
-
-
-class _FullFile:
-    """Takes half of what it is given."""
-
-    def __init__(self, handle: int, _mode: str) -> None:
-        self._handle = handle
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._handle)
-
-    def write(self, data: bytes) -> None:
-        os.write(self._handle, data[: len(data) // 2])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_what_a_crash_left_behind_is_no_obstacle(store: KeyStore, file: Path) -> None:
-    file.parent.mkdir(parents=True)
-    file.with_suffix(".new").write_text("half a ta")
-    file.with_suffix(".new").chmod(0o666)
-    store.add(KeySpec(name="laptop"))
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert KeyStore(file).list()[0].name == "laptop"
 
 
 @pytest.mark.parametrize(

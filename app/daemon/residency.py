@@ -1,0 +1,250 @@
+"""Which models are in memory: loaded when asked for, gone when idle for long, evicted for others.
+
+One owner of these decisions; what is decided is in `engines.room`. Timers only: nothing here runs while
+nothing expires.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import DoesNotFit
+from llmbox.engine.estimator import show_bytes
+from llmbox.engine.machine import read_machine
+
+from ..catalog import ModelRef
+from ..engines.budget import Place, device_of, total_budget
+from ..engines.manager import EngineManager, LoadedModel
+from ..engines.room import NoRoom, Resident, expired, make_room, next_look
+from ..errors import ApiError
+from ..events import Events
+from ..registry import Alias, Registry
+from ..settings import Settings
+from .model_request import ModelRequest
+from .sizes import Sizes, sizes
+
+log = logging.getLogger("llmbox.daemon")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What is outside: replaced in tests."""
+
+    settings: Callable[[], Settings]
+    find: Callable[[str], ModelRef | None]
+    """A model on disk by a name that clients may use."""
+    registry: Registry
+    clock: Callable[[], float] = time.monotonic
+    device: Callable[[str], Place] = lambda asked: device_of(read_machine(), asked)
+    budget: Callable[[Place, float | None], int] = lambda device, gb: total_budget(read_machine(), device, gb)
+    sizes: Callable[[EngineConfig, int, int], Sizes | None] = lambda config, budget, ours: sizes(
+        config, read_machine(), budget, ours
+    )
+    """Of a config, within a budget, given the bytes that our models hold."""
+
+
+class Residency:
+    """Only to be used from the daemon's event loop."""
+
+    def __init__(self, engines: EngineManager, events: Events, world: World) -> None:
+        self._engines = engines
+        self._events = events
+        self._world = world
+        self._admitting = asyncio.Lock()
+        self._promised: dict[str, int] = {}
+        """Bytes given to models that are being loaded."""
+        self._wanted: dict[str, asyncio.Task[LoadedModel]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._leaving: set[asyncio.Task[None]] = set()
+        engines.admit = self.admit
+        engines.clock = world.clock
+
+    # ------------------------------------------------------------------ requests
+
+    async def find(self, name: str | None) -> LoadedModel:
+        """The model for a request, loaded now if it is on disk. Raises ApiError as `EngineManager.get`."""
+        alias = self._alias(name)
+        if alias is None:
+            if name is not None:
+                await self._ensure(name)
+            return self._engines.get(name)
+        target = alias.model
+        if not self._engines.knows(target):
+            assert name is not None
+            target = await self._ensure(name)
+        return self._engines.get(target).as_variant(alias.sampling, alias.system, alias.context)
+
+    def _alias(self, name: str | None) -> Alias | None:
+        if name is None or self._engines.knows(name):
+            return None
+        return self._world.registry.read().aliases.get(name)
+
+    async def _ensure(self, name: str) -> str:
+        """The name under which it is served, or will not be found."""
+        if (loading := self._wanted.get(name)) is not None:
+            await asyncio.shield(loading)
+        if self._engines.knows(name):
+            return name
+        ref = await asyncio.to_thread(self._world.find, name)
+        if ref is None:
+            return name
+        if (loading := self._wanted.get(ref.name)) is None:
+            if self._engines.knows(ref.name) or not self._world.settings().memory.load_on_request:
+                return ref.name
+            loading = asyncio.create_task(self._load(ref), name=f"request loads {ref.name}")
+            self._wanted[ref.name] = loading
+            loading.add_done_callback(lambda task: self._loaded(ref.name, task))
+        await asyncio.shield(loading)
+        return ref.name
+
+    async def _load(self, ref: ModelRef) -> LoadedModel:
+        settings = self._world.settings()
+        log.info("%s is loaded because a request names it", ref.name)
+        self._events.publish("model.loading", {"model": ref.name, "reason": "a request names it"})
+        config = ModelRequest(ref).config(settings.model)
+        try:
+            model = await self._engines.load(config)
+        except ApiError:
+            with contextlib.suppress(ApiError):  # a request's failure is no failure of the daemon
+                await self._engines.unload(ref.name)
+            raise
+        self.keep(model, ttl=settings.memory.ttl or None)
+        return model
+
+    def _loaded(self, name: str, task: "asyncio.Task[LoadedModel]") -> None:
+        del self._wanted[name]
+        if not task.cancelled():
+            task.exception()  # told to those who waited
+
+    # ------------------------------------------------------------------ who stays
+
+    def keep(self, model: LoadedModel, *, ttl: float | None) -> None:
+        model.ttl = ttl
+        self._arm()
+
+    def pin(self, name: str, *, pinned: bool) -> LoadedModel:
+        """A pinned model is neither evicted nor expired. Raises ApiError 404."""
+        model = self._engines.find(name)
+        if model is None:
+            raise ApiError(404, f"No model {name!r} is in memory.", "model_not_found", "model")
+        model.pinned = pinned
+        self._events.publish("model.pinned" if pinned else "model.unpinned", {"model": model.name})
+        self._arm()
+        return model
+
+    async def admit(self, config: EngineConfig) -> EngineConfig:
+        """Makes room, and returns the config with its share of memory. Raises ApiError when there is none."""
+        async with self._admitting:
+            device, budget = await asyncio.to_thread(self._place, config)
+            residents = self.residents(device, but=config.name)
+            ours = sum(each.size for each in residents)
+            try:
+                size = await asyncio.to_thread(self._world.sizes, config, budget, ours)
+            except DoesNotFit as error:
+                raise ApiError(400, str(error), "does_not_fit") from error
+            if size is None:
+                return config
+            room = make_room(size.need, budget, self.residents(device, but=config.name))
+            if isinstance(room, NoRoom):
+                raise _no_room(config.name, room)
+            for name in room.evict:
+                await self._evict(name, f"to make room for {config.name}")
+            share = min(size.want, room.free)
+            self._promised[config.name] = share
+            log.info(
+                "%s gets %s of the %s for models on %s",
+                config.name,
+                *map(show_bytes, (share, budget)),
+                device,
+            )
+            return replace(config, memory_bytes=share)
+
+    def _place(self, config: EngineConfig) -> tuple[Place, int]:
+        device = self._world.device(config.device)
+        return device, self._world.budget(device, self._world.settings().memory.budget)
+
+    def residents(self, device: str | None = None, *, but: str = "") -> list[Resident]:
+        """Models in memory, and those on their way with what was promised to them."""
+        found = []
+        for model in self._engines.models():
+            info, state = model.supervisor.info, model.supervisor.state
+            if info is None or state == "failed" or (device is not None and info.device != device):
+                continue
+            size = info.weights_bytes + info.kv_bytes + info.workspace_bytes
+            found.append(Resident(model.name, size, model.busy, model.pinned, model.idle_since, model.ttl))
+        loading = {supervisor.name for supervisor in self._engines.loading()}
+        for name in [name for name in self._promised if name not in loading]:
+            del self._promised[name]
+        found += [
+            Resident(name, size, busy=True, pinned=False, idle_since=0.0)
+            for name, size in self._promised.items()
+            if name != but
+        ]
+        return found
+
+    async def _evict(self, name: str, reason: str) -> None:
+        model = self._engines.find(name)
+        if model is None:
+            return
+        info = model.supervisor.info
+        freed = 0 if info is None else info.weights_bytes + info.kv_bytes + info.workspace_bytes
+        await self._engines.unload(name)
+        log.info("%s leaves memory %s: %s freed", name, reason, show_bytes(freed))
+        self._events.publish("model.evicted", {"model": name, "reason": reason, "freed": freed})
+
+    # ------------------------------------------------------------------ time
+
+    def _arm(self) -> None:
+        """One timer, for the next that may expire."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        now = self._world.clock()
+        at = next_look(now, self.residents())
+        if at is not None:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, at - now) + 0.001, self.expire)
+
+    def expire(self) -> None:
+        """Those that were idle for too long leave; then waits for the next."""
+        self._timer = None
+        residents = self.residents()
+        for name in expired(self._world.clock(), residents):
+            idle = next(each.ttl for each in residents if each.name == name)
+            task = asyncio.create_task(self._evict(name, f"after {idle:g} s without requests"))
+            self._leaving.add(task)
+            task.add_done_callback(self._left)
+        if not self._leaving:
+            self._arm()
+
+    def _left(self, task: "asyncio.Task[None]") -> None:
+        self._leaving.discard(task)
+        if not self._leaving and not task.cancelled():
+            self._arm()
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        tasks: Sequence[asyncio.Task[object]] = [*self._wanted.values(), *self._leaving]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _no_room(name: str, room: NoRoom) -> ApiError:
+    told = f"{name} needs {show_bytes(room.need, up=True)} and {show_bytes(max(0, room.have))} can be had"
+    if not room.blockers:
+        return ApiError(400, f"{told}: the memory budget is too small for it.", "does_not_fit")
+    return ApiError(
+        503,
+        f"{told} while {', '.join(room.blockers)} is busy or pinned. Try again later, or unload it.",
+        "memory_busy",
+        type="server_error",
+        headers={"Retry-After": "5"},
+    )

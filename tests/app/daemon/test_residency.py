@@ -1,0 +1,281 @@
+"""Several models in one memory, with fake engines: loads on request, evictions, time to live, pins."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmbox.app.catalog import ModelRef
+from llmbox.app.daemon.residency import Residency, World
+from llmbox.app.daemon.sizes import Sizes, least_bytes, sizes
+from llmbox.app.engines.manager import EngineManager
+from llmbox.app.errors import ApiError
+from llmbox.app.events import Events
+from llmbox.app.registry import Alias, Registry
+from llmbox.app.settings import MemorySettings, Settings
+from llmbox.app.text.model_text import load_model_text
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import DoesNotFit
+from llmbox.engine.estimator import MemoryBudget, estimate
+from llmbox.engine.machine import Cpu, Machine, Memory
+from llmbox.engine.model_config import parse_config
+from support.engines import read, request
+from support.fake_engine import fake_launch, write_model
+from support.hub_models import model_files
+from support.tokenizers_zoo import byte_level, write_text_files
+
+SIZE = 17_000
+"""Bytes of each fake model here: 1000 of weights and 1000 blocks of 16 tokens of a byte."""
+
+
+class House:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.now = 100.0
+        self.settings = Settings()
+        self.need: dict[str, int] = {}
+        self.registry = Registry(folder / "models.json")
+        self.events = Events()
+        self.engines = EngineManager(load_model_text, fake_launch())
+        world = World(
+            settings=lambda: self.settings,
+            find=self.find,
+            registry=self.registry,
+            clock=lambda: self.now,
+            device=lambda _: "cpu",
+            budget=lambda _device, gb: 40_000 if gb is None else int(gb * 1e9),
+            sizes=self.sizes,
+        )
+        self.residency = Residency(self.engines, self.events, world)
+
+    def model(self, name: str, **options: Any) -> Path:
+        place = self.folder / "models" / name
+        write_text_files(place, byte_level())
+        return write_model(place, **{"num_blocks": 1000, "context": 256, **options})
+
+    def find(self, name: str) -> ModelRef | None:
+        alias = self.registry.read().aliases.get(name)
+        name = alias.model if alias else name
+        place = self.folder / "models" / name
+        return ModelRef(name, place, "hub") if place.is_dir() else None
+
+    def sizes(self, config: EngineConfig, budget: int, ours: int) -> Sizes | None:
+        need = self.need.get(config.name, SIZE)
+        if need > 10**6:
+            raise DoesNotFit(f"needs {need} and has {budget}")
+        return Sizes("cpu", need, need)
+
+    async def ask(self, name: str) -> None:
+        """One request from its beginning to its end, in a task of its own."""
+
+        async def work() -> None:
+            model = await self.residency.find(name)
+            self.now += 1
+            number = int(self.now)
+            await read(model.supervisor.submit(request(number, 2)))
+
+        await asyncio.create_task(work())
+        await asyncio.sleep(0)
+
+    @property
+    def names(self) -> list[str]:
+        return [model.name for model in self.engines.models()]
+
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        return [event.data for event in self.events._recent if event.type == kind]
+
+
+@asynccontextmanager
+async def opened(folder: Path) -> AsyncIterator[House]:
+    house = House(folder)
+    for name in "abc":
+        house.model(name)
+    try:
+        yield house
+    finally:
+        await house.residency.close()
+        await house.engines.close()
+
+
+async def test_a_request_loads_what_is_on_disk_and_the_oldest_leaves(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        await house.ask("a")
+        await house.ask("b")
+        assert house.names == ["a", "b"]
+        await house.ask("a")
+        await house.ask("c")
+        assert house.names == ["a", "c"]
+        (evicted,) = house.told("model.evicted")
+        assert evicted == {"model": "b", "reason": "to make room for c", "freed": SIZE}
+        assert [event["model"] for event in house.told("model.loading")] == ["a", "b", "c"]
+        with pytest.raises(ApiError) as refused:
+            await house.residency.find("absent")
+        assert (refused.value.status, refused.value.code) == (404, "model_not_found")
+
+
+async def test_each_gets_its_share_and_no_more(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        await house.ask("a")
+        model = house.engines.get("a")
+        assert model.supervisor.admitted.memory_bytes == SIZE
+        assert model.config.memory_bytes is None
+
+
+async def test_requests_at_once_share_one_load(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        await asyncio.gather(*(house.residency.find("a") for _ in range(5)))
+        assert len(house.told("model.loading")) == 1
+
+
+async def test_busy_and_pinned_models_stay_and_the_refusal_has_numbers(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        await house.ask("a")
+        await house.ask("b")
+        house.residency.pin("a", pinned=True)
+        stream = house.engines.get("b").supervisor.submit(request(1, 10**6))
+        with pytest.raises(ApiError) as refused:
+            await house.residency.find("c")
+        assert (refused.value.status, refused.value.code) == (503, "memory_busy")
+        assert "c needs 0.1 MB and 0.0 MB can be had while a, b is busy or pinned" in refused.value.message
+        assert house.engines.failures() == {}
+        assert house.engines.readiness() == (True, "")
+        house.residency.pin("a", pinned=False)
+        await asyncio.create_task(house.ask("c"))
+        assert house.names == ["b", "c"]
+        stream.cancel()
+
+
+async def test_a_request_that_only_found_its_model_keeps_it(tmp_path: Path):
+    """Between finding the model and submitting, templates are rendered: it must not leave meanwhile."""
+    async with opened(tmp_path) as house:
+        await house.ask("a")
+        await house.ask("b")
+        go_on = asyncio.Event()
+
+        async def slow() -> str:
+            model = await house.residency.find("a")
+            await go_on.wait()
+            return str(model.supervisor.state)
+
+        task = asyncio.create_task(slow())
+        await asyncio.sleep(0.01)
+        await house.ask("c")
+        assert house.names == ["a", "c"]
+        go_on.set()
+        assert await task == "ready"
+
+
+async def test_what_can_never_fit_is_refused_and_nobody_leaves_for_it(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        await house.ask("a")
+        for need in (50_000, 10**7):
+            house.need["b"] = need
+            with pytest.raises(ApiError) as refused:
+                await house.residency.find("b")
+            assert (refused.value.status, refused.value.code) == (400, "does_not_fit")
+        assert house.names == ["a"]
+        assert house.engines.readiness() == (True, "")
+
+
+async def test_a_load_that_fails_is_the_requests_failure_only(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        house.model("bad", load_error=("bad_model", "broken weights"))
+        with pytest.raises(ApiError, match="broken weights"):
+            await house.residency.find("bad")
+        assert house.engines.readiness()[0]
+        house.model("bad")
+        await house.ask("bad")
+
+
+async def test_loading_on_request_can_be_switched_off(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        house.settings = replace(house.settings, memory=MemorySettings(load_on_request=False))
+        with pytest.raises(ApiError) as refused:
+            await house.residency.find("a")
+        assert refused.value.status == 404
+
+
+async def test_idle_models_leave_in_time(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        house.settings = replace(house.settings, memory=MemorySettings(ttl=60.0, budget=1e-4))
+        await house.ask("a")
+        await house.ask("b")
+        house.residency.pin("b", pinned=True)
+        explicit = await house.engines.load(EngineConfig(model_path=str(house.folder / "models/c"), name="c"))
+        house.residency.keep(explicit, ttl=None)
+        house.now += 58
+        house.residency.expire()
+        assert house.names == ["a", "b", "c"]
+        house.now += 3
+        house.residency.expire()
+        await asyncio.gather(*house.residency._leaving)
+        assert house.names == ["b", "c"]
+        assert house.told("model.evicted")[0]["reason"] == "after 60 s without requests"
+        house.residency.pin("b", pinned=False)
+        house.residency.keep(house.engines.get("c"), ttl=1.0)
+        await asyncio.sleep(0)
+        assert house.residency._timer is not None
+
+
+async def test_the_timer_itself(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        await house.ask("a")
+        model = house.engines.find("a")
+        assert model is not None
+        house.now = model.idle_since + 5
+        house.residency.keep(model, ttl=5.0)
+        async with asyncio.timeout(10):
+            while house.names:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert house.residency._timer is None
+
+
+async def test_aliases_are_variants_over_one_load(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        house.registry.set_alias("poet", Alias("a", {"temperature": 0.1, "system": "Rhyme.", "ctx": 32}))
+        poet = await house.residency.find("poet")
+        plain = await house.residency.find("a")
+        assert house.names == ["a"]
+        assert poet.supervisor is plain.supervisor
+        assert poet.text.generation_defaults["temperature"] == 0.1
+        assert (poet.text.system, poet.context_cap) == ("Rhyme.", 32)
+        assert (plain.text.system, plain.context_cap) == (None, None)
+        house.registry.set_alias("lost", Alias("absent"))
+        with pytest.raises(ApiError) as refused:
+            await house.residency.find("lost")
+        assert refused.value.status == 404
+
+
+async def test_pinning_what_is_not_there(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        with pytest.raises(ApiError) as refused:
+            house.residency.pin("a", pinned=True)
+        assert refused.value.status == 404
+
+
+def test_sizes_are_the_engines_own_estimate(tmp_path: Path):
+    for name, data in model_files().items():
+        (tmp_path / name).write_bytes(data)
+    machine = Machine(
+        Cpu("test", 2, 4, ()), Memory(8_000_000_000, 4_000_000_000, limited_by_cgroup=False), (), None
+    )
+    config = EngineConfig(model_path=str(tmp_path), name="x", device="cpu")
+    found = sizes(config, machine, 6_000_000_000, 1_000_000_000)
+    plan = estimate(
+        parse_config(tmp_path).shape(),
+        MemoryBudget(device="cpu", available=5_000_000_000, cores=2),
+        config,
+    )
+    assert found == Sizes("cpu", least_bytes(plan), plan.total_bytes)
+    share = replace(config, memory_bytes=found.need)
+    small = estimate(
+        parse_config(tmp_path).shape(), MemoryBudget(device="cpu", available=10**10, cores=2), share
+    )
+    assert small.context == plan.context
+    assert sizes(replace(config, model_path=str(tmp_path / "none")), machine, 10**9, 0) is None
+    with pytest.raises(DoesNotFit):
+        sizes(config, machine, 1_000_000, 0)

@@ -1,0 +1,91 @@
+"""Several models in one memory through the daemon: load on request, time to live, pin, aliases."""
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+
+from llmbox.app.errors import Exit
+from support.cli_box import Box, box, until
+
+__all__ = ["box"]
+
+
+@pytest.fixture
+def served(box: Box) -> Box:
+    box.environ["LLMBOX_MEMORY_TTL"] = "0.3"
+    box.serve(box.model())
+    return box
+
+
+def post(box: Box, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    running = box.running
+    assert running is not None
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(
+        running.url + path, data, {"Content-Type": "application/json"}, method="POST"
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+def names(box: Box) -> list[str]:
+    return [model["name"] for model in box.api("models")["models"]]
+
+
+def test_a_request_loads_a_model_and_idleness_unloads_it(served: Box):
+    body = {"model": "builtin", "prompt": "x", "max_tokens": 2}
+    assert post(served, "/v1/completions", body)["model"] == "builtin"
+    until(lambda: names(served) == ["tiny"])
+    assert served.api("status")["ready"]
+    log = served.run("logs", "-n", "50").out
+    assert "builtin is loaded because a request names it" in log
+    assert "builtin leaves memory after 0.3 s without requests" in log
+    assert post(served, "/v1/completions", body)["usage"]["completion_tokens"] == 2
+    for name in ("org/absent", str(served.folder / "models" / "tiny"), "../tiny"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            post(served, "/v1/completions", {**body, "model": name})
+        assert refused.value.code == 404
+
+
+def test_pin_ttl_and_ps(served: Box):
+    assert served.run("load", "builtin", "--ttl", "0.2", "--no-wait").code == 0
+    assert served.run("pin", "nothing").code == Exit.NOT_FOUND
+    until(lambda: names(served) == ["tiny"])
+    assert served.run("load", "builtin", "--ttl", "3600").code == 0
+    row = next(model for model in served.api("models")["models"] if model["name"] == "builtin")
+    assert row["ttl_s"] == 3600
+    assert 3500 < row["expires_s"] <= 3600
+    assert served.run("pin", "builtin").code == 0
+    assert "pinned" in served.run("ps").out
+    assert served.run("unpin", "builtin").code == 0
+    assert "59 min" in served.run("ps").out
+
+
+def test_an_alias_carries_its_parameters_over_one_load(served: Box):
+    def tokens(model: str, *messages: tuple[str, str]) -> int:
+        plain = [{"role": role, "content": text} for role, text in messages]
+        return int(post(served, "/tokenize", {"model": model, "messages": plain})["count"])
+
+    place = served.folder / "models" / "tiny"
+    done = served.run("alias", "set", "poet", place, "system=Answer in rhymes.", "ctx=64")
+    assert done.code == 0, done.err
+    plain = tokens("tiny", ("user", "hi"))
+    assert tokens("poet", ("user", "hi")) > plain + 10
+    own = (("system", "Be brief."), ("user", "hi"))
+    assert tokens("poet", *own) == tokens("tiny", *own)
+    assert names(served) == ["tiny"]
+    body = {"model": "poet", "prompt": "x" * 200, "max_tokens": 4}
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(served, "/v1/completions", body)
+    error = json.load(refused.value)["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "64 tokens" in error["message"]
+    answer = post(served, "/v1/completions", {**body, "prompt": "x"})
+    assert answer["model"] == "poet"
+    assert served.run("alias", "rm", "poet").code == 0
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(served, "/v1/completions", body)
+    assert refused.value.code == 404

@@ -1,0 +1,61 @@
+"""Pages kept up to date: for each page its pieces, made again at a tick and sent where they changed."""
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Final
+
+from litestar import get
+
+from llmbox.app.errors import ApiError
+from llmbox.app.http.credentials import identity_of
+from llmbox.app.http.sse import EventStreamResponse, StreamOptions
+
+from .models import models_pieces
+from .overview import overview_pieces
+from .render import Panel, PanelRequest, panel_of
+from .requests import requests_pieces
+
+Pieces = Callable[[Panel], Awaitable[dict[str, str]]]
+"""HTML by the name that the page's `sse-swap` says."""
+
+VIEWS: Final[dict[str, Pieces]] = {
+    "overview": overview_pieces,
+    "models": models_pieces,
+    "requests": requests_pieces,
+}
+SHORTEST_S: Final = 0.25
+"""Between two rounds: a thousand requests a second are no thousand pages a second."""
+OPTIONS = StreamOptions(endless=True, last=b"")
+
+
+@get("/live/{view:str}", sync_to_thread=False, name="panel_live")
+def live(request: PanelRequest, view: str) -> EventStreamResponse:
+    pieces = VIEWS.get(view)
+    if pieces is None:
+        raise ApiError(404, "No page of that name updates by itself.", "not_found")
+    panel = panel_of(request)
+    identity = identity_of(request)
+    valid = lambda: panel.services.security.is_valid(identity)  # noqa: E731
+    return EventStreamResponse(_frames(panel, pieces, valid), OPTIONS)
+
+
+async def _frames(panel: Panel, pieces: Pieces, valid: Callable[[], bool]) -> AsyncGenerator[bytes, None]:
+    """Ends when its reader signs out. What comes too soon after the last round waits for the next tick."""
+    sent: dict[str, str] = {}
+    last = 0.0
+    async for event in panel.services.events.subscribe():
+        if not valid():
+            return
+        now = time.monotonic()
+        if event.type == "log" or (event.type != "tick" and now - last < SHORTEST_S):
+            continue
+        last = now
+        for name, html in (await pieces(panel)).items():
+            if sent.get(name) != html:
+                sent[name] = html
+                yield _frame(name, html)
+
+
+def _frame(name: str, html: str) -> bytes:
+    lines = "".join(f"data: {line}\n" for line in html.splitlines())
+    return f"event: {name}\n{lines}\n".encode()

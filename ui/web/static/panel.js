@@ -1,0 +1,53 @@
+// What every page does in the browser: follow the tab's visibility, copy, ask before what cannot be undone.
+
+const asOf = document.getElementById("as-of");
+let pressed = false;
+
+function say(state, text) {
+  if (!asOf) return;
+  asOf.dataset.state = state;
+  asOf.textContent = text;
+}
+
+// A piece that is swapped between press and release would swallow the click.
+document.addEventListener("pointerdown", () => (pressed = true), true);
+for (const name of ["pointerup", "pointercancel"]) {
+  document.addEventListener(name, () => setTimeout(() => (pressed = false), 50), true);
+}
+document.addEventListener("htmx:sseBeforeMessage", (event) => {
+  if (pressed) event.preventDefault();
+});
+document.addEventListener("htmx:sseOpen", () => say("live", "live"));
+document.addEventListener("htmx:sseError", () => say("lost", "connection lost, trying again"));
+
+// A hidden tab costs nothing: its stream is closed. Back in view, the live part is fetched anew.
+document.addEventListener("visibilitychange", () => {
+  const live = document.querySelector("[sse-connect]");
+  if (!live || !window.htmx) return;
+  if (document.hidden) {
+    window.htmx.trigger(live, "htmx:beforeCleanupElement");
+    say("paused", "paused");
+  } else {
+    window.htmx.ajax("GET", location.href, { target: "#live", select: "#live", swap: "outerHTML" });
+  }
+});
+
+document.addEventListener("click", async (event) => {
+  const button = event.target.closest("[data-copy]");
+  if (!button) return;
+  const source = document.getElementById(button.dataset.copy);
+  const label = button.textContent;
+  try {
+    await navigator.clipboard.writeText(source.textContent);
+    button.textContent = "Copied";
+  } catch {
+    getSelection().selectAllChildren(source);
+    button.textContent = "Selected: copy it";
+  }
+  setTimeout(() => (button.textContent = label), 2000);
+});
+
+document.addEventListener("submit", (event) => {
+  const question = event.target.dataset.confirm;
+  if (question && !confirm(question)) event.preventDefault();
+});
