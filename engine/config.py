@@ -22,7 +22,7 @@ class EngineConfig:
     dtype: Dtype = "auto"
     kv_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     quant: QuantChoice = "none"
-    """Weights rounded to integers as they are loaded. `auto` takes the first of none, int8 and int4 that fits."""
+    """Weights rounded to integers at load; `auto` takes the first of none, int8 and int4 that fits."""
     context: int | None = None
     """Longest prompt + output of one request, in tokens; None takes the model's own limit or what fits."""
     max_running: int | None = None

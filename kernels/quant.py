@@ -17,8 +17,7 @@ class Quant:
 
     @property
     def head(self) -> "Quant":
-        """For the output head and a table tied to it: never below 8 bits, as errors there go straight to
-        the tokens."""
+        """For the output head and a table tied to it: 8 bits, as errors there reach the tokens at once."""
         return self if self.bits == 8 else Quant(f"int8-g{self.group}", 8, self.group)
 
 

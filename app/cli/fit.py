@@ -31,16 +31,15 @@ FLAGS = ("device", "dtype", "kv_dtype", "quant", "ctx", "max_running", "token_bu
 @click.command(cls=Command)
 @click.argument("model")
 @setting_options(*(f"model.{name}" for name in FLAGS))
-@click.option("--quant", type=click.Choice(["none", "auto", "int8", "int4", "fp8"]), default="none")
 @click.option("--tp", type=click.IntRange(1, 64), default=1, metavar="N", help="Devices to spread it over.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program
-def fit(program: Program, /, model: str, *, quant: str, tp: int, as_json: bool, **flags: Any) -> int:
+def fit(program: Program, /, model: str, *, tp: int, as_json: bool, **flags: Any) -> int:
     """Say whether MODEL fits on this machine, with what context and how fast; exit 5 if it does not.
 
     MODEL is on disk or on the hub; of the latter only its config and the headers of its weights are read.
     """
-    _refuse_what_is_not_built(quant, tp)
+    _refuse_what_is_not_built(tp)
     values = {name: value for name, value in given(flags).items() if name.startswith("model.")}
     facts, ref = find_facts(program, model)
     settings = program.settings().settings
@@ -94,7 +93,13 @@ def planner(program: Program) -> Callable[[ModelConfig], tuple[MemoryPlan | None
     machine = read_machine()
     device = device_of(machine, settings.model.device)
     budget = total_budget(machine, device, settings.memory.budget)
-    engine = EngineConfig(model_path="", name="", device=settings.model.device, dtype=settings.model.dtype)
+    engine = EngineConfig(
+        model_path="",
+        name="",
+        device=settings.model.device,
+        dtype=settings.model.dtype,
+        quant=settings.model.quant,
+    )
     return lambda config: planned(config, device, budget, machine.cpu.cores, engine)
 
 
@@ -103,14 +108,7 @@ def require_device(machine: Machine, asked: str) -> None:
         raise CliError("no GPU can be used", machine.no_gpu_reason or "none is visible", "--device cpu")
 
 
-def _refuse_what_is_not_built(quant: str, tp: int) -> None:
-    if quant not in {"none", "auto"}:
-        raise CliError(
-            f"--quant {quant} cannot be served",
-            "this version runs bfloat16, float16 and float32 weights",
-            "--quant none",
-            Exit.USAGE,
-        )
+def _refuse_what_is_not_built(tp: int) -> None:
     if tp != 1:
         raise CliError(
             f"--tp {tp} cannot be served", "this version runs a model on one device", "--tp 1", Exit.USAGE

@@ -86,9 +86,7 @@ class Backend:
         make = self.library.llmbox_embedding_op
         if table.quant is not None:
             make = self.library.llmbox_quant_embedding_op
-        op = make(
-            DTYPES[table.dtype], table.pointer, out_TE.data_ptr(), out_TE.stride(0)
-        )
+        op = make(DTYPES[table.dtype], table.pointer, out_TE.data_ptr(), out_TE.stride(0))
         ids = ids_T.contiguous()
         self.recorder.submit(op, Step(rows=len(ids), ids=ids.data_ptr()), table, out_TE)
         return out_TE

@@ -13,7 +13,9 @@ from .linear import linear, pack_linear
 
 __all__ = ["ONEDNN", "supports"]
 
-ONEDNN: Ops = replace(REFERENCE, name="onednn", pack_linear=pack_linear, pack_head=pack_linear, linear=linear, logits=linear)
+ONEDNN: Ops = replace(
+    REFERENCE, name="onednn", pack_linear=pack_linear, pack_head=pack_linear, linear=linear, logits=linear
+)
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> bool:

@@ -326,3 +326,28 @@ def test_a_large_model_may_take_more_than_half_of_a_cpu_box():
     got = plan(LLAMA_3_8B, 23 * GB)
     assert 0.5 * 23 * GB < got.total_bytes <= 0.8 * 23 * GB
     assert got.context >= 4096
+
+
+# ---------------------------------------------------------------------------- quantised weights
+
+
+def test_quantised_weights_are_reckoned_by_part():
+    shape = replace(QWEN_3_600M, exact_params=None)
+    head = shape.vocab * shape.hidden
+    int8, int4 = (plan(shape, 64 * GB, quant=quant).weights_bytes for quant in ("int8", "int4"))
+    assert int8 == int(shape.params * (1 + 2 / 128))
+    assert int4 == int((shape.params - head) * (0.5 + 2 / 32) + head * (1 + 2 / 32))
+
+
+def test_automatic_quantisation_takes_the_first_that_fits():
+    def chosen(memory):
+        return plan(QWEN_3_600M, memory, quant="auto", memory_bytes=memory, context=512, kv_tokens=512).quant
+
+    assert chosen(8 * GB) == "none"
+    sizes = [
+        plan(QWEN_3_600M, 64 * GB, quant=q, context=512, kv_tokens=512) for q in ("none", "int8", "int4")
+    ]
+    assert chosen(sizes[0].total_bytes - GB // 5) == "int8"
+    assert chosen(sizes[1].total_bytes - GB // 10) == "int4"
+    with pytest.raises(DoesNotFit):
+        chosen(GB // 8)

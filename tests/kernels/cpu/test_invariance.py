@@ -4,7 +4,6 @@ Through the real engine on tiny models, in every dtype and on every instruction 
 """
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make_tiny_model(folder, arch=request.param, tokenizer=False, **shapes)
 
 
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setenv("LLMBOX_KERNELS", request.param)
-    return request.param
-
-
 def requests() -> list[AddRequest]:
     """Greedy and sampled by turns; some share a beginning."""
     rng = random.Random(7)
@@ -61,13 +54,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_tokens_are_those_of_the_request_alone(model: Path, level: str, dtype: str) -> None:
-    engine = load(model, dtype=dtype, max_running=1, prefix_cache=False)
-    assert engine.info.backend == level
+# The best instruction set in every format; the others differ only in how a product is spelt.
+FORMATS = [
+    *((LEVELS[0], dtype, "none") for dtype in ("bfloat16", "float32")),
+    *((LEVELS[0], "bfloat16", quant) for quant in ("int8", "int4")),
+    *((level, "bfloat16", quant) for level in LEVELS[1:] for quant in ("none", "int4")),
+]
+
+
+@pytest.mark.parametrize(("level", "dtype", "quant"), FORMATS)
+def test_tokens_are_those_of_the_request_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch, level: str, dtype: str, quant: str
+) -> None:
+    monkeypatch.setenv("LLMBOX_KERNELS", level)
+    weights = {"dtype": dtype, "quant": quant}
+    engine = load(model, max_running=1, prefix_cache=False, **weights)
+    assert engine.info.backend.startswith(level)
     alone = {}
     for request in requests():
         alone |= tokens(engine, [request])
     assert len({tuple(answer) for answer in alone.values()}) > PROMPTS // 2
     for name, options in VARIANTS.items():
-        assert tokens(load(model, dtype=dtype, **options), requests()) == alone, name
+        assert tokens(load(model, **weights, **options), requests()) == alone, name

@@ -36,7 +36,9 @@ def weights_of(ops: Ops, weight_OI: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 256, 96), (7, 300, 130), (33, 128, 64), (13, 20, 3)])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(1, 256, 96), (7, 300, 130), (33, 128, 64), (13, 20, 3)]
+)
 def test_is_close_to_the_exact_product(
     level: str, quant: Quant, dtype: torch.dtype, rows: int, inputs: int, outputs: int
 ) -> None:
@@ -95,7 +97,7 @@ def test_a_row_does_not_depend_on_the_number_of_rows(
     packed = ops.pack_linear((torch.randn(outputs, inputs) / inputs**0.5).to(dtype), None)
     x = torch.randn(230, inputs).to(dtype)
     together = ops.linear(packed, x)
-    for rows in [*range(1, 35), 65, 200]:
+    for rows in [*range(1, 14), 33, 65, 200]:
         assert torch.equal(ops.linear(packed, x[:rows].clone()), together[:rows]), rows
 
 
@@ -122,7 +124,7 @@ def test_zero_weights_and_rows(level: str, quant: Quant) -> None:
 def test_what_cannot_run_quantised_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     int8 = QUANTS["int8"]
     monkeypatch.delenv("LLMBOX_KERNELS", raising=False)
-    with pytest.raises(QuantUnavailable, match="float16|bfloat16"):
+    with pytest.raises(QuantUnavailable, match="with bfloat16 or float32"):
         select_ops(CPU, torch.float16, quant=int8)
     monkeypatch.setenv("LLMBOX_KERNELS", "reference")
     with pytest.raises(QuantUnavailable, match="reference"):
