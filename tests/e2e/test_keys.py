@@ -55,7 +55,8 @@ def make(server: Server, name: str = "laptop", **fields: Any) -> tuple[Key, open
 
 
 def chat(client: openai.OpenAI, **options: Any) -> Any:
-    defaults = {"model": "alpha", "max_tokens": 4, "messages": PROMPT}
+    extra = {"ignore_eos": True, **options.pop("extra_body", {})}
+    defaults = {"model": "alpha", "max_tokens": 4, "messages": PROMPT, "extra_body": extra}
     return client.chat.completions.create(**{**defaults, **options})
 
 
