@@ -51,7 +51,7 @@ def engine(**changes: Any) -> Engine:
         "workspace_bytes": 3 * GB, "running": 12, "waiting": 3, "blocks_total": 25_000, "blocks_live": 9_000,
         "blocks_cached": 5_000, "blocks_free": 11_000, "slots_used": 138_000, "tokens_in": 812.0,
         "tokens_out": 1234.5, "prefix_hit": 0.41, "prefix_queries": 182_000, "prefix_hits": 64_000,
-        "ttft_p50": 0.21, "ttft_p95": 0.93, "tpot_p50": 0.011, "preemptions": 2,
+        "ttft_p50": 0.21, "ttft_p95": 0.93, "tpot_p50": 0.011, "preemptions": 2, "roofline": 0.37,
     }  # fmt: skip
     return Engine(**values | changes)
 

@@ -8,7 +8,7 @@ from llmbox.app.telemetry.snapshot import NA, Engine, Gpu, Tick
 
 from .lines import Lines, cut
 from .state import State
-from .text import DASH, Glyphs, Line, Span, bar, clean, count, heading, known, percent, size
+from .text import DASH, Glyphs, Line, Span, bar, clean, count, heading, known, percent, seconds, size
 from .view import View
 
 
@@ -127,6 +127,9 @@ def _cache(engine: Engine, width: int, glyphs: Glyphs) -> list[Line]:
     tail = f", last minute {percent(engine.prefix_hit)}" if engine.prefix_hit is not NA else ""
     counts = f"{engine.blocks_live:,} in use, {engine.blocks_cached:,} cached, {engine.blocks_free:,} free"
     preempted = f"; {engine.preemptions:,} preemptions" if engine.preemptions else ""
+    speed = f"   {count(engine.tokens_out)} tok/s out, TPOT p50 {seconds(engine.tpot_p50)}"
+    if engine.roofline is not NA:
+        speed += f", {percent(engine.roofline)} of what the memory bandwidth allows"
     return [
         (
             (f" {clean(engine.model)}", "strong"),
@@ -134,6 +137,7 @@ def _cache(engine: Engine, width: int, glyphs: Glyphs) -> list[Line]:
         ),
         ((" ", ""), *bar(shares, width - 2, glyphs)),
         ((f"   {hits}{tail}{preempted}", "muted"),),
+        ((speed, "muted"),),
     ]
 
 

@@ -154,6 +154,20 @@ def test_a_daemon_under_load_in_a_real_terminal(box: Box, terminal, tmp_path):
     assert again.ended() == 0
 
 
+def test_another_box_with_an_admin_key(box: Box, terminal, tmp_path):
+    box.serve(box.model())
+    key = tmp_path / "key"
+    key.write_text(box.run("key", "add", "top", "--scope", "admin").out)
+    url = f"http://127.0.0.1:{box.running.port}"
+    child = terminal("top", "--remote", url, "--key-file", str(key))
+    until(lambda: "Served nothing yet" in child.text)
+    child.press("q")
+    assert child.ended() == 0
+    key.write_text("sk-llmbox-" + "x" * 43)
+    refused = terminal("top", "--remote", url, "--key-file", str(key))
+    assert refused.ended() == Exit.DENIED
+
+
 def test_the_daemon_goes_and_comes_back(box: Box, terminal):
     daemon = box.serve(box.model())
     child = terminal("top")
