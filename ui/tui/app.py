@@ -89,8 +89,10 @@ class Dashboard(App[None]):
 
     @on(Ticked)
     def _ticked(self, message: Ticked) -> None:
-        was_lost = self.is_stale
+        was_lost, first = self.is_stale, self.state.tick is None
         self.state.take_tick(message.tick)
+        if first and isinstance(self.screen, View):
+            self.screen.ask()  # some questions only make sense from here on
         self._redraw(everything=was_lost)
 
     @on(Happened)

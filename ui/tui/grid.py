@@ -167,7 +167,7 @@ class Grid(ScrollView, Drawn, can_focus=True):
         shown = set(range(len(self.columns)))
 
         def need() -> int:
-            return sum((self.columns[i].width or 12) + 2 for i in shown)
+            return sum((self.columns[i].width or 10) + 2 for i in shown)
 
         while need() > room and any(self.columns[i].rank for i in shown):
             shown.remove(max(shown, key=lambda i: self.columns[i].rank))

@@ -13,7 +13,7 @@ from .grid import Grid
 from .lines import Lines, cut
 from .messages import Fetch
 from .request_rows import LIVE_COLUMNS, live_rows
-from .state import State
+from .state import SPARKS, State
 from .text import (
     DASH,
     Glyphs,
@@ -65,7 +65,8 @@ class Overview(View):
         widget.show(lines)
 
     def wants(self) -> Iterable[Fetch]:
-        return ()
+        if "past" not in self.state.answers and self.state.tick is not None:
+            yield Fetch("past", f"telemetry?step=1&series={','.join(SPARKS)}")
 
     @on(Grid.Chosen)
     def _detail(self, event: Grid.Chosen) -> None:

@@ -11,7 +11,7 @@ from llmbox.app.telemetry.snapshot import NA, Tick
 SPARK_S: Final = 120
 MOST_ENDED: Final = 500
 MOST_LOG: Final = 2000
-_SPARKS = (
+SPARKS: Final = (
     "tokens_out", "tokens_in", "running", "waiting", "ttft_p50", "ttft_p95", "kv_used", "prefix_hit",
 )  # fmt: skip
 MODEL_CHANGES: Final = "model."
@@ -34,7 +34,7 @@ class State:
     tick_at: float = 0.0
     """Monotonic seconds."""
     sparks: dict[str, deque[float]] = field(
-        default_factory=lambda: {name: deque(maxlen=SPARK_S) for name in _SPARKS}
+        default_factory=lambda: {name: deque(maxlen=SPARK_S) for name in SPARKS}
     )
     """One value a second; -1 where there was none."""
     ended: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_ENDED))
@@ -79,6 +79,17 @@ class State:
                 )
             )
 
+    def _take_past(self, answer: dict[str, Any]) -> None:
+        """What the daemon remembers goes before what came since."""
+        if self.tick is None:
+            return
+        for name, values in self.sparks.items():
+            column = answer["series"].get(name, [])
+            known = dict(zip(answer["times"], column, strict=False))
+            first = int(self.tick.time) - len(values) + 1
+            past = [known.get(second) for second in range(first - SPARK_S + len(values), first)]
+            values.extendleft(-1.0 if value is None else value for value in reversed(past))
+
     def _take_download(self, data: dict[str, Any]) -> None:
         known = self.answers.get("downloads", {}).get("downloads", [])
         others = [each for each in known if each["model"] != data["model"]]
@@ -91,5 +102,7 @@ class State:
             known = {row["id"] for row in answer["requests"]}
             fresh = [row for row in self.ended if row["id"] not in known]
             self.ended = deque([*fresh, *answer["requests"]], maxlen=MOST_ENDED)
+        elif name == "past":
+            self._take_past(answer)
         elif name == "log":
             self.log = deque(answer["lines"], maxlen=MOST_LOG)

@@ -7,7 +7,8 @@ from llmbox.ui.tui.app import SCREENS
 from llmbox.ui.tui.dialogs import AskLine, Confirm, Facts, Help
 from llmbox.ui.tui.grid import Grid
 from llmbox.ui.tui.messages import Act, Changed, Ticked
-from support.snapshots import FakeApi, idle_tick, live_request, tick
+from llmbox.ui.tui.state import SPARKS
+from support.snapshots import NOON, FakeApi, idle_tick, live_request, tick
 
 
 async def test_numbers_go_to_screens(stage):
@@ -199,6 +200,19 @@ async def test_a_daemon_that_goes_leaves_a_grey_frame_with_its_age(stage):
         ]
         colours = {style.color.name for style in styles if style and style.color}
         assert len(colours) == 2, "everything but rules has one grey"
+
+
+async def test_sparklines_begin_with_what_the_daemon_remembers(stage):
+    async with stage((120, 40), ticks=()) as scene:
+        times = [int(NOON) - 3, int(NOON) - 1]
+        scene.api.table[f"telemetry?step=1&series={','.join(SPARKS)}"] = {
+            "step": 1, "times": times, "series": {"running": [4.0, 6.0]},
+        }  # fmt: skip
+        await scene.ticks(tick(0))
+        await scene.until(lambda: "past" in scene.app.state.answers)
+        running = list(scene.app.state.sparks["running"])
+        assert running[-4:] == [4.0, -1.0, 6.0, 12.0]
+        assert len(running) == 120
 
 
 async def test_no_daemon_at_all(stage):

@@ -27,6 +27,7 @@ PAGES = {
     "models": "/admin/models",
     "discover": "/admin/models/discover",
     "activity": "/admin/models/activity",
+    "model": "/admin/models/show?ref=builtin",
     "requests": "/admin/requests",
     "playground": "/admin/playground",
     "telemetry": "/admin/telemetry",

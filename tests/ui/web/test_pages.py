@@ -19,6 +19,8 @@ PAGES = [
     "/admin/models",
     "/admin/models/discover",
     "/admin/models/activity",
+    "/admin/models/show?ref=builtin",
+    "/admin/models/show?ref=builtin&ctx=999999999",
     "/admin/requests",
     "/admin/playground",
     "/admin/telemetry",
