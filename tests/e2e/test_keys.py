@@ -264,8 +264,9 @@ def test_serve_prints_the_api_and_a_link_and_logs_no_secret(box: Box) -> None:
     assert token not in box.paths.log_file.read_text()
 
 
-def test_require_key_on_this_machine(box: Box) -> None:
+def test_require_key_on_this_machine_whatever_happened_to_the_request_log(box: Box) -> None:
     secret = box.run("key", "add", "laptop", "--expires", "1h", "--model", "tiny").out.strip()
+    box.paths.request_db.write_bytes(b"no database" * 1000)
     box.serve(box.model(), LLMBOX_SERVER_REQUIRE_KEY="true")
     running = box.running
     assert running is not None
