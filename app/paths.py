@@ -59,6 +59,11 @@ class Paths:
         return self.data_dir / "models.json"
 
     @property
+    def loads_file(self) -> Path:
+        """How the last loads of each model went."""
+        return self.state_dir / "loads.json"
+
+    @property
     def downloads_file(self) -> Path:
         """Downloads that are not finished."""
         return self.state_dir / "downloads.json"

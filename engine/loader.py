@@ -17,6 +17,7 @@ from .config import EngineConfig
 from .core import Engine
 from .errors import DeviceError, EngineError
 from .estimator import MemoryBudget, MemoryPlan, estimate
+from .footprint import grown, memory_in_use
 from .layers.rotary import Rotary
 from .machine import read_machine
 from .messages import ModelInfo, Progress
@@ -43,8 +44,10 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
     dtype, kv_dtype = TORCH_DTYPES[plan.dtype], TORCH_DTYPES[plan.kv_dtype]
     ops = backend(device, dtype, kv_dtype, threads, QUANTS.get(plan.quant))
 
+    before = memory_in_use(device)
     source = Source(directory, ops, dtype, device, weights_progress(progress))
     model = build_model(model_config, source)
+    measured = grown(before, memory_in_use(device))
     kv_shape = KVShape(
         num_layers=model_config.num_layers,
         num_blocks=plan.num_blocks,
@@ -58,7 +61,7 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
     cache = ops.make_kv_cache(kv_shape, device)
     sampler = Sampler(model_config.vocab_size, device)
     runner = ModelRunner(model, rotary, cache, sampler, block_size=plan.block_size, device=device)
-    info = model_info(config, model_config, plan, ops, time.monotonic() - started)
+    info = model_info(config, model_config, plan, ops, time.monotonic() - started, measured)
     return Engine(make_scheduler(config, plan), runner, info)
 
 
@@ -112,7 +115,12 @@ def make_scheduler(config: EngineConfig, plan: MemoryPlan) -> Scheduler:
 
 
 def model_info(
-    config: EngineConfig, model: ModelConfig, plan: MemoryPlan, ops: Ops, load_seconds: float
+    config: EngineConfig,
+    model: ModelConfig,
+    plan: MemoryPlan,
+    ops: Ops,
+    load_seconds: float,
+    measured: int | None,
 ) -> ModelInfo:
     return ModelInfo(
         name=config.name,
@@ -132,4 +140,5 @@ def model_info(
         max_running=plan.max_running,
         max_concurrency=plan.max_concurrency,
         load_seconds=load_seconds,
+        measured_weights_bytes=measured,
     )

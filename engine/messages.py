@@ -91,6 +91,8 @@ class ModelInfo:
     max_concurrency: float
     """How many requests of full context fit in the KV pool at once."""
     load_seconds: float
+    measured_weights_bytes: int | None = None
+    """Memory that loading the weights really took; `weights_bytes` is what was planned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

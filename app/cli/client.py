@@ -4,7 +4,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any, Self
 
@@ -14,7 +14,7 @@ from ..paths import Paths, socket_address
 TIMEOUT = 10.0
 """Seconds for an answer of the admin API, which never waits for an engine."""
 
-EXIT_OF_STATUS = {400: Exit.FAILED, 403: Exit.DENIED, 404: Exit.NOT_FOUND, 409: Exit.CONFLICT}
+EXIT_OF_STATUS = {400: Exit.FAILED, 401: Exit.DENIED, 403: Exit.DENIED, 404: Exit.NOT_FOUND, 409: Exit.CONFLICT}
 EXIT_OF_CODE = {"does_not_fit": Exit.DOES_NOT_FIT, "model_not_found": Exit.NOT_FOUND}
 
 
@@ -46,6 +46,13 @@ class Client:
             return False
         connection.close()
         return True
+
+    def connect(self, timeout: float | None) -> HTTPConnection:
+        return UnixConnection(self._paths, timeout)
+
+    def headers(self) -> Mapping[str, str]:
+        """Of every request."""
+        return {}
 
     def get(self, path: str) -> dict[str, Any]:
         return self._call("GET", path, None, TIMEOUT)
@@ -79,8 +86,8 @@ class Client:
         timeout: float | None,
         more_headers: Mapping[str, str] | None = None,
     ) -> tuple[HTTPConnection, HTTPResponse]:
-        connection = UnixConnection(self._paths, timeout)
-        headers = {"Accept": "application/json, text/event-stream", **(more_headers or {})}
+        connection = self.connect(timeout)
+        headers = {"Accept": "application/json, text/event-stream", **self.headers(), **(more_headers or {})}
         data = None
         if body is not None:
             headers["Content-Type"] = "application/json"
@@ -147,12 +154,20 @@ class Stream:
     def __init__(self, connection: HTTPConnection, response: HTTPResponse) -> None:
         self._connection = connection
         self._response = response
+        self.last_id: str | None = None
+        """Of the newest event, for `Last-Event-ID` after the stream broke off."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._connection.close()
+
+    def close(self) -> None:
+        """From another thread than the reader's: its read ends at once."""
+        if self._connection.sock is not None:
+            with suppress(OSError):
+                self._connection.sock.shutdown(socket.SHUT_RDWR)
 
     def events(self) -> Iterator[tuple[str, str]]:
         kind = "message"
@@ -166,6 +181,8 @@ class Stream:
                 name, _, value = line.partition(":")
                 if name == "event":
                     kind = value.strip()
+                elif name == "id":
+                    self.last_id = value.strip()
                 elif name == "data":
                     data.append(value.removeprefix(" "))
         except (OSError, HTTPException) as error:

@@ -25,6 +25,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "requests": (".requests:requests", "Read the request log, follow it, cancel a request."),
     "logs": (".logs:logs", "Read the daemon's log."),
     "stats": (".stats:stats", "Show load and speed of this moment."),
+    "top": ("llmbox.ui.tui.command:top", "Watch devices, requests, models and memory in the terminal."),
+    "dash": ("llmbox.ui.tui.command:top", "The same as top."),
     "config": (".config:config", "Show and change settings."),
     "doctor": (".doctor:doctor", "Check this box; every finding comes with its fix."),
     "bench": (".bench:bench", "Measure a server: time to first token, throughput."),

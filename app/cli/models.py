@@ -110,11 +110,13 @@ def show(program: Program, ref: str, *, as_json: bool) -> None:
         "aliases": [name for name, each in program.names.aliases.items() if each.model == place.ref] or None,
         **{key: config.get(name) for key, name in _CONFIG_FACTS.items()},
         "loaded": memory,
+        "loads": _loads(program, place.name),
     }
     if as_json:
         output.write_json("show", facts)
         return
     shown = {**facts, "size": output.size(disk.size), "loaded": memory["state"] if memory else "no"}
+    shown["loads"] = _last_load(facts["loads"])
     for key, value in shown.items():
         if value is not None:
             output.write(f"{key.replace('_', ' '):16} {output.printable(str(value))}")
@@ -156,6 +158,30 @@ def print_models(models: Sequence[Mapping[str, Any]]) -> None:
         output.table(headers, rows, right=(3, 4))
     else:
         output.say("No model is loaded. Load one: llmbox load MODEL")
+
+
+def _loads(program: Program, name: str) -> list[dict[str, Any]]:
+    """Of this model, oldest first: as the daemon noted them."""
+    import json
+
+    try:
+        rows = json.loads(program.paths.loads_file.read_bytes())["models"].get(name, [])
+        return [dict(row) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def _last_load(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Predicted against measured."""
+    if not rows:
+        return None
+    row = rows[-1]
+    predicted, measured = row["predicted_weights"], row["measured_weights"]
+    text = f"{output.clock(row['at'])} on {row['device']} as {row['dtype']} in {output.span(row['seconds'])}"
+    text += f"; weights predicted {output.size(predicted)}"
+    if measured:
+        text += f", measured {output.size(measured)} ({measured / predicted - 1:+.1%})"
+    return text
 
 
 def _stay(model: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """`llmbox serve`."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -8,6 +9,9 @@ from . import output
 from .lazy import Command
 from .options import checked_alias, daemon_options, given, model_options
 from .program import Program, pass_program
+
+if TYPE_CHECKING:
+    from ..daemon.instance import Running
 
 
 @click.command(cls=Command)
@@ -37,7 +41,12 @@ def serve(
         begun_with={"flags": given_flags, "models": list(models), "alias": alias},
         reload=lambda: program.settings(given_flags),
         parts=program.parts,
-        on_up=lambda running, _sign_in_link: None if background else output.write(f"{running.url}/v1"),
+        on_up=(lambda *_: None) if background else _tell,
         background=background,
     )
     run_daemon(plan)
+
+
+def _tell(running: "Running", sign_in_link: Callable[[], str]) -> None:
+    output.write(f"{running.url}/v1")
+    output.write(sign_in_link())

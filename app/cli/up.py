@@ -15,6 +15,7 @@ from .config import shown
 from .lazy import Command
 from .options import checked_alias, daemon_options, flag, given, model_options, parameter
 from .program import Program, pass_program
+from .sign_in import sign_in_link
 from .starter import Started, start_daemon, wait_for_models
 
 
@@ -52,10 +53,11 @@ def up(
         require_same(program, given_flags)
         names = load_missing(program, program.wanted(models, alias, given_flags) if models else [])
     ready = wait_for_models(program, started, names, timeout) if wait else []
+    panel = sign_in_link(program)
     if as_json:
-        output.write_json("up", _summary(started, ready, waited=wait))
+        output.write_json("up", {**_summary(started, ready, waited=wait), "sign_in": panel})
     else:
-        _print(started.running, ready, waited=wait)
+        _print(started.running, ready, panel, waited=wait)
 
 
 def _find_or_start(
@@ -140,9 +142,11 @@ def _context(model: Mapping[str, Any]) -> int | None:
     return info["context_window"] if info else None
 
 
-def _print(running: Running, models: Sequence[Mapping[str, Any]], *, waited: bool) -> None:
+def _print(running: Running, models: Sequence[Mapping[str, Any]], panel: str, *, waited: bool) -> None:
     output.write(f"llmbox is up (pid {running.pid})")
     output.write(f"  API     {running.url}/v1")
+    output.write(f"  Panel   {panel}")
+    output.write("          (signs one browser in, once, within 15 minutes)")
     if not waited:
         output.write("  Models  loading; follow with llmbox ps")
         return

@@ -48,7 +48,10 @@ class Control:
         self.loaded = loaded
         self.library = Library(services)
         world = World(
-            settings=lambda: services.settings, find=self.library.find, registry=self.library.registry
+            settings=lambda: services.settings,
+            find=self.library.find,
+            registry=self.library.registry,
+            loads_file=services.paths.loads_file,
         )
         self.residency = Residency(services.engines, services.events, world)
         services.find_model = self.residency.find

@@ -69,6 +69,7 @@ class InstanceLock:
     def announce(self, running: Running) -> None:
         """Replaces the pid file in one move, so that readers never see half of it."""
         temporary = self._paths.pid_file.with_suffix(".new")
+        temporary.touch(0o600)
         temporary.write_text(json.dumps(asdict(running)) + "\n")
         temporary.replace(self._paths.pid_file)
 

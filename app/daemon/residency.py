@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DoesNotFit
@@ -24,6 +25,7 @@ from ..errors import ApiError
 from ..events import Events
 from ..registry import Alias, Registry
 from ..settings import Settings
+from .load_history import note_load
 from .model_request import ModelRequest
 from .sizes import Sizes, sizes
 
@@ -38,6 +40,7 @@ class World:
     find: Callable[[str], ModelRef | None]
     """A model on disk by a name that clients may use."""
     registry: Registry
+    loads_file: Path | None = None
     clock: Callable[[], float] = time.monotonic
     device: Callable[[str], Place] = lambda asked: device_of(read_machine(), asked)
     budget: Callable[[Place, float | None], int] = lambda device, gb: total_budget(read_machine(), device, gb)
@@ -123,7 +126,10 @@ class Residency:
     # ------------------------------------------------------------------ who stays
 
     def keep(self, model: LoadedModel, *, ttl: float | None) -> None:
+        """Called once it is loaded."""
         model.ttl = ttl
+        if self._world.loads_file is not None:
+            note_load(self._world.loads_file, model)
         self._arm()
 
     def pin(self, name: str, *, pinned: bool) -> LoadedModel:

@@ -55,7 +55,8 @@ def make(server: Server, name: str = "laptop", **fields: Any) -> tuple[Key, open
 
 
 def chat(client: openai.OpenAI, **options: Any) -> Any:
-    defaults = {"model": "alpha", "max_tokens": 4, "messages": PROMPT}
+    extra = {"ignore_eos": True, **options.pop("extra_body", {})}
+    defaults = {"model": "alpha", "max_tokens": 4, "messages": PROMPT, "extra_body": extra}
     return client.chat.completions.create(**{**defaults, **options})
 
 
@@ -263,8 +264,9 @@ def test_serve_prints_the_api_and_a_link_and_logs_no_secret(box: Box) -> None:
     assert token not in box.paths.log_file.read_text()
 
 
-def test_require_key_on_this_machine(box: Box) -> None:
+def test_require_key_on_this_machine_whatever_happened_to_the_request_log(box: Box) -> None:
     secret = box.run("key", "add", "laptop", "--expires", "1h", "--model", "tiny").out.strip()
+    box.paths.request_db.write_bytes(b"no database" * 1000)
     box.serve(box.model(), LLMBOX_SERVER_REQUIRE_KEY="true")
     running = box.running
     assert running is not None

@@ -1,8 +1,10 @@
 """The real command line and daemon around the fake engine: `python -P tests/support/fake_cli.py ARGS`.
 
-A daemon that it starts in the background is this program again.
+A daemon that it starts in the background is this program again. `FAKE_NVML` puts made-up GPUs
+into it: `fine`, `hang` (every read takes 30 s), `lost` or `errors`.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -17,7 +19,20 @@ def fake_parts():
     from llmbox.app.text.model_text import load_model_text
     from support.fake_engine import fake_launch
 
-    return Parts(fake_launch(), load_model_text)
+    return Parts(fake_launch(), load_model_text, fake_gpus(os.environ.get("FAKE_NVML")))
+
+
+def fake_gpus(kind):
+    if kind is None:
+        return None
+    from threading import Event
+
+    from llmbox.app.telemetry.gpus import GpuReader
+    from support.fake_nvml import NUMBERS, FakeGpu, FakeNvml
+
+    gpus = [FakeGpu(lost=kind == "lost"), FakeGpu()]
+    refused = frozenset(NUMBERS) if kind == "errors" else frozenset()
+    return GpuReader(FakeNvml(gpus, hang=Event() if kind == "hang" else None, not_available=refused))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@ from typing import Any
 from litestar import MediaType, Request, Response
 from litestar.datastructures import State
 
-from llmbox.app.errors import ApiError
-from llmbox.app.http.errors import answer
+from llmbox.app.http.errors import answer, to_api_error
 
 from .render import PanelRequest, page, panel_of, render
 
@@ -26,17 +25,15 @@ def done(request: PanelRequest, back: str, said: str) -> Response[str]:
 
 def show_error(request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
     """Errors for people. Those of the guard lead to the sign-in, as everywhere."""
-    if (
-        not isinstance(error, ApiError)
-        or error.status in {303, 401}
-        or "identity" not in request.scope["state"]
-    ):
-        return answer(request, error)
-    headers = dict(error.headers)
+    plain = answer(request, error)  # also logs what is our fault
+    told = to_api_error(error)
+    if told.status in {303, 401} or "identity" not in request.scope["state"]:
+        return plain
+    headers = dict(told.headers)
     if is_fragment(request):
-        html = render("live/said.html", panel_of(request), said=error.message, failed=True)
+        html = render("live/said.html", panel_of(request), said=told.message, failed=True)
         headers |= {"HX-Retarget": "#said", "HX-Reswap": "innerHTML"}
-        return Response(html, status_code=error.status, headers=headers, media_type=MediaType.HTML)
-    shown = page(request, "error.html", "", error.status, error=error)
+        return Response(html, status_code=told.status, headers=headers, media_type=MediaType.HTML)
+    shown = page(request, "error.html", "", told.status, error=told)
     shown.headers.update(headers)
     return shown

@@ -10,6 +10,8 @@ from llmbox.app.errors import ApiError
 from llmbox.app.http.credentials import identity_of
 from llmbox.app.http.sse import EventStreamResponse, StreamOptions
 
+from .discover import activity_pieces
+from .memory import memory_pieces
 from .models import models_pieces
 from .overview import overview_pieces
 from .render import Panel, PanelRequest, panel_of
@@ -21,6 +23,8 @@ Pieces = Callable[[Panel], Awaitable[dict[str, str]]]
 VIEWS: Final[dict[str, Pieces]] = {
     "overview": overview_pieces,
     "models": models_pieces,
+    "activity": activity_pieces,
+    "memory": memory_pieces,
     "requests": requests_pieces,
 }
 SHORTEST_S: Final = 0.25

@@ -26,7 +26,10 @@ PAGES = (
     ("requests", "/admin/requests", "Requests"),
     ("playground", "/admin/playground", "Playground"),
     ("telemetry", "/admin/telemetry", "Telemetry"),
+    ("memory", "/admin/memory", "Memory"),
     ("keys", "/admin/keys", "Keys"),
+    ("settings", "/admin/settings", "Settings"),
+    ("system", "/admin/system", "System"),
 )
 
 

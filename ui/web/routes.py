@@ -3,43 +3,57 @@
 from litestar import Router
 from litestar.types import ControllerRouterHandler
 
-from llmbox.app.errors import ApiError
 from llmbox.app.http.guard import Access
 
+from .discover import activity_page, change_download, discover_page, pull
 from .forms import show_error
 from .keys import add_key, keys_page, revoke_key, rotate_key
 from .live import live
+from .memory import memory_page
 from .models import load_model, models_page, unload_model
 from .overview import overview_page
 from .playground import playground_page
 from .request_export import export_csv, export_json
 from .requests import cancel_request, request_page, requests_page
+from .settings import review_settings, save_settings, settings_page
 from .static_files import static_file
+from .system import checks_piece, purge, system_page
 from .telemetry import telemetry_page
 
 panel_routes: list[ControllerRouterHandler] = [
     Router(
         "/admin",
         route_handlers=[
+            activity_page,
             add_key,
             cancel_request,
+            change_download,
+            checks_piece,
+            discover_page,
             export_csv,
             export_json,
             keys_page,
             live,
             load_model,
+            memory_page,
             models_page,
             overview_page,
             playground_page,
+            pull,
+            purge,
             request_page,
             requests_page,
+            review_settings,
             revoke_key,
             rotate_key,
+            save_settings,
+            settings_page,
+            system_page,
             telemetry_page,
             unload_model,
         ],
         opt={"access": Access.PAGE, "form": True},
-        exception_handlers={ApiError: show_error},
+        exception_handlers={Exception: show_error},
         include_in_schema=False,
     ),
     static_file,

@@ -6,9 +6,12 @@ WIDTH, HEIGHT = 240.0, 44.0
 
 
 def path(values: Sequence[float | None]) -> str:
-    """Of a line over WIDTH x HEIGHT, from zero to the largest value; gaps where nothing is known."""
+    """Of a line over WIDTH x HEIGHT, from zero to the largest value; gaps where nothing is known.
+
+    A lone value is a dot: a line of no length with round ends.
+    """
     known = [value for value in values if value is not None]
-    if len(known) < 2:
+    if not known or len(values) < 2:
         return ""
     top = max(known) or 1.0
     step = WIDTH / (len(values) - 1)
@@ -18,7 +21,8 @@ def path(values: Sequence[float | None]) -> str:
             pen_down = False
             continue
         y = HEIGHT - 2 - (HEIGHT - 4) * value / top
-        parts.append(f"{'L' if pen_down else 'M'}{index * step:.1f} {y:.1f}")
+        at = f"{index * step:.1f} {y:.1f}"
+        parts.append(f"L{at}" if pen_down else f"M{at}L{at}")
         pen_down = True
     return "".join(parts)
 

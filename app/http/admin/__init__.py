@@ -3,6 +3,7 @@
 from litestar import Router
 
 from ..guard import Access
+from .disk import disk, fit
 from .events import events
 from .keys import add_key, keys, revoke_key, rotate_key, sign_in_link
 from .library import cancel_download, delete_models, downloads, pause, pull, resume, search
@@ -23,10 +24,12 @@ admin_router = Router(
         cancel_download,
         cancel_request,
         config,
+        disk,
         doctor,
         delete_models,
         downloads,
         events,
+        fit,
         history,
         load_model,
         log_lines,

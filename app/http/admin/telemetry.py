@@ -88,11 +88,11 @@ class Findings(Struct):
 async def doctor(request: Request[Any, Any, State]) -> Findings:
     """The checks of `llmbox doctor`, run by the daemon: takes a second or two."""
     services: Services = request.app.state.services
-    found = await asyncio.to_thread(_check, services)
+    found = await asyncio.to_thread(run_doctor, services)
     return Findings(not any(each["status"] == "failed" for each in found), found)
 
 
-def _check(services: Services) -> list[dict[str, str]]:
+def run_doctor(services: Services) -> list[dict[str, str]]:
     from ...cli.checks import run_checks  # noqa: PLC0415 - imports what only the checks need
     from ...cli.program import Program  # noqa: PLC0415
 

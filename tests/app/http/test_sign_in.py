@@ -7,6 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from litestar import Request, get, post
 from litestar.datastructures import State
 
@@ -257,3 +259,15 @@ async def test_the_page_escapes_what_the_link_says(box: Box) -> None:
         page = await http.get("/admin/signin", params={"token": '"><script>alert(1)</script>'})
     assert "<script>" not in page.text
     assert "&quot;&gt;&lt;script" in page.text
+
+
+@given(st.sampled_from([b"cookie", b"x-csrf-token", b"hx-request"]), st.binary(max_size=100), st.booleans())
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+async def test_no_header_of_any_bytes_signs_in(box: Box, name: bytes, value: bytes, named: bool) -> None:
+    value = b"llmbox_7411=" + value if named else value
+    async with box.browser() as http:
+        for method in ("GET", "POST"):
+            answer = await http.send(
+                httpx.Request(method, "http://localhost:7411/admin", headers=[(name, value)])
+            )
+            assert answer.status_code in {303, 401, 405}

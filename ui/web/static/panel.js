@@ -1,9 +1,9 @@
 // What every page does in the browser: follow the tab's visibility, copy, ask before what cannot be undone.
 
-const asOf = document.getElementById("as-of");
 let pressed = false;
 
 function say(state, text) {
+  const asOf = document.getElementById("as-of"); // looked up each time: the head is swapped as well
   if (!asOf) return;
   asOf.dataset.state = state;
   asOf.textContent = text;

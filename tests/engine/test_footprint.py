@@ -1,0 +1,70 @@
+"""What loading takes is what was estimated: over twelve shapes, counted tensor by tensor."""
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.footprint import grown, memory_in_use
+from llmbox.engine.loader import load_engine
+from support.tiny_models import make_tiny_model
+
+SHAPES: list[dict[str, Any]] = [
+    {"arch": arch, "tie_word_embeddings": tied, "num_hidden_layers": layers, "num_key_value_heads": kv}
+    for arch, layers, kv in (("llama", 1, 4), ("mistral", 2, 2), ("qwen2", 3, 1), ("qwen3", 2, 2))
+    for tied in (False, True)
+] + [
+    {"arch": "llama", "hidden_size": 128, "intermediate_size": 256},
+    {"arch": "qwen3", "vocab_size": 3000},
+    {"arch": "qwen2", "intermediate_size": 512},
+    {"arch": "llama", "attention_bias": True, "mlp_bias": True},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_weights_and_pool_are_as_planned(tmp_path: Path, shape: dict[str, Any], monkeypatch):
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    torch.set_num_threads(1)
+    place = make_tiny_model(tmp_path / "m", tokenizer=False, **shape)
+    config = EngineConfig(model_path=str(place), name="m", device="cpu", kv_tokens=512, threads=1)
+    engine = load_engine(config, lambda _: None)
+    info = engine.info
+    held = sum(tensor.untyped_storage().nbytes() for tensor in tensors(engine).values())
+    assert held == pytest.approx(info.weights_bytes + info.kv_bytes, rel=0.01)
+    assert info.measured_weights_bytes is not None
+
+
+def tensors(root: Any) -> dict[int, torch.Tensor]:
+    """All that can be reached from here, each storage once."""
+    found: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+    todo = [root]
+    while todo:
+        each = todo.pop()
+        if id(each) in seen or each is None or isinstance(each, type | str | bytes | int | float):
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            found[each.untyped_storage().data_ptr()] = each
+        elif isinstance(each, dict):
+            todo += each.values()
+        elif isinstance(each, list | tuple | set):
+            todo += each
+        elif is_dataclass(each):
+            todo += [getattr(each, item.name) for item in fields(each)]
+        elif type(each).__module__.startswith("llmbox"):
+            todo += vars(each).values() if hasattr(each, "__dict__") else []
+    return found
+
+
+def test_memory_in_use_sees_a_tensor():
+    device = torch.device("cpu")
+    before = memory_in_use(device)
+    block = torch.ones(8 << 20)
+    after = memory_in_use(device)
+    assert before is not None
+    assert (grown(before, after) or 0) == pytest.approx(block.nbytes, rel=0.1)
+    assert grown(None, after) is None

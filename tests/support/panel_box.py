@@ -1,0 +1,58 @@
+"""A daemon with the admin panel for one module of tests, and ways into it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from llmbox.app.cli.client import Client
+from support.cli_box import Box
+
+__all__ = ["panel", "signed_in"]
+
+
+class Panel:
+    def __init__(self, box: Box) -> None:
+        self.box = box
+        box.serve(box.model(step_delay=0.02, vocab_size=480, script=[72, 101, 108, 108, 111, 32] * 4))
+
+    @property
+    def url(self) -> str:
+        assert self.box.running is not None
+        return self.box.running.url
+
+    def sign_in_link(self) -> str:
+        link: str = Client(self.box.paths).post("/admin/api/signin-link", {})["url"]
+        return link
+
+    def client(self) -> httpx.Client:
+        """A browser without scripts: keeps cookies, follows redirects."""
+        return httpx.Client(base_url=self.url, follow_redirects=True, timeout=30)
+
+    def sign_in(self) -> httpx.Client:
+        client = self.client()
+        token = self.sign_in_link().partition("token=")[2]
+        assert client.post("/admin/signin", data={"token": token}).status_code == 200
+        return client
+
+    def complete(self, max_tokens: int = 6) -> None:
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": max_tokens}
+        assert httpx.post(f"{self.url}/v1/completions", json=body, timeout=30).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def panel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Panel]:
+    folder: Path = tmp_path_factory.mktemp("panel")
+    box = Box(folder)
+    try:
+        yield Panel(box)
+    finally:
+        box.close()
+
+
+@pytest.fixture(scope="module")
+def signed_in(panel: Panel) -> Iterator[httpx.Client]:
+    client = panel.sign_in()
+    yield client
+    client.close()

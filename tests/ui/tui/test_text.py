@@ -1,0 +1,67 @@
+from rich.cells import cell_len
+
+from llmbox.app.telemetry.snapshot import NA
+from llmbox.ui.tui.request_rows import as_curl, time_bar
+from llmbox.ui.tui.text import (
+    ASCII,
+    UNICODE,
+    bar,
+    count,
+    duration,
+    fit,
+    line_width,
+    rate,
+    seconds,
+    size,
+    spark,
+)
+from support.snapshots import record
+
+
+def test_fit_is_exact_for_any_text():
+    for text in ("", "abc", "abcdefghij", "模型模型模型", "a模b型c"):
+        for width in range(12):
+            assert cell_len(fit(text, width)) == width
+    assert fit("12", 4, right=True) == "  12"
+    assert fit("abcdef", 4) == "abc…"
+
+
+def test_bars_fill_their_width_and_show_what_is_small():
+    for glyphs in (UNICODE, ASCII):
+        for parts in ([], [(0.001, "kv")], [(0.5, "kv"), (0.7, "bad")], [(1.0, "kv"), (0.2, "bad")]):
+            assert line_width(bar(parts, 10, glyphs)) == 10
+    assert bar([(0.001, "kv")], 10, UNICODE)[0] == ("█", "kv")
+
+
+def test_sparks():
+    assert spark([], 4, UNICODE) == "    "
+    assert spark([0, 0], 4, UNICODE) == "  ▁▁"
+    assert spark([-1, 0, 50, 100], 4, UNICODE) == " ▁▅█"
+    assert spark([1, 2, 3, 4, 100], 1, ASCII) == "#"
+    assert spark([0.5], 1, UNICODE, top=1.0) == "▅"
+
+
+def test_numbers():
+    assert [count(value) for value in (NA, None, 0, 3, 3.14, 1234.5)] == ["-", "-", "0", "3", "3.1", "1,234"]
+    assert [size(value) for value in (0, 999, 5e3, 5e8, 141e9, 1.2e12)] == [
+        "0 B", "999 B", "5 kB", "500 MB", "141.0 GB", "1.20 TB",
+    ]  # fmt: skip
+    assert [seconds(value) for value in (NA, 0.0214, 3.0, 75.0)] == ["-", "21 ms", "3.0 s", "1 min 15 s"]
+    assert [duration(value) for value in (59, 3600, 90_000)] == ["59 s", "1 h 00 min", "1 d 1 h"]
+    assert rate(NA) == "-"
+
+
+def test_where_the_time_went():
+    (_, legend) = time_bar(record(1, queue_s=1.0, ttft_s=3.0, e2e_s=10.0), 20, UNICODE)
+    assert "".join(text for text, _ in legend) == "queue 1.0 s   prefill 2.0 s   decode 7.0 s"
+    (queued, _) = time_bar(record(1, queue_s=None, ttft_s=None, e2e_s=4.0), 20, UNICODE)
+    assert queued[0] == ("█" * 20, "warn")
+    assert time_bar({"age": 3.0}, 20, UNICODE) == []
+
+
+def test_curl_of_a_completion_is_safe_to_paste():
+    text = as_curl(record(1, endpoint="/v1/completions", model="it's", seed=None), "http://h:1")
+    assert text == (
+        "curl http://h:1/v1/completions -H 'Content-Type: application/json' "
+        """-d '{"model": "it'\\''s", "prompt": "...", "temperature": 0.7}'"""
+    )

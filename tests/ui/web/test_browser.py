@@ -1,0 +1,248 @@
+"""The panel in a real browser: Debian's chromium, driven by Playwright. Skipped, loudly, where either lacks.
+
+Screenshots are kept under build/screenshots.
+"""
+
+import importlib.util
+import json
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from support.panel_box import Panel, panel
+
+__all__ = ["panel"]
+
+ROOT = Path(__file__).parents[3]
+SHOTS = ROOT / "build" / "screenshots"
+WIDTHS = {"desktop": 1280, "tablet": 820, "phone": 390}
+PAGES = {
+    "overview": "/admin",
+    "models": "/admin/models",
+    "discover": "/admin/models/discover",
+    "activity": "/admin/models/activity",
+    "model": "/admin/models/show?ref=builtin",
+    "requests": "/admin/requests",
+    "playground": "/admin/playground",
+    "telemetry": "/admin/telemetry",
+    "memory": "/admin/memory",
+    "keys": "/admin/keys",
+    "settings": "/admin/settings",
+    "system": "/admin/system",
+}
+CHROMIUM = shutil.which("chromium")
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+MISSING = [
+    *([] if CHROMIUM else ["chromium (apt-get install chromium)"]),
+    *([] if importlib.util.find_spec("playwright") else ["playwright (pip install playwright)"]),
+    *([] if (ROOT / "ui/web/static/vendor/htmx.min.js").exists() else ["python packaging/hatch_build.py"]),
+]
+if MISSING:
+    warnings.warn(f"THE PANEL IS NOT TESTED IN A BROWSER: missing {', '.join(MISSING)}", stacklevel=1)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"NO BROWSER TESTS: missing {', '.join(MISSING)}"),
+    pytest.mark.xdist_group("browser"),
+]
+
+
+class Window:
+    """A page of a signed-in browser, with what went wrong in it."""
+
+    def __init__(self, panel: Panel, page) -> None:
+        self.panel, self.page = panel, page
+        self.problems: list[str] = []
+        self.strangers: list[str] = []
+        page.on("console", self._console)
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+        page.on("request", self._request)
+
+    def open(self, path: str) -> None:
+        self.page.goto(self.panel.url + path)
+
+    def _console(self, message) -> None:
+        if message.type in {"error", "warning"}:
+            self.problems.append(message.text)
+
+    def _request(self, request) -> None:
+        if not request.url.startswith(self.panel.url + "/"):
+            self.strangers.append(request.url)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield launched
+        launched.close()
+
+
+@pytest.fixture(scope="module")
+def session(panel: Panel, browser) -> dict:
+    """Signed in by the printed link, as a person would."""
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(panel.sign_in_link())
+    page.get_by_role("button", name="Sign in").click()
+    page.get_by_role("heading", name="Overview").wait_for()
+    state = context.storage_state()
+    context.close()
+    return state
+
+
+@pytest.fixture
+def window(panel: Panel, browser, session) -> Iterator[Window]:
+    context = browser.new_context(storage_state=session, viewport={"width": 1280, "height": 860})
+    context.set_default_timeout(15_000)
+    opened = Window(panel, context.new_page())
+    yield opened
+    context.close()
+    assert opened.problems == []
+    assert opened.strangers == []
+
+
+def test_a_request_appears_by_itself_and_can_be_cancelled(window: Window):
+    window.open("/admin/requests")
+    page = window.page
+    page.get_by_text("live", exact=True).wait_for()
+    page.get_by_text("Nothing is in flight.").wait_for()
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 3000, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{window.panel.url}/v1/completions", json=body, timeout=30) as answer:
+        page.get_by_role("button", name="Cancel").click()
+        page.get_by_text("Cancelled cmpl-").wait_for()
+        text = answer.read().decode()
+    assert '"finish_reason":"abort"' in text or "error" in text
+    page.get_by_text("Nothing is in flight.").wait_for()
+
+
+def test_a_model_is_unloaded_and_loaded(window: Window):
+    window.open("/admin/models")
+    page = window.page
+    row = page.locator("li.model").filter(has=page.get_by_role("heading", name="builtin"))
+    row.get_by_role("button", name="Load").click()
+    page.get_by_text("Loading builtin").wait_for()
+    row.get_by_role("button", name="Unload").wait_for()
+    row.get_by_role("button", name="Unload").click()
+    row.get_by_role("button", name="Load", exact=True).wait_for()
+
+
+def test_the_playground_answers_with_its_speed(window: Window):
+    window.open("/admin/playground")
+    page = window.page
+    page.get_by_label("Kind").select_option("completion")
+    page.get_by_label("Prompt", exact=True).fill("hello there")
+    page.get_by_role("button", name="Send").click()
+    page.locator(".measure").wait_for()
+    assert page.locator(".turn.model .what").text_content()
+    assert "first token" in page.locator(".measure").text_content()
+    page.get_by_text("View as API call").click()
+    assert "/v1/completions" in page.locator("#call").text_content()
+
+
+def test_a_key_lives_and_ends(window: Window):
+    window.open("/admin/keys")
+    page = window.page
+    page.get_by_label("Name", exact=True).fill("phone")
+    page.get_by_role("button", name="Create key").click()
+    secret = page.locator("#secret").text_content()
+    auth = {"Authorization": f"Bearer {secret}"}
+    models = f"{window.panel.url}/v1/models"
+    assert httpx.get(models, headers=auth).status_code == 200
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Revoke phone").click()
+    page.get_by_text("There are no keys.").wait_for()
+    assert httpx.get(models, headers=auth).status_code == 401
+
+
+def test_settings_show_what_changes_before_it_does(window: Window):
+    window.open("/admin/settings")
+    page = window.page
+    assert page.get_by_label("port", exact=True).is_disabled()
+    page.get_by_label("queue", exact=True).fill("99")
+    page.get_by_role("button", name="Review changes").click()
+    assert page.locator("ins").all_text_contents() == ["99"]
+    page.get_by_role("button", name="Save").click()
+    page.get_by_text("After a restart: limits.queue").wait_for()
+    assert "queue = 99" in window.panel.box.paths.config_file.read_text()
+
+
+def test_charts_draw_what_happened(window: Window):
+    window.panel.complete(20)
+    window.open("/admin/telemetry")
+    page = window.page
+    page.get_by_text("live", exact=True).wait_for()
+    assert page.locator(".plot canvas").count() == page.locator(".plot").count() >= 6
+    inked = """() => {
+      const canvas = document.querySelector('[data-series="cpu"] canvas');
+      return canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.some((v) => v > 0);
+    }"""
+    page.wait_for_function(inked)
+
+
+def test_a_hidden_tab_costs_nothing_and_comes_back(window: Window):
+    window.open("/admin")
+    page = window.page
+    page.get_by_text("live", exact=True).wait_for()
+    flip = """(hidden) => {
+      Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });
+      document.dispatchEvent(new Event('visibilitychange'));
+    }"""
+    page.evaluate(flip, True)
+    page.get_by_text("paused", exact=True).wait_for()
+    page.evaluate(flip, False)
+    page.get_by_text("live", exact=True).wait_for()
+
+
+def test_the_keyboard_reaches_the_page_first(window: Window):
+    window.open("/admin")
+    window.page.keyboard.press("Tab")
+    assert window.page.evaluate("document.activeElement.textContent") == "Skip to the page"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_fit_and_are_accessible(window: Window, axe: str, scheme: str):
+    """Screenshots at three widths; axe-core finds nothing serious."""
+    page = window.page
+    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    found = []
+    for name, path in PAGES.items():
+        window.open(path)
+        page.locator("h1").wait_for()
+        page.evaluate(axe)  # by the protocol: the content policy would refuse a script element
+        result = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
+        found += [
+            (name, each["id"], each["nodes"][0]["html"][:200])
+            for each in result["violations"]
+            if each["impact"] in {"serious", "critical"}
+        ]
+        for width_name, width in WIDTHS.items() if scheme == "light" else [("desktop", 1280)]:
+            page.set_viewport_size({"width": width, "height": 860})
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (name, width)
+            page.screenshot(path=SHOTS / f"{name}-{width_name}-{scheme}.png", full_page=True)
+    assert found == []
+
+
+@pytest.fixture(scope="module")
+def axe() -> str:
+    """axe-core, of the version and hash in the lock file; kept under build."""
+    version = json.loads((ROOT / "ui/web/package.json").read_text())["devDependencies"]["axe-core"]
+    kept = ROOT / "build" / f"axe-{version}.js"
+    if not kept.exists():
+        sys.path.append(str(ROOT / "packaging"))
+        from hatch_build import install
+
+        with tempfile.TemporaryDirectory() as folder:
+            modules, why = install(Path(folder), dev=True)
+            if why:
+                pytest.skip(f"NO ACCESSIBILITY CHECK: axe-core cannot be fetched ({why})")
+            kept.parent.mkdir(exist_ok=True)
+            shutil.copyfile(modules / "axe-core" / "axe.min.js", kept)
+    return kept.read_text()

@@ -1,0 +1,258 @@
+"""The dashboard: takes messages in, keeps the state, sends wishes to the daemon."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+from textual import on, work
+from textual.app import App, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+
+from llmbox.app.errors import CliError
+
+from .api import Api
+from .bench import Bench
+from .dialogs import AskLine, Confirm, Facts, Help
+from .facts import fact_lines, request_lines
+from .feed import Feed
+from .lines import Drawn
+from .logs import Logs
+from .memory import Memory
+from .messages import Act, Ask, Changed, Connected, Fetch, Fetched, Happened, Lost, Ticked
+from .models import Models
+from .overview import Overview
+from .palette import THEMES
+from .request_rows import as_curl
+from .requests import Requests
+from .state import MODEL_CHANGES, State
+from .text import ASCII, UNICODE
+from .view import View
+
+SCREENS: tuple[type[View], ...] = (Overview, Requests, Models, Memory, Logs, Bench)
+
+
+class Dashboard(App[None]):
+    TITLE = "llmbox"
+    ENABLE_COMMAND_PALETTE = True
+    CSS_PATH = "view.tcss"
+    MODES: ClassVar[dict[str, str | Callable[[], Screen[Any]]]] = {screen.TITLE: screen for screen in SCREENS}
+    DEFAULT_MODE = Overview.TITLE
+    BINDINGS: ClassVar[list[BindingType]] = [
+        *(
+            Binding(str(number), f"switch_mode('{screen.TITLE}')", screen.TITLE, show=False)
+            for number, screen in enumerate(SCREENS, 1)
+        ),
+        Binding("space", "pause", "Pause"),
+        Binding("t", "theme", "Theme"),
+        Binding("question_mark", "help", "Help", key_display="?"),
+        Binding("q", "quit", "Quit"),
+        Binding("ctrl+c", "quit", "Quit", show=False, system=True),
+    ]
+
+    def __init__(
+        self,
+        api: Api,
+        *,
+        read_only: bool = False,
+        ascii_only: bool = False,
+        source: str = "",
+        url: str = "",
+        once: bool = False,
+    ) -> None:
+        """`source`: a word for the top bar, if this is not the live daemon. `once`: a replay, which ends."""
+        super().__init__()
+        self.api = api
+        self.state = State()
+        self.read_only, self.source, self.url = read_only, source, url
+        self.paused = False
+        self.glyphs = ASCII if ascii_only else UNICODE
+        self._feed = Feed(api, self.post_message, once=once)
+        for theme in THEMES:
+            self.register_theme(theme)
+        self.theme = THEMES[0].name
+        self.set_class(ascii_only, "-ascii")
+
+    @property
+    def is_stale(self) -> bool:
+        return bool(self.state.lost)
+
+    def on_mount(self) -> None:
+        self._feed.start()
+        self.set_interval(1.0, self._grow_older)
+
+    def on_unmount(self) -> None:
+        self._feed.stop()
+
+    # ------------------------------------------------------------------ what comes in
+
+    @on(Ticked)
+    def _ticked(self, message: Ticked) -> None:
+        was_lost, first = self.is_stale, self.state.tick is None
+        self.state.take_tick(message.tick)
+        if first and isinstance(self.screen, View):
+            self.screen.ask()  # some questions only make sense from here on
+        self._redraw(everything=was_lost)
+
+    @on(Happened)
+    def _happened(self, message: Happened) -> None:
+        self.state.take_event(message.kind, message.data)
+        if (
+            message.kind.startswith((MODEL_CHANGES, "download."))
+            and message.kind != "download.progress"
+            and isinstance(self.screen, View)
+        ):
+            self.screen.ask()
+        elif message.kind != "log" or isinstance(self.screen, Logs):
+            self._redraw()
+
+    @on(Connected)
+    def _connected(self) -> None:
+        self.state.lost = ""
+        if isinstance(self.screen, View):
+            self.screen.ask()
+
+    @on(Lost)
+    def _lost(self, message: Lost) -> None:
+        first = not self.is_stale
+        self.state.lost = message.reason
+        self._redraw(everything=first)
+
+    @on(Fetched)
+    def _fetched(self, message: Fetched) -> None:
+        self.state.take_answer(message.name, message.answer)
+        self._redraw()
+
+    def _grow_older(self) -> None:
+        """Nothing comes in any more, but the age of what is shown grows."""
+        if self.is_stale:
+            self._redraw()
+
+    def _redraw(self, *, everything: bool = False) -> None:
+        if self.paused:
+            return
+        for screen in self.screen_stack:
+            if isinstance(screen, View):
+                screen.post_message(Changed())
+                if everything:
+                    for widget in screen.walk_children(Drawn):
+                        widget.refresh()
+
+    # ------------------------------------------------------------------ what goes out
+
+    @on(Fetch)
+    def _fetch(self, message: Fetch) -> None:
+        self._get(message.name, message.path)
+
+    @work(thread=True, group="fetch")
+    def _get(self, name: str, path: str) -> None:
+        try:
+            self.post_message(Fetched(name, self.api.get(path)))
+        except CliError as error:
+            self.state.refused[name] = error.what
+
+    @on(Act)
+    @work
+    async def _act(self, message: Act) -> None:
+        if self.read_only:
+            self.notify("This is --read-only: nothing is changed.", severity="warning")
+            return
+        if message.question and not await self.push_screen_wait(Confirm(message.question)):
+            return
+        try:
+            await asyncio.to_thread(self.api.post, message.path, message.body)
+        except CliError as error:
+            self.notify(error.what, title="Refused", severity="error", markup=False)
+            return
+        self.notify(message.done, markup=False)
+        if isinstance(self.screen, View):
+            self.screen.ask()
+
+    @on(Ask)
+    @work
+    async def _ask(self, message: Ask) -> None:
+        if self.read_only:
+            self.notify("This is --read-only: nothing is changed.", severity="warning")
+            return
+        typed = await self.push_screen_wait(AskLine(message.title, message.hint))
+        if typed:
+            self.post_message(Act(message.path, {message.field: typed}, message.done))
+
+    # ------------------------------------------------------------------ details
+
+    def show_request(self, request_id: str) -> None:
+        self._show_request(request_id)
+
+    @work
+    async def _show_request(self, request_id: str) -> None:
+        detail = await self._detail(request_id)
+        if detail is not None:
+            self.push_screen(Facts(request_id, request_lines(detail, 68, self.glyphs)))
+
+    @work
+    async def copy_request(self, request_id: str) -> None:
+        detail = await self._detail(request_id)
+        if detail is not None:
+            self.copy_to_clipboard(as_curl(detail, self.url or "http://127.0.0.1:7411"))
+            self.notify("Copied as curl; the log keeps no content, so fill in the message.")
+
+    async def _detail(self, request_id: str) -> Mapping[str, Any] | None:
+        try:
+            answer = await asyncio.to_thread(self.api.get, f"requests/{quote(request_id, safe='')}")
+        except CliError as error:
+            found = next((row for row in self.state.ended if row["id"] == request_id), None)
+            if found is None:
+                self.notify(error.what, severity="warning", markup=False)
+            return found
+        detail: Mapping[str, Any] = answer["request"] or answer["in_flight"]
+        return detail
+
+    def show_facts(self, title: str, facts: Mapping[str, Any]) -> None:
+        self.push_screen(Facts(title, fact_lines(facts)))
+
+    @work
+    async def show_fit(self, ref: str) -> None:
+        try:
+            answer = await asyncio.to_thread(self.api.get, f"fit?model={quote(ref, safe='')}")
+        except CliError as error:
+            self.notify(f"{error.what} Try: llmbox fit {ref}", severity="warning", markup=False)
+            return
+        self.push_screen(Facts(f"fit of {ref}", fact_lines(answer)))
+
+    # ------------------------------------------------------------------ keys
+
+    def action_pause(self) -> None:
+        self.paused = not self.paused
+        for screen in self.screen_stack:
+            if isinstance(screen, View):
+                screen.redraw()
+
+    def action_theme(self) -> None:
+        names = [theme.name for theme in THEMES]
+        self.theme = names[(names.index(self.theme) + 1) % len(names)] if self.theme in names else names[0]
+        self.screen.refresh(layout=True)
+
+    def action_help(self) -> None:
+        keys = []
+        for active in self.screen.active_bindings.values():
+            binding = active.binding
+            if binding.description and not binding.system:
+                keys.append((self.get_key_display(binding), binding.description))
+        width = max((len(key) for key, _ in keys), default=0)
+        lines = [((f"{key:>{width}}", "accent"), (f"   {text}", "")) for key, text in sorted(set(keys))]
+        self.push_screen(Help("Keys", lines))
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        for number, view in enumerate(SCREENS, 1):
+            mode = view.TITLE
+            yield SystemCommand(mode, f"Screen {number}", lambda mode=mode: self.switch_mode(mode))
+        for active in screen.active_bindings.values():
+            if active.binding.show and active.binding.description:
+                yield SystemCommand(
+                    active.binding.description,
+                    f"Key {self.get_key_display(active.binding)}",
+                    lambda action=active.binding.action, node=active.node: self.call_later(
+                        self.run_action, action, node
+                    ),
+                )

@@ -1,0 +1,108 @@
+"""Everything the screens draw. Changed by the Dashboard alone, from messages."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from llmbox.app.telemetry.snapshot import NA, Tick
+
+SPARK_S: Final = 120
+MOST_ENDED: Final = 500
+MOST_LOG: Final = 2000
+SPARKS: Final = (
+    "tokens_out", "tokens_in", "running", "waiting", "ttft_p50", "ttft_p95", "kv_used", "prefix_hit",
+)  # fmt: skip
+MODEL_CHANGES: Final = "model."
+_DOWNLOAD_ENDS: Final = {"download.ready", "download.failed", "download.cancelled"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEvent:
+    time: float
+    kind: str
+    model: str
+    cause: str
+
+
+@dataclass(slots=True)
+class State:
+    tick: Tick | None = None
+    lost: str = ""
+    """Why the daemon does not answer; empty while it does."""
+    tick_at: float = 0.0
+    """Monotonic seconds."""
+    sparks: dict[str, deque[float]] = field(
+        default_factory=lambda: {name: deque(maxlen=SPARK_S) for name in SPARKS}
+    )
+    """One value a second; -1 where there was none."""
+    ended: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_ENDED))
+    """Records of requests, newest first."""
+    log: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_LOG))
+    model_events: deque[ModelEvent] = field(default_factory=lambda: deque(maxlen=50))
+    """Newest first."""
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of the admin API, by the name under which a screen asked."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Why the last question of that name got no answer."""
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last tick."""
+        return self.clock() - self.tick_at if self.tick is not None else 0.0
+
+    def take_tick(self, tick: Tick) -> None:
+        self.tick, self.tick_at, self.lost = tick, self.clock(), ""
+        for name, values in self.sparks.items():
+            value = getattr(tick.totals, name)
+            values.append(-1.0 if value is NA else float(value))
+
+    def take_event(self, kind: str, data: dict[str, Any]) -> None:
+        if kind == "log":
+            self.log.append(data)
+        elif kind in {"request.finished", "request.refused"}:
+            if all(row["id"] != data["id"] for row in self.ended):
+                self.ended.appendleft(data)
+        elif kind == "download.progress":
+            self._take_download(data)
+        elif kind.startswith(MODEL_CHANGES) or kind in _DOWNLOAD_ENDS:
+            name = str(data.get("model", ""))
+            now = self.tick.time if self.tick else 0.0
+            self.model_events.appendleft(
+                ModelEvent(
+                    float(data.get("time", now)),
+                    kind,
+                    name,
+                    str(data.get("cause") or data.get("reason") or ""),
+                )
+            )
+
+    def _take_past(self, answer: dict[str, Any]) -> None:
+        """What the daemon remembers goes before what came since."""
+        if self.tick is None:
+            return
+        for name, values in self.sparks.items():
+            column = answer["series"].get(name, [])
+            known = dict(zip(answer["times"], column, strict=False))
+            first = int(self.tick.time) - len(values) + 1
+            past = [known.get(second) for second in range(first - SPARK_S + len(values), first)]
+            values.extendleft(-1.0 if value is None else value for value in reversed(past))
+
+    def _take_download(self, data: dict[str, Any]) -> None:
+        known = self.answers.get("downloads", {}).get("downloads", [])
+        others = [each for each in known if each["model"] != data["model"]]
+        self.answers["downloads"] = {"downloads": [*others, data]}
+
+    def take_answer(self, name: str, answer: dict[str, Any]) -> None:
+        self.answers[name] = answer
+        self.refused.pop(name, None)
+        if name == "history":
+            known = {row["id"] for row in answer["requests"]}
+            fresh = [row for row in self.ended if row["id"] not in known]
+            self.ended = deque([*fresh, *answer["requests"]], maxlen=MOST_ENDED)
+        elif name == "past":
+            self._take_past(answer)
+        elif name == "log":
+            self.log = deque(answer["lines"], maxlen=MOST_LOG)

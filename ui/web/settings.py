@@ -1,0 +1,130 @@
+"""Every setting with its origin. A change is shown as a difference, then written to the TOML file."""
+
+import asyncio
+from dataclasses import dataclass
+
+from litestar import Response, get, post
+
+from llmbox.app.daemon.control import Control
+from llmbox.app.errors import ApiError, CliError
+from llmbox.app.http.forms import form_of
+from llmbox.app.http.sockets import is_loopback
+from llmbox.app.settings import Key, Scalar, schema
+from llmbox.app.settings_file import set_value
+from llmbox.app.settings_load import Origin, check_value
+
+from . import show
+from .forms import done
+from .render import PanelRequest, page, panel_of
+
+BACK = "/admin/settings"
+LOCKED = {"env": "set in the environment", "flag": "set on the command line"}
+ORIGINS = {"default": "built in", "user": "your file", "system": "the system's file", **LOCKED}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    key: Key
+    text: str
+    default: str
+    origin: Origin
+    waits: bool
+    """Its value in the file counts from the next start on."""
+
+    @property
+    def locked(self) -> str:
+        return LOCKED.get(self.origin.source, "")
+
+    @property
+    def told(self) -> str:
+        return ORIGINS[self.origin.source]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    key: Key
+    before: str
+    after: str
+    value: Scalar
+
+
+@get("/settings", sync_to_thread=False, name="panel_settings")
+def settings_page(request: PanelRequest) -> Response[str]:
+    return _page(request)
+
+
+@post("/settings", status_code=200, name="panel_settings_review")
+async def review_settings(request: PanelRequest) -> Response[str]:
+    """What would change; nothing is written."""
+    form = await form_of(request)
+    try:
+        changes = _changes(panel_of(request).control, form)
+    except CliError as error:
+        return _page(request, 400, problem=f"{error.why}.", form=form)
+    if not changes:
+        return _page(request, problem="Nothing was changed.")
+    return page(request, "settings_review.html", "settings", changes=changes)
+
+
+@post("/settings/save", status_code=200, name="panel_settings_save")
+async def save_settings(request: PanelRequest) -> Response[str]:
+    control = panel_of(request).control
+    path = control.services.paths.config_file
+    try:
+        changes = _changes(control, await form_of(request))
+        for change in changes:
+            await asyncio.to_thread(set_value, path, change.key, change.value)
+    except CliError as error:
+        raise ApiError(400, f"{error.what}: {error.why}", "invalid_value") from error
+    control.reload()
+    return done(request, BACK, "Saved.")
+
+
+def _page(
+    request: PanelRequest, status: int = 200, *, problem: str = "", form: dict[str, str] | None = None
+) -> Response[str]:
+    control = panel_of(request).control
+    waiting = set(control.pending_restart())
+    sections: dict[str, list[Row]] = {}
+    for key, value, origin in control.loaded.table():
+        given = (form or {}).get(key.name)
+        text = show.value(value) if given is None else given
+        row = Row(key, text, show.value(key.default), origin, key.name in waiting)
+        sections.setdefault(key.section, []).append(row)
+    return page(
+        request,
+        "settings.html",
+        "settings",
+        status,
+        sections=sections,
+        waiting=sorted(waiting),
+        problem=problem,
+        reach=_who_can_reach(control),
+        file=control.services.paths.config_file,
+    )
+
+
+def _changes(control: Control, form: dict[str, str]) -> list[Change]:
+    """Raises CliError for a value that cannot be. What is locked is never changed."""
+    table = {key.name: (value, origin) for key, value, origin in control.loaded.table()}
+    found = []
+    for name, text in form.items():
+        key = schema().get(name)
+        if key is None or table[name][1].source in LOCKED:
+            continue
+        before = table[name][0]
+        if text.strip() == show.value(before):
+            continue
+        value = check_value(key, text.strip(), name, from_text=True)
+        if value != before:
+            found.append(Change(key, show.value(before), show.value(value), value))
+    return found
+
+
+def _who_can_reach(control: Control) -> str:
+    server = control.services.settings.server
+    host = control.running.host
+    if is_loopback(host):
+        rest = "with an API key" if server.require_key else "without a key"
+        return f"Only programs on this machine reach it, {rest}."
+    return f"Every machine that reaches {host} can connect; each request needs an API key."
