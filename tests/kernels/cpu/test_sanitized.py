@@ -10,7 +10,7 @@ from llmbox.kernels.cpu import build
 from llmbox.kernels.cpu.levels import usable_levels
 
 DRIVER = Path(__file__).parent / "sanitized.cpp"
-FLAGS = ("-std=c++20", "-O1", "-g", "-pthread", "-ffp-contract=off", "-w")
+FLAGS = ("-std=c++20", "-O0", "-g", "-pthread", "-ffp-contract=off", "-w")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
