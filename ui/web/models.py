@@ -53,6 +53,16 @@ async def load_model(request: PanelRequest) -> Response[str]:
     return done(request, BACK, f"Loading {wanted.served_name}.")
 
 
+@post("/models/pin", status_code=200, name="panel_pin")
+async def pin_model(request: PanelRequest) -> Response[str]:
+    """A pinned model is neither evicted for others nor unloaded when idle."""
+    form = await form_of(request)
+    name, pinned = form.get("model", ""), form.get("pinned") == "1"
+    panel_of(request).control.residency.pin(name, pinned=pinned)
+    said = "stays in memory" if pinned else "may leave memory when idle"
+    return done(request, BACK, f"{name} {said}.")
+
+
 @post("/models/unload", status_code=200, name="panel_unload")
 async def unload_model(request: PanelRequest) -> Response[str]:
     name = (await form_of(request)).get("model", "")

@@ -6,11 +6,13 @@ from litestar.types import ControllerRouterHandler
 from llmbox.app.http.guard import Access
 
 from .discover import activity_page, change_download, discover_page, pull
+from .first_run import first_run_page
 from .forms import show_error
 from .keys import add_key, keys_page, revoke_key, rotate_key
 from .live import live
 from .memory import memory_page
-from .models import load_model, models_page, unload_model
+from .model import model_page, plan_piece
+from .models import load_model, models_page, pin_model, unload_model
 from .overview import overview_page
 from .playground import playground_page
 from .request_export import export_csv, export_json
@@ -33,12 +35,16 @@ panel_routes: list[ControllerRouterHandler] = [
             export_csv,
             export_json,
             keys_page,
+            first_run_page,
             live,
             load_model,
             memory_page,
+            model_page,
             models_page,
             overview_page,
+            plan_piece,
             playground_page,
+            pin_model,
             pull,
             purge,
             request_page,

@@ -41,13 +41,15 @@ async def system_page(request: PanelRequest, level: str = "info", checks: int = 
         levels=LEVELS[:4],
         level=level,
         findings=await _findings(panel) if checks else None,
+        brief=False,
     )
 
 
 @get("/system/checks", name="panel_checks")
-async def checks_piece(request: PanelRequest) -> Response[str]:
+async def checks_piece(request: PanelRequest, brief: int = 0) -> Response[str]:
+    """`brief` leaves out what is well."""
     panel = panel_of(request)
-    html = render("live/checks.html", panel, findings=await _findings(panel))
+    html = render("live/checks.html", panel, findings=await _findings(panel), brief=bool(brief))
     return Response(html, media_type=MediaType.HTML)
 
 

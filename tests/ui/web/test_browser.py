@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[3]
 SHOTS = ROOT / "build" / "screenshots"
 WIDTHS = {"desktop": 1280, "tablet": 820, "phone": 390}
 PAGES = {
+    "first-run": "/admin/first-run",
     "overview": "/admin",
     "models": "/admin/models",
     "discover": "/admin/models/discover",
@@ -121,6 +122,17 @@ def test_a_request_appears_by_itself_and_can_be_cancelled(window: Window):
         text = answer.read().decode()
     assert '"finish_reason":"abort"' in text or "error" in text
     page.get_by_text("Nothing is in flight.").wait_for()
+
+
+def test_from_nothing_to_a_first_answer(window: Window):
+    window.open("/admin/first-run")
+    page = window.page
+    page.get_by_text("checks pass").wait_for()
+    page.get_by_role("link", name="Ask tiny something").click()
+    page.get_by_label("Prompt", exact=True).fill("hello")
+    page.get_by_role("button", name="Send").click()
+    page.locator(".measure").wait_for()
+    assert page.get_by_label("Model", exact=True).input_value() == "tiny"
 
 
 def test_a_model_is_unloaded_and_loaded(window: Window):

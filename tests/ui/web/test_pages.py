@@ -16,6 +16,7 @@ __all__ = ["panel", "signed_in"]
 ROOT = Path(__file__).parents[3]
 PAGES = [
     "/admin",
+    "/admin/first-run",
     "/admin/models",
     "/admin/models/discover",
     "/admin/models/activity",

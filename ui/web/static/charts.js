@@ -43,7 +43,7 @@ function draw(figure) {
       cursor: { sync: { key: "telemetry" }, y: false },
       legend: { live: true },
       scales: { y: { range: (_, low, high) => [Math.min(0, low ?? 0), figure.dataset.unit === "share" ? 1 : (high ?? 1) * 1.1 || 1] } },
-      axes: [{ ...axis, space: 80, values: (_, marks) => marks.map(clock) }, { ...axis, size: 64, values: (_, marks) => marks.map(text) }],
+      axes: [{ ...axis, space: 80, size: 30, values: (_, marks) => marks.map(clock) }, { ...axis, size: 64, values: (_, marks) => marks.map(text) }],
       series: [
         { label: "at", value: (_, value) => (value == null ? "–" : clock(value)) },
         ...wanted.map((_, index) => ({

@@ -51,3 +51,9 @@ document.addEventListener("submit", (event) => {
   const question = event.target.dataset.confirm;
   if (question && !confirm(question)) event.preventDefault();
 });
+
+// A slider writes into the field that it stands for.
+document.addEventListener("input", (event) => {
+  const field = document.getElementById(event.target.dataset.for ?? "");
+  if (field) field.value = event.target.value;
+}, true);
