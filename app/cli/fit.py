@@ -95,7 +95,7 @@ def planner(program: Program) -> Callable[[ModelConfig], tuple[MemoryPlan | None
     device = device_of(machine, settings.model.device)
     budget = total_budget(machine, device, settings.memory.budget)
     engine = EngineConfig(model_path="", name="", device=settings.model.device, dtype=settings.model.dtype)
-    return lambda config: planned(config, device, budget, machine.cpu.cores, engine)
+    return lambda config: planned(config, machine, device, budget, engine)
 
 
 def require_device(machine: Machine, asked: str) -> None:
