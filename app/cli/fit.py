@@ -100,7 +100,7 @@ def planner(program: Program) -> Callable[[ModelConfig], tuple[MemoryPlan | None
         dtype=settings.model.dtype,
         quant=settings.model.quant,
     )
-    return lambda config: planned(config, device, budget, machine.cpu.cores, engine)
+    return lambda config: planned(config, machine, device, budget, engine)
 
 
 def require_device(machine: Machine, asked: str) -> None:

@@ -107,7 +107,10 @@ def show(program: Program, ref: str, *, as_json: bool) -> None:
         "size": disk.size,
         "architecture": disk.architecture,
         "servable": disk.servable,
-        "aliases": [name for name, each in program.names.aliases.items() if each.model == place.ref] or None,
+        "aliases": [
+            name for name, each in program.names.aliases.items() if each.model in {place.ref, place.name}
+        ]
+        or None,
         **{key: config.get(name) for key, name in _CONFIG_FACTS.items()},
         "loaded": memory,
         "loads": _loads(program, place.name),

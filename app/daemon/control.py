@@ -100,6 +100,7 @@ class Control:
         """One model by name or alias, or all, failed ones too. Raises ApiError 404."""
         engines = self.services.engines
         if name is not None:
+            name = self.residency.real_name(name)
             await engines.unload(name)
             log.info("%s is unloaded", name)
             return [name]

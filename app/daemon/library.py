@@ -52,7 +52,7 @@ class Library:
         device = device_of(machine, model.device)
         engine = EngineConfig(model_path="", name="", device=model.device, dtype=model.dtype)
         budget = total_budget(machine, device, settings.memory.budget)
-        return planned(config, device, budget, machine.cpu.cores, engine)
+        return planned(config, machine, device, budget, engine)
 
     async def search(self, text: str, limit: int) -> list[Hit]:
         return await asyncio.to_thread(lambda: search(Hub.of_environment(), text, limit, self.plan))

@@ -86,6 +86,11 @@ class Residency:
             return None
         return self._world.registry.read().aliases.get(name)
 
+    def real_name(self, name: str) -> str:
+        """Of what an alias stands for."""
+        alias = self._alias(name)
+        return name if alias is None else alias.model
+
     async def _ensure(self, name: str) -> str:
         """The name under which it is served, or will not be found."""
         if (loading := self._wanted.get(name)) is not None:
@@ -111,9 +116,10 @@ class Residency:
         config = ModelRequest(ref).config(settings.model)
         try:
             model = await self._engines.load(config)
-        except ApiError:
+        except ApiError as error:
             with contextlib.suppress(ApiError):  # a request's failure is no failure of the daemon
                 await self._engines.unload(ref.name)
+            error.message = error.message.replace(f"{ref.path}/", "")  # no paths to clients
             raise
         self.keep(model, ttl=settings.memory.ttl or None)
         return model
@@ -134,7 +140,7 @@ class Residency:
 
     def pin(self, name: str, *, pinned: bool) -> LoadedModel:
         """A pinned model is neither evicted nor expired. Raises ApiError 404."""
-        model = self._engines.find(name)
+        model = self._engines.find(self.real_name(name))
         if model is None:
             raise ApiError(404, f"No model {name!r} is in memory.", "model_not_found", "model")
         model.pinned = pinned

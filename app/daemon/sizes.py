@@ -33,7 +33,7 @@ def sizes(config: EngineConfig, machine: Machine, budget: int, ours: int) -> Siz
     available = min(budget, MemoryBudget.of(machine, device).available + ours)
     try:
         shape = parse_config(Path(config.model_path)).shape(config.context)
-        have = MemoryBudget(device=device, available=available, cores=machine.cpu.cores)
+        have = replace(MemoryBudget.of(machine, device), available=available)
         plan = estimate(shape, have, config)
         if plan.notes and config.memory_bytes is None:  # a larger share of the budget keeps its context
             plan = estimate(shape, have, replace(config, memory_bytes=available))

@@ -90,8 +90,8 @@ def fit(
     device = device_of(machine, config.device)
     budget = total_budget(machine, device, budget_gb)
     now = MemoryBudget.of(machine, device)
-    plan, reason = planned(facts.config, device, budget, machine.cpu.cores, config)
-    remedies = () if plan else alternatives(facts.config, device, budget, machine.cpu.cores, config)
+    plan, reason = planned(facts.config, machine, device, budget, config)
+    remedies = () if plan else alternatives(facts.config, machine, device, budget, config)
     notes = facts.notes + (plan.notes if plan else ())
     if plan and plan.total_bytes > now.available:
         notes += (
@@ -119,10 +119,10 @@ def fit(
 
 
 def planned(
-    config: ModelConfig, device: Place, budget: int, cores: int, engine: EngineConfig
+    config: ModelConfig, machine: Machine, device: Place, budget: int, engine: EngineConfig
 ) -> tuple[MemoryPlan | None, str]:
     """The plan with the whole budget (or what `engine.memory_bytes` leaves of it), or why there is none."""
-    have = MemoryBudget(device=device, available=budget, cores=cores)
+    have = replace(MemoryBudget.of(machine, device), available=budget)
     asked = replace(engine, memory_bytes=min(budget, engine.memory_bytes or budget))
     try:
         return estimate(config.shape(engine.context), have, asked), ""
@@ -131,7 +131,7 @@ def planned(
 
 
 def alternatives(
-    config: ModelConfig, device: Place, budget: int, cores: int, engine: EngineConfig
+    config: ModelConfig, machine: Machine, device: Place, budget: int, engine: EngineConfig
 ) -> tuple[str, ...]:
     """Each changes one thing, by its flag."""
     tries = {
@@ -145,7 +145,7 @@ def alternatives(
     for words, changed in tries.items():
         if changed == engine:
             continue
-        plan, _ = planned(config, device, budget, cores, changed)
+        plan, _ = planned(config, machine, device, budget, changed)
         if plan is not None:
             found.append(f"{words}: {show_bytes(plan.total_bytes)} with a context of {plan.context} tokens")
     return tuple(found)

@@ -61,6 +61,13 @@ def safetensors_header(shapes: dict[str, tuple[int, ...]], pad: int = 0) -> tupl
     return len(text).to_bytes(8, "little") + text, at
 
 
+def _numbers(noise: random.Random, size: int) -> bytes:
+    """Of bfloat16, between 0.008 and 0.03 of either sign."""
+    data = bytearray(noise.randbytes(size))
+    data[1::2] = bytes(byte & 0x80 | 0x3C for byte in data[1::2])
+    return bytes(data)
+
+
 def model_files(seed: int = 0, *, shards: bool = False, **overrides: Any) -> dict[str, bytes]:
     """config, tokenizer, weights, and files that nobody needs."""
     config = CONFIG | overrides
@@ -73,12 +80,12 @@ def model_files(seed: int = 0, *, shards: bool = False, **overrides: Any) -> dic
     noise = random.Random(seed)
     if not shards:
         header, size = safetensors_header(shapes)
-        return files | {"model.safetensors": header + noise.randbytes(size)}
+        return files | {"model.safetensors": header + _numbers(noise, size)}
     weight_map = {}
     for number, names in enumerate((list(shapes)[::2], list(shapes)[1::2]), 1):
         name = f"model-0000{number}-of-00002.safetensors"
         header, size = safetensors_header({key: shapes[key] for key in names})
-        files[name] = header + noise.randbytes(size)
+        files[name] = header + _numbers(noise, size)
         weight_map |= dict.fromkeys(names, name)
     files["model.safetensors.index.json"] = json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
     return files

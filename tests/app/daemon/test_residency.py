@@ -183,8 +183,8 @@ async def test_what_can_never_fit_is_refused_and_nobody_leaves_for_it(tmp_path: 
 
 async def test_a_load_that_fails_is_the_requests_failure_only(tmp_path: Path):
     async with opened(tmp_path) as house:
-        house.model("bad", load_error=("bad_model", "broken weights"))
-        with pytest.raises(ApiError, match="broken weights"):
+        house.model("bad", load_error=("bad_model", f"{house.folder}/models/bad/x: broken weights"))
+        with pytest.raises(ApiError, match=r"^x: broken weights"):
             await house.residency.find("bad")
         assert house.engines.readiness()[0]
         house.model("bad")
@@ -244,6 +244,7 @@ async def test_aliases_are_variants_over_one_load(tmp_path: Path):
         assert poet.text.generation_defaults["temperature"] == 0.1
         assert (poet.text.system, poet.context_cap) == ("Rhyme.", 32)
         assert (plain.text.system, plain.context_cap) == (None, None)
+        assert house.residency.pin("poet", pinned=True) is plain
         house.registry.set_alias("lost", Alias("absent"))
         with pytest.raises(ApiError) as refused:
             await house.residency.find("lost")
@@ -267,13 +268,13 @@ def test_sizes_are_the_engines_own_estimate(tmp_path: Path):
     found = sizes(config, machine, 6_000_000_000, 1_000_000_000)
     plan = estimate(
         parse_config(tmp_path).shape(),
-        MemoryBudget(device="cpu", available=5_000_000_000, cores=2),
+        replace(MemoryBudget.of(machine, "cpu"), available=5_000_000_000),
         config,
     )
     assert found == Sizes("cpu", least_bytes(plan), plan.total_bytes)
     share = replace(config, memory_bytes=found.need)
     small = estimate(
-        parse_config(tmp_path).shape(), MemoryBudget(device="cpu", available=10**10, cores=2), share
+        parse_config(tmp_path).shape(), replace(MemoryBudget.of(machine, "cpu"), available=10**10), share
     )
     assert small.context == plan.context
     assert sizes(replace(config, model_path=str(tmp_path / "none")), machine, 10**9, 0) is None

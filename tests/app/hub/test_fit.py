@@ -96,7 +96,7 @@ def test_it_is_the_function_that_sizes_the_pool(hub: StubHub):
     found = facts(hub)
     config = EngineConfig(model_path="", name="", memory_bytes=100_000_000)
     shown = verdict(found, memory_bytes=100_000_000)
-    budget = MemoryBudget(device="cpu", available=10**10, cores=4)
+    budget = replace(MemoryBudget.of(MACHINE, "cpu"), available=10**10)
     assert shown.plan == estimate(found.config.shape(), budget, config)
 
 
