@@ -8,13 +8,17 @@ import pytest
 
 from llmbox.app.cli.client import Client
 from support.cli_box import Box
+from support.hub_models import model_files
+from support.hub_stub import StubHub, StubRepo, stub_hub
 
 __all__ = ["panel", "signed_in"]
 
 
 class Panel:
-    def __init__(self, box: Box) -> None:
-        self.box = box
+    def __init__(self, box: Box, hub: StubHub) -> None:
+        self.box, self.hub = box, hub
+        hub.repos["org/little"] = StubRepo(model_files())
+        box.environ["HF_ENDPOINT"] = hub.url
         box.serve(box.model(step_delay=0.02, vocab_size=480, script=[72, 101, 108, 108, 111, 32] * 4))
 
     @property
@@ -45,10 +49,11 @@ class Panel:
 def panel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Panel]:
     folder: Path = tmp_path_factory.mktemp("panel")
     box = Box(folder)
-    try:
-        yield Panel(box)
-    finally:
-        box.close()
+    with stub_hub() as hub:
+        try:
+            yield Panel(box, hub)
+        finally:
+            box.close()
 
 
 @pytest.fixture(scope="module")

@@ -132,7 +132,7 @@ def test_from_nothing_to_a_first_answer(window: Window):
     page.get_by_label("Prompt", exact=True).fill("hello")
     page.get_by_role("button", name="Send").click()
     page.locator(".measure").wait_for()
-    assert page.get_by_label("Model", exact=True).input_value() == "tiny"
+    assert page.locator("select[name=model]").input_value() == "tiny"
 
 
 def test_a_model_is_unloaded_and_loaded(window: Window):
@@ -144,6 +144,26 @@ def test_a_model_is_unloaded_and_loaded(window: Window):
     row.get_by_role("button", name="Unload").wait_for()
     row.get_by_role("button", name="Unload").click()
     row.get_by_role("button", name="Load", exact=True).wait_for()
+
+
+def test_a_model_is_found_downloaded_and_there(window: Window):
+    window.panel.hub.chunk_pause = 0.3
+    window.open("/admin/models/discover")
+    page = window.page
+    page.get_by_label("Search the hub").fill("little")
+    page.get_by_role("button", name="Search").click()
+    row = page.get_by_role("row").filter(has_text="org/little")
+    row.get_by_text("yes", exact=True).wait_for()
+    row.get_by_role("button", name="Download").click()
+    page.get_by_text("Downloading org/little").wait_for()
+    page.get_by_role("link", name="Activity").click()
+    page.get_by_role("button", name="Pause").click()
+    page.get_by_text("paused", exact=True).wait_for()
+    page.get_by_role("button", name="Resume").click()
+    window.panel.hub.chunk_pause = 0
+    page.locator(".state.ready").wait_for()
+    page.get_by_role("link", name="Installed").click()
+    page.get_by_role("link", name="org/little").wait_for()
 
 
 def test_the_playground_answers_with_its_speed(window: Window):

@@ -1,6 +1,7 @@
 // What every page does in the browser: follow the tab's visibility, copy, ask before what cannot be undone.
 
 let pressed = false;
+const held = new Map();
 
 function say(state, text) {
   const asOf = document.getElementById("as-of"); // looked up each time: the head is swapped as well
@@ -9,14 +10,24 @@ function say(state, text) {
   asOf.textContent = text;
 }
 
-// A piece that is swapped between press and release would swallow the click.
+// A piece that is swapped between press and release would swallow the click: it is held until after.
 document.addEventListener("pointerdown", () => (pressed = true), true);
 for (const name of ["pointerup", "pointercancel"]) {
-  document.addEventListener(name, () => setTimeout(() => (pressed = false), 50), true);
+  document.addEventListener(name, () => setTimeout(release, 50), true);
 }
 document.addEventListener("htmx:sseBeforeMessage", (event) => {
-  if (pressed) event.preventDefault();
+  held.delete(event.target);
+  if (!pressed) return;
+  event.preventDefault();
+  held.set(event.target, event.detail.data);
 });
+
+function release() {
+  pressed = false;
+  for (const [piece, html] of held) window.htmx.swap(piece, html, { swapStyle: "innerHTML" });
+  held.clear();
+}
+
 document.addEventListener("htmx:sseOpen", () => say("live", "live"));
 document.addEventListener("htmx:sseError", () => say("lost", "connection lost, trying again"));
 
