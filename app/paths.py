@@ -69,6 +69,10 @@ class Paths:
         return self.state_dir / "downloads.json"
 
     @property
+    def kernel_cache(self) -> Path:
+        return self.cache_dir / "kernels"
+
+    @property
     def history_file(self) -> Path:
         return self.state_dir / "chat_history"
 

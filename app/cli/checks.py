@@ -14,7 +14,7 @@ from llmbox.engine.errors import EngineError, UnsupportedArchitecture
 from llmbox.engine.machine import read_machine
 from llmbox.engine.model_config import parse_config
 from llmbox.engine.safetensors_header import read_header
-from llmbox.kernels.cpu.build import NativeUnavailable, cache_folder, find_compiler, is_intact
+from llmbox.kernels.cpu.build import KERNEL_CACHE, NativeUnavailable, find_compiler, is_intact
 from llmbox.kernels.cpu.levels import usable_levels
 
 from ..catalog import hub_cache, on_disk
@@ -89,7 +89,7 @@ def check_machine(_: Program) -> Iterator[Finding]:
         yield Finding("gpu", "note", f"{machine.no_gpu_reason or 'none'}; models run on the CPU")
 
 
-def check_kernels(_program: Program) -> Iterator[Finding]:
+def check_kernels(program: Program) -> Iterator[Finding]:
     """Whether the CPU kernels are compiled, or can be."""
     level = usable_levels()[0].name
     try:
@@ -101,7 +101,7 @@ def check_kernels(_program: Program) -> Iterator[Finding]:
     if os.environ.get("LLMBOX_KERNELS"):
         yield Finding("kernels", "note", f"LLMBOX_KERNELS asks for {os.environ['LLMBOX_KERNELS']!r}")
         return
-    folder = cache_folder()
+    folder = Path(os.environ.get(KERNEL_CACHE) or program.paths.kernel_cache)
     made = any(is_intact(path) for path in folder.glob(f"{level}-*.so"))
     when = f"compiled in {folder}" if made else "to be compiled when a model is first loaded"
     yield Finding("kernels", "ok", f"C++ for {level}, {when}")

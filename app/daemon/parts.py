@@ -1,11 +1,13 @@
 """What a daemon is composed of. Tests hand in other parts; everything else runs as in production."""
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmbox import __version__
 from llmbox.engine.client import Launch
+from llmbox.kernels.cpu.build import KERNEL_CACHE
 
 from ..engines.manager import EngineManager
 from ..engines.supervisor import Supervisor
@@ -48,7 +50,8 @@ def compose(settings: Settings, paths: Paths, parts: Parts) -> Services:
     def changed(supervisor: Supervisor) -> None:
         events.publish(f"model.{supervisor.state}", {"model": supervisor.name, "cause": supervisor.cause})
 
-    engines = EngineManager(parts.load_text, parts.launch, settings.limits.queue, on_change=changed)
+    launch = with_kernel_cache(parts.launch, paths)
+    engines = EngineManager(parts.load_text, launch, settings.limits.queue, on_change=changed)
     metrics = Metrics(lambda: readings(engines), lambda: request_log.dropped)
     telemetry = Telemetry(engines, events, request_log, parts.gpus)
     gateway = Gateway(engines, request_log, metrics, settings, telemetry.feed)
@@ -64,6 +67,13 @@ def compose(settings: Settings, paths: Paths, parts: Parts) -> Services:
         security=Security.of(paths.keys_file, paths.keys_used_file),
         version=__version__,
     )
+
+
+def with_kernel_cache(launch: Launch, paths: Paths) -> Launch:
+    """Compiled kernels are kept where everything else is: under --data-dir, if there is one."""
+    if KERNEL_CACHE in os.environ:
+        return launch
+    return replace(launch, env={KERNEL_CACHE: str(paths.kernel_cache), **launch.env})
 
 
 def readings(engines: EngineManager) -> list[EngineReading]:

@@ -33,6 +33,8 @@ COMMON_FLAGS = (
 )
 COMPILERS = ("c++", "g++", "clang++")
 TIMEOUT_S = 300
+KERNEL_CACHE = "LLMBOX_KERNEL_CACHE"
+"""Environment variable: the folder to keep the libraries in."""
 DIGEST_BYTES = 32
 
 
@@ -79,7 +81,7 @@ def can_build() -> bool:
 
 
 def cache_folder() -> Path:
-    base = os.environ.get("LLMBOX_KERNEL_CACHE")
+    base = os.environ.get(KERNEL_CACHE)
     if base:
         return Path(base)
     xdg = os.environ.get("XDG_CACHE_HOME")

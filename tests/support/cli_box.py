@@ -17,6 +17,7 @@ import pytest
 from llmbox.app.cli.client import Client
 from llmbox.app.daemon.instance import Running, is_locked, read_pid_file
 from llmbox.app.paths import find_paths
+from llmbox.kernels.cpu.build import KERNEL_CACHE
 from support.fake_engine import write_model
 from support.tokenizers_zoo import byte_level, write_text_files
 
@@ -41,7 +42,11 @@ class Box:
         self.folder = folder
         self.paths = find_paths(folder / "data")
         self.environ = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("LLMBOX_")},
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith("LLMBOX_") or name == KERNEL_CACHE
+            },
             "HF_HOME": str(folder / "hf"),
             "LLMBOX_SERVER_PORT": "0",
             "TERM": "dumb",
