@@ -1,10 +1,10 @@
-"""Speed of the engine alone, no HTTP: variants take turns, round by round, so that a drifting machine hits all.
+"""Speed of the engine alone, no HTTP. Variants take turns, so that a drifting machine hits all of them.
 
     python -P tests/bench/engine_speed.py MODEL_DIR VARIANT... [--threads N] [--rounds N] [--work d1,d8,p512]
 
-A VARIANT is a weight format (none, int8, int4, ...) on the C++ kernels, or `onednn` or `reference` for PyTorch's.
-Work: dN decodes N sequences at once, pN computes a prompt of N tokens. Beside every round stands what a plain
-read of memory reached then. The best and the median of all rounds are shown, in tokens a second.
+A VARIANT is a weight format (none, int8, int4, ...) on the C++ kernels, or `onednn` or `reference` for
+PyTorch's. Work: dN decodes N sequences at once, pN computes a prompt of N tokens. Beside them stands what a
+plain read of memory reached meanwhile. The best and the median of all rounds are shown, in tokens a second.
 """
 
 import argparse
