@@ -68,3 +68,6 @@ document.addEventListener("input", (event) => {
   const field = document.getElementById(event.target.dataset.for ?? "");
   if (field) field.value = event.target.value;
 }, true);
+
+// On a phone the pages are a strip: the one that is open is in view.
+document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
