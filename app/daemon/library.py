@@ -42,7 +42,7 @@ class Library:
 
     def find(self, name: str) -> ModelRef | None:
         """What a client may ask for by this name; None if it is not on this disk. Reads a few small files."""
-        return served(name, os.environ, self.registry.read())
+        return served(name, os.environ, self.registry.read_or_nothing())
 
     def plan(self, config: ModelConfig) -> tuple[MemoryPlan | None, str]:
         """How a model would be served with the defaults, alone; or why it cannot be. For any thread."""
