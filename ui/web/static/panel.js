@@ -70,4 +70,5 @@ document.addEventListener("input", (event) => {
 }, true);
 
 // On a phone the pages are a strip: the one that is open is in view.
-document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
+const here = document.querySelector(".side nav [aria-current]");
+if (here) here.closest("nav").scrollLeft = here.offsetLeft - 24;
