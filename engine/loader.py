@@ -46,8 +46,8 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
     if config.deterministic and not ops.row_invariant:
         raise DeviceError(
             f"deterministic was asked for, but the kernels that run here ({ops.name} on {device.type}, "
-            f"{plan.dtype}) may compute a row differently in another batch: it needs the C++ kernels, on a CPU, "
-            "in bfloat16 or float32; see `llmbox doctor`"
+            f"{plan.dtype}) may compute a row differently in another batch. It needs the C++ kernels: on a "
+            "CPU, in bfloat16 or float32; see `llmbox doctor`"
         )
 
     before = memory_in_use(device)
