@@ -50,7 +50,9 @@ class Library:
         machine = read_machine()
         model = settings.model
         device = device_of(machine, model.device)
-        engine = EngineConfig(model_path="", name="", device=model.device, dtype=model.dtype)
+        engine = EngineConfig(
+            model_path="", name="", device=model.device, dtype=model.dtype, quant=model.quant
+        )
         budget = total_budget(machine, device, settings.memory.budget)
         return planned(config, machine, device, budget, engine)
 
