@@ -44,16 +44,6 @@ class Paths:
         return self.state_dir / "requests.db"
 
     @property
-    def keys_file(self) -> Path:
-        """API keys, as hashes."""
-        return self.data_dir / "keys.json"
-
-    @property
-    def keys_used_file(self) -> Path:
-        """When each key was last used."""
-        return self.data_dir / "keys-used.json"
-
-    @property
     def registry_file(self) -> Path:
         """Aliases and adopted models."""
         return self.data_dir / "models.json"
@@ -67,6 +57,16 @@ class Paths:
     def downloads_file(self) -> Path:
         """Downloads that are not finished."""
         return self.state_dir / "downloads.json"
+
+    @property
+    def keys_file(self) -> Path:
+        """API keys, as hashes."""
+        return self.data_dir / "keys.json"
+
+    @property
+    def keys_used_file(self) -> Path:
+        """When each key was last used."""
+        return self.data_dir / "keys-used.json"
 
     @property
     def history_file(self) -> Path:
