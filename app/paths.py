@@ -44,16 +44,6 @@ class Paths:
         return self.state_dir / "requests.db"
 
     @property
-    def keys_file(self) -> Path:
-        """API keys, as hashes."""
-        return self.data_dir / "keys.json"
-
-    @property
-    def keys_used_file(self) -> Path:
-        """When each key was last used."""
-        return self.data_dir / "keys-used.json"
-
-    @property
     def registry_file(self) -> Path:
         """Aliases and adopted models."""
         return self.data_dir / "models.json"
@@ -71,6 +61,16 @@ class Paths:
     @property
     def kernel_cache(self) -> Path:
         return self.cache_dir / "kernels"
+
+    @property
+    def keys_file(self) -> Path:
+        """API keys, as hashes."""
+        return self.data_dir / "keys.json"
+
+    @property
+    def keys_used_file(self) -> Path:
+        """When each key was last used."""
+        return self.data_dir / "keys-used.json"
 
     @property
     def history_file(self) -> Path:

@@ -4,16 +4,17 @@ One JSON file in the data folder, written by the command line and by the daemon,
 lock. Readers look at the file's stamp first, so a change counts at once and without a reload.
 """
 
-import contextlib
-import fcntl
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from .errors import CliError, Exit
+from .files import locked
+
+log = logging.getLogger("llmbox.daemon")
 
 SYSTEM_LIMIT = 32_000
 """Characters of an alias's system prompt."""
@@ -66,6 +67,7 @@ class Registry:
         self._file = file
         self._stamp: tuple[int, int, int] | None = None
         self._names = Names()
+        self._complained = False
 
     def read(self) -> Names:
         """As the file is now; empty without one. Raises CliError when it is broken."""
@@ -80,10 +82,22 @@ class Registry:
             self._stamp = stamp
         return self._names
 
+    def read_or_nothing(self) -> Names:
+        """For requests, which a broken file must not fail; the log says what is wrong with it, once."""
+        try:
+            names = self.read()
+        except CliError as error:
+            if not self._complained:
+                log.error("%s: %s; %s", error.what, error.why, error.fix)  # noqa: TRY400
+            self._complained = True
+            return Names()
+        self._complained = False
+        return names
+
     def change(self, edit: Callable[[Names], Names]) -> Names:
         """Reads, edits and writes while nobody else can."""
         self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _locked(self._file.with_suffix(".lock")):
+        with locked(self._file.with_suffix(".lock")):
             names = edit(self.read())
             fresh = self._file.with_suffix(".new")
             try:
@@ -185,13 +199,3 @@ def _parse(file: Path) -> Names:
             f"{type(error).__name__}: {error}",
             "mend it, or move it away: aliases and adopted folders are then to be set again",
         ) from None
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)

@@ -1,7 +1,7 @@
 """What the daemon is made of, handed to whoever needs it: no globals."""
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from .engines.manager import EngineManager, LoadedModel
@@ -10,6 +10,7 @@ from .gateway.gateway import Gateway
 from .http.drain import Drain
 from .metrics.metrics import Metrics
 from .paths import Paths
+from .registry import Alias
 from .security.security import Security
 from .settings import Settings
 from .store import RequestLog
@@ -30,6 +31,8 @@ class Services:
     version: str
     find_model: Callable[[str | None], Awaitable[LoadedModel]] | None = None
     """The model for a request, loaded if need be; without it only what is loaded is found."""
+    aliases: Callable[[], Mapping[str, Alias]] = dict
+    """Names with parameters that stand for models."""
     drain: Drain = field(default_factory=Drain)
     started_at: float = field(default_factory=time.time)
     """Unix seconds."""

@@ -120,7 +120,11 @@ class ModelSettings:
     chunked_prefill: bool = key(
         True, "Compute long prompts in pieces between other requests' tokens.", live=True
     )
-    deterministic: bool = key(False, "Only operations whose results never depend on the batch.", live=True)
+    deterministic: bool = key(
+        False,
+        "Refuse to run on kernels whose results may depend on the batch (the C++ ones never do).",
+        live=True,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

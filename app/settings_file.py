@@ -1,13 +1,12 @@
 """Edits of the user's TOML file: comments stay, and the file is whole at every moment."""
 
-import os
-import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
 
 import tomlkit
 
 from .errors import CliError, Exit
+from .files import write_whole
 from .paths import private_dir
 from .settings import Key, Scalar, schema
 from .settings_load import parse
@@ -39,17 +38,9 @@ def write_atomic(path: Path, text: str) -> None:
     if not path.parent.is_dir():
         private_dir(path.parent)
     target = path.resolve()  # a link (dotfiles under version control) stays a link
-    temporary: str | None = None
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(target)
+        write_whole(target, text.encode())
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         raise CliError(
             f"cannot write {path}",
             error.strerror or str(error),

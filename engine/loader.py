@@ -43,6 +43,12 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
     plan = estimate(model_config.shape(config.context), memory_budget(device), config)
     dtype, kv_dtype = TORCH_DTYPES[plan.dtype], TORCH_DTYPES[plan.kv_dtype]
     ops = backend(device, dtype, kv_dtype, threads, QUANTS.get(plan.quant))
+    if config.deterministic and not ops.row_invariant:
+        raise DeviceError(
+            f"deterministic was asked for, but the kernels that run here ({ops.name} on {device.type}, "
+            f"{plan.dtype}) may compute a row differently in another batch. It needs the C++ kernels: on a "
+            "CPU, in bfloat16 or float32; see `llmbox doctor`"
+        )
 
     before = memory_in_use(device)
     source = Source(directory, ops, dtype, device, weights_progress(progress))

@@ -119,3 +119,7 @@ class Ops:
     """A function of one `StepInputs`, made of nothing but these operations and views of their results, with
     results of T rows -> the same function. A backend may call it once, note the operations and replay them
     with the tensors of later steps. The KV cache and all weights stay the same."""
+
+    row_invariant: bool = False
+    """Whether every operation computes a row bit by bit the same, whatever rows stand beside it and however
+    its sequence was cut into steps."""

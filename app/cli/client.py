@@ -14,7 +14,13 @@ from ..paths import Paths, socket_address
 TIMEOUT = 10.0
 """Seconds for an answer of the admin API, which never waits for an engine."""
 
-EXIT_OF_STATUS = {400: Exit.FAILED, 401: Exit.DENIED, 403: Exit.DENIED, 404: Exit.NOT_FOUND, 409: Exit.CONFLICT}
+EXIT_OF_STATUS = {
+    400: Exit.FAILED,
+    401: Exit.DENIED,
+    403: Exit.DENIED,
+    404: Exit.NOT_FOUND,
+    409: Exit.CONFLICT,
+}
 EXIT_OF_CODE = {"does_not_fit": Exit.DOES_NOT_FIT, "model_not_found": Exit.NOT_FOUND}
 
 

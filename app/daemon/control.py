@@ -55,6 +55,7 @@ class Control:
         )
         self.residency = Residency(services.engines, services.events, world)
         services.find_model = self.residency.find
+        services.aliases = lambda: self.library.registry.read_or_nothing().aliases
         self.begun_with = begun_with
         """Flags and models of the start, for `restart`."""
         self.failure_codes: dict[str, str] = {}

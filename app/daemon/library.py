@@ -42,7 +42,7 @@ class Library:
 
     def find(self, name: str) -> ModelRef | None:
         """What a client may ask for by this name; None if it is not on this disk. Reads a few small files."""
-        return served(name, os.environ, self.registry.read())
+        return served(name, os.environ, self.registry.read_or_nothing())
 
     def plan(self, config: ModelConfig) -> tuple[MemoryPlan | None, str]:
         """How a model would be served with the defaults, alone; or why it cannot be. For any thread."""
@@ -50,7 +50,9 @@ class Library:
         machine = read_machine()
         model = settings.model
         device = device_of(machine, model.device)
-        engine = EngineConfig(model_path="", name="", device=model.device, dtype=model.dtype)
+        engine = EngineConfig(
+            model_path="", name="", device=model.device, dtype=model.dtype, quant=model.quant
+        )
         budget = total_budget(machine, device, settings.memory.budget)
         return planned(config, machine, device, budget, engine)
 

@@ -84,7 +84,7 @@ class Residency:
     def _alias(self, name: str | None) -> Alias | None:
         if name is None or self._engines.knows(name):
             return None
-        return self._world.registry.read().aliases.get(name)
+        return self._world.registry.read_or_nothing().aliases.get(name)
 
     def real_name(self, name: str) -> str:
         """Of what an alias stands for."""

@@ -138,6 +138,8 @@ def alternatives(
         "--ctx auto": replace(engine, context=None),
         "--dtype bfloat16": replace(engine, dtype="bfloat16"),
         "--dtype bfloat16 --ctx auto": replace(engine, dtype="bfloat16", context=None),
+        "--quant int8": replace(engine, quant="int8"),
+        "--quant int4": replace(engine, quant="int4"),
         "--max-running 1": replace(engine, max_running=1),
         "without --memory": replace(engine, memory_bytes=None),
     }

@@ -5,18 +5,16 @@ journal and can be read with any editor. The command line and the daemon both ch
 look at its stamp first, so a revoked key is refused from the next request on.
 """
 
-import contextlib
-import fcntl
 import hmac
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from ..errors import CliError, Exit
+from ..files import locked, write_whole
 from .keys import Key, KeySpec, digest_of, display_of, is_name, new_id, new_secret
 
 log = logging.getLogger("llmbox.security")
@@ -144,11 +142,13 @@ class KeyStore:
     def _change(self, edit: Callable[[tuple[Key, ...]], tuple[Key, ...]]) -> None:
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with _locked(self._file.with_suffix(".lock")):
+            with locked(self._file.with_suffix(".lock")):
                 self._stamp = None
                 self._refresh()
                 keys = edit(self._table)
-                _write(self._file, msgspec.json.format(msgspec.json.encode(_File(_SCHEMA, keys)), indent=1))
+                write_whole(
+                    self._file, msgspec.json.format(msgspec.json.encode(_File(_SCHEMA, keys)), indent=1)
+                )
                 self._stamp, self._table = _stamp(self._file), keys
         except OSError as error:
             self._stamp = None
@@ -193,36 +193,3 @@ def _broken(file: Path, why: str) -> CliError:
         f"{file}: {why}",
         "mend it, or move it away: all keys are then to be made again",
     )
-
-
-def _write(file: Path, data: bytes) -> None:
-    """Old or new, never half, also across a power cut."""
-    fresh = file.with_suffix(".new")
-    fresh.unlink(missing_ok=True)
-    try:
-        handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with open(handle, "wb") as out:  # noqa: PTH123 - a descriptor
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        fresh.replace(file)
-    except OSError:
-        with contextlib.suppress(OSError):
-            fresh.unlink(missing_ok=True)
-        raise
-    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # the new table is in place all the same
-            os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)

@@ -74,6 +74,7 @@ class Backend:
             copy_blocks=self.copy_blocks,
             clear_blocks=self.clear_blocks,
             graph=self.graph,
+            row_invariant=True,
         )
 
     def use_threads(self, cores: list[int]) -> None:

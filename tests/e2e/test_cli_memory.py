@@ -85,6 +85,21 @@ def test_an_alias_carries_its_parameters_over_one_load(served: Box):
     assert "64 tokens" in error["message"]
     answer = post(served, "/v1/completions", {**body, "prompt": "x"})
     assert answer["model"] == "poet"
+    assert served.run("load", "builtin").code == 0
+    assert served.run("alias", "set", "guide", "builtin", "ctx=100").code == 0
+    running = served.running
+    assert running is not None
+    with urllib.request.urlopen(running.url + "/v1/models") as listed:
+        windows = {model["id"]: model["context_window"] for model in json.load(listed)["data"]}
+    assert windows["guide"] == 100
+    served.paths.registry_file.write_text("{")
+    assert tokens("tiny", ("user", "hi")) == plain
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(served, "/v1/completions", body)
+    assert refused.value.code == 404
+    assert served.run("alias", "ls").code == Exit.FAILED
+    served.paths.registry_file.unlink()
+    assert served.run("alias", "set", "poet", place).code == 0
     assert served.run("alias", "rm", "poet").code == 0
     with pytest.raises(urllib.error.HTTPError) as refused:
         post(served, "/v1/completions", body)

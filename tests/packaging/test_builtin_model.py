@@ -27,9 +27,8 @@ QUESTIONS: dict[str, Any] = tomllib.loads(
 IN_SCOPE: list[dict[str, Any]] = QUESTIONS["in_scope"]["questions"]
 OUT_OF_SCOPE: list[str] = QUESTIONS["out_of_scope"]["questions"]
 
-# The aim is 0.8. The present artefact was trained too briefly and answers 0.70 of the questions: the floor
-# only catches a loss.
-IN_SCOPE_FLOOR = 0.65
+# The aim is 0.8. The present artefact answers 0.76: the floor only catches a loss.
+IN_SCOPE_FLOOR = 0.72
 OUT_OF_SCOPE_FLOOR = 0.8
 
 Chats = list[list[dict[str, str]]]

@@ -8,6 +8,7 @@ from typing import Any
 from litestar import MediaType, Response, get
 
 from llmbox.app.catalog import DiskModel, describe, resolve
+from llmbox.app.daemon.load_history import read_loads
 from llmbox.app.daemon.model_request import ModelRequest
 from llmbox.app.engines.budget import device_of, total_budget
 from llmbox.app.errors import ApiError, CliError
@@ -56,6 +57,7 @@ async def model_page(
     loaded = next((each for each in describe_all(panel.control) if each.ref == ref), None)
     asked = dict(zip(CHOICES, (ctx, memory, dtype, kv_dtype, max_running), strict=True))
     made = await asyncio.to_thread(_plan, panel, ref, config, asked)
+    loads = await asyncio.to_thread(read_loads, panel.services.paths.loads_file)
     return page(
         request,
         "model.html",
@@ -65,6 +67,7 @@ async def model_page(
         config=None if isinstance(config, EngineError) else config,
         loaded=loaded,
         effective=_effective(panel, loaded) if loaded else [],
+        loads=loads.get(loaded.name if loaded else disk.ref.name, [])[::-1],
         made=made,
         asked=asked,
         dtypes=schema()["model.dtype"].choices,

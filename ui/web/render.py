@@ -4,9 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from litestar import MediaType, Request, Response
 from litestar.datastructures import State
 
@@ -17,6 +16,9 @@ from llmbox.app.services import Services
 
 from . import show
 from .static_files import has_libraries
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 PanelRequest = Request[Any, Any, State]
 
@@ -71,7 +73,10 @@ def render(template: str, panel: Panel, **values: Any) -> str:
 
 
 @cache
-def environment() -> Environment:
+def environment() -> "Environment":
+    """Made by the first page: the daemon's start does not wait for it."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415
+
     made = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,

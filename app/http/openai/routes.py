@@ -123,7 +123,20 @@ def _models(call: Call) -> list[Model]:
             for name in (model.name, *sorted(model.aliases - {model.name}))
             if call.caller.may_use_model(name)
         ]
-    return shown
+    return shown + _aliases(call, shown)
+
+
+def _aliases(call: Call, shown: list[Model]) -> list[Model]:
+    """Of models that are shown."""
+    known = {model.id: model for model in shown}
+    found = []
+    for name, alias in sorted(call.services.aliases().items()):
+        target = known.get(alias.model)
+        if target is not None and name not in known and call.caller.may_use_model(name):
+            limit = min(target.context_window, alias.context or target.context_window)
+            created = target.created
+            found.append(Model(id=name, created=created, context_window=limit, max_model_len=limit))
+    return found
 
 
 openai_router = Router(

@@ -84,6 +84,8 @@ def test_only_headers_are_read(hub: StubHub):
     assert refused.plan is None
     assert not refused.fits
     assert "16.1 GB" in refused.reason
+    roomy = replace(MACHINE, memory=replace(MACHINE.memory, total=13_000_000_000))
+    assert any(remedy.startswith("--quant int4: ") for remedy in verdict(found, roomy).remedies)
     on_gpu = verdict(found, replace(MACHINE, gpus=(GPU,)))
     assert on_gpu.device == "cuda"
     assert on_gpu.plan is not None

@@ -68,3 +68,7 @@ document.addEventListener("input", (event) => {
   const field = document.getElementById(event.target.dataset.for ?? "");
   if (field) field.value = event.target.value;
 }, true);
+
+// On a phone the pages are a strip: the one that is open is in view.
+const here = document.querySelector(".side nav [aria-current]");
+if (here) here.closest("nav").scrollLeft = here.offsetLeft - 24;

@@ -100,7 +100,7 @@ async function ask() {
   const [path, made] = body();
   const question = form.elements.prompt.value;
   add("user", question);
-  const turn = add("model", "");
+  const turn = add("answer", "");
   stopper = new AbortController();
   busy(true);
   form.begun = performance.now();

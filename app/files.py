@@ -1,0 +1,40 @@
+"""Files that are either the old or the new one, whatever happens, and one writer at a time."""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def write_whole(file: Path, data: bytes) -> None:
+    """Old or new, never half, also across a power cut."""
+    fresh = file.with_suffix(".new")
+    fresh.unlink(missing_ok=True)
+    try:
+        handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with open(handle, "wb") as out:  # noqa: PTH123 - a descriptor
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        fresh.replace(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise
+    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # the new table is in place all the same
+            os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[None]:
+    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
