@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import asdict
+from secrets import token_hex
 from typing import Any
 
 import click
@@ -83,7 +84,8 @@ async def _levels(
     target: Target, levels: list[int], options: dict[str, Any]
 ) -> list[tuple[int, Summary, list[str]]]:
     rows = []
-    prompts = Prompts("load", _id_range(options["ids"]))
+    # New prompts in every run: those of the last one may be in the server's prefix cache.
+    prompts = Prompts(token_hex(8), _id_range(options["ids"]))
     await run(target, uniform(prompts, 1, 1, options["prompt"], 8))  # the first request pays for warm-up
     for level in levels:
         count = options["per_level"] or max(8, 4 * level)
