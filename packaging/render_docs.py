@@ -85,7 +85,7 @@ def shown(value: Any) -> str:
 def commands() -> str:
     pieces = []
     for name in COMMANDS:
-        command = cli.get_command(click.Context(cli), name)
+        command = cli.get_command(click.Context(cli, **cli.context_settings), name)
         assert command is not None
         pieces += [f"### `llmbox {name}`\n\n```\n{help_of(command, name)}\n```\n"]
         for inner in sorted(getattr(command, "commands", {})):
@@ -95,7 +95,9 @@ def commands() -> str:
 
 
 def help_of(command: click.Command, name: str) -> str:
-    with click.Context(command, info_name=f"llmbox {name}", terminal_width=100) as context:
+    # As if called through the program, whose settings (`-h`) commands inherit.
+    program = click.Context(cli, info_name="llmbox", **cli.context_settings)
+    with click.Context(command, info_name=name, parent=program, terminal_width=100) as context:
         return command.get_help(context)
 
 
