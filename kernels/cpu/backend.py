@@ -12,7 +12,7 @@ from ..quant import Quant
 from ..ragged import KVShape, Ragged
 from .native import Step
 from .recorder import Recorder, Tape
-from .weights import DTYPES, Handle, Linear
+from .weights import DTYPES, KV_DTYPES, Handle, Linear, Packer
 
 SMALLEST_TAPE = 64
 """Rows. A larger step records a larger tape."""
@@ -27,9 +27,10 @@ class Plan:
 class Cache(Handle):
     def __init__(self, library: ctypes.CDLL, shape: KVShape) -> None:
         self.dtype = shape.dtype
+        self.heads = shape.num_kv_heads
         super().__init__(
             library.llmbox_cache_new(
-                DTYPES[shape.dtype],
+                KV_DTYPES[shape.dtype],
                 shape.num_layers,
                 shape.num_blocks,
                 shape.block_size,
@@ -41,26 +42,24 @@ class Cache(Handle):
 
 
 class Backend:
-    """Owns the library. Models are float32 or bfloat16, the KV cache either of them."""
+    """Owns the library. Models are float32 or bfloat16, the KV cache either of them or int8."""
 
-    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+    def __init__(self, library: ctypes.CDLL, name: str, layout: str) -> None:
+        """`layout` names how weights are packed: the same name, the same bytes."""
         self.library = library
+        self.layout = layout
         self.recorder = Recorder(library)
         self.name = name
 
     def ops(self, quant: Quant | None = None) -> Ops:
         """With weights as they are, or quantised as they are packed."""
-        head = None if quant is None else quant.head
-
-        def pack_embedding(weight_VE: Tensor, tied: bool) -> Linear:
-            return Linear(self.library, weight_VE, None, head if tied else None)
-
+        packer = Packer(self.library, self.layout, quant)
         return Ops(
             name=self.name if quant is None else f"{self.name}, {quant.name} weights",
-            pack_embedding=pack_embedding,
+            pack_embedding=lambda weight_VE, tied: packer.pack("tied" if tied else "table", weight_VE),
             embedding=self.embedding,
-            pack_linear=lambda weight_OI, bias_O: Linear(self.library, weight_OI, bias_O, quant),
-            pack_head=lambda weight_OI, bias_O: Linear(self.library, weight_OI, bias_O, head),
+            pack_linear=lambda weight_OI, bias_O: packer.pack("linear", weight_OI, bias_O),
+            pack_head=lambda weight_OI, bias_O: packer.pack("head", weight_OI, bias_O),
             linear=self.linear,
             logits=self.logits,
             rms_norm=self.rms_norm,
@@ -74,7 +73,13 @@ class Backend:
             copy_blocks=self.copy_blocks,
             clear_blocks=self.clear_blocks,
             graph=self.graph,
+            call=self.recorder.call,
+            states=self.recorder.states,
+            kv_dtypes=frozenset(KV_DTYPES),
+            packing=packer,
             row_invariant=True,
+            rotate_and_write=self.rotate_and_write,
+            best_of=self.best_of,
         )
 
     def use_threads(self, cores: list[int]) -> None:
@@ -177,7 +182,7 @@ class Backend:
         assert k_TGD.stride()[1:] == v_TGD.stride()[1:] == (k_TGD.shape[2], 1)
         op = self.library.llmbox_write_kv_op(
             DTYPES[k_TGD.dtype],
-            DTYPES[cache.dtype],
+            KV_DTYPES[cache.dtype],
             cache.pointer,
             layer,
             k_TGD.data_ptr(),
@@ -187,13 +192,44 @@ class Backend:
         )
         self.recorder.submit(op, ragged_step(len(k_TGD), plan.ragged), cache, k_TGD, v_TGD)
 
+    def rotate_and_write(
+        self,
+        qkv_TnD: Tensor,
+        norm_nD: Tensor | None,
+        eps: float,
+        cos_TD: Tensor,
+        sin_TD: Tensor,
+        cache: Cache,
+        layer: int,
+        plan: Plan,
+    ) -> Tensor:
+        """Queries and keys are rotated where they are."""
+        rows, heads, width = qkv_TnD.shape
+        assert qkv_TnD.stride()[1:] == (width, 1)
+        op = self.library.llmbox_heads_op(
+            DTYPES[qkv_TnD.dtype],
+            KV_DTYPES[cache.dtype],
+            cache.pointer,
+            layer,
+            qkv_TnD.data_ptr(),
+            qkv_TnD.stride(0),
+            heads,
+            None if norm_nD is None else norm_nD.data_ptr(),
+            eps,
+        )
+        cos_TD, sin_TD = cos_TD.contiguous(), sin_TD.contiguous()
+        step = ragged_step(rows, plan.ragged)
+        step.cos, step.sin = cos_TD.data_ptr(), sin_TD.data_ptr()
+        self.recorder.submit(op, step, cache, qkv_TnD, norm_nD)
+        return qkv_TnD[:, : heads - 2 * cache.heads]
+
     def attention(self, q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float) -> Tensor:
         rows, heads, width = q_THD.shape
         assert q_THD.stride()[1:] == (width, 1)
         out = self.recorder.result("attention", rows, heads * width, q_THD.dtype)
         op = self.library.llmbox_attention_op(
             DTYPES[q_THD.dtype],
-            DTYPES[cache.dtype],
+            KV_DTYPES[cache.dtype],
             cache.pointer,
             layer,
             q_THD.data_ptr(),
@@ -205,6 +241,17 @@ class Backend:
         )
         self.recorder.submit(op, ragged_step(rows, plan.ragged), cache, q_THD, out)
         return out
+
+    def best_of(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+        rows, width = logits_RV.shape
+        assert logits_RV.dtype == torch.float32
+        assert logits_RV.stride(1) == 1
+        best_R, id_R = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        op = self.library.llmbox_best_op(
+            logits_RV.data_ptr(), logits_RV.stride(0), width, best_R.data_ptr(), id_R.data_ptr()
+        )
+        self.recorder.submit(op, Step(rows=rows), logits_RV, best_R, id_R)
+        return best_R, id_R
 
     def copy_blocks(self, cache: Cache, pairs: list[tuple[int, int]]) -> None:
         for source, destination in pairs:

@@ -43,19 +43,37 @@ class NativeUnavailable(Exception):  # noqa: N818 - named for what the user read
 
 
 def library_path(level: Level) -> Path:
-    """The compiled library, built if it is not in the cache. Raises NativeUnavailable."""
+    """The compiled library, built if it is not in the cache. Raises NativeUnavailable.
+
+    Where the cache cannot be written, it goes to a private temporary folder.
+    """
     compiler = find_compiler()
+    name = f"{level.name}-{source_digest(level, compiler)[:20]}.so"
     folder = cache_folder()
-    path = folder / f"{level.name}-{source_digest(level, compiler)[:20]}.so"
+    try:
+        return library_in(folder, name, level, compiler)
+    except OSError as error:
+        temporary = temporary_folder()
+        log.warning(
+            "the kernel cache %s cannot be used (%s): the compiled kernels go to %s instead",
+            folder,
+            error.strerror,
+            temporary,
+        )
+    try:
+        return library_in(temporary, name, level, compiler)
+    except OSError as error:
+        raise NativeUnavailable(f"nor can {temporary} be used: {error.strerror}") from None
+
+
+def library_in(folder: Path, name: str, level: Level, compiler: list[str]) -> Path:
+    path = folder / name
     if is_intact(path):
         return path
-    try:
-        private_folder(folder)
-        with locked(folder / "build.lock"):
-            if not is_intact(path):  # another process may just have made it
-                build(compiler, level, path)
-    except OSError as error:
-        raise NativeUnavailable(f"the kernel cache {folder} cannot be used: {error.strerror}") from None
+    private_folder(folder)
+    with locked(folder / "build.lock"):
+        if not is_intact(path):  # another process may just have made it
+            build(compiler, level, path)
     return path
 
 
@@ -88,6 +106,20 @@ def cache_folder() -> Path:
     return (Path(xdg) if xdg else Path.home() / ".cache") / "llmbox" / "kernels"
 
 
+def temporary_folder() -> Path:
+    """Kept until the system clears it: the next process need not compile again."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(base) / f"llmbox-kernels-{os.geteuid()}"
+
+
+def layout(level: Level) -> str:
+    """Names the layout of packed weights: the same for the same sources, whatever compiled them."""
+    digest = hashlib.sha256(level.name.encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return f"{level.name} {digest.hexdigest()[:20]}"
+
+
 def source_digest(level: Level, compiler: list[str]) -> str:
     digest = hashlib.sha256()
     for part in (*compiler, compiler_version(compiler), *COMMON_FLAGS, *level.flags):
@@ -107,9 +139,10 @@ def compiler_version(compiler: list[str]) -> str:
 
 
 def is_intact(path: Path) -> bool:
-    """There, ours, and with the digest at its end that its content has."""
+    """There, ours or the system's, and with the digest at its end that its content has."""
     try:
-        if path.stat().st_uid != os.geteuid():
+        status = path.stat()
+        if status.st_uid not in {0, os.geteuid()} or status.st_mode & 0o022:
             return False
         content = path.read_bytes()
     except OSError:
@@ -151,7 +184,7 @@ def private_folder(folder: Path) -> None:
     """A library that others could replace would run as us."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+    if status.st_uid not in {0, os.geteuid()} or status.st_mode & 0o022:
         raise NativeUnavailable(f"the kernel cache {folder} can be written by others: chmod 700 {folder}")
 
 

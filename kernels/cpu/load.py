@@ -4,7 +4,7 @@ import logging
 from functools import cache
 
 from .backend import Backend
-from .build import NativeUnavailable, library_path
+from .build import NativeUnavailable, layout, library_path
 from .levels import Level, usable_levels
 from .native import open_library
 
@@ -23,4 +23,4 @@ def load_backend(name: str) -> Backend:
         name = next(iter(levels))
     if name not in levels:
         raise NativeUnavailable(f"this machine cannot run {name!r}, only {', '.join(levels)}")
-    return Backend(open_library(library_path(levels[name])), name)
+    return Backend(open_library(library_path(levels[name])), name, layout(levels[name]))

@@ -29,8 +29,15 @@ P, INT, LONG, FLOAT = c_void_p, c_int, c_int64, c_float
 
 FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_threads": (None, (INT, POINTER(c_int))),
+    "llmbox_threads_running": (INT, ()),
     "llmbox_linear_new": (P, (INT, INT, INT, P, P)),
     "llmbox_quant_new": (P, (INT, INT, INT, INT, INT, P, P)),
+    "llmbox_quant_from": (P, (INT, INT, INT, INT, P, P, P)),
+    "llmbox_quantize": (None, (INT, INT, INT, INT, INT, P, P, P)),
+    "llmbox_linear_at": (P, (INT, INT, INT, P, P)),
+    "llmbox_quant_at": (P, (INT, INT, INT, INT, P, P)),
+    "llmbox_packed": (P, (P,)),
+    "llmbox_packed_bytes": (LONG, (P,)),
     "llmbox_linear_free": (None, (P,)),
     "llmbox_cache_new": (P, (INT, INT, INT, INT, INT, INT)),
     "llmbox_cache_free": (None, (P,)),
@@ -45,7 +52,9 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_rotary_op": (P, (INT, P, LONG, INT, INT)),
     "llmbox_silu_mul_op": (P, (INT, P, LONG, INT)),
     "llmbox_write_kv_op": (P, (INT, INT, P, INT, P, LONG, P, LONG)),
+    "llmbox_heads_op": (P, (INT, INT, P, INT, P, LONG, INT, P, FLOAT)),
     "llmbox_attention_op": (P, (INT, INT, P, INT, P, LONG, INT, INT, FLOAT, P)),
+    "llmbox_best_op": (P, (P, LONG, INT, P, P)),
     "llmbox_op_free": (None, (P,)),
     "llmbox_run": (None, (POINTER(c_void_p), INT, POINTER(Step))),
 }

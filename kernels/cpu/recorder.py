@@ -5,7 +5,7 @@ recording   operations join the tape; results are buffers of `capacity` rows tha
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,8 @@ class Tape:
         self.capacity = capacity
         self._library = library
         self._ops: list[int] = []
+        self._calls: list[tuple[int, Callable[..., None], tuple[Tensor, ...]]] = []
+        """(how many operations come before it, function, its tensors)."""
         self._kept: list[Any] = []
         self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._array: Any = None
@@ -29,6 +31,9 @@ class Tape:
     def add(self, op: int, *kept: Any) -> None:
         self._ops.append(op)
         self._kept.append(kept)
+
+    def call(self, function: Callable[..., None], tensors: tuple[Tensor, ...]) -> None:
+        self._calls.append((len(self._ops), function, tensors))
 
     def buffer(self, name: str, width: int, dtype: torch.dtype) -> Tensor:
         """One for each operation and shape: a result lives until the operation runs again (see `Ops`)."""
@@ -40,7 +45,18 @@ class Tape:
     def run(self, step: Step) -> None:
         if self._array is None:
             self._array = (ctypes.c_void_p * len(self._ops))(*self._ops)
-        self._library.llmbox_run(self._array, len(self._ops), step)
+        done = 0
+        for end, function, tensors in self._calls:
+            self._run(done, end, step)
+            function(*(tensor[: step.rows] for tensor in tensors))
+            done = end
+        self._run(done, len(self._ops), step)
+
+    def _run(self, start: int, end: int, step: Step) -> None:
+        if start < end:
+            size = end - start
+            part = (ctypes.c_void_p * size).from_buffer(self._array, start * ctypes.sizeof(ctypes.c_void_p))
+            self._library.llmbox_run(part, size, step)
 
     def __del__(self) -> None:
         for op in self._ops:
@@ -65,6 +81,15 @@ class Recorder:
         if self._tape is not None:
             return self._tape.buffer(name, width, dtype)
         return torch.empty(rows, width, dtype=dtype)
+
+    def call(self, function: Callable[..., None], tensors: tuple[Tensor, ...]) -> None:
+        if self._tape is not None:
+            self._tape.call(function, tensors)
+        else:
+            function(*tensors)
+
+    def states(self, name: str, like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        return self.result(f"states {name}", len(like), width, dtype)
 
     def submit(self, op: int, step: Step, *kept: Any) -> None:
         """`step` is what an eager operation runs with; a tape gets the step of each run."""

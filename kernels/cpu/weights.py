@@ -1,14 +1,18 @@
-"""Handles of C++ objects that Python owns."""
+"""Handles of C++ objects that Python owns, and packed weights in all their forms."""
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from ..packing import Kind, Rounded
 from ..quant import Quant
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """As in native/library.cpp."""
+KV_DTYPES = {**DTYPES, torch.int8: 2}
 
 
 class Handle:
@@ -24,24 +28,108 @@ class Handle:
 
 
 class Linear(Handle):
-    """Packed weights of a linear; `quant` None keeps the dtype they have."""
+    """Packed weights of a linear; `quant` None keeps the dtype they have. `kept` is where its panels live."""
 
     def __init__(
         self,
         library: ctypes.CDLL,
-        weight_OI: torch.Tensor,
-        bias_O: torch.Tensor | None,
-        quant: Quant | None = None,
+        made: int | None,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        quant: Quant | None,
+        kept: object = None,
     ) -> None:
-        self.outputs, self.inputs = weight_OI.shape
-        self.dtype = weight_OI.dtype
+        self.outputs, self.inputs = shape
+        self.dtype = dtype
         self.quant = quant
-        weight = weight_OI.contiguous()
-        bias = None if bias_O is None else bias_O.float().contiguous()
-        numbers = DTYPES[self.dtype], self.inputs, self.outputs
-        arrays = weight.data_ptr(), None if bias is None else bias.data_ptr()
-        if quant is None:
-            made = library.llmbox_linear_new(*numbers, *arrays)
-        else:
-            made = library.llmbox_quant_new(*numbers, quant.bits, quant.group, *arrays)
+        self._kept = kept
         super().__init__(made, library.llmbox_linear_free)
+
+
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """Makes linears: `quant` for layers, its `head` for the output head and a table tied to it."""
+
+    library: ctypes.CDLL
+    layout: str
+    quant: Quant | None = None
+
+    def format(self, kind: Kind) -> Quant | None:
+        if self.quant is None or kind == "table":
+            return None
+        return self.quant if kind == "linear" else self.quant.head
+
+    def pack(self, kind: Kind, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
+        outputs, inputs = weight_OI.shape
+        quant, weight, bias = self.format(kind), weight_OI.contiguous(), float_bias(bias_O)
+        numbers = DTYPES[weight.dtype], inputs, outputs
+        if quant is None:
+            made = self.library.llmbox_linear_new(*numbers, weight.data_ptr(), pointer(bias))
+        else:
+            made = self.library.llmbox_quant_new(
+                *numbers, quant.bits, quant.group, weight.data_ptr(), pointer(bias)
+            )
+        return Linear(self.library, made, (outputs, inputs), weight.dtype, quant)
+
+    def pack_rounded(self, rounded: Rounded, dtype: torch.dtype, bias_O: Tensor | None = None) -> Linear:
+        outputs, inputs = rounded.codes_OI.shape
+        quant, bias = rounded.quant, float_bias(bias_O)
+        made = self.library.llmbox_quant_from(
+            inputs,
+            outputs,
+            quant.bits,
+            quant.group,
+            rounded.codes_OI.contiguous().data_ptr(),
+            rounded.scales_OG.contiguous().data_ptr(),
+            pointer(bias),
+        )
+        return Linear(self.library, made, (outputs, inputs), dtype, quant)
+
+    def round(self, quant: Quant, weight_OI: Tensor) -> Rounded:
+        outputs, inputs = weight_OI.shape
+        weight = weight_OI.contiguous()
+        codes = torch.empty(outputs, inputs, dtype=torch.int8)
+        scales = torch.empty(outputs, quant.groups(inputs), dtype=torch.float16)
+        self.library.llmbox_quantize(
+            DTYPES[weight.dtype],
+            inputs,
+            outputs,
+            quant.bits,
+            quant.group,
+            weight.data_ptr(),
+            codes.data_ptr(),
+            scales.data_ptr(),
+        )
+        return Rounded(quant, codes, scales)
+
+    def panels(self, packed: Linear) -> memoryview:
+        size = self.library.llmbox_packed_bytes(packed.pointer)
+        address = self.library.llmbox_packed(packed.pointer)
+        return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+
+    def attach(
+        self,
+        kind: Kind,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        panels: Tensor,
+        bias_O: Tensor | None = None,
+    ) -> Linear | None:
+        (outputs, inputs), quant, bias = shape, self.format(kind), float_bias(bias_O)
+        at = panels.data_ptr()
+        if at % 64:
+            return None
+        if quant is None:
+            made = self.library.llmbox_linear_at(DTYPES[dtype], inputs, outputs, at, pointer(bias))
+        else:
+            made = self.library.llmbox_quant_at(inputs, outputs, quant.bits, quant.group, at, pointer(bias))
+        linear = Linear(self.library, made, shape, dtype, quant, panels)
+        return linear if self.library.llmbox_packed_bytes(linear.pointer) == panels.nbytes else None
+
+
+def float_bias(bias_O: Tensor | None) -> Tensor | None:
+    return None if bias_O is None else bias_O.float().contiguous()
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

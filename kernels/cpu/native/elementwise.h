@@ -25,6 +25,8 @@ public:
     NormOp(const T* x, int64_t x_stride, const T* weight, int groups, int width, float eps, T* out)
         : x_(x), x_stride_(x_stride), weight_(weight), groups_(groups), width_(width), eps_(eps), out_(out) {}
 
+    bool small(const Step& step) const override { return few(int64_t{step.rows} * groups_ * width_); }
+
     void run(const Step& step, Member& member) override {
         const auto rows = member.share(step.rows);
         for (int row = rows.begin; row < rows.end; row++)
@@ -50,6 +52,8 @@ public:
     AddNormOp(const T* x, int64_t x_stride, T* residual, const T* weight, int width, float eps, T* out)
         : x_(x), x_stride_(x_stride), residual_(residual), weight_(weight), width_(width), eps_(eps), out_(out) {}
 
+    bool small(const Step& step) const override { return few(int64_t{step.rows} * width_); }
+
     void run(const Step& step, Member& member) override {
         const auto rows = member.share(step.rows);
         for (int row = rows.begin; row < rows.end; row++) {
@@ -71,8 +75,20 @@ private:
     T* out_;
 };
 
-// Rotates `heads` heads of `width` numbers in place; rows are strided.
+// Rotates one head of `width` numbers in place: halves (a, b) become (a cos - b sin, b cos + a sin).
 // cos repeats its first half, sin holds (-sin, sin).
+template <class T> INLINE void rotate_row(T* x, const float* cos, const float* sin, int width) {
+    const int half = width / 2;
+    for (int i = 0; i < half; i += LANES) {
+        const int left = half - i;
+        const Floats a = load(x + i, left), b = load(x + half + i, left);
+        const Floats c = load(cos + i, left), s = load(sin + half + i, left);
+        store(x + i, multiply_add(a, c, -(b * s)), left);
+        store(x + half + i, multiply_add(b, c, a * s), left);
+    }
+}
+
+// x is [rows, heads, width] with strided rows, in place.
 template <class T> class RotaryOp : public Op {
 public:
     RotaryOp(T* x, int64_t x_stride, int heads, int width)
@@ -80,20 +96,10 @@ public:
 
     void run(const Step& step, Member& member) override {
         const auto rows = member.share(step.rows);
-        const int half = width_ / 2;
         for (int row = rows.begin; row < rows.end; row++) {
-            const float* cos = step.cos + static_cast<int64_t>(row) * width_;
-            const float* sin = step.sin + static_cast<int64_t>(row) * width_ + half;
-            for (int head = 0; head < heads_; head++) {
-                T *low = x_ + row * x_stride_ + head * width_, *high = low + half;
-                for (int i = 0; i < half; i += LANES) {
-                    const int left = half - i;
-                    const Floats a = load(low + i, left), b = load(high + i, left);
-                    const Floats c = load(cos + i, left), s = load(sin + i, left);
-                    store(low + i, multiply_add(a, c, -(b * s)), left);
-                    store(high + i, multiply_add(b, c, a * s), left);
-                }
-            }
+            const int64_t angles = static_cast<int64_t>(row) * width_;
+            for (int head = 0; head < heads_; head++)
+                rotate_row(x_ + row * x_stride_ + head * width_, step.cos + angles, step.sin + angles, width_);
         }
     }
 

@@ -14,6 +14,7 @@
 
 #include "memory.h"
 #include "tape.h"
+#include "words.h"
 
 namespace llmbox {
 
@@ -34,6 +35,9 @@ struct LinearShape {
 
     LinearShape(int inputs, int outputs) : inputs(inputs), outputs(outputs) {}
     virtual ~LinearShape() = default;
+    // The packed weights, and how many bytes.
+    virtual const uint8_t* packed() const = 0;
+    virtual size_t packed_bytes() const = 0;
     int panels() const { return ceil_div(outputs, PANEL); }
 };
 
@@ -42,11 +46,14 @@ struct Linear : LinearShape {
     size_t panel_bytes;
     HugeBlock weights;
 
-    Linear(int inputs, int outputs, int pack)
+    Linear(int inputs, int outputs, int pack, uint8_t* packed = nullptr)
         : LinearShape(inputs, outputs),
           words(ceil_div(inputs, pack)),
           panel_bytes(words * PANEL_STRIDE),
-          weights(panel_bytes * panels()) {}
+          weights(panel_bytes * panels(), packed) {}
+
+    const uint8_t* packed() const override { return weights.data(); }
+    size_t packed_bytes() const override { return panel_bytes * panels(); }
 
     uint8_t* panel(int index) const { return weights.data() + panel_bytes * index; }
 };
@@ -133,9 +140,10 @@ template <class E> void multiply_panel(const uint8_t* panel, int words, WordRows
         multiply_tile<E>(rows, panel, words, x, tile, true, {panel + AHEAD, PANEL_STRIDE});
         return;
     }
-    // All rows visit a slice of the panel before the next slice: 16 KB stay in the L1 cache while few rows
-    // use them; many rows amortise reading 128 KB from L2, and load and store their sums less often.
-    const int slice = rows <= 64 ? 64 : 512;
+    // All rows visit a slice of the panel before the next one, which is prefetched meanwhile. Two tiles need it so
+    // soon that both slices must fit the L1 cache: 8 KB. A few more share 16 KB. Many rows amortise reading 128 KB
+    // from L2, and load and store their sums less often.
+    const int slice = rows <= 2 * ROW_TILE ? 32 : rows <= 64 ? 64 : 512;
     const int tiles = ceil_div(rows, ROW_TILE);
     for (int word = 0; word < words; word += slice) {
         const int count = std::min(slice, words - word);

@@ -15,18 +15,21 @@ namespace llmbox {
 // Exactly as large as asked, so that the sanitizer sees every step beyond.
 class HugeBlock {
 public:
-    explicit HugeBlock(size_t bytes) : memory_(bytes) {}
-    uint8_t* data() const { return const_cast<uint8_t*>(memory_.data()); }
+    explicit HugeBlock(size_t bytes, uint8_t* outside = nullptr) : memory_(outside ? 0 : bytes), outside_(outside) {}
+    uint8_t* data() const { return outside_ ? outside_ : const_cast<uint8_t*>(memory_.data()); }
 
 private:
     std::vector<uint8_t> memory_;
+    uint8_t* outside_;
 };
 
 #else
 
 class HugeBlock {
 public:
-    explicit HugeBlock(size_t bytes) {
+    // With `outside` the memory is somebody else's, filled already and perhaps not writable.
+    explicit HugeBlock(size_t bytes, uint8_t* outside = nullptr) : data_(outside) {
+        if (outside) return;
         // Small ones stay in small pages: a model has hundreds of them.
         alignment_ = bytes >= kHuge ? kHuge : 4096;
         mapped_ = (bytes + 2 * alignment_ - 1) / alignment_ * alignment_;
@@ -38,7 +41,9 @@ public:
         if (alignment_ == kHuge) madvise(data_, bytes, MADV_HUGEPAGE);
 #endif
     }
-    ~HugeBlock() { munmap(base_, mapped_); }
+    ~HugeBlock() {
+        if (base_) munmap(base_, mapped_);
+    }
     HugeBlock(const HugeBlock&) = delete;
     HugeBlock& operator=(const HugeBlock&) = delete;
 
@@ -47,7 +52,7 @@ public:
 private:
     static constexpr size_t kHuge = size_t{2} << 20;
     size_t alignment_, mapped_;
-    void* base_;
+    void* base_ = nullptr;
     uint8_t* data_;
 };
 

@@ -2,16 +2,18 @@
 //
 // Workers are pinned, one to a core; the caller is not, because torch's own threads inherit its mask. Waiting
 // spins for some 50 microseconds, which covers the gaps inside a step, and then sleeps in the kernel: an idle
-// engine burns nothing.
+// engine burns nothing. While other processes take the cores, fewer threads run (governor.h).
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <ctime>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+#include "governor.h"
 #include "simd.h"
 
 #if defined(__linux__)
@@ -56,6 +58,13 @@ private:
     size_t size_ = 0;
 };
 
+// Of the system's and of this thread's clock, in seconds.
+inline double read_clock(clockid_t clock) {
+    timespec time;
+    clock_gettime(clock, &time);
+    return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
+}
+
 class Pool;
 
 // One thread's place in a running job.
@@ -65,6 +74,10 @@ struct Member {
     int size;
     Scratch scratch;
     Scratch spare;  // a second one, for what is called while the first is in use
+    double stolen;  // seconds of the last job in which the thread did not run
+    alignas(64) std::atomic<int> calls{0};  // jobs this thread was woken for
+
+    Member(Pool& pool, int index) : pool(pool), index(index), size(1), stolen(0) {}
 
     struct Span {
         int begin, end;
@@ -81,43 +94,60 @@ class Pool {
 public:
     using Job = void (*)(Member&, void*);
 
-    Pool() { members_.push_back(new Member{*this, 0, 1, {}, {}}); }
+    Pool() { members_.push_back(new Member(*this, 0)); }
 
-    // From the next job on, `cores.size() + 1` threads; worker i runs on core cores[i].
+    // From the next job on, up to `cores.size() + 1` threads; worker i runs on core cores[i].
     void resize(const std::vector<int>& cores) {
         std::lock_guard<std::mutex> lock(busy_);
-        size_ = static_cast<int>(cores.size()) + 1;
-        while (static_cast<int>(members_.size()) < size_) {
-            int index = static_cast<int>(members_.size());
-            members_.push_back(new Member{*this, index, size_, {}, {}});
-            std::thread worker(&Pool::work, this, members_.back(), generation_.load());
+        const int size = static_cast<int>(cores.size()) + 1;
+        governor_ = Governor(size);
+        while (static_cast<int>(members_.size()) < size) {
+            const int index = static_cast<int>(members_.size());
+            members_.push_back(new Member(*this, index));
+            std::thread worker(&Pool::work, this, members_.back());
             pin(worker, cores[index - 1]);
             worker.detach();  // it sleeps until the process ends
         }
     }
 
-    int size() const { return size_; }
+    // How many would run the next job.
+    int threads() {
+        std::lock_guard<std::mutex> lock(busy_);
+        return governor_.threads();
+    }
 
     // One operation's scratch memory for all members: sized before the threads start, gone with the next one.
     Scratch& shared() { return shared_; }
 
-    void run(Job job, void* argument) {
+    // `alone`: without waking the workers.
+    void run(Job job, void* argument, bool alone = false) {
         std::lock_guard<std::mutex> lock(busy_);
-        for (int i = 0; i < size_; i++) members_[i]->size = size_;
-        if (size_ > 1) {
-            job_ = job;
-            argument_ = argument;
-            active_ = size_;
-            // All workers count themselves out, also those that a smaller size leaves without work.
-            pending_.store(static_cast<int>(members_.size()) - 1, std::memory_order_relaxed);
-            generation_.fetch_add(1);
-            generation_.notify_all();
+        size_ = alone ? 1 : governor_.threads();
+        members_[0]->size = size_;
+        if (size_ == 1) {  // still timed: rests are counted in time at work
+            const double began = read_clock(CLOCK_MONOTONIC);
+            job(*members_[0], argument);
+            governor_.report(read_clock(CLOCK_MONOTONIC) - began, 0, 0);
+            return;
         }
-        job(*members_[0], argument);
-        if (size_ > 1) {
-            for (int spins = 0; pending_.load(std::memory_order_acquire);)
-                ++spins < SPINS ? relax() : std::this_thread::yield();
+        job_ = job;
+        argument_ = argument;
+        began_ = read_clock(CLOCK_MONOTONIC);
+        pending_.store(size_ - 1, std::memory_order_relaxed);
+        for (int i = 1; i < size_; i++) {
+            members_[i]->size = size_;
+            members_[i]->calls.fetch_add(1);
+            members_[i]->calls.notify_one();
         }
+        run_job(*members_[0]);
+        for (int spins = 0; pending_.load(std::memory_order_acquire);)
+            ++spins < SPINS ? relax() : std::this_thread::yield();
+        double stolen = 0, worst = 0;
+        for (int i = 0; i < size_; i++) {
+            stolen += members_[i]->stolen;
+            worst = std::max(worst, members_[i]->stolen);
+        }
+        governor_.report(read_clock(CLOCK_MONOTONIC) - began_, worst, (stolen - worst) / (size_ - 1));
     }
 
     void barrier() {
@@ -134,15 +164,21 @@ public:
     }
 
 private:
-    void work(Member* member, int seen) {
-        for (;;) {
-            for (int spins = 0; generation_.load(std::memory_order_acquire) == seen;)
+    void work(Member* member) {
+        for (int seen = 0;; seen++) {
+            for (int spins = 0; member->calls.load(std::memory_order_acquire) == seen;)
                 if (++spins < SPINS) relax();
-                else generation_.wait(seen, std::memory_order_acquire);
-            seen++;
-            if (member->index < active_) job_(*member, argument_);
+                else member->calls.wait(seen, std::memory_order_acquire);
+            run_job(*member);
             pending_.fetch_sub(1, std::memory_order_release);
         }
+    }
+
+    void run_job(Member& member) {
+        const double before = read_clock(CLOCK_THREAD_CPUTIME_ID);
+        job_(member, argument_);
+        const double ran = read_clock(CLOCK_THREAD_CPUTIME_ID) - before;
+        member.stolen = std::max(0., read_clock(CLOCK_MONOTONIC) - began_ - ran);
     }
 
     static void pin([[maybe_unused]] std::thread& worker, [[maybe_unused]] int core) {
@@ -158,11 +194,11 @@ private:
     std::mutex busy_;
     Scratch shared_;
     std::vector<Member*> members_;
-    int size_ = 1;
-    int active_ = 1;
+    Governor governor_{1};
+    int size_ = 1;  // of the running job
     Job job_ = nullptr;
     void* argument_ = nullptr;
-    alignas(64) std::atomic<int> generation_{0};
+    double began_ = 0;
     alignas(64) std::atomic<int> pending_{0};
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint32_t> round_{0};

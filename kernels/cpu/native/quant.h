@@ -32,44 +32,7 @@ INLINE Floats load_scales(const uint16_t* from) {
 INLINE uint16_t to_scale(float x) { return load_as<uint16_t>(&static_cast<const _Float16&>(static_cast<_Float16>(x))); }
 INLINE float from_scale(uint16_t bits) { return static_cast<float>(load_as<_Float16>(&bits)); }
 
-typedef int8_t SignedBytes __attribute__((vector_size(LANES)));
-
-INLINE Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
-
-// sum += the four products of unsigned weight bytes and signed row bytes, lane by lane; exact.
-struct Bytes {
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-    using Row = Words;
-    static INLINE Row row(uint32_t word) { return splat(word); }
-    static INLINE void dot(Ints& sum, Words weights, Row row) {  // asm: see BF16::dot
-        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(row));
-    }
-#else
-    // As 16-bit pairs: first and third byte, second and fourth.
-    struct Row {
-        Words even, odd;
-    };
-    static INLINE Row row(uint32_t word) {
-        const auto byte = [&](int i) { return static_cast<uint32_t>(static_cast<int8_t>(word >> 8 * i)) & 0xffff; };
-        return {splat(byte(0) | byte(2) << 16), splat(byte(1) | byte(3) << 16)};
-    }
-    static INLINE void dot(Ints& sum, Words weights, Row row) {
-        const Words mask = splat(0x00ff00ffu);
-        sum += add_pairs(weights & mask, row.even) + add_pairs((weights >> 8) & mask, row.odd);
-    }
-    static INLINE Ints add_pairs(Words a, Words b) {
-#if defined(__AVX512BW__)
-        return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-        return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif defined(__SSE2__)
-        return (Ints)_mm_madd_epi16((__m128i)a, (__m128i)b);
-#else
-        return ((Ints)(a << 16) >> 16) * ((Ints)(b << 16) >> 16) + ((Ints)a >> 16) * ((Ints)b >> 16);
-#endif
-    }
-#endif
-};
+constexpr int MAX_GROUP = 128;
 
 struct QuantLinear : LinearShape {
     int bits, group;
@@ -77,13 +40,16 @@ struct QuantLinear : LinearShape {
     size_t group_bytes;  // of a panel
     HugeBlock weights;
 
-    QuantLinear(int inputs, int outputs, int bits, int group)
+    QuantLinear(int inputs, int outputs, int bits, int group, uint8_t* packed = nullptr)
         : LinearShape(inputs, outputs),
           bits(bits),
           group(group),
           groups(ceil_div(inputs, group)),
           group_bytes(2 * PANEL + static_cast<size_t>(group) * PANEL * bits / 8),
-          weights(group_bytes * groups * panels()) {}
+          weights(group_bytes * groups * panels(), packed) {}
+
+    const uint8_t* packed() const override { return weights.data(); }
+    size_t packed_bytes() const override { return group_bytes * groups * panels(); }
 
     int offset() const { return 1 << (bits - 1); }
     uint8_t* at(int panel, int group) const {
@@ -103,12 +69,6 @@ struct QuantLinear : LinearShape {
 };
 
 // ------------------------------------------------------------------ packing
-
-// Nearest integer: adding 1.5 * 2^23 leaves it in the low bits of the sum. For |x| < 2^22.
-INLINE Ints to_nearest(Floats x) {
-    const Floats shift = splat(12582912.f);
-    return (Ints)(x + shift) - (Ints)shift;
-}
 
 INLINE Floats clamp(Floats x, float lowest, float highest) {
     const Floats low = splat(lowest), high = splat(highest);
@@ -149,28 +109,39 @@ inline float int8_scale(const float* x, int group) {
     return most / 127;
 }
 
-template <class In> void quantize_panel(const QuantLinear& linear, int panel, const In* weight) {
-    const int columns = std::min(PANEL, linear.outputs - panel * PANEL), offset = linear.offset();
-    std::vector<float> x(linear.group);
+// Rounds one group x[group]: codes from -2^(bits - 1) on; the result is the scale as stored.
+inline uint16_t round_group(const float* x, int group, int bits, int8_t* codes) {
+    const uint16_t stored = to_scale(bits == 8 ? int8_scale(x, group) : best_int4_scale(x, group));
+    const float scale = from_scale(stored), inverse = scale == 0 ? 0 : 1 / scale;
+    const auto most = static_cast<float>(1 << (bits - 1));
+    for (int k = 0; k < group; k += LANES) {
+        const Ints rounded = to_nearest(clamp(load(x + k) * splat(inverse), -most, most - 1));
+        store_bytes(codes + k, rounded);
+    }
+    return stored;
+}
+
+// Packs one panel, group by group: `make(row, g, codes)` fills codes[group] and returns the scale.
+template <class Make> void pack_quant_panel(const QuantLinear& linear, int panel, Make make) {
+    std::vector<int8_t> codes(linear.group);
     for (int g = 0; g < linear.groups; g++) {
         auto* scales = reinterpret_cast<uint16_t*>(linear.at(panel, g));
-        const int begin = g * linear.group, count = std::min(linear.group, linear.inputs - begin);
         for (int column = 0; column < PANEL; column++) {
-            std::fill(x.begin(), x.end(), 0.f);
-            if (column < columns)
-                for (int k = 0; k < count; k++)
-                    x[k] = to_float(weight[static_cast<size_t>(panel * PANEL + column) * linear.inputs + begin + k]);
-            const float wanted = linear.bits == 8 ? int8_scale(x.data(), linear.group)
-                                                  : best_int4_scale(x.data(), linear.group);
-            scales[column] = to_scale(wanted);
-            const float scale = from_scale(scales[column]), inverse = scale == 0 ? 0 : 1 / scale;
-            const auto lowest = static_cast<float>(-offset), highest = static_cast<float>(offset - 1);
-            for (int k = 0; k < linear.group; k += LANES) {
-                const Ints codes = to_nearest(clamp(load(x.data() + k) * splat(inverse), lowest, highest));
-                for (int i = 0; i < LANES; i++) linear.set(panel, g, column, k + i, codes[i] + offset);
-            }
+            const int row = panel * PANEL + column;
+            std::fill(codes.begin(), codes.end(), int8_t{0});
+            scales[column] = row < linear.outputs ? make(row, g, codes.data()) : uint16_t{0};
+            for (int k = 0; k < linear.group; k++) linear.set(panel, g, column, k, codes[k] + linear.offset());
         }
     }
+}
+
+// Rounds group g of a row of `inputs` numbers.
+template <class In>
+uint16_t round_row_group(const In* row, int inputs, int g, int group, int bits, int8_t* codes) {
+    float x[MAX_GROUP] = {};
+    const int begin = g * group, count = std::min(group, inputs - begin);
+    for (int k = 0; k < count; k++) x[k] = to_float(row[begin + k]);
+    return round_group(x, group, bits, codes);
 }
 
 // ------------------------------------------------------------------ rows
@@ -196,15 +167,8 @@ struct QuantRows {
 
 // `count` numbers of x are there, the rest of the group is zero.
 template <class In> INLINE void quantize_group(const In* x, int count, int offset, int cell, const QuantRows& rows) {
-    Floats largest = splat(0.f), total = splat(0.f);
-    for (int k = 0; k < count; k += LANES) {
-        const Floats size = abs(load(x + k, count - k));
-        largest = max(size, largest);
-        total += size;
-    }
-    const float most = max(largest);
+    const auto [most, finite] = range_of(x, count);
     // NaN or infinity must reach the result, where it is noticed: a scale of NaN carries it there.
-    const bool finite = sum(total) < std::numeric_limits<float>::infinity();
     const Floats inverse = splat(finite && most > 0 ? 127 / most : 0);
     int8_t* to = rows.values + static_cast<size_t>(cell) * rows.group;
     Ints codes_total = {};
@@ -212,48 +176,75 @@ template <class In> INLINE void quantize_group(const In* x, int count, int offse
         const Floats v = finite && k < count ? load(x + k, count - k) : splat(0.f);
         const Ints codes = to_nearest(v * inverse);
         codes_total += codes;
-        store_as(to + k, __builtin_convertvector(codes, SignedBytes));
+        store_bytes(to + k, codes);
     }
-    int32_t codes_sum = 0;
-    for (int i = 0; i < LANES; i++) codes_sum += codes_total[i];
     rows.scales[cell] = finite ? most / 127 : NAN;
-    rows.corrections[cell] = -offset * codes_sum;
+    rows.corrections[cell] = -offset * sum(codes_total);
 }
 
-// tile[ROWS][PANEL] (+)= one group's sums. `codes` are words of 4 weights, one a byte.
-template <int ROWS>
-INLINE void multiply_group(const uint8_t* codes, const uint16_t* scales, const QuantRows& x, int row, int g,
-                           float* tile, Prefetch next) {
-    constexpr int VECTORS = COLUMN_VECTORS;
-    const int8_t* values[ROWS];
-    UNROLL for (int r = 0; r < ROWS; r++)
-        values[r] = x.values + (static_cast<size_t>(row + r) * x.groups + g) * x.group;
-    for (int column = 0; column < PANEL; column += VECTORS * LANES) {
-        Ints sums[ROWS][VECTORS];
-        UNROLL for (int r = 0; r < ROWS; r++)
-            UNROLL for (int v = 0; v < VECTORS; v++)
-                sums[r][v] = (Ints)splat(static_cast<uint32_t>(x.corrections[(row + r) * x.groups + g]));
-        const uint8_t* from = codes + 4 * column;
-        for (int w = 0; w < x.group / 4; w++) {
-            Words weights[VECTORS];
-            UNROLL for (int v = 0; v < VECTORS; v++) weights[v] = load_as<Words>(from + v * LANES * 4);
-            for (size_t offset = 0; offset < next.step; offset += 64) prefetch(next.at + offset);
-            next.at += next.step;
-            from += PANEL_STRIDE;
+// Some groups of a panel, one behind the other: where the codes and scales of the first lie.
+struct Groups {
+    const uint8_t *codes, *scales;
+    size_t codes_step, scales_step;  // to the next group
+    int first, count;
+};
+
+// What one vector of memory holds of 16 (8, 4) outputs: a word of each in int8, two in int4.
+template <int BITS> struct Codes;
+template <> struct Codes<8> {
+    static constexpr int WORDS = 1;
+    static INLINE void load(const uint8_t* from, Words* to) { to[0] = load_as<Words>(from); }
+};
+template <> struct Codes<4> {
+    static constexpr int WORDS = 2;
+    static INLINE void load(const uint8_t* from, Words* to) {
+        const Words both = load_as<Words>(from), low = splat(0x0f0f0f0fu);
+        to[0] = both & low;
+        to[1] = (both >> 4) & low;
+    }
+};
+
+// tile[ROWS][PANEL] += the sums of some groups.
+template <int BITS, int ROWS>
+INLINE void multiply_groups(const Groups& groups, const QuantRows& x, int row, float* tile, Prefetch next) {
+    constexpr int VECTORS = COLUMN_VECTORS, WORDS = Codes<BITS>::WORDS;
+    for (int i = 0; i < groups.count; i++) {
+        const int cell = row * x.groups + groups.first + i;  // of the first row
+        const int8_t* values = x.values + static_cast<size_t>(cell) * x.group;
+        const size_t row_step = static_cast<size_t>(x.groups) * x.group;
+        const auto* scales = reinterpret_cast<const uint16_t*>(groups.scales + i * groups.scales_step);
+        for (int column = 0; column < PANEL; column += VECTORS * LANES) {
+            Ints sums[ROWS][VECTORS];
+            UNROLL for (int r = 0; r < ROWS; r++)
+                UNROLL for (int v = 0; v < VECTORS; v++)
+                    sums[r][v] = (Ints)splat(static_cast<uint32_t>(x.corrections[cell + r * x.groups]));
+            const uint8_t* from = groups.codes + i * groups.codes_step + 4 * column;
+            const Prefetch coming = column ? Prefetch{} : next;  // the first columns bring it all
+            const uint8_t* ahead = coming.at;
+            for (int k = 0; k < x.group; k += 4 * WORDS) {
+                Words weights[VECTORS][WORDS];
+                UNROLL for (int v = 0; v < VECTORS; v++) Codes<BITS>::load(from + v * LANES * 4, weights[v]);
+                for (size_t offset = 0; offset < coming.step; offset += 64) prefetch(ahead + offset);
+                ahead += coming.step;
+                from += PANEL_STRIDE;
+                UNROLL for (int w = 0; w < WORDS; w++)
+                    UNROLL for (int r = 0; r < ROWS; r++) {
+                        const Bytes::Row broadcast = Bytes::row(load_word(values + r * row_step + k + 4 * w));
+                        UNROLL for (int v = 0; v < VECTORS; v++) Bytes::dot(sums[r][v], weights[v][w], broadcast);
+                    }
+            }
+            if (column == 0) next.at = ahead;
+            Floats weight_scales[VECTORS];
+            UNROLL for (int v = 0; v < VECTORS; v++) weight_scales[v] = load_scales(scales + column + v * LANES);
             UNROLL for (int r = 0; r < ROWS; r++) {
-                const Bytes::Row broadcast = Bytes::row(load_word(values[r] + 4 * w));
-                UNROLL for (int v = 0; v < VECTORS; v++) Bytes::dot(sums[r][v], weights[v], broadcast);
+                const Floats scale = splat(x.scales[cell + r * x.groups]);
+                UNROLL for (int v = 0; v < VECTORS; v++) {
+                    float* to = tile + r * PANEL + column + v * LANES;
+                    store(to, multiply_add(to_floats(sums[r][v]) * scale, weight_scales[v], load(to)));
+                }
             }
         }
-        next.step = 0;
-        UNROLL for (int r = 0; r < ROWS; r++) {
-            const Floats scale = splat(x.scales[(row + r) * x.groups + g]);
-            UNROLL for (int v = 0; v < VECTORS; v++) {
-                float* to = tile + r * PANEL + column + v * LANES;
-                const Floats sum = to_floats(sums[r][v]) * scale, before = g ? load(to) : splat(0.f);
-                store(to, multiply_add(sum, load_scales(scales + column + v * LANES), before));
-            }
-        }
+        asm volatile("" ::: "memory");  // or the compiler keeps the tile on the stack, for want of registers
     }
 }
 
@@ -282,51 +273,68 @@ public:
     }
 
 protected:
-    // All rows visit a group before the next one: its weights stay in the L1 cache.
+    // All rows visit a slice of some groups before the next one: its weights stay in the L1 cache.
     void multiply(int panel, int row, int rows, float* tile, Scratch& spare) override {
-        const int tiles = ceil_div(rows, ROW_TILE), words = linear_.group / 4;
-        uint8_t* unpacked = linear_.bits == 4 ? spare.take<uint8_t>(linear_.group * PANEL) : nullptr;
-        for (int g = 0; g < linear_.groups; g++) {
+        std::fill_n(tile, rows * PANEL, 0.f);
+        if (linear_.bits == 8) multiply_slices<8>(panel, row, rows, tile, nullptr);
+        else if (rows <= UNPACK_ROWS) multiply_slices<4>(panel, row, rows, tile, nullptr);
+        else multiply_slices<8>(panel, row, rows, tile, spare.take<uint8_t>(SLICE * PANEL));
+    }
+
+private:
+    static constexpr int SLICE = 256;  // inputs
+    static_assert(SLICE >= MAX_GROUP);
+    // int4: more rows than these find a slice unpacked in memory, fewer unpack it as they load it.
+    static constexpr int UNPACK_ROWS = 2 * ROW_TILE;
+
+    // BITS are those of the codes that are multiplied: 8 also for int4 that goes through `unpacked`.
+    template <int BITS> void multiply_slices(int panel, int row, int rows, float* tile, uint8_t* unpacked) const {
+        const int tiles = ceil_div(rows, ROW_TILE), slice = SLICE / linear_.group;
+        for (int g = 0; g < linear_.groups; g += slice) {
             const uint8_t* at = linear_.at(panel, g);
-            const auto* scales = reinterpret_cast<const uint16_t*>(at);
-            const uint8_t* codes = at + 2 * PANEL;
+            const int count = std::min(slice, linear_.groups - g);
+            Groups groups{at + 2 * PANEL, at, linear_.group_bytes, linear_.group_bytes, g, count};
             if (unpacked) {
-                unpack(codes, unpacked);
-                codes = unpacked;
+                groups.codes = unpacked;
+                groups.codes_step = static_cast<size_t>(linear_.group) * PANEL;
+                for (int i = 0; i < count; i++)
+                    unpack(at + i * linear_.group_bytes + 2 * PANEL, unpacked + i * groups.codes_step);
             }
-            // Each tile brings its part of what comes later; groups are small, so look further ahead.
-            const size_t step = round_up(ceil_div(static_cast<int>(linear_.group_bytes), words * tiles), 64);
-            const uint8_t *coming = at + std::max(AHEAD, linear_.group_bytes), *end = coming + linear_.group_bytes;
+            // Each tile brings its part of what comes later; slices are small, so look further ahead.
+            const size_t bytes = count * linear_.group_bytes;
+            const int turns = count * linear_.group / (4 * Codes<BITS>::WORDS);
+            const size_t step = round_up(ceil_div(static_cast<int>(bytes), turns * tiles), 64);
+            const uint8_t *coming = at + std::max(AHEAD, bytes), *end = coming + bytes;
             for (int r = 0; r < rows;) {
-                const int count = next_tile(rows - r);
-                multiply_tile(count, codes, scales, row + r, g, tile + r * PANEL, {coming, coming < end ? step : 0});
-                coming += step * words;
-                r += count;
+                const int tile_rows = next_tile(rows - r);
+                const Prefetch next = {coming, coming < end ? step : 0};
+                multiply_tile<BITS>(tile_rows, groups, row + r, tile + r * PANEL, next);
+                coming += step * turns;
+                r += tile_rows;
             }
         }
     }
 
-private:
-    void multiply_tile(
-        int rows, const uint8_t* codes, const uint16_t* scales, int row, int g, float* tile, Prefetch next) const {
+    template <int BITS>
+    void multiply_tile(int rows, const Groups& groups, int row, float* tile, Prefetch next) const {
         switch (rows) {
-            case 1: return multiply_group<1>(codes, scales, rows_, row, g, tile, next);
-            case 2: return multiply_group<2>(codes, scales, rows_, row, g, tile, next);
-            case 3: return multiply_group<3>(codes, scales, rows_, row, g, tile, next);
-            case 4: return multiply_group<4>(codes, scales, rows_, row, g, tile, next);
-            case 5: return multiply_group<5>(codes, scales, rows_, row, g, tile, next);
-            default: return multiply_group<6>(codes, scales, rows_, row, g, tile, next);
+            case 1: return multiply_groups<BITS, 1>(groups, rows_, row, tile, next);
+            case 2: return multiply_groups<BITS, 2>(groups, rows_, row, tile, next);
+            case 3: return multiply_groups<BITS, 3>(groups, rows_, row, tile, next);
+            case 4: return multiply_groups<BITS, 4>(groups, rows_, row, tile, next);
+            case 5: return multiply_groups<BITS, 5>(groups, rows_, row, tile, next);
+            default: return multiply_groups<BITS, 6>(groups, rows_, row, tile, next);
         }
     }
 
     // One group of int4 as bytes.
     void unpack(const uint8_t* codes, uint8_t* to) const {
-        const Words low = splat(0x0f0f0f0fu);
         for (int w = 0; w < linear_.group / 8; w++)
             for (int i = 0; i < static_cast<int>(PANEL_STRIDE); i += LANES * 4) {
-                const Words both = load_as<Words>(codes + w * PANEL_STRIDE + i);
-                store_as(to + 2 * w * PANEL_STRIDE + i, both & low);
-                store_as(to + (2 * w + 1) * PANEL_STRIDE + i, (both >> 4) & low);
+                Words words[2];
+                Codes<4>::load(codes + w * PANEL_STRIDE + i, words);
+                store_as(to + 2 * w * PANEL_STRIDE + i, words[0]);
+                store_as(to + (2 * w + 1) * PANEL_STRIDE + i, words[1]);
             }
     }
 

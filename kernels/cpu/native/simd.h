@@ -15,6 +15,8 @@
 
 #define UNROLL _Pragma("GCC unroll 16")
 #define INLINE inline __attribute__((always_inline))
+// Where a loop shall have the registers to itself: inlined into its caller, GCC 12 spills.
+#define NOINLINE __attribute__((noinline))
 
 namespace llmbox {
 
@@ -78,6 +80,9 @@ template <> INLINE bf16 from_float<bf16>(float x) { return to_bf16(x); }
 INLINE Floats load(const bf16* from) {
     return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
 }
+#if defined(__AVX512BF16__)
+INLINE void store(bf16* to, Floats v) { store_as(to, _mm512_cvtneps_pbh((__m512)v)); }
+#else
 INLINE void store(bf16* to, Floats v) {
     __m512i bits = (__m512i)v;
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -86,6 +91,7 @@ INLINE void store(bf16* to, Floats v) {
     rounded = _mm512_mask_blend_epi32(nan, rounded, _mm512_set1_epi32(0x7fc00000));
     _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
 }
+#endif
 #else
 INLINE Floats load(const bf16* from) {
     Floats v;
@@ -145,6 +151,16 @@ INLINE float sum(Floats v) {
 #endif
 }
 
+INLINE int32_t sum(Ints v) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    int32_t total = 0;
+    for (int i = 0; i < LANES; i++) total += v[i];
+    return total;
+#endif
+}
+
 INLINE float max(Floats v) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
     return _mm512_reduce_max_ps((__m512)v);
@@ -153,6 +169,21 @@ INLINE float max(Floats v) {
     for (int i = 1; i < LANES; i++) most = v[i] > most ? v[i] : most;
     return most;
 #endif
+}
+
+// The largest size among `count` numbers, and whether all are finite: what symmetric rounding to integers asks.
+struct Range {
+    float most;
+    bool finite;
+};
+template <class In> INLINE Range range_of(const In* x, int count) {
+    Floats most = splat(0.f), total = splat(0.f);
+    for (int i = 0; i < count; i += LANES) {
+        const Floats size = abs(load(x + i, count - i));
+        most = max(size, most);
+        total += size;
+    }
+    return {max(most), sum(total) < __builtin_inff()};
 }
 
 // e^x for x <= 0, relative error below 2e-7; 0 below -87, NaN for NaN.
@@ -175,60 +206,15 @@ INLINE Floats exp_negative(Floats x) {
     return x == x ? result : x;
 }
 
-// ------------------------------------------------------------------ words
-//
-// A word is 32 bits of neighbours along the summed dimension: one float or two bf16. Matrix products and
-// attention broadcast one word of a row against a vector of words, one for each output column, so one loop
-// serves all types. `Columns` and `Row` are those two, unpacked as far as the instruction set needs it.
+// Nearest integer: adding 1.5 * 2^23 leaves it in the low bits of the sum. For |x| < 2^22.
+INLINE Ints to_nearest(Floats x) {
+    const Floats shift = splat(12582912.f);
+    return (Ints)(x + shift) - (Ints)shift;
+}
 
-struct F32 {
-    using Element = float;
-    static constexpr int PACK = 1;
-    using Columns = Floats;
-    using Row = Floats;
-    static INLINE Columns columns(const void* from) { return load_as<Floats>(from); }
-    static INLINE Row row(uint32_t word) { return splat(as_float(word)); }
-    static INLINE void dot(Floats& sum, Columns columns, Row row) { sum = multiply_add(columns, row, sum); }
-};
+INLINE Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-
-struct BF16 {
-    using Element = bf16;
-    static constexpr int PACK = 2;
-    using Columns = Words;
-    using Row = Words;
-    static INLINE Columns columns(const void* from) { return load_as<Words>(from); }
-    static INLINE Row row(uint32_t word) { return splat(word); }
-    // g++ 12 moves the accumulators of the intrinsic through memory; an asm keeps them in registers.
-    static INLINE void dot(Floats& sum, Columns columns, Row row) {
-        asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(columns), "v"(row));
-    }
-};
-
-#else
-
-struct BF16 {
-    using Element = bf16;
-    static constexpr int PACK = 2;
-    struct Pair {
-        Floats low, high;
-    };
-    using Columns = Pair;
-    using Row = Pair;
-    static INLINE Columns columns(const void* from) {
-        Words words = load_as<Words>(from);
-        return {(Floats)(words << 16), (Floats)(words & splat(0xffff0000u))};
-    }
-    static INLINE Row row(uint32_t word) {
-        return {splat(as_float(word << 16)), splat(as_float(word & 0xffff0000u))};
-    }
-    static INLINE void dot(Floats& sum, Columns columns, Row row) {
-        sum = multiply_add(columns.low, row.low, sum);
-        sum = multiply_add(columns.high, row.high, sum);
-    }
-};
-
-#endif
+typedef int8_t SignedBytes __attribute__((vector_size(LANES)));
+INLINE void store_bytes(void* to, Ints v) { store_as(to, __builtin_convertvector(v, SignedBytes)); }
 
 }  // namespace llmbox

@@ -31,10 +31,14 @@ class Op {
 public:
     virtual ~Op() = default;
     virtual void run(const Step& step, Member& member) = 0;
+    // Too little work to wake other threads for.
+    virtual bool small(const Step&) const { return false; }
     // Before the threads start.
     virtual void prepare(const Step&, Pool&) { next_.store(0, std::memory_order_relaxed); }
 
 protected:
+    static bool few(int64_t numbers) { return numbers <= 1 << 14; }
+
     // Work for whoever comes first: threads that lose their core for a while take less.
     int take(int count = 1) { return next_.fetch_add(count, std::memory_order_relaxed); }
 
@@ -50,6 +54,7 @@ struct Tape {
 
 inline void run_tape(Pool& pool, const Tape& tape) {
     for (int i = 0; i < tape.count; i++) tape.ops[i]->prepare(tape.step, pool);
+    const bool alone = tape.count == 1 && tape.ops[0]->small(tape.step);
     pool.run(
         [](Member& member, void* argument) {
             const Tape& tape = *static_cast<const Tape*>(argument);
@@ -58,7 +63,7 @@ inline void run_tape(Pool& pool, const Tape& tape) {
                 member.barrier();
             }
         },
-        const_cast<Tape*>(&tape));
+        const_cast<Tape*>(&tape), alone);
 }
 
 }  // namespace llmbox

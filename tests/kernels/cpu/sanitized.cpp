@@ -102,6 +102,17 @@ void check_rows(int dtype, int rows, int heads, int width) {
     must_be_finite(x, "rotary and silu");
 }
 
+void check_best(int rows, int width) {
+    Buffer x(FLOAT32, size_t(rows) * width), best(FLOAT32, rows);
+    std::vector<int64_t> ids(rows, -1);
+    Step step{};
+    step.rows = rows;
+    run(llmbox_best_op(static_cast<const float*>(x.data()), width, width, static_cast<float*>(best.data()), ids.data()),
+        step);
+    for (int row = 0; row < rows; row++)
+        if (ids[row] < 0 || x.get(row * width + ids[row]) != best.get(row)) exit(1);
+}
+
 // Sequences of (past, new) tokens; the past is written first.
 void check_attention(int dtype, int kv_dtype, int block_size, int query_heads, int heads, int width, int window) {
     const std::vector<std::pair<int, int>> sequences = {{0, 1}, {70, 1}, {5, 40}, {130, 3}};
@@ -129,6 +140,12 @@ void check_attention(int dtype, int kv_dtype, int block_size, int query_heads, i
         const int kv_row = heads * width;
         run(llmbox_write_kv_op(dtype, kv_dtype, cache, 1, k.data(), kv_row, v.data(), kv_row), step);
         if (past) continue;
+        const int all = query_heads + 2 * heads;
+        Buffer x(dtype, size_t(rows) * all * width), norm(dtype, size_t(all - heads) * width);
+        Buffer cos(FLOAT32, rows * width), sin(FLOAT32, rows * width);
+        step.cos = static_cast<const float*>(cos.data()), step.sin = static_cast<const float*>(sin.data());
+        run(llmbox_heads_op(dtype, kv_dtype, cache, 1, x.data(), all * width, all, norm.data(), 1e-6f), step);
+        must_be_finite(x, "heads");
         out.poison();
         run(llmbox_attention_op(dtype, kv_dtype, cache, 1, q.data(), query_heads * width, query_heads, window, 0.1f,
                                 out.data()),
@@ -155,12 +172,13 @@ int main() {
                 check_quant(dtype, bits, group, 33, 256, 7);
             }
         for (auto [rows, heads, width] : {std::tuple{1, 1, 2}, {5, 3, 10}, {33, 2, 66}}) check_rows(dtype, rows, heads, width);
-        for (int kv_dtype : {FLOAT32, BFLOAT16}) {
+        for (int kv_dtype : {FLOAT32, BFLOAT16, INT8_SCALED}) {
             check_attention(dtype, kv_dtype, 16, 4, 2, 32, 0);
             check_attention(dtype, kv_dtype, 16, 2, 1, 64, 20);
             check_attention(dtype, kv_dtype, 4, 5, 1, 10, 0);
             check_attention(dtype, kv_dtype, 64, 3, 3, 34, 7);
         }
     }
+    for (auto [rows, width] : {std::tuple{1, 1}, {3, 8200}, {2, 100}}) check_best(rows, width);
     puts("clean");
 }

@@ -88,7 +88,7 @@ def test_a_source_that_does_not_compile_names_the_error(tiny: Path) -> None:
     assert [path.suffix for path in tiny.iterdir()] == [".lock"]
 
 
-@pytest.mark.parametrize("trouble", ["no compiler", "compiler fails", "read-only cache", "open cache"])
+@pytest.mark.parametrize("trouble", ["no compiler", "compiler fails", "no folder at all", "open cache"])
 def test_without_a_library_torch_runs_and_the_log_says_why(
     tiny: Path,
     tmp_path: Path,
@@ -104,9 +104,10 @@ def test_without_a_library_torch_runs_and_the_log_says_why(
         case "compiler fails":
             monkeypatch.setenv("CXX", "false")
             expected = "false does not run"
-        case "read-only cache":
+        case "no folder at all":
             tiny.write_text("a file where the folder should be")
-            expected = "cannot be used"
+            monkeypatch.setenv("XDG_RUNTIME_DIR", str(tiny))
+            expected = f"nor can {tiny}"
         case "open cache":
             tiny.mkdir()
             tiny.chmod(0o777)
@@ -117,6 +118,33 @@ def test_without_a_library_torch_runs_and_the_log_says_why(
     assert ops.name in {"onednn", "reference"}
     assert expected in caplog.text
     assert not native_ready()
+
+
+def test_a_cache_that_cannot_be_written_gives_way_to_a_temporary_folder(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny.write_text("a file where the folder should be")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        path = build.library_path(LEVEL)
+    assert path.parent.parent == tmp_path
+    assert path.parent.stat().st_mode & 0o077 == 0
+    assert str(path.parent) in caplog.text
+    assert answer(path) == 42
+    made = path.stat().st_mtime_ns
+    assert build.library_path(LEVEL).stat().st_mtime_ns == made
+
+
+def test_a_temporary_folder_of_somebody_else_is_not_trusted(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.write_text("a file where the folder should be")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    theirs = build.temporary_folder()
+    theirs.mkdir()
+    theirs.chmod(0o777)
+    with pytest.raises(build.NativeUnavailable, match="can be written by others"):
+        build.library_path(LEVEL)
 
 
 def test_asking_for_kernels_that_cannot_run_is_an_error(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,18 +56,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 # The best instruction set in every format; the others differ only in how a product is spelt.
 FORMATS = [
-    *((LEVELS[0], dtype, "none") for dtype in ("bfloat16", "float32")),
-    *((LEVELS[0], "bfloat16", quant) for quant in ("int8", "int4")),
-    *((level, "bfloat16", quant) for level in LEVELS[1:] for quant in ("none", "int4")),
+    *((LEVELS[0], dtype, "none", "auto") for dtype in ("bfloat16", "float32")),
+    *((LEVELS[0], "bfloat16", quant, kv) for quant, kv in (("int8", "auto"), ("int4", "int8"))),
+    *((level, "bfloat16", *kinds) for level in LEVELS[1:] for kinds in (("none", "auto"), ("int4", "int8"))),
 ]
 
 
-@pytest.mark.parametrize(("level", "dtype", "quant"), FORMATS)
+@pytest.mark.parametrize(("level", "dtype", "quant", "kv_dtype"), FORMATS)
 def test_tokens_are_those_of_the_request_alone(
-    model: Path, monkeypatch: pytest.MonkeyPatch, level: str, dtype: str, quant: str
+    model: Path, monkeypatch: pytest.MonkeyPatch, level: str, dtype: str, quant: str, kv_dtype: str
 ) -> None:
     monkeypatch.setenv("LLMBOX_KERNELS", level)
-    weights = {"dtype": dtype, "quant": quant}
+    weights = {"dtype": dtype, "quant": quant, "kv_dtype": kv_dtype}
     engine = load(model, max_running=1, prefix_cache=False, **weights)
     assert engine.info.backend.startswith(level)
     alone = {}

@@ -1,0 +1,64 @@
+"""How weights become what a backend multiplies with, in parts: rounded, packed, and packed before."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .quant import Kind, Quant
+
+__all__ = ["Kind", "Packing", "Rounded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """Weights as integers: `codes_OI` int8 times `scales_OG` float16, one for each group of inputs."""
+
+    quant: Quant
+    codes_OI: Tensor
+    scales_OG: Tensor
+
+    def floats(self) -> Tensor:
+        """The weights that these integers stand for, [O, I] float32."""
+        outputs, inputs = self.codes_OI.shape
+        scales = self.scales_OG.float().repeat_interleave(self.quant.group, dim=1)[:, :inputs]
+        return self.codes_OI.float() * scales.view(outputs, inputs)
+
+
+class Packing(Protocol):
+    """What backends offer whose packed weights may outlive the process that packed them."""
+
+    @property
+    def layout(self) -> str:
+        """Names everything but format, shape and dtype that the bytes of panels depend on."""
+        ...
+
+    def format(self, kind: Kind) -> Quant | None: ...
+
+    def pack(self, kind: Kind, weight_OI: Tensor, bias_O: Tensor | None = None) -> Any:
+        """As `Ops.pack_linear`."""
+        ...
+
+    def round(self, quant: Quant, weight_OI: Tensor) -> Rounded:
+        """The integers that `pack` would hold."""
+        ...
+
+    def pack_rounded(self, rounded: Rounded, dtype: torch.dtype, bias_O: Tensor | None = None) -> Any:
+        """`dtype` is the model's."""
+        ...
+
+    def panels(self, packed: Any) -> memoryview:
+        """The packed bytes, where they are: valid as long as `packed`."""
+        ...
+
+    def attach(
+        self,
+        kind: Kind,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        panels: Tensor,
+        bias_O: Tensor | None = None,
+    ) -> Any | None:
+        """Packed weights on `panels` made before (uint8, never written to); None if they cannot be used."""
+        ...

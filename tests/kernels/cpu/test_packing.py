@@ -1,0 +1,69 @@
+"""Packed weights in parts: rounded apart, taken up again from bytes, and the same results either way."""
+
+import pytest
+import torch
+
+from llmbox.kernels.cpu.load import load_backend
+from llmbox.kernels.dispatch import backends
+from llmbox.kernels.ops import Ops
+from llmbox.kernels.packing import Kind, Packing
+from llmbox.kernels.quant import QUANTS
+
+INTEGERS = [name for name, quant in QUANTS.items() if quant.kind == "integer"]
+SHAPES = [(1, 1), (65, 33), (7, 300), (130, 256)]
+
+
+@pytest.fixture(params=[name for name in backends() if name.startswith("cpu ")])
+def level(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def offered(level: str, quant: str) -> tuple[Ops, Packing]:
+    backend = load_backend(level)
+    backend.use_threads([0, 1])
+    ops = backend.ops(QUANTS.get(quant))
+    assert ops.packing is not None
+    return ops, ops.packing
+
+
+@pytest.mark.parametrize("kind", ["linear", "head", "table", "tied"])
+@pytest.mark.parametrize("quant", ["none", *INTEGERS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_panels_taken_up_again_give_the_same_bits(
+    level: str, quant: str, kind: Kind, dtype: torch.dtype
+) -> None:
+    ops, packing = offered(level, quant)
+    for outputs, inputs in SHAPES:
+        weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
+        packed = packing.pack(kind, weight, bias)
+        panels = torch.empty(0, dtype=torch.uint8)
+        aligned = torch.empty(packing.panels(packed).nbytes + 64, dtype=torch.uint8)
+        start = -aligned.data_ptr() % 64
+        panels = aligned[start : start + packing.panels(packed).nbytes]
+        panels.copy_(torch.frombuffer(bytearray(packing.panels(packed)), dtype=torch.uint8))
+        again = packing.attach(kind, (outputs, inputs), dtype, panels, bias)
+        x = torch.randn(5, inputs).to(dtype)
+        assert torch.equal(ops.linear(again, x), ops.linear(packed, x))
+
+
+def test_panels_of_another_size_or_place_are_refused(level: str) -> None:
+    _, packing = offered(level, "int8")
+    panels = torch.zeros(4096, dtype=torch.uint8)
+    start = -panels.data_ptr() % 64
+    assert packing.attach("linear", (64, 64), torch.float32, panels[start : start + 1024]) is None
+    assert packing.attach("linear", (64, 64), torch.float32, panels[start + 1 :]) is None
+
+
+@pytest.mark.parametrize("quant", INTEGERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_apart_and_packing_the_integers_is_packing(
+    level: str, quant: str, dtype: torch.dtype
+) -> None:
+    ops, packing = offered(level, quant)
+    for outputs, inputs in SHAPES:
+        weight = torch.randn(outputs, inputs).to(dtype)
+        rounded = packing.round(QUANTS[quant], weight)
+        from_integers = packing.pack_rounded(rounded, dtype)
+        assert bytes(packing.panels(from_integers)) == bytes(packing.panels(packing.pack("linear", weight)))
+        table = ops.embedding(packing.pack_rounded(rounded, torch.float32), torch.arange(outputs))
+        assert torch.equal(table, rounded.floats())

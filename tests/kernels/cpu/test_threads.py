@@ -1,0 +1,35 @@
+"""The pool: fewer threads while others take the cores, and the same bits whatever their number."""
+
+import subprocess
+from pathlib import Path
+
+import torch
+
+from llmbox.kernels.cpu import build
+from llmbox.kernels.cpu.load import load_backend
+from llmbox.kernels.quant import QUANTS
+
+DRIVER = Path(__file__).parent / "governor.cpp"
+
+
+def test_the_governor(tmp_path: Path) -> None:
+    program = tmp_path / "governor"
+    compile_it = [*build.find_compiler(), "-std=c++20", "-I", str(build.SOURCES), str(DRIVER)]
+    subprocess.run([*compile_it, "-o", str(program)], check=True, timeout=60)
+    done = subprocess.run([str(program)], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "right\n"
+
+
+def test_threads_come_and_go_between_jobs() -> None:
+    backend = load_backend("cpu")
+    ops = backend.ops(QUANTS["int4"])
+    packed = ops.pack_linear(torch.randn(300, 200), None)
+    x = torch.randn(21, 200)
+    expected = None
+    for cores in ([0], [0, 1, 0, 1], [0, 1], [0, 1, 0], [0]):
+        backend.use_threads(cores)
+        for _ in range(50):
+            got = ops.linear(packed, x)
+            expected = got if expected is None else expected
+            assert torch.equal(got, expected)
+        assert 1 <= backend.library.llmbox_threads_running() <= len(cores)
