@@ -2,14 +2,16 @@
 
 import logging
 import os
+from importlib.util import find_spec
 
 import torch
 
 from .cpu.backend import Backend
-from .cpu.build import NativeUnavailable
+from .cpu.build import NativeUnavailable, cache_folder
 from .cpu.cores import pick_cores
 from .cpu.levels import usable_levels
 from .cpu.load import backend_name, load_backend
+from .cpu.weights import DTYPES, KV_DTYPES
 from .onednn import ONEDNN, supports
 from .ops import Ops
 from .quant import Quant
@@ -18,6 +20,7 @@ from .reference import REFERENCE
 log = logging.getLogger(__name__)
 
 TORCH_BACKENDS = {ops.name: ops for ops in (ONEDNN, REFERENCE)}
+TRITON = "triton"
 BEST_CPU = "cpu"
 """Stands for the best instruction set of this machine."""
 
@@ -32,7 +35,8 @@ class QuantUnavailable(ValueError):  # noqa: N818 - named for what the user read
 
 def backends() -> list[str]:
     """Names that LLMBOX_KERNELS may have, as far as this machine can run them."""
-    return [*(backend_name(level) for level in usable_levels()), *TORCH_BACKENDS]
+    gpu = [TRITON] if torch.cuda.is_available() and why_no_triton(torch.device("cuda")) is None else []
+    return [*gpu, *(backend_name(level) for level in usable_levels()), *TORCH_BACKENDS]
 
 
 def select_ops(
@@ -41,12 +45,19 @@ def select_ops(
     kv_dtype: torch.dtype | None = None,
     threads: int = 1,
     quant: Quant | None = None,
+    *,
+    deterministic: bool = False,
 ) -> Ops:
     """The best backend for this device and these dtypes, or the one that LLMBOX_KERNELS names.
 
-    The C++ kernels bring their own threads and leave torch one.
+    The C++ kernels bring their own threads and leave torch one. `deterministic`: row invariant kernels are
+    wanted at the cost of speed; whether those that run here are is in `Ops.row_invariant`.
     """
     asked = os.environ.get("LLMBOX_KERNELS")
+    if asked == TRITON or (device.type == "cuda" and asked not in TORCH_BACKENDS):
+        return select_triton(device, dtype, quant, asked, deterministic=deterministic)
+    if device.type == "cpu" and quant is not None and quant.kind == "float":
+        raise QuantUnavailable(f"{quant.name} weights run on NVIDIA GPUs of compute capability 8.9 or newer")
     if asked in TORCH_BACKENDS:
         if quant is not None:
             raise QuantUnavailable(f"LLMBOX_KERNELS={asked} cannot run {quant.name} weights")
@@ -54,7 +65,7 @@ def select_ops(
     if asked and asked not in {BEST_CPU, *backends()}:
         names = ", ".join([BEST_CPU, *backends()])
         raise UnknownBackend(f"LLMBOX_KERNELS: unknown kernels {asked!r}; use one of {names}")
-    if runs_native(device, {dtype, kv_dtype or dtype}):
+    if runs_native(device, dtype, kv_dtype or dtype):
         try:
             return start(load_backend(asked or BEST_CPU), threads, quant)
         except NativeUnavailable as error:
@@ -69,6 +80,43 @@ def select_ops(
     return ONEDNN if supports(device, dtype) else REFERENCE
 
 
+def select_triton(
+    device: torch.device, dtype: torch.dtype, quant: Quant | None, asked: str | None, *, deterministic: bool
+) -> Ops:
+    if asked not in {None, TRITON}:
+        raise UnknownBackend(f"LLMBOX_KERNELS={asked}: not for a GPU; use one of triton, reference")
+    reason = why_no_triton(device)
+    if reason is None:
+        # Beside the C++ kernels, and so where --data-dir says. Triton reads it as it compiles.
+        os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "triton"))
+        from .triton.backend import triton_ops  # noqa: PLC0415 - needs the package, takes a second
+        from .triton.probe import why_it_fails  # noqa: PLC0415
+        from .triton.tiles import has_fp8  # noqa: PLC0415
+
+        if quant is not None and quant.kind == "float" and not has_fp8(device):
+            raise QuantUnavailable(f"{quant.name} weights need compute capability 8.9: use int8 or int4")
+        reason = why_it_fails(device)
+        if reason is None:
+            return triton_ops(device, dtype, quant, deterministic=deterministic)
+    if asked:
+        raise UnknownBackend(f"LLMBOX_KERNELS=triton: {reason}")
+    if quant is not None:
+        raise QuantUnavailable(f"{quant.name} weights on a GPU need the Triton kernels: {reason}")
+    log.warning("the fast GPU kernels are off, PyTorch's run instead: %s", reason)
+    return REFERENCE
+
+
+def why_no_triton(device: torch.device) -> str | None:
+    """What keeps the Triton kernels from running there; None if nothing does."""
+    if find_spec("triton") is None:
+        return "the triton package is not installed"
+    if device.type == "cpu":
+        interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+        return None if interpreting else "on a CPU they run under TRITON_INTERPRET=1 only, for tests"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"they need compute capability 8.0, this GPU has {major}.{minor}"
+
+
 def native_ready() -> bool:
     """Whether the C++ kernels can be used: compiled and loaded now, if they were not before."""
     asked = os.environ.get("LLMBOX_KERNELS")
@@ -81,8 +129,8 @@ def native_ready() -> bool:
     return True
 
 
-def runs_native(device: torch.device, dtypes: set[torch.dtype]) -> bool:
-    return device.type == "cpu" and dtypes <= {torch.float32, torch.bfloat16}
+def runs_native(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
+    return device.type == "cpu" and dtype in DTYPES and kv_dtype in KV_DTYPES
 
 
 def start(backend: Backend, threads: int, quant: Quant | None) -> Ops:

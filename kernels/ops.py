@@ -16,7 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .packing import Packing
 from .ragged import KVShape, Ragged
+from .rows import DecodeInputs, DecodeRows, Sampled, SampleRows
 
 PackedLinear = Any
 """Weights in the backend's own layout, made by `pack_linear`, read by `linear`."""
@@ -41,8 +43,13 @@ class StepInputs(Protocol):
         ...
 
 
+RotateAndWrite = Callable[[Tensor, Tensor | None, float, Tensor, Tensor, KVCache, int, AttentionPlan], Tensor]
 ForwardBody = Callable[[Any], tuple[Tensor, ...]]
 """Of one `StepInputs`."""
+
+
+def _empty_states(_name: str, like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(len(like), width, dtype=dtype, device=like.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +127,41 @@ class Ops:
     results of T rows -> the same function. A backend may call it once, note the operations and replay them
     with the tensors of later steps. The KV cache and all weights stay the same."""
 
+    call: Callable[[Callable[..., None], tuple[Tensor, ...]], None] = lambda function, tensors: function(
+        *tensors
+    )
+    """(function, tensors of T rows): calls it with them, to change them in place. The one thing besides
+    operations that a graph's body may do, once at every replay: that is how ranks exchange results."""
+
+    states: Callable[[str, Tensor, int, torch.dtype], Tensor] = _empty_states
+    """(name, any tensor of T rows, width, dtype) -> [T, width] of undefined content for `call` to fill. New
+    tensor for each name."""
+
+    kv_dtypes: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, torch.float16})
+    """That `make_kv_cache` takes."""
+
+    packing: Packing | None = None
+    """For packed weights that are kept on disk, and checkpoints that hold integers; None: not here."""
+
     row_invariant: bool = False
     """Whether every operation computes a row bit by bit the same, whatever rows stand beside it and however
     its sequence was cut into steps."""
+
+    rotate_and_write: RotateAndWrite | None = None
+    """`rms_norm` of queries and keys (where norm_nD is given), `rotary` and `write_kv` in one pass, or None:
+
+    (qkv_TnD of H + 2 G heads, norm_nD of H + G heads or None, eps, cos_TD, sin_TD, cache, layer, plan)
+    -> q_THD.
+    """
+
+    best_of: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    """(logits_RV of `logits`, or a float32 copy) -> largest logit and its lowest id, per row.
+
+    NaN anywhere in a row gives NaN."""
+
+    sample: Callable[[Tensor, SampleRows], Sampled] | None = None
+    """(logits_RV, rows): draws every row on the device, without waiting for it; logits are not changed."""
+
+    advance: Callable[[DecodeRows, Tensor | None, DecodeInputs, int], None] | None = None
+    """(rows, drawn ids_R or None, inputs, block_size): takes the drawn tokens into rows that are not free,
+    in place, then writes the next decoding step's inputs. Without tokens only the latter."""

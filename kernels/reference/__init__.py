@@ -1,5 +1,7 @@
 """The meaning of every operation in plain torch, one file each. Runs on any device and dtype."""
 
+import torch
+
 from ..ops import Ops
 from .attention import attention, write_kv
 from .attention_plan import plan_attention
@@ -31,4 +33,5 @@ REFERENCE = Ops(
     copy_blocks=copy_blocks,
     clear_blocks=clear_blocks,
     graph=lambda body: body,
+    kv_dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int8}),
 )

@@ -7,29 +7,23 @@ from .kv_cache import Cache
 
 
 def write_kv(cache: Cache, layer: int, k_TGD: Tensor, v_TGD: Tensor, plan: Plan) -> None:
-    cache.k[layer][plan.block_of_T, :, plan.offset_of_T] = k_TGD.to(cache.k.dtype)
-    cache.v[layer][plan.block_of_T, :, plan.offset_of_T] = v_TGD.to(cache.v.dtype)
+    cache.k.write(layer, plan.block_of_T, plan.offset_of_T, k_TGD)
+    cache.v.write(layer, plan.block_of_T, plan.offset_of_T, v_TGD)
 
 
 def attention(q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float) -> Tensor:
     """softmax(scale q k^T + mask) v, each row over its own context gathered from the pages."""
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    heads = cache.k.shape[2]
-    k_PSD = cache.k[layer].flatten(0, 1)
-    v_PSD = cache.v[layer].flatten(0, 1)
+    heads, dtype = cache.heads, q_THD.dtype
     for group in plan.groups:
-        k_NGCD = gather(k_PSD, group.pages, q_THD.dtype).view(group.count, heads, -1, q_THD.shape[-1])
-        v_NGCD = gather(v_PSD, group.pages, q_THD.dtype).view_as(k_NGCD)
+        k_NGCD = cache.k.gather(layer, group.pages, dtype).view(group.count, heads, -1, q_THD.shape[-1])
+        v_NGCD = cache.v.gather(layer, group.pages, dtype).view_as(k_NGCD)
         out_THD[group.rows] = attend_group(group, q_THD[group.rows], k_NGCD, v_NGCD, scale)
     for run in plan.runs:
-        k_GCD = gather(k_PSD, run.pages, q_THD.dtype).view(heads, -1, q_THD.shape[-1])[:, : run.context]
-        v_GCD = gather(v_PSD, run.pages, q_THD.dtype).view(heads, -1, q_THD.shape[-1])[:, : run.context]
+        k_GCD = cache.k.gather(layer, run.pages, dtype).view(heads, -1, q_THD.shape[-1])[:, : run.context]
+        v_GCD = cache.v.gather(layer, run.pages, dtype).view(heads, -1, q_THD.shape[-1])[:, : run.context]
         out_THD[run.rows] = attend_run(run, q_THD[run.rows], k_GCD, v_GCD, scale)
     return out_THD.flatten(1)
-
-
-def gather(pages_PSD: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    return pages_PSD.index_select(0, index).to(dtype)
 
 
 def attend_group(group: Group, q_NHD: Tensor, k_NGCD: Tensor, v_NGCD: Tensor, scale: float) -> Tensor:

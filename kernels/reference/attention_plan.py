@@ -88,7 +88,7 @@ def padded_blocks(blocks: int) -> int:
 
 
 def group_size(cache: Cache, blocks: int) -> int:
-    return max(1, GATHER_LIMIT[cache.k.device.type] // (blocks * cache.k[0, 0].numel()))
+    return max(1, GATHER_LIMIT[cache.device.type] // (blocks * cache.block_numbers))
 
 
 def chunks(members: list[int], size: int) -> list[list[int]]:
@@ -96,8 +96,8 @@ def chunks(members: list[int], size: int) -> list[list[int]]:
 
 
 def plan_group(ragged: Ragged, cache: Cache, blocks: int, members: list[int], window: int | None) -> Group:
-    device = cache.k.device
-    heads = cache.k.shape[2]
+    device = cache.device
+    heads = cache.heads
     block_size = ragged.block_size
     n = torch.tensor(members, device=device)
     context_N1 = ragged.context_lens_N[n].long().unsqueeze(1)
@@ -161,11 +161,11 @@ def plan_run(
     masked: bool = False,
 ) -> Run:
     """`rows` are the last of the sequence's first `context` positions."""
-    device = cache.k.device
+    device = cache.device
     length = rows.stop - rows.start
     first = first_seen_block(context - length + 1, window, ragged.block_size)
     end = -(-context // ragged.block_size)
-    heads = torch.arange(cache.k.shape[2], device=device).unsqueeze(1)
+    heads = torch.arange(cache.heads, device=device).unsqueeze(1)
     pages_GB = ragged.block_tables_NB[n, first:end].long() * len(heads) + heads
     seen = context - first * ragged.block_size
     mask = causal_mask(length, seen, context, window, cache.compute_dtype, device) if masked else None

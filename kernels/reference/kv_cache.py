@@ -1,4 +1,4 @@
-"""Paged KV cache: k and v are [layers, blocks, G, block_size, D].
+"""Paged KV cache: k and v are [layers, blocks, G, block_size, D], their scales the same without D.
 
 A head's slots of one block lie together, so that attention gathers whole (block, head) rows.
 """
@@ -12,31 +12,93 @@ from ..ragged import KVShape
 
 
 @dataclass(frozen=True, slots=True)
+class Half:
+    """The keys of a cache, or its values."""
+
+    numbers: Tensor
+    scales: Tensor | None
+    """float32, for int8 alone: a row is `scale * numbers`, the scale the largest of its sizes / 127."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.numbers] if self.scales is None else [self.numbers, self.scales]
+
+    def write(self, layer: int, block_of_T: Tensor, offset_of_T: Tensor, rows_TGD: Tensor) -> None:
+        if self.scales is None:
+            self.numbers[layer][block_of_T, :, offset_of_T] = rows_TGD.to(self.numbers.dtype)
+            return
+        codes_TGD, scales_TG = to_int8(rows_TGD)
+        self.numbers[layer][block_of_T, :, offset_of_T] = codes_TGD
+        self.scales[layer][block_of_T, :, offset_of_T] = scales_TG
+
+    def gather(self, layer: int, pages: Tensor, dtype: torch.dtype) -> Tensor:
+        """[pages, block_size, D]; a page is the slots of one head in one block."""
+        rows_PSD = self.numbers[layer].flatten(0, 1).index_select(0, pages)
+        if self.scales is None:
+            return rows_PSD.to(dtype)
+        scales_PS = self.scales[layer].flatten(0, 1).index_select(0, pages)
+        return (rows_PSD * scales_PS.unsqueeze(-1)).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class Cache:
-    k: Tensor
-    v: Tensor
+    k: Half
+    v: Half
     compute_dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.k.numbers.device
+
+    @property
+    def heads(self) -> int:
+        return self.k.numbers.shape[2]
+
+    @property
+    def block_numbers(self) -> int:
+        """Of the keys of one layer in one block."""
+        return self.k.numbers[0, 0].numel()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """[layers, blocks, ...] each."""
+        return self.k.tensors + self.v.tensors
+
+
+def to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and float32 scales over the last dim. NaN or infinity in a row: codes 0 and the scale NaN."""
+    rows = rows.float()
+    most = rows.abs().amax(-1)
+    inverse = torch.where(most > 0, 127 / most, 0)
+    scales = torch.where(most.isfinite(), most / 127, torch.nan)
+    codes = (rows * inverse.unsqueeze(-1)).round().nan_to_num(0, 0, 0)
+    return codes.to(torch.int8), scales
 
 
 def make_kv_cache(shape: KVShape, device: torch.device) -> Cache:
     size = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
+
     # Not zeroed here: `clear_blocks` comes before a block's first use, and until then untouched pages of a
     # large cache cost no memory.
-    k, v = (torch.empty(size, dtype=shape.dtype, device=device) for _ in "kv")
-    return Cache(k, v, shape.compute_dtype)
+    def half() -> Half:
+        scaled = shape.dtype == torch.int8
+        scales = torch.empty(size[:-1], dtype=torch.float32, device=device) if scaled else None
+        return Half(torch.empty(size, dtype=shape.dtype, device=device), scales)
+
+    return Cache(half(), half(), shape.compute_dtype)
 
 
 def copy_blocks(cache: Cache, pairs: list[tuple[int, int]]) -> None:
     if not pairs:
         return
-    sources, destinations = torch.tensor(pairs, device=cache.k.device).unbind(1)
-    for tensor in (cache.k, cache.v):
+    sources, destinations = torch.tensor(pairs, device=cache.device).unbind(1)
+    for tensor in cache.tensors:
         tensor.index_copy_(1, destinations, tensor.index_select(1, sources))
 
 
 def clear_blocks(cache: Cache, blocks: list[int]) -> None:
     if not blocks:
         return
-    index = torch.tensor(blocks, device=cache.k.device)
-    for tensor in (cache.k, cache.v):
+    index = torch.tensor(blocks, device=cache.device)
+    for tensor in cache.tensors:
         tensor.index_fill_(1, index, 0)

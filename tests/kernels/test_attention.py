@@ -7,7 +7,9 @@ from torch import Tensor
 
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.ragged import KVShape, Ragged
+from llmbox.kernels.reference.kv_cache import to_int8
 from support.numbers import DTYPES, assert_near
+from support.paged import ragged_rows
 
 BLOCK = 4
 CPU = torch.device("cpu")
@@ -28,6 +30,7 @@ class Step:
         seed: int = 0,
     ) -> None:
         self.ops, self.sequences, self.dtype = ops, sequences, dtype
+        self.kv_dtype = kv_dtype or dtype
         self.heads, self.head_dim = heads, head_dim
         rng = random.Random(seed)
         torch.manual_seed(seed)
@@ -40,7 +43,7 @@ class Step:
             block_size=BLOCK,
             num_kv_heads=heads[1],
             head_dim=head_dim,
-            dtype=kv_dtype or dtype,
+            dtype=self.kv_dtype,
             compute_dtype=dtype,
         )
         self.cache = ops.make_kv_cache(shape, CPU)
@@ -52,25 +55,7 @@ class Step:
 
     def ragged(self, spans: Sequence[tuple[int, int]]) -> Ragged:
         """`spans` are (start, end) positions of each sequence."""
-        positions = [p for start, end in spans for p in range(start, end)]
-        owners = [n for n, (start, end) in enumerate(spans) for _ in range(start, end)]
-        slots = [
-            self.tables[n][p // BLOCK] * BLOCK + p % BLOCK for n, p in zip(owners, positions, strict=True)
-        ]
-        width = max(len(table) for table in self.tables)
-        starts = [0]
-        for start, end in spans:
-            starts.append(starts[-1] + end - start)
-        return Ragged(
-            block_size=BLOCK,
-            query_lens=[end - start for start, end in spans],
-            contexts=[end for _, end in spans],
-            query_starts_N1=int32(starts),
-            context_lens_N=int32([end for _, end in spans]),
-            block_tables_NB=int32([table + [0] * (width - len(table)) for table in self.tables]),
-            positions_T=int32(positions),
-            slots_T=int32(slots),
-        )
+        return ragged_rows(self.tables, spans, BLOCK)
 
     def write(self, spans: Sequence[tuple[int, int]], layer: int = 1) -> None:
         plan = self.ops.plan_attention(self.ragged(spans), self.cache, None)
@@ -88,7 +73,7 @@ class Step:
         return self.ops.attention(torch.cat(self.q), self.cache, layer, plan, self.head_dim**-0.5)
 
     def exact(self, window: int | None = None) -> Tensor:
-        """Row by row, in float64."""
+        """Row by row, in float64, on the numbers that the cache can hold."""
         group = self.heads[0] // self.heads[1]
         rows = []
         for (past, new), q, k, v in zip(self.sequences, self.q, self.k, self.v, strict=True):
@@ -96,14 +81,16 @@ class Step:
                 end = past + i + 1
                 start = 0 if window is None else max(0, end - window)
                 for head in range(self.heads[0]):
-                    keys, values = (x[start:end, head // group].double() for x in (k, v))
+                    keys, values = (self.kept(x[start:end, head // group]) for x in (k, v))
                     weights = torch.softmax(keys @ q[i, head].double() * self.head_dim**-0.5, 0)
                     rows.append(weights @ values)
         return torch.stack(rows).view(-1, self.heads[0] * self.head_dim)
 
-
-def int32(numbers: object) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
+    def kept(self, rows: Tensor) -> Tensor:
+        if self.kv_dtype != torch.int8:
+            return rows.double()
+        codes, scales = to_int8(rows)
+        return codes.double() * scales.unsqueeze(-1)
 
 
 MIXED = [(9, 1), (0, 1), (30, 1), (31, 1), (0, 7), (5, 6), (16, 4), (3, 1), (0, 33)]
@@ -128,11 +115,42 @@ def test_keys_may_be_kept_in_another_dtype(ops: Ops) -> None:
     torch.testing.assert_close(step.run().double(), step.exact(), atol=2e-2, rtol=2e-2)
 
 
-def test_a_decoding_row_does_not_depend_on_its_neighbours(ops: Ops) -> None:
-    together = Step(ops, [(past, 1) for past in (9, 30, 31, 5, 63, 200)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 100])
+def test_int8_loses_nothing_but_the_rounding_of_keys_and_values(
+    ops: Ops, dtype: torch.dtype, window: int | None
+) -> None:
+    step = Step(ops, MIXED, dtype=dtype, kv_dtype=torch.int8)
+    tolerance = {torch.float32: 5e-4, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(step.run(window).double(), step.exact(window), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (8, 1)])
+@pytest.mark.parametrize("head_dim", [2, 10, 20, 64, 128])
+def test_int8_head_shapes(ops: Ops, heads: tuple[int, int], head_dim: int) -> None:
+    step = Step(ops, [(3, 1), (0, 9), (70, 5)], heads=heads, head_dim=head_dim, kv_dtype=torch.int8)
+    torch.testing.assert_close(step.run().double(), step.exact(), atol=5e-4, rtol=5e-4)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_a_broken_token_spoils_the_heads_that_see_it(ops: Ops, kv_dtype: torch.dtype, broken: float) -> None:
+    step = Step(ops, [(9, 1), (9, 1), (9, 1)], kv_dtype=kv_dtype)
+    clean = step.run().view(3, 2, -1)
+    step.k[0][4, 0, 3], step.v[2][4, 1, 3] = broken, broken
+    rows = step.run().view(3, 2, -1)  # a row's first half is of the query heads that read kv head 0
+    assert not rows[0, 0].isfinite().all()
+    assert not rows[2, 1].isfinite().all()
+    for n, half in [(0, 1), (1, 0), (1, 1), (2, 0)]:
+        assert torch.equal(rows[n, half], clean[n, half])
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+def test_a_decoding_row_does_not_depend_on_its_neighbours(ops: Ops, kv_dtype: torch.dtype) -> None:
+    together = Step(ops, [(past, 1) for past in (9, 30, 31, 5, 63, 200)], kv_dtype=kv_dtype)
     rows = together.run()
     for n, (past, _) in enumerate(together.sequences):
-        alone = Step(ops, [(past, 1)], seed=1)
+        alone = Step(ops, [(past, 1)], kv_dtype=kv_dtype, seed=1)
         alone.q, alone.k, alone.v = [together.q[n]], [together.k[n]], [together.v[n]]
         assert torch.equal(alone.run(), rows[n : n + 1])
 
@@ -143,8 +161,9 @@ def test_a_large_mask_is_made_in_pieces(ops: Ops, monkeypatch: pytest.MonkeyPatc
     assert_near(step.run(17), step.exact(17))
 
 
-def test_copied_blocks_carry_all_layers(ops: Ops) -> None:
-    step = Step(ops, [(0, BLOCK), (0, BLOCK)])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+def test_copied_blocks_carry_all_layers(ops: Ops, kv_dtype: torch.dtype) -> None:
+    step = Step(ops, [(0, BLOCK), (0, BLOCK)], kv_dtype=kv_dtype)
     for layer in (0, 1):
         step.write([(0, BLOCK), (0, 0)], layer)
     source, destination = step.tables[0][0], step.tables[1][0]
@@ -158,12 +177,14 @@ def test_copied_blocks_carry_all_layers(ops: Ops) -> None:
         assert first.abs().sum() > 0
 
 
-def test_what_an_earlier_owner_left_is_cleared(ops: Ops) -> None:
-    step = Step(ops, [(0, 1), (0, 6), (5, 1)])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+def test_what_an_earlier_owner_left_is_cleared(ops: Ops, kv_dtype: torch.dtype) -> None:
+    step = Step(ops, [(0, 1), (0, 6), (5, 1)], kv_dtype=kv_dtype)
+    clean = step.run()
     poison(step)
     partly_filled = [table[-1] for table in step.tables]
     ops.clear_blocks(step.cache, partly_filled)
-    assert_near(step.run(), step.exact())
+    assert torch.equal(step.run(), clean)
 
 
 def poison(step: Step) -> None:

@@ -1,0 +1,4 @@
+"""The operations in Triton, one file each, for NVIDIA GPUs; on a CPU only Triton's interpreter runs them.
+
+Importing needs the `triton` package: see `kernels/dispatch.py`.
+"""

@@ -1,0 +1,292 @@
+"""Attention over paged keys and values for ragged rows: prompts, chunks of them and decoding in one step.
+
+The rows of a tile are the query heads of one kv head times neighbouring tokens, so keys and values are read
+once for all of them. The leading sequences of one row each (decoding) have programs of their own, cut along
+the context where there are few of them; all others are found by bisection over the query starts, so a grid
+follows from shapes alone and a CUDA graph can hold it.
+
+With `fixed`, a row's sums never depend on its neighbours: one tile size for all, and contexts cut into
+pieces of FIXED_SPLIT tokens from their beginning, whose results are folded in order whether one program
+walked them all or several shared them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..ragged import Ragged
+from . import tiles
+from .attention_reduce import MOST_SPLITS, reduce_splits
+from .attention_tile import attend, fold
+from .kv_cache import Cache
+from .tiles import Tile, decode_tile, fixed_tile, power_of_two, prefill_tile
+
+LOG2_E = 1.4426950408889634
+LEAST_SPLIT = 128
+"""Tokens: shorter pieces would cost more in the reduction than they win."""
+WAVES = 16
+"""Programs a multiprocessor that decoding aims at: with three resident, the last to end are a small part."""
+FIXED_SPLIT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`decoding` of the sequences, the first ones, have one row each; `longest` bounds their contexts."""
+
+    ragged: Ragged
+    window: int | None
+    decoding: int
+    longest: int
+    fixed: bool
+
+
+def plan_attention(ragged: Ragged, cache: Cache, window: int | None, *, fixed: bool = False) -> Plan:  # noqa: ARG001
+    decoding = next((n for n, rows in enumerate(ragged.query_lens) if rows != 1), len(ragged.query_lens))
+    return Plan(ragged, window, decoding, ragged.block_tables_NB.shape[1] * ragged.block_size, fixed)
+
+
+def attention(q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float) -> Tensor:
+    rows, heads, head_dim = q_THD.shape
+    out_THD = torch.empty((rows, heads, head_dim), dtype=q_THD.dtype, device=q_THD.device)
+    if plan.decoding:
+        decode(out_THD, q_THD, cache, layer, plan, scale)
+    if rows > plan.decoding:
+        prefill(out_THD, q_THD, cache, layer, plan, scale)
+    return out_THD.flatten(1)
+
+
+def num_splits(plan: Plan, kv_heads: int, device: torch.device) -> int:
+    if plan.fixed:
+        return -(-plan.longest // FIXED_SPLIT)
+    wanted = -(-WAVES * tiles.multiprocessors(device) // (plan.decoding * kv_heads))
+    return max(1, min(wanted, MOST_SPLITS, -(-plan.longest // LEAST_SPLIT)))
+
+
+def decode(out_THD: Tensor, q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float) -> None:
+    _, heads, head_dim = q_THD.shape
+    kv_heads = cache.k.shape[2]
+    group = heads // kv_heads
+    pick = fixed_tile if plan.fixed else decode_tile
+    tile = pick(q_THD.device, head_dim, q_THD.element_size(), cache.k.element_size())
+    tile_rows = max(tile.rows, power_of_two(group))
+    splits = num_splits(plan, kv_heads, q_THD.device)
+    partial = out_THD
+    sums = cache.k_scale
+    if splits > 1:
+        size = (plan.decoding, heads, splits)
+        partial = torch.empty((*size, head_dim), dtype=torch.float32, device=q_THD.device)
+        sums = torch.empty((*size, 2), dtype=torch.float32, device=q_THD.device)
+    grid = (kv_heads, splits, plan.decoding)
+    launch(grid, tile, tile_rows, partial, sums, q_THD, cache, layer, plan, scale, splits, decoding=True)
+    if splits > 1:
+        reduce_splits(out_THD, partial, sums, fixed=plan.fixed)
+
+
+def prefill(out_THD: Tensor, q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float) -> None:
+    rows, heads, head_dim = q_THD.shape
+    kv_heads = cache.k.shape[2]
+    group = heads // kv_heads
+    sizes = q_THD.device, head_dim, q_THD.element_size()
+    tile = fixed_tile(*sizes, cache.k.element_size()) if plan.fixed else prefill_tile(*sizes)
+    tile_rows = max(tile.rows, power_of_two(group))
+    tokens = tile_rows // group
+    sequences = len(plan.ragged.query_lens) - plan.decoding
+    grid = ((rows - plan.decoding) // tokens + sequences, kv_heads)
+    launch(grid, tile, tile_rows, out_THD, cache.k_scale, q_THD, cache, layer, plan, scale, 1, decoding=False)
+
+
+def launch(
+    grid: tuple[int, ...],
+    tile: Tile,
+    tile_rows: int,
+    out: Tensor,
+    sums: Tensor,
+    q_THD: Tensor,
+    cache: Cache,
+    layer: int,
+    plan: Plan,
+    scale: float,
+    splits: int,
+    *,
+    decoding: bool,
+) -> None:
+    ragged = plan.ragged
+    assert q_THD.stride(2) == 1
+    head_dim, kv_heads = q_THD.shape[2], cache.k.shape[2]
+    attention_kernel[grid](
+        out,
+        sums,
+        q_THD,
+        cache.k[layer],
+        cache.v[layer],
+        cache.k_scale[layer],
+        cache.v_scale[layer],
+        ragged.query_starts_N1,
+        ragged.context_lens_N,
+        ragged.block_tables_NB,
+        plan.decoding,
+        len(ragged.query_lens) - plan.decoding,
+        scale * LOG2_E,
+        q_THD.stride(0),
+        q_THD.stride(1),
+        ragged.block_tables_NB.stride(0),
+        plan.window or 0,
+        splits,
+        kv_heads,
+        GROUP=q_THD.shape[1] // kv_heads,
+        D=head_dim,
+        D_PAD=max(16, power_of_two(head_dim)),
+        ROWS=tile_rows,
+        COLUMNS=tile.columns,
+        PAGE=ragged.block_size,
+        DECODING=decoding,
+        SPLIT=splits > 1,
+        LEAST_SPLIT=LEAST_SPLIT,
+        FIXED_SPLIT=FIXED_SPLIT if plan.fixed else 0,
+        WINDOW=plan.window is not None,
+        QUANTISED=cache.quantised,
+        PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=not plan.fixed,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["decoding_sequences", "sequences", "table_row", "window", "splits"],
+    do_not_specialize_on_alignment=["starts", "contexts", "tables"],
+)
+def attention_kernel(
+    out: tl.tensor,
+    sums: tl.tensor,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
+    starts: tl.tensor,
+    contexts: tl.tensor,
+    tables: tl.tensor,
+    decoding_sequences: tl.tensor,
+    sequences: tl.tensor,
+    scale: tl.tensor,
+    q_row: tl.tensor,
+    q_head: tl.tensor,
+    table_row: tl.tensor,
+    window: tl.tensor,
+    splits: tl.tensor,
+    kv_heads: tl.tensor,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr,
+    DECODING: tl.constexpr,
+    SPLIT: tl.constexpr,
+    LEAST_SPLIT: tl.constexpr,
+    FIXED_SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    TOKENS: tl.constexpr = ROWS // GROUP
+    if DECODING:
+        head = tl.program_id(0)
+        split = tl.program_id(1)
+        sequence = tl.program_id(2)
+        first_row = sequence
+        count = 1
+        position = tl.load(contexts + sequence) - 1
+    else:
+        # Later tiles of a prompt see more keys: they start first, so that the last to end are short ones.
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        head = tl.program_id(1)
+        split = 0
+        base = tl.load(starts + decoding_sequences)
+        low = 0
+        high = sequences
+        while high - low > 1:  # the last sequence whose tiles start at or before ours
+            middle = (low + high) // 2
+            if (tl.load(starts + decoding_sequences + middle) - base) // TOKENS + middle <= tile:
+                low = middle
+            else:
+                high = middle
+        sequence = decoding_sequences + low
+        start = tl.load(starts + sequence)
+        rows = tl.load(starts + sequence + 1) - start
+        skipped = (tile - ((start - base) // TOKENS + low)) * TOKENS
+        first_row = start + skipped
+        count = tl.minimum(rows - skipped, TOKENS)
+        position = tl.load(contexts + sequence) - rows + skipped
+
+    row = tl.arange(0, ROWS)
+    token = row // GROUP
+    member = head * GROUP + row % GROUP
+    real = token < count
+    d = tl.arange(0, D_PAD)
+    real_d = d < D
+    q_offset = (first_row + token).to(tl.int64) * q_row + member * q_head
+    q_tile = tl.load(q + q_offset[:, None] + d[None, :], mask=real[:, None] & real_d[None, :], other=0.0)
+
+    # The tile's rows stand at position .. position + count - 1 and see keys from `begin` to before `end`.
+    end = tl.where(count > 0, position + count, 0)
+    begin = tl.maximum(position - window + 1, 0) // COLUMNS * COLUMNS if WINDOW else 0
+    row_position = position + token
+    page_stride = kv_heads * PAGE * D
+    k_head, v_head = k + head * (PAGE * D), v + head * (PAGE * D)
+    scale_offset = head * PAGE
+    table = tables + sequence.to(tl.int64) * table_row
+
+    acc = tl.zeros((ROWS, D_PAD), tl.float32)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    if FIXED_SPLIT:
+        first_piece = split if SPLIT else begin // FIXED_SPLIT
+        last_piece = split + 1 if SPLIT else tl.cdiv(end, FIXED_SPLIT)
+        for piece in range(first_piece, last_piece):
+            from_key = tl.maximum(begin, piece * FIXED_SPLIT)
+            to_key = tl.minimum(end, (piece + 1) * FIXED_SPLIT)
+            acc_b, top_b, total_b = attend(
+                q_tile, k_head, v_head, k_scale + scale_offset, v_scale + scale_offset, table,
+                from_key, from_key, to_key, row_position, window, scale, page_stride, kv_heads * PAGE, d,
+                ROWS, COLUMNS, PAGE, D, D_PAD, WINDOW, QUANTISED, PRECISION,
+            )  # fmt: skip
+            acc, top, total = fold(acc, top, total, acc_b, top_b, total_b)
+    else:
+        from_key, to_key = begin, end
+        if SPLIT:
+            size = piece_size(end - begin, splits, COLUMNS, LEAST_SPLIT)
+            from_key = begin + split * size
+            to_key = tl.minimum(end, from_key + size)
+        # Before `plain`, every row sees every key.
+        plain = from_key
+        if not DECODING and not WINDOW:
+            plain = tl.minimum((position + 1) // COLUMNS * COLUMNS, end)
+        acc, top, total = attend(
+            q_tile, k_head, v_head, k_scale + scale_offset, v_scale + scale_offset, table,
+            from_key, plain, to_key, row_position, window, scale, page_stride, kv_heads * PAGE, d,
+            ROWS, COLUMNS, PAGE, D, D_PAD, WINDOW, QUANTISED, PRECISION,
+        )  # fmt: skip
+
+    stored = real[:, None] & real_d[None, :]
+    if SPLIT:
+        place = ((first_row + token).to(tl.int64) * (kv_heads * GROUP) + member) * splits + split
+        tl.store(out + place[:, None] * D + d[None, :], acc, mask=stored)
+        tl.store(sums + place * 2, top, mask=real)
+        tl.store(sums + place * 2 + 1, total, mask=real)
+    else:
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # nothing seen: a free row, which is 0
+        place = (first_row + token).to(tl.int64) * (kv_heads * GROUP) + member
+        tl.store(out + place[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def piece_size(
+    keys: tl.tensor, splits: tl.tensor, COLUMNS: tl.constexpr, LEAST_SPLIT: tl.constexpr
+) -> tl.tensor:
+    """Keys a program takes: whole tiles, all programs about equally many."""
+    return tl.maximum(tl.cdiv(tl.cdiv(keys, splits), COLUMNS) * COLUMNS, LEAST_SPLIT)

@@ -1,0 +1,76 @@
+"""Brings together what several programs computed for the pieces of one context."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .attention_tile import fold
+from .tiles import power_of_two
+
+MOST_SPLITS = 64
+"""Pieces that one program reads at once."""
+
+
+def reduce_splits(
+    out_THD: Tensor,
+    partial_NHSD: Tensor,
+    sums_NHS2: Tensor,
+    *,
+    fixed: bool,
+) -> None:
+    """The first N rows of `out_THD` from the pieces. `fixed`: in order, as one program would have."""
+    sequences, heads, splits, head_dim = partial_NHSD.shape
+    reduce_kernel[(heads, sequences)](
+        out_THD,
+        partial_NHSD,
+        sums_NHS2,
+        splits,
+        D=head_dim,
+        D_PAD=power_of_two(head_dim),
+        SPLITS=MOST_SPLITS,
+        FIXED=fixed,
+        num_warps=4,
+        enable_fp_fusion=not fixed,
+    )
+
+
+@triton.jit(do_not_specialize=["splits"])
+def reduce_kernel(
+    out: tl.tensor,
+    partial: tl.tensor,
+    sums: tl.tensor,
+    splits: tl.tensor,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FIXED: tl.constexpr,
+) -> None:
+    head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    place = sequence * tl.num_programs(0) + head
+    d = tl.arange(0, D_PAD)
+    if FIXED:
+        acc = tl.zeros((1, D_PAD), tl.float32)
+        top = tl.full((1,), float("-inf"), tl.float32)
+        total = tl.zeros((1,), tl.float32)
+        one = tl.arange(0, 1)
+        for split in range(splits):
+            piece = place * splits + split
+            acc_b = tl.load(partial + piece * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+            top_b = tl.load(sums + piece * 2 + one)
+            total_b = tl.load(sums + piece * 2 + 1 + one)
+            acc, top, total = fold(acc, top, total, acc_b, top_b, total_b)
+        result = tl.sum(acc / tl.where(total > 0, total, 1.0)[:, None], 0)
+    else:
+        split = tl.arange(0, SPLITS)
+        piece = place * splits + split
+        top_S = tl.load(sums + piece * 2, mask=split < splits, other=float("-inf"))
+        used = top_S > float("-inf")  # pieces past the context hold no keys: they are not read
+        total_S = tl.load(sums + piece * 2 + 1, mask=used, other=0.0)
+        top = tl.max(top_S, 0)
+        weight = tl.where(used, tl.exp2(top_S - top), 0.0)
+        acc_SD = tl.load(
+            partial + piece[:, None] * D + d[None, :], mask=used[:, None] & (d < D)[None, :], other=0.0
+        )
+        total = tl.sum(total_S * weight, 0)
+        result = tl.sum(acc_SD * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + place * D + d, result.to(out.dtype.element_ty), mask=d < D)

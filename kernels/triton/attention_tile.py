@@ -1,0 +1,151 @@
+"""The inner loop of attention: one tile of query rows over a range of keys, with the online softmax.
+
+Dao, "FlashAttention-2", 2023. Scores are kept in base 2: exp2 is one instruction.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def attend(
+    q_tile: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
+    table: tl.tensor,
+    from_key: tl.tensor,
+    plain: tl.tensor,
+    to_key: tl.tensor,
+    row_position: tl.tensor,
+    window: tl.tensor,
+    scale: tl.tensor,
+    page_stride: tl.tensor,
+    scale_stride: tl.tensor,
+    d: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    WINDOW: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """Sum of exp2(score - top) v, top and sum of exp2(score - top), for keys from_key .. to_key - 1.
+
+    `from_key` and `plain` are multiples of COLUMNS; keys before `plain` are seen by all rows.
+    """
+    acc = tl.zeros((ROWS, D_PAD), tl.float32)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    for start in range(from_key, plain, COLUMNS):
+        acc, top, total = step(
+            acc, top, total, q_tile, k, v, k_scale, v_scale, table, start, to_key, row_position, window,
+            scale, page_stride, scale_stride, d, COLUMNS, PAGE, D, D_PAD, False, WINDOW, QUANTISED, PRECISION,
+        )  # fmt: skip
+    for start in range(plain, to_key, COLUMNS):
+        acc, top, total = step(
+            acc, top, total, q_tile, k, v, k_scale, v_scale, table, start, to_key, row_position, window,
+            scale, page_stride, scale_stride, d, COLUMNS, PAGE, D, D_PAD, True, WINDOW, QUANTISED, PRECISION,
+        )  # fmt: skip
+    return acc, top, total
+
+
+@triton.jit
+def step(
+    acc: tl.tensor,
+    top: tl.tensor,
+    total: tl.tensor,
+    q_tile: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
+    table: tl.tensor,
+    start: tl.tensor,
+    to_key: tl.tensor,
+    row_position: tl.tensor,
+    window: tl.tensor,
+    scale: tl.tensor,
+    page_stride: tl.tensor,
+    scale_stride: tl.tensor,
+    d: tl.tensor,
+    COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    key = start + tl.arange(0, COLUMNS)
+    if MASKED:
+        real = key < to_key
+        page = tl.load(table + key // PAGE, mask=real, other=0).to(tl.int64)
+    else:
+        page = tl.load(table + key // PAGE).to(tl.int64)
+    place = (page * page_stride + key % PAGE * D)[:, None] + d[None, :]
+    # Slots past the context are never read: they may hold anything, and 0 times NaN would be NaN.
+    if MASKED and D == D_PAD:
+        k_tile = tl.load(k + place, mask=real[:, None], other=0.0)
+        v_tile = tl.load(v + place, mask=real[:, None], other=0.0)
+    elif MASKED:
+        inside = real[:, None] & (d < D)[None, :]
+        k_tile = tl.load(k + place, mask=inside, other=0.0)
+        v_tile = tl.load(v + place, mask=inside, other=0.0)
+    elif D == D_PAD:
+        k_tile = tl.load(k + place)
+        v_tile = tl.load(v + place)
+    else:
+        k_tile = tl.load(k + place, mask=(d < D)[None, :], other=0.0)
+        v_tile = tl.load(v + place, mask=(d < D)[None, :], other=0.0)
+
+    k_tile = k_tile.to(q_tile.dtype)
+    score = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    if QUANTISED:
+        scale_place = page * scale_stride + key % PAGE
+        if MASKED:
+            k_scales = tl.load(k_scale + scale_place, mask=real, other=0.0)
+            v_scales = tl.load(v_scale + scale_place, mask=real, other=0.0)
+        else:
+            k_scales = tl.load(k_scale + scale_place)
+            v_scales = tl.load(v_scale + scale_place)
+        score = score * (k_scales * scale)[None, :]
+    else:
+        score = score * scale
+    if MASKED:
+        seen = (key[None, :] <= row_position[:, None]) & real[None, :]
+        if WINDOW:
+            seen = seen & (key[None, :] > row_position[:, None] - window)
+        score = tl.where(seen, score, float("-inf"))
+
+    new_top = tl.maximum(top, tl.max(score, 1))
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # rows that have seen nothing yet
+    weight = tl.exp2(score - shift[:, None])
+    keep = tl.exp2(top - shift)
+    total = total * keep + tl.sum(weight, 1)
+    if QUANTISED:
+        weight = weight * v_scales[None, :]
+    acc = tl.dot(
+        weight.to(q_tile.dtype), v_tile.to(q_tile.dtype), acc * keep[:, None], input_precision=PRECISION
+    )
+    return acc, new_top, total
+
+
+@triton.jit
+def fold(
+    acc_a: tl.tensor,
+    top_a: tl.tensor,
+    total_a: tl.tensor,
+    acc_b: tl.tensor,
+    top_b: tl.tensor,
+    total_b: tl.tensor,
+) -> tl.tensor:
+    """Two ranges of keys as if they had been one. An empty range leaves the other's bits as they are."""
+    top = tl.maximum(top_a, top_b)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    a, b = tl.exp2(top_a - shift), tl.exp2(top_b - shift)
+    return acc_a * a[:, None] + acc_b * b[:, None], top, total_a * a + total_b * b

@@ -1,0 +1,119 @@
+"""The operations of `Ops` on Triton's kernels, for one model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from ..ops import Ops, StepInputs
+from ..quant import Quant
+from ..ragged import Ragged
+from . import attention, embedding, heads, kv_cache, linear, rms_norm, silu_mul
+from .advance import advance
+from .linear import Floats8, Integers, Linear, Plain
+from .quantise import Rows8
+from .sample import sample
+from .tiles import has_fp8
+from .weights import pack_fp8, pack_grouped
+
+FP8 = torch.float8_e4m3fn
+
+
+def triton_ops(
+    device: torch.device, dtype: torch.dtype, quant: Quant | None = None, *, deterministic: bool = False
+) -> Ops:
+    """`dtype` is the model's. `deterministic`: a row's bits never depend on its neighbours."""
+    return Backend(dtype, quant, fixed=deterministic).ops(device)
+
+
+@dataclass
+class Backend:
+    """A norm or gate before an FP8 linear leaves its result in 8 bits too; `linear` finds it by identity."""
+
+    dtype: torch.dtype
+    quant: Quant | None
+    fixed: bool
+
+    def __post_init__(self) -> None:
+        self._eight_of: Callable[[], Tensor | None] = lambda: None
+        self._eight: Rows8 | None = None
+        self._activations = FP8 if self.quant is not None and self.quant.kind == "float" else None
+
+    def ops(self, device: torch.device) -> Ops:
+        formats = [torch.float32, torch.bfloat16, torch.float16, torch.int8] + [FP8] * has_fp8(device)
+        return Ops(
+            name="triton" if self.quant is None else f"triton, {self.quant.name} weights",
+            pack_embedding=self.pack_embedding,
+            embedding=lambda table, ids_T: embedding.embed(table, ids_T, self.dtype),
+            pack_linear=self.pack_linear,
+            pack_head=self.pack_head,
+            linear=self.linear,
+            logits=self.linear,
+            rms_norm=self.rms_norm,
+            add_rms_norm=self.add_rms_norm,
+            rotary=heads.rotary,
+            silu_mul=self.silu_mul,
+            make_kv_cache=kv_cache.make_kv_cache,
+            plan_attention=self.plan_attention,
+            write_kv=heads.write_kv,
+            attention=attention.attention,
+            copy_blocks=kv_cache.copy_blocks,
+            clear_blocks=kv_cache.clear_blocks,
+            graph=same,
+            kv_dtypes=frozenset(formats),
+            row_invariant=self.fixed,
+            rotate_and_write=heads.rotate_and_write,
+            sample=sample,
+            advance=advance,
+        )
+
+    def pack_embedding(self, weight_VE: Tensor, tied: bool) -> Linear:
+        return self.pack_head(weight_VE, None) if tied else Plain(weight_VE, None)
+
+    def pack_head(self, weight_VE: Tensor, bias_V: Tensor | None) -> Linear:
+        return pack(weight_VE, bias_V, None if self.quant is None else self.quant.head)
+
+    def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+        return pack(weight_OI, bias_O, self.quant)
+
+    def linear(self, packed: Linear, x_TI: Tensor) -> Tensor:
+        eight = self._eight if self._eight_of() is x_TI else None
+        return linear.multiply(packed, x_TI, eight, fixed=self.fixed)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if weight.dim() == 2:
+            return rms_norm.norm_heads(x, weight, eps)
+        return self._keep(*rms_norm.norm_rows(x, None, weight, eps, self._activations))
+
+    def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        return self._keep(*rms_norm.norm_rows(x_TE, residual_TE, weight_E, eps, self._activations))
+
+    def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
+        if self._activations is None:
+            return silu_mul.silu_mul(gate_up_T2F)
+        return self._keep(*silu_mul.silu_mul_quantised(gate_up_T2F, self._activations))
+
+    def plan_attention(self, ragged: Ragged, cache: kv_cache.Cache, window: int | None) -> attention.Plan:
+        return attention.plan_attention(ragged, cache, window, fixed=self.fixed)
+
+    def _keep(self, out: Tensor, eight: Rows8 | None) -> Tensor:
+        if eight is not None:
+            self._eight_of, self._eight = ref(out), eight
+        return out
+
+
+def pack(weight_OI: Tensor, bias_O: Tensor | None, quant: Quant | None) -> Linear:
+    if quant is None:
+        return Plain(weight_OI, bias_O)
+    if quant.kind == "float":
+        return Floats8(*pack_fp8(weight_OI), bias_O)
+    return Integers(pack_grouped(weight_OI, quant), bias_O)
+
+
+def same(
+    body: Callable[[StepInputs], tuple[Tensor, ...]],
+) -> Callable[[StepInputs], tuple[Tensor, ...]]:
+    """The runner captures whole decoding steps; nothing is recorded here."""
+    return body

@@ -1,0 +1,185 @@
+"""From one linear's rows of queries, keys and values to rotated queries and a written cache, in one pass.
+
+One program a head of a row. Norm and rotation run in float32; between them a number is rounded to the
+model's dtype, as it is when they are two operations.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .attention import Plan
+from .kv_cache import LARGEST, Cache
+from .quantise import eight_bits, magnitude, row_scale
+from .tiles import power_of_two
+
+
+def rotate_and_write(
+    qkv_TnD: Tensor,
+    norm_nD: Tensor | None,
+    eps: float,
+    cos_TD: Tensor,
+    sin_TD: Tensor,
+    cache: Cache,
+    layer: int,
+    plan: Plan,
+) -> Tensor:
+    rows, heads, head_dim = qkv_TnD.shape
+    kv_heads = cache.k.shape[2]
+    query_heads = heads - 2 * kv_heads
+    q_THD = torch.empty((rows, query_heads, head_dim), dtype=qkv_TnD.dtype, device=qkv_TnD.device)
+    run(q_THD, qkv_TnD, norm_nD, eps, (cos_TD, sin_TD), cache, layer, plan.ragged.slots_T, query_heads)
+    return q_THD
+
+
+def write_kv(cache: Cache, layer: int, k_TGD: Tensor, v_TGD: Tensor, plan: Plan) -> None:
+    kv_heads = cache.k.shape[2]
+    for source, written in ((k_TGD, 0), (v_TGD, kv_heads)):
+        run(source, source, None, 0.0, None, cache, layer, plan.ragged.slots_T, 0, first=written)
+
+
+def rotary(x_TnD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    rows, heads, head_dim = x_TnD.shape
+    assert x_TnD.stride()[1:] == (head_dim, 1)
+    out = torch.empty((rows, heads, head_dim), dtype=x_TnD.dtype, device=x_TnD.device)
+    if rows:
+        heads_kernel[(rows, heads)](
+            out, out, out, cos_TD, sin_TD, x_TnD, out, cos_TD, sin_TD, out, x_TnD.stride(0), 0.0, heads,
+            heads, 1, 0, D=head_dim, HALF_PAD=power_of_two(head_dim // 2), PAGE=1,
+            NORM=False, ROTATE=True, WRITE=False, QUANTISE=False, LARGEST=1.0, num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+def run(
+    q_THD: Tensor,
+    x_TnD: Tensor,
+    norm_nD: Tensor | None,
+    eps: float,
+    angles: tuple[Tensor, Tensor] | None,
+    cache: Cache,
+    layer: int,
+    slots_T: Tensor,
+    query_heads: int,
+    first: int = 0,
+) -> None:
+    rows, heads, head_dim = x_TnD.shape
+    assert x_TnD.stride()[1:] == (head_dim, 1)
+    if not rows:
+        return
+    cos_TD, sin_TD = angles or (cache.k_scale, cache.k_scale)
+    heads_kernel[(rows, heads)](
+        q_THD,
+        cache.k[layer],
+        cache.v[layer],
+        cache.k_scale[layer],
+        cache.v_scale[layer],
+        x_TnD,
+        x_TnD if norm_nD is None else norm_nD,
+        cos_TD,
+        sin_TD,
+        slots_T,
+        x_TnD.stride(0),
+        eps,
+        query_heads,
+        query_heads - first,
+        cache.k.shape[2],
+        cache.k.stride(1),
+        D=head_dim,
+        HALF_PAD=power_of_two(head_dim // 2),
+        PAGE=cache.k.shape[3],
+        NORM=norm_nD is not None,
+        ROTATE=angles is not None,
+        WRITE=True,
+        QUANTISE=cache.quantised,
+        LARGEST=LARGEST.get(cache.k.dtype, 1.0),
+        num_warps=1,
+    )
+
+
+@triton.jit(do_not_specialize=["first_key", "query_heads"], do_not_specialize_on_alignment=["slots"])
+def heads_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
+    x: tl.tensor,
+    norm: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    slots: tl.tensor,
+    x_row: tl.tensor,
+    eps: tl.tensor,
+    query_heads: tl.tensor,
+    first_key: tl.tensor,
+    kv_heads: tl.tensor,
+    page_stride: tl.tensor,
+    D: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    NORM: tl.constexpr,
+    ROTATE: tl.constexpr,
+    WRITE: tl.constexpr,
+    QUANTISE: tl.constexpr,
+    LARGEST: tl.constexpr,
+) -> None:
+    """Head h of x is query h, or key h - first_key, or value h - first_key - kv_heads. Halves of a head."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    HALF: tl.constexpr = D // 2
+    d = tl.arange(0, HALF_PAD)
+    inside = d < HALF
+    source = x + row * x_row + head * D + d
+    low = tl.load(source, mask=inside, other=0.0)
+    high = tl.load(source + HALF, mask=inside, other=0.0)
+    is_value = head >= first_key + kv_heads
+    if not is_value:
+        if NORM:
+            low_f = low.to(tl.float32)
+            high_f = high.to(tl.float32)
+            square = tl.sum(low_f * low_f + high_f * high_f, 0)
+            inverse = tl.rsqrt(square / D + eps)
+            low_w = tl.load(norm + head * D + d, mask=inside, other=0.0).to(tl.float32)
+            high_w = tl.load(norm + head * D + HALF + d, mask=inside, other=0.0).to(tl.float32)
+            low = (low_f * inverse * low_w).to(x.dtype.element_ty)
+            high = (high_f * inverse * high_w).to(x.dtype.element_ty)
+        if ROTATE:
+            angle = row * D + d
+            a, b = low.to(tl.float32), high.to(tl.float32)
+            cos_low = tl.load(cos + angle, mask=inside, other=0.0)
+            cos_high = tl.load(cos + angle + HALF, mask=inside, other=0.0)
+            sin_low = tl.load(sin + angle, mask=inside, other=0.0)
+            sin_high = tl.load(sin + angle + HALF, mask=inside, other=0.0)
+            low = (a * cos_low + b * sin_low).to(x.dtype.element_ty)
+            high = (b * cos_high + a * sin_high).to(x.dtype.element_ty)
+    if head < query_heads:
+        place = q + (row * query_heads + head) * D + d
+        tl.store(place, low, mask=inside)
+        tl.store(place + HALF, high, mask=inside)
+    elif WRITE:
+        slot = tl.load(slots + row)
+        if slot >= 0:
+            block = (slot // PAGE).to(tl.int64)
+            kv_head = (head - first_key) % kv_heads
+            token = kv_head * PAGE + slot % PAGE
+            if QUANTISE:
+                low_f = low.to(tl.float32)
+                high_f = high.to(tl.float32)
+                scale = row_scale(tl.max(tl.maximum(magnitude(low_f), magnitude(high_f)), 0), LARGEST)
+                low_n = eight_bits(low_f, scale, LARGEST)
+                high_n = eight_bits(high_f, scale, LARGEST)
+                place_scale = block * (kv_heads * PAGE) + token
+                if is_value:
+                    tl.store(v_scale + place_scale, scale)
+                else:
+                    tl.store(k_scale + place_scale, scale)
+            else:
+                low_n, high_n = low, high
+            place_kv = block * page_stride + token * D + d
+            if is_value:
+                tl.store(v + place_kv, low_n.to(v.dtype.element_ty), mask=inside)
+                tl.store(v + place_kv + HALF, high_n.to(v.dtype.element_ty), mask=inside)
+            else:
+                tl.store(k + place_kv, low_n.to(k.dtype.element_ty), mask=inside)
+                tl.store(k + place_kv + HALF, high_n.to(k.dtype.element_ty), mask=inside)

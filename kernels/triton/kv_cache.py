@@ -1,0 +1,72 @@
+"""Paged KV cache: k and v are [layers, blocks, G, block_size, D], their scales the same without D.
+
+A head's slots of one block lie together: a decoding program reads runs of block_size * D numbers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..ragged import KVShape
+from .tiles import has_fp8
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""Of the 8-bit dtypes: what a row's largest number is stored as."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor
+    """float32; one number where the dtype needs no scales."""
+    v_scale: Tensor
+    compute_dtype: torch.dtype
+
+    @property
+    def quantised(self) -> bool:
+        return self.k.dtype in LARGEST
+
+
+def make_kv_cache(shape: KVShape, device: torch.device) -> Cache:
+    if shape.dtype == torch.float8_e4m3fn and not has_fp8(device):
+        raise ValueError("fp8 keys and values need a GPU of compute capability 8.9 or newer: use int8")
+    scales = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size)
+    k, v = (torch.empty(*scales, shape.head_dim, dtype=shape.dtype, device=device) for _ in "kv")
+    size = scales if shape.dtype in LARGEST else (shape.num_layers, 1, 1, 1)
+    k_scale, v_scale = (torch.empty(size, dtype=torch.float32, device=device) for _ in "kv")
+    return Cache(k, v, k_scale, v_scale, shape.compute_dtype)
+
+
+def clear_blocks(cache: Cache, blocks: list[int]) -> None:
+    """Nothing to do: attention never reads a slot that no token was written to."""
+
+
+def copy_blocks(cache: Cache, pairs: list[tuple[int, int]]) -> None:
+    if not pairs:
+        return
+    pairs_P2 = torch.tensor(pairs, dtype=torch.int32)
+    if cache.k.device.type == "cuda":
+        pairs_P2 = pairs_P2.pin_memory().to(cache.k.device, non_blocking=True)
+    for tensor in (cache.k, cache.v, *((cache.k_scale, cache.v_scale) if cache.quantised else ())):
+        words = tensor.flatten(2).view(torch.int32)  # bytes are bytes: one kernel for all dtypes
+        layers, blocks, size = words.shape
+        copy_kernel[(len(pairs), layers)](words, pairs_P2, blocks * size, size, BLOCK=1024)
+
+
+@triton.jit(do_not_specialize=["layer_stride"])
+def copy_kernel(
+    data: tl.tensor, pairs: tl.tensor, layer_stride: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    pair, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    source = tl.load(pairs + 2 * pair).to(tl.int64)
+    destination = tl.load(pairs + 2 * pair + 1).to(tl.int64)
+    base = data + layer * layer_stride
+    for start in range(0, size, BLOCK):
+        offset = start + tl.arange(0, BLOCK)
+        inside = offset < size
+        words = tl.load(base + source * size + offset, mask=inside)
+        tl.store(base + destination * size + offset, words, mask=inside)

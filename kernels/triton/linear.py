@@ -1,0 +1,77 @@
+"""Linears in every weight format: which kernel multiplies, by the format and the number of rows."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .dequantise import dequantise
+from .gemm import Grouped, product
+from .gemm_fp8 import fp8_product
+from .quantise import Rows8, quantise_rows
+
+FEW_ROWS = 128
+"""Up to here integer weights are multiplied as they are read. More rows than that cost more arithmetic than
+memory, and cuBLAS on weights made wide beforehand is faster at it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    weight_OI: Tensor
+    bias_O: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    weight: Grouped
+    bias_O: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Floats8:
+    weight_OI: Tensor
+    scales_O1: Tensor
+    bias_O: Tensor | None
+
+
+Linear = Plain | Integers | Floats8
+
+
+def multiply(packed: Linear, x_TI: Tensor, eight: Rows8 | None, *, fixed: bool) -> Tensor:
+    """`eight`: x as E4M3, where an operation before has made it so."""
+    match packed:
+        case Plain(weight_OI, bias_O):
+            return (
+                product(x_TI, weight_OI, bias_O, fixed=True) if fixed else F.linear(x_TI, weight_OI, bias_O)
+            )
+        case Integers(weight, bias_O):
+            few = len(x_TI) <= FEW_ROWS and x_TI.element_size() == 2  # float32 has no tensor cores to win by
+            if fixed or few:
+                return product(x_TI, weight, bias_O, fixed=fixed)
+            return F.linear(x_TI, dequantise(weight, x_TI.dtype), bias_O)
+        case Floats8(weight_OI, scales_O1, bias_O):
+            rows = eight or quantise_rows(x_TI, torch.float8_e4m3fn)
+            if fixed or not cutlass_can(x_TI, weight_OI):
+                return fp8_product(rows, weight_OI, scales_O1, bias_O, x_TI.dtype, fixed=fixed)
+            out = scaled_mm(rows, weight_OI, scales_O1, x_TI.dtype)
+            return out if bias_O is None else out.add_(bias_O)
+
+
+def cutlass_can(x_TI: Tensor, weight_OI: Tensor) -> bool:
+    """What `torch._scaled_mm` asks for with a scale for each row and output."""
+    outputs, inputs = weight_OI.shape
+    return (
+        x_TI.device.type == "cuda" and x_TI.dtype == torch.bfloat16 and outputs % 16 == 0 and inputs % 16 == 0
+    )
+
+
+def scaled_mm(rows: Rows8, weight_OI: Tensor, scales_O1: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch._scaled_mm(  # noqa: SLF001 - torch's only door to cuBLAS and CUTLASS in 8 bits
+        rows.numbers,
+        weight_OI.t(),
+        scale_a=rows.scales,
+        scale_b=scales_O1.t(),
+        out_dtype=dtype,
+        use_fast_accum=True,
+    )

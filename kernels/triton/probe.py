@@ -1,0 +1,16 @@
+"""Does a kernel run here at all? Triton needs a C compiler, Python's headers and the driver's library."""
+
+import torch
+
+from .silu_mul import silu_mul
+
+
+def why_it_fails(device: torch.device) -> str | None:
+    """Compiles and runs the smallest kernel; what went wrong in one line, or None."""
+    try:
+        result = silu_mul(torch.ones(1, 32, device=device)).tolist()
+    except Exception as error:  # noqa: BLE001 - compilers, linkers and drivers each have their own
+        lines = str(error).strip().splitlines() or [""]
+        return f"a first kernel failed: {type(error).__name__}: {lines[0][:200]}"
+    right = all(abs(x - 0.7310586) < 1e-5 for x in result[0])
+    return None if right else "a first kernel computed something else than it should"

@@ -1,0 +1,128 @@
+"""x / sqrt(mean(x^2) + eps) * weight, with the residual added and the result quantised where that is next.
+
+One program a row: it keeps the row in registers between the sum and the scaling, so memory sees each number
+once. The tile follows from the row's width alone: a row's sum is the same in any batch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .kv_cache import LARGEST
+from .quantise import Rows8, to_eight_bits
+from .tiles import power_of_two
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if weight.dim() == 2:
+        return norm_heads(x, weight, eps)
+    return norm_rows(x, None, weight, eps, None)[0]
+
+
+def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    return norm_rows(x_TE, residual_TE, weight_E, eps, None)[0]
+
+
+def norm_rows(
+    x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps: float, dtype: torch.dtype | None
+) -> tuple[Tensor, Rows8 | None]:
+    """The norm; with `dtype` also quantised, one scale a row."""
+    rows, width = x_TE.shape
+    assert x_TE.stride(1) == 1
+    assert residual_TE is None or residual_TE.is_contiguous()
+    out_TE = torch.empty((rows, width), dtype=x_TE.dtype, device=x_TE.device)
+    eight = None
+    if dtype is not None:
+        numbers = torch.empty((rows, width), dtype=dtype, device=x_TE.device)
+        eight = Rows8(numbers, torch.empty((rows, 1), dtype=torch.float32, device=x_TE.device))
+    if rows:
+        norm_kernel[(rows,)](
+            out_TE,
+            out_TE if residual_TE is None else residual_TE,
+            out_TE if eight is None else eight.numbers,
+            weight_E if eight is None else eight.scales,
+            x_TE,
+            weight_E,
+            x_TE.stride(0),
+            eps,
+            WIDTH=width,
+            BLOCK=power_of_two(width),
+            RESIDUAL=residual_TE is not None,
+            QUANTISE=eight is not None,
+            LARGEST=1.0 if dtype is None else LARGEST[dtype],
+            num_warps=warps_for(width),
+        )
+    return out_TE, eight
+
+
+def warps_for(width: int) -> int:
+    """16 numbers a thread at most, where a block may have that many threads."""
+    return min(16, max(1, power_of_two(width) // 512))
+
+
+@triton.jit
+def norm_kernel(
+    out: tl.tensor,
+    residual: tl.tensor,
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    x_row: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    QUANTISE: tl.constexpr,
+    LARGEST: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    values = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        place = residual + row * WIDTH + column
+        added = values + tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        stored = added.to(residual.dtype.element_ty)  # the norm reads what later layers will read
+        tl.store(place, stored, mask=inside)
+        values = stored.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
+    weights = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    normed = (values * inverse * weights).to(out.dtype.element_ty)
+    tl.store(out + row * WIDTH + column, normed, mask=inside)
+    if QUANTISE:
+        rounded, scale = to_eight_bits(normed.to(tl.float32), LARGEST)
+        tl.store(numbers + row * WIDTH + column, rounded.to(numbers.dtype.element_ty), mask=inside)
+        tl.store(scales + row, scale)
+
+
+def norm_heads(x_TnD: Tensor, weight_nD: Tensor, eps: float) -> Tensor:
+    rows, heads, head_dim = x_TnD.shape
+    assert x_TnD.stride()[1:] == (head_dim, 1)
+    out = torch.empty((rows, heads, head_dim), dtype=x_TnD.dtype, device=x_TnD.device)
+    if rows:
+        norm_heads_kernel[(rows, heads)](
+            out, x_TnD, weight_nD, x_TnD.stride(0), eps, D=head_dim, D_PAD=power_of_two(head_dim), num_warps=1
+        )
+    return out
+
+
+@triton.jit
+def norm_heads_kernel(
+    out: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    x_row: tl.tensor,
+    eps: tl.tensor,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+) -> None:
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, D_PAD)
+    inside = d < D
+    values = tl.load(x + row * x_row + head * D + d, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(values * values, 0) / D + eps)
+    weights = tl.load(weight + head * D + d, mask=inside, other=0.0).to(tl.float32)
+    place = out + (row * tl.num_programs(1) + head) * D + d
+    tl.store(place, (values * inverse * weights).to(out.dtype.element_ty), mask=inside)

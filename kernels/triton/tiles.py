@@ -1,0 +1,77 @@
+"""Tile sizes by architecture: small fixed tables instead of tuning while requests wait.
+
+Shapes are rows x columns of one program's tile. Hopper's table is meant for 227 KB of shared memory a block
+and its asynchronous tensor cores, which need 64 rows and 4 warps or multiples; the other one for 99 KB.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """(0, 0) on a CPU, where only the interpreter runs."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def has_fp8(device: torch.device) -> bool:
+    return device.type == "cpu" or capability(device) >= (8, 9)
+
+
+def power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+def tile_of_8_bits(device: torch.device, rows: int, *, fixed: bool = False) -> Tile:
+    """For a product of 8-bit rows and 8-bit weights; `fixed`: one tile whatever the number of rows."""
+    if fixed:
+        return Tile(64, 64, 4, 4)
+    if rows <= 64 or capability(device)[0] != 9:
+        return Tile(16 if rows <= 16 else 64, 64, 4, 4)
+    return Tile(128, 128, 8, 4)
+
+
+# Attention. A page number is loaded before the keys it leads to: 5 stages hold two tiles of keys and values.
+
+
+def prefill_tile(device: torch.device, head_dim: int, itemsize: int) -> Tile:
+    if itemsize == 4:  # no tensor cores in full float32: the tile lives in registers
+        return Tile(16, 32, 4, 2)
+    if head_dim > 128:
+        return Tile(64, 32, 4, 3)
+    if capability(device)[0] == 9:
+        return Tile(128, 64, 8, 5)
+    return Tile(64, 32, 4, 5)
+
+
+def decode_tile(device: torch.device, head_dim: int, itemsize: int, kv_itemsize: int) -> Tile:
+    """16 rows are the least that tensor cores take; Hopper then keeps three programs a multiprocessor."""
+    if itemsize == 4:
+        return Tile(16, 32, 4, 2)
+    if head_dim > 128 or kv_itemsize == 1 or capability(device)[0] != 9:
+        return Tile(16, 32, 4, 5)
+    return Tile(16, 64, 4, 5)
+
+
+def fixed_tile(device: torch.device, head_dim: int, itemsize: int, kv_itemsize: int) -> Tile:
+    """One tile for prompts and decoding alike: a row meets the same instructions in both."""
+    if itemsize == 4:
+        return Tile(16, 32, 4, 2)
+    if head_dim > 128 or kv_itemsize == 1 or capability(device)[0] != 9:
+        return Tile(64, 32, 4, 3)
+    return Tile(64, 64, 4, 5)

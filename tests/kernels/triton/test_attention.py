@@ -1,0 +1,97 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from llmbox.kernels.ragged import Ragged
+from llmbox.kernels.triton import attention
+from llmbox.kernels.triton.backend import triton_ops
+from support.numbers import assert_near
+from support.paged import CPU, PagedStep
+
+OPS = triton_ops(CPU, torch.float32)
+FIXED = triton_ops(CPU, torch.float32, deterministic=True)
+MIXED = [(18, 1), (0, 1), (0, 17), (16, 5), (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "dtype", "window"),
+    [
+        ((4, 2), 64, torch.float32, None),
+        ((8, 1), 128, torch.float16, None),
+        ((5, 5), 80, torch.float32, None),
+        ((6, 2), 96, torch.float16, 7),
+        ((2, 1), 256, torch.float32, 1),
+    ],
+)
+def test_mixed_rows(heads: tuple[int, int], head_dim: int, dtype: torch.dtype, window: int | None) -> None:
+    step = PagedStep(MIXED, heads=heads, head_dim=head_dim, dtype=dtype)
+    assert_near(step.attend(OPS, window), step.exact(window))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_eight_bit_keys_and_values(dtype: torch.dtype) -> None:
+    step = PagedStep([(18, 1), (0, 5)], heads=(4, 1), kv_dtype=dtype)
+    error = (step.attend(OPS).double() - step.exact()).norm() / step.exact().norm()
+    assert error < (0.01 if dtype == torch.int8 else 0.05)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_long_contexts_are_split(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    monkeypatch.setattr(attention, "LEAST_SPLIT", 32)
+    step = PagedStep([(150, 1), (1, 1), (64, 1)], heads=(4, 1))
+    plan = OPS.plan_attention(step.ragged([(150, 151), (1, 2), (64, 65)]), None, window)
+    assert attention.num_splits(plan, 1, CPU) > 2
+    assert_near(step.attend(OPS, window), step.exact(window))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_one_row_one_result(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """Alone or in a prompt, split or walked by one program: the same bits."""
+    monkeypatch.setattr(attention, "FIXED_SPLIT", 32)
+    prompt = PagedStep([(0, 75)], heads=(2, 1))
+    whole = prompt.attend(FIXED, window)
+    assert_near(whole, prompt.exact(window))
+    for position in (31, 32, 74):
+        alone = PagedStep([(position, 1), (5, 1)], heads=(2, 1), seed=1)
+        alone.q[0] = prompt.q[0][position : position + 1]
+        alone.k[0], alone.v[0] = (x[: position + 1] for x in (prompt.k[0], prompt.v[0]))
+        assert torch.equal(alone.attend(FIXED, window)[0], whole[position])
+
+
+def test_free_rows_give_zeros_and_write_nothing() -> None:
+    step = PagedStep([(4, 1), (7, 1)])
+    cache = OPS.make_kv_cache(step.shape(), CPU)
+    ragged = step.ragged([(4, 5), (7, 8)])
+    free = replace(
+        ragged,
+        slots_T=torch.tensor([-1, int(ragged.slots_T[1])], dtype=torch.int32),
+        context_lens_N=torch.tensor([0, 8], dtype=torch.int32),
+    )
+    step.write(OPS, cache, [(0, 4), (0, 7)], 1)
+    plan = OPS.plan_attention(free, cache, None)
+    before = cache.k.clone()
+    OPS.write_kv(cache, 1, torch.cat([k[-1:] for k in step.k]), torch.cat([v[-1:] for v in step.v]), plan)
+    changed = (cache.k != before).nonzero()[:, 1].unique()  # NaN is never equal: all unwritten blocks too
+    assert set(step.tables[0]).isdisjoint({int(b) for b in changed if not before[1, b, 0, 4].isnan().any()})
+    out = OPS.attention(torch.cat(step.q), cache, 1, plan, step.head_dim**-0.5)
+    assert torch.equal(out[0], torch.zeros_like(out[0]))
+    assert_near(out[1:], step.exact()[1:])
+
+
+def test_the_grid_follows_from_shapes_alone() -> None:
+    step = PagedStep([(18, 1), (0, 21)])
+    plan = OPS.plan_attention(step.ragged([(18, 19), (0, 21)]), None, None)
+    assert (plan.decoding, plan.longest) == (1, 32)
+    assert isinstance(plan.ragged, Ragged)
+
+
+def test_copied_blocks_carry_scales_too() -> None:
+    step = PagedStep([(0, 16), (0, 16)], kv_dtype=torch.int8)
+    cache = OPS.make_kv_cache(step.shape(), CPU)
+    step.write(OPS, cache, [(0, 16), (0, 0)], 1)
+    source, destination = step.tables[0][0], step.tables[1][0]
+    OPS.copy_blocks(cache, [(source, destination)])
+    for tensor in (cache.k, cache.v, cache.k_scale, cache.v_scale):
+        assert torch.equal(tensor[1, source], tensor[1, destination])
+    assert cache.k_scale[1, destination].isfinite().all()

@@ -1,0 +1,95 @@
+"""Sampling and step inputs on the device against the engine's own sampler and arithmetic."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmbox.engine.noise import uniform
+from llmbox.engine.sampler.draw import Knobs, draw_greedy, draw_ranked, draw_whole
+from llmbox.engine.sampler.logprobs import token_logprobs
+from llmbox.kernels.rows import DecodeInputs, DecodeRows, SampleRows
+from llmbox.kernels.triton.advance import advance
+from llmbox.kernels.triton.sample import sample
+
+V = 333
+Row = tuple[float, int, float, float]
+"""Temperature, top-k, top-p, min-p."""
+
+
+def sample_rows(rows: list[Row], seeds: list[int], positions: list[int]) -> SampleRows:
+    temperature, top_k, top_p, min_p = zip(*rows, strict=True)
+    return SampleRows(
+        temperature=torch.tensor(temperature, dtype=torch.float64),
+        top_k=torch.tensor(top_k, dtype=torch.int32),
+        top_p=torch.tensor(top_p, dtype=torch.float64),
+        min_p=torch.tensor(min_p, dtype=torch.float64),
+        seed=torch.tensor(seeds),
+        position=torch.tensor(positions),
+        logprobs=torch.ones(len(rows), dtype=torch.int32),
+    )
+
+
+def expected(logits_V: Tensor, row: Row, seed: int, position: int) -> int:
+    temperature, top_k, top_p, min_p = row
+    logits = logits_V[None].float()
+    if temperature < 1e-5:
+        return int(draw_greedy(logits).id)
+    size = len(logits_V)
+    cuts = 0 < top_k < size
+    float64 = [torch.tensor([x], dtype=torch.float64) for x in (temperature, top_p, min_p)]
+    noise = torch.tensor([uniform(seed, position)], dtype=torch.float64)
+    knobs = Knobs(float64[0], torch.tensor([top_k if cuts else size]), float64[1], float64[2], noise)
+    if not cuts and top_p >= 1:
+        return int(draw_whole(logits, knobs).id)
+    return int(draw_ranked(logits, knobs, size, cuts_k=cuts).id)
+
+
+SPREAD = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 50, 0.9, 0.05), (1.3, 0, 0.95, 0.0)]
+TIES = [(0.0, 0, 1.0, 0.0), (1.0, 9, 1.0, 0.0), (2.0, 0, 0.4, 0.0), (0.5, 0, 0.0, 0.0)]
+
+
+@pytest.mark.parametrize(("rows", "levels"), [(SPREAD, None), (TIES, 3)])
+def test_draws_what_the_sampler_draws(rows: list[Row], levels: int | None) -> None:
+    seed = int(torch.randint(1 << 62, ()))  # new each time: it is in the message of a failure
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(len(rows), V, generator=generator)
+    if levels is not None:
+        logits = torch.randint(levels, (len(rows), V), generator=generator).float()
+        logits[1, ::2] = -0.0
+        logits[2, ::3] = -torch.inf
+    seeds, positions = [seed, -seed, 7, 1 << 40], [1, 2, (1 << 33) + 5, 77]
+    got = sample(logits, sample_rows(rows, seeds, positions))
+    want = [expected(*each) for each in zip(logits, rows, seeds, positions, strict=True)]
+    assert got.ids.tolist() == want, seed
+    for n, entry in enumerate(token_logprobs(logits, want, [0] * len(rows))):
+        logprob = float(got.logit[n] - got.best[n]) - math.log(int(got.total[n]) / (1 << 40))
+        assert math.isclose(logprob, entry.logprob, abs_tol=1e-5)
+        assert int(got.rank[n]) == entry.rank
+
+
+def test_a_broken_row_is_told_and_hurts_no_other() -> None:
+    logits = torch.randn(4, V)
+    logits[0, 5], logits[1, 300], logits[2] = torch.nan, torch.inf, -torch.inf
+    got = sample(logits, sample_rows([(1.0, 0, 0.9, 0.0)] * 3 + [(0.0, 0, 1.0, 0.0)], [1] * 4, [1] * 4))
+    assert got.best[0].isnan()
+    assert got.best[1:3].tolist() == [math.inf, -math.inf]
+    assert int(got.ids[3]) == int(logits[3].argmax())
+
+
+def test_rows_advance_on_the_device() -> None:
+    rows = DecodeRows(
+        ids_R=torch.tensor([7, 8, 9]),
+        lengths_R=torch.tensor([16, 0, 33], dtype=torch.int32),
+        tables_RB=torch.tensor([[4, 6, 0], [0, 0, 0], [1, 2, 3]], dtype=torch.int32),
+    )
+    inputs = DecodeInputs(*(torch.full((3,), -9, dtype=torch.int32) for _ in range(3)))
+    advance(rows, None, inputs, 16)
+    assert inputs.positions_R.tolist() == [15, 0, 32]
+    assert inputs.slots_R.tolist() == [4 * 16 + 15, -1, 3 * 16]
+    assert inputs.context_lens_R.tolist() == [16, 0, 33]
+    advance(rows, torch.tensor([70, 80, 90]), inputs, 16)
+    assert rows.ids_R.tolist() == [70, 8, 90]
+    assert rows.lengths_R.tolist() == [17, 0, 34]
+    assert inputs.slots_R.tolist() == [6 * 16, -1, 3 * 16 + 1]

@@ -1,0 +1,130 @@
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.triton import gemm, linear
+from llmbox.kernels.triton.backend import triton_ops
+from llmbox.kernels.triton.dequantise import dequantise
+from llmbox.kernels.triton.gemm_experts import experts_product
+from llmbox.kernels.triton.gemm_fp8 import fp8_product
+from llmbox.kernels.triton.gemm_int8 import int8_product
+from llmbox.kernels.triton.quantise import quantise_rows
+from llmbox.kernels.triton.weights import pack_fp8, pack_grouped
+from support.numbers import assert_near
+from support.paged import CPU
+
+FP8 = torch.float8_e4m3fn
+INTEGERS = [name for name, quant in QUANTS.items() if quant.kind == "integer"]
+
+
+def case(rows: int, inputs: int, outputs: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    x, bias = torch.randn(rows, inputs), torch.randn(outputs)
+    return x.to(dtype), (torch.randn(outputs, inputs) / inputs**0.5).to(dtype), bias.to(dtype)
+
+
+def exact(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x.double() @ weight.double().T + bias.double()
+
+
+@pytest.mark.parametrize("quant", INTEGERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 200, 70), (18, 130, 64)])
+def test_integer_weights(quant: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    x, weight, bias = case(*shape, dtype)
+    packed = pack_grouped(weight, QUANTS[quant])
+    assert_near(gemm.product(x, packed, bias), exact(x, dequantise(packed, torch.float32), bias))
+    error = (dequantise(packed, torch.float32) - weight.float()).norm() / weight.float().norm()
+    assert error < {8: 0.01, 4: 0.12}[packed.bits]
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4", None])
+def test_split_inputs(monkeypatch: pytest.MonkeyPatch, quant: str | None) -> None:
+    monkeypatch.setattr(gemm, "STEP", 32)
+    monkeypatch.setattr(gemm, "num_splits", lambda *_: 3)
+    x, weight, bias = case(2, 400, 40)
+    packed = pack_grouped(weight, QUANTS[quant]) if quant else weight
+    wide = dequantise(packed, torch.float32) if quant else weight
+    assert_near(gemm.product(x, packed, bias), exact(x, wide, bias))
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_wide_weights_are_those_of_the_format(quant: str) -> None:
+    """Decoded here by the words of the format: a byte of 4-bit weights holds inputs i and i + group / 2."""
+    weight = torch.randn(37, 150)
+    packed = pack_grouped(weight, QUANTS[quant])
+    codes = packed.weight
+    if packed.bits == 4:
+        codes = torch.cat((codes & 15, codes >> 4), -1).to(torch.int8) - 8
+    wide = (codes.float() * packed.scales.float().unsqueeze(-1)).transpose(0, 1).flatten(1)[:, :150]
+    assert torch.equal(dequantise(packed, torch.float32), wide)
+    assert codes.min() < 0 < codes.max()
+
+
+def test_many_rows_multiply_wide_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "FEW_ROWS", 4)
+    ops = triton_ops(CPU, torch.float16, QUANTS["int4"])
+    x, weight, bias = case(5, 100, 30, torch.float16)
+    packed = ops.pack_linear(weight, bias)
+    wide = dequantise(packed.weight, torch.float32)
+    assert_near(ops.linear(packed, x), exact(x, wide, bias))
+    assert_near(ops.linear(packed, x[:2]), exact(x[:2], wide, bias))
+
+
+@pytest.mark.parametrize("quant", ["int8", "int8-g32"])
+def test_integer_rows_and_weights(quant: str) -> None:
+    x, weight, bias = case(3, 300, 40)
+    packed = pack_grouped(weight, QUANTS[quant])
+    rows = quantise_rows(x, torch.int8, packed.group)
+    wide = rows.numbers.double() * rows.scales.repeat_interleave(packed.group, 1)[:, :300]
+    assert_near(int8_product(x, packed, bias), exact(wide, dequantise(packed, torch.float32), bias))
+
+
+def test_fp8_by_rows() -> None:
+    x, weight, bias = case(3, 200, 40)
+    rows, (numbers, scales) = quantise_rows(x, FP8), pack_fp8(weight)
+    wide_x, wide_w = rows.numbers.double() * rows.scales, numbers.double() * scales
+    assert_near(fp8_product(rows, numbers, scales, bias, torch.float32), exact(wide_x, wide_w, bias))
+
+
+def test_fp8_by_blocks() -> None:
+    x, weight, bias = case(2, 200, 150)
+    rows = quantise_rows(x, FP8, 128)
+    numbers, scales = weight.to(FP8), torch.rand(2, 2) + 0.5
+    wide_x = rows.numbers.double() * rows.scales.repeat_interleave(128, 1)[:, :200]
+    wide_w = numbers.double() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:150, :200]
+    assert_near(fp8_product(rows, numbers, scales, bias, torch.float32), exact(wide_x, wide_w, bias))
+
+
+def test_an_fp8_linear_takes_the_rows_that_the_norm_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = triton_ops(CPU, torch.float32, QUANTS["fp8"])
+    x, weight, bias = case(3, 64, 48)
+    packed, one = ops.pack_linear(weight, bias), torch.ones(64)
+    normed = ops.rms_norm(x, one, 1e-6)
+    expected = ops.linear(packed, normed.clone())
+    assert (expected.double() - exact(normed, weight, bias)).norm() / expected.norm() < 0.06
+    monkeypatch.setattr(linear, "quantise_rows", None)  # not called
+    assert torch.equal(ops.linear(packed, normed), expected)
+
+
+@pytest.mark.parametrize("quant", [None, "int4", "fp8"])
+def test_fixed_order(quant: str | None) -> None:
+    """A row has the same bits alone and among others, in any launch."""
+    ops = triton_ops(CPU, torch.float16, QUANTS.get(quant or ""), deterministic=True)
+    x, weight, bias = case(20, 600, 40, torch.float16)
+    packed = ops.pack_linear(weight, bias)
+    together = ops.linear(packed, x)
+    for rows in (1, 17):
+        assert torch.equal(ops.linear(packed, x[:rows].clone()), together[:rows])
+    if quant is None:
+        assert_near(together, exact(x, weight, bias))
+
+
+def test_experts() -> None:
+    weight = torch.randn(4, 40, 50) / 7
+    x, starts = torch.randn(25, 50), [0, 3, 3, 20, 25]
+    got = experts_product(x, weight, torch.tensor(starts, dtype=torch.int32))
+    for expert, (first, end) in enumerate(pairwise(starts)):
+        assert_near(got[first:end], x[first:end].double() @ weight[expert].double().T)

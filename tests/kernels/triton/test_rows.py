@@ -1,0 +1,117 @@
+"""Norms, gates, rotation, cache writes and embeddings, against the reference operation by operation."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.reference import REFERENCE
+from llmbox.kernels.triton.backend import triton_ops
+from llmbox.kernels.triton.kv_cache import LARGEST
+from llmbox.kernels.triton.quantise import Rows8, quantise_rows
+from llmbox.kernels.triton.rms_norm import norm_rows
+from llmbox.kernels.triton.silu_mul import silu_mul_quantised
+from support.numbers import TOLERANCE
+from support.paged import CPU, PagedStep
+
+OPS = triton_ops(CPU, torch.float32)
+DTYPES = [torch.float32, torch.float16]
+EIGHT_BITS = [torch.int8, torch.float8_e4m3fn]
+
+
+def same(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, **TOLERANCE[expected.dtype])
+
+
+def assert_rows8(rows: Rows8, exact: Tensor) -> None:
+    """A scale is the largest number over the largest of the format; numbers are rounded to nearest."""
+    largest = LARGEST[rows.numbers.dtype]
+    torch.testing.assert_close(rows.scales, exact.float().abs().amax(1, keepdim=True) / largest)
+    error = (rows.numbers.float() * rows.scales - exact.float()).abs()
+    step = rows.scales if rows.numbers.dtype == torch.int8 else exact.float().abs() / 8 + rows.scales / 64
+    assert (error <= 0.51 * step + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (3, 123)])
+def test_norms(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x, residual, weight = (torch.randn(s).to(dtype) for s in (shape, shape, shape[1]))
+    same(OPS.rms_norm(x, weight, 1e-6), REFERENCE.rms_norm(x, weight, 1e-6))
+    ours, theirs = residual.clone(), residual.clone()
+    same(OPS.add_rms_norm(x, ours, weight, 1e-6), REFERENCE.add_rms_norm(x.clone(), theirs, weight, 1e-6))
+    same(ours, theirs)
+    heads = torch.randn(3, 6, 20).to(dtype)[:, :4]
+    weights = torch.randn(4, 20).to(dtype)
+    same(OPS.rms_norm(heads, weights, 1e-6), REFERENCE.rms_norm(heads, weights, 1e-6))
+
+
+@pytest.mark.parametrize("eight", EIGHT_BITS)
+def test_results_quantised_on_the_way_out(eight: torch.dtype) -> None:
+    x, weight = torch.randn(3, 100), torch.randn(100)
+    normed, rows = norm_rows(x, torch.randn(3, 100), weight, 1e-6, eight)
+    assert_rows8(rows, normed)
+    gated, rows = silu_mul_quantised(torch.randn(3, 200), eight)
+    assert_rows8(rows, gated)
+    x = torch.randn(3, 100)
+    assert_rows8(quantise_rows(x, eight), x)
+    groups = quantise_rows(x, eight, 32)
+    for g, part in enumerate(x.split(32, 1)):
+        assert_rows8(Rows8(groups.numbers[:, 32 * g : 32 * g + 32], groups.scales[:, g : g + 1]), part)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_so(bad: float) -> None:
+    x = torch.randn(2, 40)
+    x[0, 7] = bad
+    numbers, scales = quantise_rows(x, torch.int8)
+    assert scales[0].isnan().all()
+    assert scales[1].isfinite().all()
+    assert numbers[1].abs().max() == 127
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 2 * 37).to(dtype)
+    same(OPS.silu_mul(x), REFERENCE.silu_mul(x.clone()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_rotated_heads_are_written(dtype: torch.dtype, normed: bool, head_dim: int) -> None:
+    step = PagedStep([(5, 1), (0, 3)], head_dim=head_dim, dtype=dtype)
+    qkv = torch.randn(4, 8, head_dim).to(dtype)
+    norm = torch.randn(6, head_dim).to(dtype) if normed else None
+    cos, sin = torch.randn(4, head_dim), torch.randn(4, head_dim)
+    ragged = step.ragged([(5, 6), (0, 3)])
+    cache = OPS.make_kv_cache(step.shape(), CPU)
+    q = OPS.rotate_and_write(qkv, norm, 1e-6, cos, sin, cache, 1, OPS.plan_attention(ragged, cache, None))
+    qk = qkv[:, :6] if norm is None else REFERENCE.rms_norm(qkv[:, :6], norm, 1e-6)
+    qk = REFERENCE.rotary(qk, cos, sin)
+    same(q, qk[:, :4])
+    block, offset = ragged.slots_T // 16, ragged.slots_T % 16
+    same(cache.k[1, block, :, offset], qk[:, 4:])
+    same(cache.v[1, block, :, offset], qkv[:, 6:])
+    assert int(cache.k.isfinite().sum()) == qk[:, 4:].numel()
+    same(OPS.rotary(qkv[:, :6], cos, sin), REFERENCE.rotary(qkv[:, :6], cos, sin))
+
+
+@pytest.mark.parametrize("eight", EIGHT_BITS)
+def test_keys_and_values_in_eight_bits(eight: torch.dtype) -> None:
+    step = PagedStep([(0, 3)], kv_dtype=eight)
+    cache = OPS.make_kv_cache(step.shape(), CPU)
+    step.write(OPS, cache, [(0, 3)], 1)
+    block = step.tables[0][0]
+    for numbers, scales, exact in ((cache.k, cache.k_scale, step.k[0]), (cache.v, cache.v_scale, step.v[0])):
+        rows = Rows8(numbers[1, block, :, :3].flatten(0, 1), scales[1, block, :, :3].reshape(-1, 1))
+        assert_rows8(rows, exact.transpose(0, 1).flatten(0, 1))
+
+
+@pytest.mark.parametrize("quant", [None, "int8", "int4", "fp8"])
+def test_embeddings(quant: str | None) -> None:
+    ops = triton_ops(CPU, torch.float32, QUANTS.get(quant or ""))
+    weight, ids = torch.randn(50, 70), torch.tensor([3, 49, 0, 3])
+    exact = ops.embedding(ops.pack_embedding(weight, False), ids)
+    assert torch.equal(exact, weight[ids])
+    tied = ops.embedding(ops.pack_embedding(weight, True), ids)
+    torch.testing.assert_close(tied, weight[ids], atol={None: 0.0, "fp8": 0.2}.get(quant, 0.02), rtol=0)

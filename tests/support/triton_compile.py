@@ -1,0 +1,66 @@
+"""Compiles kernels for a GPU that is not there: host code runs on CPU tensors, launches only compile.
+
+What a launch would compile follows from its arguments as on a real machine: types, alignments, constants.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+HOPPER = (9, 0)
+
+
+class FakeDriver:
+    """As much of a driver as a compilation asks for."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiling(capability: tuple[int, int] = HOPPER) -> Iterator[list[Any]]:
+    """Every launch inside compiles; the list holds the compiled kernels, in order, each once."""
+    assert not os.environ.get("TRITON_INTERPRET")
+    from triton.runtime import driver, jit
+
+    from llmbox.kernels.triton import tiles
+
+    kernels: dict[int, Any] = {}
+    run = jit.JITFunction.run
+    old = tiles.capability, tiles.multiprocessors
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        assert all(size < 1 << 16 for size in grid[1:]), grid
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        kernels[id(kernel)] = kernel
+        return kernel
+
+    result: list[Any] = []
+    driver.set_active(FakeDriver(capability))
+    jit.JITFunction.run = compile_only
+    tiles.capability, tiles.multiprocessors = lambda _device: capability, lambda _device: 132
+    try:
+        yield result
+    finally:
+        jit.JITFunction.run = run
+        tiles.capability, tiles.multiprocessors = old
+        driver._active = None
+        result += kernels.values()
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
