@@ -10,44 +10,29 @@ from .step import SampledToken
 
 def finish_reason(request: Request) -> str | None:
     """`stop`, `length` or None. Admission proved prompt + max_tokens <= context: that limit needs no rule."""
-    if stop_token(request) is not None:
+    params, outputs = request.params, request.num_output
+    # The sampler forbids stop tokens among the first `min_tokens`.
+    if request.token_ids[-1] in params.stop_token_ids and outputs > params.min_tokens:
         return "stop"
-    if request.num_output >= request.params.max_tokens:
-        return "length"
-    return None
-
-
-def stop_token(request: Request) -> int | None:
-    """The last token, if it ends the sequence. The sampler forbids it among the first `min_tokens`."""
-    last = request.token_ids[-1]
-    allowed = request.num_output > request.params.min_tokens
-    return last if allowed and last in request.params.stop_token_ids else None
+    return "length" if outputs >= params.max_tokens else None
 
 
 def token_answer(request: Request, sampled: SampledToken, reason: str | None) -> RequestOutput:
     """For the token just appended; the first answer takes along what is told once."""
-    logprobs = None if sampled.logprobs is None else [sampled.logprobs]
-    stop_id = stop_token(request) if reason == "stop" else None
-    if request.answered:
-        return RequestOutput(
-            request_id=request.request_id,
-            token_ids=[sampled.token_id],
-            logprobs=logprobs,
-            finish_reason=reason,
-            stop_token_id=stop_id,
-        )
-    request.answered = True
-    wants_prompt = request.params.prompt_logprobs is not None and request.num_output == 1
-    return RequestOutput(
-        request_id=request.request_id,
-        token_ids=[sampled.token_id],
-        logprobs=logprobs,
-        prompt_logprobs=[None, *request.prompt_logprobs] if wants_prompt else None,
-        finish_reason=reason,
-        stop_token_id=stop_id,
-        cached_tokens=request.num_cached,
-        scheduled_at=request.scheduled_at,
-    )
+    answer = RequestOutput(request_id=request.request_id, token_ids=[sampled.token_id], finish_reason=reason)
+    if sampled.logprobs is not None:
+        answer.logprobs = [sampled.logprobs]
+    if reason == "stop":
+        answer.stop_token_id = sampled.token_id
+    if not request.answered:
+        request.answered = True
+        answer.cached_tokens = request.num_cached
+        answer.looked_up_tokens = request.num_looked_up
+        answer.prefix_end = request.prefix_end
+        answer.scheduled_at = request.scheduled_at
+        if request.params.prompt_logprobs is not None and request.num_output == 1:
+            answer.prompt_logprobs = [None, *request.prompt_logprobs]
+    return answer
 
 
 def error_answer(request: Request, code: str, message: str) -> RequestOutput:

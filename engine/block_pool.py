@@ -10,6 +10,7 @@ A block is always in exactly one of three states:
 from collections.abc import Mapping, Sequence
 
 from .prefix_cache import PrefixCache
+from .prefix_history import PrefixHistory
 
 
 class BlockPool:
@@ -22,6 +23,8 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._free = list(reversed(range(num_blocks)))  # a stack: what was used last is warm
         self._cache = PrefixCache()
+        self.evictions = 0
+        """Cached blocks that `take` gave away."""
 
     @property
     def num_available(self) -> int:
@@ -33,6 +36,11 @@ class BlockPool:
         return self._cache.num_idle
 
     @property
+    def history(self) -> PrefixHistory:
+        """What the prefix cache had, as far as it is remembered."""
+        return self._cache.history
+
+    @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_available
 
@@ -42,6 +50,7 @@ class BlockPool:
     def take(self, count: int) -> list[int]:
         """`count` blocks of undefined content, each held once. The caller has looked at `num_available`."""
         assert count <= self.num_available
+        self.evictions += max(0, count - len(self._free))
         blocks = [self._free.pop() if self._free else self._cache.evict() for _ in range(count)]
         for block in blocks:
             self._refs[block] = 1
@@ -68,6 +77,13 @@ class BlockPool:
     def find(self, hashes: Sequence[bytes]) -> list[int]:
         """Blocks of the longest cached prefix. Not held: `share` them before the next `take`."""
         return self._cache.find(hashes)
+
+    def is_cached(self, block: int) -> bool:
+        """Named and held by nobody."""
+        return self._refs[block] == 0 and block in self._cache
+
+    def has_prefix(self, block_hash: bytes) -> bool:
+        return bool(self._cache.find((block_hash,)))
 
     def num_idle(self, blocks: Sequence[int]) -> int:
         """How many of these found blocks count as available now and will not once shared."""

@@ -8,7 +8,9 @@ A table only grows at its end until the request leaves; shared blocks are full, 
 
 from .block_pool import BlockPool
 from .errors import DoesNotFit
-from .prefix_cache import extend_hashes
+from .prefix_cache import extend_hashes, first_block_digest
+from .prefix_history import PrefixEnd
+from .prefix_uses import PrefixUses
 from .request import Request
 from .scheduler_config import SchedulerConfig
 from .waiting import band
@@ -25,6 +27,9 @@ class BlockTables:
         self._premium_held = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.uses = PrefixUses()
+        self.computed_by: list[str | None] = [None] * pool.num_blocks
+        """By block: the request that last filled it; says nothing about one that is free now."""
 
     def refuse_impossible(self, request: Request) -> None:
         """Raise `DoesNotFit` for what no waiting would help."""
@@ -71,7 +76,8 @@ class BlockTables:
         self._count_prefix(request, hits)
         self.pool.share(shared)
         request.block_table = shared + self.pool.take(fresh)
-        request.num_computed = computed
+        request.num_computed = request.num_scheduled = computed
+        request.admissions += 1
         self._count_premium(request, size)
         if sibling is None or computed % self.pool.block_size == 0:
             return []
@@ -97,8 +103,11 @@ class BlockTables:
         if first == last or not self.pool.caching:
             return
         extend_hashes(request, size, last)
+        if first == 0:
+            self.pool.history.note_first_block(first_block_digest(request, size), request.block_hashes[0])
         for index in range(first, last):
             self.pool.publish(request.block_table[index], request.block_hashes[index])
+            self.computed_by[request.block_table[index]] = request.request_id
 
     def release(self, request: Request, *, suspect: bool = False) -> None:
         """Take the whole table back. `suspect`: its KV may be wrong, so its blocks leave the cache."""
@@ -107,7 +116,8 @@ class BlockTables:
         self.pool.release(request.block_table)
         self._count_premium(request, -len(request.block_table))
         request.block_table = []
-        request.num_computed = 0
+        request.num_computed = request.num_scheduled = request.num_pending = 0
+        request.admissions += 1
 
     def _reserved(self, request: Request) -> int:
         """Blocks of the longest that the request can get. The last token's KV is never computed.
@@ -124,10 +134,26 @@ class BlockTables:
         """Cached blocks and the tokens they cover: never all tokens, as the last one's logits are wanted."""
         if not self.pool.caching or _needs_all_rows(request):
             return [], 0
-        usable = (request.num_tokens - 1) // self.pool.block_size
+        usable = self._usable_blocks(request)
         extend_hashes(request, self.pool.block_size, usable)
         blocks = self.pool.find(request.block_hashes[:usable])
         return blocks, len(blocks) * self.pool.block_size
+
+    def _usable_blocks(self, request: Request) -> int:
+        return (request.num_tokens - 1) // self.pool.block_size
+
+    def _prefix_end(self, request: Request, hits: int) -> PrefixEnd:
+        """Asked before this admission evicts anything."""
+        if not self.pool.caching:
+            return "off"
+        if _needs_all_rows(request):
+            return "prompt_logprobs"
+        size, usable = self.pool.block_size, self._usable_blocks(request)
+        found = hits // size
+        if found == usable:
+            return "complete" if usable else "short"
+        first = first_block_digest(request, size) if found == 0 else None
+        return self.pool.history.why_absent(request.block_hashes[found], first)
 
     def _forkable(self, request: Request) -> int:
         """Tokens to take over from a sibling that computed the same prompt."""
@@ -151,8 +177,16 @@ class BlockTables:
         """At first admission only: what a preempted request finds again saved nothing."""
         if request.num_cached is None:
             request.num_cached = min(hits, request.num_prompt)
+            request.prefix_end = end = self._prefix_end(request, hits)
+            if end not in {"off", "prompt_logprobs"}:
+                whole = self._usable_blocks(request) * self.pool.block_size
+                request.num_looked_up = min(whole, request.num_prompt)
             self.prefix_queries += request.num_prompt if self.pool.caching else 0
             self.prefix_hits += request.num_cached
+            if found := hits // self.pool.block_size:
+                self.uses.note(
+                    request.block_hashes[found - 1], found, self.pool.block_size, request.request_id
+                )
 
 
 def _needs_all_rows(request: Request) -> bool:

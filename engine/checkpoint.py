@@ -21,6 +21,15 @@ def list_tensors(directory: Path) -> dict[str, TensorEntry]:
     raise ModelError(no_weights(directory))
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """The files that `list_tensors` reads. Raises ModelError."""
+    if (directory / SINGLE).exists():
+        return [directory / SINGLE]
+    if (directory / INDEX).exists():
+        return [directory / name for name in sorted(set(read_index(directory / INDEX).values()))]
+    raise ModelError(no_weights(directory))
+
+
 def no_weights(directory: Path) -> str:
     try:
         pickles = sorted(f.name for f in directory.iterdir() if f.suffix in PICKLES)

@@ -1,4 +1,4 @@
-"""The daemon's end of one engine process: spawn, talk, notice its end, kill. No torch, no policy.
+"""The daemon's end of one engine process: talk, notice its end, kill. No torch, no policy.
 
 All callbacks run on the event loop that called `EngineClient.start`. Messages arrive in order, and all of
 them before `wait` returns: what the engine managed to send before it died counts.
@@ -7,16 +7,15 @@ them before `wait` returns: what the engine managed to send before it died count
 import asyncio
 import os
 import signal
-import socket
 import subprocess
-import sys
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from .config import EngineConfig
 from .messages import Shutdown, Start, ToDaemon, ToEngine
+from .spawn import Launch, Spawned, spawn
 from .transport import FrameReader, TransportError, encode
 
 _KEPT_LINES: Final = 20
@@ -25,37 +24,8 @@ _LONGEST_LINE: Final = 8192
 _AFTER_EXIT_SECONDS: Final = 0.5
 _AFTER_EOF_SECONDS: Final = 2.0
 
-# Secrets stay in the daemon: the engine gets what names places, hardware and maths libraries.
-_ENV_NAMES: Final = frozenset(
-    {"PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH",
-     "VIRTUAL_ENV", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "LLMBOX_KERNELS", "LLMBOX_KERNEL_CACHE"}
-)  # fmt: skip
-_ENV_PREFIXES: Final = (
-    "LC_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_", "OMP_", "GOMP_", "KMP_",
-    "MKL_", "MALLOC_", "FAKETIME",
-)  # fmt: skip
-_ENV_DEFAULTS: Final = {
-    # OpenMP workers that spin between operations burn a core while idle and double a step beside a second
-    # pool: spin for microseconds, then sleep.
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "GOMP_SPINCOUNT": "1000",
-    "PYTHONFAULTHANDLER": "1",
-    "PYTHONSAFEPATH": "1",
-    "PYTHONUNBUFFERED": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-
-
 # A log line must not be able to steer the terminal that shows it.
 _ESCAPED: Final = {code: f"\\x{code:02x}" for code in (*range(9), *range(10, 32), *range(127, 160))}
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How to start an engine process; `--fd N --parent PID` is appended."""
-
-    command: tuple[str, ...] = (sys.executable, "-P", "-m", "llmbox.engine.process")
-    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,29 +69,23 @@ class EngineClient:
 
     async def start(self, launch: Launch, config: EngineConfig) -> None:
         """Spawn the process and send `Start`. Raises OSError if it cannot be spawned."""
+        await self.adopt(spawn(launch), config)
+
+    async def adopt(self, spawned: Spawned, config: EngineConfig) -> None:
+        """Take over a process that waits, and send `Start`. If it has ended by now, `wait` will tell."""
         loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        read_end, write_end = os.pipe()
-        try:
-            with theirs:
-                self._process = _spawn(launch, theirs.fileno(), write_end)
-        except BaseException:
-            ours.close()
-            os.close(read_end)
-            raise
-        finally:
-            os.close(write_end)
+        self._process = spawned.process
         self._exit = loop.create_future()
         pidfd = os.pidfd_open(self._process.pid)
         messages, lines = _Messages(self), _Lines(self._log_line)
         # From here on the process is watched, whatever happens in the awaits below.
         loop.add_reader(pidfd, self._process_ended, pidfd, messages, lines)
         try:
-            await loop.connect_read_pipe(lambda: lines, os.fdopen(read_end, "rb", buffering=0))
-            ours.setblocking(False)
-            self._transport, _ = await loop.create_unix_connection(lambda: messages, sock=ours)
+            await loop.connect_read_pipe(lambda: lines, os.fdopen(spawned.log, "rb", buffering=0))
+            spawned.channel.setblocking(False)
+            self._transport, _ = await loop.create_unix_connection(lambda: messages, sock=spawned.channel)
         except BaseException:
-            ours.close()
+            spawned.channel.close()
             self.kill()
             raise
         self.send(Start(config=config))
@@ -264,28 +228,6 @@ class _Lines(asyncio.Protocol):
     def _emit(self, line: bytes) -> None:
         text = line[:_LONGEST_LINE].decode("utf-8", errors="replace")
         self._on_line(text.translate(_ESCAPED))
-
-
-def _spawn(launch: Launch, fd: int, log_fd: int) -> subprocess.Popen[bytes]:
-    """Blocks for the milliseconds of vfork + exec; never forks a threaded Python."""
-    return subprocess.Popen(  # noqa: S603 - the command is ours
-        [*launch.command, "--fd", str(fd), "--parent", str(os.getpid())],
-        stdin=subprocess.DEVNULL,
-        stdout=log_fd,
-        stderr=log_fd,
-        pass_fds=(fd,),
-        env=_environment(launch.env),
-        start_new_session=True,
-    )
-
-
-def _environment(extra: Mapping[str, str]) -> dict[str, str]:
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name in _ENV_NAMES or name.startswith(_ENV_PREFIXES)
-    }
-    return _ENV_DEFAULTS | inherited | dict(extra)
 
 
 def _signal_name(number: int) -> str:

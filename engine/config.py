@@ -5,10 +5,11 @@ from typing import Literal
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+KVDtype = Literal["auto", "bfloat16", "float16", "float32", "int8", "fp8"]
 BLOCK_SIZE = 16
 """Tokens a KV block holds: small enough that the last, partly filled one wastes little."""
 
-QuantChoice = Literal["none", "auto", "int8", "int8-g32", "int4", "int4-g128"]
+QuantChoice = Literal["none", "auto", "int8", "int8-g32", "int4", "int4-g128", "fp8"]
 Batching = Literal["continuous", "static"]
 
 
@@ -20,9 +21,10 @@ class EngineConfig:
     name: str
     device: Device = "auto"
     dtype: Dtype = "auto"
-    kv_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    kv_dtype: KVDtype = "auto"
+    """int8 and fp8 hold one float32 scale for each token, kv head, and of keys and values each."""
     quant: QuantChoice = "none"
-    """Weights rounded to integers at load; `auto` takes the first of none, int8 and int4 that fits."""
+    """Weights rounded at load; `auto` takes the first of none, int8 and int4 that fits."""
     context: int | None = None
     """Longest prompt + output of one request, in tokens; None takes the model's own limit or what fits."""
     max_running: int | None = None
@@ -34,11 +36,20 @@ class EngineConfig:
     """Size of the KV pool in tokens, instead of what the memory budget leaves (benchmarks, tests)."""
     block_size: int = BLOCK_SIZE
     threads: int | None = None
+    """CPU threads, of all ranks together."""
+    tp: int | None = None
+    """Ranks that share every layer; None: as the GPUs and their links suggest, 1 on a CPU."""
+    pp: int | None = None
+    """Stages of layers, each on `tp` ranks; None as above."""
     batching: Batching = "continuous"
     prefix_cache: bool = True
     chunked_prefill: bool = True
     """Off: a prompt is computed in one step, whatever the budget (for comparison)."""
     deterministic: bool = False
+    overlap: bool | None = None
+    """Launch the next step while the device works on one; None: on a GPU, where it pays."""
+    cuda_graphs: bool = True
+    """Replay decoding steps on a GPU from graphs."""
     premium_share: float = 0.0
     """Share of KV blocks that only requests of negative priority (premium bands) may take. Off until
     somebody is premium: the share is lost to all others."""

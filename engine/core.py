@@ -1,55 +1,62 @@
 """The engine: one loop of four verbs over token ids. No text, no HTTP, no sockets (see `process.py`)."""
 
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 from .answers import error_answer, finish_reason
+from .block_map import block_map
 from .errors import DoesNotFit
-from .messages import AddRequest, EngineStats, ModelInfo, RequestOutput, StepOutputs
+from .messages import AddRequest, BlockMap, EngineStats, ModelInfo, RequestOutput, StepOutputs
+from .pipeline import OverlappingRunner
 from .request import Request
 from .scheduler import Scheduler
-from .step import StepPlan, StepResult
-
-
-class Runner(Protocol):
-    """Owns the model and the KV memory; knows nothing of queues."""
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Do the plan's copies, then write KV for every row and sample where `row.samples`.
-
-        Reads requests, never changes them. May raise: the step then counts as not done.
-        """
-        ...
+from .step import StepPlan
 
 
 class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Runner,
+        runner: OverlappingRunner,
         info: ModelInfo,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.info = info
         self._scheduler = scheduler
         self._runner = runner
+        self._launched: deque[tuple[StepPlan, Any]] = deque()
+        """Steps that the runner has not given back yet, oldest first."""
         self._clock = clock
         self._steps = 0
         self._step_seconds = 0.0
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or bool(self._launched)
 
     def step(self) -> StepOutputs:
-        """Schedule, run, take the results, answer."""
+        """Schedule, run, take the results, answer.
+
+        A runner may be given `depth` steps more before the results of one are taken: while the device runs
+        the first, the second is scheduled, with the first's tokens still unknown here.
+        """
         started = self._clock()
         plan = self._scheduler.schedule()
-        result = self._run(plan)
-        outputs = self._scheduler.update(plan, result)
+        try:
+            if plan:
+                self._launched.append((plan, self._runner.launch(plan)))
+            outputs = self._take_results() if self._is_full or not plan else []
+        except BaseException:
+            self._discard(plan)
+            raise
         self._count(plan, self._clock() - started)
         return StepOutputs(outputs=outputs, stats=self.stats())
+
+    def prepare(self) -> bool:
+        """For moments without work: makes later steps faster. False once nothing is left to prepare."""
+        return self._runner.prepare()
 
     def add(self, message: AddRequest) -> RequestOutput | None:
         """Queue a request; an output only if it ends here: refused, or complete before it was resumed."""
@@ -94,14 +101,29 @@ class Engine:
             step_seconds=self._step_seconds,
         )
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        if not plan:
-            return StepResult()
-        try:
-            return self._runner.execute(plan)
-        except BaseException:
-            self._scheduler.discard(plan)  # what the step wrote is in doubt: nothing may refer to it any more
-            raise
+    def blocks(self) -> BlockMap:
+        """A walk over the whole pool: only when somebody wants to see it."""
+        return block_map(self._scheduler.tables, self._scheduler.running)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._launched) > self._runner.depth
+
+    def _take_results(self) -> list[RequestOutput]:
+        """Of the oldest step, if there is one: waits for it."""
+        if not self._launched:
+            return []
+        plan, handle = self._launched[0]
+        result = self._runner.collect(handle)
+        self._launched.popleft()
+        return self._scheduler.update(plan, result)
+
+    def _discard(self, plan: StepPlan) -> None:
+        """What the steps wrote is in doubt: nothing may refer to it any more."""
+        for launched, _ in self._launched:
+            self._scheduler.discard(launched)
+        self._scheduler.discard(plan)
+        self._launched.clear()
 
     def _count(self, plan: StepPlan, seconds: float) -> None:
         if plan:

@@ -4,7 +4,8 @@ EngineError
 ├── ModelError          the model directory cannot be served (names the file)
 │   └── UnsupportedArchitecture
 ├── DoesNotFit          weights, context or one request exceed the memory budget (need/have)
-└── DeviceError         the asked device or dtype is not there
+├── DeviceError         the asked device or dtype is not there
+└── ParallelError       the model or the machine cannot be cut as asked
 """
 
 
@@ -28,3 +29,7 @@ class DoesNotFit(EngineError):  # noqa: N818
 
 class DeviceError(EngineError):
     code = "device_unavailable"
+
+
+class ParallelError(EngineError):
+    code = "cannot_split"

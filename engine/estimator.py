@@ -4,31 +4,28 @@ The engine allocates exactly what `estimate` says, and `fit` shows it: one funct
 out of memory later.
 
     total = weights + workspace + KV
-    weights   = parameters · bytes of the weights' dtype, or `weights_bytes` when quantised
-    KV        = blocks · block size · 2 · layers · kv_heads · head_dim · bytes of the KV dtype
-    workspace = see `workspace_bytes`
+    weights   = parameters · bytes of the weights' dtype, or see `weights_bytes` when quantised
+    KV        = blocks · block size · 2 · layers · kv_heads · (head_dim · bytes of the KV dtype, or
+                head_dim + 4 where a scale stands beside each head)
+    workspace = see `workspace_bytes` in memory_use.py
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import cast
 
-from llmbox.kernels.cpu.build import can_build
-from llmbox.kernels.quant import QUANTS, Quant
+from llmbox.kernels.quant import QUANTS
 
-from .config import Dtype, EngineConfig, QuantChoice
-from .errors import DoesNotFit
-from .machine import Machine
+from .config import Dtype, EngineConfig, KVDtype, QuantChoice
+from .errors import DeviceError, DoesNotFit
+from .memory_plan import MemoryBudget, MemoryPlan, show_bytes
+from .memory_use import weights_bytes, workspace_bytes
 from .model_shape import DTYPE_BYTES, ModelShape
+from .parallel.cut import Cut, cuts
+from .parallel.shares import rank_shape
 
-__all__ = ["MemoryBudget", "MemoryPlan", "ModelShape", "estimate", "resolve_dtypes", "workspace_bytes"]
+__all__ = ["MemoryBudget", "MemoryPlan", "ModelShape", "estimate", "resolve_dtypes", "show_bytes"]
 
-MIB = 1 << 20
 GIB = 1 << 30
-
-ATTENTION_SCRATCH = 64 * MIB
-"""What attention may use for one mask or score matrix: the kernel takes that many queries at a time."""
-PROMPT_LOGPROB_ROWS = 64
-"""Rows of prompt logits made at once."""
 
 _SMALLEST_CONTEXT = 256
 # An automatic context below this would serve nobody; better to say that the model does not fit.
@@ -37,100 +34,79 @@ _CPU_SHARE, _CPU_MOST, _CUDA_SHARE = 0.5, 0.8, 0.85
 # Of what is available, if no budget was asked for: a desktop has other things to do. A model that would not
 # reach a context of _COMFORTABLE_CONTEXT within the share gets more, up to the most.
 _COMFORTABLE_CONTEXT = 4096
-_CUDA_RUNTIME = 512 * MIB
-# Context, kernels and library workspaces, taken by CUDA itself.
 _FLOPS_PER_CORE = 30e9
 # What a core sustains in float32 matrix products, within a factor of two: only sizes the default step.
 _STEP_SECONDS = 0.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryBudget:
-    """Where the model is to live and what may be taken there."""
-
-    device: Literal["cpu", "cuda"]
-    available: int
-    """Bytes free on the device now (cgroup limits counted)."""
-    cores: int = 1
-    native_kernels: bool = False
-    """Whether the C++ kernels run, whose results do not depend on the batch in any dtype."""
-
-    @classmethod
-    def of(cls, machine: Machine, device: Literal["cpu", "cuda"]) -> "MemoryBudget":
-        """`cuda` is the first visible GPU."""
-        if device == "cuda":
-            return cls(device=device, available=machine.gpus[0].free, cores=machine.cpu.cores)
-        available, cores = machine.memory.available, machine.cpu.cores
-        return cls(device=device, available=available, cores=cores, native_kernels=can_build())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan:
-    """What the engine will allocate, and what `EngineConfig` left open. Sizes in bytes."""
-
-    device: Literal["cpu", "cuda"]
-    dtype: Dtype
-    kv_dtype: Dtype
-    quant: QuantChoice
-    weights_bytes: int
-    workspace_bytes: int
-    kv_bytes_per_token: int
-    block_size: int
-    num_blocks: int
-    budget_bytes: int
-    context: int
-    """Longest prompt + output of one request: such a request always fits in the pool."""
-    max_running: int
-    token_budget: int
-    notes: tuple[str, ...] = ()
-    """What was lowered and why, to be told to the user."""
-
-    @property
-    def kv_bytes(self) -> int:
-        return self.num_blocks * self.block_size * self.kv_bytes_per_token
-
-    @property
-    def total_bytes(self) -> int:
-        return self.weights_bytes + self.workspace_bytes + self.kv_bytes
-
-    @property
-    def max_concurrency(self) -> float:
-        """How many requests of full context fit in the pool at once."""
-        return self.num_blocks * self.block_size / self.context
-
-
 def estimate(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> MemoryPlan:
-    """Plan within the budget, or raise `DoesNotFit` with need, have, and what would fit."""
-    if config.quant != "auto":
-        return _Planner(shape, budget, config).plan()
-    for quant in ("none", "int8"):
+    """Plan within the budget, or raise `DoesNotFit` with need, have, and what would fit; DeviceError;
+    ParallelError.
+    """
+    if shape.quant is not None:
+        config = replace(config, quant=_as_stored(shape.quant, config.quant))
+    tries = list(cuts(shape, budget.nvlink, 1 + len(budget.more_gpus), config, budget.device))
+    plans: list[MemoryPlan] = []
+    refusal: DoesNotFit | None = None
+    for cut in tries:
         try:
-            return _Planner(shape, budget, replace(config, quant=quant)).plan()
-        except DoesNotFit:
+            plan = _plan_cut(shape, budget, config, cut)
+        except DoesNotFit as error:
+            refusal = refusal or error
             continue
-    return _Planner(shape, budget, replace(config, quant="int4")).plan()
+        if not plan.is_lowered:
+            return plan
+        plans.append(plan)
+    if plans:
+        return max(plans, key=lambda plan: plan.context)
+    assert refusal is not None
+    raise refusal
 
 
-def weights_bytes(shape: ModelShape, dtype: str, quant: Quant | None) -> int:
-    """Norms, biases and a separate input embedding keep their dtype; the head has its own format."""
-    size = DTYPE_BYTES[dtype]
-    if quant is None:
-        return shape.params * size
-    head = shape.vocab * shape.hidden
-    kept = shape.params - shape.matmul_params
-    layers = shape.matmul_params - head
-    return int(kept * size + head * quant.head.bytes_per_weight + layers * quant.bytes_per_weight)
+def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut: Cut) -> MemoryPlan:
+    """Of each rank. The memory of a CPU is shared by all ranks, a GPU has one of its own."""
+    rank_budget, rank_config = budget, config
+    if budget.device == "cuda":
+        free = (budget.available, *budget.more_gpus)
+        rank_budget = replace(budget, available=min(free[gpu] for gpu in cut.gpus))
+    elif cut.ranks > 1:
+        asked = config.memory_bytes
+        rank_config = replace(config, memory_bytes=None if asked is None else asked // cut.ranks)
+        cores = max(1, budget.cores // cut.ranks)
+        rank_budget = replace(budget, available=budget.available // cut.ranks, cores=cores)
+    quants = {quant: replace(rank_config, quant=quant) for quant in ("none", "int8", "int4")}
+    tries = list(quants.values()) if config.quant == "auto" else [rank_config]
+    for attempt in tries:
+        part = rank_shape(shape, cut.tp, cut.pp, QUANTS.get(attempt.quant))
+        try:
+            plan = _Planner(part, rank_budget, attempt).plan()
+        except DoesNotFit:
+            if attempt is tries[-1]:
+                raise
+            continue
+        notes = (cut.reason, *plan.notes) if cut.reason else plan.notes
+        return replace(plan, tp=cut.tp, pp=cut.pp, gpus=cut.gpus, notes=notes)
+    raise AssertionError("one try is the last")
+
+
+def _as_stored(stored: str, asked: QuantChoice) -> QuantChoice:
+    """Integers stay what they are. Raises DeviceError."""
+    if asked not in {"none", "auto", stored}:
+        raise DeviceError(f"this checkpoint holds {stored} weights, {asked} was asked for: use --quant auto")
+    return cast("QuantChoice", stored)
 
 
 def resolve_dtypes(
     shape: ModelShape, device: str, config: EngineConfig, *, native_kernels: bool
-) -> tuple[Dtype, Dtype]:
-    """Of weights and KV.
+) -> tuple[Dtype, KVDtype]:
+    """Of weights and KV. Raises DeviceError for a KV dtype that this device has not.
 
     On a CPU without the C++ kernels, and in float16, which those do not compute in, a model whose float32
     weights stay within 1 GiB is served in float32: stock half-precision products give a row other bits in
     another batch, float32 keeps "one request, one answer".
     """
+    if config.kv_dtype == "fp8" and device == "cpu":
+        raise DeviceError("keys and values in fp8 need a GPU: on a CPU use --kv-dtype int8, as small")
     dtype = config.dtype
     if dtype == "auto":
         dtype = shape.dtype
@@ -138,34 +114,6 @@ def resolve_dtypes(
         if stock and shape.params * DTYPE_BYTES["float32"] <= _FLOAT32_UP_TO:
             dtype = "float32"
     return dtype, dtype if config.kv_dtype == "auto" else config.kv_dtype
-
-
-def workspace_bytes(
-    shape: ModelShape, device: str, dtype: str, *, context: int, rows: int, max_running: int
-) -> int:
-    """Everything that is neither weights nor KV, at the worst moment of a step of `rows` tokens.
-
-    activations  rows · ((3 · hidden + max(2 · (heads + kv_heads) · head_dim, 3 · ffn)) · b + 2 · hidden · 4)
-                 residual, normed input and output; the larger of attention's and the MLP's inner rows;
-                 float32 inside the norm
-    attention    a mask and scores, at most ATTENTION_SCRATCH each, and one request's K and V gathered in
-                 float32, padded by at most a half: 3 · context · kv_heads · head_dim · 4
-    positions    RoPE tables of cosines and sines: 2 · context · head_dim · 4
-    logits       (max_running + PROMPT_LOGPROB_ROWS) · vocab · (4 + b), and the sampler's integers: 32 bytes a
-                 vocabulary entry for each row it takes at once
-    runtime      what CUDA takes for itself
-    """
-    size = DTYPE_BYTES[dtype]
-    inner = max(2 * (shape.heads + shape.kv_heads) * shape.head_dim, 3 * shape.ffn)
-    activations = rows * (3 * shape.hidden * size + inner * size + 2 * shape.hidden * 4)
-    scores = 2 * min(ATTENTION_SCRATCH, shape.heads * rows * context * 4)
-    gathered = 3 * context * shape.kv_heads * shape.head_dim * 4
-    positions = 2 * context * shape.head_dim * 4
-    sampled = max_running + PROMPT_LOGPROB_ROWS
-    at_once = PROMPT_LOGPROB_ROWS if device == "cuda" else 1
-    logits = shape.vocab * (sampled * (4 + size) + at_once * 32)
-    runtime = _CUDA_RUNTIME if device == "cuda" else 0
-    return activations + scores + gathered + positions + logits + runtime
 
 
 class _Planner:
@@ -212,6 +160,7 @@ class _Planner:
             max_running=self.max_running,
             token_budget=self.token_budget,
             notes=tuple(self.notes),
+            is_lowered=context < limit,
         )
 
     def _wanted_context(self) -> int:
@@ -262,7 +211,13 @@ class _Planner:
             context=context,
             rows=rows,
             max_running=self.max_running,
+            native_threads=self.config.threads or self.budget.cores if self._is_native else None,
         )
+
+    @property
+    def _is_native(self) -> bool:
+        """Whether the C++ kernels compute attention: not in float16."""
+        return self.budget.native_kernels and self.dtype != "float16"
 
     def _need(self, context: int) -> int:
         """Bytes to serve one request of this context."""
@@ -315,10 +270,3 @@ def _default_token_budget(shape: ModelShape, budget: MemoryBudget, max_running: 
         return max(max_running, 8192 if budget.available >= 40 * GIB else 2048)
     tokens = _STEP_SECONDS * budget.cores * _FLOPS_PER_CORE / (2 * shape.matmul_params)
     return max(max_running, 64, min(2048, 1 << int(tokens).bit_length() - 1 if tokens >= 1 else 0))
-
-
-def show_bytes(count: int, *, up: bool = False) -> str:
-    """In GB (10^9 bytes), in MB below one. `up` never shows less than there is."""
-    unit, name = (10**9, "GB") if count >= 10**9 else (10**6, "MB")
-    tenths = -(-count * 10 // unit) if up else round(count * 10 / unit)
-    return f"{tenths / 10:.1f} {name}"

@@ -1,12 +1,15 @@
 """From a model directory to an engine that is ready: parse, plan the memory, load, wire."""
 
+import logging
+import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from llmbox.kernels.cpu.cores import pick_cores
 from llmbox.kernels.dispatch import QuantUnavailable, UnknownBackend, native_ready, select_ops
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant import QUANTS, Quant
@@ -17,58 +20,123 @@ from .config import EngineConfig
 from .core import Engine
 from .errors import DeviceError, EngineError
 from .estimator import MemoryBudget, MemoryPlan, estimate
-from .footprint import grown, memory_in_use
+from .gpu.load import Parts, make_device_runner
+from .gpu.runner import DeviceRunner
 from .layers.rotary import Rotary
+from .load_weights import WeightsWanted, load_weights
 from .machine import read_machine
 from .messages import ModelInfo, Progress
 from .model_config import ModelConfig, parse_config
-from .models import build_model
+from .parallel.crew import share as share_of
+from .parallel.layout import Layout
+from .parallel.rank import ALONE, Rank
+from .parallel.sampler import rank_sampler
+from .parallel.start import Ranks
+from .pipeline import OneAtATime, OverlappingRunner
 from .runner import ModelRunner
 from .sampler import Sampler
+from .sampler.ranking import best_of
 from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
-from .weights import Source
+
+log = logging.getLogger("llmbox.engine")
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+KV_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank made of its part of the model."""
+
+    runner: ModelRunner | DeviceRunner
+    plan: MemoryPlan
+    """As measured, where that is done."""
+    backend: str
+    measured: int | None
+    """Bytes of memory that the weights took; None where nobody tells."""
+
+    @property
+    def local(self) -> ModelRunner:
+        """Of one among several ranks."""
+        assert isinstance(self.runner, ModelRunner)
+        return self.runner
 
 
 def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> Engine:
-    """Raises ModelError, DoesNotFit or DeviceError; then nothing of the model is left behind."""
+    """Raises EngineError; then nothing of the model is left behind."""
     started = time.monotonic()
-    directory = Path(config.model_path)
-    model_config = parse_config(directory)
+    model = parse_config(Path(config.model_path))
     device = resolve_device(config.device)
-    threads = config.threads or read_machine().cpu.cores
+    plan = estimate(model.shape(config.context), memory_budget(device), config)
+    layout = Layout(plan.tp, plan.pp)
+    runner: OverlappingRunner
+    worker_pids: list[int] = []
+    if layout.ranks == 1:
+        share = load_share(config, plan, ALONE, weights_progress(progress))
+        runner = share.runner if isinstance(share.runner, DeviceRunner) else OneAtATime(share.runner)
+        measured, plan = share.measured, share.plan
+    else:
+        log.info("%s", "; ".join(plan.notes) or f"{layout.ranks} ranks: tp {plan.tp}, pp {plan.pp}")
+        ranks = Ranks(config, plan, layout)
+        share, measured = ranks.load(lambda rank: load_share(config, plan, rank, weights_progress(progress)))
+        runner, worker_pids = OneAtATime(ranks.runner(share.local)), ranks.worker_pids
+    info = model_info(config, model, plan, share.backend, time.monotonic() - started, measured, worker_pids)
+    return Engine(make_scheduler(config, plan), runner, info)
+
+
+def load_share(
+    config: EngineConfig, plan: MemoryPlan, rank: Rank, progress: Callable[[int, int], None]
+) -> Share:
+    """This rank's part of the model, ready to run. Raises ModelError or DeviceError."""
+    layout, directory = rank.layout, Path(config.model_path)
+    model_config = parse_config(directory)
+    device = rank_device(plan, layout)
+    free_before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    threads = take_cores(config.threads or read_machine().cpu.cores, layout, device)
     torch.set_num_threads(threads)
-    plan = estimate(model_config.shape(config.context), memory_budget(device), config)
-    dtype, kv_dtype = TORCH_DTYPES[plan.dtype], TORCH_DTYPES[plan.kv_dtype]
-    ops = backend(device, dtype, kv_dtype, threads, QUANTS.get(plan.quant))
+    dtype, kv_dtype = TORCH_DTYPES[plan.dtype], KV_DTYPES[plan.kv_dtype]
+    ops = backend(device, dtype, kv_dtype, threads, QUANTS.get(plan.quant), config.deterministic)
+    if kv_dtype not in ops.kv_dtypes:
+        raise DeviceError(
+            f"the kernels that run here ({ops.name} on {device.type}) keep no keys and values in "
+            f"{plan.kv_dtype}: load with --kv-dtype auto"
+        )
     if config.deterministic and not ops.row_invariant:
         raise DeviceError(
             f"deterministic was asked for, but the kernels that run here ({ops.name} on {device.type}, "
-            f"{plan.dtype}) may compute a row differently in another batch. It needs the C++ kernels: on a "
-            "CPU, in bfloat16 or float32; see `llmbox doctor`"
+            f"{plan.dtype}) may compute a row differently in another batch. It needs the Triton kernels on a "
+            "GPU, or the C++ kernels on a CPU, in bfloat16 or float32; see `llmbox doctor`"
         )
 
-    before = memory_in_use(device)
-    source = Source(directory, ops, dtype, device, weights_progress(progress))
-    model = build_model(model_config, source)
-    measured = grown(before, memory_in_use(device))
+    model, measured = load_weights(
+        model_config, WeightsWanted(directory, ops, dtype, device, plan.quant, rank), progress
+    )
     kv_shape = KVShape(
-        num_layers=model_config.num_layers,
+        num_layers=len(layout.layers(model_config.num_layers)),
         num_blocks=plan.num_blocks,
         block_size=plan.block_size,
-        num_kv_heads=model_config.num_kv_heads,
+        num_kv_heads=layout.kv_heads(model_config.num_kv_heads).size,
         head_dim=model_config.head_dim,
         dtype=kv_dtype,
         compute_dtype=dtype,
     )
     rotary = Rotary(model_config, plan.context, device)
+    whole = Sampler(model_config.vocab_size, device, ops.best_of or best_of)
+    sampler = rank_sampler(rank, whole, model_config.vocab_size)
+    if layout.ranks == 1 and (device.type == "cuda" if config.overlap is None else config.overlap):
+        parts = Parts(model, rotary, sampler, kv_shape)
+        overlapping, plan = make_device_runner(parts, config, plan, device, free_before)
+        return Share(overlapping, plan, ops.name, measured)
     cache = ops.make_kv_cache(kv_shape, device)
-    sampler = Sampler(model_config.vocab_size, device)
     runner = ModelRunner(model, rotary, cache, sampler, block_size=plan.block_size, device=device)
-    info = model_info(config, model_config, plan, ops, time.monotonic() - started, measured)
-    return Engine(make_scheduler(config, plan), runner, info)
+    return Share(runner, plan, ops.name, measured)
+
+
+def open_kernels() -> None:
+    """Ahead of `load_engine`, which would do it: compiles or finds the library, and opens it."""
+    if not torch.cuda.is_available():
+        native_ready()
 
 
 def resolve_device(asked: str) -> torch.device:
@@ -83,21 +151,47 @@ def resolve_device(asked: str) -> torch.device:
     return torch.device("cuda" if available and asked != "cpu" else "cpu")
 
 
+def rank_device(plan: MemoryPlan, layout: Layout) -> torch.device:
+    if plan.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", plan.gpus[layout.rank])
+    torch.cuda.set_device(device)
+    return device
+
+
+def take_cores(threads: int, layout: Layout, device: torch.device) -> int:
+    """This rank's threads, of so many in all. On a CPU each rank has cores of its own if there are enough."""
+    if layout.ranks == 1 or device.type != "cpu":
+        return threads
+    cores = pick_cores(threads)
+    mine = share_of(cores, layout)
+    if len(mine) < len(cores) and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, mine)
+    return max(1, threads // layout.ranks)
+
+
 def memory_budget(device: torch.device) -> MemoryBudget:
     machine = read_machine()
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
-        return MemoryBudget(device="cuda", available=free, cores=machine.cpu.cores)
+        if not machine.gpus:  # no NVML: what torch says of the first one is all there is to know
+            return MemoryBudget(device="cuda", available=free, cores=machine.cpu.cores)
+        return replace(MemoryBudget.of(machine, "cuda"), available=free)
     return replace(MemoryBudget.of(machine, "cpu"), native_kernels=native_ready())
 
 
 def backend(
-    device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, threads: int, quant: Quant | None
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    threads: int,
+    quant: Quant | None,
+    deterministic: bool,
 ) -> Ops:
     try:
-        return select_ops(device, dtype, kv_dtype, threads, quant)
+        return select_ops(device, dtype, kv_dtype, threads, quant, deterministic=deterministic)
     except QuantUnavailable as error:
-        raise DeviceError(f"{error}: load with --quant none") from None
+        raise DeviceError(f"{error}: load with --quant none, or a checkpoint without integers") from None
     except UnknownBackend as error:
         raise EngineError(str(error)) from None
 
@@ -124,9 +218,10 @@ def model_info(
     config: EngineConfig,
     model: ModelConfig,
     plan: MemoryPlan,
-    ops: Ops,
+    backend: str,
     load_seconds: float,
     measured: int | None,
+    worker_pids: list[int],
 ) -> ModelInfo:
     return ModelInfo(
         name=config.name,
@@ -134,17 +229,22 @@ def model_info(
         device=plan.device,
         dtype=plan.dtype,
         kv_dtype=plan.kv_dtype,
-        backend=ops.name,
+        quant=plan.quant,
+        backend=backend,
         context_window=plan.context,
         vocab_size=model.vocab_size,
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,
-        weights_bytes=plan.weights_bytes,
-        kv_bytes=plan.kv_bytes,
-        kv_bytes_per_token=plan.kv_bytes_per_token,
-        workspace_bytes=plan.workspace_bytes,
+        weights_bytes=plan.weights_bytes * plan.ranks,
+        kv_bytes=plan.kv_bytes * plan.ranks,
+        kv_bytes_per_token=plan.kv_bytes_per_token * plan.ranks,
+        workspace_bytes=plan.workspace_bytes * plan.ranks,
         max_running=plan.max_running,
         max_concurrency=plan.max_concurrency,
         load_seconds=load_seconds,
         measured_weights_bytes=measured,
+        tp=plan.tp,
+        pp=plan.pp,
+        worker_pids=tuple(worker_pids),
+        notes=plan.notes,
     )

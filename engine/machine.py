@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from .cgroup import cpu_quota, memory_left
+from .nvlink import read_nvlink
 
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "sve")
 _SYS_CPU = Path("/sys/devices/system/cpu")
@@ -55,11 +56,14 @@ class Machine:
     gpus: tuple[Gpu, ...]
     no_gpu_reason: str | None
     """Why `gpus` is empty."""
+    nvlink: tuple[frozenset[int], ...] = ()
+    """Sets of GPUs (by `Gpu.index`) that are all joined to each other by NVLink."""
 
 
 def read_machine() -> Machine:
     gpus, reason = read_gpus()
-    return Machine(read_cpu(), read_memory(), gpus, reason)
+    nvlink = read_nvlink([gpu.uuid for gpu in gpus]) if len(gpus) > 1 else ()
+    return Machine(read_cpu(), read_memory(), gpus, reason, nvlink)
 
 
 # ---------------------------------------------------------------------------- cpu and memory

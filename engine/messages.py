@@ -7,6 +7,7 @@ Every request carries all that is needed to go on after the engine died: see `Ad
 from dataclasses import dataclass, field
 
 from .config import EngineConfig
+from .prefix_history import PrefixEnd
 from .sampling import SamplingParams
 
 # --------------------------------------------------------------------------- daemon -> engine
@@ -52,6 +53,11 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AskBlocks:
+    """Answered with `BlockMap` between two steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shutdown:
     pass
 
@@ -93,6 +99,15 @@ class ModelInfo:
     load_seconds: float
     measured_weights_bytes: int | None = None
     """Memory that loading the weights really took; `weights_bytes` is what was planned."""
+    quant: str = "none"
+    """Format of the weights; `dtype` is what is computed in."""
+    tp: int = 1
+    pp: int = 1
+    """Ranks that share each layer, and stages. Sizes are of all ranks together."""
+    worker_pids: tuple[int, ...] = ()
+    """Processes of the ranks after the first."""
+    notes: tuple[str, ...] = ()
+    """What was decided or lowered at load, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +134,12 @@ class TokenLogprobs:
     top: list[tuple[int, float]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """What one step gave one request. The last one carries `finish_reason`."""
+    """What one step gave one request. The last one carries `finish_reason`.
+
+    Not frozen, as one is made for each token: a frozen dataclass takes three times as long to make.
+    """
 
     request_id: str
     token_ids: list[int] = field(default_factory=list)
@@ -135,6 +153,12 @@ class RequestOutput:
     error_message: str | None = None
     cached_tokens: int | None = None
     """Prompt tokens that the prefix cache saved; sent with the first output."""
+    looked_up_tokens: int | None = None
+    """Prompt tokens that the prefix cache was asked for, which are those in whole blocks before the last
+    token; sent with the first output."""
+    prefix_end: PrefixEnd | None = None
+    """Why the cache had no more of them; sent with the first output. It may tell of other namespaces: for the
+    operator, never for the client."""
     scheduled_at: float | None = None
     """CLOCK_MONOTONIC seconds when prefill began; sent with the first output."""
 
@@ -175,5 +199,56 @@ class Pong:
     stats: EngineStats
 
 
-ToEngine = Start | AddRequest | AbortRequest | Ping | Shutdown
-ToDaemon = Progress | Ready | LoadFailed | StepOutputs | Pong
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRun:
+    """Neighbouring KV blocks of which the same can be said."""
+
+    count: int
+    state: str
+    """`live`, `cached` or `free`."""
+    owner: int
+    """Index into `BlockMap.owners`: first holder of live ones, who computed cached ones; -1: not known."""
+    holders: int
+    """Block tables that live ones are in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockHolder:
+    """A running request."""
+
+    request_id: str
+    blocks: int
+    shared: int
+    """Of these: in other block tables too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixUse:
+    """A prefix that the cache was found to hold, and how often."""
+
+    prefix: str
+    """Names it, by its chain hash: says nothing about the tokens."""
+    tokens: int
+    blocks: int
+    hits: int
+    last_request: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMap:
+    """All KV blocks in the order of their numbers."""
+
+    block_size: int
+    num_blocks: int
+    runs: list[BlockRun]
+    owners: list[str]
+    """Request ids."""
+    holders: list[BlockHolder]
+    prefixes: list[PrefixUse]
+    """Those that saved most tokens first; only what is still cached."""
+    evictions: int
+    """Cached blocks given away since the engine started, as others needed them."""
+
+
+ToEngine = Start | AddRequest | AbortRequest | Ping | AskBlocks | Shutdown
+ToDaemon = Progress | Ready | LoadFailed | StepOutputs | Pong | BlockMap

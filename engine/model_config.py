@@ -10,6 +10,7 @@ from .config_fields import Fields
 from .errors import ModelError, UnsupportedArchitecture
 from .model_shape import ModelShape
 from .rope_config import RopeConfig, parse_rope
+from .rounded import read_entry
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -45,6 +46,8 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     """Sliding window of each layer; None sees everything."""
     rope: RopeConfig
+    quant: str | None = None
+    """Format of a checkpoint that holds integers (`rounded.py`)."""
 
     @property
     def context_limit(self) -> int:
@@ -85,6 +88,7 @@ class ModelConfig:
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm,
             exact_params=self.num_parameters,
+            quant=self.quant,
         )
 
 
@@ -127,6 +131,7 @@ def parse_config(path: Path | str) -> ModelConfig:
         qk_norm=model_type == "qwen3",
         windows=layer_windows(fields, model_type, layers),
         rope=parse_rope(fields, head_dim, positions),
+        quant=read_entry(fields.raw.get("quantization_config")),
     )
 
 
@@ -167,9 +172,11 @@ def refuse_unsupported(fields: Fields) -> None:
     """What would be computed wrongly must not load."""
     if fields.text("hidden_act", "silu") != "silu":
         raise fields.error(f"hidden_act {fields.raw['hidden_act']!r} is not supported, only 'silu'")
-    if fields.raw.get("quantization_config") is not None:
+    entry = fields.raw.get("quantization_config")
+    if entry is not None and read_entry(entry) is None:
         raise fields.error(
-            "quantised checkpoints are not supported: use the bfloat16, float16 or float32 one"
+            "quantised checkpoints of others are not supported: use the bfloat16, float16 or float32 one, "
+            "and --quant or `llmbox quantize`"
         )
 
 

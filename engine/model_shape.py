@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from .config import Dtype
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+SCALED_KV = frozenset({"int8", "fp8"})
+"""KV caches of one byte a number, and a float32 scale for each token and kv head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,10 @@ class ModelShape:
     sliding_window: int | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
+    table_rows: int | None = None
+    """Of the vocabulary's tables, where a rank holds fewer than `vocab`."""
+    quant: str | None = None
+    """Format of the checkpoint, where it holds integers."""
     exact_params: int | None = None
     """Counted from the safetensors headers, where those are at hand; else the closed form is used."""
 
@@ -34,16 +40,20 @@ class ModelShape:
     def params(self) -> int:
         if self.exact_params is not None:
             return self.exact_params
-        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        return embeddings + self.layers * self._layer_params + self.hidden
+        return self.table_params * (1 if self.tied else 2) + self.layers * self.layer_params + self.hidden
+
+    @property
+    def table_params(self) -> int:
+        """Of the input embedding, or of the head."""
+        return (self.table_rows or self.vocab) * self.hidden
 
     @property
     def matmul_params(self) -> int:
         """Parameters that every token is multiplied with: all but a separate input embedding."""
-        return self.params if self.tied else self.params - self.vocab * self.hidden
+        return self.params if self.tied else self.params - self.table_params
 
     @property
-    def _layer_params(self) -> int:
+    def layer_params(self) -> int:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (2 * q + 2 * kv)  # q, o and k, v
         bias = q + 2 * kv if self.qkv_bias else 0
@@ -52,4 +62,5 @@ class ModelShape:
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """K and V of all layers. A sliding window does not shrink it: a request keeps all its blocks."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+        head = self.head_dim + 4 if dtype in SCALED_KV else self.head_dim * DTYPE_BYTES[dtype]
+        return 2 * self.layers * self.kv_heads * head

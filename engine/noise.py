@@ -6,19 +6,19 @@ request that is resumed, preempted or batched with others draws the same tokens,
 """
 
 _MASK_32 = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
 
 
 def philox_4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
     """Four 32-bit words from a 128-bit counter and a 64-bit key, both in 32-bit words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(_ROUNDS):
-        low, high = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
+    for _ in range(ROUNDS):
+        low, high = MULTIPLIERS[0] * c0, MULTIPLIERS[1] * c2
         c0, c1, c2, c3 = (high >> 32) ^ c1 ^ k0, high & _MASK_32, (low >> 32) ^ c3 ^ k1, low & _MASK_32
-        k0, k1 = (k0 + _WEYL[0]) & _MASK_32, (k1 + _WEYL[1]) & _MASK_32
+        k0, k1 = (k0 + WEYL[0]) & _MASK_32, (k1 + WEYL[1]) & _MASK_32
     return c0, c1, c2, c3
 
 

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import sha256
 
+from .prefix_history import PrefixHistory
 from .request import Request
 
 
@@ -26,6 +27,11 @@ def extend_hashes(request: Request, block_size: int, num_blocks: int) -> None:
         hashes.append(parent)
 
 
+def first_block_digest(request: Request, block_size: int) -> bytes:
+    """Of its tokens alone: the same in all namespaces."""
+    return sha256(array("I", request.token_ids[:block_size]).tobytes()).digest()
+
+
 class PrefixCache:
     """Two-way index hash <-> block, and the least-recently-used order of blocks nobody holds.
 
@@ -38,6 +44,7 @@ class PrefixCache:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self.history = PrefixHistory()
 
     def __contains__(self, block: int) -> bool:
         return block in self._hash_of
@@ -77,7 +84,9 @@ class PrefixCache:
     def evict(self) -> int:
         """Unname the block that has been idle for longest and hand it out."""
         block, _ = self._idle.popitem(last=False)
-        self.unname(block)
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]
+        self.history.note_evicted(block_hash)
         return block
 
     def check(self) -> set[int]:

@@ -7,16 +7,13 @@ An exception in a step ends the process: the daemon starts another and hands it 
 """
 
 import argparse
-import ctypes
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Final, Protocol
 
 from setproctitle import setproctitle
@@ -24,9 +21,13 @@ from setproctitle import setproctitle
 from .channel import Channel, DaemonGone
 from .config import EngineConfig
 from .errors import EngineError
+from .lifeline import bind_to_parent, log_to_stderr
+from .light_torch import import_torch
 from .messages import (
     AbortRequest,
     AddRequest,
+    AskBlocks,
+    BlockMap,
     EngineStats,
     LoadFailed,
     ModelInfo,
@@ -45,10 +46,6 @@ EXIT_OK: Final = 0
 EXIT_LOAD_FAILED: Final = 3
 EXIT_CRASHED: Final = 70  # EX_SOFTWARE
 
-# Of two processes of ours the kernel should take the engine: the daemon can start it again.
-_OOM_SCORE_ADJ: Final = "500"
-_PR_SET_PDEATHSIG: Final = 1
-
 log = logging.getLogger("llmbox.engine")
 
 
@@ -62,7 +59,9 @@ class Engine(Protocol):
     def add(self, message: AddRequest) -> RequestOutput | None: ...
     def abort(self, request_id: str) -> RequestOutput | None: ...
     def step(self) -> StepOutputs: ...
+    def prepare(self) -> bool: ...
     def stats(self) -> EngineStats: ...
+    def blocks(self) -> BlockMap: ...
 
 
 Load = Callable[[EngineConfig, Callable[[Progress], None]], Engine]
@@ -73,10 +72,11 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the daemon")
     parser.add_argument("--parent", type=int, required=True, help="process id of the daemon")
     options = parser.parse_args(argv)
-    _log_to_stderr()
-    _bind_to_parent(options.parent)
+    log_to_stderr()
+    bind_to_parent(options.parent)
     try:
-        return _run(_adopt(options.fd), load or _load_engine)
+        channel = _adopt(options.fd)
+        return _run(channel, load or _import_engine())
     except DaemonGone:
         return EXIT_OK
     except Exception:
@@ -86,9 +86,12 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
 
 def serve(engine: Engine, channel: Channel) -> None:
     """Read, step, send, until `Shutdown` or EOF. Sleeps in the kernel whenever there is nothing to do."""
+    preparing = True
     while True:
         outputs: list[RequestOutput] = []
-        idle = channel.congested or not engine.has_work
+        if preparing and not engine.has_work:
+            preparing = engine.prepare()
+        idle = channel.congested or not (engine.has_work or preparing)
         for message in channel.receive(block=idle):
             if isinstance(message, Shutdown):
                 return
@@ -110,12 +113,15 @@ def _handle(engine: Engine, channel: Channel, message: ToEngine) -> RequestOutpu
             return engine.abort(message.request_id)
         case Ping():
             channel.send(Pong(nonce=message.nonce, stats=engine.stats()))
+        case AskBlocks():
+            channel.send(engine.blocks())
         case _:
             raise ValueError(f"{type(message).__name__} out of turn")
     return None
 
 
 def _run(channel: Channel, load: Load) -> int:
+    setproctitle("llmbox: engine (waits for a model)")
     first = _first_message(channel)
     if not isinstance(first, Start):
         return EXIT_OK
@@ -128,8 +134,7 @@ def _run(channel: Channel, load: Load) -> int:
         channel.send(LoadFailed(code=error.code, message=str(error)))
         channel.drain(5.0)
         return EXIT_LOAD_FAILED
-    # What loading left behind lives as long as the process: the collector need not walk it again.
-    gc.collect()
+    # What imports and loading left behind lives as long as the process: the collector need not walk it.
     gc.freeze()
     log.info("%s is ready after %.1f s", first.config.name, time.monotonic() - started)
     channel.send(Ready(info=engine.info))
@@ -145,38 +150,18 @@ def _first_message(channel: Channel) -> ToEngine:
     return messages[0]
 
 
-def _load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> Engine:
-    from .loader import load_engine  # noqa: PLC0415 - imports torch, and a fake engine must not
+def _import_engine() -> Load:
+    """Imports torch and opens the kernels while `Start` is still on its way, or long before."""
+    import_torch()
+    from .loader import load_engine, open_kernels  # noqa: PLC0415 - a fake engine must do without torch
 
-    return load_engine(config, progress)
+    open_kernels()
+    return load_engine
 
 
 def _adopt(fd: int) -> Channel:
     os.set_inheritable(fd, False)
     return Channel(socket.socket(fileno=fd))
-
-
-def _bind_to_parent(parent: int) -> None:
-    os.umask(0o077)
-    # Ctrl-C and systemd's SIGTERM reach the whole group; the daemon drains and tells us when to stop.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        try:
-            Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJ, encoding="ascii")
-        except OSError as error:
-            log.debug("oom_score_adj stays as it is: %s", error)
-    if os.getppid() != parent:  # it died before prctl could watch it
-        raise SystemExit(EXIT_OK)
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
 
 
 if __name__ == "__main__":

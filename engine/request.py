@@ -1,14 +1,18 @@
 """A request inside the engine: few counters, everything else derived.
 
 token_ids = prompt + output so far
-0 ........ num_computed ........ num_tokens
-   KV is in the pool   still to compute (the last one's logits give the next token)
+0 ........ num_computed ....... num_scheduled ........ num_tokens ......... + num_pending
+   KV is in the pool    in launched steps     to compute          sampled there, not known here yet
+
+Where one step runs at a time, nothing is launched whenever a step is scheduled: then num_scheduled is
+num_computed, and num_pending is 0. The last token's logits give the next token.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .messages import TokenLogprobs
+from .prefix_history import PrefixEnd
 from .sampling import SamplingParams
 
 
@@ -26,8 +30,16 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_scheduled: int = 0
+    num_pending: int = 0
+    admissions: int = 0
+    """Times it began or ceased to run: tells a launched step's rows from those of a life before."""
     num_cached: int | None = None
     """Prompt tokens found in the prefix cache at first admission; None before it."""
+    num_looked_up: int = 0
+    """Prompt tokens in whole blocks that were looked up in the prefix cache, at first admission."""
+    prefix_end: PrefixEnd | None = None
+    """Why no more of them were found."""
     scheduled_at: float | None = None
     preemptions: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
@@ -56,5 +68,20 @@ class Request:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens whose KV is not in the pool yet: 1 while decoding, more while prefilling."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens that no step has computed or will compute yet: 1 while decoding, more while prefilling."""
+        return len(self.token_ids) + self.num_pending - self.num_scheduled
+
+    @property
+    def num_output_before(self) -> int:
+        """Output tokens before the one that the step last scheduled draws, known here or not."""
+        return self.num_output + self.num_unknown
+
+    @property
+    def num_unknown(self) -> int:
+        """How many of those a device knows alone."""
+        return max(0, self.num_pending - 1)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the tokens that are on their way are the last: nothing more is to be scheduled."""
+        return self.num_output + self.num_pending >= self.params.max_tokens

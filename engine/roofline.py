@@ -1,14 +1,27 @@
 """The speed that memory bandwidth and arithmetic peak allow: a bound to show beside what is measured."""
 
+from llmbox.kernels.quant import Quant
+
 from .model_shape import DTYPE_BYTES, ModelShape
 
 
 def decode_tokens_per_second(
-    shape: ModelShape, dtype: str, kv_dtype: str, bandwidth: float, *, rows: int = 1, context: int = 0
+    shape: ModelShape,
+    dtype: str,
+    kv_dtype: str,
+    bandwidth: float,
+    *,
+    rows: int = 1,
+    context: int = 0,
+    quant: Quant | None = None,
 ) -> float:
     """All `rows` streams together: a step reads every weight once, and the KV of each stream's `context`."""
     seen = min(context, shape.sliding_window or context)
     weight_bytes = shape.matmul_params * DTYPE_BYTES[dtype]
+    if quant is not None:
+        head = shape.table_params
+        in_layers = (shape.matmul_params - head) * quant.bytes_per_weight
+        weight_bytes = int(head * quant.head.bytes_per_weight + in_layers)
     return rows * bandwidth / (weight_bytes + rows * seen * shape.kv_bytes_per_token(kv_dtype))
 
 

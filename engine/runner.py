@@ -3,6 +3,9 @@
 T rows of the step, R rows whose logits are wanted, S of them to sample, E hidden.
 """
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -11,13 +14,20 @@ from llmbox.kernels.ops import KVCache
 from .layers.decoder import Decoder
 from .layers.forward import Forward
 from .layers.rotary import Rotary
+from .memory_use import PROMPT_LOGPROB_ROWS
 from .messages import TokenLogprobs
-from .sampler import Sampler
+from .request import Request
 from .step import SampledToken, ScheduledRequest, StepPlan, StepResult
 from .step_batch import PromptRows, StepBatch, build_batch
 
-PROMPT_LOGPROB_ROWS = 64
-"""Logits of prompt rows are made in parts of this many (the estimator counts on it)."""
+
+class Picker(Protocol):
+    """`Sampler`, or what stands for it where logits are shared among ranks."""
+
+    def sample(self, logits_RV: Tensor, requests: Sequence[Request]) -> list[SampledToken | str]: ...
+    def prompt_logprobs(
+        self, logits_TV: Tensor, next_ids: Sequence[int], top: int
+    ) -> list[TokenLogprobs]: ...
 
 
 class ModelRunner:
@@ -26,7 +36,7 @@ class ModelRunner:
         model: Decoder,
         rotary: Rotary,
         cache: KVCache,
-        sampler: Sampler,
+        sampler: Picker,
         *,
         block_size: int,
         device: torch.device,
@@ -49,8 +59,8 @@ class ModelRunner:
         self._ops.clear_blocks(self._cache, batch.fresh_blocks)
         hidden_RE = self._model.hidden(self._forward(batch), batch.wanted_R)
         tokens, failed = self._sample(hidden_RE, batch)
-        prompt_logprobs = self._prompt_logprobs(hidden_RE[len(batch.sampling) :], batch.prompts)
-        return StepResult(tokens, prompt_logprobs, failed)
+        told = prompt_logprobs(self._model, self._sampler, hidden_RE[len(batch.sampling) :], batch.prompts)
+        return StepResult(tokens, told, failed)
 
     def _forward(self, batch: StepBatch) -> Forward:
         cos_TD, sin_TD = self._rotary.rows(batch.ragged.positions_T)
@@ -71,20 +81,22 @@ class ModelRunner:
                 tokens[request.request_id] = pick
         return tokens, failed
 
-    def _prompt_logprobs(
-        self, hidden_RE: Tensor, prompts: list[PromptRows]
-    ) -> dict[str, list[TokenLogprobs]]:
-        result: dict[str, list[TokenLogprobs]] = {}
-        row = 0
-        for prompt in prompts:
-            top = prompt.request.params.prompt_logprobs or 0
-            entries = result[prompt.request.request_id] = []
-            for start in range(0, len(prompt.next_ids), PROMPT_LOGPROB_ROWS):
-                ids = prompt.next_ids[start : start + PROMPT_LOGPROB_ROWS]
-                logits_RV = self._model.logits(hidden_RE[row : row + len(ids)])
-                entries += self._sampler.prompt_logprobs(logits_RV, ids, top)
-                row += len(ids)
-        return result
+
+def prompt_logprobs(
+    model: Decoder, sampler: Picker, hidden_RE: Tensor, prompts: list[PromptRows]
+) -> dict[str, list[TokenLogprobs]]:
+    """Entries by request; waits for the device."""
+    result: dict[str, list[TokenLogprobs]] = {}
+    row = 0
+    for prompt in prompts:
+        top = prompt.request.params.prompt_logprobs or 0
+        entries = result[prompt.request.request_id] = []
+        for start in range(0, len(prompt.next_ids), PROMPT_LOGPROB_ROWS):
+            ids = prompt.next_ids[start : start + PROMPT_LOGPROB_ROWS]
+            logits_RV = model.logits(hidden_RE[row : row + len(ids)])
+            entries += sampler.prompt_logprobs(logits_RV, ids, top)
+            row += len(ids)
+    return result
 
 
 def _decoding_first(row: ScheduledRequest) -> tuple[bool, int]:

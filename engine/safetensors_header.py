@@ -7,12 +7,14 @@ Read with plain file reads, never mapped: a file that shrinks later is an error 
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
 from .errors import ModelError
+from .rounded import INTEGERS, SCALE
 
 FETCH_AGAIN = "the file is damaged or its download was cut short: fetch it again"
 MAX_HEADER = 100_000_000
@@ -64,7 +66,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     raw.pop("__metadata__", None)
     if not raw:
         raise ModelError(f"{file}: the header names no tensors; {FETCH_AGAIN}")
-    entries = [entry(file, name, value, data_start, size) for name, value in raw.items()]
+    entries = entries_of(file, raw, data_start, size)
     refuse_overlaps(entries)
     return {e.name: e for e in entries}
 
@@ -95,20 +97,30 @@ def load_json(file: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any], 
     return raw, 8 + length
 
 
-def entry(file: Path, name: str, value: Any, data_start: int, size: int) -> TensorEntry:
+def entries_of(file: Path, raw: dict[str, Any], data_start: int, size: int) -> list[TensorEntry]:
+    """Of a parsed header without its metadata. Integers are only taken where scales stand beside them."""
+    return [
+        entry(file, name, value, data_start, size, SUPPORTED | (INTEGERS if name + SCALE in raw else {}))
+        for name, value in raw.items()
+    ]
+
+
+def entry(
+    file: Path, name: str, value: Any, data_start: int, size: int, dtypes: Mapping[str, int] = SUPPORTED
+) -> TensorEntry:
     where = f"{file}: tensor {shown(name)}"
     if len(name) > MAX_NAME or not NAME.fullmatch(name):
         raise ModelError(f"{where}: not a tensor name; refused, fetch another copy of the model")
     if not isinstance(value, dict):
         raise ModelError(f"{where}: its header entry is not an object; {FETCH_AGAIN}")
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in SUPPORTED:
+    if not isinstance(dtype, str) or dtype not in dtypes:
         known = "is not supported" if str(dtype) in OTHER_DTYPES else "is unknown"
         raise ModelError(f"{where}: dtype {dtype!r} {known}; supported: {', '.join(SUPPORTED)}")
     if not is_counts(shape) or not is_counts(offsets) or len(offsets) != 2:
         raise ModelError(f"{where}: bad shape {shape!r} or data_offsets {offsets!r}; {FETCH_AGAIN}")
     begin, end = offsets
-    need = math.prod(shape) * SUPPORTED[dtype]
+    need = math.prod(shape) * dtypes[dtype]
     if end - begin != need:
         raise ModelError(
             f"{where}: shape {shape} needs {need} bytes, the header gives {end - begin}; {FETCH_AGAIN}"

@@ -32,3 +32,7 @@ class SamplingParams:
     logprobs: int | None = None
     """How many alternatives to report beside the chosen token; None reports nothing."""
     prompt_logprobs: int | None = None
+
+    @property
+    def penalises(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

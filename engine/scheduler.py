@@ -11,7 +11,7 @@ to go through, in as many chunks as the token budget asks for.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from .answers import error_answer, finish_reason, token_answer
 from .block_pool import BlockPool
@@ -50,6 +50,10 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def running(self) -> Iterable[Request]:
+        return self._running.values()
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
@@ -85,10 +89,10 @@ class Scheduler:
 
     def _remove(self, request: Request, *, suspect: bool = False) -> None:
         del self._requests[request.request_id]
-        if self._running.pop(request.request_id, None) is None:
-            self._waiting.discard(request)
+        if request.request_id in self._running:
+            self._stop_running(request, suspect=suspect)
         else:
-            self.tables.release(request, suspect=suspect)
+            self._waiting.discard(request)
         self._waiting.end_fork_wait(request)
 
     def _sibling(self, request: Request) -> Request | None:
@@ -109,10 +113,11 @@ class Scheduler:
         self._grow_running()
         prompts = []
         for request in self._running.values():
-            if request.num_remaining == 1:
-                plan.rows.append(ScheduledRequest(request, request.num_computed, 1))
-            else:
+            remaining = request.num_remaining
+            if remaining > 1:
                 prompts.append(request)
+            elif not (request.num_pending and request.is_ending):
+                plan.rows.append(_planned(request, 1, remaining))
         budget = self.config.token_budget - len(plan.rows)
         for request in sorted(prompts, key=self._waiting.urgency):
             if admitting:
@@ -126,10 +131,10 @@ class Scheduler:
         """As much of the prompt as the budget has, or all of it without chunking. Returns what is left."""
         if budget <= 0:
             return budget
-        tokens = request.num_remaining
+        tokens = remaining = request.num_remaining
         if self.config.chunked_prefill:
             tokens = min(tokens, budget)
-        plan.rows.append(ScheduledRequest(request, request.num_computed, tokens))
+        plan.rows.append(_planned(request, tokens, remaining))
         return budget - tokens
 
     def _admit_waiting(self, plan: StepPlan, budget: int, before: Request | None = None) -> int:
@@ -172,7 +177,9 @@ class Scheduler:
         """
         size = self.pool.block_size
         for request in list(self._running.values()):
-            if len(request.block_table) * size >= request.num_tokens:
+            if len(request.block_table) * size >= request.num_tokens + request.num_pending:
+                continue
+            if request.num_pending and request.is_ending:
                 continue
             while request.request_id in self._running:
                 if self.tables.grow(request, alone=len(self._running) == 1):
@@ -190,29 +197,39 @@ class Scheduler:
 
     def _requeue(self, request: Request, *, suspect: bool = False) -> None:
         """Back to its place by arrival; its tokens so far become a prompt to compute."""
-        del self._running[request.request_id]
-        self.tables.release(request, suspect=suspect)
+        self._stop_running(request, suspect=suspect)
         request.prompt_logprobs.clear()
         self._waiting.push(request)
+
+    def _stop_running(self, request: Request, *, suspect: bool) -> None:
+        del self._running[request.request_id]
+        self.tables.release(request, suspect=suspect)
 
     # ------------------------------------------------------------------ update
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Take over what the step computed. One output for each request that got a token or ended."""
+        """Take over what the step computed. One output for each request that got a token or ended.
+
+        Steps come back in the order in which they were scheduled; others may have been scheduled since.
+        """
         outputs = []
-        self._collect_prompt_logprobs(result)
+        size = self.pool.block_size
         for row in plan.rows:
             request = row.request
-            if self._running.get(request.request_id) is not request:
-                continue  # aborted while the step ran
-            if (message := result.failed.get(request.request_id)) is not None:
+            if row.admission != request.admissions:
+                continue  # ended, aborted or preempted since it was scheduled: this row is surplus
+            request_id = request.request_id
+            if request_id in result.failed:
                 self._remove(request, suspect=True)
-                outputs.append(error_answer(request, "invalid_logits", message))
+                outputs.append(error_answer(request, "invalid_logits", result.failed[request_id]))
                 continue
-            request.num_computed = row.end
-            self.tables.publish(request, row.start)
+            if request_id in result.prompt_logprobs and request.num_output == 0:
+                request.prompt_logprobs += result.prompt_logprobs[request_id]
+            request.num_computed = end = row.start + row.num_tokens
+            if row.start // size != end // size:
+                self.tables.publish(request, row.start)
             if row.samples:
-                outputs.append(self._append(request, result.tokens[request.request_id]))
+                outputs.append(self._append(request, result.tokens[request_id]))
         self._end_fork_waits()
         return outputs
 
@@ -221,14 +238,8 @@ class Scheduler:
         none of their blocks is found in the cache again.
         """
         for row in plan.rows:
-            if self._running.get(row.request.request_id) is row.request:
+            if row.admission == row.request.admissions:
                 self._requeue(row.request, suspect=True)
-
-    def _collect_prompt_logprobs(self, result: StepResult) -> None:
-        for request_id, entries in result.prompt_logprobs.items():
-            request = self._running.get(request_id)
-            if request is not None and request.num_output == 0:
-                request.prompt_logprobs += entries
 
     def _end_fork_waits(self) -> None:
         for request_id in self._waiting.awaited_siblings():
@@ -238,6 +249,7 @@ class Scheduler:
 
     def _append(self, request: Request, sampled: SampledToken) -> RequestOutput:
         request.token_ids.append(sampled.token_id)
+        request.num_pending -= 1
         self.output_tokens += 1
         reason = finish_reason(request)
         if reason is not None:
@@ -255,11 +267,21 @@ class Scheduler:
         for request in self._running.values():
             assert self._requests[request.request_id] is request
             assert 0 <= request.num_computed < request.num_tokens
-            assert request.num_computed <= len(request.block_table) * self.pool.block_size
+            assert request.num_computed <= request.num_scheduled <= request.num_tokens + request.num_pending
+            assert request.num_scheduled <= len(request.block_table) * self.pool.block_size
             for block in request.block_table:
                 held[block] = held.get(block, 0) + 1
         self.pool.check_holders(held)
         assert 0 <= self.slots_used <= self.pool.num_used * self.pool.block_size
+
+
+def _planned(request: Request, tokens: int, remaining: int) -> ScheduledRequest:
+    """The next `tokens` of the `remaining` ones, booked as launched."""
+    row = ScheduledRequest(request, request.num_scheduled, tokens, tokens == remaining, request.admissions)
+    request.num_scheduled += tokens
+    if tokens == remaining:
+        request.num_pending += 1
+    return row
 
 
 def _has_prompt(request: Request) -> bool:

@@ -6,22 +6,25 @@ from .messages import TokenLogprobs
 from .request import Request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScheduledRequest:
-    """Compute `num_tokens` tokens of `request`, from position `start` on."""
+    """Compute `num_tokens` tokens of `request`, from position `start` on. Not changed once it is made.
+
+    Those beyond `request.token_ids` are known to the runner only: it sampled them in steps before.
+    """
 
     request: Request
     start: int
     num_tokens: int
+    samples: bool
+    """Whether the last row's logits give a new token (otherwise the prompt goes on next step)."""
+    admission: int = 0
+    """`request.admissions` when it was scheduled."""
 
     @property
     def end(self) -> int:
+        """Also the position of the token that is sampled."""
         return self.start + self.num_tokens
-
-    @property
-    def samples(self) -> bool:
-        """Whether the last row's logits give a new token (otherwise the prompt goes on next step)."""
-        return self.end == self.request.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class StepPlan:
         return bool(self.rows)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampledToken:
     token_id: int
     logprobs: TokenLogprobs | None = None

@@ -34,7 +34,7 @@ class StepBatch:
     sampling: list[Request]
     prompts: list[PromptRows]
     fresh_blocks: list[int]
-    """Blocks that this step begins to fill and does not fill up."""
+    """See `begun_blocks`."""
 
 
 def build_batch(rows: Sequence[ScheduledRequest], block_size: int, device: torch.device) -> StepBatch:
@@ -42,7 +42,6 @@ def build_batch(rows: Sequence[ScheduledRequest], block_size: int, device: torch
     sampled_rows, prompt_rows = array("q"), array("q")
     sampling: list[Request] = []
     prompts: list[PromptRows] = []
-    fresh: list[int] = []
     for row in rows:
         request, first = row.request, starts[-1]
         ids.extend(request.token_ids[row.start : row.end])
@@ -55,9 +54,6 @@ def build_batch(rows: Sequence[ScheduledRequest], block_size: int, device: torch
             end = min(row.end, request.num_prompt - 1)
             prompt_rows.extend(range(first, first + end - row.start))
             prompts.append(PromptRows(request, request.token_ids[row.start + 1 : end + 1]))
-        last_block, filled = divmod(row.end, block_size)
-        if filled and row.start <= last_block * block_size:
-            fresh.append(request.block_table[last_block])
     wanted = None if len(sampling) == starts[-1] and not prompts else sampled_rows + prompt_rows
     return StepBatch(
         ids_T=to_device(ids, device),
@@ -65,8 +61,18 @@ def build_batch(rows: Sequence[ScheduledRequest], block_size: int, device: torch
         wanted_R=None if wanted is None else to_device(wanted, device),
         sampling=sampling,
         prompts=prompts,
-        fresh_blocks=fresh,
+        fresh_blocks=begun_blocks(rows, block_size),
     )
+
+
+def begun_blocks(rows: Sequence[ScheduledRequest], block_size: int) -> list[int]:
+    """Blocks that this step begins to fill and does not fill up."""
+    begun = []
+    for row in rows:
+        last_block, filled = divmod(row.start + row.num_tokens, block_size)
+        if filled and row.start <= last_block * block_size:
+            begun.append(row.request.block_table[last_block])
+    return begun
 
 
 def ragged(

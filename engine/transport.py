@@ -30,11 +30,13 @@ _TAGS: Final[dict[type, int]] = {
     messages.AbortRequest: 0x03,
     messages.Ping: 0x04,
     messages.Shutdown: 0x05,
+    messages.AskBlocks: 0x06,
     messages.Progress: 0x81,
     messages.Ready: 0x82,
     messages.LoadFailed: 0x83,
     messages.StepOutputs: 0x84,
     messages.Pong: 0x85,
+    messages.BlockMap: 0x86,
 }
 _encoder: Final = msgspec.msgpack.Encoder()
 

@@ -2,64 +2,130 @@
 
 The model asks for what it needs, in its own order; `finish` then refuses what nobody asked for. The most
 memory in use beyond the model is one fused linear and one tensor of it.
+
+    Weights      names: what the model's layers ask
+    Source       where weights come from: `Checkpoint` here, or `repacked/source.py`
 """
 
 import ctypes
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from llmbox.kernels.ops import Ops, PackedLinear
+from llmbox.kernels.packing import Kind, Rounded
+from llmbox.kernels.quant import Quant
 
 from .checkpoint import list_tensors
 from .errors import ModelError
+from .parallel.layout import Part
+from .parallel.rank import ALONE, Rank
+from .rounded import SCALE, stored_columns
 from .safetensors_header import FETCH_AGAIN, TensorEntry, shown
+from .tensor_bytes import DTYPES, INTEGER_DTYPES, byte_runs, read_fully, refuse_non_finite, unpacked
 
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-READ_CHUNK = 64 << 20
+TOLD_EVERY = 1 << 20
+"""Bytes between two reports of progress, where a tensor is read in many small runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One packed weight: `outputs` are tensors stacked to one, {full name: rows}, without `.weight`.
+
+    Rows and inputs say which part of each tensor is wanted here.
+    """
+
+    kind: Kind
+    outputs: Mapping[str, Part]
+    inputs: Part
+    bias: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the stack, unique in a model."""
+        return "+".join(self.outputs)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(rows.size for rows in self.outputs.values()), self.inputs.size
+
+
+class Source(Protocol):
+    @property
+    def ops(self) -> Ops: ...
+
+    @property
+    def rank(self) -> Rank: ...
+
+    def vector(self, name: str, size: int) -> Tensor: ...
+
+    def packed(self, asked: Asked) -> PackedLinear: ...
+
+    def skip(self, name: str) -> None:
+        """`name` may be there and is not used. With a dot at its end: everything under it."""
+        ...
+
+    def finish(self) -> None:
+        """Raises ModelError for what nobody asked for."""
+        ...
 
 
 class Weights:
-    """Tensors of one checkpoint under a name prefix; `at` goes deeper."""
+    """Tensors under a name prefix; `at` goes deeper."""
 
-    def __init__(self, source: "Source", prefix: str = "") -> None:
+    def __init__(self, source: Source, prefix: str = "") -> None:
         self._source = source
         self._prefix = prefix
+
+    @property
+    def rank(self) -> Rank:
+        return self._source.rank
 
     def at(self, name: str) -> "Weights":
         return Weights(self._source, f"{self._prefix}{name}.")
 
     def vector(self, name: str, size: int) -> Tensor:
-        return self._source.take(f"{self._prefix}{name}", (size,))
+        return self._source.vector(f"{self._prefix}{name}", size)
 
-    def embedding(self, name: str, vocab: int, hidden: int, *, tied: bool) -> PackedLinear:
-        weight_VE = self._source.take(f"{self._prefix}{name}.weight", (vocab, hidden))
-        return self._source.ops.pack_embedding(weight_VE, tied)
+    def skip(self, name: str) -> None:
+        self._source.skip(f"{self._prefix}{name}")
 
-    def head(self, name: str, vocab: int, hidden: int) -> PackedLinear:
-        weight_VE = self._source.take(f"{self._prefix}{name}.weight", (vocab, hidden))
-        return self._source.ops.pack_head(weight_VE, None)
+    def embedding(self, name: str, vocab: Part, hidden: int, *, tied: bool) -> PackedLinear:
+        outputs = {f"{self._prefix}{name}": vocab}
+        return self._source.packed(Asked("tied" if tied else "table", outputs, Part.whole(hidden)))
 
-    def linear(self, outputs: Mapping[str, int], inputs: int, *, bias: bool) -> PackedLinear:
-        """One linear of all the named ones, stacked: {name: rows}."""
-        source = self._source
-        total = sum(outputs.values())
-        weight_OI = torch.empty(total, inputs, dtype=source.dtype, device=source.device)
-        bias_O = torch.empty(total, dtype=source.dtype, device=source.device) if bias else None
-        row = 0
-        for name, rows in outputs.items():
-            full = f"{self._prefix}{name}"
-            source.take_into(f"{full}.weight", weight_OI[row : row + rows])
-            if bias_O is not None:
-                source.take_into(f"{full}.bias", bias_O[row : row + rows])
-            row += rows
-        return source.ops.pack_linear(weight_OI, bias_O)
+    def head(self, name: str, vocab: Part, hidden: int) -> PackedLinear:
+        return self._source.packed(Asked("head", {f"{self._prefix}{name}": vocab}, Part.whole(hidden)))
+
+    def linear(self, outputs: Mapping[str, Part], inputs: Part, *, bias: bool) -> PackedLinear:
+        """One linear of all the named ones, stacked: {name: rows}.
+
+        Where inputs are shared, results are summed over the ranks: the first one's hold the bias.
+        """
+        full = {f"{self._prefix}{name}": rows for name, rows in outputs.items()}
+        if bias and inputs.start > 0:
+            bias = False
+            for name in full:
+                self._source.skip(f"{name}.bias")
+        return self._source.packed(Asked("linear", full, inputs, bias))
 
 
-class Source:
-    """The checkpoint's files, read as the model asks. `progress` gets bytes read so far and bytes in all."""
+class Keeper(Protocol):
+    """Hears of everything that was made."""
+
+    def vector(self, name: str, vector: Tensor) -> None: ...
+    def packed(self, asked: Asked, packed: PackedLinear, bias_O: Tensor | None) -> None: ...
+
+
+class Checkpoint:
+    """A `Source`: the checkpoint's files, read as the model asks.
+
+    `progress` gets bytes read so far and bytes in all.
+    """
 
     def __init__(
         self,
@@ -68,43 +134,118 @@ class Source:
         dtype: torch.dtype,
         device: torch.device,
         progress: Callable[[int, int], None] = lambda _done, _total: None,
+        keeper: Keeper | None = None,
+        rank: Rank = ALONE,
     ) -> None:
         self.ops = ops
+        self.rank = rank
         self.dtype = dtype
         self.device = device
-        self.bytes_taken = 0
         self._directory = directory
         self._entries = list_tensors(directory)
         self._progress = progress
-        self._done = 0
+        self._keeper = keeper
+        self._done = self._told = 0
         self._total = sum(entry.nbytes for entry in self._entries.values())
+
+    def vector(self, name: str, size: int) -> Tensor:
+        vector = self.take(name, (size,))
+        if self._keeper is not None:
+            self._keeper.vector(name, vector)
+        return vector
+
+    def packed(self, asked: Asked) -> PackedLinear:
+        entry = self._entries.get(f"{next(iter(asked.outputs))}.weight")
+        rounded = entry is not None and entry.dtype in INTEGER_DTYPES
+        packed, bias_O = self._pack_rounded(asked) if rounded else self._pack(asked)
+        if self._keeper is not None:
+            self._keeper.packed(asked, packed, bias_O)
+        return packed
+
+    def _pack(self, asked: Asked) -> tuple[PackedLinear, Tensor | None]:
+        weight_OI = torch.empty(asked.shape, dtype=self.dtype, device=self.device)
+        bias_O = torch.empty(asked.shape[0], dtype=self.dtype, device=self.device) if asked.bias else None
+        row = 0
+        for name, rows in asked.outputs.items():
+            end = row + rows.size
+            self.take_into(f"{name}.weight", weight_OI[row:end], rows, asked.inputs)
+            if bias_O is not None:
+                self.take_into(f"{name}.bias", bias_O[row:end], rows)
+            row = end
+        return pack(self.ops, asked.kind, weight_OI, bias_O), bias_O
+
+    def _pack_rounded(self, asked: Asked) -> tuple[PackedLinear, Tensor | None]:
+        packing = self.ops.packing
+        quant = None if packing is None else packing.format(asked.kind)
+        if packing is None or quant is None:
+            raise ModelError(
+                f"{self._directory}: integer weights are not what config.json says; {FETCH_AGAIN}"
+            )
+        if not all(part.is_whole for part in (asked.inputs, *asked.outputs.values())):
+            raise ModelError(
+                f"{self._directory}: integer weights cannot be spread over devices: load it with --tp 1"
+            )
+        codes, scales, biases = [], [], []
+        inputs = asked.inputs.total
+        for name, rows in asked.outputs.items():
+            stored = self._integers(f"{name}.weight", (rows.total, stored_columns(quant, inputs)), quant)
+            codes.append(unpacked(stored, quant, inputs))
+            scale = torch.empty(rows.total, quant.groups(inputs), dtype=torch.float16)
+            self.take_into(f"{name}.weight{SCALE}", scale)
+            scales.append(scale)
+            if asked.bias:
+                biases.append(self.take(f"{name}.bias", (rows.total,)))
+        bias_O = torch.cat(biases) if biases else None
+        rounded = Rounded(quant, torch.cat(codes), torch.cat(scales))
+        return packing.pack_rounded(rounded, self.dtype, bias_O), bias_O
+
+    def _integers(self, name: str, shape: tuple[int, int], quant: Quant) -> Tensor:
+        entry = self._entries.pop(name, None)
+        if entry is None:
+            raise ModelError(f"{self._directory}: tensor {shown(name)} is missing; {FETCH_AGAIN}")
+        dtype = "I8" if quant.bits == 8 else "U8"
+        if (entry.dtype, entry.shape) != (dtype, shape):
+            raise ModelError(
+                f"{entry.file}: tensor {shown(name)} is {entry.dtype} {list(entry.shape)}, config.json asks "
+                f"for {dtype} {list(shape)}; {FETCH_AGAIN}"
+            )
+        return self._read(entry, tuple(map(Part.whole, shape)))
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         target = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.take_into(name, target)
         return target
 
-    def take_into(self, name: str, target: Tensor) -> None:
-        """Read `name` into `target`, converted to its dtype. Each name can be taken once."""
+    def take_into(self, name: str, target: Tensor, *parts: Part) -> None:
+        """Read `name` into `target`, converted to its dtype. Each name can be taken once.
+
+        `parts`: of each dimension, what to read; all of it where none are given. Padding is zeros.
+        """
+        parts = parts or tuple(map(Part.whole, target.shape))
         entry = self._entries.pop(name, None)
         if entry is None:
             raise ModelError(f"{self._directory}: tensor {shown(name)} is missing; {FETCH_AGAIN}")
-        if entry.shape != tuple(target.shape):
+        wanted = tuple(part.total for part in parts)
+        if entry.shape != wanted:
             raise ModelError(
                 f"{entry.file}: tensor {shown(name)} has shape {list(entry.shape)}, config.json asks for "
-                f"{list(target.shape)}: config and weights are not of the same model"
+                f"{list(wanted)}: config and weights are not of the same model"
             )
-        raw = self._read(entry)
+        if entry.dtype in INTEGER_DTYPES:
+            raise ModelError(f"{entry.file}: tensor {shown(name)} may not hold integers; {FETCH_AGAIN}")
+        raw = self._read(entry, parts)
         refuse_non_finite(raw, entry, "")
-        target.copy_(raw)
+        rows = len(raw)
+        target[:rows].copy_(raw)
+        target[rows:].zero_()
         if self.dtype == torch.float16 and entry.dtype != "F16":
             refuse_non_finite(target, entry, " in float16: serve the model in bfloat16 or float32")
-        self.bytes_taken += target.numel() * target.element_size()
 
     def skip(self, name: str) -> None:
-        """`name` may be there and is not used."""
-        entry = self._entries.pop(name, None)
-        self._total -= entry.nbytes if entry else 0
+        names = [n for n in self._entries if n.startswith(name)] if name.endswith(".") else [name]
+        for each in names:
+            entry = self._entries.pop(each, None)
+            self._total -= entry.nbytes if entry else 0
 
     def finish(self) -> None:
         for name in [name for name in self._entries if name.endswith(".rotary_emb.inv_freq")]:
@@ -117,33 +258,32 @@ class Source:
                 "names: config and weights are not of the same model"
             )
 
-    def _read(self, entry: TensorEntry) -> Tensor:
-        buffer = torch.empty(entry.nbytes, dtype=torch.uint8)
+    def _read(self, entry: TensorEntry, parts: tuple[Part, ...]) -> Tensor:
+        runs, shape = byte_runs(entry, parts)
+        buffer = torch.empty(sum(length for _, length in runs), dtype=torch.uint8)
+        self._total -= entry.nbytes - buffer.nbytes
         # Not through numpy: torch does without it, and so do we.
-        view = memoryview((ctypes.c_ubyte * entry.nbytes).from_address(buffer.data_ptr())).cast("B")
+        view = memoryview((ctypes.c_ubyte * buffer.nbytes).from_address(buffer.data_ptr())).cast("B")
         try:
             with entry.file.open("rb", buffering=0) as stream:
-                stream.seek(entry.offset)
-                for start in range(0, entry.nbytes, READ_CHUNK):
-                    part = view[start : start + READ_CHUNK]
-                    read_fully(stream.readinto, part, entry)
-                    self._done += len(part)
-                    self._progress(self._done, self._total)
+                for offset, length in runs:
+                    stream.seek(entry.offset + offset)
+                    read_fully(stream.readinto, view[:length], entry)
+                    view = view[length:]
+                    self._done += length
+                    if self._done - self._told >= TOLD_EVERY or not view:
+                        self._told = self._done
+                        self._progress(self._done, self._total)
         except OSError as error:
             raise ModelError(f"{entry.file} cannot be read: {error.strerror}") from None
-        return buffer.view(DTYPES[entry.dtype]).view(entry.shape)
+        return buffer.view((DTYPES | INTEGER_DTYPES)[entry.dtype]).view(shape)
 
 
-def read_fully(readinto: Callable[[memoryview], int | None], view: memoryview, entry: TensorEntry) -> None:
-    while view:
-        count = readinto(view)
-        if not count:
-            raise ModelError(f"{entry.file}: tensor {shown(entry.name)} is cut short; {FETCH_AGAIN}")
-        view = view[count:]
-
-
-def refuse_non_finite(tensor: Tensor, entry: TensorEntry, place: str) -> None:
-    if tensor.numel() and not all(torch.isfinite(x) for x in torch.aminmax(tensor)):
-        raise ModelError(
-            f"{entry.file}: tensor {shown(entry.name)} holds NaN or infinity{place or '; ' + FETCH_AGAIN}"
-        )
+def pack(ops: Ops, kind: Kind, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
+    match kind:
+        case "linear":
+            return ops.pack_linear(weight_OI, bias_O)
+        case "head":
+            return ops.pack_head(weight_OI, bias_O)
+        case _:
+            return ops.pack_embedding(weight_OI, kind == "tied")

@@ -1,6 +1,6 @@
 """Attention over the paged KV cache.
 
-T rows, E hidden, H query heads, G kv heads, D head dim, n = H + G heads that are rotated.
+T rows, E hidden, H query heads, G kv heads (of this rank), D head dim, n = H + G heads that are rotated.
 """
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from llmbox.kernels.ops import Ops
 
 from ..model_config import ModelConfig
+from ..parallel.layout import Part
 from ..weights import Weights
 from .forward import Forward
 
@@ -17,18 +18,21 @@ class Attention:
     def __init__(
         self, config: ModelConfig, layer: int, weights: Weights, ops: Ops, *, qk_norm: bool = False
     ) -> None:
+        self.rank = rank = weights.rank
         self.ops = ops
-        self.layer = layer
-        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.layer = layer - rank.layout.layers(config.num_layers).start
+        """In the KV cache, which holds the layers of this stage."""
+        heads, kv_heads = rank.part(config.num_heads), rank.layout.kv_heads(config.num_kv_heads)
+        self.heads, self.kv_heads, self.head_dim = heads.size, kv_heads.size, config.head_dim
         self.scale = config.head_dim**-0.5
         self.eps = config.rms_norm_eps
         self.window = config.windows[layer]
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        q, kv = rows_of(heads, self.head_dim), rows_of(kv_heads, self.head_dim)
         self.qkv = weights.linear(
-            {"q_proj": q, "k_proj": kv, "v_proj": kv}, config.hidden_size, bias=config.qkv_bias
+            {"q_proj": q, "k_proj": kv, "v_proj": kv}, Part.whole(config.hidden_size), bias=config.qkv_bias
         )
         self.norm_nD = self._qk_norm(weights) if qk_norm else None
-        self.output = weights.linear({"o_proj": config.hidden_size}, q, bias=config.o_bias)
+        self.output = weights.linear({"o_proj": Part.whole(config.hidden_size)}, q, bias=config.o_bias)
 
     def _qk_norm(self, weights: Weights) -> Tensor:
         """One weight row a head: queries and keys are normed in one operation."""
@@ -40,10 +44,19 @@ class Attention:
         ops, plan = self.ops, forward.plans[self.window]
         rotated = self.heads + self.kv_heads
         qkv = ops.linear(self.qkv, x_TE).view(len(x_TE), rotated + self.kv_heads, self.head_dim)
-        qk_TnD = qkv[:, :rotated]
-        if self.norm_nD is not None:
-            qk_TnD = ops.rms_norm(qk_TnD, self.norm_nD, self.eps)
-        qk_TnD = ops.rotary(qk_TnD, forward.cos_TD, forward.sin_TD)
-        ops.write_kv(forward.cache, self.layer, qk_TnD[:, self.heads :], qkv[:, rotated:], plan)
+        if ops.rotate_and_write is not None:
+            angles = forward.cos_TD, forward.sin_TD
+            norm_nD, cache = self.norm_nD, forward.cache
+            qk_TnD = ops.rotate_and_write(qkv, norm_nD, self.eps, *angles, cache, self.layer, plan)
+        else:
+            qk_TnD = qkv[:, :rotated]
+            if self.norm_nD is not None:
+                qk_TnD = ops.rms_norm(qk_TnD, self.norm_nD, self.eps)
+            qk_TnD = ops.rotary(qk_TnD, forward.cos_TD, forward.sin_TD)
+            ops.write_kv(forward.cache, self.layer, qk_TnD[:, self.heads :], qkv[:, rotated:], plan)
         out = ops.attention(qk_TnD[:, : self.heads], forward.cache, self.layer, plan, self.scale)
-        return ops.linear(self.output, out)
+        return self.rank.linear(ops, self.output, out)
+
+
+def rows_of(heads: Part, head_dim: int) -> Part:
+    return Part(heads.total * head_dim, heads.start * head_dim, heads.stop * head_dim)

@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from llmbox.kernels.ops import Ops
+from llmbox.kernels.ops import Ops, PackedLinear
 
 from ..model_config import ModelConfig
 from ..weights import Source, Weights
 from .attention import Attention
+from .embedding import Embedding
 from .forward import Forward
 from .mlp import GatedMLP
 
@@ -39,30 +40,62 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Takes every tensor of the checkpoint from `source`, or raises ModelError."""
+    """Takes every tensor of its part of the checkpoint from `source`, or raises ModelError."""
 
     def __init__(self, config: ModelConfig, source: Source, make_attention: MakeAttention) -> None:
         self.config = config
         self.ops = ops = source.ops
-        weights = Weights(source)
-        sizes = config.vocab_size, config.hidden_size
-        self.table = weights.embedding("model.embed_tokens", *sizes, tied=config.tie_word_embeddings)
+        self.rank = source.rank
+        layout, weights = source.rank.layout, Weights(source)
+        self.is_last = layout.is_last
+        self._skip_what_others_have(weights)
+        self.embedding = Embedding(config, weights, ops) if self._has_table else None
         self.layers = [
             DecoderLayer(config, i, weights.at(f"model.layers.{i}"), ops, make_attention)
-            for i in range(config.num_layers)
+            for i in layout.layers(config.num_layers)
         ]
-        self.norm_E = weights.vector("model.norm.weight", config.hidden_size)
-        if config.tie_word_embeddings:
-            source.skip("lm_head.weight")
-            self.head = self.table
-        else:
-            self.head = weights.head("lm_head", *sizes)
+        self.norm_E, self.head = self._norm_and_head(weights)
         source.finish()
         self._run_layers = ops.graph(self._layers)
 
+    @property
+    def _has_table(self) -> bool:
+        return self.rank.layout.is_first or (self.is_last and self.config.tie_word_embeddings)
+
+    def _skip_what_others_have(self, weights: Weights) -> None:
+        config = self.config
+        here = self.rank.layout.layers(config.num_layers)
+        for i in set(range(config.num_layers)) - set(here):
+            weights.skip(f"model.layers.{i}.")
+        if not self._has_table:
+            weights.skip("model.embed_tokens.weight")
+        if not self.is_last:
+            weights.skip("model.norm.weight")
+        if not self.is_last or config.tie_word_embeddings:
+            weights.skip("lm_head.weight")
+
+    def _norm_and_head(self, weights: Weights) -> tuple[Tensor | None, PackedLinear]:
+        config = self.config
+        if not self.is_last:
+            return None, None
+        norm_E = weights.vector("model.norm.weight", config.hidden_size)
+        if config.tie_word_embeddings:
+            assert self.embedding is not None
+            return norm_E, self.embedding.packed
+        vocab = self.rank.layout.vocabulary(config.vocab_size)
+        return norm_E, weights.head("lm_head", vocab, config.hidden_size)
+
     def hidden(self, forward: Forward, rows_R: Tensor | None) -> Tensor:
-        """Final normed states [R, E] of the wanted rows (None: all) after writing KV for every row."""
+        """Final normed states [R, E] of the wanted rows (None: all) after writing KV for every row.
+
+        No rows where another stage has them.
+        """
+        if self.rank.layout.is_first:
+            assert self.embedding is not None
+            forward = self.embedding.localised(forward)
         x_TE, residual_TE = self._run_layers(forward)
+        if self.norm_E is None:
+            return x_TE[:0]
         if rows_R is not None:
             x_TE, residual_TE = x_TE[rows_R], residual_TE[rows_R]
         return self.ops.add_rms_norm(x_TE, residual_TE, self.norm_E, self.config.rms_norm_eps)
@@ -70,13 +103,29 @@ class Decoder:
     def _layers(self, forward: Forward) -> tuple[Tensor, Tensor]:
         """What the last layer adds and the sum of all before it, [T, E] each."""
         ops, eps = self.ops, self.config.rms_norm_eps
-        residual_TE = ops.embedding(self.table, forward.ids_T)
-        x_TE = ops.rms_norm(residual_TE, self.layers[0].input_norm_E, eps)
+        x_TE, residual_TE = self._begin(forward)
         for layer, after in zip(self.layers, self.layers[1:], strict=False):
             x_TE = layer(x_TE, residual_TE, forward)
             x_TE = ops.add_rms_norm(x_TE, residual_TE, after.input_norm_E, eps)
-        return self.layers[-1](x_TE, residual_TE, forward), residual_TE
+        x_TE = self.layers[-1](x_TE, residual_TE, forward)
+        if not self.is_last:
+            ops.call(self.rank.collective.send, (x_TE, residual_TE))
+        return x_TE, residual_TE
+
+    def _begin(self, forward: Forward) -> tuple[Tensor, Tensor]:
+        """The first layer's input, normed, and the sum before it: from the table, or the stage before."""
+        ops, eps, norm_E = self.ops, self.config.rms_norm_eps, self.layers[0].input_norm_E
+        if self.rank.layout.is_first:
+            assert self.embedding is not None
+            residual_TE = self.embedding(forward.ids_T)
+            return ops.rms_norm(residual_TE, norm_E, eps), residual_TE
+        x_TE = ops.states("x", forward.ids_T, len(norm_E), norm_E.dtype)
+        residual_TE = ops.states("residual", forward.ids_T, len(norm_E), norm_E.dtype)
+        ops.call(self.rank.collective.receive, (x_TE, residual_TE))
+        return ops.add_rms_norm(x_TE, residual_TE, norm_E, eps), residual_TE
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """[R, V] in float32 or the model's dtype."""
+        """[R, V] in float32 or the model's dtype; V is this rank's part of the vocabulary, padded."""
+        if not self.is_last:
+            return hidden_RE
         return self.ops.logits(self.head, hidden_RE)

@@ -3,6 +3,7 @@ from torch import Tensor
 from llmbox.kernels.ops import Ops
 
 from ..model_config import ModelConfig
+from ..parallel.layout import Part
 from ..weights import Weights
 
 
@@ -11,9 +12,12 @@ class GatedMLP:
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
         self.ops = ops
-        hidden, ffn, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.rank = weights.rank
+        hidden, ffn = Part.whole(config.hidden_size), self.rank.part(config.intermediate_size)
+        bias = config.mlp_bias
         self.gate_up = weights.linear({"gate_proj": ffn, "up_proj": ffn}, hidden, bias=bias)
         self.down = weights.linear({"down_proj": hidden}, ffn, bias=bias)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        return self.ops.linear(self.down, self.ops.silu_mul(self.ops.linear(self.gate_up, x_TE)))
+        inner = self.ops.silu_mul(self.ops.linear(self.gate_up, x_TE))
+        return self.rank.linear(self.ops, self.down, inner)

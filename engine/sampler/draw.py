@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .ranking import best_of, ranked
+from .ranking import FindBest, best_of, ranked
 from .weights import ONE, weights
 
 
@@ -41,8 +41,8 @@ class Drawn(NamedTuple):
     """False: the candidates were too few to know the answer; draw again from more."""
 
 
-def draw_greedy(logits_RV: Tensor) -> Drawn:
-    best_R, id_R = best_of(logits_RV)
+def draw_greedy(logits_RV: Tensor, find_best: FindBest = best_of) -> Drawn:
+    best_R, id_R = find_best(logits_RV)
     return Drawn(id_R, best_R, torch.ones_like(id_R, dtype=torch.bool))
 
 
@@ -50,28 +50,42 @@ def draw_whole(logits_RV: Tensor, knobs: Knobs) -> Drawn:
     """Temperature and min-p only: no ranking needed."""
     best_R1 = logits_RV.amax(-1, keepdim=True)
     weight_RV = weights_above(logits_RV, best_R1, knobs)
-    id_R = _invert(weight_RV.cumsum(-1), knobs.noise)
+    until_RV = weight_RV.cumsum(-1)
+    id_R = invert(until_RV, points(until_RV[:, -1], knobs.noise))
     return Drawn(id_R, best_R1[:, 0], torch.ones_like(id_R, dtype=torch.bool))
 
 
 def draw_ranked(logits_RV: Tensor, knobs: Knobs, size: int, *, cuts_k: bool) -> Drawn:
     """Top-k and top-p over the `size` best ids. `cuts_k`: every row has a top-k of at most `size`."""
     value_RK, id_RK, certain_R = ranked(logits_RV, size)
+    return choose_ranked(logits_RV, value_RK, id_RK, certain_R, knobs, cuts_k=cuts_k)
+
+
+def choose_ranked(
+    logits_RV: Tensor, value_RK: Tensor, id_RK: Tensor, certain_R: Tensor, knobs: Knobs, *, cuts_k: bool
+) -> Drawn:
+    """From the best (values, ids) of each row, of which the first `certain_R` are sure to be in order."""
+    total_R = None if cuts_k else weights_above(logits_RV, value_RK[:, :1], knobs).sum(-1)
+    return draw_among(value_RK, id_RK, certain_R, knobs, total_R)
+
+
+def draw_among(
+    value_RK: Tensor, id_RK: Tensor, certain_R: Tensor, knobs: Knobs, total_R: Tensor | None
+) -> Drawn:
+    """As `choose_ranked`. `total_R`: sums of weights over all ids; None where top-k leaves only these."""
     best_R1 = value_RK[:, :1]
     weight_RK = weights_above(value_RK, best_R1, knobs)
-    rank_K = torch.arange(weight_RK.shape[1], device=logits_RV.device)
+    rank_K = torch.arange(weight_RK.shape[1], device=value_RK.device)
     weight_RK = torch.where(rank_K < knobs.top_k[:, None], weight_RK, 0)
 
     before_RK = weight_RK.cumsum(-1) - weight_RK
-    if cuts_k:
+    if total_R is None:
         total_R = weight_RK.sum(-1)
-    else:
-        all_RV = weights_above(logits_RV, best_R1, knobs)
-        total_R = all_RV.sum(-1)
     limit_R1 = (knobs.top_p * total_R)[:, None]
     kept_RK = (before_RK < limit_R1) & (weight_RK > 0)
 
-    column_R = _invert(torch.where(kept_RK, weight_RK, 0).cumsum(-1), knobs.noise)
+    until_RK = torch.where(kept_RK, weight_RK, 0).cumsum(-1)
+    column_R = invert(until_RK, points(until_RK[:, -1], knobs.noise))
     # Kept ids are a prefix; it is known exactly if it ends before the first uncertain candidate.
     covered_R = kept_RK.sum(-1) <= certain_R
     return Drawn(id_RK.gather(1, column_R[:, None])[:, 0], best_R1[:, 0], covered_R)
@@ -86,9 +100,12 @@ def weights_above(logits: Tensor, best_R1: Tensor, knobs: Knobs) -> Tensor:
     return torch.where(weight >= least_R1, weight, 0)
 
 
-def _invert(cumulative: Tensor, noise_R: Tensor) -> Tensor:
-    """Column of each row where the cumulative weight first exceeds noise · total."""
-    total_R = cumulative[:, -1]
-    point_R = torch.minimum((noise_R * total_R).to(torch.int64), total_R - 1)
+def points(total_R: Tensor, noise_R: Tensor) -> Tensor:
+    """Where in the cumulative weights of each row its noise falls."""
+    return torch.minimum((noise_R * total_R).to(torch.int64), total_R - 1)
+
+
+def invert(cumulative: Tensor, point_R: Tensor) -> Tensor:
+    """Column of each row where the cumulative weight first exceeds the point."""
     column_R = torch.searchsorted(cumulative, point_R[:, None], right=True)[:, 0]
     return column_R.clamp_(max=cumulative.shape[1] - 1)  # rows of NaN: any column, the caller rejects them

@@ -3,8 +3,13 @@
 Legend: R rows, V vocabulary, B blocks of the vocabulary, C ids looked at, K candidates.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+FindBest = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""As `best_of`."""
 
 _BLOCK = 64
 _LADDER = (256, 4096)

@@ -14,16 +14,11 @@ from torch import Tensor
 
 from ..request import Request
 from ..sampling import SamplingParams
+from ..step_batch import move
 from .counts import TokenCounts
 
 _LARGEST = torch.finfo(torch.float32).max
 FORBIDDEN = float("-inf")
-
-
-def penalises(params: SamplingParams) -> bool:
-    return (
-        params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    )
 
 
 class RequestRules:
@@ -35,7 +30,9 @@ class RequestRules:
     def __init__(self, request: Request, vocab_size: int) -> None:
         params = request.params
         self.request = request
-        self.counts = TokenCounts(request) if penalises(params) else None
+        self.lacks_last = False
+        """Whether the token before the one to draw is not in the request yet, but only on the device."""
+        self.counts = TokenCounts(request) if params.penalises else None
         bias = {i: value for i, value in params.logit_bias.items() if 0 <= i < vocab_size}
         self.bias_ids = torch.tensor(list(bias), dtype=torch.int64)
         self.bias_values = torch.tensor(list(bias.values()), dtype=torch.float32)
@@ -47,20 +44,67 @@ class RequestRules:
 
     def refresh(self) -> bool:
         """Take in the tokens since the last call; returns whether logits change in this step."""
+        assert self.request.num_unknown <= 1
+        self.lacks_last = self.request.num_unknown == 1
         if self.counts is not None:
             self.counts.catch_up(self.request)
-        penalised = self.counts is not None and len(self.counts) > 0
+        penalised = self.counts is not None and (len(self.counts) > 0 or self.lacks_last)
         fixed = self.allowed is not None or len(self.bias_ids) > 0
         return penalised or fixed or bool(self._bad_words) or self._too_short()
 
     def forbidden(self) -> list[int]:
         """Ids that must not come next. Bad words are matched over prompt and output, as transformers does."""
-        tokens = self.request.token_ids
-        ids = [word[-1] for word in self._bad_words if _ends_with(tokens, word[:-1])]
+        ids = [word[-1] for word in self._bad_words if self._is_certain(word)]
         return ids + self._stop_ids if self._too_short() else ids
 
+    def forbidden_after(self) -> list[tuple[int, int]]:
+        """(last token, id that must not come after it), where the last token is not known here."""
+        if not self.lacks_last:
+            return []
+        tokens = self.request.token_ids
+        longer = (word for word in self._bad_words if len(word) > 1)
+        return [(word[-2], word[-1]) for word in longer if _ends_with(tokens, word[:-2])]
+
+    def _is_certain(self, word: tuple[int, ...]) -> bool:
+        if self.lacks_last:
+            return len(word) == 1
+        return _ends_with(self.request.token_ids, word[:-1])
+
     def _too_short(self) -> bool:
-        return bool(self._stop_ids) and self.request.num_output < self.request.params.min_tokens
+        return bool(self._stop_ids) and self.request.num_output_before < self.request.params.min_tokens
+
+
+class RuleBook:
+    """Rules of the requests of the last step, so that what they counted is not counted again."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._rules: dict[str, RequestRules] = {}
+
+    def active(self, requests: Sequence[Request]) -> dict[str, RequestRules]:
+        """Rules of the requests whose logits change in this step; forgets requests that are not in it."""
+        known, self._rules = self._rules, {}
+        for request in requests:
+            if not may_change_logits(request.params):
+                continue
+            rules = known.get(request.request_id)
+            if rules is None or rules.request is not request:
+                rules = RequestRules(request, self._vocab_size)
+            self._rules[request.request_id] = rules
+        return {name: rules for name, rules in self._rules.items() if rules.refresh()}
+
+    def of(self, request: Request) -> RequestRules:
+        return self._rules[request.request_id]
+
+
+def may_change_logits(params: SamplingParams) -> bool:
+    return bool(
+        params.penalises
+        or params.logit_bias
+        or params.bad_words
+        or params.allowed_token_ids is not None
+        or (params.min_tokens and params.stop_token_ids)
+    )
 
 
 def _inside(ids: Iterable[int], vocab_size: int) -> list[int]:
@@ -71,11 +115,15 @@ def _ends_with(tokens: list[int], ending: tuple[int, ...]) -> bool:
     return not ending or (len(tokens) >= len(ending) and tuple(tokens[-len(ending) :]) == ending)
 
 
-def apply_rules(logits_RV: Tensor, rules: Sequence[RequestRules]) -> None:
-    """Change float32 logits in place; one entry of `rules` a row."""
+def apply_rules(logits_RV: Tensor, rules: Sequence[RequestRules], last_R: Tensor | None = None) -> None:
+    """Change float32 logits in place; one entry of `rules` a row.
+
+    `last_R`: each row's last token, on the device; read where a rule lacks it.
+    """
     _add_bias(logits_RV, rules)
-    _penalise(logits_RV, rules)
+    _penalise(logits_RV, rules, last_R)
     _forbid(logits_RV, rules)
+    _forbid_after(logits_RV, rules, last_R)
     _allow_only(logits_RV, rules)
 
 
@@ -83,48 +131,76 @@ def _add_bias(logits_RV: Tensor, rules: Sequence[RequestRules]) -> None:
     if not any(len(rule.bias_ids) for rule in rules):
         return
     row_N, id_N = _places([rule.bias_ids for rule in rules], logits_RV.device)
-    bias_N = torch.cat([rule.bias_values for rule in rules]).to(logits_RV.device)
+    bias_N = move(torch.cat([rule.bias_values for rule in rules]), logits_RV.device)
     old_N = logits_RV[row_N, id_N]
     logits_RV[row_N, id_N] = _bounded(old_N + bias_N, old_N)
 
 
-def _penalise(logits_RV: Tensor, rules: Sequence[RequestRules]) -> None:
+def _penalise(logits_RV: Tensor, rules: Sequence[RequestRules], last_R: Tensor | None) -> None:
     device = logits_RV.device
     counted = [(row, rule, rule.counts) for row, rule in enumerate(rules) if rule.counts is not None]
     if not counted:
         return
-    sizes = [len(counts) for _, _, counts in counted]
+    sizes = torch.tensor([len(counts) for _, _, counts in counted])
+    row_N = move(torch.repeat_interleave(torch.tensor([row for row, _, _ in counted]), sizes), device)
+    id_N = move(torch.cat([counts.ids for _, _, counts in counted]), device)
+    count_N = move(torch.cat([counts.output_counts for _, _, counts in counted]), device)
+    penalties_N3 = move(
+        torch.repeat_interleave(_penalties([rule for _, rule, _ in counted]), sizes, 0), device
+    )
+    new_N = _penalised(logits_RV[row_N, id_N], count_N, penalties_N3)
 
-    def spread(values: Iterable[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.repeat_interleave(torch.tensor(list(values), dtype=dtype), torch.tensor(sizes)).to(
-            device
-        )
+    lacking = [(row, rule) for row, rule, _ in counted if rule.lacks_last]
+    if not lacking:
+        logits_RV[row_N, id_N] = new_N
+        return
+    assert last_R is not None
+    row_L = move(torch.tensor([row for row, _ in lacking]), device)
+    id_L = last_R[row_L]
+    known_R = count_N.new_zeros(len(rules))
+    known_R.index_add_(0, row_N, torch.where(id_N == last_R[row_N], count_N, 0.0))
+    penalties_L3 = move(_penalties([rule for _, rule in lacking]), device)
+    new_L = _penalised(logits_RV[row_L, id_L], known_R[row_L] + 1, penalties_L3)
+    logits_RV[row_N, id_N] = new_N
+    logits_RV[row_L, id_L] = new_L
 
-    row_N = spread((row for row, _, _ in counted), torch.int64)
-    id_N = torch.cat([counts.ids for _, _, counts in counted]).to(device)
-    count_N = torch.cat([counts.output_counts for _, _, counts in counted]).to(device)
-    repetition_N = spread(rule.request.params.repetition_penalty for _, rule, _ in counted)
-    frequency_N = spread(rule.request.params.frequency_penalty for _, rule, _ in counted)
-    presence_N = spread(rule.request.params.presence_penalty for _, rule, _ in counted)
 
-    old_N = logits_RV[row_N, id_N]
+def _penalties(rules: Sequence[RequestRules]) -> Tensor:
+    """[rules, 3]: repetition, frequency, presence."""
+    params = [rule.request.params for rule in rules]
+    return torch.tensor([(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params])
+
+
+def _penalised(old_N: Tensor, count_N: Tensor, penalties_N3: Tensor) -> Tensor:
+    repetition_N, frequency_N, presence_N = penalties_N3.unbind(1)
     new_N = torch.where(old_N > 0, old_N / repetition_N, old_N * repetition_N)
     new_N -= frequency_N * count_N
     new_N -= presence_N * (count_N > 0)
-    logits_RV[row_N, id_N] = _bounded(new_N, old_N)
+    return _bounded(new_N, old_N)
 
 
 def _forbid(logits_RV: Tensor, rules: Sequence[RequestRules]) -> None:
     places = [(row, i) for row, rule in enumerate(rules) for i in rule.forbidden()]
     if places:
-        row_N, id_N = torch.tensor(places, device=logits_RV.device).unbind(1)
+        row_N, id_N = move(torch.tensor(places), logits_RV.device).unbind(1)
         logits_RV[row_N, id_N] = FORBIDDEN
+
+
+def _forbid_after(logits_RV: Tensor, rules: Sequence[RequestRules], last_R: Tensor | None) -> None:
+    places = [(row, last, i) for row, rule in enumerate(rules) for last, i in rule.forbidden_after()]
+    if not places:
+        return
+    assert last_R is not None
+    row_N, asked_N, id_N = move(torch.tensor(places), logits_RV.device).unbind(1)
+    # Added, as one id may be named after several tokens: only one of them is the last.
+    change_N = torch.where(last_R[row_N] == asked_N, FORBIDDEN, 0.0)
+    logits_RV.index_put_((row_N, id_N), change_N, accumulate=True)
 
 
 def _allow_only(logits_RV: Tensor, rules: Sequence[RequestRules]) -> None:
     for row, rule in enumerate(rules):
         if rule.allowed is not None:
-            allowed = rule.allowed.to(logits_RV.device)
+            allowed = move(rule.allowed, logits_RV.device)
             kept = logits_RV[row, allowed]
             logits_RV[row] = FORBIDDEN
             logits_RV[row, allowed] = kept
@@ -132,7 +208,7 @@ def _allow_only(logits_RV: Tensor, rules: Sequence[RequestRules]) -> None:
 
 def _places(ids: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
     sizes = torch.tensor([len(part) for part in ids])
-    return torch.repeat_interleave(sizes).to(device), torch.cat(list(ids)).to(device)
+    return move(torch.repeat_interleave(sizes), device), move(torch.cat(list(ids)), device)
 
 
 def _bounded(new_N: Tensor, old_N: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from ..step import SampledToken
 from .binned import draw_binned
 from .draw import Drawn, Knobs, draw_greedy, draw_ranked, draw_whole
 from .logprobs import token_logprobs
-from .ranking import best_of, next_size
-from .rules import RequestRules, apply_rules, penalises
+from .ranking import FindBest, best_of, next_size
+from .rules import RuleBook, apply_rules, may_change_logits
 
 _T = TypeVar("_T")
 
@@ -50,11 +50,12 @@ class Sampler:
     Keeps token counts of requests with penalties between steps, for the requests of the last call only.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, find_best: FindBest = best_of) -> None:
         self._vocab_size = vocab_size
+        self._find_best = find_best
         self._device = device
         self._rows_at_once = _ROWS_AT_ONCE.get(device.type, 1)
-        self._rules: dict[str, RequestRules] = {}
+        self._rules = RuleBook(vocab_size)
 
     def sample(self, logits_RV: Tensor, requests: Sequence[Request]) -> list[SampledToken | str]:
         """One result a row: the token, or the message of the error that ends this request alone.
@@ -63,10 +64,20 @@ class Sampler:
         The drawn token gets position `request.num_tokens`.
         """
         logits_RV = logits_RV[:, : self._vocab_size]
-        active = self._active_rules(requests)
+        active = self._rules.active(requests)
+        if all(is_greedy(request.params) and is_plain(request.params) for request in requests):
+            return self._greedy(logits_RV)
         methods = [self._method(request.params, edited=request.request_id in active) for request in requests]
         chosen = self._choose(logits_RV, requests, methods)
         return self._with_logprobs(logits_RV, requests, chosen)
+
+    def _greedy(self, logits_RV: Tensor) -> list[SampledToken | str]:
+        """What `_choose` would answer where nothing but the largest logit counts, in fewer steps."""
+        best_R, id_R = self._find_best(logits_RV)
+        return [
+            problem_of(best, best) or SampledToken(token)
+            for best, token in zip(best_R.tolist(), id_R.tolist(), strict=True)
+        ]
 
     def prompt_logprobs(self, logits_TV: Tensor, next_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
         """Entry t tells how likely `next_ids[t]` was after row t. NaN logprobs where a row is broken."""
@@ -77,18 +88,6 @@ class Sampler:
             entries += token_logprobs(_take(logits_TV, part).float(), ids, [top] * len(part))
         return entries
 
-    def _active_rules(self, requests: Sequence[Request]) -> dict[str, RequestRules]:
-        """Rules of the requests whose logits change in this step; forgets requests that are not in it."""
-        known, self._rules = self._rules, {}
-        for request in requests:
-            if not _may_change_logits(request.params):
-                continue
-            rules = known.get(request.request_id)
-            if rules is None or rules.request is not request:
-                rules = RequestRules(request, self._vocab_size)
-            self._rules[request.request_id] = rules
-        return {name: rules for name, rules in self._rules.items() if rules.refresh()}
-
     def _method(self, params: SamplingParams, *, edited: bool) -> _Method:
         if params.temperature < GREEDY_BELOW:
             return _Method(edited, "greedy")
@@ -96,6 +95,13 @@ class Sampler:
         if not cuts_k and params.top_p >= 1.0:
             return _Method(edited, "whole")
         return _Method(edited, "ranked", next_size(params.top_k if cuts_k else 0, self._vocab_size), cuts_k)
+
+    def candidates(self, params: SamplingParams) -> tuple[int, bool]:
+        """Of a row that is not greedy: how many of the best ids to look at first, 0 where their order does
+        not matter; and whether top-k leaves only these.
+        """
+        method = self._method(params, edited=False)
+        return method.size, method.cuts_k
 
     def _thorough(self, method: _Method) -> _Method:
         """The next method to try where the candidates were too few."""
@@ -111,7 +117,7 @@ class Sampler:
         while waiting:
             for row, method, outcome in list(self._run(logits_RV, requests, waiting)):
                 token, raw_best, best, covered = outcome
-                problem = _problem(raw_best, best)
+                problem = problem_of(raw_best, best)
                 if covered or problem:
                     chosen[row] = problem or int(token)
                     del waiting[row]
@@ -143,7 +149,7 @@ class Sampler:
         if method.edited:
             raw_best_R = best_of(logits_RV)[0]
             logits_RV = logits_RV.to(torch.float32, copy=True)
-            apply_rules(logits_RV, [self._rules[request.request_id] for request in requests])
+            apply_rules(logits_RV, [self._rules.of(request) for request in requests])
         drawn = self._draw_method(logits_RV, requests, method)
         raw_best_R = drawn.best if raw_best_R is None else raw_best_R
         columns = (drawn.id, raw_best_R, drawn.best, drawn.covered)
@@ -151,15 +157,15 @@ class Sampler:
 
     def _draw_method(self, logits_RV: Tensor, requests: list[Request], method: _Method) -> Drawn:
         if method.kind == "greedy":
-            return draw_greedy(logits_RV)
-        knobs = self._knobs(requests)
+            return draw_greedy(logits_RV, self._find_best)
+        knobs = self.knobs(requests)
         if method.kind == "whole":
             return draw_whole(logits_RV.float(), knobs)
         if method.kind == "binned":
             return draw_binned(logits_RV.float(), knobs)
         return draw_ranked(logits_RV.float(), knobs, method.size, cuts_k=method.cuts_k)
 
-    def _knobs(self, requests: list[Request]) -> Knobs:
+    def knobs(self, requests: list[Request]) -> Knobs:
         rows = [
             (
                 request.params.temperature,
@@ -207,17 +213,17 @@ def _take(logits_RV: Tensor, rows: Sequence[int]) -> Tensor:
     return logits_RV[list(rows)]
 
 
-def _may_change_logits(params: SamplingParams) -> bool:
-    return bool(
-        penalises(params)
-        or params.logit_bias
-        or params.bad_words
-        or params.allowed_token_ids is not None
-        or (params.min_tokens and params.stop_token_ids)
-    )
+def is_greedy(params: SamplingParams) -> bool:
+    return params.temperature < GREEDY_BELOW
 
 
-def _problem(raw_best: float, best: float) -> str | None:
+def is_plain(params: SamplingParams) -> bool:
+    """Whether a row is drawn from its logits as the model gave them, and nobody asks for more of them."""
+    return params.logprobs is None and not may_change_logits(params)
+
+
+def problem_of(raw_best: float, best: float) -> str | None:
+    """Of a row's largest logit before and after the rules: why it has no token, if it has none."""
     if not math.isfinite(raw_best):
         return BROKEN
     return NOTHING_LEFT if best == -math.inf else None

@@ -30,3 +30,17 @@ def test_the_engine_runs_without_numpy(tmp_path):
         [sys.executable, "-P", "-c", SCRIPT, model], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+BARE = """
+import sys
+for name in ("msgspec", "setproctitle", "litestar", "sqlmodel", "pydantic"):
+    sys.modules[name] = None
+import llmbox.engine.core, llmbox.engine.loader, llmbox.engine.runner, llmbox.kernels.dispatch
+"""
+
+
+def test_the_model_path_imports_nothing_of_the_server():
+    """A machine with torch and the checkpoint libraries alone can run the engine."""
+    done = subprocess.run([sys.executable, "-P", "-c", BARE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.errors import DoesNotFit
+from llmbox.engine.errors import DeviceError, DoesNotFit
 from llmbox.engine.estimator import (
     MemoryBudget,
     MemoryPlan,
@@ -15,48 +15,13 @@ from llmbox.engine.estimator import (
     estimate,
     resolve_dtypes,
     show_bytes,
-    workspace_bytes,
 )
+from llmbox.engine.memory_use import workspace_bytes
 from llmbox.engine.roofline import decode_tokens_per_second, prefill_tokens_per_second
+from support.shapes import LLAMA_3_8B, MISTRAL_7B, QWEN_2_500M, QWEN_3_600M
 
 GB = 10**9
 
-LLAMA_3_8B = ModelShape(
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    ffn=14336,
-    vocab=128256,
-    tied=False,
-    context_limit=8192,
-)
-QWEN_3_600M = ModelShape(
-    layers=28,
-    hidden=1024,
-    heads=16,
-    kv_heads=8,
-    head_dim=128,
-    ffn=3072,
-    vocab=151936,
-    tied=True,
-    context_limit=40960,
-    qk_norm=True,
-)
-QWEN_2_500M = ModelShape(
-    layers=24,
-    hidden=896,
-    heads=14,
-    kv_heads=2,
-    head_dim=64,
-    ffn=4864,
-    vocab=151936,
-    tied=True,
-    context_limit=32768,
-    qkv_bias=True,
-)
-MISTRAL_7B = replace(LLAMA_3_8B, vocab=32000, context_limit=32768, sliding_window=4096)
 TINY = ModelShape(
     layers=4,
     hidden=256,
@@ -100,6 +65,21 @@ def test_kv_bytes_per_token():
     assert LLAMA_3_8B.kv_bytes_per_token("bfloat16") == 131_072
     assert QWEN_3_600M.kv_bytes_per_token("bfloat16") == 114_688
     assert QWEN_3_600M.kv_bytes_per_token("float32") == 229_376
+    for one_byte in ("int8", "fp8"):  # 28 layers of 8 heads: 128 numbers and a scale, for K and for V
+        assert QWEN_3_600M.kv_bytes_per_token(one_byte) == 2 * 28 * 8 * (128 + 4)
+
+
+def test_int8_keys_and_values_leave_room_for_more_tokens():
+    plain, small = plan(LLAMA_3_8B, 24 * GB, "cuda"), plan(LLAMA_3_8B, 24 * GB, "cuda", kv_dtype="int8")
+    assert small.kv_dtype == "int8"
+    assert small.num_blocks / plain.num_blocks == pytest.approx(2 * 128 / 132, rel=1e-3)
+    assert small.num_blocks * 16 * small.kv_bytes_per_token <= small.budget_bytes - small.weights_bytes
+
+
+def test_fp8_keys_and_values_need_a_gpu():
+    assert plan(LLAMA_3_8B, 24 * GB, "cuda", kv_dtype="fp8").kv_dtype == "fp8"
+    with pytest.raises(DeviceError, match="--kv-dtype int8"):
+        plan(TINY, GB, kv_dtype="fp8")
 
 
 def test_llama_on_a_24_gb_gpu():
@@ -117,7 +97,16 @@ def test_workspace_by_hand():
     activations = 64 * ((3 * 256 + 3 * 768) * 4 + 2 * 256 * 4)
     attention = 2 * (4 * 64 * 2048 * 4) + 3 * 2048 * 2 * 64 * 4
     logits = 4096 * ((4 + 64) * 8 + 32)
-    assert got == activations + attention + 2 * 2048 * 64 * 4 + logits
+    runtime = 20 << 20
+    assert got == activations + attention + 2 * 2048 * 64 * 4 + logits + runtime
+
+
+def test_the_cpp_kernels_keep_a_tile_of_scores_a_thread():
+    sizes = {"context": 2048, "rows": 64, "max_running": 4}
+    stock = workspace_bytes(TINY, "cpu", "float32", **sizes)
+    native = workspace_bytes(TINY, "cpu", "float32", **sizes, native_threads=3)
+    attention = 2 * (4 * 64 * 2048 * 4) + 3 * 2048 * 2 * 64 * 4
+    assert stock - native == attention - 3 * (1 << 20)
 
 
 def test_a_small_model_takes_only_what_it_needs():

@@ -54,10 +54,11 @@ VARIANTS = {
 }
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("seed", range(4))
-def test_tokens_are_those_of_the_request_alone(variant, seed):
-    engine = FakeEngine(**VARIANTS[variant])
+def test_tokens_are_those_of_the_request_alone(variant, seed, overlap):
+    engine = FakeEngine(overlap=overlap, **VARIANTS[variant])
     requests = workload(seed)
     for request in requests:
         engine.add(request)

@@ -94,6 +94,40 @@ def test_a_burst_is_read_between_two_steps_and_answers_share_one_message(ends):
     assert ends_of == {"r1": ("length", None), "r2": ("abort", None), "r50": ("error", "does_not_fit")}
 
 
+class Preparing(FakeEngine):
+    """Has two things to prepare, which take their time."""
+
+    prepared = 0
+
+    def prepare(self) -> bool:
+        self.prepared += 1
+        return self.prepared <= 2
+
+
+class CountingChannel(Channel):
+    reads = 0
+
+    def receive(self, *, block: bool) -> list[m.ToEngine]:
+        self.reads += 1
+        return super().receive(block=block)
+
+
+def test_idle_moments_prepare_and_then_sleep(ends):
+    daemon, engine_end = ends
+    engine, channel = Preparing(CONFIG, FakeOptions()), CountingChannel(engine_end)
+    thread = threading.Thread(target=serve, args=(engine, channel))
+    thread.start()
+    reader: FrameReader[m.ToDaemon] = FrameReader(m.ToDaemon)
+    for number in range(3):
+        daemon.sendall(encode(m.Ping(nonce=number)))
+        assert len(read(daemon, reader)) == 1
+    daemon.sendall(encode(m.Shutdown()))
+    thread.join(10)
+    assert not thread.is_alive()
+    assert engine.prepared == 3, "until there was nothing left, and never again"
+    assert channel.reads <= 2 + 3 + 1, "a read for each thing prepared and each message: no spinning"
+
+
 def test_a_message_out_of_turn_is_an_error(ends):
     daemon, engine_end = ends
     daemon.sendall(encode(m.Start(config=CONFIG)))

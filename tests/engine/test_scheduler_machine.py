@@ -30,6 +30,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "max_running": st.integers(2, 4),
                 "premium_share": st.sampled_from([0.0, 0.25]),
                 "watermark": st.sampled_from([0.0, 0.2]),
+                "overlap": st.booleans(),
             }
         ),
     )
@@ -77,6 +78,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @has_work
     @rule(data=st.data())
     def cancel(self, data):
+        if not self.engine.scheduler.has_work:
+            return
         request_id = self._draw_present(data)
         self.engine.abort(request_id)
         assert self.engine.answers[request_id].finish_reason == "abort"
@@ -97,6 +100,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @has_work
     @rule(data=st.data())
     def poison_one_step(self, data):
+        if not self.engine.scheduler.has_work:
+            return  # only surplus rows are on their way
         self.engine.runner.poisoned.add(self._draw_present(data))
         self.engine.step()
         self.engine.runner.poisoned.clear()
@@ -104,12 +109,28 @@ class SchedulerMachine(RuleBasedStateMachine):
     @has_work
     @rule()
     def step_raises(self):
+        """In the next step that is launched: while those before are collected, none may be."""
         self.engine.runner.crash_next = True
         try:
-            self.engine.step()
+            while self.engine.engine.has_work:
+                self.engine.step()
         except RunnerError:
             return
-        raise AssertionError("work is left, but nothing was scheduled")
+        finally:
+            self.engine.runner.crash_next = False
+        assert self.numbers["overlap"], "work was left, but nothing was scheduled"
+
+    @precondition(lambda self: len(self.engine.engine._launched) > 0)
+    @rule()
+    def results_are_lost(self):
+        self.engine.runner.crash_next_collect = True
+        for _ in range(3):
+            try:
+                self.engine.step()
+            except RunnerError:
+                break
+        else:
+            raise AssertionError("nothing was collected")
 
     @has_work
     @rule()

@@ -1,7 +1,7 @@
 """Frames: every message there and back, and nothing but errors from anything else."""
 
 import struct
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -33,6 +33,7 @@ TO_ENGINE = [
     m.AddRequest(request_id="r", prompt_ids=[1, 2, 3], params=PARAMS, output_ids=[9], fork_of="q"),
     m.AbortRequest(request_id="r"),
     m.Ping(nonce=1),
+    m.AskBlocks(),
     m.Shutdown(),
 ]
 TO_DAEMON = [
@@ -49,6 +50,15 @@ TO_DAEMON = [
         stats=STATS,
     ),
     m.Pong(nonce=1, stats=STATS),
+    m.BlockMap(
+        block_size=16,
+        num_blocks=9,
+        runs=[m.BlockRun(count=9, state="live", owner=0, holders=2)],
+        owners=["r"],
+        holders=[m.BlockHolder(request_id="r", blocks=9, shared=0)],
+        prefixes=[m.PrefixUse(prefix="0a", tokens=16, blocks=1, hits=3, last_request="r")],
+        evictions=4,
+    ),
 ]
 
 
@@ -129,3 +139,10 @@ def test_one_changed_byte_never_changes_a_message(position, mask):
     with pytest.raises(TransportError):
         read_on()
     assert received == TO_DAEMON[: len(received)]
+
+
+def test_facts_of_a_model_can_be_hashed_as_they_arrive() -> None:
+    """The daemon looks fingerprints of answers up by them."""
+    ready = m.Ready(info=replace(INFO, notes=("lowered",), worker_pids=(1, 2)))
+    (arrived,) = FrameReader(m.ToDaemon).feed(encode(ready))
+    assert hash(arrived.info) == hash(ready.info)

@@ -17,11 +17,13 @@ from typing import Any
 
 import msgspec
 
-from llmbox.engine.client import Launch
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DoesNotFit, EngineError, ModelError
 from llmbox.engine.messages import (
     AddRequest,
+    BlockHolder,
+    BlockMap,
+    BlockRun,
     EngineStats,
     ModelInfo,
     Progress,
@@ -31,6 +33,7 @@ from llmbox.engine.messages import (
 )
 from llmbox.engine.process import main
 from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.spawn import Launch
 
 OPTIONS_FILE = "fake_engine.json"
 
@@ -180,6 +183,9 @@ class FakeEngine:
         outputs = [output for s in list(self._running.values()) if (output := self._advance(s))]
         return StepOutputs(outputs=outputs, stats=self.stats())
 
+    def prepare(self) -> bool:
+        return False
+
     def stats(self) -> EngineStats:
         used = sum(-(-s.length // self._block_size) for s in self._running.values())
         return EngineStats(
@@ -191,6 +197,24 @@ class FakeEngine:
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
             slots_used=sum(s.length for s in self._running.values()),
+        )
+
+    def blocks(self) -> BlockMap:
+        """The running ones from the first block on, everything else free."""
+        used = [-(-s.length // self._block_size) for s in self._running.values()]
+        runs = [BlockRun(count=n, state="live", owner=i, holders=1) for i, n in enumerate(used)]
+        rest = self._options.num_blocks - sum(used)
+        return BlockMap(
+            block_size=self._block_size,
+            num_blocks=self._options.num_blocks,
+            runs=[*runs, BlockRun(count=rest, state="free", owner=-1, holders=0)],
+            owners=list(self._running),
+            holders=[
+                BlockHolder(request_id=name, blocks=n, shared=0)
+                for name, n in zip(self._running, used, strict=True)
+            ],
+            prefixes=[],
+            evictions=0,
         )
 
     def _advance(self, sequence: Sequence_) -> RequestOutput | None:

@@ -6,12 +6,14 @@ is shared wrongly, overwritten, freed too early or published uncomputed is found
 is a function of what the *slots* say, so tokens are exact only if the KV is.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from llmbox.engine.messages import TokenLogprobs
 from llmbox.engine.request import Request
 from llmbox.engine.sampling import SamplingParams
-from llmbox.engine.step import SampledToken, StepPlan, StepResult
+from llmbox.engine.step import SampledToken, ScheduledRequest, StepPlan, StepResult
 
 VOCAB = 50
 _MASK = (1 << 61) - 1
@@ -56,12 +58,16 @@ def expected_output(namespace: str, prompt_ids: Sequence[int], params: SamplingP
 
 
 class FakeRunner:
+    """One step at a time."""
+
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
         self.crash_next = False
         self.poisoned: set[str] = set()
         self.plans: list[StepPlan] = []
+        self._sampled: dict[Request, int] = {}
+        """The last token of each, as a device keeps it."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
@@ -69,7 +75,7 @@ class FakeRunner:
         result = StepResult()
         for row in plan.rows:
             assert row.num_tokens > 0, "a row without a token has no logits"
-            self._compute(row.request, row.start, row.end)
+            self._compute(row)
         if self.crash_next:
             self.crash_next = False
             raise RunnerError
@@ -82,11 +88,12 @@ class FakeRunner:
                 ]
             if not row.samples:
                 continue
+            last = self.slots[self._slot(request, row.end - 1)]
+            token = self._sampled[request] = next_token(last, request.params.seed)
             if request.request_id in self.poisoned:
                 result.failed[request.request_id] = "NaN in logits"
             else:
-                last = self.slots[self._slot(request, row.end - 1)]
-                result.tokens[request.request_id] = SampledToken(next_token(last, request.params.seed))
+                result.tokens[request.request_id] = SampledToken(token)
         return result
 
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -94,8 +101,13 @@ class FakeRunner:
         for source, target in copies:
             self.slots[target * size : (target + 1) * size] = self.slots[source * size : (source + 1) * size]
 
-    def _compute(self, request: Request, start: int, end: int) -> None:
-        wanted = prefixes(request.cache_namespace, request.token_ids)
+    def _compute(self, row: ScheduledRequest) -> None:
+        request, start, end = row.request, row.start, row.end
+        tokens = request.token_ids[:end]
+        if len(tokens) < end:
+            tokens.append(self._sampled[request])
+        assert len(tokens) == end, "a step may depend on one unknown token at most"
+        wanted = prefixes(request.cache_namespace, tokens)
         for position in range(start):
             found = self.slots[self._slot(request, position)]
             assert found == wanted[position], f"{request.request_id}: wrong KV at {position} of {start}"
@@ -104,3 +116,39 @@ class FakeRunner:
 
     def _slot(self, request: Request, position: int) -> int:
         return request.block_table[position // self.block_size] * self.block_size + position % self.block_size
+
+
+class FakeOverlappingRunner(FakeRunner):
+    """Computes a step when it is launched, as what comes next on a device would see it, and tells later."""
+
+    def __init__(self, num_blocks: int, block_size: int, depth: int = 1) -> None:
+        super().__init__(num_blocks, block_size)
+        self.depth = depth
+        self.crash_next_collect = False
+        self._waiting: deque[StepPlan] = deque()
+
+    def launch(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
+        self._waiting.append(plan)
+        assert len(self._waiting) <= self.depth + 1
+        with self._forgetting_all():
+            return plan, self.execute(plan)
+
+    def collect(self, handle: tuple[StepPlan, StepResult]) -> StepResult:
+        plan, result = handle
+        with self._forgetting_all():
+            if self.crash_next_collect:
+                self.crash_next_collect = False
+                raise RunnerError
+        assert self._waiting.popleft() is plan
+        return result
+
+    def prepare(self) -> bool:
+        return False
+
+    @contextmanager
+    def _forgetting_all(self) -> Iterator[None]:
+        try:
+            yield
+        except RunnerError:
+            self._waiting.clear()
+            raise

@@ -19,8 +19,8 @@ from llmbox.app.paths import find_paths
 from llmbox.app.services import Services
 from llmbox.app.settings import LimitSettings, Settings
 from llmbox.app.text.model_text import load_model_text
-from llmbox.engine.client import Launch
 from llmbox.engine.config import EngineConfig
+from llmbox.engine.spawn import Launch
 from support.fake_engine import fake_launch
 
 T = TypeVar("T")

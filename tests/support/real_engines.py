@@ -10,12 +10,25 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.core import Engine
 from llmbox.engine.loader import load_engine
 from llmbox.engine.messages import AddRequest, RequestOutput
+from llmbox.engine.pipeline import OneAtATime
+from llmbox.engine.request import Request
 from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.step import ScheduledRequest
 
 
 def load(directory: Path, **options: Any) -> Engine:
     settings = {"device": "cpu", "threads": 1, "memory_bytes": 256 << 20, **options}
     return load_engine(EngineConfig(model_path=str(directory), name="tiny", **settings), lambda _: None)
+
+
+def runner_of(engine: Engine) -> Any:
+    runner = engine._runner
+    return runner.runner if isinstance(runner, OneAtATime) else runner
+
+
+def planned(request: Request, start: int, num_tokens: int) -> ScheduledRequest:
+    """As the scheduler would plan it."""
+    return ScheduledRequest(request, start, num_tokens, samples=start + num_tokens == request.num_tokens)
 
 
 def ask(name: str, prompt: Sequence[int], max_tokens: int, **params: Any) -> AddRequest:

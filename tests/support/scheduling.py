@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from llmbox.engine.block_pool import BlockPool
 from llmbox.engine.core import Engine
 from llmbox.engine.messages import AddRequest, ModelInfo, RequestOutput
+from llmbox.engine.pipeline import OneAtATime
 from llmbox.engine.request import Request
 from llmbox.engine.sampling import SamplingParams
 from llmbox.engine.scheduler import Scheduler, SchedulerConfig
 from llmbox.engine.step import SampledToken, StepPlan, StepResult
-from support.fake_runner import FakeRunner
+from support.fake_runner import FakeOverlappingRunner, FakeRunner
 
 INFO = ModelInfo(
     name="fake",
@@ -110,10 +111,17 @@ class Answer:
 class FakeEngine:
     """An engine over `FakeRunner` that keeps what it answered."""
 
-    def __init__(self, *, num_blocks: int = 100, block_size: int = 4, **scheduler: object) -> None:
+    def __init__(
+        self, *, num_blocks: int = 100, block_size: int = 4, overlap: bool = False, **scheduler: object
+    ) -> None:
         self.scheduler = make_scheduler(num_blocks=num_blocks, block_size=block_size, **scheduler)
-        self.runner = FakeRunner(num_blocks, block_size)
-        self.engine = Engine(self.scheduler, self.runner, INFO)
+        self.runner: FakeRunner
+        if overlap:
+            self.runner = driven = FakeOverlappingRunner(num_blocks, block_size)
+        else:
+            self.runner = FakeRunner(num_blocks, block_size)
+            driven = OneAtATime(self.runner)
+        self.engine = Engine(self.scheduler, driven, INFO)
         self.answers: dict[str, Answer] = {}
 
     def add(self, request: Request) -> None:
@@ -143,9 +151,10 @@ class FakeEngine:
         for _ in range(max_steps):
             if not self.engine.has_work:
                 break
-            before = len(self.runner.plans)
+            before = len(self.runner.plans), len(self.engine._launched)
             self.step()
-            assert len(self.runner.plans) > before, "work is left, but nothing was scheduled"
+            after = len(self.runner.plans), len(self.engine._launched)
+            assert after != before, "work is left, but nothing was done"
         assert not self.engine.has_work
         self.scheduler.check()
         assert self.scheduler.pool.num_used == 0

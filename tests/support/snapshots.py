@@ -8,6 +8,9 @@ import msgspec
 
 from llmbox.app.errors import CliError, Exit
 from llmbox.app.gateway.live_request import LiveRequest
+from llmbox.app.requests.explain import content_note, prefix_note
+from llmbox.app.requests.snippets import as_curl
+from llmbox.app.store.record import RequestRecord
 from llmbox.app.telemetry.snapshot import (
     Attention,
     Engine,
@@ -111,8 +114,23 @@ def record(number: int, **changes: Any) -> dict[str, Any]:
         "finish_reasons": "stop", "error_code": "", "prompt_tokens": 512, "cached_tokens": 256,
         "output_tokens": 200 + number, "n": 1, "queue_s": 0.05, "ttft_s": 0.25, "tpot_s": 0.011,
         "e2e_s": 2.5, "resumes": 0, "seed": 7, "params": '{"temperature":0.7}', "client": "127.0.0.1",
+        "looked_up_tokens": 496, "prefix_end": "diverged", "output_hash": "", "fingerprint": "fp",
+        "content": "",
     }  # fmt: skip
     return values | changes
+
+
+def detail(row: dict[str, Any]) -> dict[str, Any]:
+    """What the admin API makes of it, with nothing kept."""
+    told = RequestRecord(**{name: value for name, value in row.items() if name != "seq"})
+    return {
+        "in_flight": None,
+        "request": row,
+        "prefix_note": prefix_note(told),
+        "content": None,
+        "content_note": content_note(told, None, 7.0, foreign=False),
+        "curl": as_curl("http://127.0.0.1:7411", told),
+    }
 
 
 def answers() -> dict[str, dict[str, Any]]:
@@ -152,8 +170,10 @@ def answers() -> dict[str, dict[str, Any]]:
         record(3, http_status=429, error_code="queue_full", output_tokens=0, tpot_s=None, ttft_s=None),
     ]
     return {
+        "blocks?cells=1024": {"models": [blocks()]},
+        "marks?since=0&limit=50": {"marks": marks()},
         "requests?limit=300": {"in_flight": [], "requests": ended, "dropped": 0},
-        **{f"requests/{row['id']}": {"in_flight": None, "request": row} for row in ended},
+        **{f"requests/{row['id']}": detail(row) for row in ended},
         "requests/req-1": {"in_flight": msgspec.to_builtins(live_request(1)), "request": None},
         "models": {"models": models},
         "disk": {"models": [{"name": "qwen3-8b", "size": 16 * GB, "servable": True, "ref": "Qwen/Qwen3-8B"},
@@ -163,6 +183,35 @@ def answers() -> dict[str, dict[str, Any]]:
         "bench": {"runs": runs},
         "doctor": {"ok": False, "findings": findings},
     }  # fmt: skip
+
+
+def blocks() -> dict[str, Any]:
+    """Of 25,000 blocks, 25 a cell: three requests, a cached stretch, and free ones with islands."""
+    runs = [[200, 25, 0, 0, 1], [100, 25, 0, 1, 2], [60, 3, 22, 2, 1], [140, 0, 25, 3, 0], [90, 0, 0, -1, 0],
+            [10, 0, 25, 3, 0], [400, 0, 0, -1, 0]]  # fmt: skip
+    uses = [
+        {"prefix": "8b1ee740f8b1", "tokens": 2048, "blocks": 128, "hits": 31, "last_request": "req-3"},
+        {"prefix": "00c4a1d29f3e", "tokens": 512, "blocks": 32, "hits": 7, "last_request": "req-9"},
+    ]
+    return {
+        "model": "qwen3-8b", "as_of": NOON, "block_size": 16, "num_blocks": 25_000, "blocks_a_cell": 25,
+        "cells": runs, "owners": ["req-1", "req-2", "req-3", "old-1"], "prefixes": uses, "evictions": 1234,
+        "holders": [{"request_id": f"req-{n}", "blocks": 900 - n, "shared": 40} for n in range(1, 13)],
+    }  # fmt: skip
+
+
+def marks() -> list[dict[str, Any]]:
+    return [
+        {"time": NOON - 60, "kind": "load", "model": "qwen3-8b", "text": "ready"},
+        {"time": NOON - 90, "kind": "eviction", "model": "smollm", "text": "to make room for qwen3-8b"},
+        {
+            "time": NOON - 400,
+            "kind": "refusal",
+            "model": "qwen3-8b",
+            "text": "12 requests refused: queue_full",
+        },
+        {"time": NOON - 90_000, "kind": "restart", "model": "qwen3-8b", "text": "killed by SIGKILL"},
+    ]
 
 
 class FakeApi:

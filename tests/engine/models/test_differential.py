@@ -17,8 +17,8 @@ from llmbox.engine.request import Request
 from llmbox.engine.runner import ModelRunner
 from llmbox.engine.sampling import SamplingParams
 from llmbox.engine.scheduler import Scheduler
-from llmbox.engine.step import SampledToken, ScheduledRequest, StepPlan
-from support.real_engines import ask, hf_model, hf_tokens, load, tokens
+from llmbox.engine.step import SampledToken, StepPlan
+from support.real_engines import ask, hf_model, hf_tokens, load, planned, runner_of, tokens
 from support.tiny_models import ARCHITECTURES, ORIGINAL_CONTEXT, ROPE_VARIANTS, make_tiny_model
 
 MANY = 32
@@ -107,7 +107,7 @@ def decode_logits(runner: ModelRunner, ids: list[int], prefill: int) -> Tensor:
     request.block_table = list(range(-(-len(ids) // 16)))
     start = 0
     while start < len(ids):
-        runner.execute(StepPlan([ScheduledRequest(request, start, request.num_tokens - start)]))
+        runner.execute(StepPlan([planned(request, start, request.num_tokens - start)]))
         start = request.num_tokens
         request.token_ids = ids[: start + 1]
     return torch.stack(keeper.rows)
@@ -124,7 +124,7 @@ def all_logits(runner: ModelRunner, ids: list[int]) -> Tensor:
         lambda forward, _rows: hidden.append(original(forward, None)) or hidden[0],
     )
     runner._sampler = LogitsKeeper()
-    runner.execute(StepPlan([ScheduledRequest(request, 0, len(ids))]))
+    runner.execute(StepPlan([planned(request, 0, len(ids))]))
     model.hidden = original
     return model.logits(hidden[0])
 
@@ -132,7 +132,7 @@ def all_logits(runner: ModelRunner, ids: list[int]) -> Tensor:
 @torch.inference_mode()
 def test_logits_of_every_position(case: Case) -> None:
     ids = (case.prompts[1] * 3)[: 90 if case.max_tokens == MANY else ORIGINAL_CONTEXT]
-    runner = load(case.directory)._runner
+    runner = runner_of(load(case.directory))
     exact = case.hf(torch.tensor([ids])).logits[0]
     torch.testing.assert_close(all_logits(runner, ids), exact, atol=1e-4, rtol=1e-4)
     prefill = len(case.prompts[1])

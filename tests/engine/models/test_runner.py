@@ -9,8 +9,8 @@ from llmbox.engine.loader import load_engine
 from llmbox.engine.messages import Progress
 from llmbox.engine.request import Request
 from llmbox.engine.sampling import SamplingParams
-from llmbox.engine.step import ScheduledRequest, StepPlan
-from support.real_engines import ask, hf_model, load, run, tokens
+from llmbox.engine.step import StepPlan
+from support.real_engines import ask, hf_model, load, planned, run, runner_of, tokens
 from support.tiny_models import make_tiny_model
 
 BLOCK = 16
@@ -41,6 +41,32 @@ def test_kv_may_have_a_dtype_of_its_own(model: Path, kv_dtype: str) -> None:
     assert len(tokens(engine, [ask("a", [5, 6, 7], 20)])["a"]) == 20
 
 
+@pytest.mark.parametrize("kernels", ["cpu", "onednn", "reference"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_int8_keys_and_values(model: Path, monkeypatch: pytest.MonkeyPatch, kernels: str, dtype: str) -> None:
+    """On all kernels: small, near to what plain ones give, and one request is one answer."""
+    monkeypatch.setenv("LLMBOX_KERNELS", kernels)
+    engine = load(model, dtype=dtype, kv_dtype="int8")
+    assert (engine.info.kv_dtype, engine.info.kv_bytes_per_token) == ("int8", 2 * 2 * 2 * (16 + 4))
+    prompt = torch.randint(3, 320, (90,), generator=torch.Generator().manual_seed(1)).tolist()
+    exact = hf_model(model)(torch.tensor([prompt])).logits[0].detach().log_softmax(-1)
+    outputs = run(engine, [ask("a", prompt, 2, prompt_logprobs=0)])
+    entries = next(o.prompt_logprobs for o in outputs["a"] if o.prompt_logprobs is not None)
+    for position, entry in enumerate(entries[1:], 1):
+        assert entry is not None
+        assert entry.logprob == pytest.approx(float(exact[position - 1, prompt[position]]), abs=0.1)
+    if dtype == "float32":
+        alone = tokens(load(model, dtype=dtype, kv_dtype="int8"), [ask("x", prompt, 20)])["x"]
+        crowd = [ask("x", prompt, 20), *(ask(str(n), prompt[n:], 20) for n in range(1, 9))]
+        assert tokens(load(model, dtype=dtype, kv_dtype="int8", token_budget=16), crowd)["x"] == alone
+        assert tokens(engine, [ask("x", prompt, 20)])["x"] == alone  # from the prefix cache
+
+
+def test_fp8_keys_and_values_are_refused_on_a_cpu(model: Path) -> None:
+    with pytest.raises(DeviceError, match="--kv-dtype int8"):
+        load(model, kv_dtype="fp8")
+
+
 @pytest.mark.parametrize("budget", [4, 11, 4096])
 def test_prompt_logprobs_of_every_chunk(model: Path, budget: int) -> None:
     prompt = torch.randint(3, 320, (150,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -60,14 +86,14 @@ def test_prompt_logprobs_of_every_chunk(model: Path, budget: int) -> None:
 
 
 def test_blocks_are_copied_before_anything_is_written(model: Path) -> None:
-    runner = load(model)._runner
+    runner = runner_of(load(model))
     prompt = list(range(3, 23))
     first = request("a", prompt, [4, 9])
-    token = runner.execute(StepPlan([ScheduledRequest(first, 0, 20)])).tokens["a"].token_id
+    token = runner.execute(StepPlan([planned(first, 0, 20)])).tokens["a"].token_id
     fork = request("b", prompt, [4, 2])
     for one in (first, fork):
         one.token_ids = [*prompt, token]
-    together = [ScheduledRequest(first, 20, 1), ScheduledRequest(fork, 20, 1)]
+    together = [planned(first, 20, 1), planned(fork, 20, 1)]
     result = runner.execute(StepPlan(together, copies=[(9, 2)]))
     assert result.tokens["a"] == result.tokens["b"]
 
@@ -76,15 +102,15 @@ def test_a_row_of_nan_fails_alone_and_its_blocks_can_be_used_again(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LLMBOX_KERNELS", "reference")  # its weights are plain tensors
-    runner = load(model)._runner
+    runner = runner_of(load(model))
     prompt = list(range(3, 23))
-    clean = runner.execute(StepPlan([ScheduledRequest(request("x", prompt, [0, 1]), 0, 20)])).tokens["x"]
-    table = runner._model.table.weight_OI
+    clean = runner.execute(StepPlan([planned(request("x", prompt, [0, 1]), 0, 20)])).tokens["x"]
+    table = runner._model.embedding.packed.weight_OI
     good = table[300].clone()
     with torch.inference_mode():
         table[300] = torch.nan
     broken, fine = request("a", [300, *prompt[1:]], [2, 3]), request("b", prompt, [4, 5])
-    result = runner.execute(StepPlan([ScheduledRequest(broken, 0, 20), ScheduledRequest(fine, 0, 20)]))
+    result = runner.execute(StepPlan([planned(broken, 0, 20), planned(fine, 0, 20)]))
     assert result.tokens == {"b": clean}
     assert "NaN" in result.failed["a"]
     with torch.inference_mode():
@@ -92,7 +118,7 @@ def test_a_row_of_nan_fails_alone_and_its_blocks_can_be_used_again(
     for plan_rows in ([(0, 20)], [(0, 18), (18, 1), (19, 1)]):
         heir = request("c", prompt, [3, 2])
         for start, count in plan_rows:
-            result = runner.execute(StepPlan([ScheduledRequest(heir, start, count)]))
+            result = runner.execute(StepPlan([planned(heir, start, count)]))
         assert result.tokens == {"c": clean}
 
 

@@ -1,0 +1,96 @@
+"""Decoding steps captured once and replayed: one launch instead of hundreds.
+
+A graph is of one size. A step of fewer rows is filled up with rows that do no harm; one for which no graph
+of a near size is there yet runs as it is.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Final, Protocol
+
+log = logging.getLogger(__name__)
+
+WANTED: Final = 16
+"""Steps of a size after which its graph is captured even though the engine is never idle."""
+NEAR: Final = 2
+"""A graph of so many times the rows is still used: decoding costs what it reads, mostly the weights."""
+
+
+class GraphCapture(Protocol):
+    bytes_taken: int
+    """Device memory of all graphs so far."""
+
+    def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+        """Run `body` once to warm up, then capture it -> replay. Inputs and results stay where they were."""
+        ...
+
+
+def capture_sizes(most: int) -> list[int]:
+    """1, 2, 4, 8, then by 8 to 64, by 16 to 256, by 32 beyond; `most` last."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32)]
+    return [size for size in sizes if size < most] + [most]
+
+
+class DecodeGraphs:
+    """`body(size)` runs a step of `size` rows; all it reads and writes stays at the same place.
+
+    The largest graph is captured first, as the others then find their memory in its pool.
+    """
+
+    def __init__(
+        self, capture: GraphCapture, body: Callable[[int], None], most: int, budget_bytes: int
+    ) -> None:
+        """For steps of up to `most` rows. No more is captured once `budget_bytes` are used up."""
+        self._capture = capture
+        self._budget = budget_bytes
+        self._body = body
+        self._sizes = capture_sizes(most)
+        self._replays: dict[int, Callable[[], None]] = {}
+        self._wanted: Counter[int] = Counter()
+        self._usable = True
+
+    @property
+    def next_size(self) -> int | None:
+        """What to capture next: the largest, then from the smallest on."""
+        if not self._may_capture:
+            return None
+        left = [size for size in self._sizes if size not in self._replays]
+        return left[-1] if left == self._sizes else next(iter(left), None)
+
+    @property
+    def bytes_taken(self) -> int:
+        return self._capture.bytes_taken
+
+    def size_for(self, rows: int) -> int | None:
+        """Of the graph to fill up to; None: run as it is."""
+        exact = next((size for size in self._sizes if size >= rows), None)
+        if exact is None or not self._usable:
+            return None
+        if exact not in self._replays:
+            self._wanted[exact] += 1
+        return next((size for size in sorted(self._replays) if exact <= size <= NEAR * exact), None)
+
+    @property
+    def urgent_size(self) -> int | None:
+        """A size that steps keep asking for."""
+        if not self._may_capture:
+            return None
+        often = (size for size, count in self._wanted.items() if count >= WANTED)
+        return next((size for size in often if size not in self._replays), None)
+
+    @property
+    def _may_capture(self) -> bool:
+        return self._usable and self._capture.bytes_taken < self._budget
+
+    def capture(self, size: int) -> None:
+        """Inputs must be those of rows that do no harm. A failure ends the use of graphs, nothing else."""
+        try:
+            self._replays[size] = self._capture.capture(lambda: self._body(size))
+        except Exception as error:  # noqa: BLE001 - drivers and compilers; all works without graphs
+            self._usable = False
+            self._replays.clear()
+            log.warning("CUDA graphs are off: capturing %d rows failed: %s", size, error)
+
+    def replay(self, size: int) -> None:
+        self._replays[size]()

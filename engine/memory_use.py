@@ -1,0 +1,68 @@
+"""Bytes of weights and of everything that a step needs beside them and the KV cache. No torch."""
+
+from llmbox.kernels.quant import Quant
+
+from .model_shape import DTYPE_BYTES, ModelShape
+
+MIB = 1 << 20
+
+ATTENTION_SCRATCH = 64 * MIB
+"""What attention may use for one mask or score matrix: the kernel takes that many queries at a time."""
+NATIVE_SCRATCH = MIB
+"""What a thread of the C++ kernels keeps for its tile of attention, and more."""
+PROMPT_LOGPROB_ROWS = 64
+"""Rows of prompt logits made at once."""
+
+_CUDA_RUNTIME = 512 * MIB
+# Context, kernels and library workspaces, taken by CUDA itself.
+_CPU_RUNTIME = 20 * MIB
+# Measured: tests/bench/fit_error.py.
+
+
+def weights_bytes(shape: ModelShape, dtype: str, quant: Quant | None) -> int:
+    """Norms, biases and a separate input embedding keep their dtype; the head has its own format."""
+    size = DTYPE_BYTES[dtype]
+    if quant is None:
+        return shape.params * size
+    head = shape.table_params
+    kept = shape.params - shape.matmul_params
+    layers = shape.matmul_params - head
+    return int(kept * size + head * quant.head.bytes_per_weight + layers * quant.bytes_per_weight)
+
+
+def workspace_bytes(
+    shape: ModelShape,
+    device: str,
+    dtype: str,
+    *,
+    context: int,
+    rows: int,
+    max_running: int,
+    native_threads: int | None = None,
+) -> int:
+    """Everything that is neither weights nor KV, at the worst moment of a step of `rows` tokens.
+
+    activations  rows · ((3 · hidden + max(2 · (heads + kv_heads) · head_dim, 3 · ffn)) · b + 2 · hidden · 4)
+                 residual, normed input and output; the larger of attention's and the MLP's inner rows;
+                 float32 inside the norm
+    attention    a mask and scores, at most ATTENTION_SCRATCH each, and one request's K and V gathered in
+                 float32, padded by at most a half: 3 · context · kv_heads · head_dim · 4. The C++ kernels
+                 (`native_threads` of them) read keys where they lie, and keep a tile of scores a thread
+    positions    RoPE tables of cosines and sines: 2 · context · head_dim · 4
+    logits       (max_running + PROMPT_LOGPROB_ROWS) · vocab · (4 + b), and the sampler's integers: 32 bytes a
+                 vocabulary entry for each row it takes at once
+    runtime      what CUDA takes for itself; on a CPU what the allocator keeps and the interpreter grows by
+    """
+    size = DTYPE_BYTES[dtype]
+    inner = max(2 * (shape.heads + shape.kv_heads) * shape.head_dim, 3 * shape.ffn)
+    activations = rows * (3 * shape.hidden * size + inner * size + 2 * shape.hidden * 4)
+    scores = 2 * min(ATTENTION_SCRATCH, shape.heads * rows * context * 4)
+    gathered = 3 * context * shape.kv_heads * shape.head_dim * 4
+    if native_threads is not None:
+        scores, gathered = native_threads * NATIVE_SCRATCH, 0
+    positions = 2 * context * shape.head_dim * 4
+    sampled = max_running + PROMPT_LOGPROB_ROWS
+    at_once = PROMPT_LOGPROB_ROWS if device == "cuda" else 1
+    logits = shape.vocab * (sampled * (4 + size) + at_once * 32)
+    runtime = _CUDA_RUNTIME if device == "cuda" else _CPU_RUNTIME
+    return activations + scores + gathered + positions + logits + runtime

@@ -1,0 +1,89 @@
+"""What ranks exchange over torch.distributed: NCCL between GPUs, or gloo, with which it is tested.
+
+Sums are made in the order of ranks, element by element, wherever the result must not depend on what else is
+in the batch: `all_reduce` of gloo and NCCL cuts a tensor into as many pieces as there are ranks and sums each
+in an order of its own, so that an element's sum depends on where in the batch it stands.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .layout import Layout
+from .oneshot import OneShotSum
+
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+# The newer name of the same; torch 2.11 has only the old one.
+
+GATHER_UP_TO = 256 << 10
+"""Bytes. A larger sum goes in two phases: each rank sums a slice, then the slices are exchanged. That moves
+2 (t - 1) / t of the tensor instead of t - 1 times it, and waits twice."""
+
+
+class TorchCollective:
+    """A `rank.Collective`."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        stage: dist.ProcessGroup,
+        *,
+        ordered: bool,
+        one_shot: OneShotSum | None = None,
+    ) -> None:
+        """`stage` is the group of this stage's ranks. `ordered`: sums in the order of ranks, always."""
+        self._layout = layout
+        self._stage = stage
+        self._ordered = ordered
+        self._one_shot = one_shot
+
+    def sum(self, x: Tensor, out: Tensor | None = None) -> None:
+        self._sum(x)
+        if out is not None:
+            out.copy_(x)
+
+    def _sum(self, x: Tensor) -> None:
+        if self._one_shot is not None and self._one_shot.takes(x):
+            self._one_shot(x)
+        elif self._layout.tp == 2 or not self._ordered:  # a + b is b + a
+            dist.all_reduce(x, group=self._stage)
+        elif x.nbytes <= GATHER_UP_TO:
+            x.copy_(sum_in_order(list(self.gather(x))))
+        else:
+            self._sum_in_slices(x)
+
+    def gather(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = x.new_empty(self._layout.tp, *x.shape)
+        _all_gather(out.view(-1), x.view(-1), group=self._stage)
+        return out
+
+    def send(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            dist.send(tensor.contiguous(), self._layout.rank + self._layout.tp)
+
+    def receive(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            assert tensor.is_contiguous()
+            dist.recv(tensor, self._layout.rank - self._layout.tp)
+
+    def _sum_in_slices(self, x: Tensor) -> None:
+        tp = self._layout.tp
+        size = -(-x.numel() // tp)
+        flat = x.new_zeros(tp * size)
+        flat[: x.numel()] = x.reshape(-1)
+        parts = torch.empty_like(flat)
+        dist.all_to_all_single(parts, flat, group=self._stage)
+        mine = sum_in_order(list(parts.view(tp, size)))
+        x.copy_(self.gather(mine).view(-1)[: x.numel()].view(x.shape))
+
+
+def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """In float32, rounded once."""
+    first, *others = parts
+    total = first.float()
+    for part in others:
+        total = total + part
+    return total.to(first.dtype)

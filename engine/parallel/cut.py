@@ -1,0 +1,92 @@
+"""Into how many parts a model is cut, and on which GPUs they go. No torch.
+
+A model that fits on one GPU stays there: other models want the rest, and one GPU waits for nobody. One that
+does not is shared by as few NVLink peers as it takes. Between GPUs that hang on PCIe it is cut into stages: a
+stage hands on two rows of hidden states a token, a shared layer sums twice over all ranks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from llmbox.kernels.quant import QUANTS
+
+from ..config import EngineConfig
+from ..errors import ParallelError
+from ..model_shape import ModelShape
+from .layout import can_split, check_layout
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    tp: int = 1
+    pp: int = 1
+    gpus: tuple[int, ...] = ()
+    """Of each rank; empty on a CPU."""
+    reason: str = ""
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp
+
+
+def cuts(
+    shape: ModelShape,
+    nvlink: tuple[frozenset[int], ...],
+    num_gpus: int,
+    config: EngineConfig,
+    device: Literal["cpu", "cuda"],
+) -> Iterator[Cut]:
+    """What to try, in this order; what was asked for is the only one. ParallelError if it cannot be."""
+    if config.tp is not None or config.pp is not None or device == "cpu":
+        yield _asked(shape, nvlink, num_gpus, config, device)
+        return
+    quant = QUANTS.get(config.quant)
+    yield Cut(gpus=(0,))
+    for size in range(2, max(map(len, nvlink), default=1) + 1):
+        if can_split(shape, size, 1, quant):
+            gpus = _peers(nvlink, size)
+            yield Cut(size, 1, gpus, f"shared by {size} GPUs, which are NVLink peers: {_named(gpus)}")
+    for size in range(2, num_gpus + 1):
+        if can_split(shape, 1, size, quant):
+            gpus = tuple(range(size))
+            yield Cut(1, size, gpus, f"cut into {size} stages, on GPUs {_named(gpus)}: {_why_stages(nvlink)}")
+
+
+def _asked(
+    shape: ModelShape,
+    nvlink: tuple[frozenset[int], ...],
+    num_gpus: int,
+    config: EngineConfig,
+    device: Literal["cpu", "cuda"],
+) -> Cut:
+    tp, pp = config.tp or 1, config.pp or 1
+    check_layout(shape, tp, pp, QUANTS.get(config.quant))
+    if device == "cpu":
+        return Cut(tp, pp)
+    if tp * pp > num_gpus:
+        raise ParallelError(
+            f"--tp {tp} and --pp {pp} want {tp * pp} GPUs, and {num_gpus} can be seen: ask for fewer, or "
+            "look at CUDA_VISIBLE_DEVICES"
+        )
+    gpus = tuple(range(tp * pp))
+    if pp == 1 and tp > 1 and (joined := _peers(nvlink, tp)):
+        gpus = joined
+    slow = tp > 1 and not any(set(gpus[:tp]) <= island for island in nvlink)
+    reason = f"GPUs {_named(gpus)} are no NVLink peers: sums go over PCIe, --pp may be faster" if slow else ""
+    return Cut(tp, pp, gpus, reason)
+
+
+def _peers(nvlink: tuple[frozenset[int], ...], size: int) -> tuple[int, ...]:
+    """Of the smallest island that has so many; empty if none has."""
+    fitting = [island for island in nvlink if len(island) >= size]
+    fitting.sort(key=len)
+    return tuple(sorted(fitting[0])[:size]) if fitting else ()
+
+
+def _why_stages(nvlink: tuple[frozenset[int], ...]) -> str:
+    return "NVLink does not join enough of them" if nvlink else "they are joined by PCIe"
+
+
+def _named(gpus: tuple[int, ...]) -> str:
+    return " and ".join(filter(None, [", ".join(map(str, gpus[:-1])), str(gpus[-1])]))

@@ -1,0 +1,63 @@
+"""Drawing a row whose logits are in parts on several ranks, without bringing them together.
+
+Weights are integers (`sampler/weights.py`), so their sums over parts are the sums over the whole, and what is
+drawn here is bit by bit what one rank would draw. All ranks of the stage call the same function with the same
+rows, and come to the same result.
+
+Legend: R rows, t ranks, V this rank's part of the vocabulary, K candidates.
+"""
+
+import torch
+from torch import Tensor
+
+from ..sampler.draw import Drawn, Knobs, draw_among, invert, points, weights_above
+from ..sampler.ranking import best_of, ranked
+from .layout import Part
+from .rank import Collective
+
+
+class SharedDraw:
+    def __init__(self, collective: Collective, part: Part) -> None:
+        self._collective = collective
+        self._part = part
+
+    def greedy(self, logits_RV: Tensor) -> Drawn:
+        best_R, id_R = best_of(logits_RV)
+        best_tR2 = self._collective.gather(torch.stack([best_R.double(), id_R.double()], 1))
+        # Ranks stand in the order of their ids: of equal logits the lowest id is the first.
+        best_R, rank_R = torch.max(best_tR2[..., 0].T, dim=1)
+        local_R = best_tR2[..., 1].long().gather(0, rank_R[None])[0]
+        return Drawn(local_R + rank_R * self._part.size, best_R, torch.ones_like(rank_R, dtype=torch.bool))
+
+    def whole(self, logits_RV: Tensor, knobs: Knobs) -> Drawn:
+        """As `draw_whole`: the rank whose weights the point falls into knows the id."""
+        best_R1 = self._best(logits_RV)
+        until_RV = weights_above(logits_RV, best_R1, knobs).cumsum(-1)
+        until_tR = self._collective.gather(until_RV[:, -1]).cumsum(0)
+        point_R = points(until_tR[-1], knobs.noise)
+        rank_R = invert(until_tR.T.contiguous(), point_R)
+        before_R = until_tR.gather(0, (rank_R - 1).clamp(min=0)[None])[0].where(rank_R > 0, 0)
+        id_R = self._part.start + invert(until_RV, point_R - before_R)
+        found_R = self._collective.gather(id_R).gather(0, rank_R[None])[0]
+        return Drawn(found_R, best_R1[:, 0], torch.ones_like(found_R, dtype=torch.bool))
+
+    def among_best(self, logits_RV: Tensor, knobs: Knobs, size: int, *, cuts_k: bool) -> Drawn:
+        """As `draw_ranked`: the best of all are among the `size` best of each rank."""
+        value_RK, id_RK, _ = ranked(logits_RV, size)
+        values_R, ids_R = (
+            self._collective.gather(each).transpose(0, 1).flatten(1)
+            for each in (value_RK, id_RK + self._part.start)
+        )
+        value_RK, order_RK = torch.sort(values_R, dim=-1, descending=True, stable=True)
+        value_RK, order_RK = value_RK[:, :size], order_RK[:, :size]
+        # What is larger than the last is complete: no rank keeps back anything larger than its own last.
+        certain_R = (value_RK > value_RK[:, -1:]).sum(-1)
+        total_R = None
+        if not cuts_k:
+            mine_R = weights_above(logits_RV, value_RK[:, :1], knobs).sum(-1)
+            total_R = self._collective.gather(mine_R).sum(0)
+        return draw_among(value_RK, ids_R.gather(1, order_RK), certain_R, knobs, total_R)
+
+    def _best(self, logits_RV: Tensor) -> Tensor:
+        """[R, 1] over all ranks; NaN where one is anywhere."""
+        return self._collective.gather(logits_RV.amax(-1)).amax(0)[:, None]

@@ -1,0 +1,58 @@
+"""The process group of all ranks: NCCL between GPUs, gloo between CPU processes, all on this machine.
+
+Ranks find each other through a file in a folder of mode 0700 that is gone when all have met, so there is no
+port to knock on for that. Gloo, and NCCL while it sets up, then listen on the loopback interface, for the
+connections of the other ranks.
+"""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from .collective import TorchCollective
+from .layout import Layout
+from .oneshot import OneShotSum
+
+STUCK_SECONDS = 600
+"""An exchange that takes longer ends the process. Ranks that die or stop are noticed long before."""
+
+
+def join(layout: Layout, device: torch.device, file: Path, *, ordered: bool) -> TorchCollective:
+    """Returns when all ranks are there. `ordered`: see `TorchCollective`."""
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=FileStore(str(file), layout.ranks),
+        rank=layout.rank,
+        world_size=layout.ranks,
+        timeout=timedelta(seconds=STUCK_SECONDS),
+        device_id=device if device.type == "cuda" else None,
+    )
+    stage = stage_group(layout)
+    dist.barrier()
+    one_shot = None
+    if device.type == "cuda" and layout.tp > 1 and not ordered:
+        one_shot = OneShotSum.prepare(stage, device)
+    return TorchCollective(layout, stage, ordered=ordered, one_shot=one_shot)
+
+
+def stage_group(layout: Layout) -> dist.ProcessGroup:
+    """Of this rank's stage. Every rank makes the groups of all stages, as torch.distributed wants it."""
+    mine: dist.ProcessGroup | None = None
+    for stage in range(layout.pp):
+        ranks = Layout(layout.tp, layout.pp, stage * layout.tp).stage_ranks
+        group = dist.new_group(ranks, timeout=timedelta(seconds=STUCK_SECONDS))
+        if stage == layout.stage:
+            mine = group
+    assert mine is not None
+    return mine
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

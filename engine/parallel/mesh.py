@@ -1,0 +1,135 @@
+"""What ranks exchange between CPU processes: numbers in shared memory, and a byte on a socket to say so.
+
+All of it is inherited from rank 0: no port, no name, nothing that another process of the machine could open.
+A sum of a decoding step is two short copies and a wake-up; gloo, over TCP on the loopback interface, takes
+several times as long.
+
+Each rank has two slots. In exchange n it writes slot n % 2, tells its peers, waits until all have told it,
+and reads theirs. Nobody writes a slot that somebody still reads: a rank tells of exchange n + 1 only after it
+has read exchange n, and a slot of exchange n is written again in n + 2, after everybody told of n + 1.
+"""
+
+import ctypes
+import mmap
+import os
+import socket
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .collective import sum_in_order
+from .layout import Layout
+from .link import RankLost
+
+SLOT = 1 << 20
+"""Bytes. Larger tensors go in pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """One rank's: file descriptors that a child may inherit."""
+
+    memory: int
+    peers: dict[int, int]
+    """Of each rank that this one talks to, its socket."""
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        return (self.memory, *self.peers.values())
+
+    def close(self) -> None:
+        for fd in self.all:
+            os.close(fd)
+
+
+def make_ends(layout: Layout) -> list[Ends]:
+    """Of all ranks; each has a descriptor of its own for the memory. Close those that are given away."""
+    ranks = [Layout(layout.tp, layout.pp, rank) for rank in range(layout.ranks)]
+    memory = os.memfd_create("llmbox-ranks")
+    os.ftruncate(memory, layout.ranks * 2 * SLOT)
+    peers: list[dict[int, int]] = [{} for _ in ranks]
+    for one in ranks:
+        for other in ranks[one.rank + 1 :]:
+            if one.stage == other.stage or other.rank == one.rank + layout.tp:
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+                peers[one.rank][other.rank], peers[other.rank][one.rank] = ours.detach(), theirs.detach()
+    ends = [Ends(os.dup(memory), each) for each in peers]
+    os.close(memory)
+    return ends
+
+
+class MeshCollective:
+    """A `rank.Collective`."""
+
+    def __init__(self, layout: Layout, ends: Ends) -> None:
+        """Takes the ends over."""
+        self._layout = layout
+        self._sockets = {rank: socket.socket(fileno=fd) for rank, fd in ends.peers.items()}
+        self._stage = [self._sockets[rank] for rank in layout.stage_ranks if rank != layout.rank]
+        self._memory = mmap.mmap(ends.memory, layout.ranks * 2 * SLOT)
+        os.close(ends.memory)
+        self._slots = torch.frombuffer(self._memory, dtype=torch.uint8).view(layout.ranks, 2, SLOT)
+        self._turn = 0
+
+    def sum(self, x: Tensor, out: Tensor | None = None) -> None:
+        flat, into = x.view(-1), (x if out is None else out).view(-1)
+        for piece, place in zip(_pieces(flat), _pieces(into, flat), strict=True):
+            place.copy_(sum_in_order(self._exchange(piece)))
+
+    def gather(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1)
+        out = flat.new_empty(self._layout.tp, len(flat))
+        start = 0
+        for piece in _pieces(flat):
+            for row, part in zip(out, self._exchange(piece), strict=True):
+                row[start : start + len(piece)] = part
+            start += len(piece)
+        return out.view(self._layout.tp, *x.shape)
+
+    def send(self, *tensors: Tensor) -> None:
+        following = self._sockets[self._layout.rank + self._layout.tp]
+        for tensor in tensors:
+            tensor = tensor.contiguous()  # noqa: PLW2901 - kept alive while its bytes are sent
+            try:
+                following.sendall(_bytes(tensor))
+            except OSError as error:
+                raise RankLost("the next stage is gone") from error
+
+    def receive(self, *tensors: Tensor) -> None:
+        before = self._sockets[self._layout.rank - self._layout.tp]
+        for tensor in tensors:
+            assert tensor.is_contiguous()
+            rest = _bytes(tensor)
+            while rest:
+                try:
+                    count = before.recv_into(rest)
+                except OSError as error:
+                    raise RankLost("the stage before is gone") from error
+                if not count:
+                    raise RankLost("the stage before is gone")
+                rest = rest[count:]
+
+    def _exchange(self, piece: Tensor) -> list[Tensor]:
+        """All ranks' pieces, in their order: views that hold until the next exchange."""
+        self._turn = turn = 1 - self._turn
+        slots = self._slots[:, turn, : piece.nbytes].view(piece.dtype)
+        slots[self._layout.rank] = piece
+        try:
+            for peer in self._stage:
+                peer.send(b"\0")
+            told = [peer.recv(1) for peer in self._stage]
+        except OSError as error:
+            raise RankLost("another rank is gone") from error
+        if not all(told):
+            raise RankLost("another rank is gone")
+        return [slots[rank] for rank in self._layout.stage_ranks]
+
+
+def _pieces(flat: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Of a slot's size, in numbers of `like`."""
+    return torch.split(flat, SLOT // (flat if like is None else like).element_size())
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

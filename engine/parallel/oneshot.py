@@ -1,0 +1,72 @@
+"""Sums of decoding steps between NVLink peers in one kernel, over torch's symmetric memory.
+
+Each rank writes its tensor into memory that all its peers have mapped, waits for their flags, and reads and
+sums everything itself: one crossing of the links and no ring, which is what counts for a few rows. NCCL does
+what is larger, of another dtype, or not possible here.
+
+Written against torch 2.11 (`torch.distributed._symmetric_memory`, `torch.ops.symm_mem`). It needs two NVLink
+peers to run: NO SUCH MACHINE HAS RUN IT YET. Whatever fails while it is prepared leaves NCCL in charge; a sum
+that is prepared is checked against NCCL once before it is used.
+"""
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BUFFER_BYTES = 512 << 10
+"""Of each rank. Larger sums are bound by bandwidth, where a ring moves less."""
+_WORD = 16
+# The kernel moves 16 bytes at a time.
+
+log = logging.getLogger("llmbox.engine")
+
+
+class OneShotSum:
+    def __init__(self, buffer: Tensor, group_name: str) -> None:
+        """`buffer` is symmetric memory of BUFFER_BYTES bytes that all ranks of the group have met over."""
+        self._buffer = buffer
+        self._group_name = group_name
+
+    @classmethod
+    def prepare(cls, group: dist.ProcessGroup, device: torch.device) -> "OneShotSum | None":
+        """None where it cannot be used, for a reason that is logged. All ranks come to the same answer."""
+        one_shot: OneShotSum | None = None
+        try:
+            import torch.distributed._symmetric_memory as symmetric  # noqa: PLC0415 - CUDA only
+
+            memory: Any = symmetric
+            buffer = memory.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
+            memory.rendezvous(buffer, group)
+            one_shot = cls(buffer, group.group_name)
+            works = one_shot.agrees_with_nccl(group, device)
+        except (RuntimeError, AttributeError, ImportError, NotImplementedError) as error:
+            log.info("sums go through NCCL alone, symmetric memory is not there: %s", error)
+            works = False
+        agreed = torch.tensor([int(works)], device=device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
+        return one_shot if int(agreed) else None
+
+    def takes(self, x: Tensor) -> bool:
+        return (
+            x.dtype in {torch.bfloat16, torch.float32}
+            and x.is_contiguous()
+            and x.nbytes <= BUFFER_BYTES
+            and x.nbytes % _WORD == 0
+        )
+
+    def __call__(self, x: Tensor) -> None:
+        """In place."""
+        place = self._buffer[: x.nbytes].view(x.dtype)
+        torch.ops.symm_mem.one_shot_all_reduce_copy_out(
+            place, x.view(-1), "sum", self._group_name, x.view(-1)
+        )
+
+    def agrees_with_nccl(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        ours = torch.randn(8, 1024, device=device, dtype=torch.bfloat16)
+        theirs = ours.float()
+        self(ours)
+        dist.all_reduce(theirs, group=group)
+        return torch.allclose(ours.float(), theirs, rtol=0.02, atol=0.05)

@@ -1,0 +1,70 @@
+"""What the layers know of the others: which part of the model is here, and how results are exchanged."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.ops import Ops, PackedLinear
+
+from .layout import Layout, Part
+
+
+class Collective(Protocol):
+    """Each call is made by all ranks of a stage (`sum`, `gather`) or by both ends (`send`, `receive`)."""
+
+    def sum(self, x: Tensor, out: Tensor | None = None) -> None:
+        """In place, or rounded into `out`."""
+        ...
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[tp, ...] of all ranks' tensors, which have one shape."""
+        ...
+
+    def send(self, *tensors: Tensor) -> None:
+        """To the next stage."""
+        ...
+
+    def receive(self, *tensors: Tensor) -> None:
+        """From the stage before, into these."""
+        ...
+
+
+class Rank:
+    def __init__(self, layout: Layout, collective: Collective | None = None) -> None:
+        """Where there is more than one rank, steps need a `collective`: loading does without."""
+        self.layout = layout
+        self._collective = collective
+
+    def join(self, collective: Collective) -> None:
+        """Once, before the first step."""
+        assert self._collective is None
+        self._collective = collective
+
+    @property
+    def collective(self) -> Collective:
+        assert self._collective is not None
+        return self._collective
+
+    def part(self, total: int) -> Part:
+        return self.layout.equal(total)
+
+    def linear(self, ops: Ops, packed: PackedLinear, x_TI: Tensor) -> Tensor:
+        """Of shared inputs: summed over the ranks of this stage.
+
+        What `Ops.logits` gives in float32 is summed so and rounded once, as one rank alone would have done.
+        On a GPU that would double what goes over the links: there each rank rounds first, as others do too.
+        """
+        if self.layout.tp == 1:
+            return ops.linear(packed, x_TI)
+        if x_TI.dtype == torch.float32 or x_TI.device.type != "cpu":
+            out_TE = ops.linear(packed, x_TI)
+            ops.call(self.collective.sum, (out_TE,))
+            return out_TE
+        part_TE = ops.logits(packed, x_TI)
+        out_TE = ops.states("sum", part_TE, part_TE.shape[1], x_TI.dtype)
+        ops.call(self.collective.sum, (part_TE, out_TE))
+        return out_TE
+
+
+ALONE = Rank(Layout())

@@ -1,0 +1,92 @@
+"""What one rank holds and what ranks send each other: sizes for the estimator. No torch."""
+
+from dataclasses import dataclass, replace
+
+from llmbox.kernels.quant import Quant
+
+from ..model_shape import DTYPE_BYTES, ModelShape
+from ..roofline import decode_tokens_per_second
+
+
+def rank_shape(shape: ModelShape, tp: int, pp: int, quant: Quant | None) -> ModelShape:
+    """Of the rank that holds most, as if it were a model. `vocab` stays: logits are gathered whole."""
+    if tp == pp == 1:
+        return shape
+    part = replace(
+        shape,
+        layers=-(-shape.layers // pp),
+        heads=shape.heads // tp,
+        kv_heads=max(1, shape.kv_heads // tp),
+        ffn=shape.ffn // tp,
+        table_rows=-(-shape.vocab // tp),
+        # Input table and head are on different stages. With quantised weights the two differ in size: then
+        # both are counted, which is too much rather than too little.
+        tied=shape.tied or (pp > 1 and quant is None),
+        exact_params=None,
+    )
+    tables = shape.table_params * (1 if shape.tied else 2)
+    in_layers = shape.params - tables - shape.hidden
+    more = max(0, in_layers - shape.layers * shape.layer_params)
+    # Biases that the closed form does not know, on every rank: too much rather than too little.
+    return replace(part, exact_params=part.params + -(-more // pp))
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that one rank sends for one token of a forward pass."""
+
+    sums: int
+    """For the results of attention and MLP of each layer, and the embedding."""
+    stages: int
+    """On to the next stage."""
+
+
+def traffic(shape: ModelShape, tp: int, pp: int, dtype: str) -> Traffic:
+    """A sum of n bytes over t ranks sends 2 (t - 1) / t · n from each; a layer has two, the embedding one."""
+    row = shape.hidden * DTYPE_BYTES[dtype]
+    layers = -(-shape.layers // pp)
+    sums = (2 * layers + 1) * 2 * (tp - 1) * row // tp
+    return Traffic(sums, 2 * row if pp > 1 else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    one_rank: float
+    """Decoded tokens a second, as the roofline has it."""
+    all_ranks: float
+    sums_share: float
+    """Of a step's time that goes into sums."""
+
+    @property
+    def factor(self) -> float:
+        return self.all_ranks / self.one_rank
+
+
+def decode_scaling(
+    shape: ModelShape,
+    tp: int,
+    pp: int,
+    *,
+    dtype: str,
+    kv_dtype: str,
+    bandwidth: float,
+    link_bandwidth: float,
+    sum_seconds: float,
+    rows: int = 1,
+    context: int = 0,
+) -> Scaling:
+    """Expected decoding speed. `bandwidth` is of one rank's memory, `link_bandwidth` one way between ranks;
+    a sum of nothing takes `sum_seconds`.
+
+    Stages work one after another on the same rows, so `pp` shares memory and does not divide the time.
+    """
+    alone = decode_tokens_per_second(shape, dtype, kv_dtype, bandwidth, rows=rows, context=context)
+    part = rank_shape(shape, tp, 1, None)
+    reading = rows / decode_tokens_per_second(part, dtype, kv_dtype, bandwidth, rows=rows, context=context)
+    moved = traffic(shape, tp, pp, dtype)
+    sums = 0.0
+    if tp > 1:
+        sums = (2 * shape.layers + 1) * sum_seconds + rows * moved.sums * pp / link_bandwidth
+    handing_on = (pp - 1) * (sum_seconds + rows * moved.stages / link_bandwidth) if pp > 1 else 0.0
+    step = reading + sums + handing_on
+    return Scaling(alone, rows / step, sums / step)

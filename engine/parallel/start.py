@@ -1,0 +1,88 @@
+"""From a plan for several ranks to a runner: workers and rank 0 load side by side, then all join."""
+
+import atexit
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+
+from ..config import EngineConfig
+from ..estimator import MemoryPlan
+from .crew import Crew, Over
+from .group import join, leave
+from .layout import Layout
+from .mesh import Ends, MeshCollective
+from .rank import Collective, Rank
+from .runner import LocalRunner, ParallelRunner
+from .watch import Watch
+
+
+class Loaded(Protocol):
+    @property
+    def backend(self) -> str: ...
+    @property
+    def measured(self) -> int | None: ...
+
+
+L = TypeVar("L", bound=Loaded)
+
+
+class Ranks:
+    """Rank 0's view of all of them."""
+
+    def __init__(self, config: EngineConfig, plan: MemoryPlan, layout: Layout) -> None:
+        self._config = config
+        self._plan = plan
+        self._crew = Crew(layout)
+
+    def load(self, load: Callable[[Rank], L]) -> tuple[L, int | None]:
+        """What rank 0 loaded, and the bytes that the weights of all ranks took. Raises EngineError."""
+        crew = self._crew
+        try:
+            crew.start(self._config, self._plan)
+            rank = Rank(crew.layout)
+            mine = load(rank)
+            told = crew.loaded()
+            over = choose(self._plan)
+            file = crew.meet(over)
+            rank.join(connect(rank.layout, self._config, self._plan, crew.take_ends(), over, file))
+            crew.met()
+        except BaseException:
+            crew.close()
+            raise
+        measured = [mine.measured, *(each["measured"] for each in told)]
+        return mine, None if None in measured else sum(filter(None, measured))
+
+    @property
+    def worker_pids(self) -> list[int]:
+        return [worker.process.pid for worker in self._crew.workers]
+
+    def runner(self, local: LocalRunner) -> ParallelRunner:
+        runner = ParallelRunner(local, self._crew, Watch(self._crew.workers))
+        atexit.register(end, runner)
+        return runner
+
+
+def end(runner: ParallelRunner) -> None:
+    """Of the engine: workers go by themselves, and no library meets a half-gone interpreter."""
+    runner.close()
+    leave()
+
+
+def choose(plan: MemoryPlan) -> Over:
+    if plan.device == "cuda":
+        return "nccl"
+    return "gloo" if os.environ.get("LLMBOX_RANKS") == "gloo" else "mesh"
+
+
+def connect(
+    layout: Layout, config: EngineConfig, plan: MemoryPlan, ends: Ends, over: Over, file: Path
+) -> Collective:
+    """Called by every rank."""
+    if over == "mesh":
+        return MeshCollective(layout, ends)
+    ends.close()
+    device = torch.device("cuda", plan.gpus[layout.rank]) if over == "nccl" else torch.device("cpu")
+    return join(layout, device, file, ordered=config.deterministic or over == "gloo")

@@ -1,0 +1,139 @@
+"""A step as plain data: what rank 0 schedules, as the workers' runners read it; and what a step gave.
+
+Workers keep mirrors of the requests of the last step, so that a decoding request costs a token and now and
+then a block. A request that was in no row of the last step is told again whole.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import islice
+from typing import Any
+
+from ..messages import TokenLogprobs
+from ..request import Request
+from ..sampling import SamplingParams
+from ..step import SampledToken, ScheduledRequest, StepPlan, StepResult
+from .link import NUMBER, Frame
+
+_DEFAULTS = SamplingParams(max_tokens=0)
+
+
+@dataclass(slots=True)
+class _Told:
+    """What the workers know of a request."""
+
+    number: int
+    request: Request
+    tokens: int
+    blocks: list[int]
+
+
+class StepEncoder:
+    def __init__(self) -> None:
+        self._told: dict[int, _Told] = {}
+        """By `id`: each entry holds its request, so that no other can get the same."""
+        self._next = 0
+
+    def encode(self, plan: StepPlan) -> Frame:
+        """Integers: copies, rows, (source, destination) of each copy, and of each row what `_row` says."""
+        numbers = array(NUMBER, [len(plan.copies), len(plan.rows)])
+        for pair in plan.copies:
+            numbers.extend(pair)
+        told, self._told = self._told, {}
+        new: dict[str, Any] = {}
+        for row in plan.rows:
+            known = told.get(id(row.request))
+            if known is None:
+                known = _Told(self._next, row.request, 0, [])
+                self._next += 1
+                new[str(known.number)] = _introduction(row.request)
+            self._told[id(row.request)] = known
+            self._row(numbers, row, known)
+        return Frame("step", new, numbers)
+
+    def _row(self, numbers: "array[int]", row: ScheduledRequest, known: _Told) -> None:
+        """number, start, tokens, samples, new ids, blocks that stay, new blocks; the new ids, the blocks."""
+        request = row.request
+        ids, blocks = request.token_ids[known.tokens :], request.block_table
+        stay = len(known.blocks) if blocks[: len(known.blocks)] == known.blocks else 0
+        added = blocks[stay:]
+        numbers.extend((known.number, row.start, row.num_tokens, row.samples, len(ids), stay, len(added)))
+        numbers.extend(ids)
+        numbers.extend(added)
+        known.tokens += len(ids)
+        known.blocks[stay:] = added
+
+
+class StepDecoder:
+    def __init__(self) -> None:
+        self._requests: dict[int, Request] = {}
+
+    def decode(self, frame: Frame) -> StepPlan:
+        numbers = iter(frame.numbers)
+        copies, rows = islice(numbers, 2)
+        pairs = [(next(numbers), next(numbers)) for _ in range(copies)]
+        known, self._requests = self._requests, {}
+        return StepPlan([self._row(numbers, frame.body, known) for _ in range(rows)], pairs)
+
+    def _row(
+        self, numbers: Iterable[int], new: dict[str, Any], known: dict[int, Request]
+    ) -> ScheduledRequest:
+        number, start, tokens, samples, num_ids, stay, added = islice(numbers, 7)
+        ids, blocks = list(islice(numbers, num_ids)), list(islice(numbers, added))
+        request = known.get(number)
+        if request is None:
+            request = _introduced(new[str(number)], ids)
+        else:
+            request.token_ids += ids
+        request.block_table[stay:] = blocks
+        self._requests[number] = request
+        return ScheduledRequest(request, start, tokens, bool(samples))
+
+
+def _introduction(request: Request) -> list[Any]:
+    params = {
+        field.name: value
+        for field in fields(SamplingParams)
+        if (value := getattr(request.params, field.name)) != getattr(_DEFAULTS, field.name)
+    }
+    return [request.request_id, request.num_prompt, params]
+
+
+def _introduced(told: Sequence[Any], ids: list[int]) -> Request:
+    request_id, num_prompt, params = told
+    return Request(request_id=request_id, prompt_ids=ids[:num_prompt], params=_params(params), token_ids=ids)
+
+
+def _params(told: dict[str, Any]) -> SamplingParams:
+    """JSON knows lists and string keys only."""
+    values = {"max_tokens": 0, **told}
+    for name, value in told.items():
+        if name == "bad_words":
+            values[name] = tuple(map(tuple, value))
+        elif name == "logit_bias":
+            values[name] = {int(token): bias for token, bias in value.items()}
+        elif isinstance(value, list):
+            values[name] = tuple(value)
+    return SamplingParams(**values)
+
+
+def encode_result(result: StepResult) -> Frame:
+    return Frame("result", asdict(result))
+
+
+def decode_result(frame: Frame) -> StepResult:
+    tokens = {
+        name: SampledToken(told["token_id"], told["logprobs"] and _logprobs(told["logprobs"]))
+        for name, told in frame.body["tokens"].items()
+    }
+    prompts = {
+        name: [_logprobs(entry) for entry in entries]
+        for name, entries in frame.body["prompt_logprobs"].items()
+    }
+    return StepResult(tokens, prompts, frame.body["failed"])
+
+
+def _logprobs(told: dict[str, Any]) -> TokenLogprobs:
+    top = [(token, logprob) for token, logprob in told["top"]]
+    return TokenLogprobs(token_id=told["token_id"], logprob=told["logprob"], rank=told["rank"], top=top)

@@ -1,0 +1,171 @@
+"""Notices ranks that die, stop or stand still: then nobody may wait for them, and the engine ends at once.
+
+A thread of rank 0. Without a step it sleeps until a worker ends; during steps it looks at all ranks each
+second. The engine ends as the rank did: killed if that was killed or stopped from outside, which is nobody's
+fault among the open requests, else with an error. The daemon's supervisor starts it again either way.
+"""
+
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from .crew import Worker
+
+TICK: Final = 1.0
+STOPPED_TICKS: Final = 5
+"""Of a rank in state T (SIGSTOP), with the same step under way."""
+STILL_TICKS: Final = 30
+"""In the same step without processor time of any rank. On GPUs a waiting rank uses some: there NCCL's own
+watchdog ends the process (`group.STUCK_SECONDS`)."""
+_CRASHED: Final = 70
+_EXPLANATION_SECONDS: Final = 1.0
+_FOLLOWERS_SECONDS: Final = 0.05
+# Ranks that were waiting for one that died end as well: the first of all is to be told.
+
+log = logging.getLogger("llmbox.engine")
+
+
+def end_process(reason: str, *, from_outside: bool) -> None:
+    log.error("the engine ends: %s", reason)
+    if from_outside:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(_CRASHED)
+
+
+class Watch:
+    def __init__(
+        self, workers: list[Worker], end: Callable[..., None] = end_process, tick: float = TICK
+    ) -> None:
+        """`end(reason, from_outside=...)` is called once, from the watching thread."""
+        self._ranks = {worker.process.pid: worker.rank for worker in workers}
+        self._processes = {os.pidfd_open(worker.process.pid): worker for worker in workers}
+        self._end = end
+        self._tick = tick
+        self._steps = 0
+        self._running = False
+        self._asleep = True
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        """Over `_running` and `_asleep`: no step may begin unseen while the thread goes to sleep."""
+        self._wake = os.eventfd(0)
+        self._thread = threading.Thread(target=self._run, name="watch ranks", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        with self._lock:
+            self._steps += 1
+            self._running = True
+            asleep, self._asleep = self._asleep, False
+        if asleep:
+            os.eventfd_write(self._wake, 1)
+        try:
+            yield
+        finally:
+            self._running = False
+
+    def wait_for_end(self) -> None:
+        """Returns soon where no rank has ended."""
+        self._thread.join(_EXPLANATION_SECONDS)
+
+    def close(self) -> None:
+        """Workers that end from now on are meant to."""
+        if not self._closing.is_set():
+            self._closing.set()
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+            for fd in (*self._processes, self._wake):
+                os.close(fd)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        poll = select.poll()
+        for fd in (*self._processes, self._wake):
+            poll.register(fd, select.POLLIN)
+        before = _Look.now(self, self._ranks)
+        while True:
+            ready = [fd for fd, _ in poll.poll(None if self._asleep else self._tick * 1000)]
+            ended = [self._processes[fd] for fd in ready if fd in self._processes]
+            if self._closing.is_set():
+                return
+            if ended:
+                time.sleep(_FOLLOWERS_SECONDS)
+                self._ended()
+                return
+            if ready:
+                os.eventfd_read(self._wake)
+                continue
+            look = _Look.now(self, self._ranks)
+            look.compare(before)
+            if problem := look.problem:
+                self._end(problem, from_outside=look.stopped > 0)
+                return
+            with self._lock:
+                self._asleep = not self._running and before.step is None
+            before = look
+
+    def _ended(self) -> None:
+        codes = {w.rank: code for w in self._processes.values() if (code := w.process.poll()) is not None}
+        # One that was killed comes first, then one that failed.
+        rank, code = min(codes.items(), key=lambda one: (one[1] != -signal.SIGKILL, one[1] == 0, one[0]))
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        self._end(f"rank {rank} {how}", from_outside=code == -signal.SIGKILL)
+
+    @property
+    def current_step(self) -> int | None:
+        return self._steps if self._running else None
+
+
+class _Look:
+    """All ranks at one tick."""
+
+    def __init__(self, step: int | None, states: dict[int, str], seconds: int, ranks: dict[int, int]) -> None:
+        self.step = step
+        self._ranks = ranks
+        self._stopped = [pid for pid, state in states.items() if state == "T"]
+        self._waits_for_disk = "D" in states.values()
+        self._seconds = seconds
+        self.stopped = self.still = 0
+
+    @classmethod
+    def now(cls, watch: Watch, ranks: dict[int, int]) -> "_Look":
+        stats = {pid: _stat(pid) for pid in (os.getpid(), *ranks)}
+        states = {pid: stat[0] for pid, stat in stats.items() if stat}
+        seconds = sum(int(stat[11]) + int(stat[12]) for stat in stats.values() if stat)
+        return cls(watch.current_step, states, seconds, ranks)
+
+    def compare(self, before: "_Look") -> None:
+        """Counts ticks in a row in the same step."""
+        if self.step is None or self.step != before.step:
+            return
+        if self._stopped:
+            self.stopped = before.stopped + 1
+        # The watching itself costs a hundredth of a second now and then.
+        if self._seconds <= before._seconds + 1 and not self._waits_for_disk:  # noqa: SLF001 - the same class
+            self.still = before.still + 1
+
+    @property
+    def problem(self) -> str:
+        if self.stopped >= STOPPED_TICKS:
+            ranks = ", ".join(str(self._ranks.get(pid, 0)) for pid in self._stopped)
+            return f"rank {ranks} was stopped"
+        if self.still >= STILL_TICKS:
+            return "no rank has used the processor for a while in one step"
+        return ""
+
+
+def _stat(pid: int) -> list[str]:
+    """/proc/PID/stat from the state letter on; utime and stime are then fields 11 and 12."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()

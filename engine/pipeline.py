@@ -1,0 +1,60 @@
+"""How the engine and a runner take turns: one step at a time, or the next one launched meanwhile."""
+
+from typing import Any, Protocol
+
+from .step import StepPlan, StepResult
+
+
+class Runner(Protocol):
+    """Owns the model and the KV memory; knows nothing of queues."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Do the plan's copies, then write KV for every row and sample where `row.samples`.
+
+        Reads requests, never changes them. May raise: the step then counts as not done.
+        """
+        ...
+
+
+class OverlappingRunner(Protocol):
+    """What the engine drives: a runner whose device works while Python goes on.
+
+    Steps run on the device in the order of their launches. What a step must read of the one before (KV,
+    sampled tokens) it finds on the device: when it is launched, `row.request.token_ids` may still lack them.
+    """
+
+    depth: int
+    """Steps that may be launched before the results of an older one are taken."""
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Begin the step and return at once, with a handle for `collect`."""
+        ...
+
+    def collect(self, handle: Any) -> StepResult:
+        """Wait for the step. Once for each handle, in the order of launches.
+
+        Whatever either raises, none of the steps that were not collected counts as done.
+        """
+        ...
+
+    def prepare(self) -> bool:
+        """Something that makes later steps faster, for a moment without work; False: nothing is left."""
+        ...
+
+
+class OneAtATime:
+    """Makes one of a `Runner`, which works while it is called: a step is done when it is launched."""
+
+    depth = 0
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        return self.runner.execute(plan)
+
+    def collect(self, handle: StepResult) -> StepResult:
+        return handle
+
+    def prepare(self) -> bool:
+        return False

@@ -1,0 +1,56 @@
+"""From the bytes of a checkpoint's file to tensors."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.quant import Quant
+
+from .errors import ModelError
+from .parallel.layout import Part
+from .safetensors_header import FETCH_AGAIN, TensorEntry, shown
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+INTEGER_DTYPES = {"I8": torch.int8, "U8": torch.uint8}
+READ_CHUNK = 64 << 20
+
+
+def byte_runs(entry: TensorEntry, parts: tuple[Part, ...]) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
+    """Where the asked part lies in the tensor, as (offset, bytes) of at most READ_CHUNK; and its shape."""
+    shape = tuple(part.stop - part.start for part in parts)
+    size = entry.nbytes // math.prod(entry.shape)
+    rows, *columns = parts
+    if not all(part.is_whole for part in columns):
+        (column,) = columns
+        width = column.total * size
+        length = shape[1] * size
+        starts = range(rows.start * width + column.start * size, rows.stop * width, width)
+        return [(start, length) for start in starts], shape
+    width = math.prod(part.total for part in columns) * size
+    first, last = rows.start * width, rows.stop * width
+    return [(start, min(READ_CHUNK, last - start)) for start in range(first, last, READ_CHUNK)], shape
+
+
+def read_fully(readinto: Callable[[memoryview], int | None], view: memoryview, entry: TensorEntry) -> None:
+    while view:
+        count = readinto(view)
+        if not count:
+            raise ModelError(f"{entry.file}: tensor {shown(entry.name)} is cut short; {FETCH_AGAIN}")
+        view = view[count:]
+
+
+def unpacked(stored: Tensor, quant: Quant, inputs: int) -> Tensor:
+    """Codes [O, I] int8 of what a checkpoint holds (`rounded.py`)."""
+    if quant.bits == 8:
+        return stored
+    halves = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1)[:, :inputs]
+    return halves.to(torch.int8) - 8
+
+
+def refuse_non_finite(tensor: Tensor, entry: TensorEntry, place: str) -> None:
+    if tensor.numel() and not all(torch.isfinite(x) for x in torch.aminmax(tensor)):
+        raise ModelError(
+            f"{entry.file}: tensor {shown(entry.name)} holds NaN or infinity{place or '; ' + FETCH_AGAIN}"
+        )

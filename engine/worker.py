@@ -1,0 +1,88 @@
+"""A rank of a model other than the first: `python -P -m llmbox.engine.worker`, started by `parallel/crew.py`.
+
+It loads its part, joins the others, and runs the steps that rank 0 tells over the inherited socket. It ends
+with rank 0: at the end of the socket when it waits there, killed by the kernel where it does not.
+"""
+
+import argparse
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from setproctitle import setproctitle
+
+from .config import EngineConfig
+from .errors import EngineError
+from .estimator import MemoryPlan
+from .lifeline import bind_to_parent, log_to_stderr
+from .loader import Share, load_share
+from .parallel.layout import Layout
+from .parallel.link import Frame, Link, RankLost
+from .parallel.mesh import Ends
+from .parallel.rank import Rank
+from .parallel.start import connect
+from .parallel.step_codec import StepDecoder, encode_result
+
+_EXIT_LOAD_FAILED: Final = 3
+_EXIT_CRASHED: Final = 70  # EX_SOFTWARE
+
+log = logging.getLogger("llmbox.engine")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="llmbox worker")
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket to rank 0")
+    parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
+    options = parser.parse_args(argv)
+    log_to_stderr()
+    bind_to_parent(options.parent)
+    os.set_inheritable(options.fd, False)
+    try:
+        return _run(Link(socket.socket(fileno=options.fd)))
+    except RankLost:
+        return 0
+    except Exception:
+        log.exception("this rank stops after an error")
+        return _EXIT_CRASHED
+
+
+def _run(link: Link) -> int:
+    told = link.receive()
+    assert told.kind == "load"
+    config, plan = EngineConfig(**told.body["config"]), MemoryPlan(**told.body["plan"])
+    layout = Layout(plan.tp, plan.pp, told.body["rank"])
+    setproctitle(f"llmbox: worker {config.name} rank {layout.rank}")
+    rank = Rank(layout)
+    try:
+        share = load_share(config, plan, rank, lambda _done, _total: None)
+    except EngineError as error:
+        link.send(Frame("refused", {"code": error.code, "message": str(error)}).encode())
+        return _EXIT_LOAD_FAILED
+    link.send(Frame("loaded", {"measured": share.measured, "backend": share.backend}).encode())
+    ends = Ends(told.body["ends"]["memory"], {int(r): fd for r, fd in told.body["ends"]["peers"].items()})
+    where = link.receive().body
+    rank.join(connect(layout, config, plan, ends, where["over"], Path(where["file"])))
+    link.send(Frame("joined").encode())
+    _serve(link, share, answers=layout.rank == layout.answers)
+    return 0
+
+
+def _serve(link: Link, share: Share, *, answers: bool) -> None:
+    """Until rank 0 is gone."""
+    decoder = StepDecoder()
+    while True:
+        result = share.local.execute(decoder.decode(link.receive()))
+        if answers:
+            link.send(encode_result(result).encode())
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    # Not `sys.exit`: threads of gloo and NCCL do not survive the interpreter's end.
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,87 @@
+"""The KV pool is what a trial step leaves of the budget."""
+
+import pytest
+
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import DoesNotFit
+from llmbox.engine.estimator import MemoryPlan
+from llmbox.engine.gpu.load import fit_pool, trial_step
+from llmbox.engine.gpu.memory import Measured, graphs_reserve
+
+PLAN = MemoryPlan(
+    device="cuda", dtype="bfloat16", kv_dtype="bfloat16", quant="none", weights_bytes=1000,
+    workspace_bytes=500, kv_bytes_per_token=1, block_size=10, num_blocks=1, budget_bytes=5000,
+    context=200, max_running=4, token_budget=64,
+)  # fmt: skip
+
+
+class FakeMeter:
+    """Weights of 1000, a step that needs `step` beside its blocks, a runtime of 300."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.most = step, 0
+
+    def allocated(self) -> int:
+        return 1000
+
+    def peak(self) -> int:
+        return self.most
+
+    def reset_peak(self) -> None:
+        self.most = 0
+
+    def runtime(self) -> int:
+        return 300
+
+
+class FakeRunner:
+    def __init__(self, meter: FakeMeter, plan: MemoryPlan) -> None:
+        meter.most = 1000 + meter.step + (plan.num_blocks + 1) * plan.block_size
+
+    def launch(self, plan):
+        return plan
+
+    def collect(self, handle):
+        assert handle.num_tokens == PLAN.token_budget
+
+
+def fit(step: int = 700, graphs: int = 100, **config: object) -> MemoryPlan:
+    meter = FakeMeter(step)
+    options = EngineConfig(model_path="m", name="m", **config)
+    return fit_pool(options, PLAN, meter, graphs, lambda plan: FakeRunner(meter, plan))
+
+
+def test_blocks_fill_what_is_left():
+    plan = fit(step=3100)
+    # 5000 - 1000 weights - 3100 step - 300 runtime - 100 graphs = 500: 50 blocks, one of them spare
+    assert (plan.num_blocks, plan.workspace_bytes) == (49, 3500)
+
+
+def test_no_more_blocks_than_are_of_use():
+    assert fit().num_blocks == 4 * 20
+    assert fit(kv_tokens=95).num_blocks == 10
+
+
+def test_what_does_not_hold_one_context_is_refused_with_what_would():
+    with pytest.raises(DoesNotFit, match="a context of 190 tokens would fit"):
+        fit(step=3400)
+    with pytest.raises(DoesNotFit, match="smaller model"):
+        fit(step=4000)
+
+
+def test_the_trial_step_is_the_largest_there_can_be():
+    trial = trial_step(PLAN)
+    assert trial.num_tokens == PLAN.token_budget
+    assert len(trial.rows) == PLAN.max_running
+    assert all(row.samples for row in trial.rows)
+
+
+def test_graphs_off_reserve_nothing():
+    assert graphs_reserve(0) == 0
+    assert graphs_reserve(20) > graphs_reserve(1) > 0
+
+
+def test_sums():
+    measured = Measured(weights=1, workspace=2, runtime=3, graphs=4)
+    assert measured.total == 10
+    assert measured.blocks(100, 9, 1000) == 9

@@ -1,0 +1,114 @@
+"""Rows whose logits are in parts are drawn as whole rows are, ties and faults included."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from llmbox.engine.parallel.layout import Layout
+from llmbox.engine.parallel.rank import Rank
+from llmbox.engine.parallel.sampler import VocabularySampler
+from llmbox.engine.request import Request
+from llmbox.engine.sampler import Sampler
+from llmbox.engine.sampling import SamplingParams
+from support.rank_threads import Stage, ThreadCollective
+
+CPU = torch.device("cpu")
+KNOBS = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 3.0, "min_p": 0.02},
+    {"temperature": 0.8, "top_k": 3},
+    {"temperature": 1.2, "top_k": 50, "top_p": 0.8},
+    {"temperature": 0.7, "top_p": 0.95},
+    {"temperature": 2.5, "top_p": 0.99},
+    {"temperature": 1.0, "top_k": 900, "min_p": 0.01},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 1.0, "repetition_penalty": 1.5, "logit_bias": {3: 4.0}},
+]
+
+
+class Counting(ThreadCollective):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.bytes = 0
+
+    def gather(self, x):
+        self.bytes += x.nbytes
+        return super().gather(x)
+
+
+def sample_in_parts(logits_RV, requests, tp):
+    """What each rank draws, and the bytes that it sends."""
+    vocab = logits_RV.shape[1]
+    stage = [Stage(tp)]
+
+    def work(number):
+        layout = Layout(tp, 1, number)
+        collective, part = Counting(layout, stage), layout.vocabulary(vocab)
+        mine = torch.nn.functional.pad(logits_RV[:, part.start : part.stop], (0, part.pad), value=9.0)
+        sampler = VocabularySampler(Rank(layout, collective), Sampler(vocab, CPU), vocab)
+        return sampler.sample(mine, requests), collective.bytes
+
+    with ThreadPoolExecutor(tp) as pool:
+        picks, sizes = zip(*pool.map(work, range(tp)), strict=True)
+    assert all(each == picks[0] for each in picks)
+    return picks[0], max(sizes)
+
+
+def requests_of(rows, seed=0):
+    return [
+        Request(
+            request_id=str(row),
+            prompt_ids=[1, 2, 3 + row % 7],
+            params=SamplingParams(max_tokens=9, seed=seed * 1000 + row, **KNOBS[row % len(KNOBS)]),
+        )
+        for row in range(rows)
+    ]
+
+
+@pytest.mark.parametrize("vocab", [700, 2051, 4099])
+@pytest.mark.parametrize("tp", [2, 3, 8])
+@pytest.mark.parametrize("flat", [0.1, 1.0, 4.0])
+def test_parts_draw_what_the_whole_draws(vocab, tp, flat):
+    generator = torch.Generator().manual_seed(vocab + tp)
+    requests = requests_of(5 * len(KNOBS), tp)
+    logits_RV = flat * torch.randn(len(requests), vocab, generator=generator)
+    found, _ = sample_in_parts(logits_RV, requests, tp)
+    assert found == Sampler(vocab, CPU).sample(logits_RV, requests)
+
+
+def test_equal_logits_go_by_lowest_id_across_ranks():
+    generator = torch.Generator().manual_seed(1)
+    requests = requests_of(4 * len(KNOBS))
+    logits_RV = torch.randint(0, 4, (len(requests), 1500), generator=generator).float()
+    logits_RV[:10] = 2.0
+    found, _ = sample_in_parts(logits_RV, requests, 4)
+    assert found == Sampler(1500, CPU).sample(logits_RV, requests)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 1400])
+def test_a_broken_row_fails_alone(poison, place):
+    requests = requests_of(2 * len(KNOBS))
+    logits_RV = torch.randn(len(requests), 1500, generator=torch.Generator().manual_seed(2))
+    for row in range(len(KNOBS)):
+        logits_RV[row, place] = poison
+    found, _ = sample_in_parts(logits_RV, requests, 3)
+    assert found == Sampler(1500, CPU).sample(logits_RV, requests)
+    assert [isinstance(pick, str) for pick in found] == [row < len(KNOBS) for row in range(len(requests))]
+
+
+def test_what_is_sent_for_a_row():
+    vocab = 151_936
+    logits_RV = 4 * torch.randn(1, vocab, generator=torch.Generator().manual_seed(3))
+
+    def sent(**params):
+        request = Request(request_id="a", prompt_ids=[1], params=SamplingParams(max_tokens=1, **params))
+        return sample_in_parts(logits_RV, [request], 2)[1]
+
+    assert sent(temperature=0.0) == 16
+    assert sent(temperature=0.9) == 20
+    assert sent(temperature=0.9, top_k=50) == 256 * 12
+    assert sent(temperature=0.9, top_p=0.9, top_k=0) == 256 * 12 + 8
+    assert sent(temperature=0.0, logprobs=1) == vocab * 2

@@ -1,0 +1,114 @@
+"""Exchanges between ranks: right for all sizes, in the order of ranks, and over when one is lost."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmbox.engine.parallel import mesh
+from llmbox.engine.parallel.layout import Layout
+from llmbox.engine.parallel.link import RankLost
+from llmbox.engine.parallel.mesh import MeshCollective, make_ends
+
+
+def open_mesh(tp, pp=1):
+    ends = make_ends(Layout(tp, pp))
+    return [MeshCollective(Layout(tp, pp, rank), each) for rank, each in enumerate(ends)]
+
+
+def together(collectives, work):
+    with ThreadPoolExecutor(len(collectives)) as pool:
+        return list(pool.map(work, range(len(collectives)), collectives))
+
+
+def numbers(rank, size, dtype=torch.float32):
+    return torch.randn(size, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 1000])
+@pytest.mark.parametrize("tp", [2, 3, 5])
+def test_sums_and_gathers_of_any_size(monkeypatch, tp, size):
+    monkeypatch.setattr(mesh, "SLOT", 256)
+
+    def work(rank, collective):
+        results = []
+        for turn in range(6):
+            x = numbers(rank + 10 * turn, size)
+            gathered = collective.gather(x.view(-1, 1))
+            collective.sum(x)
+            results.append((gathered, x))
+        return results
+
+    for turn, found in enumerate(zip(*together(open_mesh(tp), work), strict=True)):
+        parts = [numbers(rank + 10 * turn, size) for rank in range(tp)]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        for gathered, summed in found:
+            assert torch.equal(gathered, torch.stack(parts).unsqueeze(2))
+            assert torch.equal(summed, total), "bit by bit, in the order of ranks"
+
+
+def test_a_sum_does_not_depend_on_what_stands_beside_it():
+    """As the ring of gloo's or NCCL's all_reduce would: it sums each piece of a tensor in another order."""
+    rows = [numbers(rank, (40, 64), torch.bfloat16) for rank in range(3)]
+
+    def whole(rank, collective):
+        out = torch.empty(40, 64, dtype=torch.bfloat16)
+        collective.sum(rows[rank].float(), out)
+        return out
+
+    def one_by_one(rank, collective):
+        out = torch.empty(40, 64, dtype=torch.bfloat16)
+        for row in range(40):
+            collective.sum(rows[rank][row].float(), out[row])
+        return out
+
+    assert torch.equal(together(open_mesh(3), whole)[0], together(open_mesh(3), one_by_one)[2])
+
+
+def test_stages_hand_on_to_the_same_place_of_the_next(monkeypatch):
+    def work(rank, collective):
+        x, residual = torch.full((300, 64), float(rank)), torch.full((300, 64), rank + 0.5)
+        if rank >= 2:
+            collective.receive(x, residual)
+        if rank < 4:
+            collective.send(x, residual)
+        return float(x.sum()) / x.numel(), float(residual.sum()) / x.numel()
+
+    assert together(open_mesh(2, 3), work) == [(0.0, 0.5), (1.0, 1.5)] * 3
+
+
+def test_a_rank_that_is_gone_ends_the_wait_of_the_others():
+    first, second, third = open_mesh(3)
+    failures = []
+
+    def wait(collective):
+        with pytest.raises(RankLost):
+            collective.sum(torch.ones(4))
+        failures.append(collective)
+
+    waiting = [threading.Thread(target=wait, args=(each,)) for each in (first, second)]
+    for thread in waiting:
+        thread.start()
+    for end in third._sockets.values():
+        end.close()
+    for thread in waiting:
+        thread.join(10)
+    assert len(failures) == 2
+
+
+def test_nothing_stays_open():
+    def open_files():
+        return {entry.name for entry in Path("/proc/self/fd").iterdir()}
+
+    before = open_files()
+    collectives = open_mesh(2, 2)
+    assert len(open_files()) > len(before)
+    del collectives
+    assert open_files() == before
+    for ends in make_ends(Layout(2, 2)):
+        ends.close()
+    assert open_files() == before

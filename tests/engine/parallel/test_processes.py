@@ -1,0 +1,143 @@
+"""Whole engines of several processes: the tokens of one process, and the end of all when one rank is lost."""
+
+import asyncio
+import json
+import os
+import signal
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+
+from llmbox.app.engines.deaths import DeathLimits
+from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import EngineError, ParallelError
+from support.engines import is_running, read, until
+from support.real_engines import ask, load, tokens
+from support.tiny_models import make_tiny_model, save_sharded, tiny_weights
+
+pytestmark = pytest.mark.slow
+
+LENGTH = 200
+PATIENCE = 100.0
+"""Seconds: an engine starts three processes that import torch, maybe on a busy core."""
+
+
+def asks(suffix="", length=LENGTH):
+    """Greedy and drawn, with common prefixes, logprobs and penalties."""
+    knobs = [
+        {},
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 0.8, "seed": 2, "top_p": 0.9},
+        {"temperature": 0.8, "seed": 3, "top_k": 20, "repetition_penalty": 1.2},
+        {"logprobs": 2},
+    ]
+    prompts = [[5, 6, 7] * (1 + 4 * number) for number in range(len(knobs))]
+    return [
+        ask(f"r{number}{suffix}", prompt, length, **more)
+        for number, (prompt, more) in enumerate(zip(prompts, knobs, strict=True))
+    ]
+
+
+@asynccontextmanager
+async def supervised(directory, **options):
+    settings = {"device": "cpu", "memory_bytes": 256 << 20, "threads": 1, **options}
+    config = EngineConfig(model_path=str(directory), name="tiny", **settings)
+    supervisor = Supervisor(config, SupervisorOptions(deaths=DeathLimits(pauses=(0.0,))))
+    try:
+        await supervisor.start()
+        yield supervisor
+    finally:
+        await supervisor.stop()
+
+
+async def answers(supervisor, requests):
+    streams = [supervisor.submit(request) for request in requests]
+    return [ids for ids, _ in await all_of(streams)]
+
+
+async def all_of(streams):
+    async with asyncio.timeout(PATIENCE):
+        return await asyncio.gather(*(read(stream) for stream in streams))
+
+
+def expected(directory, **options):
+    found = tokens(load(directory, **options), asks())
+    return list(found.values())
+
+
+def ranks_of(supervisor):
+    return [child.pid for child in psutil.Process(supervisor.pid).children(recursive=True)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("llama"), arch="llama", tokenizer=False)
+
+
+async def test_tp_2_gives_the_tokens_of_one_process_whatever_happens_to_its_ranks(model):
+    wanted = expected(model)
+    async with supervised(model, tp=2) as supervisor:
+        (worker,) = ranks_of(supervisor)
+        assert supervisor.pids == [supervisor.pid, worker]
+        assert supervisor.processor_seconds() > 0
+        assert psutil.Process(worker).cmdline()[0] == "llmbox: worker tiny rank 1"
+        assert await answers(supervisor, asks("a")) == wanted
+        for number, trouble in enumerate((signal.SIGKILL, signal.SIGSTOP)):
+            before = [supervisor.pid, *ranks_of(supervisor)]
+            streams = [supervisor.submit(request) for request in asks(f"b{number}")]
+            reading = asyncio.create_task(all_of(streams))
+            await until(lambda streams=streams: len(streams[0].output_ids) > 5, PATIENCE)
+            os.kill(before[-1], trouble)
+            resumed = await reading
+            assert supervisor.restarts == number + 1
+            assert [ids for ids, _ in resumed] == wanted
+            assert all(stream.resumes == 1 for stream in streams)
+            assert not any(map(is_running, before)), "nobody is left of the engine that lost a rank"
+        last = [supervisor.pid, *ranks_of(supervisor)]
+    await until(lambda: not any(map(is_running, last)), PATIENCE)
+
+
+async def test_stages_give_the_tokens_of_one_process_and_die_with_rank_0(model):
+    async with supervised(model, pp=2) as supervisor:
+        ranks = [supervisor.pid, *ranks_of(supervisor)]
+        assert await answers(supervisor, asks("a")) == expected(model)
+        os.kill(ranks[0], signal.SIGKILL)
+        await until(lambda: not any(map(is_running, ranks)), PATIENCE)
+
+
+async def test_preemption_and_prefix_hits_change_nothing(tmp_path, monkeypatch):
+    """In bfloat16 and int8 on the C++ kernels, over torch.distributed: for one tp the tokens are the same."""
+    monkeypatch.setenv("LLMBOX_RANKS", "gloo")
+    make_tiny_model(tmp_path, arch="qwen3", tokenizer=False, torch_dtype="bfloat16", intermediate_size=128)
+    async with supervised(
+        tmp_path, tp=2, quant="int8-g32", kv_tokens=288, context=256, max_running=5
+    ) as supervisor:
+        apart = [(await answers(supervisor, [request]))[0] for request in asks("a", 70)]
+        assert supervisor.stats.preemptions == 0
+        assert await answers(supervisor, asks("b", 70)) == apart
+        assert supervisor.stats.preemptions > 0
+        assert supervisor.stats.prefix_hits > 0
+        assert supervisor.info.dtype == "bfloat16"
+
+
+def test_a_cut_that_cannot_be_is_refused_before_anything_starts(model):
+    with pytest.raises(ParallelError, match=r"--tp 3: the model's 4 attention heads cannot be shared"):
+        load(model, tp=3)
+    with pytest.raises(ParallelError, match="2 layers"):
+        load(model, pp=3)
+
+
+def test_what_a_worker_cannot_load_is_told_in_its_words(tmp_path):
+    """Rank 0 reads nothing of the last layer."""
+    make_tiny_model(tmp_path, tokenizer=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    weights = {name: w for name, w in tiny_weights(config).items() if "layers.1.mlp.up" not in name}
+    save_sharded(tmp_path, weights)
+    with pytest.raises(
+        EngineError, match=r"rank 1: .*layers\.1\.mlp\.up_proj\.weight' is missing"
+    ) as refused:
+        load(tmp_path, pp=2)
+    assert refused.value.code == "bad_model"
+    assert not psutil.Process().children()

@@ -1,0 +1,72 @@
+"""Sizes of a rank and what goes between ranks, against counts made by hand."""
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.estimator import MemoryBudget, estimate
+from llmbox.engine.model_config import parse_config
+from llmbox.engine.parallel.shares import decode_scaling, rank_shape, traffic
+from llmbox.kernels.quant import QUANTS
+from support.rank_threads import load_threads
+from support.shapes import LLAMA_3_8B
+from support.tiny_models import make_tiny_model, tensor_shapes
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+def test_a_rank_is_never_estimated_below_what_it_loads(tmp_path, monkeypatch, arch, tp, pp):
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    make_tiny_model(tmp_path, arch=arch, tokenizer=False, attention_bias=arch == "llama")
+    read: dict[int, int] = {}
+    load_threads(tmp_path, lambda rank, done, _total: read.update({rank: done}), tp=tp, pp=pp)
+    config = parse_config(tmp_path)
+    estimated = rank_shape(config.shape(), tp, pp, None).params * 4
+    assert max(read.values()) <= estimated <= max(read.values()) * 1.05 + 4096
+    whole = sum(4 * prod(shape) for shape in tensor_shapes_of(tmp_path).values())
+    assert rank_shape(config.shape(), 1, 1, None).params * 4 == whole
+
+
+def tensor_shapes_of(directory):
+    import json
+
+    return tensor_shapes(json.loads((directory / "config.json").read_text()))
+
+
+def test_kv_heads_are_shared_until_each_rank_has_one():
+    whole = LLAMA_3_8B.kv_bytes_per_token("bfloat16")
+    sizes = {tp: rank_shape(LLAMA_3_8B, tp, 1, None).kv_bytes_per_token("bfloat16") for tp in (2, 8, 16)}
+    assert sizes == {2: whole // 2, 8: whole // 8, 16: whole // 8}
+
+
+def test_quantised_ranks_hold_their_part_of_the_head():
+    have = MemoryBudget(device="cpu", available=10**11)
+    config = EngineConfig(model_path="none", name="m", quant="int8", tp=2)
+    two = estimate(LLAMA_3_8B, have, config).weights_bytes
+    one = estimate(LLAMA_3_8B, have, replace(config, tp=1)).weights_bytes
+    assert two == pytest.approx(one / 2, rel=1e-3)
+    assert rank_shape(LLAMA_3_8B, 1, 2, QUANTS["int8"]).params > rank_shape(LLAMA_3_8B, 1, 2, None).params
+
+
+def test_traffic_of_a_token():
+    row = 4096 * 2
+    assert traffic(LLAMA_3_8B, 1, 1, "bfloat16").sums == 0
+    assert traffic(LLAMA_3_8B, 2, 1, "bfloat16").sums == 65 * row
+    assert traffic(LLAMA_3_8B, 8, 1, "bfloat16").sums == 65 * 2 * 7 * row // 8
+    assert traffic(LLAMA_3_8B, 1, 4, "bfloat16").stages == 2 * row
+
+
+def test_expected_scaling():
+    gpu = {"dtype": "bfloat16", "kv_dtype": "bfloat16", "bandwidth": 4.8e12, "context": 2048}
+    nvlink = {"link_bandwidth": 450e9, "sum_seconds": 5e-6}
+    pcie = {"link_bandwidth": 25e9, "sum_seconds": 30e-6}
+    two, eight = (decode_scaling(LLAMA_3_8B, tp, 1, **gpu, **nvlink) for tp in (2, 8))
+    assert 1.5 < two.factor < 2
+    assert two.factor < eight.factor < 8
+    assert eight.sums_share > two.sums_share > 0
+    assert decode_scaling(LLAMA_3_8B, 2, 1, **gpu, **pcie).factor < two.factor
+    stages = decode_scaling(LLAMA_3_8B, 1, 4, **gpu, **pcie)
+    assert 0.9 < stages.factor < 1, "stages share memory, not time"
+    assert decode_scaling(LLAMA_3_8B, 1, 1, **gpu, **nvlink).factor == pytest.approx(1)

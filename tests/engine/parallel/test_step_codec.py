@@ -1,0 +1,104 @@
+"""What workers are told is what rank 0 scheduled, through preemption, prefix hits, forks and resumes."""
+
+import random
+
+import pytest
+
+from llmbox.engine.core import Engine
+from llmbox.engine.messages import AddRequest, TokenLogprobs
+from llmbox.engine.parallel.link import Frame
+from llmbox.engine.parallel.step_codec import StepDecoder, StepEncoder, decode_result, encode_result
+from llmbox.engine.pipeline import OneAtATime
+from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.step import SampledToken, StepResult
+from support.fake_runner import FakeRunner
+from support.scheduling import INFO, make_scheduler
+
+
+class Mirroring(FakeRunner):
+    """Runs what comes out at the other end, and compares it with what went in."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.encoder, self.decoder = StepEncoder(), StepDecoder()
+        self.most = 0
+
+    def execute(self, plan):
+        frame = self.encoder.encode(plan)
+        self.most = max(self.most, len(frame.encode()))
+        mirrored = self.decoder.decode(Frame(frame.kind, frame.body, frame.numbers))
+        assert mirrored.copies == plan.copies
+        for row, mirror in zip(plan.rows, mirrored.rows, strict=True):
+            assert (row.start, row.num_tokens, row.samples) == (
+                mirror.start,
+                mirror.num_tokens,
+                mirror.samples,
+            )
+            for name in ("request_id", "token_ids", "block_table", "params", "num_prompt"):
+                assert getattr(row.request, name) == getattr(mirror.request, name), name
+            assert mirror.request is not row.request
+        return super().execute(plan)
+
+
+def params(rng, number):
+    return SamplingParams(
+        max_tokens=rng.randrange(1, 20),
+        seed=number,
+        temperature=rng.choice([0.0, 0.7]),
+        logit_bias={7: float("inf"), 12: -2.5} if number % 3 == 0 else {},
+        bad_words=((1, 2), (3,)) if number % 4 == 0 else (),
+        allowed_token_ids=(4, 5, 6) if number % 5 == 0 else None,
+        stop_token_ids=(3, 4),
+        logprobs=2 if number % 2 else None,
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_blocks": 13}, {"token_budget": 8}, {"max_running": 2}], ids=str
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_mirrors_follow_the_scheduler(options, seed):
+    rng = random.Random(seed)
+    options = {"num_blocks": 100, **options}
+    scheduler = make_scheduler(**options)
+    runner = Mirroring(options["num_blocks"], 4)
+    engine = Engine(scheduler, OneAtATime(runner), INFO)
+    last = None
+    for number in range(16):
+        prompt = [rng.randrange(9) for _ in range(rng.randrange(1, 18))]
+        fork = f"r{number - 1}" if number % 4 == 3 else None
+        if fork:
+            prompt = last.prompt_ids
+        last = AddRequest(
+            request_id=f"r{number}", prompt_ids=prompt, params=params(rng, number), fork_of=fork
+        )
+        engine.add(last)
+        if number % 3 == 0 and engine.has_work:
+            engine.step()
+        if number == 9:
+            engine.abort("r8")
+    while engine.has_work:
+        engine.step()
+    assert len(runner.plans) > 10
+    if options["num_blocks"] == 13:
+        assert scheduler.preemptions > 0
+
+
+def test_a_decoding_request_costs_a_few_numbers():
+    scheduler = make_scheduler()
+    runner = Mirroring(100, 4)
+    engine = Engine(scheduler, OneAtATime(runner), INFO)
+    engine.add(AddRequest(request_id="a", prompt_ids=[5] * 40, params=SamplingParams(max_tokens=30)))
+    engine.step()
+    runner.most = 0
+    while engine.has_work:
+        engine.step()
+    assert runner.most < 80
+
+
+def test_results_cross_unchanged():
+    entry = TokenLogprobs(token_id=4, logprob=-0.1234567890123456, rank=2, top=[(3, -0.1), (4, -0.2)])
+    result = StepResult(
+        {"a": SampledToken(4, entry), "b": SampledToken(5)}, {"c": [entry, entry]}, {"d": "NaN in logits"}
+    )
+    assert decode_result(encode_result(result)) == result

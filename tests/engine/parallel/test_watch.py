@@ -1,0 +1,131 @@
+"""Ranks that end, stop or stand still are noticed; those that work or rest are left alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from llmbox.engine.parallel import watch as watch_module
+from llmbox.engine.parallel.crew import Worker
+from llmbox.engine.parallel.watch import Watch
+
+TICK = 0.02
+
+
+class Ends:
+    def __init__(self):
+        self.calls: list[tuple[str, bool]] = []
+        self.called = threading.Event()
+
+    def __call__(self, reason, *, from_outside):
+        self.calls.append((reason, from_outside))
+        self.called.set()
+
+
+@pytest.fixture
+def start():
+    """A worker process that sleeps, or burns a core."""
+    processes = []
+
+    def begin(code="import time; time.sleep(60)"):
+        process = subprocess.Popen([sys.executable, "-S", "-c", code])
+        processes.append(process)
+        return Worker(len(processes), process, None)
+
+    yield begin
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("number", "outside", "words"),
+    [(signal.SIGKILL, True, "rank 2 was killed by signal 9"), (signal.SIGTERM, False, "signal 15")],
+)
+def test_a_rank_that_dies_is_told_at_once_also_without_a_step(start, number, outside, words):
+    ends, workers = Ends(), [start(), start()]
+    watch = Watch(workers, ends, TICK)
+    workers[1].process.send_signal(number)
+    assert ends.called.wait(10)
+    ((reason, from_outside),) = ends.calls
+    assert words in reason
+    assert from_outside is outside
+    watch.close()
+
+
+def test_the_rank_that_died_first_is_told_not_those_that_followed(start):
+    ends, workers = Ends(), [start("import sys; sys.stdin.read()"), start()]
+    watch = Watch(workers, ends, TICK)
+    workers[1].process.send_signal(signal.SIGKILL)
+    workers[0].process.send_signal(signal.SIGINT)
+    assert ends.called.wait(10)
+    assert ends.calls == [("rank 2 was killed by signal 9", True)]
+    watch.close()
+
+
+def test_a_stopped_rank_is_told_while_a_step_waits_for_it(start):
+    ends, workers = Ends(), [start("while True: pass"), start()]
+    watch = Watch(workers, ends, TICK)
+    workers[1].process.send_signal(signal.SIGSTOP)
+    time.sleep(20 * TICK)
+    assert not ends.calls, "nobody waits for it"
+    with watch.step():
+        assert ends.called.wait(10)
+    assert ends.calls == [("rank 2 was stopped", True)]
+    watch.close()
+
+
+def test_a_step_in_which_nobody_works_is_told(start, monkeypatch):
+    monkeypatch.setattr(watch_module, "STILL_TICKS", 5)
+    ends = Ends()
+    watch = Watch([start()], ends, 0.2)
+    with watch.step():
+        assert ends.called.wait(10)
+    assert ends.calls == [("no rank has used the processor for a while in one step", False)]
+    watch.close()
+
+
+def test_long_steps_of_work_and_rest_between_steps_are_fine(start, monkeypatch):
+    monkeypatch.setattr(watch_module, "STILL_TICKS", 4)
+    ends = Ends()
+    watch = Watch([start("while True: pass")], ends, 0.1)
+    with watch.step():
+        time.sleep(1.0)
+    time.sleep(0.6)
+    for _ in range(50):
+        with watch.step():
+            time.sleep(0.002)
+    watch.close()
+    assert not ends.calls
+
+
+def test_it_sleeps_when_nothing_runs(start):
+    watch = Watch([start()], Ends(), TICK)
+    with watch.step():
+        time.sleep(5 * TICK)
+    time.sleep(10 * TICK)
+    before = _switches(watch)
+    time.sleep(20 * TICK)
+    assert _switches(watch) == before
+    watch.close()
+
+
+def test_workers_that_end_after_close_are_meant_to(start):
+    ends, worker = Ends(), start()
+    watch = Watch([worker], ends, TICK)
+    watch.close()
+    watch.close()
+    worker.process.kill()
+    worker.process.wait()
+    assert not ends.calls
+
+
+def _switches(watch):
+    """How often its thread has given the processor away."""
+    status = Path(f"/proc/{os.getpid()}/task/{watch._thread.native_id}/status")
+    return [line for line in status.read_text().splitlines() if "ctxt_switches" in line]

@@ -1,0 +1,130 @@
+"""Loading through packed weights on disk: the same tokens, and damage is only a slower load."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmbox.engine.core import Engine
+from llmbox.engine.repacked import environment, huge
+from llmbox.kernels.dispatch import native_ready
+from support.real_engines import ask, load, tokens
+from support.tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
+PROMPT = list(range(5, 25))
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "repacked"
+    for name, value in environment.variables(folder, 1.0).items():
+        monkeypatch.setenv(name, value)
+    return folder
+
+
+def loaded(model: Path, **options: Any) -> Engine:
+    """With what it had to pack written."""
+    engine = load(model, **options)
+    for thread in threading.enumerate():
+        if thread.name == "keep packed weights":
+            thread.join()
+    return engine
+
+
+def answer(engine: Engine) -> list[int]:
+    return tokens(engine, [ask("a", PROMPT, 12)])["a"]
+
+
+def refuse(*_: object) -> None:
+    pytest.fail("the checkpoint was read")
+
+
+@pytest.mark.parametrize(("arch", "tied"), [("qwen2", False), ("qwen3", True)])
+@pytest.mark.parametrize("quant", ["none", "int8", "int4-g128"])
+def test_the_second_load_reads_no_checkpoint_and_answers_the_same(
+    tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, quant: str, arch: str, tied: bool
+) -> None:
+    model = make_tiny_model(tmp_path / "model", arch=arch, tie_word_embeddings=tied)
+    first = answer(loaded(model, quant=quant))
+    monkeypatch.setattr("llmbox.engine.weights.Checkpoint.take_into", refuse)
+    assert answer(loaded(model, quant=quant)) == first
+    monkeypatch.undo()  # the environment too: from the checkpoint
+    assert answer(load(model, quant=quant)) == first
+
+
+def test_each_format_has_a_file_of_its_own(tmp_path: Path, kept: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    for options in ({}, {"quant": "int8"}, {"quant": "int4"}, {"dtype": "bfloat16"}, {}):
+        loaded(model, **options)
+    assert len(list(kept.glob("*.weights"))) == 4
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "another"])
+def test_a_damaged_file_is_packed_again(tmp_path: Path, kept: Path, harm: str) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    first = answer(loaded(model, quant="int8"))
+    (file,) = kept.glob("*.weights")
+    good = file.read_bytes()
+    bad = {
+        "flip": bytes([good[0] ^ 1]) + good[1:],
+        "cut": good[:-9],
+        "empty": b"",
+        "another": b"x" * len(good),
+    }
+    file.write_bytes(bad[harm])
+    assert answer(loaded(model, quant="int8")) == first
+    assert file.read_bytes() == good
+
+
+def test_weights_that_the_model_does_not_ask_for_are_packed_again(
+    tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same key, and yet other contents: as after a change of the code that no layout tells."""
+    model = make_tiny_model(tmp_path / "model")
+    with monkeypatch.context() as before:
+        before.setattr("llmbox.engine.weights.Asked.name", property(lambda asked: "/".join(asked.outputs)))
+        first = answer(loaded(model))
+    assert answer(loaded(model)) == first
+    with monkeypatch.context() as after:
+        after.setattr("llmbox.engine.weights.Checkpoint.take_into", refuse)
+        assert answer(loaded(model)) == first
+
+
+def test_a_checkpoint_that_changes_is_packed_anew(tmp_path: Path, kept: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", seed=1)
+    first = answer(loaded(model))
+    make_tiny_model(tmp_path / "model", seed=2)
+    assert answer(loaded(model)) != first
+    assert len(list(kept.glob("*.weights"))) == 1  # the old ones are replaced
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path, kept: Path) -> None:
+    kept.write_text("in the way")
+    assert len(answer(loaded(make_tiny_model(tmp_path / "model")))) == 12
+
+
+def test_switched_off_by_zero(tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(environment.MOST, "0")
+    loaded(make_tiny_model(tmp_path / "model"))
+    assert not kept.exists()
+
+
+def test_small_pages_are_copied_into_huge_ones(
+    tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    first = answer(loaded(model))
+    monkeypatch.setattr(huge, "SMALL", 0)
+    monkeypatch.setattr(huge, "huge_share", lambda _: 0.0)
+    assert answer(loaded(model)) == first
+
+
+def test_a_copy_holds_the_same_bytes_at_a_huge_page() -> None:
+    data = torch.randint(0, 256, (3_000_001,), dtype=torch.uint8)
+    for threads in (1, 2, 3):
+        copy = huge.copied(data, threads)
+        assert torch.equal(copy, data)
+        assert copy.data_ptr() % (2 << 20) == 0

@@ -1,0 +1,187 @@
+"""`engine.quantize`: what it writes loads by itself and answers as quantisation at load does."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from llmbox.engine import quantize as module
+from llmbox.engine.errors import DeviceError, ModelError
+from llmbox.engine.perplexity import config_for, perplexity, sequences_of
+from llmbox.engine.quantize import quantize
+from llmbox.engine.rounded import FORMATS
+from llmbox.engine.shards import ShardWriter
+from llmbox.kernels.dispatch import native_ready
+from llmbox.kernels.quant import QUANTS
+from support.real_engines import ask, load, tokens
+from support.tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
+PROMPT = list(range(5, 25))
+
+
+def made(source: Path, out: Path, to: str) -> module.Report:
+    return quantize(source, out, QUANTS[to], 1, lambda _done, _total: None)
+
+
+def answer(model: Path, **options: Any) -> list[int]:
+    return tokens(load(model, **options), [ask("a", PROMPT, 12)])["a"]
+
+
+@pytest.mark.parametrize(("arch", "tied"), [("qwen2", True), ("llama", False)])
+@pytest.mark.parametrize("to", FORMATS)
+def test_it_answers_as_the_original_quantised_at_load(tmp_path: Path, to: str, arch: str, tied: bool) -> None:
+    source = make_tiny_model(tmp_path / "model", arch=arch, tie_word_embeddings=tied)
+    report = made(source, tmp_path / "out", to)
+    wanted = answer(source, quant=to)
+    shutil.rmtree(source)  # nothing of it is needed
+    assert answer(tmp_path / "out") == wanted
+    assert answer(tmp_path / "out", quant="auto") == wanted
+    assert report.bytes_after < report.bytes_before / 2
+    assert 0 < report.relative < {8: 0.01, 4: 0.1}[QUANTS[to].bits]
+
+
+def test_odd_sizes(tmp_path: Path) -> None:
+    """Neither two nor a group divide the inputs."""
+    source = make_tiny_model(tmp_path / "model", intermediate_size=77, hidden_size=70, vocab_size=321)
+    for to in FORMATS:
+        made(source, tmp_path / to, to)
+        assert answer(tmp_path / to) == answer(source, quant=to)
+
+
+def test_the_report_is_true(tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "model")
+    report = made(source, tmp_path / "out", "int4")
+    before = load_file(source / "model.safetensors")
+    after = load_file(tmp_path / "out/model.safetensors")
+    assert report.bytes_before == sum(tensor.nbytes for tensor in before.values())
+    assert report.bytes_after == sum(tensor.nbytes for tensor in after.values())
+    assert report.tensors == sum(name.endswith("_scale") for name in after)
+    assert report.tensors + report.kept == len(before)
+    worst = report.worst[0]
+    assert all(worst.relative >= other.relative for other in report.worst)
+    codes = torch.stack((after[worst.name] & 15, after[worst.name] >> 4), -1).flatten(1).float() - 8
+    scales = after[worst.name + "_scale"].float().repeat_interleave(32, 1)
+    width = before[worst.name].shape[1]
+    lost = before[worst.name] - (codes[:, :width] * scales[:, :width])
+    assert worst.relative == pytest.approx(float(lost.norm() / before[worst.name].norm()), rel=1e-4)
+
+
+def test_the_rest_of_the_directory_comes_along(tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "model")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "pytorch_model.bin").write_bytes(b"pickled")
+    made(source, tmp_path / "out", "int8")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json",
+    }  # fmt: skip
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    entry = {"quant_method": "llmbox", "version": 1, "format": "int8"}
+    assert config == json.loads((source / "config.json").read_text()) | {"quantization_config": entry}
+
+
+def test_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_tiny_model(tmp_path / "model", shards=3)
+    monkeypatch.setattr(module, "ShardWriter", lambda folder: ShardWriter(folder, 20_000))
+    made(source, tmp_path / "out", "int8")
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
+    assert answer(tmp_path / "out") == answer(source, quant="int8")
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def test_what_is_quantised_already_is_refused(tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "model")
+    made(source, tmp_path / "out", "int8")
+    with pytest.raises(ModelError, match="int8 weights already"):
+        made(tmp_path / "out", tmp_path / "again", "int4")
+    with pytest.raises(DeviceError, match="--quant auto"):
+        load(tmp_path / "out", quant="int4")
+    config = source / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"bits": 4}}))
+    with pytest.raises(ModelError, match="quantised"):
+        made(source, tmp_path / "foreign", "int4")
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "model")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine").write_text("precious")
+    with pytest.raises(ModelError, match="--out"):
+        made(source, tmp_path / "out", "int8")
+    assert (tmp_path / "out/mine").read_text() == "precious"
+
+
+def test_a_small_disk_is_noticed_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_tiny_model(tmp_path / "model")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(ModelError, match="GB are needed"):
+        made(source, tmp_path / "new/out", "int8")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("tensor", ["missing", "surplus", "nan"])
+def test_a_broken_checkpoint_leaves_nothing_behind(tmp_path: Path, tensor: str) -> None:
+    source = make_tiny_model(tmp_path / "model")
+    weights = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    if tensor == "missing":
+        del weights[name]
+    elif tensor == "nan":
+        weights[name][0, 0] = float("nan")
+    else:
+        weights["surplus"] = torch.zeros(3)
+    save_file(weights, source / "model.safetensors")
+    with pytest.raises(ModelError):
+        made(source, tmp_path / "out", "int8")
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}
+
+
+@pytest.mark.parametrize("harm", ["no scale", "wrong shape", "wrong type", "nan scale"])
+def test_a_broken_result_is_refused(tmp_path: Path, harm: str) -> None:
+    made(make_tiny_model(tmp_path / "model"), tmp_path / "out", "int8")
+    file = tmp_path / "out/model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    if harm == "no scale":
+        del weights[name + "_scale"]
+    elif harm == "wrong shape":
+        weights[name] = weights[name][1:].contiguous()
+    elif harm == "wrong type":
+        weights[name] = weights[name].view(torch.uint8)
+    else:
+        weights[name + "_scale"][0, 0] = float("nan")
+    save_file(weights, file)
+    with pytest.raises(ModelError, match="k_proj"):
+        load(tmp_path / "out")
+
+
+def test_integers_where_none_may_be_are_refused(tmp_path: Path) -> None:
+    made(make_tiny_model(tmp_path / "model"), tmp_path / "out", "int8")
+    file = tmp_path / "out/model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"] = torch.ones(64, dtype=torch.int8)
+    weights["model.norm.weight_scale"] = torch.ones(64, dtype=torch.float16)
+    save_file(weights, file)
+    with pytest.raises(ModelError, match=r"norm\.weight"):
+        load(tmp_path / "out")
+
+
+# ------------------------------------------------------------------ perplexity
+
+
+def test_perplexity_is_of_the_given_tokens(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    engine = module.load_engine(config_for(model, 1), lambda _: None)
+    found = perplexity(engine, [PROMPT, PROMPT[::-1]])
+    assert 100 < found < 1000  # of 320 random tokens
+    assert len(sequences_of(model, "one part\n\nanother part\n\nx")) >= 2
+    with pytest.raises(ValueError, match="two tokens"):
+        sequences_of(model, "")

@@ -1,0 +1,102 @@
+"""Is every GPU kernel right, how fast is it, how fast is the whole engine? Run by `make gpu-check`.
+
+Needs torch and triton, and of this project nothing but the tree. Ends within --minutes: later parts are left
+out if they must be. Writes a table. Exit status 1 if anything is wrong, 2 without a GPU.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from gpu.report import FAILED, Report, versions
+
+BARS = {
+    "H200, 8B, 256 requests of 1024 in and out": "SGLang 7102 (Triton), 7555 (FA3), 8497 tok/s (FlashInfer)",
+    "decode at batch 1, 8B": "at most 4.5 ms + 3.1e-5 ms a token of context; aim 90 % of the roofline",
+}
+SECTIONS = {"correctness": 160, "engine-0.6B": 80, "engine-8B": 200, "kernels": 170, "transformers": 60}
+"""Seconds that each may take, where so many are left."""
+GRACE = 20
+"""Seconds more for what a section has begun."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=9.5)
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas (all: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("gpu-check.md"))
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the inputs; printed")
+    options = parser.parse_args()
+    names = options.only.split(",")
+    if unknown := set(names) - set(SECTIONS):
+        parser.error(f"no section {', '.join(unknown)}")
+    problem = why_not()
+    if problem:
+        print(f"gpu-check: {problem}", file=sys.stderr)
+        return 2
+    report = Report(60 * options.minutes)
+    report.say("# GPU check\n")
+    report.say(versions())
+    peaks = measured_peaks(report)
+    for name in names:
+        arguments = ["--seed", str(options.seed), "--peaks", json.dumps(peaks)]
+        run_section(report, name, min(SECTIONS[name], report.left - GRACE), arguments)
+    report.say("\n## Bars\n")
+    for what, bar in BARS.items():
+        report.say(f"- {what}: {bar}")
+    report.write(options.out)
+    print(f"\nwritten to {options.out}; {len(report.failures)} failures")
+    return 1 if report.failures else 0
+
+
+def why_not() -> str | None:
+    if not torch.cuda.is_available():
+        return "needs an NVIDIA GPU that torch can use; torch.cuda.is_available() says there is none here"
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "needs the triton package"
+    return None
+
+
+def measured_peaks(report: Report) -> dict[str, float]:
+    from gpu.timing import peaks
+
+    found = peaks()
+    torch.cuda.empty_cache()
+    rates = (f"{name} {value / 1e12:.0f} TFLOP/s" for name, value in found.items() if name != "bytes")
+    report.say(f"\nMeasured peaks: copy {found['bytes'] / 1e12:.2f} TB/s; {', '.join(rates)}.")
+    return found
+
+
+def run_section(report: Report, name: str, seconds: float, arguments: list[str]) -> None:
+    """Its lines as they come; what it says failed has failed, and so has a section that breaks."""
+    if seconds < GRACE:
+        report.say(f"\n{name}: out of time.")
+        return
+    command = [sys.executable, "-m", "gpu.sections", name, "--seconds", str(seconds), *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + seconds + GRACE
+    assert process.stdout is not None
+    for line in process.stdout:
+        report.say(line.rstrip("\n"))
+        if line.startswith(FAILED):
+            report.failures.append(line)
+        if time.monotonic() > deadline:
+            process.kill()
+            report.say(f"\n{name}: stopped, out of time.")
+            process.wait()
+            return
+    if status := process.wait():
+        report.failed(f"{name} ended with status {status}: see its messages above")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

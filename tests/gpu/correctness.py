@@ -1,0 +1,295 @@
+"""Every kernel against exact results: on a GPU in all dtypes, on a CPU in Triton's interpreter."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmbox.engine.noise import uniform
+from llmbox.engine.sampler.draw import Knobs, draw_greedy, draw_ranked, draw_whole
+from llmbox.kernels.ops import Ops
+from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.reference import REFERENCE
+from llmbox.kernels.rows import DecodeInputs, DecodeRows, SampleRows
+from llmbox.kernels.triton.backend import triton_ops
+from llmbox.kernels.triton.dequantise import dequantise
+from llmbox.kernels.triton.gemm_experts import experts_product
+from llmbox.kernels.triton.gemm_fp8 import fp8_product
+from llmbox.kernels.triton.gemm_int8 import int8_product
+from llmbox.kernels.triton.linear import Floats8, Integers
+from llmbox.kernels.triton.quantise import quantise_rows
+from llmbox.kernels.triton.tiles import has_fp8
+from llmbox.kernels.triton.weights import pack_grouped
+from support.paged import PagedStep
+from support.poison import poisoned_memory
+
+FP8 = torch.float8_e4m3fn
+LIMIT = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""||got - exact|| / ||exact||."""
+SHAPES = [((32, 8), 128), ((14, 2), 64), ((5, 1), 80), ((8, 8), 96)]
+"""Query and kv heads, head dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    device: torch.device
+    dtypes: tuple[torch.dtype, ...]
+    tiny: bool
+    seed: int
+
+    def randn(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, device=self.device).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    name: str
+    error: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.limit  # false for NaN
+
+
+Checks = Iterator[Check]
+
+
+def all_checks(setting: Setting) -> Iterator[Callable[[], list[Check]]]:
+    """Each runs a group of checks, so that a caller may stop between two."""
+    groups = (attention, invariance, heads, rows, linears, eight_bits, experts, sampling, advance)
+
+    def run(group: Callable[[Setting, torch.dtype], Checks], dtype: torch.dtype) -> list[Check]:
+        torch.manual_seed(setting.seed)
+        with poisoned_memory():
+            return list(group(setting, dtype))
+
+    for dtype in setting.dtypes:
+        for group in groups:
+            yield lambda group=group, dtype=dtype: run(group, dtype)
+
+
+def distance(got: Tensor, exact: Tensor) -> float:
+    exact = exact.double()
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+def name_of(*parts: object) -> str:
+    return " ".join(str(part).removeprefix("torch.") for part in parts if part is not None)
+
+
+def attention_cases(setting: Setting, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """(heads, head dim, KV dtype, window, deterministic): all of it in one shape, little in the others,
+    as every one compiles kernels of its own."""
+    first, *others = [((4, 2), 64)] if setting.tiny else SHAPES
+    eight = [torch.int8] + [FP8] * (has_fp8(setting.device) and not setting.tiny)
+    thorough = dtype == torch.bfloat16
+    for kv_dtype in (dtype, *eight) if thorough else (dtype, torch.int8):
+        for window in (None, 100) if thorough else (None,):
+            yield from ((*first, kv_dtype, window, fixed) for fixed in (False, True))
+    for shape in others if thorough else others[:1]:
+        yield *shape, dtype, 100, False
+
+
+def attention(setting: Setting, dtype: torch.dtype) -> Checks:
+    device = setting.device
+    sequences = [(18, 1), (0, 9)] if setting.tiny else [(1000, 1), (0, 1), (37, 1), (0, 300), (513, 77)]
+    for heads, head_dim, kv_dtype, window, deterministic in attention_cases(setting, dtype):
+        step = PagedStep(
+            sequences,
+            heads=heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            device=device,
+            seed=setting.seed,
+        )
+        limit = LIMIT[dtype] + {torch.int8: 0.012, FP8: 0.05}.get(kv_dtype, 0.0)
+        ops = triton_ops(device, dtype, deterministic=deterministic)
+        error = distance(step.attend(ops, window), step.exact(window))
+        name = name_of("attention", dtype, heads, head_dim, "KV", kv_dtype)
+        yield Check(f"{name}, window {window}{', fixed' * deterministic}", error, limit)
+
+
+def invariance(setting: Setting, dtype: torch.dtype) -> Checks:
+    """With --deterministic: bits of a decoding row against those of the same row in a prompt."""
+    ops = triton_ops(setting.device, dtype, deterministic=True)
+    length = 20 if setting.tiny else 2500
+    prompt = PagedStep([(0, length)], heads=(4, 1), dtype=dtype, device=setting.device, seed=setting.seed)
+    whole = prompt.attend(ops)
+    unequal = 0
+    places = (0, length // 2, length - 1)
+    for position in places:
+        alone = PagedStep([(position, 1), (5, 1)], heads=(4, 1), dtype=dtype, device=setting.device)
+        alone.q[0] = prompt.q[0][position : position + 1]
+        alone.k[0], alone.v[0] = prompt.k[0][: position + 1], prompt.v[0][: position + 1]
+        unequal += not torch.equal(alone.attend(ops)[0], whole[position])
+    yield Check(name_of("one row, one result: attention", dtype), unequal / len(places), 0.0)
+    for quant in (None, "int4") if setting.tiny else (None, *QUANTS):
+        if quant == "fp8" and not has_fp8(setting.device):
+            continue
+        ops = triton_ops(setting.device, dtype, QUANTS.get(quant or ""), deterministic=True)
+        x = setting.randn(20 if setting.tiny else 1500, 256, dtype=dtype)
+        packed = ops.pack_linear(setting.randn(48, 256, dtype=dtype), None)
+        together = ops.linear(packed, x)
+        alike = all(torch.equal(ops.linear(packed, x[:n].clone()), together[:n]) for n in (1, 17))
+        yield Check(name_of("one row, one result: linear", dtype, quant or "plain"), float(not alike), 0.0)
+
+
+def heads(setting: Setting, dtype: torch.dtype) -> Checks:
+    step = PagedStep([(5, 1), (0, 3)], heads=(8, 2), head_dim=128, dtype=dtype, device=setting.device)
+    ops = triton_ops(setting.device, dtype)
+    qkv, norm = setting.randn(4, 12, 128, dtype=dtype), setting.randn(10, 128, dtype=dtype)
+    angle = setting.randn(4, 64) * 3
+    cos, sin = torch.cat((angle.cos(),) * 2, 1), torch.cat((-angle.sin(), angle.sin()), 1)
+    cache = ops.make_kv_cache(step.shape(), setting.device)
+    ragged = step.ragged([(5, 6), (0, 3)])
+    q = ops.rotate_and_write(qkv, norm, 1e-6, cos, sin, cache, 1, ops.plan_attention(ragged, cache, None))
+    exact = REFERENCE.rotary(REFERENCE.rms_norm(qkv[:, :10].float(), norm.float(), 1e-6), cos, sin)
+    block, offset = ragged.slots_T.long() // 16, ragged.slots_T.long() % 16
+    limit = LIMIT[dtype]
+    yield Check(name_of("rotated queries", dtype), distance(q, exact[:, :8]), limit)
+    yield Check(name_of("written keys", dtype), distance(cache.k[1, block, :, offset], exact[:, 8:]), limit)
+    yield Check(name_of("written values", dtype), distance(cache.v[1, block, :, offset], qkv[:, 10:]), 0.0)
+
+
+def rows(setting: Setting, dtype: torch.dtype) -> Checks:
+    ops, limit = triton_ops(setting.device, dtype), LIMIT[dtype]
+    width = 200 if setting.tiny else 4096
+    x, residual, weight = (setting.randn(*s, dtype=dtype) for s in ((5, width), (5, width), (width,)))
+    exact = REFERENCE.rms_norm(x.double(), weight.double(), 1e-6)
+    yield Check(name_of("rms_norm", dtype), distance(ops.rms_norm(x, weight, 1e-6), exact), limit)
+    total = residual + x
+    got = ops.add_rms_norm(x, residual, weight, 1e-6)
+    exact = REFERENCE.rms_norm(total.double(), weight.double(), 1e-6)
+    yield Check(name_of("add_rms_norm", dtype), distance(got, exact), limit)
+    yield Check(name_of("residual", dtype), distance(residual, total), 0.0)
+    gates = setting.randn(5, 2 * width, dtype=dtype)
+    exact = REFERENCE.silu_mul(gates.double())
+    yield Check(name_of("silu_mul", dtype), distance(ops.silu_mul(gates), exact), limit)
+
+
+def wide_weights(packed: object) -> Tensor:
+    match packed:
+        case Integers(weight, _):
+            return dequantise(weight, torch.float32)
+        case Floats8(weight_OI, scales_O1, _):
+            return weight_OI.float() * scales_O1
+    raise TypeError(packed)
+
+
+def linears(setting: Setting, dtype: torch.dtype) -> Checks:
+    inputs, outputs = (160, 48) if setting.tiny else (2048, 1536)
+    for quant in QUANTS.values():
+        if quant.kind == "float" and not has_fp8(setting.device):
+            continue
+        ops = triton_ops(setting.device, dtype, quant)
+        weight = setting.randn(outputs, inputs, dtype=dtype) / inputs**0.5
+        bias = setting.randn(outputs, dtype=dtype)
+        packed = ops.pack_linear(weight, bias)
+        wide = wide_weights(packed).double()
+        ids = torch.arange(outputs, device=setting.device)
+        table = ops.pack_embedding(weight, True)
+        error = distance(ops.embedding(table, ids), wide_weights(table))
+        yield Check(name_of("embedding", dtype, quant.name), error, LIMIT[dtype])
+        for count in (3,) if setting.tiny else (1, 17, 130, 600):
+            x = setting.randn(count, inputs, dtype=dtype)
+            exact = x.double() @ wide.T + bias.double()
+            limit = LIMIT[dtype] + (0.04 if quant.kind == "float" else 0.0)
+            yield Check(
+                name_of("linear", dtype, quant.name, count), distance(ops.linear(packed, x), exact), limit
+            )
+
+
+def eight_bits(setting: Setting, dtype: torch.dtype) -> Checks:
+    inputs, outputs = (160, 48) if setting.tiny else (2048, 1536)
+    for count in (3,) if setting.tiny else (3, 300):
+        x, weight = setting.randn(count, inputs, dtype=dtype), setting.randn(outputs, inputs) / inputs**0.5
+        packed = pack_grouped(weight, QUANTS["int8"])
+        exact = x.double() @ weight.double().T
+        got = int8_product(x, packed, None)
+        yield Check(name_of("int8 rows and weights", dtype, count), distance(got, exact), 0.015)
+        if has_fp8(setting.device):
+            blocks = torch.ones(-(-outputs // 128), -(-inputs // 128), device=setting.device)
+            got = fp8_product(quantise_rows(x, FP8, 128), weight.to(FP8), blocks, None, dtype)
+            exact = x.double() @ weight.to(FP8).double().T
+            yield Check(name_of("fp8 by blocks", dtype, count), distance(got, exact), 0.05)
+
+
+def experts(setting: Setting, dtype: torch.dtype) -> Checks:
+    inputs, outputs, sizes = (96, 40, (3, 0, 5)) if setting.tiny else (512, 768, (3, 0, 170, 1, 64, 500))
+    x = setting.randn(sum(sizes), inputs, dtype=dtype)
+    weight = setting.randn(len(sizes), outputs, inputs, dtype=dtype)
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    starts = torch.tensor([0, *ends], dtype=torch.int32, device=setting.device)
+    got = experts_product(x, weight, starts)
+    exact = [
+        x[end - size : end].double() @ w.double().T for w, end, size in zip(weight, ends, sizes, strict=True)
+    ]
+    yield Check(name_of("experts", dtype), distance(got, torch.cat(exact)), LIMIT[dtype])
+
+
+def sampling(setting: Setting, dtype: torch.dtype) -> Checks:
+    kinds = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.8, 40, 0.95, 0.0), (1.2, 0, 0.9, 0.02)]
+    kinds = kinds[1:3] if setting.tiny else kinds * 16
+    vocabulary = 300 if setting.tiny else 151936
+    logits = 4 * setting.randn(len(kinds), vocabulary, dtype=dtype)
+    float64 = [torch.tensor(x, dtype=torch.float64) for x in zip(*kinds, strict=True)]
+    seeds = [setting.seed + n for n in range(len(kinds))]
+    drawn = SampleRows(
+        float64[0].to(setting.device),
+        float64[1].int().to(setting.device),
+        float64[2].to(setting.device),
+        float64[3].to(setting.device),
+        torch.tensor(seeds, device=setting.device),
+        torch.arange(len(kinds), device=setting.device),
+        torch.ones(len(kinds), dtype=torch.int32, device=setting.device),
+    )
+    ops = triton_ops(setting.device, dtype)
+    got = ops.sample(logits, drawn)
+    wrong = 0
+    for n, (temperature, top_k, top_p, min_p) in enumerate(kinds):
+        row, device = logits[n : n + 1].float(), setting.device
+        knobs = Knobs(
+            torch.tensor([temperature], device=device, dtype=torch.float64),
+            torch.tensor([top_k or vocabulary], device=device),
+            torch.tensor([top_p], device=device, dtype=torch.float64),
+            torch.tensor([min_p], device=device, dtype=torch.float64),
+            torch.tensor([uniform(seeds[n], n)], device=device, dtype=torch.float64),
+        )
+        if temperature == 0:
+            exact = draw_greedy(row)
+        elif not top_k and top_p == 1:
+            exact = draw_whole(row, knobs)
+        else:
+            exact = draw_ranked(row, knobs, vocabulary, cuts_k=top_k > 0)
+        wrong += int(exact.id) != int(got.ids[n])
+    # The device's exp differs in its last bits, which moves a draw about once in 10^5.
+    yield Check(name_of("drawn ids", dtype), wrong / len(kinds), 0.02)
+    logprob = got.logit - got.best - torch.log(got.total.double() / 2**40)
+    exact = logits.double().log_softmax(-1).gather(1, got.ids[:, None])[:, 0]
+    yield Check(name_of("logprobs", dtype), float((logprob - exact).abs().max()), 1e-4)
+
+
+def advance(setting: Setting, dtype: torch.dtype) -> Checks:
+    if dtype != setting.dtypes[0]:
+        return
+    device = setting.device
+
+    def int32(*numbers: int) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+    state = DecodeRows(
+        torch.tensor([7, 8, 9], device=device),
+        int32(16, 0, 33),
+        int32(*range(9)).view(3, 3),
+    )
+    inputs = DecodeInputs(*(torch.empty(3, dtype=torch.int32, device=device) for _ in range(3)))
+    ops: Ops = triton_ops(device, dtype)
+    ops.advance(state, torch.tensor([70, 80, 90], device=device), inputs, 16)
+    got = torch.cat((state.ids_R.int(), state.lengths_R, inputs.positions_R, inputs.slots_R)).tolist()
+    want = [70, 8, 90, 17, 0, 34, 16, 0, 33, 1 * 16, -1, 8 * 16 + 1]
+    yield Check("advance", 0.0 if got == want else math.inf, 0.0)

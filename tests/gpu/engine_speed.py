@@ -1,0 +1,181 @@
+"""Whole engines on random weights made on the spot: no files, no network, no tokenizer."""
+
+import json
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.core import Engine
+from llmbox.engine.load_weights import Loaded, WeightsWanted
+from llmbox.engine.loader import load_engine
+from llmbox.engine.messages import AddRequest
+from llmbox.engine.model_config import ModelConfig
+from llmbox.engine.models import build_model
+from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.weights import Asked, pack
+from llmbox.kernels.ops import Ops
+
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 2,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.6B": QWEN3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "8B": QWEN3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+@dataclass
+class RandomWeights:
+    """A `Source` of small normal numbers; norms are ones."""
+
+    ops: Ops
+    dtype: torch.dtype
+    device: torch.device
+    rank: Any
+    bytes_made: int = field(default=0)
+
+    def vector(self, name: str, size: int) -> Tensor:
+        del name
+        return torch.ones(size, dtype=self.dtype, device=self.device)
+
+    def packed(self, asked: Asked) -> Any:
+        weight_OI = torch.empty(asked.shape, dtype=self.dtype, device=self.device).normal_(0, 0.02)
+        bias_O = torch.zeros(asked.shape[0], dtype=self.dtype, device=self.device) if asked.bias else None
+        self.bytes_made += weight_OI.nbytes
+        return pack(self.ops, asked.kind, weight_OI, bias_O)
+
+    def skip(self, name: str) -> None:
+        """Nothing is stored that could be left out."""
+
+    def finish(self) -> None:
+        """Everything that was asked for was made."""
+
+
+def random_weights(config: ModelConfig, wanted: WeightsWanted, _progress: object) -> Loaded:
+    torch.manual_seed(1)
+    source = RandomWeights(wanted.ops, wanted.dtype, wanted.device, wanted.rank)
+    return build_model(config, source), source.bytes_made
+
+
+def engine(shape: dict[str, Any], **options: Any) -> Engine:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(shape))
+        config = EngineConfig(
+            model_path=folder, name="random", prefix_cache=False, **{"device": "cuda", **options}
+        )
+        with mock.patch("llmbox.engine.loader.load_weights", random_weights):
+            return load_engine(config, lambda _: None)
+
+
+def add(engine: Engine, count: int, prompt: int, output: int, name: str = "r", **params: Any) -> list[str]:
+    """`count` requests of random prompts that end at their length; their names."""
+    names = [f"{name}{number}" for number in range(count)]
+    for one in names:
+        ids = torch.randint(3, engine.info.vocab_size, (prompt,)).tolist()
+        sampling = SamplingParams(max_tokens=output, min_tokens=output, **{"temperature": 0.0, **params})
+        refused = engine.add(AddRequest(request_id=one, prompt_ids=ids, params=sampling))
+        assert refused is None, refused
+    return names
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One load, run to its end. Seconds."""
+
+    wall: float
+    decode_step: float
+    """Mean of the steps in which all requests were decoding."""
+    first: dict[str, float]
+    """To each request's first token."""
+    tokens: int
+
+
+def run(engine: Engine, names: list[str]) -> Run:
+    waiting, started = set(names), time.perf_counter()
+    first: dict[str, float] = {}
+    tokens = steady_tokens = 0
+    steady_from = steady_to = 0.0
+    while engine.has_work:
+        outputs = engine.step().outputs
+        now = time.perf_counter() - started
+        for output in outputs:
+            assert output.finish_reason in {None, "length"}, output
+            tokens += len(output.token_ids)
+            if output.token_ids:
+                first.setdefault(output.request_id, now)
+            if output.finish_reason:
+                waiting.discard(output.request_id)
+        if len(first) == len(names) and len(waiting) == len(names):
+            if not steady_from:
+                steady_from = now
+            else:
+                steady_to = now
+                steady_tokens += sum(len(output.token_ids) for output in outputs)
+    rounds = steady_tokens / len(names)
+    step = (steady_to - steady_from) / rounds if rounds else float("nan")
+    return Run(time.perf_counter() - started, step, first, tokens)
+
+
+def warm_up(engine: Engine, seconds: float = 60.0) -> None:
+    """Compiles what prompts and decoding need, then lets the runner capture its graphs."""
+    run(engine, add(engine, 2, 300, 40, "warm"))
+    prepare = getattr(engine, "prepare", None) or getattr(engine._runner, "prepare", lambda: False)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end and prepare():
+        pass
+
+
+def first_token_under_load(engine: Engine, busy: int, prompt: int) -> float:
+    """Seconds to the first token of a prompt that arrives while `busy` others decode."""
+    names = add(engine, busy, 256, 400, "busy")
+    seen: set[str] = set()
+    while len(seen) < busy:
+        seen |= {output.request_id for output in engine.step().outputs if output.token_ids}
+    (late,) = add(engine, 1, prompt, 2, "late")
+    started = time.perf_counter()
+    while not any(output.request_id == late for output in engine.step().outputs):
+        pass
+    took = time.perf_counter() - started
+    for name in names:
+        engine.abort(name)
+    while engine.has_work:
+        engine.step()
+    return took
+
+
+def prompt_operations(shape: dict[str, Any], tokens: int) -> float:
+    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    q, kv = shape["num_attention_heads"] * shape["head_dim"], shape["num_key_value_heads"] * shape["head_dim"]
+    layer = hidden * (2 * q + 2 * kv) + 3 * hidden * shape["intermediate_size"]
+    return layers * tokens * (2 * layer + 2 * q * tokens)

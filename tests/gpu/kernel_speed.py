@@ -1,0 +1,265 @@
+"""Each kernel's time against its roofline and against torch, on shapes of an 8B model.
+
+A floor is bytes over the measured copy bandwidth or operations over the measured rate of products, whichever
+takes longer. Inputs are random and rotate, so that no call finds its own in the cache.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpu.timing import Call, times
+from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.ragged import KVShape, Ragged
+from llmbox.kernels.reference import REFERENCE
+from llmbox.kernels.rows import SampleRows
+from llmbox.kernels.triton import gemm_experts, gemm_fp8, gemm_int8
+from llmbox.kernels.triton.backend import triton_ops
+from llmbox.kernels.triton.quantise import quantise_rows
+from llmbox.kernels.triton.tiles import has_fp8
+from llmbox.kernels.triton.weights import pack_grouped
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 12288, 32, 8, 128, 151936
+DEVICE = torch.device("cuda")
+SETS_BYTES = 256 << 20
+"""All sets of inputs together: several times any cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    name: str
+    ms: float
+    floor_ms: float
+    other: str
+    """What torch needs for the same: name and milliseconds."""
+
+    @property
+    def reached(self) -> float:
+        return self.floor_ms / self.ms
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`variants`: ours first. Each is made for one set of inputs by its index."""
+
+    name: str
+    bytes_moved: float
+    operations: float
+    rate: str
+    variants: dict[str, Sequence[Call]]
+
+
+def randn(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=torch.float32).to(dtype)
+
+
+def measure(work: Work, peaks: dict[str, float]) -> Speed:
+    spent = times(work.variants)
+    (_, ms), *others = spent.items()
+    rate = peaks.get(work.rate, peaks["bf16"])
+    floor = max(work.bytes_moved / peaks["bytes"], work.operations / rate) * 1e3
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in others)
+    return Speed(work.name, ms, floor, shown)
+
+
+def all_work() -> Iterator[Callable[[], Work]]:
+    for batch, context in ((1, 8192), (8, 4096), (64, 2048), (256, 1536), (256, 4096)):
+        yield partial(decode, batch, context, BF16)
+    for kv_dtype in (torch.int8, FP8) if has_fp8(DEVICE) else (torch.int8,):
+        for batch, context in ((1, 8192), (256, 1536)):
+            yield partial(decode, batch, context, kv_dtype)
+    yield partial(decode, 256, 1536, BF16, deterministic=True)
+    for tokens, past in ((2048, 0), (8192, 0), (2048, 6144)):
+        yield partial(prefill, tokens, past)
+    for rows in (1, 16, 64, 256, 4096):
+        for quant in (None, "int8", "int4", "fp8"):
+            yield partial(linear, rows, quant)
+    for rows in (1, 64, 4096):
+        yield partial(int8_rows, rows)
+    if has_fp8(DEVICE):
+        yield partial(fp8_blocks, 4096)
+    for rows in (64, 8192):
+        yield partial(norm, rows)
+        yield partial(gates, rows)
+        yield partial(heads, rows)
+    for rows in (1, 64, 256):
+        for kind in ("greedy", "whole", "top-p"):
+            yield partial(sampling, rows, kind)
+    yield experts
+
+
+def paged(batch: int, context: int, rows: int, kv_dtype: torch.dtype, deterministic: bool) -> tuple:
+    """Ops, cache, plan of the `rows` last tokens of each context, and layers enough to rotate."""
+    ops = triton_ops(DEVICE, BF16, deterministic=deterministic)
+    blocks = -(-context // 16)
+    size = 2 * batch * context * KV_HEADS * HEAD_DIM * kv_dtype.itemsize
+    layers = max(1, min(4, SETS_BYTES // size))
+    shape = KVShape(layers, batch * blocks, 16, KV_HEADS, HEAD_DIM, kv_dtype, BF16)
+    cache = ops.make_kv_cache(shape, DEVICE)
+    for layer in range(layers):
+        for tensor in (cache.k[layer], cache.v[layer]):
+            for part in tensor.split(4096):
+                numbers = torch.randn(part.shape, device=DEVICE)
+                part.copy_(numbers if kv_dtype == BF16 else (30 * numbers).clamp_(-120, 120))
+    cache.k_scale.fill_(0.03), cache.v_scale.fill_(0.03)
+    tables = torch.randperm(batch * blocks, device=DEVICE).int().view(batch, blocks)
+    position = torch.arange(context - rows, context, device=DEVICE).int().repeat(batch)
+    ragged = Ragged(
+        block_size=16,
+        query_lens=[rows] * batch,
+        contexts=[context] * batch,
+        query_starts_N1=torch.arange(batch + 1, device=DEVICE).int() * rows,
+        context_lens_N=torch.full((batch,), context, device=DEVICE).int(),
+        block_tables_NB=tables,
+        positions_T=position,
+        slots_T=torch.zeros_like(position),
+    )
+    return ops, cache, ops.plan_attention(ragged, cache, None), layers
+
+
+def decode(batch: int, context: int, kv_dtype: torch.dtype, *, deterministic: bool = False) -> Work:
+    ops, cache, plan, layers = paged(batch, context, 1, kv_dtype, deterministic)
+    q, scale = randn(batch, HEADS, HEAD_DIM), HEAD_DIM**-0.5
+    name = f"attention, decode {batch} x {context}, KV {str(kv_dtype)[6:]}{', fixed' * deterministic}"
+    variants = {"ours": [partial(ops.attention, q, cache, layer, plan, scale) for layer in range(layers)]}
+    if kv_dtype == BF16 and not deterministic and batch * context <= 1 << 19:
+        k, v = (randn(batch, KV_HEADS, context, HEAD_DIM) for _ in "kv")
+        variants["SDPA, contiguous"] = [
+            partial(F.scaled_dot_product_attention, q.unsqueeze(2), k, v, scale=scale, enable_gqa=True)
+        ]
+    scales = 0 if kv_dtype == BF16 else 4
+    moved = 2 * batch * context * KV_HEADS * (HEAD_DIM * kv_dtype.itemsize + scales)
+    return Work(name, moved, 4 * batch * context * HEADS * HEAD_DIM, "bf16", variants)
+
+
+def prefill(tokens: int, past: int) -> Work:
+    context = tokens + past
+    ops, cache, plan, layers = paged(1, context, tokens, BF16, deterministic=False)
+    q, scale = randn(tokens, HEADS, HEAD_DIM), HEAD_DIM**-0.5
+    variants = {"ours": [partial(ops.attention, q, cache, layer, plan, scale) for layer in range(layers)]}
+    if not past:
+        k, v = (randn(1, KV_HEADS, context, HEAD_DIM) for _ in "kv")
+        wide = q.transpose(0, 1).unsqueeze(0).contiguous()
+        attend = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale, enable_gqa=True)
+        variants["SDPA, contiguous"] = [partial(attend, wide, k, v)]
+    operations = 4 * HEADS * HEAD_DIM * (tokens * past + tokens * tokens / 2)
+    moved = 2 * (context * KV_HEADS + tokens * HEADS) * HEAD_DIM * 2
+    return Work(f"attention, prompt of {tokens} after {past}", moved, operations, "bf16", variants)
+
+
+def linear(rows: int, quant: str | None) -> Work:
+    """The MLP's first product. Weights rotate."""
+    outputs = 2 * FFN
+    if quant == "fp8" and not has_fp8(DEVICE):
+        quant = "int8"
+    ops = triton_ops(DEVICE, BF16, QUANTS.get(quant or ""))
+    weight = randn(outputs, HIDDEN)
+    bits = 16 if quant is None else 8 * QUANTS[quant].bytes_per_weight
+    sets = max(1, min(4, int(SETS_BYTES // (weight.numel() * bits / 8))))
+    packed = [ops.pack_linear(weight.clone(), None) for _ in range(sets)]
+    x = randn(rows, HIDDEN)
+    variants: dict[str, Sequence[Call]] = {"ours": [partial(ops.linear, one, x) for one in packed]}
+    if quant is not None:
+        plain = [weight, weight.clone()]
+        variants["bf16 cuBLAS"] = [partial(F.linear, x, one) for one in plain]
+    if quant == "fp8":
+        eight, w8 = quantise_rows(x, FP8), [one.weight_OI for one in packed]
+        scales = packed[0].scales_O1
+        variants["fp8, Triton"] = [
+            partial(gemm_fp8.fp8_product, eight, one, scales, None, BF16) for one in w8
+        ]
+    moved = weight.numel() * bits / 8 + 2 * rows * (HIDDEN + outputs)
+    rate = "fp8" if quant == "fp8" else "bf16"
+    name = f"linear {HIDDEN} -> {outputs}, {rows} rows, {quant or 'bf16'}"
+    return Work(name, moved, 2 * rows * weight.numel(), rate, variants)
+
+
+def int8_rows(rows: int) -> Work:
+    outputs = 2 * FFN
+    packed = [pack_grouped(randn(outputs, HIDDEN), QUANTS["int8"]) for _ in range(3)]
+    x = randn(rows, HIDDEN)
+    variants = {"ours": [partial(gemm_int8.int8_product, x, one, None) for one in packed]}
+    moved = outputs * HIDDEN + 2 * rows * (HIDDEN + outputs)
+    name = f"linear {HIDDEN} -> {outputs}, {rows} rows, int8 rows and weights"
+    return Work(name, moved, 2 * rows * outputs * HIDDEN, "fp8", variants)
+
+
+def fp8_blocks(rows: int) -> Work:
+    outputs = 2 * FFN
+    weight = [randn(outputs, HIDDEN).to(FP8) for _ in range(3)]
+    scales = torch.rand(outputs // 128, HIDDEN // 128, device=DEVICE)
+    x = randn(rows, HIDDEN)
+    run = lambda one: gemm_fp8.fp8_product(quantise_rows(x, FP8, 128), one, scales, None, BF16)  # noqa: E731
+    moved = outputs * HIDDEN + 2 * rows * (HIDDEN + outputs)
+    name = f"linear {HIDDEN} -> {outputs}, {rows} rows, fp8 by blocks"
+    variants = {"ours": [partial(run, one) for one in weight]}
+    return Work(name, moved, 2 * rows * outputs * HIDDEN, "fp8", variants)
+
+
+def norm(rows: int) -> Work:
+    ops, weight = triton_ops(DEVICE, BF16), randn(HIDDEN)
+    sets = [(randn(rows, HIDDEN), randn(rows, HIDDEN)) for _ in range(4)]
+    variants = {
+        "ours": [partial(ops.add_rms_norm, x, y, weight, 1e-6) for x, y in sets],
+        "eager": [partial(REFERENCE.add_rms_norm, x, y, weight, 1e-6) for x, y in sets],
+    }
+    return Work(f"add_rms_norm, {rows} rows", 4 * rows * HIDDEN * 2, 0, "bf16", variants)
+
+
+def gates(rows: int) -> Work:
+    ops = triton_ops(DEVICE, BF16)
+    sets = [randn(rows, 2 * FFN) for _ in range(4)]
+    variants = {
+        "ours": [partial(ops.silu_mul, x) for x in sets],
+        "eager": [partial(REFERENCE.silu_mul, x) for x in sets],
+    }
+    return Work(f"silu_mul, {rows} rows", 3 * rows * FFN * 2, 0, "bf16", variants)
+
+
+def heads(rows: int) -> Work:
+    ops, cache, plan, _ = paged(rows, 16, 1, BF16, deterministic=False)
+    total = HEADS + 2 * KV_HEADS
+    weight = randn(HEADS + KV_HEADS, HEAD_DIM)
+    cos, sin = randn(rows, HEAD_DIM, dtype=torch.float32), randn(rows, HEAD_DIM, dtype=torch.float32)
+    sets = [randn(rows, total, HEAD_DIM) for _ in range(4)]
+    run = lambda x: ops.rotate_and_write(x, weight, 1e-6, cos, sin, cache, 0, plan)  # noqa: E731
+    moved = rows * HEAD_DIM * (2 * total * 2 + 8)
+    name = f"norm, rotate and write heads, {rows} rows"
+    return Work(name, moved, 0, "bf16", {"ours": [partial(run, x) for x in sets]})
+
+
+def sampling(rows: int, kind: str) -> Work:
+    ops = triton_ops(DEVICE, BF16)
+    sets = [4 * randn(rows, VOCAB) for _ in range(2)]
+    values = {"greedy": (0.0, 1.0), "whole": (1.0, 1.0), "top-p": (1.0, 0.9)}[kind]
+    temperature, top_p, min_p = (
+        torch.full((rows,), value, device=DEVICE, dtype=torch.float64) for value in (*values, 0.0)
+    )
+    ints = torch.zeros(rows, device=DEVICE, dtype=torch.int32)
+    seeds = torch.arange(rows, device=DEVICE)
+    drawn = SampleRows(temperature, ints, top_p, min_p, seeds, seeds, ints)
+    softmax = lambda x: torch.multinomial(torch.softmax(x.float(), -1), 1)  # noqa: E731
+    variants = {
+        "ours": [partial(ops.sample, x, drawn) for x in sets],
+        "softmax, multinomial": [partial(softmax, x) for x in sets],
+    }
+    return Work(f"sample {rows} rows, {kind}", rows * VOCAB * 2, 0, "bf16", variants)
+
+
+def experts() -> Work:
+    count, each, inputs, outputs = 64, 64, 2048, 1536
+    weight, x = randn(count, outputs, inputs), randn(count * each, inputs)
+    starts = (torch.arange(count + 1, device=DEVICE) * each).int()
+    variants: dict[str, Sequence[Call]] = {
+        "ours": [partial(gemm_experts.experts_product, x, weight, starts)],
+        "bmm": [partial(torch.bmm, x.view(count, each, inputs), weight.transpose(1, 2))],
+    }
+    operations = 2 * count * each * inputs * outputs
+    return Work(
+        f"experts: {count} of {each} rows", weight.nbytes + 2 * x.nbytes, operations, "bf16", variants
+    )

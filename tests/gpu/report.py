@@ -1,0 +1,65 @@
+"""Collects what the sections found and writes it as Markdown."""
+
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FAILED = "**FAILED**"
+"""What a line about a failure begins with."""
+
+
+@dataclass
+class Report:
+    """`total`: seconds for everything."""
+
+    total: float
+    lines: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    _started: float = field(default_factory=time.monotonic)
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self._started + self.total - time.monotonic()
+
+    def section(self, title: str) -> None:
+        self.say(f"\n## {title}\n")
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+        self.lines.append(line)
+
+    def table(self, *header: str) -> None:
+        self.row(header)
+        self.row(["---"] * len(header))
+
+    def row(self, cells: Sequence[object]) -> None:
+        self.say("| " + " | ".join(map(str, cells)) + " |")
+
+    def skipped(self, count: int) -> None:
+        if count:
+            self.say(f"\nNot measured, out of time: {count} more.")
+
+    def failed(self, what: str) -> None:
+        self.failures.append(what)
+        self.say("")
+        self.say(f"{FAILED}: {what}")
+
+    def write(self, path: Path) -> None:
+        path.write_text("\n".join(self.lines) + "\n")
+
+
+def versions() -> str:
+    import torch
+    import triton
+
+    gpu = torch.cuda.get_device_properties(0)
+    return (
+        f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB, {gpu.multi_processor_count} multiprocessors, "
+        f"capability {gpu.major}.{gpu.minor}; torch {torch.__version__}, triton {triton.__version__}, "
+        f"CUDA {torch.version.cuda}, Python {platform.python_version()}; "
+        f"`make gpu-check {' '.join(sys.argv[1:])}`".replace(" `", "`").strip()
+    )

@@ -1,0 +1,120 @@
+"""The parts of `make gpu-check` that need no GPU."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu import check, engine_speed, kernel_speed, sections
+from gpu.report import Report
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    assert shutil.which("make")
+    done = subprocess.run(
+        ["make", "gpu-check", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert "needs an NVIDIA GPU" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_engine_and_kernels_need_few_packages() -> None:
+    """Of the GPU machine's packages; what the daemon needs beside them is not there."""
+    absent = ["msgspec", "litestar", "sqlmodel", "xxhash", "setproctitle", "click", "platformdirs", "uvicorn"]
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent})); import gpu.engine_speed, gpu.kernel_speed"
+    )
+    path = f"{ROOT}/packaging/tree:{ROOT}/tests"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_engine_of_random_weights_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 300}
+    shape = engine_speed.SHAPES["0.6B"] | small
+    engine = engine_speed.engine(
+        shape, device="cpu", threads=1, memory_bytes=1 << 30, context=700, max_running=4
+    )
+    engine_speed.warm_up(engine)
+    done = engine_speed.run(engine, engine_speed.add(engine, 3, 20, 6))
+    assert done.tokens == 18
+    assert len(done.first) == 3
+    assert 0 < done.decode_step < done.wall
+
+    report = Report(100.0)
+    report.section("Engine")
+    monkeypatch.setattr(sections, "BATCHES", (2,))
+    monkeypatch.setattr(sections, "PROMPTS", (64,))
+    monkeypatch.setattr(sections, "LATE", 40)
+    monkeypatch.setattr(sections, "idle_clocks", lambda _: None)
+    peaks = {"bytes": 1e10, "bf16": 1e11}
+    sections.figures(report, engine, shape, peaks, full=True, big=False)
+    assert not engine.has_work
+    rows = [line.split(" | ")[0] for line in report.lines if line.startswith("| ")]
+    assert rows[2:4] == ["| decode 2 x 512", "| prompt of 64"]
+    assert rows[4].startswith("| prompt of 40 while")
+
+
+def test_floors_of_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every piece of work can be made, its variants are there, and its floor is that of its shape."""
+    monkeypatch.setattr(kernel_speed, "DEVICE", torch.device("cpu"))
+    for name, size in {"HIDDEN": 128, "FFN": 128, "VOCAB": 500, "SETS_BYTES": 1 << 12}.items():
+        monkeypatch.setattr(kernel_speed, name, size)
+    timed = []
+    monkeypatch.setattr(kernel_speed, "times", lambda variants: timed.append(list(variants)) or {"ours": 1.0})
+    works = [
+        kernel_speed.decode(2, 64, torch.int8),
+        kernel_speed.prefill(32, 0),
+        kernel_speed.linear(3, "int4"),
+        kernel_speed.linear(3, "fp8"),
+        kernel_speed.int8_rows(3),
+        kernel_speed.fp8_blocks(3),
+        kernel_speed.norm(3),
+        kernel_speed.gates(3),
+        kernel_speed.heads(3),
+        kernel_speed.sampling(3, "top-p"),
+    ]
+    peaks = {"bytes": 1e12, "bf16": 1e14, "fp8": 2e14}
+    speeds = [kernel_speed.measure(work, peaks) for work in works]
+    assert all(variants[0] == "ours" for variants in timed)
+    decode = 2 * 2 * 64 * 8 * (128 + 4)
+    assert speeds[0].floor_ms == pytest.approx(decode / 1e12 * 1e3)
+    assert all(0 < speed.floor_ms < 1 for speed in speeds)
+
+
+def test_a_section_out_of_time_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report(0.0)
+    monkeypatch.setattr(kernel_speed, "all_work", lambda: iter([None, None]))
+    sections.kernels(report, {})
+    assert "out of time: 2 more" in report.lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("code", "failures"),
+    [
+        ("print('| fine |')", 0),
+        ("print('**FAILED**: wrong')", 1),
+        ("raise SystemExit(3)", 1),
+        ("import os; os.abort()", 1),
+    ],
+)
+def test_a_section_that_breaks_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, failures: int
+) -> None:
+    program = tmp_path / "section"
+    program.write_text(f"#!{sys.executable}\n{code}\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(check.sys, "executable", str(program))
+    report = Report(100.0)
+    check.run_section(report, "kernels", 60.0, [])
+    assert len(report.failures) == failures

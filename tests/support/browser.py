@@ -1,0 +1,117 @@
+"""A real browser on the panel: Debian's chromium, driven by Playwright. Skipped, loudly, where one lacks."""
+
+import importlib.util
+import json
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.panel_box import Panel
+
+ROOT = Path(__file__).parents[2]
+SHOTS = ROOT / "build" / "screenshots"
+WIDTHS = {"desktop": 1280, "tablet": 820, "phone": 390}
+CHROMIUM = shutil.which("chromium")
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+MISSING = [
+    *([] if CHROMIUM else ["chromium (apt-get install chromium)"]),
+    *([] if importlib.util.find_spec("playwright") else ["playwright (pip install playwright)"]),
+    *([] if (ROOT / "ui/web/static/vendor/htmx.min.js").exists() else ["python packaging/hatch_build.py"]),
+]
+if MISSING:
+    warnings.warn(f"THE PANEL IS NOT TESTED IN A BROWSER: missing {', '.join(MISSING)}", stacklevel=1)
+needs_browser = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"NO BROWSER TESTS: missing {', '.join(MISSING)}"),
+]
+
+
+class Window:
+    """A page of a signed-in browser, with what went wrong in it."""
+
+    def __init__(self, panel: Panel, page) -> None:
+        self.panel, self.page = panel, page
+        self.problems: list[str] = []
+        self.strangers: list[str] = []
+        page.on("console", self._console)
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+        page.on("request", self._request)
+
+    def open(self, path: str) -> None:
+        self.page.goto(self.panel.url + path)
+
+    def _console(self, message) -> None:
+        if message.type in {"error", "warning"}:
+            self.problems.append(message.text)
+
+    def _request(self, request) -> None:
+        if not request.url.startswith(self.panel.url + "/"):
+            self.strangers.append(request.url)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield launched
+        launched.close()
+
+
+@pytest.fixture(scope="module")
+def session(panel: Panel, browser) -> dict:
+    """Signed in by the printed link, as a person would."""
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(panel.sign_in_link())
+    page.get_by_role("button", name="Sign in").click()
+    page.get_by_role("heading", name="Overview").wait_for()
+    state = context.storage_state()
+    context.close()
+    return state
+
+
+@pytest.fixture
+def window(panel: Panel, browser, session) -> Iterator[Window]:
+    context = browser.new_context(storage_state=session, viewport={"width": 1280, "height": 860})
+    context.set_default_timeout(15_000)
+    opened = Window(panel, context.new_page())
+    yield opened
+    context.close()
+    assert opened.problems == []
+    assert opened.strangers == []
+
+
+@pytest.fixture(scope="module")
+def axe() -> str:
+    """axe-core, of the version and hash in the lock file; kept under build."""
+    version = json.loads((ROOT / "ui/web/package.json").read_text())["devDependencies"]["axe-core"]
+    kept = ROOT / "build" / f"axe-{version}.js"
+    if not kept.exists():
+        sys.path.append(str(ROOT / "packaging"))
+        from hatch_build import install
+
+        with tempfile.TemporaryDirectory() as folder:
+            modules, why = install(Path(folder), dev=True)
+            if why:
+                pytest.skip(f"NO ACCESSIBILITY CHECK: axe-core cannot be fetched ({why})")
+            kept.parent.mkdir(exist_ok=True)
+            shutil.copyfile(modules / "axe-core" / "axe.min.js", kept)
+    return kept.read_text()
+
+
+def serious_problems(page, axe: str) -> list[tuple[str, str]]:
+    """What axe-core finds: (rule, the first place)."""
+    page.evaluate(axe)  # by the protocol: the content policy would refuse a script element
+    found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")["violations"]
+    return [
+        (each["id"], each["nodes"][0]["html"][:200])
+        for each in found
+        if each["impact"] in {"serious", "critical"}
+    ]

@@ -1,0 +1,50 @@
+"""The built-in model's held-out questions, asked greedily, and whether the answers are right."""
+
+import asyncio
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from llmbox.app.text.chat_prompt import Chat
+from llmbox.app.text.model_text import ModelText, load_model_text
+from llmbox.app.text.template_pool import TemplatePool
+from llmbox.engine.core import Engine
+from support.real_engines import ask, tokens
+
+ROOT = Path(__file__).parents[2]
+ASSETS = ROOT / "app" / "assets" / "builtin"
+QUESTIONS: dict[str, Any] = tomllib.loads(
+    (ROOT / "tests/packaging/builtin_questions.toml").read_text("utf-8")
+)
+IN_SCOPE: list[dict[str, Any]] = QUESTIONS["in_scope"]["questions"]
+OUT_OF_SCOPE: list[str] = QUESTIONS["out_of_scope"]["questions"]
+
+Chats = list[list[dict[str, str]]]
+
+
+def answers(engine: Engine, chats: Chats) -> list[str]:
+    """Greedy answers of our own engine, all chats at once."""
+    text = load_model_text(ASSETS)
+    prompts = asyncio.run(_prompts(text, chats))
+    requests = [
+        ask(str(number), prompt, 100, stop_token_ids=text.eos_token_ids)
+        for number, prompt in enumerate(prompts)
+    ]
+    return [text.decode(ids) for ids in tokens(engine, requests).values()]
+
+
+async def _prompts(text: ModelText, chats: Chats) -> list[list[int]]:
+    pool = TemplatePool()
+    try:
+        return [(await text.render_chat(pool, Chat(messages=chat))).ids() for chat in chats]
+    finally:
+        await pool.close()
+
+
+def user(*questions: str) -> Chats:
+    return [[{"role": "user", "content": question}] for question in questions]
+
+
+def is_right(text: str, must: list[str]) -> bool:
+    low = text.lower()
+    return all(any(option.lower() in low for option in need.split("|")) for need in must)

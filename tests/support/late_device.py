@@ -1,0 +1,134 @@
+"""A device that is late, and graphs that are functions: what a GPU does to careless code, on a CPU."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmbox.engine.block_pool import BlockPool
+from llmbox.engine.core import Engine
+from llmbox.engine.gpu.device import Device
+from llmbox.engine.gpu.graphs import GraphCapture
+from llmbox.engine.gpu.runner import DeviceRunner, DeviceSizes
+from llmbox.engine.scheduler import Scheduler
+from llmbox.kernels.ragged import KVShape
+from support.real_engines import load, runner_of
+
+
+class LateDevice:
+    """Results arrive when an event after them is waited for, and not before; and until then the host's side
+    of a copy to the device must stay as it was.
+    """
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._host: list[Tensor] = []
+        self.under_way: list[Callable[[], None]] = []
+        self.waits = 0
+
+    def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
+        memory = torch.empty(size, dtype=dtype)
+        self._host.append(memory)
+        return memory
+
+    def copy(self, source: Tensor, destination: Tensor) -> None:
+        if self._is_host(source):
+            destination.copy_(source)
+            self.under_way.append(Untouched(source))
+        else:
+            assert self._is_host(destination)
+            self.under_way.append(Arrival(source.clone(), destination))
+            destination.fill_(torch.nan)
+
+    def record(self) -> "LateEvent":
+        return LateEvent(self, len(self.under_way), self.under_way)
+
+    def _is_host(self, tensor: Tensor) -> bool:
+        pointer = tensor.untyped_storage().data_ptr()
+        return any(memory.untyped_storage().data_ptr() == pointer for memory in self._host)
+
+
+class Untouched:
+    def __init__(self, source: Tensor) -> None:
+        self._source, self._seen = source, source.clone()
+
+    def __call__(self) -> None:
+        assert torch.equal(self._source, self._seen), "changed while the device was reading it"
+
+
+class Arrival:
+    def __init__(self, source: Tensor, destination: Tensor) -> None:
+        self._source, self._destination = source, destination
+
+    @torch.inference_mode()
+    def __call__(self) -> None:
+        self._destination.copy_(self._source)
+
+
+class LateEvent:
+    def __init__(self, device: LateDevice, count: int, under_way: list[Callable[[], None]]) -> None:
+        self._device, self._end = device, under_way[count - 1] if count else None
+
+    def wait(self) -> None:
+        self._device.waits += 1
+        queue = self._device.under_way
+        while self._end is not None and self._end in queue:
+            queue.pop(0)()
+
+
+class FakeCapture:
+    """A graph is the function itself."""
+
+    def __init__(self, *, fail_at: int | None = None) -> None:
+        self.bytes_taken = 0
+        self.replays = 0
+        self._fail_at = fail_at
+
+    def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+        if self._fail_at == self.bytes_taken:
+            raise RuntimeError("no room for this graph")
+        self.bytes_taken += 1
+        body()
+
+        def replay() -> None:
+            self.replays += 1
+            body()
+
+        return replay
+
+
+def device_engine(
+    directory: Path,
+    device: Device | None = None,
+    capture: GraphCapture | None = None,
+    graphs_bytes: int = 1 << 30,
+    **options: Any,
+) -> Engine:
+    """As `load`, with the runner for devices over the same model."""
+    plain = load(directory, **options)
+    scheduler, local, info = plain._scheduler, runner_of(plain), plain.info
+    pool, config = scheduler.pool, local._model.config
+    shape = KVShape(
+        num_layers=config.num_layers,
+        num_blocks=pool.num_blocks + 1,
+        block_size=pool.block_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=getattr(torch, info.kv_dtype),
+        compute_dtype=getattr(torch, info.dtype),
+    )
+    runner = DeviceRunner(
+        local._model,
+        local._rotary,
+        local._model.ops.make_kv_cache(shape, torch.device("cpu")),
+        local._sampler,
+        device or LateDevice(),
+        DeviceSizes(pool.block_size, pool.num_blocks, info.context_window, info.max_running),
+        capture,
+        graphs_bytes,
+    )
+    fresh = BlockPool(pool.num_blocks, pool.block_size, enable_prefix_cache=pool.caching)
+    return Engine(Scheduler(scheduler.config, fresh), runner, info)

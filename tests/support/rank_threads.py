@@ -1,0 +1,108 @@
+"""All ranks of a model in one process, a thread each: parts and arithmetic, without torch.distributed."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.core import Engine
+from llmbox.engine.estimator import estimate
+from llmbox.engine.loader import load_share, make_scheduler, memory_budget, model_info
+from llmbox.engine.model_config import parse_config
+from llmbox.engine.parallel.collective import sum_in_order
+from llmbox.engine.parallel.layout import Layout
+from llmbox.engine.parallel.rank import Rank
+from llmbox.engine.parallel.step_codec import StepDecoder, StepEncoder
+from llmbox.engine.pipeline import OneAtATime
+from llmbox.engine.step import StepPlan, StepResult
+
+
+class Stage:
+    """What the ranks of one stage share."""
+
+    def __init__(self, tp: int) -> None:
+        self.barrier = threading.Barrier(tp, timeout=20)
+        self.parts: dict[int, Tensor] = {}
+        self.inboxes = [Queue() for _ in range(tp)]
+
+
+class ThreadCollective:
+    def __init__(self, layout: Layout, stages: list[Stage]) -> None:
+        self._layout = layout
+        self._stages = stages
+
+    def sum(self, x: Tensor, out: Tensor | None = None) -> None:
+        total = sum_in_order(self.gather(x))
+        (x if out is None else out).copy_(total)
+
+    def gather(self, x: Tensor) -> Tensor:
+        stage = self._stages[self._layout.stage]
+        stage.parts[self._layout.tp_rank] = x.clone()
+        stage.barrier.wait()
+        parts = torch.stack([stage.parts[rank] for rank in range(self._layout.tp)])
+        stage.barrier.wait()
+        return parts
+
+    def send(self, *tensors: Tensor) -> None:
+        inbox = self._stages[self._layout.stage + 1].inboxes[self._layout.tp_rank]
+        inbox.put([tensor.clone() for tensor in tensors])
+
+    def receive(self, *tensors: Tensor) -> None:
+        sent = self._stages[self._layout.stage].inboxes[self._layout.tp_rank].get(timeout=20)
+        for tensor, content in zip(tensors, sent, strict=True):
+            tensor.copy_(content)
+
+
+class RankThreads:
+    """A `Runner`."""
+
+    def __init__(self, config: EngineConfig, read: Callable[[int, int, int], None]) -> None:
+        """`read(rank, done, total)` hears of bytes read."""
+        model = parse_config(Path(config.model_path))
+        self.plan = estimate(model.shape(), memory_budget(torch.device("cpu")), config)
+        tp, pp = self.plan.tp, self.plan.pp
+        self._stages = [Stage(tp) for _ in range(pp)]
+        layouts = [Layout(tp, pp, rank) for rank in range(tp * pp)]
+        self._answers = layouts[0].answers
+        self._pool = ThreadPoolExecutor(len(layouts))
+        self._encoder = StepEncoder()
+        self._decoders = [StepDecoder() for _ in layouts]
+        self.shares = []
+        for layout in layouts:
+            rank = Rank(layout)
+            share = load_share(config, self.plan, rank, lambda *told, n=layout.rank: read(n, *told))
+            rank.join(ThreadCollective(layout, self._stages))
+            self.shares.append(share)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        frame = self._encoder.encode(plan)
+        plans = [decoder.decode(frame) for decoder in self._decoders]
+        runners = [share.runner for share in self.shares]
+        results = list(self._pool.map(lambda runner, plan: runner.execute(plan), runners, plans))
+        stage = results[self._answers :]
+        assert all(result == stage[0] for result in stage), "all ranks of the last stage draw the same"
+        return stage[0]
+
+
+def load_threads(
+    directory: Path, read: Callable[[int, int, int], None] = lambda *_: None, **options: Any
+) -> Engine:
+    settings = {"device": "cpu", "threads": 1, "memory_bytes": 256 << 20, **options}
+    config = EngineConfig(model_path=str(directory), name="tiny", **settings)
+    runner = RankThreads(config, read)
+    info = model_info(
+        config,
+        parse_config(directory),
+        runner.plan,
+        runner.shares[0].backend,
+        0.0,
+        measured=None,
+        worker_pids=[],
+    )
+    return Engine(make_scheduler(config, runner.plan), OneAtATime(runner), info)
