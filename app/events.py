@@ -30,6 +30,8 @@ class Events:
         self._queues: list[asyncio.Queue[Event | None]] = []
         self.on_subscribe: Callable[[], None] = lambda: None
         """Called when somebody begins to read."""
+        self.on_publish: Callable[[str, dict[str, Any]], object] = lambda *_: None
+        """Called at once with every event, whether anybody reads or not."""
 
     @property
     def subscribers(self) -> int:
@@ -37,6 +39,7 @@ class Events:
 
     def publish(self, kind: str, data: dict[str, Any], *, remember: bool = True) -> None:
         """`remember=False` for what a reader who missed it will not want: the next one says more."""
+        self.on_publish(kind, data)
         event = Event(self._next_id, kind, data)
         self._next_id += 1
         if remember:

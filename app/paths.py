@@ -4,6 +4,7 @@ Folders are made 0700 and files 0600 (umask 077): other users of the box read no
 """
 
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,11 @@ class Paths:
         return self.runtime_dir / "llmbox.sock"
 
     @property
+    def sign_in_file(self) -> Path:
+        """A one-time link, where a service manager would keep what is printed."""
+        return self.runtime_dir / "sign-in"
+
+    @property
     def log_file(self) -> Path:
         return self.state_dir / "daemon.log"
 
@@ -61,6 +67,11 @@ class Paths:
     @property
     def kernel_cache(self) -> Path:
         return self.cache_dir / "kernels"
+
+    @property
+    def repacked(self) -> Path:
+        """Weights as the CPU kernels pack them."""
+        return self.cache_dir / "repacked"
 
     @property
     def keys_file(self) -> Path:
@@ -105,13 +116,17 @@ def _platform_paths() -> Paths:
     from platformdirs import PlatformDirs  # noqa: PLC0415 - not needed with --data-dir
 
     dirs = PlatformDirs("llmbox", appauthor=False)
+    with warnings.catch_warnings():
+        # Without XDG_RUNTIME_DIR (root, cron, containers) it is below /tmp: `private_dir` looks whose it is.
+        warnings.simplefilter("ignore")
+        runtime = dirs.user_runtime_path
     return Paths(
         dirs.user_config_path / "config.toml",
         SYSTEM_CONFIG,
         dirs.user_data_path,
         dirs.user_state_path,
         dirs.user_cache_path,
-        dirs.user_runtime_path,
+        runtime,
     )
 
 

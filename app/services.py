@@ -3,6 +3,7 @@
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from .engines.manager import EngineManager, LoadedModel
 from .events import Events
@@ -15,6 +16,18 @@ from .security.security import Security
 from .settings import Settings
 from .store import RequestLog
 from .telemetry.telemetry import Telemetry
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A model that is not loaded and that a request may name."""
+
+    name: str
+    state: Literal["loading", "on_disk"]
+    context_window: int
+    """What it would have alone in memory."""
+    created: int
+    """Unix seconds."""
 
 
 @dataclass(kw_only=True)
@@ -31,6 +44,8 @@ class Services:
     version: str
     find_model: Callable[[str | None], Awaitable[LoadedModel]] | None = None
     """The model for a request, loaded if need be; without it only what is loaded is found."""
+    offers: Callable[[], Awaitable[list[Offer]]] | None = None
+    """Models beyond those that are loaded, which `find_model` would load."""
     aliases: Callable[[], Mapping[str, Alias]] = dict
     """Names with parameters that stand for models."""
     drain: Drain = field(default_factory=Drain)

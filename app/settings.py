@@ -83,12 +83,14 @@ class ModelSettings:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
         "auto", "Type of weights and activations; auto follows the checkpoint.", live=True
     )
-    kv_dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
-        "auto", "Type of the KV cache; auto follows dtype.", live=True
+    kv_dtype: Literal["auto", "bfloat16", "float16", "float32", "int8", "fp8"] = key(
+        "auto",
+        "Type of the KV cache; auto follows dtype, int8 halves bfloat16's memory, fp8 too but needs a GPU.",
+        live=True,
     )
-    quant: Literal["none", "auto", "int8", "int8-g32", "int4", "int4-g128"] = key(
+    quant: Literal["none", "auto", "int8", "int8-g32", "int4", "int4-g128", "fp8"] = key(
         "none",
-        "Weights rounded to integers as they are loaded; auto takes the first of none, int8, int4 that fits.",
+        "Weights rounded at load; auto takes the first of none, int8, int4 that fits; fp8 needs a GPU.",
         live=True,
     )
     ctx: int | None = key(
@@ -113,6 +115,22 @@ class ModelSettings:
     threads: int | None = key(
         None, "CPU threads of the engine; auto takes the physical cores.", low=1, high=4096, live=True
     )
+    tp: int | None = key(
+        None,
+        "Processes or GPUs that share every layer of a model (tensor parallelism); auto takes one GPU, or as "
+        "many NVLink peers as the model needs.",
+        low=1,
+        high=16,
+        live=True,
+    )
+    pp: int | None = key(
+        None,
+        "Stages that the layers of a model are cut into, one after another (pipeline parallelism); auto cuts "
+        "where a model needs GPUs without NVLink.",
+        low=1,
+        high=16,
+        live=True,
+    )
     batching: Literal["continuous", "static"] = key(
         "continuous", "static runs each batch to its longest request (for comparison).", live=True
     )
@@ -124,6 +142,12 @@ class ModelSettings:
         False,
         "Refuse to run on kernels whose results may depend on the batch (the C++ ones never do).",
         live=True,
+    )
+    overlap: bool = key(
+        True, "On a GPU, prepare the next step while it works on one (a CPU takes them in turn).", live=True
+    )
+    cuda_graphs: bool = key(
+        True, "On a GPU, replay decoding steps from captured graphs; off saves their memory.", live=True
     )
 
 
@@ -145,8 +169,22 @@ class MemorySettings:
         high=10_000_000,
         live=True,
     )
+    spare_engine: bool = key(
+        True,
+        "Keep an engine process ready, so that loads and restarts do not wait for its imports (0.15 GB).",
+    )
     load_on_request: bool = key(
         True, "Load a model that is on disk when a request names it; nothing is downloaded.", live=True
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSettings:
+    repacked_gb: float = key(
+        50.0,
+        "GB (10^9 bytes) of disk for weights as the CPU kernels pack them, mapped by the next load; 0: none.",
+        low=0,
+        high=1_000_000,
     )
 
 
@@ -175,11 +213,25 @@ class LogSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSettings:
-    """Of the request log, which holds metadata only, never content."""
+    """Of the request log, which holds metadata, and content only where a key or `log_content` allows it."""
 
     retention_days: float = key(30.0, "Days that request rows are kept.", low=0.01, high=36_500)
     max_bytes: int = key(
         256_000_000, "Size of the request log over which the oldest rows go.", low=1_000_000, high=1 << 44
+    )
+    log_content: bool = key(
+        False,
+        "Keep prompts and answers of callers without a key: this user, the panel. Keys have their own word.",
+        live=True,
+    )
+    content_days: float = key(
+        7.0, "Days that prompts and answers are kept, where they are.", low=0.01, high=36_500
+    )
+    content_bytes: int = key(
+        256_000,
+        "Most bytes kept of a prompt, of an answer and of a request; the rest is cut off, which is told.",
+        low=1000,
+        high=1 << 26,
     )
 
 
@@ -189,6 +241,7 @@ class Settings:
     limits: LimitSettings = field(default_factory=LimitSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     memory: MemorySettings = field(default_factory=MemorySettings)
+    cache: CacheSettings = field(default_factory=CacheSettings)
     hub: HubSettings = field(default_factory=HubSettings)
     log: LogSettings = field(default_factory=LogSettings)
     requests: RequestSettings = field(default_factory=RequestSettings)
@@ -227,6 +280,7 @@ SECTIONS: dict[str, type] = {
     "limits": LimitSettings,
     "model": ModelSettings,
     "memory": MemorySettings,
+    "cache": CacheSettings,
     "hub": HubSettings,
     "log": LogSettings,
     "requests": RequestSettings,

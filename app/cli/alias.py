@@ -2,9 +2,7 @@
 
 import click
 
-from ..catalog import check_name, resolve
-from ..errors import CliError, Exit
-from ..registry import Alias, parse_parameters
+from ..aliases import set_alias
 from . import output
 from .lazy import Command, Group
 from .program import Program, pass_program
@@ -26,20 +24,7 @@ def set_(program: Program, *, name: str, ref: str, parameters: tuple[str, ...]) 
     Parameters count where a request leaves them open: temperature, top_p, top_k, min_p, repetition_penalty,
     and system, a system prompt. ctx bounds the context. All aliases of a model share one load.
     """
-    names = program.names
-    check_name(name)
-    if ref in names.aliases:
-        raise CliError(
-            f"{ref} is an alias itself",
-            f"it stands for {names.aliases[ref].model}",
-            f"llmbox alias set {name} {names.aliases[ref].model}",
-            Exit.USAGE,
-        )
-    if name == "builtin" or name in names.directories:
-        raise CliError(f"{name} is a model's name", "an alias would hide it", "choose another", Exit.CONFLICT)
-    target = resolve(ref, program.environ, names)
-    found = parse_parameters(list(parameters))
-    program.registry.set_alias(name, Alias(target.name if ref == target.name else target.ref, found))
+    found = set_alias(program.registry, program.environ, name, ref, parameters).parameters
     output.say(f"{name} is {ref}" + (f" with {_shown(found)}" if found else "") + ".")
 
 

@@ -2,12 +2,14 @@
 
 import asyncio
 from dataclasses import asdict
+from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
 import click
 
 from ..bench.client import Target
+from ..bench.earlier import Levels, ratios, read_levels
 from ..bench.measure import Summary, run, summarise
 from ..bench.runs import bench_folder, keep_run
 from ..bench.scenarios import SCALES, SCENARIOS
@@ -32,16 +34,24 @@ from .program import Program, pass_program
 @click.option("--scale", type=click.Choice(list(SCALES)), default="full", help="Size of a scenario's work.")
 @click.option("--rounds", default=5, show_default=True, help="Rounds of a scenario, interleaved.")
 @click.option("--ids", default="300:1500", show_default=True, help="Range of token ids for prompts.")
+@click.option(
+    "--compare",
+    "earlier",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A file with the --json of an earlier run, to show the ratio to it.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program
-def bench(program: Program, /, scenario: str, **options: Any) -> None:
+def bench(program: Program, /, scenario: str, earlier: Path | None, **options: Any) -> None:
     """Measure MODEL on a server: time to first token, time per token, throughput.
 
     Scenarios other than `load` compare two settings of the local daemon: it loads MODEL once for each side,
     alternates between them round by round, and reports the ratio with its spread.
     """
     if scenario == "load":
-        _load(program, **options)
+        _load(program, before=read_levels(earlier) if earlier else None, **options)
+    elif earlier:
+        raise click.UsageError("--compare is for the load scenario; the others compare by themselves")
     elif options["url"]:
         raise CliError(
             f"scenario {scenario} needs the local daemon",
@@ -53,7 +63,15 @@ def bench(program: Program, /, scenario: str, **options: Any) -> None:
         _compare(program, names, **options)
 
 
-def _load(program: Program, model: str, url: str | None, key: str, as_json: bool, **options: Any) -> None:
+def _load(
+    program: Program,
+    model: str,
+    url: str | None,
+    key: str,
+    as_json: bool,
+    before: Levels | None,
+    **options: Any,
+) -> None:
     target = Target(url or _local_url(program), model, key)
     levels = [int(level) for level in options["concurrency"].split(",")]
     rows = asyncio.run(_levels(target, levels, options))
@@ -65,11 +83,24 @@ def _load(program: Program, model: str, url: str | None, key: str, as_json: bool
         for level, summary, errors in rows
     ]
     _keep(program, target, data)
+    compared = ratios(data, before) if before is not None else None
     if as_json:
-        output.write_json("bench", {"url": target.url, "model": model, "levels": data})
+        result = {"url": target.url, "model": model, "levels": data}
+        output.write_json("bench", result if compared is None else {**result, "ratios": compared})
         return
     headers = ("STREAMS", "OUT TOK/S", "TTFT P50", "P95", "TPOT P50", "GAP P99", "MAX", "ERRORS")
     output.table(headers, [_row(level, summary) for level, summary, _ in rows], right=range(8))
+    if compared is not None:
+        _tell_ratios(compared)
+
+
+def _tell_ratios(compared: dict[int, dict[str, float | None]]) -> None:
+    output.write("\nThis run over the earlier one; whatever else ran on the machine then or now is in it:")
+    rows = [
+        (level, *("-" if value is None else f"{value:.2f}" for value in figures.values()))
+        for level, figures in compared.items()
+    ]
+    output.table(("STREAMS", "OUT TOK/S", "TTFT P50", "TPOT P50", "GAP P99"), rows, right=range(5))
 
 
 def _keep(program: Program, target: Target, levels: list[dict[str, Any]]) -> None:

@@ -25,21 +25,22 @@ from .lazy import Command
 from .options import given, setting_options
 from .program import Program, pass_program
 
-FLAGS = ("device", "dtype", "kv_dtype", "quant", "ctx", "max_running", "token_budget", "memory", "threads")
+FLAGS = (
+    *("device", "dtype", "kv_dtype", "quant", "ctx", "max_running", "token_budget", "memory", "tp", "pp"),
+    "threads",
+)
 
 
 @click.command(cls=Command)
 @click.argument("model")
 @setting_options(*(f"model.{name}" for name in FLAGS))
-@click.option("--tp", type=click.IntRange(1, 64), default=1, metavar="N", help="Devices to spread it over.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program
-def fit(program: Program, /, model: str, *, tp: int, as_json: bool, **flags: Any) -> int:
+def fit(program: Program, /, model: str, *, as_json: bool, **flags: Any) -> int:
     """Say whether MODEL fits on this machine, with what context and how fast; exit 5 if it does not.
 
     MODEL is on disk or on the hub; of the latter only its config and the headers of its weights are read.
     """
-    _refuse_what_is_not_built(tp)
     values = {name: value for name, value in given(flags).items() if name.startswith("model.")}
     facts, ref = find_facts(program, model)
     settings = program.settings().settings
@@ -98,7 +99,9 @@ def planner(program: Program) -> Callable[[ModelConfig], tuple[MemoryPlan | None
         name="",
         device=settings.model.device,
         dtype=settings.model.dtype,
+        kv_dtype=settings.model.kv_dtype,
         quant=settings.model.quant,
+        context=settings.model.ctx,
     )
     return lambda config: planned(config, machine, device, budget, engine)
 
@@ -106,13 +109,6 @@ def planner(program: Program) -> Callable[[ModelConfig], tuple[MemoryPlan | None
 def require_device(machine: Machine, asked: str) -> None:
     if asked == "cuda" and not machine.gpus:
         raise CliError("no GPU can be used", machine.no_gpu_reason or "none is visible", "--device cpu")
-
-
-def _refuse_what_is_not_built(tp: int) -> None:
-    if tp != 1:
-        raise CliError(
-            f"--tp {tp} cannot be served", "this version runs a model on one device", "--tp 1", Exit.USAGE
-        )
 
 
 def _print(result: Fit) -> None:
@@ -123,12 +119,13 @@ def _print(result: Fit) -> None:
         output.write(f"  Why: {result.reason}")
     rows: dict[str, str] = {}
     if plan is not None:
+        each = f" on each of {plan.ranks} ranks (tp {plan.tp}, pp {plan.pp})" if plan.ranks > 1 else ""
         rows |= {
             "weights": f"{output.size(plan.weights_bytes)} as {plan.dtype}",
             "workspace": output.size(plan.workspace_bytes),
             "KV cache": f"{output.size(plan.kv_bytes)}, {output.size(plan.kv_bytes_per_token)} a token"
             f" as {plan.kv_dtype}",
-            "together": output.size(plan.total_bytes),
+            "together": output.size(plan.total_bytes) + each,
             "context": f"{plan.context} tokens",
             "at once": f"{plan.max_concurrency:.1f} requests of full context, {plan.max_running} at most",
         }
@@ -143,6 +140,10 @@ def _print(result: Fit) -> None:
             f"at most {speed.one_stream:.1f} tok/s for one stream, {speed.all_streams:.0f} for "
             f"{speed.streams} ({output.size(speed.bandwidth)}/s of memory)"
         )
+        if speed.sums_bytes:
+            rows["scaling"] = (
+                f"{speed.scaling:.2f} times one rank; each sends {output.size(speed.sums_bytes)} a token"
+            )
     for name, value in rows.items():
         output.write(f"  {name:10} {value}")
     for remedy in result.remedies:

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from ..security.keys import Key
     from ..security.last_used import LastUsed
 
-HEADERS = ("NAME", "KEY", "SCOPES", "MODELS", "EXPIRES", "RPM", "TPM", "LAST USED")
+HEADERS = (
+    "NAME", "KEY", "SCOPES", "MODELS", "EXPIRES", "RPM", "TPM",
+    "REQUESTS", "TOKENS IN", "TOKENS OUT", "LAST USED",
+)  # fmt: skip
 UNITS = {"m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
 
@@ -110,17 +113,21 @@ def rm(program: Program, names: tuple[str, ...]) -> None:
 @click.option("-q", "--quiet", is_flag=True, help="Names only.")
 @pass_program
 def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
-    """List the keys. Secrets are not kept, so they cannot be shown."""
+    """List the keys. Secrets are not kept, so they cannot be shown.
+
+    What each used is told while the daemon runs, as far back as the request log goes.
+    """
     store = _store(program)
     store.check()
-    rows = [_view(each, _used(program)) for each in store.list()]
+    usage = {} if quiet else _usage(program)
+    rows = [{**_view(each, _used(program)), "usage": usage.get(each.name)} for each in store.list()]
     if as_json:
         output.write_json("keys", {"keys": rows})
     elif quiet:
         for row in rows:
             output.write(row["name"])
     elif rows:
-        output.table(HEADERS, [_row(row) for row in rows], right=(5, 6))
+        output.table(HEADERS, [_row(row) for row in rows], right=(5, 6, 7, 8, 9))
     else:
         output.say("There are no keys. On this machine none is needed; make one with llmbox key add NAME.")
 
@@ -135,6 +142,7 @@ def _print_secret(program: Program, key: "Key", secret: str, *, as_json: bool) -
 
 def _row(row: Mapping[str, Any]) -> tuple[object, ...]:
     expires = "never" if row["expires"] is None else output.clock(row["expires"])
+    usage = row["usage"] or {}
     return (
         row["name"],
         row["display"],
@@ -143,6 +151,7 @@ def _row(row: Mapping[str, Any]) -> tuple[object, ...]:
         "expired" if row["expired"] else expires,
         row["rpm"] or "-",
         row["tpm"] or "-",
+        *(usage.get(name, "-") for name in ("requests", "tokens_in", "tokens_out")),
         "never" if row["last_used"] is None else output.clock(row["last_used"]),
     )
 
@@ -154,6 +163,15 @@ def _view(key: "Key", used: "LastUsed") -> dict[str, Any]:
 
     told: dict[str, Any] = msgspec.to_builtins(view(key, used))
     return told
+
+
+def _usage(program: Program) -> Mapping[str, Any]:
+    """Of the daemon, if one runs."""
+    try:
+        found: Mapping[str, Any] = program.client.get("/admin/api/keys")["usage"]
+    except CliError:
+        return {}
+    return found
 
 
 def _store(program: Program) -> "KeyStore":

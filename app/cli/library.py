@@ -1,8 +1,9 @@
 """`llmbox search`, `adopt`, `rm` and `df`: models on the hub and on this disk."""
 
+import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,6 +11,9 @@ from ..errors import CliError, Exit
 from . import output
 from .lazy import Command
 from .program import Program, pass_program
+
+if TYPE_CHECKING:
+    from llmbox.engine.repacked.cache import Entry, RepackedCache
 
 
 @click.command(cls=Command)
@@ -25,10 +29,14 @@ def search(program: Program, *, text: str, limit: int, as_json: bool, quiet: boo
     from ..hub.search import search as search_hub
     from .fit import planner
 
+    progress = output.ProgressLine()
+    progress.update(f"Asking {os.environ.get('HF_ENDPOINT') or 'the hub'}…")
     try:
         hits = search_hub(Hub.of_environment(), text, limit, planner(program))
     except HubError as error:
         raise as_cli(error) from error
+    finally:
+        progress.close()
     if as_json:
         output.write_json("search", {"models": [asdict(hit) for hit in hits]})
     elif quiet:
@@ -108,6 +116,7 @@ def rm(program: Program, *, refs: tuple[str, ...], as_json: bool) -> None:
 
         found = [find_removable(ref, program.environ, program.names) for ref in refs]
         removed = [asdict(remove(each, program.registry)) for each in found]
+        packed_weights(program).prune()
     if as_json:
         output.write_json("rm", {"removed": removed, "freed": sum(each["freed"] for each in removed)})
         return
@@ -119,14 +128,20 @@ def rm(program: Program, *, refs: tuple[str, ...], as_json: bool) -> None:
 
 
 @click.command(cls=Command)
+@click.option("--prune", is_flag=True, help="Delete packed weights of models that are gone or changed.")
+@click.option("--prune-all", is_flag=True, help="Delete all packed weights; loads pack again.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Names only.")
 @pass_program
-def df(program: Program, *, as_json: bool) -> None:
-    """Show the disk space that models take, unfinished downloads included."""
+def df(program: Program, *, prune: bool, prune_all: bool, as_json: bool, quiet: bool) -> None:
+    """Show the disk space that models take, unfinished downloads and packed weights included."""
     from ..catalog import hub_cache
     from ..hub.remove import disk_use, folder_size
     from ..hub.transfer import free_space
 
+    packed = packed_weights(program)
+    freed = packed.prune(everything=prune_all) if prune or prune_all else None
+    repacked = [repacked_row(entry) for entry in packed.entries()]
     taken = disk_use(program.environ, program.names)
     cache = hub_cache(program.environ)
     own = {
@@ -138,8 +153,21 @@ def df(program: Program, *, as_json: bool) -> None:
     if as_json:
         rows = [{**asdict(each), "path": str(each.path)} for each in taken]
         output.write_json(
-            "df", {"models": rows, "total": total, "free": free, "models_folder": str(cache), "own": own}
+            "df",
+            {
+                "models": rows,
+                "total": total,
+                "free": free,
+                "models_folder": str(cache),
+                "own": own,
+                "repacked": repacked,
+                "freed": freed,
+            },
         )
+        return
+    if quiet:
+        for each in taken:
+            output.write(each.name)
         return
     output.table(
         ("NAME", "SOURCE", "SIZE", "UNFINISHED", "REVISIONS"),
@@ -155,11 +183,48 @@ def df(program: Program, *, as_json: bool) -> None:
         ],
         right=(2, 3, 4),
     )
+    if repacked:
+        output.write("")
+        output.table(
+            ("PACKED WEIGHTS OF", "FORMAT", "SIZE", "LAST USED", ""),
+            [
+                (
+                    row["model"] or "?",
+                    row["format"] or "?",
+                    output.size(row["size"]),
+                    output.clock(row["last_used"]),
+                    "of no use" if row["useless"] else "",
+                )
+                for row in repacked
+            ],
+            right=(2,),
+        )
     output.write("")
+    if freed is not None:
+        output.write(f"{output.size(freed)} of packed weights deleted")
     output.write(f"{output.size(total)} in models, {output.size(free)} free on the disk of {cache}")
     output.write(
         f"{output.size(own['state'])} of logs and state, {output.size(own['cache'])} of files safe to delete"
     )
+
+
+def packed_weights(program: Program) -> "RepackedCache":
+    from llmbox.engine.repacked.cache import RepackedCache
+
+    gigabytes = program.settings().settings.cache.repacked_gb
+    return RepackedCache(program.paths.repacked, int(gigabytes * 1e9))
+
+
+def repacked_row(entry: "Entry") -> dict[str, Any]:
+    index = entry.index
+    return {
+        "model": None if index is None else index.model,
+        "format": None if index is None else index.format,
+        "size": entry.size,
+        "last_used": entry.last_used,
+        "useless": entry.useless,
+        "path": str(entry.path),
+    }
 
 
 def as_cli(error: Any) -> CliError:

@@ -1,4 +1,4 @@
-"""`llmbox down` and `llmbox restart`."""
+"""`llmbox down`, and how a daemon is stopped."""
 
 import os
 import select
@@ -9,11 +9,9 @@ import click
 
 from ..daemon.instance import Running, find_running
 from ..errors import CliError, Exit
-from ..settings import Scalar
 from . import output
 from .lazy import Command
 from .program import Program, pass_program
-from .starter import start_daemon, wait_for_models
 
 HURRY = 5.0
 """Seconds that a daemon gets to end after it was told to end at once; then it is killed."""
@@ -31,29 +29,6 @@ def down(program: Program, *, now: bool, timeout: float | None) -> None:
         return
     stop(program, running, now=now, timeout=timeout)
     output.say(f"The daemon (pid {running.pid}) has stopped.")
-
-
-@click.command(cls=Command)
-@click.option("--now", is_flag=True, help="Do not wait for open requests; they end with an error.")
-@click.option(
-    "--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Longest wait for models."
-)
-@pass_program
-def restart(program: Program, *, now: bool, timeout: float) -> None:
-    """Stop the daemon and start it as it was: with the same flags and the models of its start."""
-    flags: dict[str, Scalar] = {}
-    models: list[str] = []
-    alias: str | None = None
-    running = find_running(program.paths)
-    if running is not None:
-        begun = program.client.get("/admin/api/status")["begun_with"]
-        flags, models, alias = begun["flags"], begun["models"], begun["alias"]
-        program.settings(flags)  # a mistake in the file must not be found when nothing runs any more
-        program.wanted(models, alias, flags)
-        stop(program, running, now=now, timeout=None)
-    started = start_daemon(program, models, alias, flags)
-    wait_for_models(program, started, [], timeout)
-    output.say(f"The daemon (pid {started.running.pid}) is up: {started.running.url}/v1")
 
 
 def stop(program: Program, running: Running, *, now: bool, timeout: float | None) -> None:

@@ -42,13 +42,15 @@ def logs(
         return output.printable(raw) if as_json else line.text
 
     tail, offset = _tail(path, lines, select)
+    if not follow:
+        output.write_lines(tail)
+        return
     for text in tail:
         output.write(text)
-    if follow:
-        for raw in _new_lines(path, offset):
-            text_or_none = select(raw)
-            if text_or_none is not None:
-                output.write(text_or_none)
+    for raw in _new_lines(path, offset):
+        text_or_none = select(raw)
+        if text_or_none is not None:
+            output.write(text_or_none)
 
 
 def _tail(path: Path, count: int, select: Callable[[str], str | None]) -> tuple[deque[str], int]:

@@ -4,6 +4,7 @@ JSON is one object with a `schema` field, never coloured. Without a terminal the
 one progress line every 5 s.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -27,6 +28,36 @@ def write(text: str) -> None:
 def say(text: str) -> None:
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def write_lines(lines: Sequence[str]) -> None:
+    """At once; on a terminal that is too small for them through the pager (PAGER, else less)."""
+    pager = _pager() if is_live(sys.stdout) and len(lines) >= shutil.get_terminal_size().lines else None
+    if pager is None:
+        for line in lines:
+            write(line)
+        return
+    import subprocess
+
+    # As git sets it: colours pass, and what fits stays on the screen.
+    environ = {"LESS": "FRX", **os.environ}
+    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):  # q before the end
+        subprocess.run(  # noqa: S603 - the user's own pager
+            pager, input="\n".join(lines) + "\n", text=True, check=False, env=environ
+        )
+
+
+def _pager() -> list[str] | None:
+    """None where there is none, or PAGER is empty or cat."""
+    import shlex
+
+    try:
+        words = shlex.split(os.environ.get("PAGER", "less"))
+    except ValueError:
+        return None
+    if not words or words == ["cat"] or shutil.which(words[0]) is None:
+        return None
+    return words
 
 
 def write_json(schema: str, data: Mapping[str, Any]) -> None:
@@ -77,6 +108,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Se
     cells = [[printable(str(cell)) for cell in row] for row in rows]
     sizes = [max(len(line[index]) for line in [list(headers), *cells]) for index in range(len(headers))]
     limit = width()
+    shown = []
     for number, line in enumerate([list(headers), *cells]):
         padded = [
             cell.rjust(size) if index in right else cell.ljust(size)
@@ -84,7 +116,8 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Se
         ]
         text = "  ".join(padded).rstrip()
         text = text if len(text) <= limit else text[: limit - 1] + "…"
-        write(bold(text) if number == 0 else text)
+        shown.append(bold(text) if number == 0 else text)
+    write_lines(shown)
 
 
 def size(count: float | None) -> str:

@@ -29,6 +29,7 @@ BAR = 24
 @click.option("--resume", "act", flag_value="resume", help="Go on with it.")
 @click.option("--cancel", "act", flag_value="cancel", help="Give it up and delete what was fetched.")
 @click.option("--json", "as_json", is_flag=True, help="Events as JSON, one a line.")
+@click.option("-q", "--quiet", is_flag=True, help="With --list: names only.")
 @pass_program
 def pull(
     program: Program,
@@ -39,6 +40,7 @@ def pull(
     show_list: bool,
     act: str | None,
     as_json: bool,
+    quiet: bool,
 ) -> None:
     """Fetch a model from the hub: REF is org/name or org/name@revision.
 
@@ -46,7 +48,7 @@ def pull(
     the view, and what was fetched counts when it goes on later, even after a restart.
     """
     if show_list:
-        _list(program, as_json=as_json)
+        _list(program, as_json=as_json, quiet=quiet)
         return
     if ref is None:
         raise CliError("which model?", "REF is missing", "llmbox search TEXT", Exit.USAGE)
@@ -127,10 +129,14 @@ def _tell(found: Mapping[str, Any], *, as_json: bool) -> None:
         output.say(f"{found['model']}: {summary(found)}")
 
 
-def _list(program: Program, *, as_json: bool) -> None:
+def _list(program: Program, *, as_json: bool, quiet: bool) -> None:
     rows = program.client.get("/admin/api/downloads")["downloads"]
     if as_json:
         output.write_json("downloads", {"downloads": rows})
+        return
+    if quiet:
+        for row in rows:
+            output.write(row["model"])
         return
     if not rows:
         output.say("No downloads. Begin one: llmbox pull ORG/NAME")

@@ -1,20 +1,23 @@
-"""`llmbox requests`: the request log, what is in flight, and cancelling."""
+"""`llmbox requests`: the request log and what is in flight."""
 
+import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 import click
 
 from . import output
-from .lazy import Command, Group
-from .program import Program, pass_program
+from .lazy import Group
+from .program import Program
+from .request_actions import cancel, purge, replay, show
 
-FOLLOW_INTERVAL = 0.5
-HEADERS = ("TIME", "ID", "MODEL", "STATUS", "PROMPT", "CACHED", "OUTPUT", "TTFT", "TOTAL", "END")
+HEADERS = ("TIME", "ID", "KEY", "MODEL", "STATUS", "PROMPT", "CACHED", "OUTPUT", "TTFT", "TOTAL", "END")
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+ENDS = {"request.finished", "request.refused"}
+Row = Mapping[str, Any]
 
 
 class Since(click.ParamType[float]):
@@ -32,6 +35,7 @@ class Since(click.ParamType[float]):
 @click.group(cls=Group, invoke_without_command=True)
 @click.option("-f", "--follow", is_flag=True, help="Go on with new requests as they end.")
 @click.option("--model", metavar="NAME", help="Only of this model.")
+@click.option("--key", metavar="NAME", help="Only of the key of this name.")
 @click.option("--status", type=click.IntRange(100, 599), metavar="N", help="Only with this HTTP status.")
 @click.option("--errors", is_flag=True, help="Only those that ended with an error.")
 @click.option("--since", type=Since(), metavar="AGE", help="Only newer than 90s, 15m, 2h or 7d.")
@@ -40,96 +44,96 @@ class Since(click.ParamType[float]):
 @click.option("-q", "--quiet", is_flag=True, help="Ids only.")
 @click.pass_context
 def requests(context: click.Context, /, *, follow: bool, as_json: bool, quiet: bool, **filters: Any) -> None:
-    """Read the request log, follow it, cancel a request.
+    """Read the request log, follow it, look at one request, send it again, cancel it, erase.
 
-    Rows hold metadata only, never what was asked or answered.
+    Rows hold metadata. What was asked and answered is kept only for keys made with --log-content (see show).
     """
     if context.invoked_subcommand is not None:
         return
     program: Program = context.ensure_object(Program)
     path = "/admin/api/requests?" + urlencode({k: v for k, v in filters.items() if v not in {None, False}})
-    answer = program.client.get(path)
-    rows = list(reversed(answer["requests"]))
     if follow:
-        _follow(program, path, rows, as_json=as_json, quiet=quiet)
-    elif as_json:
+        for row in _followed(program, path, filters):
+            _print_followed(row, as_json=as_json, quiet=quiet)
+        return
+    answer = program.client.get(path)
+    if as_json:
         output.write_json("requests", answer)
     elif quiet:
-        for row in rows:
+        for row in reversed(answer["requests"]):
             output.write(row["id"])
     else:
-        _print_live(answer["in_flight"])
-        if rows:
-            output.table(HEADERS, [_row(row) for row in rows], right=(4, 5, 6, 7, 8))
-        elif not answer["in_flight"]:
-            output.say("Served nothing yet that matches.")
-        if answer["dropped"]:
-            output.say(f"{answer['dropped']} rows were lost to a full disk or queue; see llmbox logs.")
+        _print(answer)
 
 
-@requests.command(cls=Command)
-@click.argument("request_id", metavar="ID")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@pass_program
-def show(program: Program, request_id: str, *, as_json: bool) -> None:
-    """Show one request, running or ended."""
-    answer = program.client.get(f"/admin/api/requests/{quote(request_id, safe='')}")
-    if as_json:
-        output.write_json("request", answer)
-        return
-    row = answer["request"] or answer["in_flight"]
-    for key, value in row.items():
-        text = output.clock(value) if key == "created" else _seconds(value) if key.endswith("_s") else value
-        if text not in {None, ""}:
-            output.write(f"{key:15} {output.printable(str(text))}")
-
-
-@requests.command(cls=Command)
-@click.argument("request_id", metavar="ID")
-@pass_program
-def cancel(program: Program, request_id: str) -> None:
-    """End a running request; its client gets what there is so far."""
-    program.client.post(f"/admin/api/requests/{quote(request_id, safe='')}/cancel", {})
-    output.say(f"{request_id} is cancelled.")
-
-
-def _follow(program: Program, path: str, rows: list[dict[str, Any]], *, as_json: bool, quiet: bool) -> None:
-    seen = 0
-    while True:
-        for row in rows:
-            if row["seq"] <= seen:
+def _followed(program: Program, path: str, filters: Mapping[str, Any]) -> Iterator[Row]:
+    """Rows so far, then those that end from now on. The stream is opened first: none falls between."""
+    with program.client.stream("GET", "/admin/api/events") as stream:
+        rows = program.client.get(path)["requests"]
+        seen = {(row["id"], row["created"]) for row in rows}
+        for row in reversed(rows):
+            yield {name: value for name, value in row.items() if name != "seq"}
+        for kind, data in stream.events():
+            if kind not in ENDS:
                 continue
-            seen = row["seq"]
-            if as_json:
-                output.write_json("request", {"request": row})
-            else:
-                output.write(row["id"] if quiet else _line(row))
-        time.sleep(FOLLOW_INTERVAL)
-        rows = list(reversed(program.client.get(path)["requests"]))
+            row = json.loads(data)
+            if (row["id"], row["created"]) not in seen and _matches(row, filters):
+                yield row
 
 
-def _row(row: Mapping[str, Any]) -> Sequence[object]:
+def _matches(row: Row, filters: Mapping[str, Any]) -> bool:
+    """What the daemon does with rows, for those that come as events."""
+    same = {"model": "model", "key": "key", "status": "http_status"}
+    return (
+        all(filters[name] in {None, row[field]} for name, field in same.items())
+        and (not filters["errors"] or bool(row["error_code"]))
+        and (filters["since"] is None or row["created"] >= filters["since"])
+    )
+
+
+def _print_followed(row: Row, *, as_json: bool, quiet: bool) -> None:
+    if as_json:
+        output.write_json("request", {"request": row})
+    else:
+        output.write(output.printable(row["id"]) if quiet else _line(row))
+
+
+def _print(answer: Mapping[str, Any]) -> None:
+    rows = answer["requests"][::-1]
+    _print_live(answer["in_flight"])
+    if rows:
+        output.table(HEADERS, [_row(row) for row in rows], right=(5, 6, 7, 8, 9))
+    elif answer["problem"]:
+        output.say(answer["problem"])
+    elif not answer["in_flight"]:
+        output.say("Served nothing yet that matches.")
+    if answer["dropped"]:
+        output.say(f"{answer['dropped']} rows were lost to a full disk or queue; see llmbox logs.")
+
+
+def _row(row: Row) -> Sequence[object]:
     return (
         output.clock(row["created"]),
         row["id"],
+        row["key"] or "-",
         row["model"],
         row["http_status"],
         row["prompt_tokens"],
         row["cached_tokens"],
         row["output_tokens"],
-        _seconds(row["ttft_s"]),
-        _seconds(row["e2e_s"]),
+        output.span(row["ttft_s"]),
+        output.span(row["e2e_s"]),
         row["error_code"] or row["finish_reasons"],
     )
 
 
-def _line(row: Mapping[str, Any]) -> str:
-    when, name, model, status, prompt, cached, out, ttft, total, end = _row(row)
+def _line(row: Row) -> str:
+    when, name, key, model, status, prompt, cached, out, ttft, total, end = _row(row)
     tokens = f"{prompt} ({cached} cached) -> {out} tokens"
-    return output.printable(f"{when}  {name}  {model}  {status}  {tokens}  {ttft} / {total}  {end}")
+    return output.printable(f"{when}  {name}  {key}  {model}  {status}  {tokens}  {ttft} / {total}  {end}")
 
 
-def _print_live(live: Sequence[Mapping[str, Any]]) -> None:
+def _print_live(live: Sequence[Row]) -> None:
     if not live:
         return
     headers = ("RUNNING", "MODEL", "AGE", "PROMPT", "OUTPUT")
@@ -141,5 +145,5 @@ def _print_live(live: Sequence[Mapping[str, Any]]) -> None:
     output.write("")
 
 
-def _seconds(value: float | None) -> str:
-    return output.span(value)
+for each in (show, replay, cancel, purge):
+    requests.add_command(each)

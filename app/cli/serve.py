@@ -1,6 +1,9 @@
 """`llmbox serve`."""
 
+import os
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -41,12 +44,25 @@ def serve(
         begun_with={"flags": given_flags, "models": list(models), "alias": alias},
         reload=lambda: program.settings(given_flags),
         parts=program.parts,
-        on_up=(lambda *_: None) if background else _tell,
+        on_up=(lambda *_: None) if background else partial(_tell, program),
         background=background,
     )
     run_daemon(plan)
 
 
-def _tell(running: "Running", sign_in_link: Callable[[], str]) -> None:
+def _tell(program: Program, running: "Running", sign_in_link: Callable[[], str]) -> None:
     output.write(f"{running.url}/v1")
-    output.write(sign_in_link())
+    if not _is_journal():
+        output.write(sign_in_link())
+        return
+    from ..files import write_whole
+
+    # Others may read the journal, and it is kept: a link in it would be a key under the mat.
+    write_whole(program.paths.sign_in_file, f"{sign_in_link()}\n".encode())
+    output.write(f"The link that signs one browser in, within 15 minutes: {program.paths.sign_in_file}")
+
+
+def _is_journal() -> bool:
+    """Whether a service manager keeps what we print."""
+    started_by_systemd = "NOTIFY_SOCKET" in os.environ or "JOURNAL_STREAM" in os.environ
+    return started_by_systemd and not sys.stdout.isatty()

@@ -25,6 +25,7 @@ from .starter import Started, start_daemon, wait_for_models
 @model_options
 @click.option("--wait/--no-wait", default=True, help="Wait until the models are ready (default).")
 @click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Longest wait.")
+@click.option("--open", "open_panel", is_flag=True, help="Open the panel in the browser, signed in.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program
 def up(
@@ -35,6 +36,7 @@ def up(
     *,
     wait: bool,
     timeout: float,
+    open_panel: bool,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -50,7 +52,7 @@ def up(
     if started.process is not None:
         names = [model.served_name for model in program.wanted(models, alias, given_flags)]
     else:
-        require_same(program, given_flags)
+        require_same(program, given_flags, of_models=not models)
         names = load_missing(program, program.wanted(models, alias, given_flags) if models else [])
     ready = wait_for_models(program, started, names, timeout) if wait else []
     panel = sign_in_link(program)
@@ -58,6 +60,15 @@ def up(
         output.write_json("up", {**_summary(started, ready, waited=wait), "sign_in": panel})
     else:
         _print(started.running, ready, panel, waited=wait)
+    if open_panel:
+        _open(panel)
+
+
+def _open(link: str) -> None:
+    import webbrowser
+
+    if not webbrowser.open(link):
+        output.say("No browser could be opened here: use the link.")
 
 
 def _find_or_start(
@@ -94,9 +105,9 @@ def load_missing(program: Program, wanted: Sequence[ModelRequest]) -> list[str]:
     return [model.served_name for model in wanted]
 
 
-def require_same(program: Program, flags: Mapping[str, Scalar]) -> None:
-    """Raises (exit 9) when flags of the daemon differ from those it runs with."""
-    daemon_flags = {name: value for name, value in flags.items() if name.startswith("server.")}
+def require_same(program: Program, flags: Mapping[str, Scalar], *, of_models: bool) -> None:
+    """Raises (exit 9) when flags differ from what the daemon runs with; `of_models`: model flags too."""
+    daemon_flags = {name: value for name, value in flags.items() if of_models or name.startswith("server.")}
     if not daemon_flags:
         return
     running = program.client.get("/admin/api/config")["settings"]
@@ -158,7 +169,7 @@ def _print(running: Running, models: Sequence[Mapping[str, Any]], panel: str, *,
         output.write(_curl(running, models[0]))
         output.write(f"  llmbox run {models[0]['name']}")
     output.write("")
-    output.write("Watch it: llmbox stats --watch    Stop it: llmbox down")
+    output.write("Watch it: llmbox top    Stop it: llmbox down")
 
 
 def _curl(running: Running, model: Mapping[str, Any]) -> str:

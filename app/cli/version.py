@@ -21,10 +21,12 @@ def version(*, as_json: bool) -> None:
     if not as_json:
         output.write(f"llmbox {__version__}")
         return
-    parts = {name: _installed(name) for name in PARTS}
-    output.write_json(
-        "version", {"version": __version__, "python": platform.python_version(), "packages": parts}
-    )
+    told = {"version": __version__, "python": platform.python_version(), "packages": package_versions()}
+    output.write_json("version", told)
+
+
+def package_versions() -> dict[str, str | None]:
+    return {name: _installed(name) for name in PARTS}
 
 
 def _installed(name: str) -> str | None:

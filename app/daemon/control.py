@@ -18,6 +18,7 @@ from . import logs
 from .instance import Running
 from .library import Library
 from .model_request import ModelRequest
+from .offers import Offers
 from .residency import Residency, World
 
 log = logging.getLogger("llmbox.daemon")
@@ -55,11 +56,14 @@ class Control:
         )
         self.residency = Residency(services.engines, services.events, world)
         services.find_model = self.residency.find
+        services.offers = Offers(services, self.library).all
         services.aliases = lambda: self.library.registry.read_or_nothing().aliases
         self.begun_with = begun_with
         """Flags and models of the start, for `restart`."""
         self.failure_codes: dict[str, str] = {}
         """By model: the word that goes with the manager's reason."""
+        self.asked: dict[str, Mapping[str, Scalar]] = {}
+        """By model: options that its load named, by short key."""
         self._started_settings = loaded.settings
         self._reload = reload
         self._tasks: set[asyncio.Task[Failure | None]] = set()
@@ -72,12 +76,13 @@ class Control:
         `ttl`: idle seconds after which the model leaves memory; None keeps it.
         """
         config = request.config(self.services.settings.model)
-        self.failure_codes.pop(request.served_name, None)
         name = request.served_name
+        self.failure_codes.pop(name, None)
         if not self.services.engines.knows(name):
             self.services.events.publish("model.loading", {"model": name, "reason": "asked for"})
         loading = self.services.engines.begin_load(config, alias=request.extra_alias)
-        task = asyncio.create_task(self._outcome(request.served_name, loading, ttl))
+        self.asked[name] = request.short_options
+        task = asyncio.create_task(self._outcome(name, loading, ttl))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -103,6 +108,7 @@ class Control:
         if name is not None:
             name = self.residency.real_name(name)
             await engines.unload(name)
+            self.asked.pop(name, None)
             log.info("%s is unloaded", name)
             return [name]
         names = [model.name for model in engines.models()]

@@ -76,8 +76,8 @@ class InstanceLock:
     def __exit__(
         self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        self._paths.pid_file.unlink(missing_ok=True)
-        self._paths.socket_file.unlink(missing_ok=True)
+        for file in (self._paths.pid_file, self._paths.socket_file, self._paths.sign_in_file):
+            file.unlink(missing_ok=True)
         os.close(self._handle)
 
 

@@ -9,6 +9,7 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.estimator import MemoryPlan
 from llmbox.engine.machine import read_machine
 from llmbox.engine.model_config import ModelConfig
+from llmbox.engine.repacked.cache import RepackedCache
 
 from ..catalog import ModelRef, hub_cache, served
 from ..engines.budget import device_of, total_budget
@@ -51,7 +52,13 @@ class Library:
         model = settings.model
         device = device_of(machine, model.device)
         engine = EngineConfig(
-            model_path="", name="", device=model.device, dtype=model.dtype, quant=model.quant
+            model_path="",
+            name="",
+            device=model.device,
+            dtype=model.dtype,
+            kv_dtype=model.kv_dtype,
+            quant=model.quant,
+            context=model.ctx,
         )
         budget = total_budget(machine, device, settings.memory.budget)
         return planned(config, machine, device, budget, engine)
@@ -80,6 +87,7 @@ class Library:
             status = STATUS_OF_EXIT.get(error.exit, 400)
             code = "model_not_found" if status == 404 else "cannot_delete"
             raise ApiError(status, f"{error.what}: {error.why}", code, "models") from error
+        await asyncio.to_thread(RepackedCache(self._services.paths.repacked, 0).prune)
         return removed
 
     def _require_unused(self, found: Removable) -> None:

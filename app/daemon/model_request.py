@@ -30,8 +30,11 @@ class ModelRequest:
 
     def body(self) -> dict[str, Any]:
         """As the admin API takes it."""
-        options = {name.partition(".")[2]: value for name, value in self.options.items()}
-        return {"model": self.ref.ref, "alias": self.alias, "options": options}
+        return {"model": self.ref.ref, "alias": self.alias, "options": self.short_options}
+
+    @property
+    def short_options(self) -> dict[str, Scalar]:
+        return {name.partition(".")[2]: value for name, value in self.options.items()}
 
     def config(self, defaults: ModelSettings) -> EngineConfig:
         def value(key: str) -> Any:
@@ -51,10 +54,14 @@ class ModelRequest:
             memory_bytes=None if memory is None else int(memory * 1e9),
             kv_tokens=value("kv_tokens"),
             threads=value("threads"),
+            tp=value("tp"),
+            pp=value("pp"),
             batching=value("batching"),
             prefix_cache=value("prefix_cache"),
             chunked_prefill=value("chunked_prefill"),
             deterministic=value("deterministic"),
+            overlap=None if value("overlap") else False,
+            cuda_graphs=value("cuda_graphs"),
         )
 
 
@@ -72,8 +79,12 @@ def options_of(config: EngineConfig) -> dict[str, Scalar]:
         "memory": None if memory is None else memory / 1e9,
         "kv_tokens": config.kv_tokens,
         "threads": config.threads,
+        "tp": config.tp,
+        "pp": config.pp,
         "batching": config.batching,
         "prefix_cache": config.prefix_cache,
         "chunked_prefill": config.chunked_prefill,
         "deterministic": config.deterministic,
+        "overlap": config.overlap is not False,
+        "cuda_graphs": config.cuda_graphs,
     }

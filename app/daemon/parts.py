@@ -1,13 +1,11 @@
 """What a daemon is composed of. Tests hand in other parts; everything else runs as in production."""
 
-import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from llmbox import __version__
-from llmbox.engine.client import Launch
-from llmbox.kernels.cpu.build import KERNEL_CACHE
+from llmbox.engine.spawn import Launch, Spawned
 
 from ..engines.manager import EngineManager
 from ..engines.supervisor import Supervisor
@@ -22,6 +20,7 @@ from ..store import RequestLog
 from ..telemetry.gpus import GpuReader
 from ..telemetry.telemetry import Telemetry
 from ..text.model_text import ModelText, load_model_text
+from .launching import with_caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +37,29 @@ def real_parts() -> Parts:
     return Parts(Launch(), load_model_text)
 
 
-def compose(settings: Settings, paths: Paths, parts: Parts) -> Services:
-    """Nothing runs yet."""
+def compose(settings: Settings, paths: Paths, parts: Parts, first: Spawned | None = None) -> Services:
+    """Nothing runs yet, but perhaps a `first` engine process, which waits for its model."""
     events = Events()
     request_log = RequestLog(
         paths.request_db,
         retention_days=settings.requests.retention_days,
         max_bytes=settings.requests.max_bytes,
+        content_days=settings.requests.content_days,
+        content_bytes=settings.requests.content_bytes,
     )
 
     def changed(supervisor: Supervisor) -> None:
         events.publish(f"model.{supervisor.state}", {"model": supervisor.name, "cause": supervisor.cause})
 
-    launch = with_kernel_cache(parts.launch, paths)
-    engines = EngineManager(parts.load_text, launch, settings.limits.queue, on_change=changed)
+    launch = with_caches(parts.launch, paths, settings.cache)
+    engines = EngineManager(
+        parts.load_text,
+        launch,
+        settings.limits.queue,
+        on_change=changed,
+        keep_spare=settings.memory.spare_engine,
+        first=first,
+    )
     metrics = Metrics(lambda: readings(engines), lambda: request_log.dropped)
     telemetry = Telemetry(engines, events, request_log, parts.gpus)
     gateway = Gateway(engines, request_log, metrics, settings, telemetry.feed)
@@ -67,13 +75,6 @@ def compose(settings: Settings, paths: Paths, parts: Parts) -> Services:
         security=Security.of(paths.keys_file, paths.keys_used_file),
         version=__version__,
     )
-
-
-def with_kernel_cache(launch: Launch, paths: Paths) -> Launch:
-    """Compiled kernels are kept where everything else is: under --data-dir, if there is one."""
-    if KERNEL_CACHE in os.environ:
-        return launch
-    return replace(launch, env={KERNEL_CACHE: str(paths.kernel_cache), **launch.env})
 
 
 def readings(engines: EngineManager) -> list[EngineReading]:

@@ -150,6 +150,13 @@ class Residency:
 
     async def admit(self, config: EngineConfig) -> EngineConfig:
         """Makes room, and returns the config with its share of memory. Raises ApiError when there is none."""
+        try:
+            return await self._admit(config)
+        except ApiError as error:
+            self._events.publish("model.refused", {"model": config.name, "cause": error.message})
+            raise
+
+    async def _admit(self, config: EngineConfig) -> EngineConfig:
         async with self._admitting:
             device, budget = await asyncio.to_thread(self._place, config)
             residents = self.residents(device, but=config.name)

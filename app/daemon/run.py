@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 from setproctitle import setproctitle
 
 from llmbox import __version__
+from llmbox.engine.spawn import Launch, Spawned, spawn
 
 from ..paths import Paths
 from ..settings_load import LoadedSettings
 from . import logs
 from .instance import InstanceLock, Running
+from .launching import with_caches
 from .listen import open_sockets
 from .model_request import ModelRequest
 
@@ -61,12 +63,22 @@ def run_daemon(plan: Plan) -> None:
         if lock.leftover is not None:
             log.warning("an earlier daemon (pid %d) ended without cleaning up", lock.leftover.pid)
         log.info("llmbox %s, pid %d, listens on %s", __version__, running.pid, running.url)
+        first = _first_engine(plan)  # imports torch while we import what serves
         try:
             from .serving import serve_until_stopped  # noqa: PLC0415 - half a second of imports
 
-            asyncio.run(serve_until_stopped(plan, running, [*tcp, unix]))
+            asyncio.run(serve_until_stopped(plan, running, [*tcp, unix], first))
         finally:
             log.info("stopped")
+
+
+def _first_engine(plan: Plan) -> Spawned | None:
+    if plan.parts is not None or not plan.models:
+        return None
+    try:
+        return spawn(with_caches(Launch(), plan.paths, plan.loaded.settings.cache))
+    except OSError:
+        return None  # the load will try again and say why not
 
 
 def _describe(tcp: socket.socket, paths: Paths) -> Running:

@@ -13,6 +13,8 @@ from importlib import import_module
 import psutil
 from litestar.types import ControllerRouterHandler
 
+from llmbox.engine.spawn import Spawned
+
 from ..http.admin import admin_router
 from ..http.app import create_app
 from ..http.openai import openai_router
@@ -30,10 +32,15 @@ from .run import Plan
 log = logging.getLogger("llmbox.daemon")
 
 
-async def serve_until_stopped(plan: Plan, running: Running, sockets: Sequence[socket.socket]) -> None:
-    """Returns once everything is closed. Raises CliError when none of the models could be served."""
+async def serve_until_stopped(
+    plan: Plan, running: Running, sockets: Sequence[socket.socket], first: Spawned | None = None
+) -> None:
+    """Returns once everything is closed. Raises CliError when none of the models could be served.
+
+    `first` is the engine process for the first model, started already.
+    """
     settings = plan.loaded.settings
-    services = compose(settings, plan.paths, (plan.parts or real_parts)())
+    services = compose(settings, plan.paths, (plan.parts or real_parts)(), first)
     control = Control(services, running, plan.loaded, plan.reload, plan.begun_with)
     app = create_app(services, [openai_router, admin_router, *_panel()])
     app.state.control = control

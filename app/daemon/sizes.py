@@ -35,15 +35,16 @@ def sizes(config: EngineConfig, machine: Machine, budget: int, ours: int) -> Siz
         shape = parse_config(Path(config.model_path)).shape(config.context)
         have = replace(MemoryBudget.of(machine, device), available=available)
         plan = estimate(shape, have, config)
-        if plan.notes and config.memory_bytes is None:  # a larger share of the budget keeps its context
+        if plan.is_lowered and config.memory_bytes is None:  # a larger share of the budget keeps its context
             plan = estimate(shape, have, replace(config, memory_bytes=available))
     except DoesNotFit:
         raise
     except EngineError:
         return None
-    return Sizes(device, least_bytes(plan), plan.total_bytes)
+    return Sizes(device, least_bytes(plan), plan.total_bytes * plan.ranks_in_memory)
 
 
 def least_bytes(plan: MemoryPlan) -> int:
     blocks = -(-plan.context // plan.block_size)
-    return plan.weights_bytes + plan.workspace_bytes + blocks * plan.block_size * plan.kv_bytes_per_token
+    kv = blocks * plan.block_size * plan.kv_bytes_per_token
+    return (plan.weights_bytes + plan.workspace_bytes + kv) * plan.ranks_in_memory

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llmbox.engine.client import Launch
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import EngineError
+from llmbox.engine.spawn import Launch, Spawned
 
 from ..errors import ApiError
 from ..text.model_text import ModelText, load_model_text
 from .admission import draining, load_failed, model_loading
 from .deaths import DeathLimits
+from .spares import Spares
 from .supervisor import Supervisor, SupervisorOptions
 from .watchdog import WatchLimits
 
@@ -91,11 +92,18 @@ class EngineManager:
         deaths: DeathLimits | None = None,
         watch: WatchLimits | None = None,
         on_change: Callable[[Supervisor], None] = lambda _: None,
+        keep_spare: bool = False,
+        first: Spawned | None = None,
     ) -> None:
-        """`on_change` is called on the loop after each change of a model's `Supervisor.state`."""
+        """`on_change` is called on the loop after each change of a model's `Supervisor.state`.
+
+        `first` is an engine process that was started already; `keep_spare` has one ready for the next model
+        or restart.
+        """
         self._load_text = load_text
+        self._spares = Spares(launch or Launch(), keep=keep_spare, busy=self._busy, first=first)
         self._options = SupervisorOptions(
-            launch=launch or Launch(),
+            spares=self._spares,
             queue_limit=queue_limit,
             deaths=deaths or DeathLimits(),
             watch=watch or WatchLimits(),
@@ -161,13 +169,13 @@ class EngineManager:
         return loading.task
 
     async def _load(self, loading: _Loading) -> LoadedModel:
-        """Tokenizer and engine are loaded side by side; the first failure ends both."""
+        """Engine and tokenizer are loaded side by side, the slower first; the first failure ends both."""
         config, supervisor = loading.config, loading.supervisor
         path = Path(config.model_path)
         try:
             async with asyncio.TaskGroup() as group:
-                text = group.create_task(asyncio.to_thread(self._load_text, path))
                 group.create_task(self._start(supervisor))
+                text = group.create_task(self._load_text_beside(supervisor, path))
         except BaseExceptionGroup as failures:
             await supervisor.stop()
             error = _as_api_error(failures.exceptions[0])
@@ -198,6 +206,10 @@ class EngineManager:
     async def _start(self, supervisor: Supervisor) -> None:
         supervisor.admitted = await self.admit(supervisor.config)
         await supervisor.start()
+
+    async def _load_text_beside(self, supervisor: Supervisor, path: Path) -> ModelText:
+        await supervisor.launched()  # a large tokenizer keeps the interpreter for half a second
+        return await asyncio.to_thread(self._load_text, path)
 
     async def _cancel_load(self, loading: _Loading) -> None:
         loading.task.cancel()
@@ -297,9 +309,13 @@ class EngineManager:
     async def close(self) -> None:
         """End every engine."""
         self._draining = True
+        self._spares.close()
         await asyncio.gather(*(self._cancel_load(loading) for loading in list(self._loading.values())))
         await asyncio.gather(*(self._stop(model) for model in self._loaded.values()))
         self._loaded.clear()
+
+    def _busy(self) -> bool:
+        return any(model.supervisor.open_requests for model in self._loaded.values())
 
     async def _stop(self, model: LoadedModel) -> None:
         await model.supervisor.stop("server_shutdown", "The server is shutting down.")

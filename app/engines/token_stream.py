@@ -61,7 +61,14 @@ class TokenStream:
         if self._first_seen:
             if output.scheduled_at is not None or output.prompt_logprobs is not None:
                 # A resumed engine tells its first facts again; the reader has them.
-                output = replace(output, scheduled_at=None, cached_tokens=None, prompt_logprobs=None)
+                output = replace(
+                    output,
+                    scheduled_at=None,
+                    cached_tokens=None,
+                    looked_up_tokens=None,
+                    prefix_end=None,
+                    prompt_logprobs=None,
+                )
         elif output.token_ids:
             self._first_seen = True
         self.output_ids += output.token_ids

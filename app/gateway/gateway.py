@@ -3,10 +3,12 @@
 import hashlib
 import time
 from dataclasses import asdict, replace
+from functools import lru_cache
 
 import msgspec
 
 from llmbox import __version__
+from llmbox.engine.config import EngineConfig
 from llmbox.engine.messages import AddRequest, ModelInfo
 from llmbox.engine.sampling import SamplingParams
 
@@ -15,14 +17,19 @@ from ..errors import ApiError
 from ..metrics.metrics import Metrics
 from ..settings import Settings
 from ..store import RequestLog
+from ..store.content import ContentDraft
 from ..store.record import RequestRecord
 from ..text.template_pool import TemplatePool
+from .callers import Callers
 from .generation import Generation
+from .ids import sequence_id
 from .live_request import LiveRequest
 from .observer import RequestObserver, Unobserved
 from .open_request import OpenRequest
+from .output_hash import OutputHasher
 from .seeds import choice_seed
 from .sequence import Sequence
+from .transcript import Transcript
 
 
 class Gateway:
@@ -41,7 +48,9 @@ class Gateway:
         self._metrics = metrics
         self._observer = observer or Unobserved()
         self._open: dict[str, OpenRequest] = {}
+        self._callers = Callers(self._open)
         self._engine_ids = 0
+        self._hasher = OutputHasher(log.path.with_name("output-hash.key"))
 
     def open(self, generation: Generation) -> OpenRequest:
         """Submit every choice, or none; read the result inside `with`. Raises ApiError 400, 409, 429, 503."""
@@ -83,7 +92,11 @@ class Gateway:
         self._log.write(record)
         self._observer.refused(record)
 
+    def output_hash(self, request: OpenRequest) -> str:
+        return self._hasher.of([sequence.output_ids for sequence in request.sequences])
+
     async def close(self) -> None:
+        self._callers.close()
         await self.templates.close()
 
     def _submit(self, generation: Generation) -> OpenRequest:
@@ -104,9 +117,14 @@ class Gateway:
         ]
         model = generation.model.name
         opened = OpenRequest(
-            generation, sequences, self._ended, lambda gap: self._metrics.record_inter_token(model, gap)
+            generation,
+            sequences,
+            self._ended,
+            lambda gap: self._metrics.record_inter_token(model, gap),
+            Transcript(len(sequences), self._log.content_bytes) if generation.keep is not None else None,
         )
         self._open[generation.id] = opened
+        self._callers.opened(opened)
         self._observer.opened(opened.live())
         return opened
 
@@ -117,7 +135,7 @@ class Gateway:
             first: str | None = None
             for index in range(generation.n):
                 self._engine_ids += 1
-                engine_id = f"{generation.id}.{self._engine_ids}"
+                engine_id = sequence_id(generation.id, self._engine_ids)
                 seed = choice_seed(generation.params.seed, index)
                 messages.append(
                     AddRequest(
@@ -136,9 +154,9 @@ class Gateway:
         self._open.pop(request.generation.id, None)
         if request.generation.meter is not None:
             request.generation.meter.spend_tokens(request.usage.output_tokens)
-        record = _record(request, status, code)
+        record = _record(request, status, code, self.output_hash(request))
         self._metrics.record_request(record)
-        self._log.write(record)
+        self._log.write(record, _draft(request))
         self._observer.ended(record)
 
 
@@ -169,14 +187,35 @@ def context_limit(info: ModelInfo) -> int:
 
 def system_fingerprint(model: LoadedModel) -> str:
     """Changes when build or effective settings change, and so may answers to the same seed."""
-    info = model.supervisor.info
+    return _fingerprint(model.config, model.supervisor.info)
+
+
+@lru_cache(maxsize=64)
+def _fingerprint(config: EngineConfig, info: ModelInfo | None) -> str:
     facts = {} if info is None else asdict(info)
-    facts.pop("load_seconds", None)
-    told = msgspec.json.encode([__version__, asdict(model.config), facts], order="sorted")
+    for varying in ("load_seconds", "measured_weights_bytes", "worker_pids"):
+        facts.pop(varying, None)
+    told = msgspec.json.encode([__version__, asdict(config), facts], order="sorted")
     return "fp_" + hashlib.sha256(told).hexdigest()[:12]
 
 
-def _record(request: OpenRequest, status: int, code: str) -> RequestRecord:
+def _draft(request: OpenRequest) -> ContentDraft | None:
+    generation, transcript = request.generation, request.transcript
+    if generation.keep is None or transcript is None:
+        return None
+    text = generation.model.text
+    ids = generation.prompts
+    return ContentDraft(
+        owner=generation.keep.owner,
+        body=generation.keep.body,
+        prompts=lambda: [text.decode(prompt, skip_special=False) for prompt in ids],
+        outputs=transcript.texts,
+        output_bytes=transcript.size,
+        size=len(generation.keep.body) + 12 * sum(map(len, ids)) + transcript.size,
+    )
+
+
+def _record(request: OpenRequest, status: int, code: str, output_hash: str) -> RequestRecord:
     generation, clock, usage = request.generation, request.timeline, request.usage
     first, last = clock.first_token, clock.last_token
     longest = max(sequence.output_tokens for sequence in request.sequences)
@@ -203,6 +242,11 @@ def _record(request: OpenRequest, status: int, code: str) -> RequestRecord:
         seed=generation.params.seed,
         params=_params_json(generation),
         client=generation.client,
+        looked_up_tokens=usage.looked_up_tokens,
+        prefix_end=request.prefix_end,
+        output_hash=output_hash,
+        fingerprint=system_fingerprint(generation.model),
+        content="kept" if generation.keep is not None else "",
     )
 
 

@@ -1,5 +1,6 @@
 """What an HTTP dialect asks of the gateway, and what it gets back: no dialect's words, no engine's either."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from llmbox.engine.messages import TokenLogprobs
@@ -7,6 +8,16 @@ from llmbox.engine.sampling import SamplingParams
 
 from ..engines.manager import LoadedModel
 from ..security.rates import Meter
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The caller lets prompt and answer be kept."""
+
+    owner: str
+    """Id of its key; empty for a caller without one."""
+    body: str
+    """The request's JSON as it was sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +43,11 @@ class Generation:
     key: str = ""
     """Name of the caller's key."""
     meter: Meter | None = None
+    allowed: Callable[[], bool] | None = None
+    """Whether the caller's credentials still hold; None for one that needed none."""
     client: str = ""
+    keep: Keep | None = None
+    """None: nothing of what is asked and answered is kept."""
     stream: bool = False
     prompt_param: str = "messages"
     """Name of the field that a too long prompt is blamed on."""
@@ -65,4 +80,6 @@ class Delta:
 class Usage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    looked_up_tokens: int = 0
+    """Of the prompt, in the prefix cache."""
     output_tokens: int = 0

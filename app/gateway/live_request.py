@@ -23,3 +23,6 @@ class LiveRequest:
     ttft: float | None
     tokens_per_second: float | None
     resumes: int
+    looked_up_tokens: int = 0
+    prefix_end: str = ""
+    """As in `RequestRecord`; both are known from the first token on."""

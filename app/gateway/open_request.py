@@ -13,6 +13,7 @@ from ..errors import ApiError
 from .generation import Delta, Generation, Usage
 from .live_request import LiveRequest
 from .sequence import Sequence
+from .transcript import Transcript
 
 CLIENT_CLOSED = 499
 """Status in the log of a request whose client left; never sent."""
@@ -41,12 +42,15 @@ class OpenRequest:
         sequences: list[Sequence],
         on_end: Callable[["OpenRequest", int, str], None],
         on_gap: Callable[[float], None],
+        transcript: Transcript | None = None,
     ) -> None:
         self.generation = generation
         self.sequences = sequences
         self.usage = Usage(prompt_tokens=sum(map(len, generation.prompts)))
         self.timeline = Timeline(created=time.time(), arrived=time.monotonic())
-        self.cancelled = False
+        self.transcript = transcript
+        self._why: ApiError | None = None
+        self._prefix_ends: dict[int, str] = {}
         self._on_end = on_end
         self._on_gap = on_gap
         self._last: list[float | None] = [None] * len(sequences)
@@ -60,6 +64,11 @@ class OpenRequest:
     def resumes(self) -> int:
         return max(sequence.stream.resumes for sequence in self.sequences)
 
+    @property
+    def prefix_end(self) -> str:
+        """Why the prefix cache had no more: one word a prompt."""
+        return ",".join(self._prefix_ends[prompt] for prompt in sorted(self._prefix_ends))
+
     def usage_now(self) -> Usage:
         self.usage.output_tokens = sum(s.output_tokens for s in self.sequences)
         return self.usage
@@ -72,7 +81,10 @@ class OpenRequest:
                 if output.finish_reason in {"error", "abort"}:
                     raise self._failure(output)
                 self._note(sequence, output)
-                yield sequence.feed(output)
+                delta = sequence.feed(output)
+                if self.transcript is not None:
+                    self.transcript.add(delta)
+                yield delta
             self.end(200, "")
         except ApiError as error:
             self.end(error.status, error.code or "")
@@ -87,9 +99,9 @@ class OpenRequest:
         """Left before the end: nobody reads any more."""
         self.end(CLIENT_CLOSED, "client_disconnected")
 
-    def cancel(self) -> None:
-        """On somebody's order: the client gets an error object."""
-        self.cancelled = True
+    def cancel(self, why: ApiError | None = None) -> None:
+        """On somebody's order: the client gets an error object, `why` or that an operator did it."""
+        self._why = why
         for sequence in self.sequences:
             sequence.stream.cancel()
 
@@ -129,6 +141,8 @@ class OpenRequest:
             ttft=None if clock.first_token is None else clock.first_token - clock.arrived,
             tokens_per_second=output / decoding if decoding > 0 else None,
             resumes=self.resumes,
+            looked_up_tokens=self.usage.looked_up_tokens,
+            prefix_end=self.prefix_end,
         )
 
     async def _one(self) -> AsyncIterator[tuple[Sequence, RequestOutput]]:
@@ -165,8 +179,10 @@ class OpenRequest:
             clock.scheduled is None or output.scheduled_at < clock.scheduled
         ):
             clock.scheduled = output.scheduled_at
-        if output.cached_tokens and sequence.index % self.generation.n == 0:
-            self.usage.cached_tokens += output.cached_tokens
+        if output.prefix_end is not None and sequence.index % self.generation.n == 0:
+            self._prefix_ends[sequence.index] = output.prefix_end
+            self.usage.cached_tokens += output.cached_tokens or 0
+            self.usage.looked_up_tokens += output.looked_up_tokens or 0
         if not output.token_ids:
             return
         now = time.monotonic()
@@ -179,7 +195,9 @@ class OpenRequest:
 
     def _failure(self, output: RequestOutput) -> ApiError:
         if output.finish_reason == "abort":
-            return ApiError(400, "The request was cancelled by the operator.", code="request_cancelled")
+            return self._why or ApiError(
+                400, "The request was cancelled by the operator.", code="request_cancelled"
+            )
         code = output.error_code or "engine_error"
         status = _ENGINE_STATUS.get(code, 503 if code in _UNAVAILABLE else 500)
         kind = "server_error" if status >= 500 else "invalid_request_error"

@@ -31,6 +31,11 @@ class Sequence:
         self._decoded = 0
         self._given = 0
 
+    @property
+    def output_ids(self) -> list[int]:
+        """Ids that were fed. A stop string ends them: the engine may have gone on for a moment."""
+        return self.stream.output_ids[: self.output_tokens]
+
     def feed(self, output: RequestOutput) -> Delta:
         """For outputs that are no `error` and no `abort`. A complete stop string ends the engine's work."""
         if self._silent:

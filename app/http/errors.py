@@ -9,6 +9,7 @@ from litestar import Request, Response
 from litestar.exceptions import HTTPException, ValidationException
 
 from ..errors import ApiError
+from ..store.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ def to_api_error(error: BaseException) -> ApiError:
     """What the client is told. Nothing of an unexpected exception's text reaches it."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, StoreError):
+        return _log_unavailable(error)
     if isinstance(error, ValidationException):
         return _bad_parameter(error)
     if isinstance(error, HTTPException) and error.status_code < 500:
@@ -37,6 +40,11 @@ def to_api_error(error: BaseException) -> ApiError:
         code = "_".join(status.phrase.lower().replace("-", " ").split())
         return ApiError(status, message, code, None, error_type(status), dict(error.headers or {}))
     return ApiError(500, "Something went wrong inside llmbox.", "internal_error", None, "server_error")
+
+
+def _log_unavailable(error: StoreError) -> ApiError:
+    message = f"The request log cannot be used now: {error}"
+    return ApiError(503, message, "request_log_unavailable", None, "server_error", {"Retry-After": "5"})
 
 
 def error_type(status: int) -> str:

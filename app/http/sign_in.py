@@ -10,6 +10,7 @@ from typing import Any
 
 from litestar import MediaType, Request, Response, get, post
 from litestar.datastructures import State
+from litestar.params import FromQuery
 from litestar.types import ControllerRouterHandler
 
 from ..errors import ApiError
@@ -37,7 +38,7 @@ _MOST_TOKEN_CHARACTERS = 200
     name="sign_in_page",
     include_in_schema=False,
 )
-def sign_in_page(request: Request[Any, Any, State], token: str = "") -> Response[str]:
+def sign_in_page(request: Request[Any, Any, State], token: FromQuery[str] = "") -> Response[str]:
     """With a token: a button. Without: the form for an admin key."""
     security: Security = request.app.state.services.security
     if not token and session_identity(request, security) is not None:

@@ -28,6 +28,8 @@ log = logging.getLogger("llmbox.hub")
 
 TICK = 1.0
 """Seconds between two events of progress, while something is on its way."""
+PATIENCE = 2.0
+"""Seconds that whoever cancels waits for files to be gone."""
 REMEMBERED = 50
 """Finished downloads kept in the list."""
 
@@ -110,17 +112,25 @@ class Downloads:
         return self._go(download)
 
     async def cancel(self, model: str) -> Download:
-        """What was fetched is deleted, unless another version of the model uses it."""
+        """What was fetched is deleted, unless another version of the model uses it.
+
+        Returns before that where a thread still waits for a hub that says nothing.
+        """
         download = self.get(model)
         if download.state in {"ready", "cancelled"}:
             raise _not_now(download, "cancelled")
         task = self._tasks.get(model)
         self._halt(download, "cancelled")
-        if task is not None:
-            await asyncio.wait({task})
+        cleaning = asyncio.create_task(self._clean(download, task))
+        self._tasks[model] = cleaning  # a new pull of it waits for this one
+        await asyncio.wait({cleaning}, timeout=PATIENCE)
+        return download
+
+    async def _clean(self, download: Download, earlier: "asyncio.Task[None] | None") -> None:
+        if earlier is not None:
+            await asyncio.wait({earlier})
         repo, etags = self._repo(download), list(download.etags)
         await asyncio.to_thread(_drop, repo, etags)
-        return download
 
     def is_open(self, repo: str) -> bool:
         """Whether files of this repository are being written, or kept to go on later."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from llmbox.engine.checkpoint import list_tensors
 from llmbox.engine.errors import EngineError
 from llmbox.engine.model_config import ModelConfig, parse_config
-from llmbox.engine.safetensors_header import TensorEntry, entry, load_json, refuse_overlaps
+from llmbox.engine.safetensors_header import TensorEntry, entries_of, load_json, refuse_overlaps
 
 from ..catalog import ModelRef
 from .errors import HubError
@@ -107,7 +107,7 @@ def remote_header(hub: Hub, listing: Listing, file: RepoFile) -> list[TensorEntr
         path = Path(file.name)
         raw, start = load_json(path, io.BytesIO(head), file.size)
         raw.pop("__metadata__", None)
-        tensors = [entry(path, name, value, start, file.size) for name, value in raw.items()]
+        tensors = entries_of(path, raw, start, file.size)
         refuse_overlaps(tensors)
     except EngineError as error:
         raise HubError("unsupported_model", f"{listing.repo} cannot be served", str(error)) from None

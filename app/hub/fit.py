@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.errors import DoesNotFit
+from llmbox.engine.errors import DeviceError, DoesNotFit, ParallelError
 from llmbox.engine.estimator import MemoryBudget, MemoryPlan, estimate, show_bytes
 from llmbox.engine.machine import Machine
 from llmbox.engine.model_config import ModelConfig
+from llmbox.engine.parallel.shares import decode_scaling, traffic
 from llmbox.engine.roofline import decode_tokens_per_second
+from llmbox.kernels.quant import QUANTS
 
-from ..engines.budget import Place, device_of, total_budget
+from ..engines.budget import CUDA_SHARE, Place, device_of, total_budget
 from .facts import Facts
 from .transfer import free_space
 
@@ -32,6 +34,10 @@ class Speed:
     all_streams: float
     streams: int
     """As many as run at once with a share of the pool each."""
+    scaling: float = 1.0
+    """Of several ranks against one, sums over the links counted; the numbers above have it."""
+    sums_bytes: int = 0
+    """That each rank sends for one token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +115,7 @@ def fit(
         notes=notes,
         disk_need=facts.missing_bytes,
         disk_free=disk_free,
-        speed=_speed(facts.config, plan, bandwidth) if plan and bandwidth else None,
+        speed=_speed(facts.config, plan, machine, bandwidth) if plan and bandwidth else None,
     )
     if not result.fits_disk:
         need = show_bytes(facts.missing_bytes + DISK_RESERVE, up=True)
@@ -123,10 +129,12 @@ def planned(
 ) -> tuple[MemoryPlan | None, str]:
     """The plan with the whole budget (or what `engine.memory_bytes` leaves of it), or why there is none."""
     have = replace(MemoryBudget.of(machine, device), available=budget)
+    if device == "cuda":
+        have = replace(have, more_gpus=tuple(int(gpu.total * CUDA_SHARE) for gpu in machine.gpus[1:]))
     asked = replace(engine, memory_bytes=min(budget, engine.memory_bytes or budget))
     try:
         return estimate(config.shape(engine.context), have, asked), ""
-    except DoesNotFit as error:
+    except (DoesNotFit, DeviceError, ParallelError) as error:
         return None, str(error)
 
 
@@ -140,7 +148,10 @@ def alternatives(
         "--dtype bfloat16 --ctx auto": replace(engine, dtype="bfloat16", context=None),
         "--quant int8": replace(engine, quant="int8"),
         "--quant int4": replace(engine, quant="int4"),
+        "--kv-dtype int8": replace(engine, kv_dtype="int8"),
         "--max-running 1": replace(engine, max_running=1),
+        "--tp 2": replace(engine, tp=2),
+        "--tp 4": replace(engine, tp=4),
         "without --memory": replace(engine, memory_bytes=None),
     }
     found = []
@@ -149,20 +160,66 @@ def alternatives(
             continue
         plan, _ = planned(config, machine, device, budget, changed)
         if plan is not None:
-            found.append(f"{words}: {show_bytes(plan.total_bytes)} with a context of {plan.context} tokens")
+            size = show_bytes(plan.total_bytes) + (f" on each of {plan.ranks}" if plan.ranks > 1 else "")
+            found.append(f"{words}: {size} with a context of {plan.context} tokens")
     return tuple(found)
 
 
-def _speed(config: ModelConfig, plan: MemoryPlan, bandwidth: float) -> Speed:
+def _speed(config: ModelConfig, plan: MemoryPlan, machine: Machine, bandwidth: float) -> Speed:
     shape = config.shape()
     streams = max(1, min(plan.max_running, int(plan.max_concurrency * 4)))
+    context = plan.context // 4
+
+    def scaling(rows: int) -> float:
+        if plan.ranks == 1:
+            return 1.0
+        link = _link_of(plan, machine, bandwidth)
+        expected = decode_scaling(
+            shape,
+            plan.tp,
+            plan.pp,
+            dtype=plan.dtype,
+            kv_dtype=plan.kv_dtype,
+            bandwidth=link.memory,
+            link_bandwidth=link.bandwidth,
+            sum_seconds=link.seconds,
+            rows=rows,
+            context=context,
+        )
+        return expected.all_ranks / (expected.one_rank * bandwidth / link.memory)
 
     def rate(rows: int) -> float:
-        return decode_tokens_per_second(
-            shape, plan.dtype, plan.kv_dtype, bandwidth, rows=rows, context=plan.context // 4
+        quant = QUANTS.get(plan.quant)
+        alone = decode_tokens_per_second(
+            shape, plan.dtype, plan.kv_dtype, bandwidth, rows=rows, context=context, quant=quant
         )
+        return alone * scaling(rows)
 
-    return Speed(bandwidth=bandwidth, one_stream=rate(1), all_streams=rate(streams), streams=streams)
+    return Speed(
+        bandwidth=bandwidth,
+        one_stream=rate(1),
+        all_streams=rate(streams),
+        streams=streams,
+        scaling=scaling(1),
+        sums_bytes=traffic(shape, plan.tp, plan.pp, plan.dtype).sums,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """Bytes a second one way between two ranks, the seconds of an empty sum, and each rank's memory."""
+
+    bandwidth: float
+    seconds: float
+    memory: float
+
+
+def _link_of(plan: MemoryPlan, machine: Machine, bandwidth: float) -> _Link:
+    """No driver tells them: what common hardware reaches, on the low side."""
+    if plan.device == "cpu":  # ranks share one memory, and its bandwidth
+        return _Link(bandwidth / 2, 20e-6, bandwidth / plan.ranks)
+    peers = any(set(plan.gpus) <= peers for peers in machine.nvlink)
+    return _Link(200e9, 15e-6, bandwidth) if peers else _Link(20e9, 40e-6, bandwidth)
 
 
 def device_bandwidth(machine: Machine, device: Place, threads: int | None = None) -> float | None:

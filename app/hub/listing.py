@@ -1,6 +1,7 @@
 """What a repository holds at one commit, and which of its files serving needs."""
 
 import json
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -128,6 +129,8 @@ class Hub:
     def _api(self) -> "HfApi":
         from huggingface_hub import HfApi  # noqa: PLC0415 - as above
 
+        # It tells of its own tries again in words that are not ours; what comes of them is said by `asking`.
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         return HfApi(endpoint=self.web.endpoint, token=self.web.token or False, library_name="llmbox")
 
 

@@ -28,9 +28,9 @@ class Identity:
             return self.key.name
         return PANEL if self.kind == "session" else ""
 
-    @property
-    def log_content(self) -> bool:
-        return self.key is not None and self.key.log_content
+    def keeps_content(self, *, keyless: bool) -> bool:
+        """Whether prompt and answer may be kept. `keyless`: what holds for callers without a key."""
+        return keyless if self.key is None else self.key.log_content
 
     def may(self, scope: Scope) -> bool:
         """As far as credentials go; what is open to `nobody` is the guard's to say."""

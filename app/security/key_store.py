@@ -36,6 +36,7 @@ class KeyStore:
         self._file = file
         self._stamp: _Stamp | None = None
         self._table: tuple[Key, ...] = ()
+        self._by_digest: dict[str, Key] = {}
 
     def check(self) -> None:
         """Raises CliError when the file cannot be read: a daemon must not start and refuse everybody."""
@@ -65,6 +66,12 @@ class KeyStore:
             if hmac.compare_digest(key.digest, digest):
                 found = key
         return None if found is None or found.is_expired() else found
+
+    def is_good(self, digest: str) -> bool:
+        """Whether the key of that hash is there and has not expired. Costs a stat."""
+        self._try_refresh()
+        key = self._by_digest.get(digest)
+        return key is not None and not key.is_expired()
 
     def add(self, spec: KeySpec) -> tuple[Key, str]:
         """(key, its secret). Raises CliError: exit 9 when the name is taken, 1 when the disk is full."""
@@ -137,7 +144,10 @@ class KeyStore:
         if stamp == self._stamp:
             return
         self._stamp = stamp  # first: a broken file is complained about once
-        self._table = () if stamp is None else _parse(self._file)
+        self._take(() if stamp is None else _parse(self._file))
+
+    def _take(self, keys: tuple[Key, ...]) -> None:
+        self._table, self._by_digest = keys, {key.digest: key for key in keys}
 
     def _change(self, edit: Callable[[tuple[Key, ...]], tuple[Key, ...]]) -> None:
         try:
@@ -149,7 +159,8 @@ class KeyStore:
                 write_whole(
                     self._file, msgspec.json.format(msgspec.json.encode(_File(_SCHEMA, keys)), indent=1)
                 )
-                self._stamp, self._table = _stamp(self._file), keys
+                self._stamp = _stamp(self._file)
+                self._take(keys)
         except OSError as error:
             self._stamp = None
             raise CliError(

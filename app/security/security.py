@@ -55,8 +55,24 @@ class Security:
     def is_valid(self, identity: Identity) -> bool:
         """Whether it still holds: for streams that outlive a sign-out or a revoked key."""
         if identity.key is not None:
-            return self._is_good(identity.key.digest)
+            return self.keys.is_good(identity.key.digest)
         return identity.session is None or self._is_valid(identity.session)
+
+    def may_read(self, identity: Identity, owner: str) -> bool:
+        """Whether what the key with the id `owner` asked and got may be shown: not to other keys, nor to who
+        signed in with one. What belongs to no key is for whoever administers the box.
+        """
+        if self.is_owner(identity) or not owner:
+            return True
+        digest = None if identity.session is None else identity.session.key_digest
+        key = next((each for each in self.keys.list() if each.digest == digest), identity.key)
+        return key is not None and key.id == owner
+
+    def is_owner(self, identity: Identity) -> bool:
+        """Whether it is the box's own user: over the unix socket, or signed in by a link that was printed."""
+        if identity.session is not None:
+            return identity.session.key_digest is None
+        return identity.kind == "local"
 
     def revoke(self, name: str) -> Key:
         """Raises CliError (exit 4). Sessions and streams that were opened with the key end too."""
@@ -72,7 +88,4 @@ class Security:
         """One opened with a key lives no longer than the key does."""
         if not self.sessions.is_alive(session):
             return False
-        return session.key_digest is None or self._is_good(session.key_digest)
-
-    def _is_good(self, digest: str) -> bool:
-        return any(key.digest == digest and not key.is_expired() for key in self.keys.list())
+        return session.key_digest is None or self.keys.is_good(session.key_digest)

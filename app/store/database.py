@@ -1,6 +1,7 @@
 """The SQLite file: how it is opened, and brought to today's schema.
 
-Raises `StoreError` for a file written by a newer llmbox. A damaged file is moved aside, not deleted.
+Raises `StoreError` for a file written by a newer llmbox. A damaged file is moved aside, not deleted: it goes
+when what it holds would have gone.
 """
 
 import logging
@@ -19,13 +20,13 @@ from sqlalchemy.pool import NullPool
 
 import llmbox.migrations
 
+from .errors import StoreError
+
 log = logging.getLogger(__name__)
 
 _BUSY_MS = 5000
-
-
-class StoreError(Exception):
-    """The request log cannot be used; serving goes on without it."""
+SIDES = ("", "-wal", "-shm")
+"""What SQLite adds to the name of a database for its files."""
 
 
 def open_database(path: Path) -> Engine:
@@ -33,16 +34,40 @@ def open_database(path: Path) -> Engine:
     try:
         return _migrated(path)
     except DatabaseError as error:
-        if "malformed" not in str(error) and "not a database" not in str(error):
+        if not is_damage(error):
             raise
-        aside = path.with_name(f"{path.name}.damaged-{int(time.time())}")
-        path.rename(aside)
-        log.warning("the request log %s is damaged: moved to %s, a new one was begun", path.name, aside.name)
+        set_aside(path)
         return _migrated(path)
 
 
+def is_damage(error: Exception) -> bool:
+    return "malformed" in str(error) or "not a database" in str(error)
+
+
+def set_aside(path: Path) -> None:
+    """With its write-ahead log, which must not be taken for the new file's."""
+    aside = f"{path.name}.damaged-{int(time.time())}"
+    for end in SIDES:
+        if (part := path.with_name(path.name + end)).exists():
+            part.rename(path.with_name(aside + end))
+    log.warning("the request log %s is damaged: moved to %s, a new one was begun", path.name, aside)
+
+
+def erase_damaged(path: Path, before: float) -> None:
+    """Delete files that were set aside before a Unix time: all that they hold is older."""
+    for file in path.parent.glob(f"{path.name}.damaged-*"):
+        moved = file.name.rpartition(".damaged-")[2].partition("-")[0]
+        if moved.isdecimal() and int(moved) <= before:
+            file.unlink(missing_ok=True)
+
+
 def _migrated(path: Path) -> Engine:
-    engine = create_engine(f"sqlite:///{path}", poolclass=NullPool, connect_args={"timeout": _BUSY_MS / 1000})
+    engine = create_engine(
+        f"sqlite:///{path}",
+        poolclass=NullPool,
+        connect_args={"timeout": _BUSY_MS / 1000},
+        hide_parameters=True,  # what a statement carries must not reach the log with its error
+    )
     event.listen(engine, "connect", _on_connect)
     event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
     upgrade(engine)
@@ -60,6 +85,7 @@ def _on_connect(connection: sqlite3.Connection, _: Any) -> None:
         "synchronous=NORMAL",
         "secure_delete=ON",  # purged rows are overwritten, not just unlinked
         "journal_size_limit=4194304",
+        "foreign_keys=ON",  # content goes when its row goes
     ):
         connection.execute(f"PRAGMA {pragma}")
 
@@ -97,12 +123,17 @@ def size_on_disk(path: Path) -> int:
     return sum(p.stat().st_size for p in (path, path.with_name(path.name + "-wal")) if p.exists())
 
 
-def give_back_space(engine: Engine) -> None:
-    """Return freed pages to the file system."""
+def give_back_space(engine: Engine) -> bool:
+    """Return freed pages to the file system and empty the write-ahead log, which holds what was deleted.
+
+    False while a reader keeps the latter from happening.
+    """
     connection = engine.raw_connection()
     try:
-        for pragma in ("incremental_vacuum", "wal_checkpoint(TRUNCATE)"):
-            # These pragmas work row by row: without fetching, the first would do nothing.
-            connection.cursor().execute(f"PRAGMA {pragma}").fetchall()
+        # This pragma gives back one page a row, and has no columns: `execute` would take one row, whatever is
+        # fetched. A script is run to its end.
+        connection.cursor().executescript("PRAGMA incremental_vacuum")
+        ((busy, *_),) = connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        return not busy
     finally:
         connection.close()

@@ -1,6 +1,9 @@
-"""One finished request as the log knows it: metadata only, never content."""
+"""One finished request as the log knows it, without what was asked and answered (`Content`)."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+ContentState = Literal["", "kept", "dropped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,16 @@ class RequestRecord:
     params: str = "{}"
     """JSON of the sampling parameters."""
     client: str = ""
+    looked_up_tokens: int = 0
+    """Prompt tokens that the prefix cache was asked for."""
+    prefix_end: str = ""
+    """Why it had no more: one `PrefixEnd` a prompt, comma separated. Empty where no first token came."""
+    output_hash: str = ""
+    """Keyed hash of the answer's token ids (`app/gateway/output_hash.py`); empty where there is none."""
+    fingerprint: str = ""
+    """Of build and settings: another one may well answer otherwise."""
+    content: ContentState = ""
+    """Empty: nobody allowed it to be kept. `dropped`: allowed, but the disk or the queue was full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +52,7 @@ class RecordFilter:
     """Which records to read; newest first."""
 
     model: str | None = None
+    key: str | None = None
     status: int | None = None
     errors_only: bool = False
     since: float | None = None

@@ -10,36 +10,60 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
+from .content import Content, ContentDraft, Room, settle
+from .errors import StoreError
 from .record import RecordFilter, RequestRecord
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
+    from .queries import Entry
+
 log = logging.getLogger(__name__)
 
 _QUEUE_LIMIT = 10_000
+_QUEUED_CONTENT = 32 << 20  # bytes of prompts and answers that may wait for the disk
 _BATCH = 500
-_TRIM_EVERY = 2_000  # rows written between two looks at retention and size
+_TRIM_EVERY_S = 3600.0  # between two looks at retention and size, and...
+_TRIM_EVERY_BYTES = 8 << 20  # ...sooner where so much was written
+_ROW_BYTES = 400  # of a row without content, about
+_FIRST_TRIM_S = 60.0  # after the start, which has other things to do
+_PURGE_S = 60.0
 _SAY_DROPPED_EVERY_S = 60.0
 T = TypeVar("T")
+_Item = tuple[RequestRecord, ContentDraft | None]
 
 
 class RequestLog:
     """Open with `start()`, close with `close()`; `write` may be called from any thread at any time."""
 
-    def __init__(self, path: Path, *, retention_days: float = 30, max_bytes: int = 256 << 20) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        retention_days: float = 30,
+        max_bytes: int = 256 << 20,
+        content_days: float = 7,
+        content_bytes: int = 256_000,
+    ) -> None:
         self.path = path
         self.dropped = 0
-        self._retention_s = retention_days * 86400
-        self._max_bytes = max_bytes
-        self._queue: queue.Queue[RequestRecord | Callable[[], None] | None] = queue.Queue(_QUEUE_LIMIT)
+        self.content_days = content_days
+        self.content_bytes = content_bytes
+        """Most that is kept of a prompt, of an answer and of a request's body."""
+        self._times = (retention_days * 86400, content_days * 86400, max_bytes)
+        self._queue: queue.Queue[_Item | Callable[[], None] | None] = queue.Queue(_QUEUE_LIMIT)
+        self._room = Room(_QUEUED_CONTENT)
         self._engine: Engine | None = None
         self._opened = threading.Event()
+        self._next_trim = time.monotonic() + _FIRST_TRIM_S
         self._since_trim = 0
         self._said_dropped = -_SAY_DROPPED_EVERY_S
         self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
@@ -47,31 +71,51 @@ class RequestLog:
     def start(self) -> None:
         self._thread.start()
 
-    def write(self, record: RequestRecord) -> None:
-        """Queue one row. Never blocks; drops and counts when the queue is full."""
+    def write(self, record: RequestRecord, content: ContentDraft | None = None) -> None:
+        """Queue one row. Never blocks; drops and counts when the queue is full.
+
+        Content that finds no room is left out; `record.content` then says so.
+        """
+        if content is not None and not self._room.take(content.size):
+            record, content = replace(record, content="dropped"), None
         try:
-            self._queue.put_nowait(record)
+            self._queue.put_nowait((record, content))
         except queue.Full:
+            self._room.give_back(content.size if content is not None else 0)
             self._drop(1, "the queue is full")
 
     async def query(self, want: RecordFilter) -> list[tuple[int, RequestRecord]]:
-        """(sequence number, record) of matching rows, newest first. Empty while the log cannot be read."""
-        return await asyncio.to_thread(self._read, lambda queries, engine: queries.find(engine, want), [])
+        """(sequence number, record), newest first. Raises StoreError."""
+        return await asyncio.to_thread(self._read, lambda queries, engine: queries.find(engine, want))
 
     async def get(self, request_id: str) -> RequestRecord | None:
-        return await asyncio.to_thread(
-            self._read, lambda queries, engine: queries.get(engine, request_id), None
-        )
+        """Raises StoreError."""
+        found = await self.get_with_content(request_id)
+        return None if found is None else found[0]
 
-    async def purge(self, before: float) -> int:
-        """Erase rows created before a Unix time; returns how many."""
-        return await asyncio.to_thread(self._read, lambda queries, engine: queries.purge(engine, before), 0)
+    async def get_with_content(self, request_id: str) -> tuple[RequestRecord, Content | None] | None:
+        """Raises StoreError. Whether the asker may see the content is not asked here."""
+        return await asyncio.to_thread(self._read, lambda queries, engine: queries.get(engine, request_id))
 
-    def _read(self, run: "Callable[[ModuleType, Engine], T]", nothing: T) -> T:
-        from . import queries  # noqa: PLC0415
+    async def purge(self, before: float, *, content_only: bool = False) -> int:
+        """Erase rows created before a Unix time, or what they hold of content; returns how many.
 
-        self._opened.wait(5.0)
-        return nothing if self._engine is None else run(queries, self._engine)
+        Waits for what is queued, and for the disk. Raises StoreError where not all is gone.
+        """
+        done: Future[int] = Future()
+
+        def erase(engine: "Engine | None") -> None:
+            try:
+                done.set_result(self._purge(engine, before, content_only=content_only))
+            except Exception as error:  # noqa: BLE001 - handed to whoever asked
+                done.set_exception(error if isinstance(error, StoreError) else StoreError(_first_line(error)))
+
+        if not self.submit(erase):
+            raise StoreError("the queue of the request log is full; try again")
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(done), _PURGE_S)
+        except TimeoutError:
+            raise StoreError("the request log is still busy; it will be erased when it is not") from None
 
     def submit(self, call: "Callable[[Engine | None], None]") -> bool:
         """Run `call` in the writer thread, with None while the file cannot be opened. It must not raise.
@@ -85,8 +129,12 @@ class RequestLog:
         return True
 
     async def read(self, call: "Callable[[Engine], T]", nothing: T) -> T:
-        """Run `call` in a thread; `nothing` while the file cannot be read."""
-        return await asyncio.to_thread(self._read, lambda _, engine: call(engine), nothing)
+        """Run `call` in a thread; `nothing` where the file cannot be opened. Raises StoreError."""
+
+        def run() -> T:
+            return self._read(lambda _, engine: call(engine)) if self._is_open() else nothing
+
+        return await asyncio.to_thread(run)
 
     def flush(self, timeout: float = 5.0) -> None:
         """Wait until everything written so far is on disk (or dropped)."""
@@ -100,6 +148,22 @@ class RequestLog:
             self._queue.put(None)
             self._thread.join(timeout)
 
+    def _is_open(self) -> bool:
+        self._opened.wait(5.0)
+        return self._engine is not None
+
+    def _read(self, run: "Callable[[ModuleType, Engine], T]") -> T:
+        from sqlalchemy.exc import DatabaseError  # noqa: PLC0415
+
+        from . import queries  # noqa: PLC0415
+
+        if not self._is_open() or self._engine is None:
+            raise StoreError("the file cannot be opened; the daemon's log says why")
+        try:
+            return run(queries, self._engine)
+        except DatabaseError as error:
+            raise StoreError(_first_line(error)) from error
+
     # ----------------------------------------------------------------- the writer thread
 
     def _run(self) -> None:
@@ -110,46 +174,103 @@ class RequestLog:
             self._insert(rows)
             for call in calls:
                 call()
+            if not ended:
+                self._trim()
 
-    def _take(self) -> tuple[list[RequestRecord], list[Callable[[], None]], bool]:
-        """Block for one item, then take what else is there, so that a burst is one transaction."""
-        items = [self._queue.get()]
+    def _take(self) -> tuple[list[_Item], list[Callable[[], None]], bool]:
+        """Block for one item, then take what else is there, so that a burst is one transaction.
+
+        Empty when it is time to trim.
+        """
+        try:
+            items = [self._queue.get(timeout=max(0.0, self._next_trim - time.monotonic()))]
+        except queue.Empty:
+            return [], [], False
         while len(items) < _BATCH and items[-1] is not None and not self._queue.empty():
             items.append(self._queue.get_nowait())
-        rows = [item for item in items if isinstance(item, RequestRecord)]
+        rows = [item for item in items if isinstance(item, tuple)]
         calls = [item for item in items if callable(item)]
         return rows, calls, None in items
 
     def _open(self) -> None:
         from .database import open_database  # noqa: PLC0415 - see the module's docstring
 
+        self._engine = None
         try:
             self._engine = open_database(self.path)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with the file, serving goes on
             log.warning("the request log %s cannot be opened: %s", self.path, error)
         self._opened.set()
 
-    def _insert(self, rows: list[RequestRecord]) -> None:
+    def _insert(self, rows: list[_Item]) -> None:
         if not rows:
             return
         if self._engine is None:
             self._open()
-        if self._engine is None:
-            self._drop(len(rows), "the file cannot be opened")
-            return
+        entries = [self._entry(*row) for row in rows]
         try:
-            self._insert_now(self._engine, rows)
+            self._insert_now(entries)
         except Exception as error:  # noqa: BLE001 - full disk, locked or damaged file: drop, say, go on
-            self._drop(len(rows), str(error).splitlines()[0])
+            if not self._inserted_after_all(entries, error):
+                self._drop(len(rows), _first_line(error))
 
-    def _insert_now(self, engine: "Engine", rows: list[RequestRecord]) -> None:
+    def _entry(self, record: RequestRecord, draft: ContentDraft | None) -> "Entry":
+        if draft is None:
+            return record, None
+        try:
+            return record, settle(draft, self.content_bytes)
+        except Exception:
+            log.exception("what %s asked and got cannot be kept", record.id)
+            return replace(record, content="dropped"), None
+        finally:
+            self._room.give_back(draft.size)
+
+    def _insert_now(self, entries: "Sequence[Entry]") -> None:
         from . import queries  # noqa: PLC0415
 
-        queries.add(engine, rows)
-        self._since_trim += len(rows)
-        if self._since_trim >= _TRIM_EVERY:
-            self._since_trim = 0
-            queries.trim(engine, self.path, self._retention_s, self._max_bytes)
+        if self._engine is None:
+            raise StoreError("the file cannot be opened")
+        queries.add(self._engine, entries)
+        kept = (content for _, content in entries if content is not None)
+        self._since_trim += len(entries) * _ROW_BYTES
+        self._since_trim += sum(c.body_bytes + c.prompt_bytes + c.output_bytes for c in kept)
+
+    def _inserted_after_all(self, entries: "list[Entry]", error: Exception) -> bool:
+        """A damaged file is replaced by a new one; a disk too full for contents may have room for rows."""
+        from .database import is_damage, set_aside  # noqa: PLC0415
+
+        try:
+            if is_damage(error):
+                set_aside(self.path)
+                self._open()
+            elif "full" in str(error) and any(content for _, content in entries):
+                entries = [(replace(row, content=row.content and "dropped"), None) for row, _ in entries]
+            else:
+                return False
+            self._insert_now(entries)
+        except Exception:  # noqa: BLE001 - the first error is told
+            return False
+        return True
+
+    def _trim(self) -> None:
+        if time.monotonic() < self._next_trim and self._since_trim < _TRIM_EVERY_BYTES:
+            return
+        self._next_trim, self._since_trim = time.monotonic() + _TRIM_EVERY_S, 0
+        if self._engine is None:
+            return
+        from .retention import Retention, trim  # noqa: PLC0415
+
+        try:
+            trim(self._engine, self.path, Retention(*self._times))
+        except Exception as error:  # noqa: BLE001 - tried again in an hour
+            log.warning("the request log keeps what it should forget: %s", _first_line(error))
+
+    def _purge(self, engine: "Engine | None", before: float, *, content_only: bool) -> int:
+        from .retention import purge  # noqa: PLC0415
+
+        if engine is None:
+            raise StoreError("the request log cannot be opened; the daemon's log says why")
+        return purge(engine, self.path, before, content_only=content_only)
 
     def _drop(self, count: int, why: str) -> None:
         self.dropped += count
@@ -157,3 +278,8 @@ class RequestLog:
         if now - self._said_dropped >= _SAY_DROPPED_EVERY_S:
             self._said_dropped = now
             log.warning("request log: %d rows dropped so far, last because %s", self.dropped, why)
+
+
+def _first_line(error: Exception) -> str:
+    """What follows in SQLAlchemy's errors is the statement."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

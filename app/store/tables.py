@@ -1,5 +1,6 @@
 """Tables of the request log. A change here needs a migration in `migrations/versions`."""
 
+from sqlalchemy import Column, ForeignKey, Integer
 from sqlmodel import Field, SQLModel
 
 
@@ -30,6 +31,30 @@ class RequestRow(SQLModel, table=True):
     seed: int | None = None
     params: str
     client: str
+    looked_up_tokens: int = Field(default=0, sa_column_kwargs={"server_default": "0"})
+    prefix_end: str = Field(default="", sa_column_kwargs={"server_default": ""})
+    output_hash: str = Field(default="", sa_column_kwargs={"server_default": ""})
+    fingerprint: str = Field(default="", sa_column_kwargs={"server_default": ""})
+    content: str = Field(default="", sa_column_kwargs={"server_default": ""})
+
+
+class ContentRow(SQLModel, table=True):
+    """`Content` of a request. It goes when its request goes."""
+
+    __tablename__ = "content"
+
+    seq: int = Field(
+        sa_column=Column(Integer, ForeignKey("request.seq", ondelete="CASCADE"), primary_key=True)
+    )
+    created: float = Field(index=True)
+    owner: str
+    body: str
+    body_bytes: int
+    prompts: str
+    """A JSON list of texts, as is `outputs`."""
+    prompt_bytes: int
+    outputs: str
+    output_bytes: int
 
 
 class TelemetryRow(SQLModel, table=True):
@@ -40,3 +65,16 @@ class TelemetryRow(SQLModel, table=True):
     step: int = Field(primary_key=True, sa_column_kwargs={"autoincrement": False})
     time: int = Field(primary_key=True, sa_column_kwargs={"autoincrement": False})
     series: str
+
+
+class MarkRow(SQLModel, table=True):
+    """A moment that explains a chart."""
+
+    __tablename__ = "mark"
+
+    seq: int | None = Field(default=None, primary_key=True)
+    time: float = Field(index=True)
+    """Unix seconds."""
+    kind: str
+    model: str
+    text: str

@@ -13,6 +13,7 @@ from llmbox.engine.messages import EngineStats, ModelInfo
 from llmbox.engine.model_config import parse_config
 from llmbox.engine.model_shape import ModelShape
 from llmbox.engine.roofline import decode_tokens_per_second
+from llmbox.kernels.quant import QUANTS
 
 from ..engines.supervisor import Supervisor
 from .latencies import Latencies
@@ -49,6 +50,7 @@ class EngineReader:
             state=supervisor.state,
             cause=supervisor.cause,
             pid=supervisor.pid or 0,
+            pids=tuple(supervisor.pids),
             running=stats.running,
             waiting=stats.waiting,
             blocks_total=blocks,
@@ -102,6 +104,7 @@ class EngineReader:
             bandwidth,
             rows=stats.running,
             context=stats.slots_used // stats.running,
+            quant=QUANTS.get(info.quant),
         )
         return tokens_out / bound
 

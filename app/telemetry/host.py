@@ -4,12 +4,13 @@ called through `Guarded`.
 
 from collections.abc import Mapping
 from pathlib import Path
+from threading import get_ident
 
 import psutil
 
 from llmbox.engine.machine import read_memory
 
-from .snapshot import NA, Host, OwnProcess
+from .snapshot import NA, Host, Number, OwnProcess
 
 
 class HostReader:
@@ -19,7 +20,7 @@ class HostReader:
         self._disk = disk
         self._processes: dict[int, psutil.Process] = {}
         self._cores = psutil.cpu_count() or 1
-        psutil.cpu_percent(None)  # the first call only sets the mark
+        self._thread: int | None = None
 
     def read(self, pids: Mapping[int, str]) -> Host:
         """`pids`: our processes and what they are."""
@@ -27,7 +28,7 @@ class HostReader:
         memory = read_memory()
         disk = psutil.disk_usage(str(self._disk))
         return Host(
-            cpu=psutil.cpu_percent(None) / 100,
+            cpu=self._busy(),
             cores=self._cores,
             memory_total=float(memory.total),
             memory_available=float(memory.available),
@@ -37,6 +38,12 @@ class HostReader:
                 found for pid, role in pids.items() if (found := self._process(pid, role)) is not None
             ),
         )
+
+    def _busy(self) -> Number:
+        """The first call in a thread only sets psutil's mark: it keeps one for each."""
+        share = psutil.cpu_percent(None) / 100
+        first, self._thread = self._thread != get_ident(), get_ident()
+        return NA if first else share
 
     def _process(self, pid: int, role: str) -> OwnProcess | None:
         try:

@@ -116,9 +116,10 @@ class Poller:
 
     async def _read_gpus(self) -> Gpus:
         pids = frozenset(
-            model.supervisor.pid
+            pid
             for model in self._engines.models()
-            if model.supervisor.pid is not None and _on_gpu(model.supervisor.info)
+            if _on_gpu(model.supervisor.info)
+            for pid in model.supervisor.pids
         )
         try:
             read = await self._gpu_guard.read(lambda: self._gpus.read(pids))
@@ -131,8 +132,8 @@ class Poller:
     async def _read_host(self) -> Host:
         pids = {os.getpid(): "daemon"}
         for model in self._engines.models():
-            if model.supervisor.pid is not None:
-                pids[model.supervisor.pid] = f"engine {model.name}"
+            for rank, pid in enumerate(model.supervisor.pids):
+                pids[pid] = f"engine {model.name}" + (f", rank {rank}" if rank else "")
         try:
             read = await self._host_guard.read(lambda: self._host.read(pids))
         except Exception as error:  # noqa: BLE001 - as above

@@ -99,7 +99,10 @@ class Engine(Struct, frozen=True, kw_only=True):
     state: str
     cause: str = ""
     pid: int = 0
+    pids: tuple[int, ...] = ()
+    """Of all its ranks; `pid` is the first one's."""
     device: str = ""
+    """Of the first rank; sizes are of all together."""
     context_window: int = 0
     block_size: int = 0
     kv_bytes_per_token: int = 0

@@ -9,11 +9,13 @@ from ..events import Events
 from ..gateway.gateway import Gateway
 from ..paths import Paths
 from ..store import RequestLog
+from .blocks import BlockReader
 from .feed import LogFeed, RequestFeed
 from .gpus import GpuReader
 from .history import History
 from .host import HostReader
 from .latencies import Latencies
+from .marks import Marks
 from .poller import Poller
 from .snapshot import Tick
 
@@ -25,9 +27,12 @@ class Telemetry:
         self, engines: EngineManager, events: Events, store: RequestLog, gpus: GpuReader | None = None
     ) -> None:
         self.history = History(store)
+        self.marks = Marks(store)
+        self.blocks = BlockReader(engines)
         self.latencies = Latencies()
         self.feed = RequestFeed(events, self.latencies)
         self._engines, self._events = engines, events
+        events.on_publish = self.marks.take
         self._gpus = gpus or GpuReader()
         self._log_feed: LogFeed | None = None
         self._task: asyncio.Task[None] | None = None
@@ -61,3 +66,4 @@ class Telemetry:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         self.history.close()
+        self.marks.close()

@@ -8,6 +8,7 @@ import subprocess
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,17 @@ def test_up_is_idempotent_and_down_leaves_nothing(box: Box):
     assert sorted(item.name for item in box.paths.runtime_dir.iterdir()) == ["llmbox.lock"]
     for folder in (box.paths.state_dir, box.paths.runtime_dir):
         assert all(item.stat().st_mode & 0o077 == 0 for item in folder.iterdir())
+
+
+def test_up_opens_the_panel_in_the_users_browser(box: Box, tmp_path: Path):
+    browser, opened = tmp_path / "browser", tmp_path / "opened"
+    browser.write_text(f'#!/bin/sh\necho "$@" > {opened}\n')
+    browser.chmod(0o755)
+    done = box.run("up", "--no-wait", "--open", BROWSER=str(browser))
+    assert done.code == 0
+    until(opened.exists)
+    assert opened.read_text().strip() in done.out
+    assert "/admin/signin?token=" in opened.read_text()
 
 
 def test_other_flags_on_a_running_daemon_are_told_with_exit_9(box: Box):
@@ -211,6 +223,39 @@ def test_restart_keeps_flags_and_models(box: Box):
     assert (model["name"], model["info"]["context_window"]) == ("other", 512)
 
 
+def test_restart_brings_back_what_was_loaded_later(box: Box):
+    assert box.run("up", box.model("first")).code == 0
+    assert box.run("load", box.model("second"), "--ctx", "256", "--ttl", "900", "--alias", "named").code == 0
+    assert box.run("load", "builtin", "--alias", "guide").code == 0
+    assert box.run("load", "builtin", "--alias", "helper").code == 0
+    assert box.run("load", box.model("third")).code == 0
+    assert box.run("pin", "builtin").code == 0
+    assert box.run("unload", "first").code == 0
+
+    def facts() -> dict[str, tuple[Any, ...]]:
+        return {
+            row["name"]: (row["options"]["ctx"], row["ttl_s"], row["pinned"], row["aliases"])
+            for row in box.api("models")["models"]
+        }
+
+    before = facts()
+    assert before["named"] == (256, 900, False, [])
+    assert before["builtin"] == (None, None, True, ["guide", "helper"])
+    for _ in range(2):
+        done = box.run("restart")
+        assert done.code == 0, done.err
+        assert facts() == before
+
+
+def test_up_with_other_model_flags_is_told_too(box: Box):
+    assert box.run("up", box.model(), "--ctx", "512").code == 0
+    assert box.run("up", "--ctx", "512").code == 0
+    done = box.run("up", "--ctx", "256", "--dtype", "float32")
+    assert done.code == Exit.CONFLICT
+    assert "model.ctx: runs with 512, asked for 256" in done.err
+    assert "model.dtype: runs with auto, asked for float32" in done.err
+
+
 def test_an_idle_daemon_uses_no_processor_time(box: Box):
     child = box.serve(box.model())
     until(lambda: is_quiet(child.pid))  # the start's last imports come behind the first answers
@@ -225,8 +270,17 @@ def test_systemd_is_told(box: Box, tmp_path: Path):
         manager.settimeout(30)
         child = box.spawn("serve", box.model(), NOTIFY_SOCKET=str(tmp_path / "notify"))
         assert manager.recv(1000).startswith(b"READY=1")
+        until(box.paths.sign_in_file.exists)
+        link = box.paths.sign_in_file.read_text().strip()
+        assert box.paths.sign_in_file.stat().st_mode & 0o777 == 0o600
+        with urllib.request.urlopen(link, timeout=20) as page:
+            assert page.status == 200
         child.terminate()
         assert manager.recv(1000) == b"STOPPING=1"
+    printed, _ = child.communicate(timeout=30)
+    assert link.partition("token=")[2] not in printed  # the journal has other readers
+    assert str(box.paths.sign_in_file) in printed
+    assert not box.paths.sign_in_file.exists()
 
 
 def test_processes_can_be_read_in_ps(box: Box):

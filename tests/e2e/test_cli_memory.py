@@ -1,6 +1,8 @@
 """Several models in one memory through the daemon: load on request, time to live, pin, aliases."""
 
 import json
+import os
+import signal
 import urllib.error
 import urllib.request
 from typing import Any
@@ -40,14 +42,50 @@ def test_a_request_loads_a_model_and_idleness_unloads_it(served: Box):
     assert post(served, "/v1/completions", body)["model"] == "builtin"
     until(lambda: names(served) == ["tiny"])
     assert served.api("status")["ready"]
+    left = "builtin leaves memory after 0.3 s without requests"
+    until(lambda: left in served.paths.log_file.read_text())  # said once its process has ended
     log = served.run("logs", "-n", "50").out
     assert "builtin is loaded because a request names it" in log
-    assert "builtin leaves memory after 0.3 s without requests" in log
+    assert left in log
     assert post(served, "/v1/completions", body)["usage"]["completion_tokens"] == 2
     for name in ("org/absent", str(served.folder / "models" / "tiny"), "../tiny"):
         with pytest.raises(urllib.error.HTTPError) as refused:
             post(served, "/v1/completions", {**body, "model": name})
         assert refused.value.code == 404
+
+
+def listed(box: Box) -> dict[str, dict[str, Any]]:
+    running = box.running
+    assert running is not None
+    with urllib.request.urlopen(running.url + "/v1/models") as answer:
+        return {model["id"]: model for model in json.load(answer)["data"]}
+
+
+def test_clients_see_what_they_may_ask_for(served: Box):
+    unfit = served.folder / "hf" / "hub" / "models--org--broken"
+    snapshot = unfit / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (unfit / "refs").mkdir()
+    (unfit / "refs" / "main").write_text("a" * 40)
+    (snapshot / "config.json").write_text('{"model_type": "unknown"}')
+    (snapshot / "model.safetensors").write_text("")
+    assert served.run("alias", "set", "guide", "builtin", "ctx=100").code == 0
+    found = listed(served)
+    assert {name: model["state"] for name, model in found.items()} == {
+        "tiny": "loaded",
+        "builtin": "on_disk",
+        "guide": "on_disk",
+    }
+    assert found["builtin"]["context_window"] == 4096
+    assert found["guide"]["context_window"] == 100
+    assert served.run("load", "builtin", "--ttl", "3600").code == 0
+    assert listed(served)["builtin"]["state"] == "loaded"
+    assert served.run("config", "set", "memory.load_on_request", "false").code == 0
+    assert served.run("unload", "builtin").code == 0
+    running = served.running
+    assert running is not None
+    os.kill(running.pid, signal.SIGHUP)
+    until(lambda: listed(served).keys() == {"tiny"})
 
 
 def test_pin_ttl_and_ps(served: Box):
@@ -87,11 +125,7 @@ def test_an_alias_carries_its_parameters_over_one_load(served: Box):
     assert answer["model"] == "poet"
     assert served.run("load", "builtin").code == 0
     assert served.run("alias", "set", "guide", "builtin", "ctx=100").code == 0
-    running = served.running
-    assert running is not None
-    with urllib.request.urlopen(running.url + "/v1/models") as listed:
-        windows = {model["id"]: model["context_window"] for model in json.load(listed)["data"]}
-    assert windows["guide"] == 100
+    assert listed(served)["guide"]["context_window"] == 100
     served.paths.registry_file.write_text("{")
     assert tokens("tiny", ("user", "hi")) == plain
     with pytest.raises(urllib.error.HTTPError) as refused:

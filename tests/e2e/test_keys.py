@@ -5,7 +5,8 @@ import resource
 import stat
 import subprocess
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.error import HTTPError
 
@@ -16,6 +17,7 @@ from llmbox.app.cli.client import ApiRefusal, Client
 from llmbox.app.cli.program import Program
 from llmbox.app.cli.sign_in import sign_in_link
 from llmbox.app.errors import Exit
+from llmbox.app.security.key_store import KeyStore
 from llmbox.app.security.keys import Key, KeySpec
 from llmbox.app.store.record import RecordFilter
 from support.cli_box import Box, box, until
@@ -32,11 +34,13 @@ PROMPT: Any = [{"role": "user", "content": "hello world"}]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     models = tmp_path_factory.mktemp("models")
     tokenizer = byte_level()
-    for name in ("alpha", "beta"):
-        write_model(write_text_files(models / name, tokenizer), vocab_size=tokenizer.get_vocab_size())
+    size = tokenizer.get_vocab_size()
+    for name, options in {"alpha": {}, "beta": {}, "slow": {"step_delay": 0.03}}.items():
+        write_model(write_text_files(models / name, tokenizer), vocab_size=size, **options)
     with serving(tmp_path_factory.mktemp("data")) as server:
         server.load(models / "alpha", "alpha", alias="first")
         server.load(models / "beta", "beta")
+        server.load(models / "slow", "slow")
         yield server
 
 
@@ -121,6 +125,44 @@ def test_the_log_names_the_key_and_not_the_secret(server: Server) -> None:
     assert server.services.security.used.of(key.id) == pytest.approx(row.created, abs=30)
     chat(server.client())
     assert rows(server)[0].key == ""
+
+
+ENDS = {
+    "revoked": lambda store: store.remove("laptop"),
+    "rotated": lambda store: store.rotate("laptop"),
+    "by another process": lambda store: KeyStore(store._file).remove("laptop"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS.values(), ids=ENDS)
+def test_what_runs_ends_with_its_key_and_others_go_on(server: Server, how: Callable[..., Any]) -> None:
+    store = server.services.security.keys
+    _, client = make(server)
+    _, other = make(server, "desk")
+    options = {"model": "slow", "stream": True, "max_tokens": 400}
+    ends, stays = iter(chat(client, **options)), iter(chat(other, **options))
+    next(ends)
+    name = next(stays).id
+    how(store)
+    with pytest.raises(openai.APIError) as caught:
+        list(ends)
+    assert caught.value.code == "invalid_api_key"
+    for _ in range(5):
+        next(stays)
+    assert [request.id for request in server.services.gateway.in_flight()] == [name]
+    stays.close()
+    until(lambda: not server.services.gateway.in_flight())
+    assert ("invalid_api_key", 401) in {(row.error_code, row.http_status) for row in rows(server)}
+
+
+def test_an_answer_in_one_piece_ends_with_its_key_too(server: Server) -> None:
+    _, client = make(server)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lambda: chat(client, model="slow", max_tokens=400))
+        until(server.services.gateway.in_flight)
+        server.services.security.keys.remove("laptop")
+        with pytest.raises(openai.AuthenticationError, match="revoked"):
+            answer.result(20)
 
 
 def test_tokens_a_minute(server: Server) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llmbox.app.text.model_text import load_model_text
-from llmbox.engine.client import Launch
+from llmbox.engine.spawn import Launch
 from support.openai_server import serving
 from support.real_engines import hf_model, hf_tokens
 from support.tiny_models import make_tiny_model
@@ -141,3 +141,16 @@ def test_nothing_is_left_open(server):
     while supervisor.stats.blocks_used and time.monotonic() < deadline:
         time.sleep(0.05)
     assert supervisor.open_requests == 0
+
+
+def test_the_log_tells_why_the_prefix_cache_had_no_more(server, client):
+    words = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+    prompts = [words, words, words[:50] + "and then quite another way to go on", "no"]
+    ids = [complete(client, prompt, max_tokens=2, extra_body={"ignore_eos": True}).id for prompt in prompts]
+    log = server.services.request_log
+    log.flush()
+    records = [server.call(log.get(each)) for each in ids]
+    assert [record.prefix_end for record in records] == ["new", "complete", "diverged", "short"]
+    assert records[1].cached_tokens == records[1].looked_up_tokens > 0
+    assert 0 < records[2].cached_tokens < records[2].looked_up_tokens
+    assert records[3].looked_up_tokens == 0

@@ -1,6 +1,7 @@
 """Telemetry of a real daemon: ticks over the event stream, history, log lines, and nothing while idle."""
 
 import json
+import os
 import signal
 import time
 
@@ -38,8 +39,28 @@ def test_ticks_history_log_and_findings_of_a_daemon(box: Box):
     findings = client.get("/admin/api/doctor")["findings"]
     assert {"python", "daemon"} <= {finding["name"] for finding in findings}
     assert client.get("/admin/api/bench") == {"runs": []}
+    (blocks,) = client.get("/admin/api/blocks?cells=10")["models"]
+    (request,) = tick["requests"]
+    assert blocks["owners"] == [request["id"]]
+    assert blocks["cells"][0][1] >= 1  # live blocks of the first cell
+    assert sum(run[0] for run in blocks["cells"]) == 10
+    assert [mark["kind"] for mark in client.get("/admin/api/marks")["marks"]] == ["load"]
     asking.send_signal(signal.SIGINT)
     asking.communicate(timeout=30)
+
+
+def test_evictions_refusals_and_restarts_leave_marks(box: Box):
+    daemon = box.serve(box.model())
+    client = Client(box.paths)
+    (engine,) = client.get("/admin/api/tick")["engines"]
+    os.kill(engine["pid"], signal.SIGKILL)
+    until(lambda: box.api("models")["models"][0]["restarts"] == 1 and box.is_ready())
+    kinds = [mark["kind"] for mark in client.get("/admin/api/marks")["marks"]]
+    assert kinds == ["load", "restart", "load"]
+    daemon.send_signal(signal.SIGTERM)
+    daemon.communicate(timeout=30)
+    box.serve(box.model())
+    assert len(Client(box.paths).get("/admin/api/marks")["marks"]) == 4
 
 
 def test_what_is_on_disk_and_whether_it_fits(box: Box):

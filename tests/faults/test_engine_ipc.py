@@ -12,7 +12,7 @@ import pytest
 
 from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
 from llmbox.app.engines.watchdog import WatchLimits
-from llmbox.engine.client import Launch
+from llmbox.engine.spawn import Launch
 from support import garbling_engine, little_daemon
 from support.engines import assert_undisturbed, config, is_running, request, supervised, until
 

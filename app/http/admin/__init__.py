@@ -8,9 +8,9 @@ from .events import events
 from .keys import add_key, keys, revoke_key, rotate_key, sign_in_link
 from .library import cancel_download, delete_models, downloads, pause, pull, resume, search
 from .models import load_model, models, pin_model, unload_model
-from .requests import cancel_request, request_detail, requests
+from .requests import cancel_request, purge_requests, replay_request, request_detail, requests
 from .status import config, stats, status
-from .telemetry import bench_runs, doctor, history, log_lines, newest_tick
+from .telemetry import bench_runs, blocks, doctor, history, log_lines, marks, newest_tick
 
 admin_router = Router(
     "/admin/api",
@@ -21,6 +21,7 @@ admin_router = Router(
         rotate_key,
         sign_in_link,
         bench_runs,
+        blocks,
         cancel_download,
         cancel_request,
         config,
@@ -33,11 +34,14 @@ admin_router = Router(
         history,
         load_model,
         log_lines,
+        marks,
         models,
         pause,
         pin_model,
         pull,
+        purge_requests,
         newest_tick,
+        replay_request,
         request_detail,
         requests,
         resume,

@@ -5,6 +5,7 @@ from typing import Any
 
 from litestar import Request, get
 from litestar.datastructures import State
+from litestar.params import FromQuery
 
 from ...catalog import on_disk
 from ...errors import ApiError, CliError, Exit
@@ -19,7 +20,7 @@ async def disk(request: Request[Any, Any, State]) -> dict[str, Any]:
 
 
 @get("/fit", name="admin_fit")
-async def fit(request: Request[Any, Any, State], model: str) -> dict[str, Any]:
+async def fit(request: Request[Any, Any, State], model: FromQuery[str]) -> dict[str, Any]:
     """With the daemon's settings. Of a model on the hub only its config and headers are read."""
     services: Services = request.app.state.services
     try:

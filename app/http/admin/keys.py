@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from litestar import Request, delete, get, post
 from litestar.datastructures import State
+from litestar.params import FromPath, JSONBody
 from msgspec import Struct
 
 from ...daemon.control import Control
@@ -15,6 +16,7 @@ from ...security.security import Security
 from ...security.sign_in import TOKEN_LIFE
 from ...security.view import KeyView, view
 from ...services import Services
+from ...store.usage import Usage, usage_by_key
 
 T = TypeVar("T")
 _STATUS = {
@@ -25,6 +27,8 @@ _STATUS = {
 
 class Keys(Struct):
     keys: list[KeyView]
+    usage: dict[str, Usage]
+    """By the key's name, as far back as the request log goes."""
 
 
 class NewKey(Struct):
@@ -44,21 +48,27 @@ class SignInLink(Struct):
     """Seconds."""
 
 
-@get("/keys", sync_to_thread=False, name="admin_keys")
-def keys(request: Request[Any, Any, State]) -> Keys:
-    security = _security(request)
-    return Keys([view(key, security.used) for key in security.keys.list()])
+@get("/keys", name="admin_keys")
+async def keys(request: Request[Any, Any, State]) -> Keys:
+    services: Services = request.app.state.services
+    security = services.security
+    usage = await usage_by_key(services.request_log)
+    known = security.keys.list()
+    return Keys(
+        [view(key, security.used) for key in known],
+        {key.name: usage[key.name] for key in known if key.name in usage},
+    )
 
 
 @post("/keys", status_code=201, name="admin_key_add")
-async def add_key(request: Request[Any, Any, State], data: KeySpec) -> NewKey:
+async def add_key(request: Request[Any, Any, State], data: JSONBody[KeySpec]) -> NewKey:
     security = _security(request)
     key, secret = await changing(lambda: security.keys.add(data))
     return NewKey(view(key, security.used), secret)
 
 
 @post("/keys/{name:str}/rotate", status_code=200, name="admin_key_rotate")
-async def rotate_key(request: Request[Any, Any, State], name: str) -> NewKey:
+async def rotate_key(request: Request[Any, Any, State], name: FromPath[str]) -> NewKey:
     """A new secret; the old one is refused from now on."""
     security = _security(request)
     key, secret = await changing(lambda: security.keys.rotate(name))
@@ -66,7 +76,7 @@ async def rotate_key(request: Request[Any, Any, State], name: str) -> NewKey:
 
 
 @delete("/keys/{name:str}", status_code=200, name="admin_key_revoke")
-async def revoke_key(request: Request[Any, Any, State], name: str) -> Revoked:
+async def revoke_key(request: Request[Any, Any, State], name: FromPath[str]) -> Revoked:
     security = _security(request)
     return Revoked((await changing(lambda: security.revoke(name))).name)
 

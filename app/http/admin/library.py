@@ -5,6 +5,7 @@ from typing import Any
 
 from litestar import Request, get, post
 from litestar.datastructures import State
+from litestar.params import FromQuery, JSONBody
 from msgspec import Struct
 
 from ...daemon.control import Control
@@ -35,36 +36,40 @@ def downloads(request: Request[Any, Any, State]) -> dict[str, Any]:
 
 
 @post("/downloads", status_code=202, name="admin_pull")
-async def pull(request: Request[Any, Any, State], data: PullRequest) -> dict[str, Any]:
+async def pull(request: Request[Any, Any, State], data: JSONBody[PullRequest]) -> dict[str, Any]:
     """Begins, or goes on, and answers at once; `GET /downloads` and the events tell how it goes."""
     found = _library(request).downloads.start(data.model, anyway=data.anyway)
     return {"download": found.as_dict()}
 
 
 @post("/downloads/pause", status_code=200, name="admin_pause")
-async def pause(request: Request[Any, Any, State], data: DownloadRequest) -> dict[str, Any]:
+async def pause(request: Request[Any, Any, State], data: JSONBody[DownloadRequest]) -> dict[str, Any]:
     return {"download": _library(request).downloads.pause(data.model).as_dict()}
 
 
 @post("/downloads/resume", status_code=200, name="admin_resume")
-async def resume(request: Request[Any, Any, State], data: DownloadRequest) -> dict[str, Any]:
+async def resume(request: Request[Any, Any, State], data: JSONBody[DownloadRequest]) -> dict[str, Any]:
     return {"download": _library(request).downloads.resume(data.model).as_dict()}
 
 
 @post("/downloads/cancel", status_code=200, name="admin_cancel_download")
-async def cancel_download(request: Request[Any, Any, State], data: DownloadRequest) -> dict[str, Any]:
+async def cancel_download(
+    request: Request[Any, Any, State], data: JSONBody[DownloadRequest]
+) -> dict[str, Any]:
     """Deletes what was fetched."""
     return {"download": (await _library(request).downloads.cancel(data.model)).as_dict()}
 
 
 @post("/models/delete", status_code=200, name="admin_delete_models")
-async def delete_models(request: Request[Any, Any, State], data: RemoveRequest) -> dict[str, Any]:
+async def delete_models(request: Request[Any, Any, State], data: JSONBody[RemoveRequest]) -> dict[str, Any]:
     """From the disk. Not what is loaded or being downloaded."""
     return {"removed": [asdict(each) for each in await _library(request).remove(data.models)]}
 
 
 @get("/search", name="admin_search")
-async def search(request: Request[Any, Any, State], text: str, limit: int = 15) -> dict[str, Any]:
+async def search(
+    request: Request[Any, Any, State], text: FromQuery[str], limit: FromQuery[int] = 15
+) -> dict[str, Any]:
     """Models of the hub, with whether they would fit here."""
     try:
         hits = await _library(request).search(text, max(1, min(limit, MOST_HITS)))

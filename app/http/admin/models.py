@@ -5,6 +5,7 @@ from typing import Any
 
 from litestar import Request, get, post
 from litestar.datastructures import State
+from litestar.params import JSONBody
 
 from ...catalog import BUILTIN, BUILTIN_DIR
 from ...daemon.control import Control
@@ -23,7 +24,7 @@ def models(request: Request[Any, Any, State]) -> Models:
 
 
 @post("/models/load", status_code=202, name="admin_load")
-async def load_model(request: Request[Any, Any, State], data: LoadRequest) -> ModelAnswer:
+async def load_model(request: Request[Any, Any, State], data: JSONBody[LoadRequest]) -> ModelAnswer:
     """Begins to load and answers at once; `GET /models` tells how it goes."""
     control: Control = request.app.state.control
     try:
@@ -37,13 +38,13 @@ async def load_model(request: Request[Any, Any, State], data: LoadRequest) -> Mo
 
 
 @post("/models/unload", status_code=200, name="admin_unload")
-async def unload_model(request: Request[Any, Any, State], data: UnloadRequest) -> Unloaded:
+async def unload_model(request: Request[Any, Any, State], data: JSONBody[UnloadRequest]) -> Unloaded:
     control: Control = request.app.state.control
     return Unloaded(await control.unload(data.model))
 
 
 @post("/models/pin", status_code=200, sync_to_thread=False, name="admin_pin")
-def pin_model(request: Request[Any, Any, State], data: PinRequest) -> ModelAnswer:
+def pin_model(request: Request[Any, Any, State], data: JSONBody[PinRequest]) -> ModelAnswer:
     """A pinned model is neither evicted for others nor unloaded when idle."""
     control: Control = request.app.state.control
     return ModelAnswer(_loaded(control.residency.pin(data.model, pinned=data.pinned)))
@@ -67,7 +68,10 @@ def describe_all(control: Control) -> list[Model]:
         for name, cause in engines.failures().items()
     ]
     loaded = [_loaded(model) for model in engines.models()]
-    return loaded + [_of(supervisor) for supervisor in engines.loading()] + failed
+    described = loaded + [_loading(supervisor) for supervisor in engines.loading()]
+    for each in described:
+        each.asked = dict(control.asked.get(each.name, {}))
+    return described + failed
 
 
 def _loaded(model: LoadedModel) -> Model:
@@ -78,6 +82,13 @@ def _loaded(model: LoadedModel) -> Model:
     described.pinned, described.busy, described.ttl_s = model.pinned, model.busy, model.ttl
     if model.ttl is not None and not model.busy and not model.pinned:
         described.expires_s = round(max(0.0, model.idle_since + model.ttl - model.clock()), 1)
+    return described
+
+
+def _loading(supervisor: Supervisor) -> Model:
+    """Its engine may be ready while its tokenizer is not: requests are still refused."""
+    described = _of(supervisor)
+    described.state = "loading"
     return described
 
 

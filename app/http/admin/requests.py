@@ -1,15 +1,21 @@
-"""The request log, what is in flight, and cancelling."""
+"""The request log, what is in flight, and what can be done with a request."""
 
 from dataclasses import asdict
 from typing import Any
 
 from litestar import Request, get, post
 from litestar.datastructures import State
+from litestar.params import FromPath, FromQuery, JSONBody
 
 from ...errors import ApiError
+from ...requests.detail import Detail, detail_of
+from ...requests.replay import Replayed, replay
 from ...services import Services
-from ...store.record import RecordFilter
-from .schema import Cancelled, RequestDetail, Requests
+from ...store.errors import StoreError
+from ...store.record import RecordFilter, RequestRecord
+from ..credentials import identity_of
+from ..disconnect import while_connected
+from .schema import Cancelled, Purged, PurgeRequest, Requests
 
 MOST_ROWS = 1000
 
@@ -17,47 +23,65 @@ MOST_ROWS = 1000
 @get("/requests", name="admin_requests")
 async def requests(
     request: Request[Any, Any, State],
-    model: str | None = None,
-    status: int | None = None,
-    errors: bool = False,
-    since: float | None = None,
-    before: int | None = None,
-    limit: int = 50,
+    model: FromQuery[str | None] = None,
+    key: FromQuery[str | None] = None,
+    status: FromQuery[int | None] = None,
+    errors: FromQuery[bool] = False,
+    since: FromQuery[float | None] = None,
+    before: FromQuery[int | None] = None,
+    limit: FromQuery[int] = 50,
 ) -> Requests:
     """`since` is Unix seconds; `before` a `seq`, for the next page."""
     services: Services = request.app.state.services
     want = RecordFilter(
         model=model,
+        key=key,
         status=status,
         errors_only=errors,
         since=since,
         before_seq=before,
         limit=max(1, min(limit, MOST_ROWS)),
     )
-    rows = await services.request_log.query(want)
+    rows, problem = await readable(services, want)
     live = [each for each in services.gateway.in_flight() if model in {None, each.model}]
     return Requests(
-        live, [{"seq": seq, **asdict(record)} for seq, record in rows], services.request_log.dropped
+        [each for each in live if key in {None, each.key}],
+        [{"seq": seq, **asdict(record)} for seq, record in rows],
+        services.request_log.dropped,
+        problem,
     )
 
 
+async def readable(services: Services, want: RecordFilter) -> tuple[list[tuple[int, RequestRecord]], str]:
+    """Rows, or why there are none: what is in flight is shown and cancelled whatever happened to the log."""
+    try:
+        return await services.request_log.query(want), ""
+    except StoreError as error:
+        return [], f"The request log cannot be read now: {error}"
+
+
 @get("/requests/{request_id:str}", name="admin_request")
-async def request_detail(request: Request[Any, Any, State], request_id: str) -> RequestDetail:
-    services: Services = request.app.state.services
-    live = next((each for each in services.gateway.in_flight() if each.id == request_id), None)
-    record = await services.request_log.get(request_id)
-    if live is None and record is None:
-        raise _not_found(request_id)
-    return RequestDetail(live, record)
+async def request_detail(request: Request[Any, Any, State], request_id: FromPath[str]) -> Detail:
+    return await detail_of(request.app.state.control, identity_of(request), request_id)
 
 
 @post("/requests/{request_id:str}/cancel", status_code=200, sync_to_thread=False, name="admin_cancel")
-def cancel_request(request: Request[Any, Any, State], request_id: str) -> Cancelled:
+def cancel_request(request: Request[Any, Any, State], request_id: FromPath[str]) -> Cancelled:
     services: Services = request.app.state.services
     if not services.gateway.cancel(request_id):
-        raise _not_found(request_id, "in flight")
+        raise ApiError(404, f"No request {request_id!r} is in flight.", "request_not_found", "request_id")
     return Cancelled(request_id)
 
 
-def _not_found(request_id: str, where: str = "known") -> ApiError:
-    return ApiError(404, f"No request {request_id!r} is {where}.", "request_not_found", "request_id")
+@post("/requests/{request_id:str}/replay", status_code=200, name="admin_replay")
+async def replay_request(request: Request[Any, Any, State], request_id: FromPath[str]) -> Replayed:
+    """Ends with the answer, or when the client leaves."""
+    work = replay(request.app.state.services, identity_of(request), request_id)
+    return await while_connected(request.receive, work)
+
+
+@post("/requests/purge", status_code=200, name="admin_purge")
+async def purge_requests(request: Request[Any, Any, State], data: JSONBody[PurgeRequest]) -> Purged:
+    """Erases rows created before a moment, or only what they hold of prompts and answers."""
+    services: Services = request.app.state.services
+    return Purged(await services.request_log.purge(data.before, content_only=data.content_only))

@@ -8,7 +8,6 @@ from llmbox.engine.messages import EngineStats, ModelInfo, Progress
 
 from ...gateway.live_request import LiveRequest
 from ...settings import Scalar
-from ...store.record import RequestRecord
 
 
 class Model(Struct, kw_only=True):
@@ -22,6 +21,8 @@ class Model(Struct, kw_only=True):
     chat: bool
     """Whether it has a chat template."""
     options: dict[str, Scalar]
+    asked: dict[str, Scalar] = field(default_factory=dict)
+    """Of `options`, those that its load named; the others come from the settings."""
     error_code: str | None = None
     progress: Progress | None = None
     info: ModelInfo | None = None
@@ -139,11 +140,18 @@ class Requests(Struct):
     """Fields of `RequestRecord` and `seq`, newest first."""
     dropped: int
     """Rows that never reached the disk."""
+    problem: str = ""
+    """Why `requests` is empty, where the log cannot be read."""
 
 
-class RequestDetail(Struct):
-    in_flight: LiveRequest | None
-    request: RequestRecord | None
+class PurgeRequest(Struct, forbid_unknown_fields=True):
+    before: Annotated[float, Meta(ge=0, lt=1e11)]
+    """Unix seconds."""
+    content_only: bool = False
+
+
+class Purged(Struct):
+    purged: int
 
 
 class Cancelled(Struct):

@@ -4,21 +4,29 @@ import asyncio
 import math
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from litestar import Request, get
 from litestar.datastructures import State
+from litestar.params import FromQuery
 from msgspec import Struct
 
 from ...daemon.log_tail import LEVELS, LogEntry, tail
 from ...errors import ApiError
 from ...services import Services
+from ...telemetry.blocks import Blocks
 from ...telemetry.history import KEEP, is_series, step_for
+from ...telemetry.marks import MOST, Mark
 from ...telemetry.snapshot import Tick
+
+if TYPE_CHECKING:
+    from ...cli.program import Program
 
 MOST_LINES = 5000
 DEFAULT_REACH = 600.0
+DEFAULT_CELLS = 512
+MOST_CELLS = 4096
 
 
 class Telemetry(Struct):
@@ -27,6 +35,15 @@ class Telemetry(Struct):
     step: int
     times: list[int]
     series: dict[str, list[float | None]]
+
+
+class Marks(Struct):
+    marks: list[Mark]
+    """Newest first."""
+
+
+class BlockMaps(Struct):
+    models: list[Blocks]
 
 
 class LogLines(Struct):
@@ -42,16 +59,13 @@ async def newest_tick(request: Request[Any, Any, State]) -> Tick:
 @get("/telemetry", name="admin_telemetry")
 async def history(
     request: Request[Any, Any, State],
-    series: str | None = None,
-    since: float | None = None,
-    step: int | None = None,
+    series: FromQuery[str | None] = None,
+    since: FromQuery[float | None] = None,
+    step: FromQuery[int | None] = None,
 ) -> Telemetry:
     """`series`: names, comma separated; `since`: Unix seconds (default: ten minutes ago)."""
     services: Services = request.app.state.services
-    now = time.time()
-    begin = now - DEFAULT_REACH if since is None else since
-    if not math.isfinite(begin) or begin < 0:
-        raise ApiError(400, "since must be Unix seconds.", "invalid_value", "since")
+    begin = _begin(since)
     if step is not None and step not in KEEP:
         steps = ", ".join(map(str, KEEP))
         raise ApiError(400, f"step must be one of {steps} (seconds).", "invalid_value", "step")
@@ -59,16 +73,39 @@ async def history(
     for name in names or ():
         if not is_series(name):
             raise ApiError(400, f"There is no series {name!r}.", "invalid_value", "series")
-    chart = await services.telemetry.history.chart(step or step_for(now - begin), int(begin), names)
+    chart = await services.telemetry.history.chart(step or step_for(time.time() - begin), int(begin), names)
     return Telemetry(**asdict(chart))
+
+
+def _begin(since: float | None) -> float:
+    begin = time.time() - DEFAULT_REACH if since is None else since
+    if not math.isfinite(begin) or begin < 0:
+        raise ApiError(400, "since must be Unix seconds.", "invalid_value", "since")
+    return begin
+
+
+@get("/marks", name="admin_marks")
+async def marks(
+    request: Request[Any, Any, State], since: FromQuery[float | None] = None, limit: FromQuery[int] = MOST
+) -> Marks:
+    """What explains the history: loads, evictions, refusals, restarts. `since`: as for the history."""
+    services: Services = request.app.state.services
+    return Marks(await services.telemetry.marks.since(_begin(since), max(1, min(limit, MOST))))
+
+
+@get("/blocks", name="admin_blocks")
+async def blocks(request: Request[Any, Any, State], cells: FromQuery[int] = DEFAULT_CELLS) -> BlockMaps:
+    """The KV blocks of each model in at most so many cells. Asks the engines: not for once a millisecond."""
+    services: Services = request.app.state.services
+    return BlockMaps(await services.telemetry.blocks.read(max(1, min(cells, MOST_CELLS))))
 
 
 @get("/logs", name="admin_logs")
 async def log_lines(
     request: Request[Any, Any, State],
-    lines: int = 200,
-    level: str = "debug",
-    component: str | None = None,
+    lines: FromQuery[int] = 200,
+    level: FromQuery[str] = "debug",
+    component: FromQuery[str | None] = None,
 ) -> LogLines:
     """The newest lines of the daemon's log, oldest first."""
     services: Services = request.app.state.services
@@ -94,11 +131,17 @@ async def doctor(request: Request[Any, Any, State]) -> Findings:
 
 def run_doctor(services: Services) -> list[dict[str, str]]:
     from ...cli.checks import run_checks  # noqa: PLC0415 - imports what only the checks need
-    from ...cli.program import Program  # noqa: PLC0415
+
+    return [asdict(finding) for finding in run_checks(program_of(services))]
+
+
+def program_of(services: Services) -> "Program":
+    """For what the daemon shares with the command line."""
+    from ...cli.program import Program  # noqa: PLC0415 - as above
 
     program = Program()
     program.paths = services.paths
-    return [asdict(finding) for finding in run_checks(program)]
+    return program
 
 
 @get("/bench", name="admin_bench")

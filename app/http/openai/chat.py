@@ -1,7 +1,6 @@
 """POST /v1/chat/completions: request to generation, deltas to answer or chunks."""
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -10,7 +9,6 @@ from msgspec import UNSET
 from llmbox.engine.messages import TokenLogprobs
 
 from ...engines.manager import LoadedModel
-from ...errors import ApiError
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Delta, Generation
 from ...gateway.open_request import OpenRequest
@@ -18,8 +16,10 @@ from ...text.chat_prompt import Chat
 from ...text.off_loop import off_loop
 from ..sse import data_event
 from .context import Call, Heading
-from .fields import ChatCompletionRequest, ContentPart, Message
+from .fields import ChatCompletionRequest, Message
 from .logprobs import chat_logprobs, prompt_logprobs
+from .messages import build_chat
+from .prepared import Prepared
 from .responses import (
     ChatChoice,
     ChatChunk,
@@ -40,24 +40,13 @@ from .sampling import (
 )
 from .unsupported import refuse_unsupported, unknown_fields
 
-_TEMPLATE_OWN = {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
 
-
-@dataclass(frozen=True, slots=True)
-class ChatCall:
-    """A checked chat request."""
-
-    body: ChatCompletionRequest
-    generation: Generation
-    warnings: list[str]
+class ChatCall(Prepared[ChatCompletionRequest]):
+    __slots__ = ()
 
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.body.logprobs)
-
-    def extras(self) -> dict[str, Any]:
-        drawn = self.body.seed is None
-        return {"seed": self.generation.params.seed if drawn else UNSET, "warnings": self.warnings or UNSET}
 
 
 async def prepare_chat(call: Call, body: ChatCompletionRequest) -> ChatCall:
@@ -87,32 +76,13 @@ async def prepare_chat(call: Call, body: ChatCompletionRequest) -> ChatCall:
         cache_salt=call.caller.cache_namespace(body.cache_salt or ""),
         key=call.caller.name,
         meter=call.caller.meter,
+        allowed=call.allowed(),
         client=call.client,
+        keep=call.keep(),
         stream=bool(body.stream),
         max_tokens_param=max_tokens_param,
     )
     return ChatCall(body, generation, _warnings(call, body))
-
-
-def build_chat(body: Any, most: int) -> Chat:
-    """Messages as a template sees them. `body` has the fields that chat and tokenize share."""
-    if not body.messages:
-        raise invalid("messages", "there must be at least one message")
-    if len(body.messages) > most:
-        raise invalid("messages", f"at most {most} messages are allowed")
-    continues = bool(body.continue_final_message)
-    add = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    if continues and add:
-        raise invalid("add_generation_prompt", "it cannot be combined with 'continue_final_message'")
-    messages = [_message(i, message) for i, message in enumerate(body.messages)]
-    if continues and messages[-1]["role"] != "assistant":
-        raise invalid("continue_final_message", "the last message is not the assistant's")
-    kwargs = body.chat_template_kwargs or {}
-    if own := _TEMPLATE_OWN & kwargs.keys():
-        raise invalid("chat_template_kwargs", f"{min(own)!r} cannot be set here")
-    return Chat(
-        messages=messages, add_generation_prompt=add, continue_final_message=continues, template_kwargs=kwargs
-    )
 
 
 async def chat_ids(gateway: Gateway, model: LoadedModel, chat: Chat) -> list[int]:
@@ -168,9 +138,8 @@ class _Chunks:
         self._opened = opened
         self._chat = chat
         heading = _heading(opened, chat)
-        options = chat.body.stream_options
-        self.with_usage = options is not None and bool(options.include_usage)
-        self._running_usage = options is not None and bool(options.continuous_usage_stats)
+        self.with_usage = chat.usage_at_end
+        self._running_usage = chat.usage_in_chunks
         self._tokens = chat.generation.model.text.tokens
         self._base = ChatChunk(
             id=heading.id,
@@ -273,68 +242,6 @@ def _max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
     wanted = old if new is None else new
     check_max_tokens(name, wanted, 1, body)
     return wanted, name
-
-
-def _message(index: int, message: Message) -> dict[str, Any]:
-    at = f"messages[{index}]"
-    if message.role in {"tool", "function"}:
-        raise ApiError(
-            400, "Tool messages are not supported yet.", code="unsupported_parameter", param=f"{at}.role"
-        )
-    for name in ("tool_calls", "tool_call_id", "function_call", "audio"):
-        if getattr(message, name) not in (None, []):
-            raise ApiError(
-                400,
-                f"'{at}.{name}' is not supported yet.",
-                code="unsupported_parameter",
-                param=f"{at}.{name}",
-            )
-    # Templates know the older name of the role.
-    role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": _content(at, message)}
-    for name in ("name", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
-            plain[name] = value
-    if message.reasoning is not None:
-        plain.setdefault("reasoning_content", message.reasoning)
-    return plain
-
-
-def _content(at: str, message: Message) -> str:
-    content = message.content
-    if content is None:
-        if message.role == "assistant" and message.refusal is not None:
-            return message.refusal
-        raise ApiError(
-            400,
-            f"Missing required parameter: '{at}.content'.",
-            code="missing_required_parameter",
-            param=f"{at}.content",
-        )
-    if isinstance(content, str):
-        return content
-    if not content:
-        raise invalid(f"{at}.content", "there must be at least one part")
-    return "\n".join(_part(f"{at}.content[{j}]", part) for j, part in enumerate(content))
-
-
-def _part(at: str, part: ContentPart) -> str:
-    text = part.text if part.type == "text" else part.refusal if part.type == "refusal" else None
-    if part.type not in {"text", "refusal"}:
-        raise ApiError(
-            400,
-            f"Content parts of type {part.type!r} are not supported: this model reads text.",
-            code="unsupported_content",
-            param=f"{at}.type",
-        )
-    if text is None:
-        raise ApiError(
-            400,
-            f"Missing required parameter: '{at}.{part.type}'.",
-            code="missing_required_parameter",
-            param=f"{at}.{part.type}",
-        )
-    return text
 
 
 def _warnings(call: Call, body: ChatCompletionRequest) -> list[str]:

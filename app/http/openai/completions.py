@@ -1,11 +1,8 @@
 """POST /v1/completions: raw prompts, one or many, with echo and the older shape of logprobs."""
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-from msgspec import UNSET
 
 from llmbox.engine.messages import TokenLogprobs
 
@@ -19,6 +16,7 @@ from ..sse import data_event
 from .context import Call, Heading
 from .fields import CompletionRequest
 from .logprobs import append_completion_entry, completion_logprobs, prompt_logprobs
+from .prepared import Prepared
 from .responses import Completion, CompletionChoice, CompletionLogprobs, CompletionUsage
 from .sampling import (
     Logprobs,
@@ -31,18 +29,7 @@ from .sampling import (
 )
 from .unsupported import refuse_unsupported
 
-
-@dataclass(frozen=True, slots=True)
-class CompletionCall:
-    """A checked completion request."""
-
-    body: CompletionRequest
-    generation: Generation
-    warnings: list[str]
-
-    def extras(self) -> dict[str, Any]:
-        drawn = self.body.seed is None
-        return {"seed": self.generation.params.seed if drawn else UNSET, "warnings": self.warnings or UNSET}
+CompletionCall = Prepared[CompletionRequest]
 
 
 async def prepare_completion(call: Call, body: CompletionRequest) -> CompletionCall:
@@ -77,11 +64,13 @@ async def prepare_completion(call: Call, body: CompletionRequest) -> CompletionC
         cache_salt=call.caller.cache_namespace(body.cache_salt or ""),
         key=call.caller.name,
         meter=call.caller.meter,
+        allowed=call.allowed(),
         client=call.client,
+        keep=call.keep(),
         stream=bool(body.stream),
         prompt_param="prompt",
     )
-    return CompletionCall(body, generation, call.warnings(type(body)))
+    return Prepared(body, generation, call.warnings(type(body)))
 
 
 async def complete(gateway: Gateway, call: CompletionCall) -> Completion:
@@ -118,9 +107,8 @@ class _Writer:
         self._body = call.body
         self._text = call.generation.model.text
         self._heading = Heading.of(call.generation.id, opened.created, call.body.model, call.generation.model)
-        options = call.body.stream_options
-        self.with_usage = options is not None and bool(options.include_usage)
-        self._running_usage = options is not None and bool(options.continuous_usage_stats)
+        self.with_usage = call.usage_at_end
+        self._running_usage = call.usage_in_chunks
         self._told: set[int] = set()
         self._echoes: dict[int, str] = {}
 

@@ -1,6 +1,6 @@
 """What every generating route knows besides its own fields."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from litestar.datastructures import State
 from ...engines.manager import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import Gateway, system_fingerprint
+from ...gateway.generation import Keep
 from ...security.identity import Identity
 from ...services import Services
 from ...settings import LimitSettings
@@ -32,10 +33,13 @@ class Call:
     client: str
     caller: Identity
     plain: dict[str, Any]
+    body: bytes = b""
+    """As it was sent."""
 
     @classmethod
     async def of(cls, request: HttpRequest) -> "Call":
         assert isinstance(request, StrictRequest)
+        posted = request.method == "POST"
         client = "unix socket" if is_local_socket(request) else request.client.host if request.client else ""
         return cls(
             request.app.state.services,
@@ -43,7 +47,8 @@ class Call:
             request_id(request),
             client,
             identity_of(request),
-            await request.plain_json() if request.method == "POST" else {},
+            await request.plain_json() if posted else {},
+            await request.body() if posted else b"",
         )
 
     @property
@@ -54,6 +59,13 @@ class Call:
     @property
     def limits(self) -> LimitSettings:
         return self.services.settings.limits
+
+    def keep(self) -> Keep | None:
+        """What the log may hold of this request besides its numbers."""
+        keyless = self.services.settings.requests.log_content
+        if not self.caller.keeps_content(keyless=keyless):
+            return None
+        return Keep("" if self.caller.key is None else self.caller.key.id, self.body.decode())
 
     async def find_model(self, name: str | None) -> LoadedModel:
         """May wait until it is loaded, if it is on disk."""
@@ -77,6 +89,13 @@ class Call:
 
     def warnings(self, kind: type[msgspec.Struct]) -> list[str]:
         return unknown_fields(kind, self.plain)
+
+    def allowed(self) -> Callable[[], bool] | None:
+        """Asked again while the request runs: a key may be revoked meanwhile."""
+        caller, security = self.caller, self.services.security
+        if caller.key is None and caller.session is None:
+            return None
+        return lambda: security.is_valid(caller)
 
     @contextmanager
     def recording_refusals(self) -> Iterator[None]:

@@ -164,9 +164,11 @@ class Model(Struct, kw_only=True):
     created: int
     owned_by: Literal["llmbox"] = "llmbox"
     context_window: int
-    """Longest prompt + output, in tokens: a promise."""
+    """Longest prompt + output, in tokens: a promise while it is loaded, else what it would have alone."""
     max_model_len: int
     """The same, under vLLM's name."""
+    state: Literal["loaded", "loading", "on_disk"] = "loaded"
+    """A request that names one on disk loads it first."""
 
 
 class ModelList(Struct, kw_only=True):

@@ -11,10 +11,11 @@ from ...text.off_loop import off_loop
 from ..disconnect import while_connected
 from ..guard import Access
 from ..sse import EventStreamResponse
-from .chat import build_chat, chat_ids, complete_chat, prepare_chat, stream_chat
+from .chat import chat_ids, complete_chat, prepare_chat, stream_chat
 from .completions import complete, prepare_completion, stream_completion
 from .context import Call, HttpRequest
 from .fields import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .messages import build_chat
 from .responses import ChatCompletion, Completion, Detokenized, Model, ModelList, Tokenized
 from .sampling import invalid
 from .unsupported import refuse_unsupported
@@ -60,15 +61,15 @@ async def completions(
 
 @get("/v1/models", opt={"access": Access.KNOWN}, name="models", operation_id="listModels")
 async def models(request: HttpRequest) -> ModelList:
-    """Loaded models, aliases included."""
-    return ModelList(data=_models(await Call.of(request)))
+    """Every model that may be asked for, aliases included: loaded, or loaded by the request that names it."""
+    return ModelList(data=await _models(await Call.of(request)))
 
 
 @get("/v1/models/{model_id:path}", opt={"access": Access.KNOWN}, name="model", operation_id="retrieveModel")
 async def model(request: HttpRequest, model_id: Annotated[str, Parameter()]) -> Model:
-    """One loaded model; ids may contain slashes."""
+    """One of them; ids may contain slashes."""
     wanted = model_id.removeprefix("/")
-    for found in _models(await Call.of(request)):
+    for found in await _models(await Call.of(request)):
         if found.id == wanted:
             return found
     raise ApiError(404, f"The model {wanted!r} does not exist here.", code="model_not_found", param="model")
@@ -111,7 +112,25 @@ async def detokenize(request: HttpRequest, data: Annotated[DetokenizeRequest, Bo
     return Detokenized(prompt=text)
 
 
-def _models(call: Call) -> list[Model]:
+async def _models(call: Call) -> list[Model]:
+    shown = _loaded(call)
+    known = {model.id for model in shown}
+    offers = [] if call.services.offers is None else await call.services.offers()
+    shown += [
+        Model(
+            id=offer.name,
+            created=offer.created,
+            context_window=offer.context_window,
+            max_model_len=offer.context_window,
+            state=offer.state,
+        )
+        for offer in offers
+        if offer.name not in known and call.caller.may_use_model(offer.name)
+    ]
+    return shown + _aliases(call, shown)
+
+
+def _loaded(call: Call) -> list[Model]:
     shown = []
     for model in call.services.engines.models():
         info = model.supervisor.info
@@ -123,7 +142,7 @@ def _models(call: Call) -> list[Model]:
             for name in (model.name, *sorted(model.aliases - {model.name}))
             if call.caller.may_use_model(name)
         ]
-    return shown + _aliases(call, shown)
+    return shown
 
 
 def _aliases(call: Call, shown: list[Model]) -> list[Model]:
@@ -134,8 +153,15 @@ def _aliases(call: Call, shown: list[Model]) -> list[Model]:
         target = known.get(alias.model)
         if target is not None and name not in known and call.caller.may_use_model(name):
             limit = min(target.context_window, alias.context or target.context_window)
-            created = target.created
-            found.append(Model(id=name, created=created, context_window=limit, max_model_len=limit))
+            found.append(
+                Model(
+                    id=name,
+                    created=target.created,
+                    context_window=limit,
+                    max_model_len=limit,
+                    state=target.state,
+                )
+            )
     return found
 
 

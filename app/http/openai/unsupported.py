@@ -53,6 +53,11 @@ def refuse_unsupported(request: msgspec.Struct) -> None:
             )
 
 
+def is_supported(kind: type[msgspec.Struct], name: str) -> bool:
+    """Whether a field does anything here."""
+    return name in kind.__struct_fields__ and name not in _refusable(kind)
+
+
 def unknown_fields(kind: type[msgspec.Struct], plain: dict[str, Any], inside: str = "") -> list[str]:
     """Warnings for fields that `kind` does not have."""
     return [

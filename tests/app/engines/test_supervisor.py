@@ -6,8 +6,8 @@ import pytest
 
 from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
 from llmbox.app.errors import ApiError
-from llmbox.engine.client import Launch
 from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.spawn import Launch
 from support.engines import (
     assert_undisturbed,
     config,

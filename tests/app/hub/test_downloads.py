@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import shutil
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from llmbox.app.hub.downloads import Downloads, Setup
 from llmbox.app.hub.layout import Repo
 from llmbox.app.hub.listing import Hub
 from llmbox.app.hub.pacing import Retries
+from llmbox.app.hub.web import Web
 from support.hub_models import model_files
 from support.hub_stub import Handler, StubHub, StubRepo, stub_hub, times
 
@@ -186,6 +188,101 @@ async def test_truncated_answers_go_on_by_range(place: Place, hub: StubHub):
     assert (await place.pull()).state == "ready"
     ranges = [seen.headers.get("Range") for seen in hub.requests("cdn", "model.safetensors")]
     assert ranges == [None, "bytes=5000-"]
+
+
+def stalls(handler: Handler, count: int, seconds: float) -> None:
+    """Some bytes of the file, then nothing for a while."""
+    data = handler.hub.repos[NAME].files["model.safetensors"]
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(len(data)))
+    handler.end_headers()
+    handler.wfile.write(data[:count])
+    handler.wfile.flush()
+    handler.close_connection = True
+    time.sleep(seconds)
+
+
+def impatient(place: Place) -> Hub:
+    found = Hub(place.hub.url, None)
+    found.web = Web(place.hub.url, None, timeout=0.2)
+    return found
+
+
+async def test_a_connection_that_falls_silent_is_left_and_the_rest_fetched(place: Place, hub: StubHub):
+    hub.faults.append(times(2, "model.safetensors", lambda h: stalls(h, 5000, 1.0), "cdn"))
+    place.options["hub"] = lambda: impatient(place)
+    done = await place.pull()
+    assert done.state == "ready", done.error
+    assert done.as_dict()["retries"] == 2
+    place.assert_ready()
+
+
+async def test_a_hub_that_never_speaks_again_is_a_failure_that_can_be_tried_again(place: Place, hub: StubHub):
+    hub.faults.append(times(4, "model.safetensors", lambda h: stalls(h, 0, 0.5), "cdn"))
+    place.options["hub"] = lambda: impatient(place)
+    async with place.downloads() as downloads:
+        done = await ended(downloads.start(NAME))
+        assert done.error is not None
+        assert done.error.code == "hub_unreachable"
+        place.assert_absent()
+        assert (await ended(downloads.start(NAME))).state == "ready"
+    place.assert_ready()
+
+
+async def test_cancel_does_not_wait_for_a_silent_hub(place: Place, hub: StubHub, monkeypatch):
+    monkeypatch.setattr("llmbox.app.hub.downloads.PATIENCE", 0.05)
+    release = threading.Event()
+    hub.faults.append(
+        times(1, "model.safetensors", lambda h: (stalls(h, 20_000, 0), release.wait(10)), "cdn")
+    )
+    async with place.downloads() as downloads:
+        download = downloads.start(NAME)
+        await until(lambda: 20_000 in [progress.done for progress in download.files.values()])
+        assert (await downloads.cancel(NAME)).state == "cancelled"
+        assert list(place.cache.rglob("*.incomplete"))
+        again = downloads.start(NAME)  # must not meet the cleaning of the one before
+        release.set()
+        assert (await ended(again)).state == "ready"
+    place.assert_ready()
+
+
+async def test_the_hubs_own_pace_is_kept(place: Place, hub: StubHub):
+    hub.faults.append(times(1, "model.safetensors", lambda h: h.fail(429, Retry_After="1")))
+    began = time.monotonic()
+    assert (await place.pull()).state == "ready"
+    assert time.monotonic() - began >= 1.0
+
+
+async def test_files_come_side_by_side_up_to_the_bound(place: Place, hub: StubHub):
+    hub.repos[NAME] = StubRepo(model_files(shards=True))
+    hub.chunk_pause = 0.02
+    place.options["files_at_once"] = 2
+    most = 0
+    async with place.downloads() as downloads:
+        download = downloads.start(NAME)
+        while download.active:
+            states = [progress.state for progress in download.files.values()]
+            most = max(most, states.count("fetching"))
+            await asyncio.sleep(0.002)
+    assert download.state == "ready"
+    assert most == 2
+
+
+async def test_what_was_cancelled_stays_so_over_a_restart(place: Place, hub: StubHub):
+    hub.chunk_pause = 0.05
+    async with place.downloads() as downloads:
+        download = downloads.start(NAME)
+        await until(lambda: download.done > 30_000)
+        await downloads.cancel(NAME)
+    async with place.downloads() as downloads:
+        assert downloads.all() == []
+    assert not list(place.cache.rglob("*.incomplete"))
+
+
+async def test_a_note_that_cannot_be_written_stops_no_download(place: Place):
+    place.state_file = place.cache.parent / "absent" / "downloads.json"
+    assert (await place.pull()).state == "ready"
+    place.assert_ready()
 
 
 async def test_a_server_without_ranges_begins_again(place: Place, hub: StubHub):
@@ -389,8 +486,6 @@ async def test_two_pulls_are_one_download(place: Place, hub: StubHub):
 
 async def test_another_writer_is_waited_for(place: Place, hub: StubHub):
     """As `hf download` beside us would: it holds the blob's lock, then the blob is there."""
-    import threading
-
     repo = Repo(place.cache, NAME)
     etag = hashlib.sha256(place.weights).hexdigest()
     async with place.downloads() as downloads:

@@ -110,6 +110,73 @@ def test_what_would_make_it_fit_is_said(hub: StubHub):
     assert not verdict(found).remedies
 
 
+BIG = {**CONFIG, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 20,
+       "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256,
+       "tie_word_embeddings": False, "max_position_embeddings": 8192}  # fmt: skip
+"""About 19 billion parameters: more than one of the GPUs below holds."""
+
+
+def big(hub: StubHub):
+    header, size = safetensors_header(tensors_of(BIG))
+
+    class Sparse(bytes):
+        def __len__(self) -> int:
+            return len(header) + size
+
+    hub.repos[NAME].files = {"config.json": json.dumps(BIG).encode(), "model.safetensors": Sparse(header)}
+    return facts(hub)
+
+
+def gpus(count: int, *, nvlink: bool = True) -> Machine:
+    found = tuple(replace(GPU, index=n, uuid=f"GPU-{n}") for n in range(count))
+    return replace(MACHINE, gpus=found, nvlink=(frozenset(range(count)),) if nvlink else ())
+
+
+def test_tensor_parallel_halves_what_each_gpu_holds(hub: StubHub):
+    found = big(hub)
+    assert verdict(found, gpus(1)).plan is None
+    two, four = verdict(found, gpus(4), tp=2), verdict(found, gpus(4), tp=4)
+    assert two.plan is not None
+    assert four.plan is not None
+    assert two.plan.weights_bytes == pytest.approx(found.stored_bytes / 2, rel=0.02)
+    assert four.plan.weights_bytes == pytest.approx(found.stored_bytes / 4, rel=0.02)
+    assert four.plan.kv_bytes_per_token * 4 == 2 * 20 * 8 * 128 * 2
+    assert two.speed is not None
+    assert four.speed is not None
+    assert 1.5 < two.speed.scaling < 2.0 < four.speed.scaling < 4.0
+    # 2 (t - 1) / t of a row of 8192 numbers, twice a layer and once for the embedding.
+    assert two.speed.sums_bytes == (2 * 20 + 1) * 8192 * 2
+
+
+def test_slow_links_cost_speed_and_ranks_on_a_cpu_gain_none(hub: StubHub):
+    found = big(hub)
+    fast, slow = verdict(found, gpus(2), tp=2), verdict(found, gpus(2, nvlink=False), tp=2)
+    assert fast.speed is not None
+    assert slow.speed is not None
+    assert slow.speed.scaling < fast.speed.scaling
+    roomy = replace(MACHINE, memory=replace(MACHINE.memory, total=80_000_000_000))
+    on_cpu = verdict(found, roomy, device="cpu", tp=2)
+    assert on_cpu.speed is not None
+    assert on_cpu.speed.scaling <= 1.0
+
+
+def test_what_cannot_be_cut_says_how_it_can(hub: StubHub):
+    found = big(hub)
+    refused = verdict(found, gpus(4), tp=3)
+    assert refused.plan is None
+    assert "64 attention heads cannot be shared equally" in refused.reason
+    assert any(remedy.startswith("--tp 2: ") for remedy in refused.remedies)
+    assert verdict(found, gpus(1), tp=2).plan is None
+
+
+def test_quantised_weights_are_read_faster(hub: StubHub):
+    found = big(hub)
+    plain, packed = verdict(found, gpus(2), tp=2), verdict(found, gpus(1), quant="int4")
+    assert plain.speed is not None
+    assert packed.speed is not None
+    assert packed.speed.one_stream > plain.speed.one_stream
+
+
 def test_a_full_disk_is_part_of_the_verdict(hub: StubHub, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("llmbox.app.hub.fit.free_space", lambda _: 1000)
     full = verdict(facts(hub))

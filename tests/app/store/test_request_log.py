@@ -116,15 +116,15 @@ def test_a_newer_schema_is_refused_and_left_alone(tmp_path):
 
 
 def test_the_byte_cap_drops_the_oldest(tmp_path, monkeypatch):
-    monkeypatch.setattr("llmbox.app.store.request_log._TRIM_EVERY", 100)
+    monkeypatch.setattr("llmbox.app.store.request_log._TRIM_EVERY_BYTES", 40_000)
     log = RequestLog(tmp_path / "requests.db", max_bytes=100_000, retention_days=36500)
     log.start()
-    for start in range(0, 3000, 100):
+    for start in range(0, 1500, 100):
         for i in range(start, start + 100):
             log.write(record(i, created=time.time(), params="x" * 200))
         log.flush()
     log.close()
     low, high = sqlite3.connect(log.path).execute("SELECT min(seq), max(seq) FROM request").fetchone()
-    assert high == 3000
-    assert low > 1000
+    assert high == 1500
+    assert low > 500
     assert log.path.stat().st_size < 400_000

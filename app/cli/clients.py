@@ -1,0 +1,138 @@
+"""What well-known clients need to be told to use this daemon, after each one's public documentation."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+KEY_VARIABLE = "LLMBOX_API_KEY"
+"""Where clients that can read a variable find the key: no file of theirs then holds a secret."""
+NO_KEY = "none-needed"
+"""Most clients refuse an empty key; one that is not of ours is not looked at where none is needed."""
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """`root` is the daemon's URL without a path."""
+
+    root: str
+    model: str
+    models: tuple[str, ...]
+    """All that may be asked for; `model` among them."""
+    needs_key: bool
+
+    @property
+    def url(self) -> str:
+        return f"{self.root}/v1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guide:
+    title: str
+    needs: str = CHAT
+    """The route without which this client cannot work."""
+    file: Callable[[Mapping[str, str]], Path] | None = None
+    """Where its settings are, for an environment; None where there is no file that could be written."""
+    kind: Literal["json", "toml", "yaml"] = "json"
+    settings: Callable[[Endpoint], dict[str, Any]] | None = None
+    """What belongs into the file."""
+    environment: Callable[[Endpoint], dict[str, str]] = field(default=lambda _: {})
+    run: Callable[[Endpoint], str]
+    """What to do next."""
+
+
+def key_or_none(at: Endpoint) -> str:
+    return f"${KEY_VARIABLE}" if at.needs_key else NO_KEY
+
+
+def _home(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("HOME") or "~").expanduser()
+
+
+def _opencode(at: Endpoint) -> dict[str, Any]:
+    options = {"baseURL": at.url}
+    if at.needs_key:
+        options["apiKey"] = f"{{env:{KEY_VARIABLE}}}"
+    return {
+        "$schema": "https://opencode.ai/config.json",
+        "provider": {
+            "llmbox": {
+                "npm": "@ai-sdk/openai-compatible",
+                "name": "llmbox",
+                "options": options,
+                "models": {name: {"name": name} for name in at.models},
+            }
+        },
+    }
+
+
+def _codex(at: Endpoint) -> dict[str, Any]:
+    provider = {"name": "llmbox", "base_url": at.url, "wire_api": "responses"}
+    if at.needs_key:
+        provider["env_key"] = KEY_VARIABLE
+    return {"model": at.model, "model_provider": "llmbox", "model_providers": {"llmbox": provider}}
+
+
+def _claude(at: Endpoint) -> dict[str, Any]:
+    told = {"ANTHROPIC_BASE_URL": at.root, "ANTHROPIC_MODEL": at.model}
+    return {"env": told if at.needs_key else {**told, "ANTHROPIC_AUTH_TOKEN": NO_KEY}}
+
+
+def _continue(at: Endpoint) -> dict[str, Any]:
+    entry = {"provider": "openai", "apiBase": at.url}
+    entry["apiKey"] = f"${{{{ secrets.{KEY_VARIABLE} }}}}" if at.needs_key else NO_KEY
+    models = [{"name": f"llmbox {name}", "model": name, **entry} for name in at.models]
+    return {"name": "llmbox", "version": "0.0.1", "schema": "v1", "models": models}
+
+
+GUIDES: dict[str, Guide] = {
+    "openai": Guide(
+        title="OpenAI's own libraries",
+        environment=lambda at: {"OPENAI_BASE_URL": at.url, "OPENAI_API_KEY": key_or_none(at)},
+        run=lambda at: f"client.chat.completions.create(model={at.model!r}, …)",
+    ),
+    "opencode": Guide(
+        title="opencode",
+        file=lambda environ: (
+            Path(environ.get("XDG_CONFIG_HOME") or _home(environ) / ".config") / "opencode" / "opencode.json"
+        ),
+        settings=_opencode,
+        run=lambda at: f"opencode --model llmbox/{at.model}",
+    ),
+    "continue": Guide(
+        title="Continue (VS Code, JetBrains)",
+        file=lambda environ: _home(environ) / ".continue" / "config.yaml",
+        kind="yaml",
+        settings=_continue,
+        run=lambda at: f"choose “llmbox {at.model}” in Continue's model list",
+    ),
+    "aider": Guide(
+        title="aider",
+        environment=lambda at: {"OPENAI_API_BASE": at.url, "OPENAI_API_KEY": key_or_none(at)},
+        run=lambda at: f"aider --model openai/{at.model}",
+    ),
+    "openwebui": Guide(
+        title="Open WebUI",
+        environment=lambda at: {"OPENAI_API_BASE_URL": at.url, "OPENAI_API_KEY": key_or_none(at)},
+        run=lambda _: "start open-webui with these, or enter them under Admin Settings, Connections, OpenAI",
+    ),
+    "codex": Guide(
+        title="Codex",
+        needs=RESPONSES,
+        file=lambda environ: Path(environ.get("CODEX_HOME") or _home(environ) / ".codex") / "config.toml",
+        kind="toml",
+        settings=_codex,
+        run=lambda _: "codex",
+    ),
+    "claude": Guide(
+        title="Claude Code",
+        needs=MESSAGES,
+        file=lambda environ: (
+            Path(environ.get("CLAUDE_CONFIG_DIR") or _home(environ) / ".claude") / "settings.json"
+        ),
+        settings=_claude,
+        environment=lambda at: {"ANTHROPIC_AUTH_TOKEN": f"${KEY_VARIABLE}"} if at.needs_key else {},
+        run=lambda _: "claude",
+    ),
+}

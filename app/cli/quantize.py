@@ -1,0 +1,136 @@
+"""`llmbox quantize`: a checkpoint of integer weights from one of floats."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llmbox.engine.rounded import FORMATS
+
+from ..daemon.launching import with_caches
+from ..errors import CliError, Exit
+from ..settings import CacheSettings
+from . import output
+from .lazy import Command
+from .program import Program, pass_program
+
+WORST_SHOWN = 5
+EXITS = {"does_not_fit": Exit.DOES_NOT_FIT, "bad_model": Exit.FAILED}
+
+
+@click.command(cls=Command)
+@click.argument("model")
+@click.option("--to", "to", type=click.Choice(FORMATS), required=True, help="Format of the weights.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder to make; default is MODEL's name and the format, here.",
+)
+@click.option(
+    "--eval",
+    "text",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="Measure the perplexity of this text before and after; blank lines divide it.",
+)
+@click.option("--threads", type=click.IntRange(1, 4096), help="CPU threads; default is the physical cores.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@pass_program
+def quantize(
+    program: Program,
+    *,
+    model: str,
+    to: str,
+    out: Path | None,
+    text: Path | None,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Round the weights of MODEL to integers, into a folder that loads by itself.
+
+    It holds the same integers that `--quant` makes at each load, takes a half or a quarter of the disk, and
+    needs no original. The format is described in docs/quantisation.md.
+    """
+    from ..catalog import resolve
+
+    ref = resolve(model, program.environ, program.names)
+    short = ref.name.rpartition("/")[2].partition("@")[0]
+    target = (out or Path(f"{short}-{to}")).absolute()
+    arguments = [str(ref.path), str(target), to]
+    if text is not None:
+        arguments += ["--eval", str(text.absolute())]
+    if threads is not None:
+        arguments += ["--threads", str(threads)]
+    report = _run(program, arguments)
+    if as_json:
+        output.write_json("quantize", {"model": ref.name, "out": str(target), **report})
+    else:
+        _print(report, target)
+
+
+def _run(program: Program, arguments: Sequence[str]) -> dict[str, Any]:
+    """In a process of its own, as the command line imports no torch. It ends when we are interrupted."""
+    from llmbox.engine.spawn import Launch
+
+    launch = with_caches(Launch(), program.paths, CacheSettings(repacked_gb=0))
+    process = subprocess.Popen(  # noqa: S603 - our own program
+        [sys.executable, "-P", "-m", "llmbox.engine.quantize", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **launch.env},
+        text=True,
+    )
+    line = output.ProgressLine()
+    try:
+        assert process.stdout is not None
+        for message in _messages(process.stdout):
+            if "progress" in message:
+                done, total = message["progress"]
+                line.update(f"rounded {done / max(1, total):.0%} of {output.size(total)}")
+            elif "error" in message:
+                code, why = message["error"]["code"], message["error"]["message"]
+                raise CliError("not quantised", why, "llmbox ls", EXITS.get(code, Exit.FAILED))
+            else:
+                report: dict[str, Any] = message["report"]
+                return report
+    finally:
+        line.close()
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        _, told = process.communicate()
+    last = told.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
+    raise CliError("not quantised", last[0], "llmbox doctor", Exit.FAILED)
+
+
+def _messages(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if line.startswith("{"):
+            message: dict[str, Any] = json.loads(line)
+            yield message
+
+
+def _print(report: dict[str, Any], target: Path) -> None:
+    before, after = report["bytes_before"], report["bytes_after"]
+    output.write(f"{target}")
+    output.write(f"  size      {output.size(before)} before, {output.size(after)} now ({after / before:.0%})")
+    output.write(
+        f"  error     {report['relative']:.2%} of the weights' norm; {report['tensors']} tensors rounded, "
+        f"{report['kept']} kept"
+    )
+    if report["perplexity_before"] is not None:
+        was, now = report["perplexity_before"], report["perplexity_after"]
+        output.write(f"  perplexity  {was:.3f} before, {now:.3f} now ({now / was - 1:+.2%})")
+    output.write("")
+    rows = [
+        (each["name"], each["format"], f"{each['relative']:.2%}", f"{each['weighted']:.2%}")
+        for each in report["worst"][:WORST_SHOWN]
+    ]
+    output.table(("LARGEST ERRORS", "FORMAT", "RELATIVE", "WEIGHTED"), rows, right=(2, 3))
+    output.write("")
+    output.write(f"Serve it: llmbox up {target}")

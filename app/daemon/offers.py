@@ -1,0 +1,61 @@
+"""Models that are not loaded and can be asked for: on disk, or on their way into memory."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from llmbox.engine.errors import EngineError
+from llmbox.engine.model_config import parse_config
+
+from ..catalog import on_disk
+from ..services import Offer, Services
+from .library import Library
+
+
+class Offers:
+    """What each would have for a window is arithmetic; it is done once for a model and its settings."""
+
+    def __init__(self, services: Services, library: Library) -> None:
+        self._services = services
+        self._library = library
+        self._windows: dict[tuple[object, ...], int | None] = {}
+
+    async def all(self) -> list[Offer]:
+        """Those that nothing is known against: they can be served, and fit here when they are alone."""
+        loading = {each.name: Path(each.config.model_path) for each in self._services.engines.loading()}
+        return await asyncio.to_thread(lambda: list(self._offers(loading)))
+
+    def _offers(self, loading: dict[str, Path]) -> Iterator[Offer]:
+        for name, path in loading.items():
+            if (window := self._window(path)) is not None:
+                yield Offer(name, "loading", window, _changed(path))
+        if not self._services.settings.memory.load_on_request:
+            return
+        for model in on_disk(os.environ, self._library.registry.read_or_nothing()):
+            if model.ref.name in loading or not model.servable:
+                continue
+            if (window := self._window(model.ref.path)) is not None:
+                yield Offer(model.ref.name, "on_disk", window, int(model.modified))
+
+    def _window(self, path: Path) -> int | None:
+        """In tokens; None for a model that cannot be served here."""
+        settings = self._services.settings
+        key = path, _changed(path / "config.json"), settings.model, settings.memory.budget
+        if key not in self._windows:
+            self._windows[key] = self._reckon(path)
+        return self._windows[key]
+
+    def _reckon(self, path: Path) -> int | None:
+        try:
+            plan, _ = self._library.plan(parse_config(path))
+        except (EngineError, OSError):
+            return None
+        return None if plan is None else plan.context
+
+
+def _changed(path: Path) -> int:
+    try:
+        return int(path.stat().st_mtime)
+    except OSError:
+        return 0

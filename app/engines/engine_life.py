@@ -1,0 +1,91 @@
+"""One engine process from its start to its end, and the verdict on how it ended."""
+
+import logging
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from llmbox.engine.client import EngineClient, Exit
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.messages import LoadFailed, ToDaemon, ToEngine
+from llmbox.engine.spawn import Spawned
+
+from .watchdog import is_stopped, oom_kills
+
+log = logging.getLogger("llmbox.engines")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    cause: str
+    from_outside: bool = False
+    """No request can be blamed for it."""
+    load_failure: LoadFailed | None = None
+
+
+class EngineLife:
+    def __init__(self, name: str, receive: Callable[[ToDaemon], None]) -> None:
+        self._name = name
+        self._hear = receive
+        self._client = EngineClient(self._receive, lambda line: log.info("%s | %s", name, line))
+        self._load_failure: LoadFailed | None = None
+        self._stuck: str | None = None
+        self._stopped_from_outside = False
+        self._oom_kills = oom_kills()
+
+    async def run(
+        self, spawn: Callable[[], Spawned], config: EngineConfig, launched: Callable[[], None]
+    ) -> Death:
+        """Returns when the process has ended and all that it sent was received.
+
+        `launched` is called when it was told what to load.
+        """
+        try:
+            await self._client.adopt(spawn(), config)
+        except OSError as error:
+            return Death(cause=f"cannot be started: {error}", from_outside=True)
+        launched()
+        return self._judge(await self._client.wait())
+
+    @property
+    def pid(self) -> int | None:
+        return self._client.pid if self._client.alive else None
+
+    def tell(self, message: ToEngine) -> None:
+        """Raises FrameTooLarge."""
+        self._client.send(message)
+
+    def stuck(self, reason: str) -> None:
+        """It does not answer: end it."""
+        log.error("engine %s: %s", self._name, reason)
+        self._stuck = reason
+        self._stopped_from_outside = self.pid is not None and is_stopped(self.pid)
+        self._client.kill()
+
+    def kill(self) -> None:
+        self._client.kill()
+
+    async def end(self, grace: float) -> None:
+        """Ask it to end, and kill it after `grace` seconds (0: at once)."""
+        if not self._client.alive:
+            return
+        if not grace:
+            self._client.kill()
+        await self._client.stop(grace)
+
+    def _receive(self, message: ToDaemon) -> None:
+        if isinstance(message, LoadFailed):
+            self._load_failure = message
+        self._hear(message)
+
+    def _judge(self, ended: Exit) -> Death:
+        if self._load_failure is not None:
+            return Death(cause=self._load_failure.message, from_outside=True, load_failure=self._load_failure)
+        if self._stuck is not None:
+            return Death(cause=self._stuck, from_outside=self._stopped_from_outside)
+        if ended.code == -signal.SIGKILL and ended.transport_error is None:
+            # Not by us. The kernel's choice may be a request's fault, an operator's is not.
+            if oom_kills() > self._oom_kills:
+                return Death(cause="killed by the kernel: out of memory")
+            return Death(cause=str(ended), from_outside=True)
+        return Death(cause=str(ended))

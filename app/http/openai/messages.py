@@ -1,0 +1,93 @@
+"""Messages of a request as a chat template sees them; what it must not see is refused by name."""
+
+from typing import Any
+
+from ...errors import ApiError
+from ...text.chat_prompt import Chat
+from .fields import ContentPart, Message
+from .sampling import invalid
+
+_TEMPLATE_OWN = {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
+
+
+def build_chat(body: Any, most: int) -> Chat:
+    """Messages as a template sees them. `body` has the fields that chat and tokenize share."""
+    if not body.messages:
+        raise invalid("messages", "there must be at least one message")
+    if len(body.messages) > most:
+        raise invalid("messages", f"at most {most} messages are allowed")
+    continues = bool(body.continue_final_message)
+    add = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    if continues and add:
+        raise invalid("add_generation_prompt", "it cannot be combined with 'continue_final_message'")
+    messages = [_message(i, message) for i, message in enumerate(body.messages)]
+    if continues and messages[-1]["role"] != "assistant":
+        raise invalid("continue_final_message", "the last message is not the assistant's")
+    kwargs = body.chat_template_kwargs or {}
+    if own := _TEMPLATE_OWN & kwargs.keys():
+        raise invalid("chat_template_kwargs", f"{min(own)!r} cannot be set here")
+    return Chat(
+        messages=messages, add_generation_prompt=add, continue_final_message=continues, template_kwargs=kwargs
+    )
+
+
+def _message(index: int, message: Message) -> dict[str, Any]:
+    at = f"messages[{index}]"
+    if message.role in {"tool", "function"}:
+        raise ApiError(
+            400, "Tool messages are not supported yet.", code="unsupported_parameter", param=f"{at}.role"
+        )
+    for name in ("tool_calls", "tool_call_id", "function_call", "audio"):
+        if getattr(message, name) not in (None, []):
+            raise ApiError(
+                400,
+                f"'{at}.{name}' is not supported yet.",
+                code="unsupported_parameter",
+                param=f"{at}.{name}",
+            )
+    # Templates know the older name of the role.
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": _content(at, message)}
+    for name in ("name", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    if message.reasoning is not None:
+        plain.setdefault("reasoning_content", message.reasoning)
+    return plain
+
+
+def _content(at: str, message: Message) -> str:
+    content = message.content
+    if content is None:
+        if message.role == "assistant" and message.refusal is not None:
+            return message.refusal
+        raise ApiError(
+            400,
+            f"Missing required parameter: '{at}.content'.",
+            code="missing_required_parameter",
+            param=f"{at}.content",
+        )
+    if isinstance(content, str):
+        return content
+    if not content:
+        raise invalid(f"{at}.content", "there must be at least one part")
+    return "\n".join(_part(f"{at}.content[{j}]", part) for j, part in enumerate(content))
+
+
+def _part(at: str, part: ContentPart) -> str:
+    text = part.text if part.type == "text" else part.refusal if part.type == "refusal" else None
+    if part.type not in {"text", "refusal"}:
+        raise ApiError(
+            400,
+            f"Content parts of type {part.type!r} are not supported: this model reads text.",
+            code="unsupported_content",
+            param=f"{at}.type",
+        )
+    if text is None:
+        raise ApiError(
+            400,
+            f"Missing required parameter: '{at}.{part.type}'.",
+            code="missing_required_parameter",
+            param=f"{at}.{part.type}",
+        )
+    return text

@@ -1,0 +1,140 @@
+"""Settings for other programs: what is printed, and files of theirs that are merged and kept."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from llmbox.app.cli.client_files import as_text, merged
+from llmbox.app.cli.clients import GUIDES, Endpoint
+from llmbox.app.errors import CliError, Exit
+from support.cli_call import Call, FakeClient, call, home
+
+__all__ = ["call", "home"]
+
+
+def daemon(
+    *, routes: tuple[str, ...] = ("/v1/chat/completions",), host: str = "127.0.0.1", key: bool = False
+):
+    return FakeClient(
+        {
+            "/admin/api/status": {"url": "http://127.0.0.1:7411", "host": host},
+            "/v1/models": {"data": [{"id": "qwen"}, {"id": "org/other"}]},
+            "/admin/api/config": {"settings": {"server.require_key": {"value": key}}},
+            "/openapi.json": {"paths": {route: {} for route in routes}},
+        }
+    )
+
+
+def at(*, needs_key: bool = False) -> Endpoint:
+    return Endpoint(root="http://h:1", model="m", models=("m", "n/o"), needs_key=needs_key)
+
+
+def test_what_a_client_needs_is_printed_on_stdout_alone(call: Call):
+    done = call("connect", "aider", client=daemon())
+    assert done.code == 0
+    assert done.out == (
+        'export OPENAI_API_BASE="http://127.0.0.1:7411/v1"\nexport OPENAI_API_KEY="none-needed"\n'
+    )
+    assert "aider --model openai/qwen" in done.err
+
+
+def test_json_names_file_settings_and_model(call: Call, home: Path):
+    done = call("connect", "opencode", "--model", "org/other", "--json", client=daemon())
+    told = json.loads(done.out)
+    assert told["schema"] == "llmbox.connect/1"
+    assert told["file"] == str(home / ".config" / "opencode" / "opencode.json")
+    assert list(told["settings"]["provider"]["llmbox"]["models"]) == ["org/other"]
+
+
+@pytest.mark.parametrize("name", ["claude", "codex"])
+def test_clients_that_need_a_route_that_is_not_there_are_told_so(call: Call, name: str):
+    done = call("connect", name, client=daemon())
+    assert (done.code, done.out) == (Exit.FAILED, "")
+    assert GUIDES[name].needs in done.err
+    assert call("connect", name, client=daemon(routes=(GUIDES[name].needs,))).code == 0
+
+
+def test_unknown_clients_models_and_writes_without_a_file(call: Call):
+    assert call("connect", "emacs", client=daemon()).code == Exit.USAGE
+    assert call("connect", "aider", "--model", "x", client=daemon()).code == Exit.NOT_FOUND
+    assert call("connect", "aider", "--write", client=daemon()).code == Exit.USAGE
+    assert call("connect", "--write").code == Exit.USAGE
+    assert call("connect", "aider").code == Exit.UNREACHABLE
+
+
+def test_the_list_needs_no_daemon(call: Call):
+    assert call("connect", "-q").out.split() == list(GUIDES)
+    assert json.loads(call("connect", "--json").out)["schema"] == "llmbox.clients/1"
+
+
+@pytest.mark.parametrize("where", [{"host": "0.0.0.0"}, {"key": True}])
+def test_where_a_key_is_needed_it_is_read_from_a_variable(call: Call, where: dict[str, object]):
+    done = call("connect", "opencode", client=daemon(**where))
+    assert "{env:LLMBOX_API_KEY}" in done.out
+    assert "llmbox key add" in done.err
+
+
+def test_write_merges_shows_the_difference_and_keeps_a_copy(call: Call, home: Path):
+    file = home / ".config" / "opencode" / "opencode.json"
+    file.parent.mkdir(parents=True)
+    old = json.dumps({"theme": "dark", "provider": {"other": {"npm": "x"}, "llmbox": {"name": "old"}}})
+    file.write_text(old)
+    done = call("connect", "opencode", "--write", client=daemon())
+    written = json.loads(file.read_text())
+    assert done.code == 0
+    assert written["theme"] == "dark"
+    assert written["provider"]["other"] == {"npm": "x"}
+    assert written["provider"]["llmbox"]["options"]["baseURL"] == "http://127.0.0.1:7411/v1"
+    assert '+      "name": "llmbox"' in done.out
+    (backup,) = file.parent.glob("*before-llmbox*")
+    assert backup.read_text() == old
+    again = call("connect", "opencode", "--write", "--json", client=daemon())
+    assert json.loads(again.out)["changed"] is False
+    assert len(list(file.parent.iterdir())) == 2
+
+
+def test_toml_keeps_comments_and_tables_of_others(tmp_path: Path):
+    file = tmp_path / "config.toml"
+    file.write_text('# mine\napproval_policy = "never"  # why\n\n[mcp_servers.docs]\ncommand = "docs"\n')
+    guide = GUIDES["codex"]
+    assert guide.settings is not None
+    _, new = merged(guide, file, guide.settings(at(needs_key=True)))
+    read = tomllib.loads(new)
+    assert "# mine" in new
+    assert "# why" in new
+    assert (read["model"], read["model_provider"]) == ("m", "llmbox")
+    assert read["mcp_servers"] == {"docs": {"command": "docs"}}
+    assert read["model_providers"]["llmbox"]["env_key"] == "LLMBOX_API_KEY"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("opencode", '{"a": 1, // a comment\n}'), ("opencode", "[1]"), ("codex", "a = ["), ("continue", "x: 1")],
+)
+def test_what_cannot_be_merged_safely_is_left_alone(tmp_path: Path, name: str, text: str):
+    file = tmp_path / "settings"
+    file.write_text(text)
+    guide = GUIDES[name]
+    assert guide.settings is not None
+    with pytest.raises(CliError) as caught:
+        merged(guide, file, guide.settings(at()))
+    assert caught.value.exit == Exit.CONFLICT
+    assert file.read_text() == text
+
+
+def test_yaml_is_what_a_yaml_reader_reads():
+    yaml = pytest.importorskip("yaml")
+    guide = GUIDES["continue"]
+    assert guide.settings is not None
+    settings = guide.settings(at(needs_key=True))
+    assert yaml.safe_load(as_text(guide, settings)) == settings
+
+
+def test_no_settings_hold_a_key():
+    for guide in GUIDES.values():
+        told = str(guide.environment(at(needs_key=True)))
+        told += str(guide.settings(at(needs_key=True)) if guide.settings else "")
+        assert "sk-" not in told
+        assert "none-needed" not in told

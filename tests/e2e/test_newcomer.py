@@ -1,0 +1,104 @@
+"""From nothing to a loaded model, a chat and a live view, with the commands of the README alone.
+
+The hub is a stub and the engine the fake one; everything between them and the terminal is real.
+"""
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.cli_box import Box, box, until
+from support.hub_models import model_files
+from support.hub_stub import StubHub, StubRepo, stub_hub
+
+__all__ = ["box"]
+
+README = Path(__file__).parents[2] / "README.md"
+HUB_NAME = "Qwen/Qwen3-0.6B"
+"""What the README pulls."""
+
+
+@pytest.fixture
+def hub() -> Iterator[StubHub]:
+    with stub_hub() as stub:
+        stub.repos[HUB_NAME] = StubRepo(model_files())
+        yield stub
+
+
+def commands() -> list[str]:
+    """The README's `$ llmbox …` lines, comments taken off."""
+    lines = re.findall(r"^\$ llmbox (.+)$", README.read_text("utf-8"), re.MULTILINE)
+    return [line.partition("  #")[0].strip() for line in lines]
+
+
+def test_the_readme_has_the_whole_way():
+    first = [line.split()[0] for line in commands()]
+    assert first.index("up") < first.index("fit") < first.index("pull") < first.index("load")
+    assert {"run", "ps", "top", "requests", "down"} <= set(first)
+
+
+def test_from_nothing_to_a_chat_and_a_live_view(box: Box, hub: StubHub):
+    box.environ["HF_ENDPOINT"] = hub.url
+    done = box.run("up")
+    assert done.code == 0, done.err
+    links = re.findall(r"http://\S+", done.out)
+    with urllib.request.urlopen(links[1], timeout=20) as page:
+        assert "Sign in" in page.read().decode()
+    assert box.run("run", "builtin", "What is a KV cache?").out.strip()
+    for line in commands():
+        words = line.split()
+        if words[0] in {"fit", "pull", "load", "ps"}:
+            done = box.run(*words)
+            assert done.code == 0, (line, done.err)
+    assert HUB_NAME in box.run("ps", "-q").out.split()
+    answer = box.run("run", HUB_NAME, "Hello")
+    assert answer.code == 0, answer.err
+    assert answer.out
+    assert HUB_NAME in watched(box)
+    rows = box.run("requests", "--json").json["requests"]
+    assert {row["model"] for row in rows} == {"builtin", HUB_NAME}
+    assert box.run("down").code == 0
+    assert box.run("status").code == 3
+
+
+def watched(box: Box) -> str:
+    """What `llmbox top` draws until the model's name is there, in a terminal of its own."""
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen(
+        box.command("top"),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**box.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"},
+    )
+    os.close(theirs)
+    shown = ""
+    deadline = time.monotonic() + 60
+    os.write(ours, b"3")
+    while HUB_NAME not in shown and time.monotonic() < deadline:
+        if select.select([ours], [], [], 0.2)[0]:
+            shown += os.read(ours, 65_536).decode("utf-8", "replace")
+        else:
+            os.write(ours, b"3")
+    os.write(ours, b"q")
+    end = time.monotonic() + 20
+    while child.poll() is None and time.monotonic() < end:
+        if select.select([ours], [], [], 0.1)[0]:
+            try:
+                os.read(ours, 65_536)
+            except OSError:
+                break
+    if child.poll() is None:
+        child.send_signal(signal.SIGKILL)
+    until(lambda: child.poll() is not None)
+    os.close(ours)
+    return shown
