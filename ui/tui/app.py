@@ -24,7 +24,6 @@ from .messages import Act, Ask, Changed, Connected, Fetch, Fetched, Happened, Lo
 from .models import Models
 from .overview import Overview
 from .palette import THEMES
-from .request_rows import as_curl
 from .requests import Requests
 from .state import MODEL_CHANGES, State
 from .text import ASCII, UNICODE
@@ -186,27 +185,32 @@ class Dashboard(App[None]):
 
     @work
     async def _show_request(self, request_id: str) -> None:
-        detail = await self._detail(request_id)
-        if detail is not None:
-            self.push_screen(Facts(request_id, request_lines(detail, 68, self.glyphs)))
+        answer = await self._detail(request_id)
+        if answer is not None:
+            self.push_screen(Facts(request_id, request_lines(answer, 68, self.glyphs)))
 
     @work
     async def copy_request(self, request_id: str) -> None:
-        detail = await self._detail(request_id)
-        if detail is not None:
-            self.copy_to_clipboard(as_curl(detail, self.url or "http://127.0.0.1:7411"))
-            self.notify("Copied as curl; the log keeps no content, so fill in the message.")
+        answer = await self._detail(request_id)
+        if answer is None:
+            return
+        if not answer.get("curl"):
+            self.notify("It can be copied when it has ended.", severity="warning")
+            return
+        self.copy_to_clipboard(answer["curl"])
+        kept = answer["content"] is not None
+        self.notify("Copied as curl." if kept else "Copied as curl; its message is not kept, so fill it in.")
 
     async def _detail(self, request_id: str) -> Mapping[str, Any] | None:
         try:
             answer = await asyncio.to_thread(self.api.get, f"requests/{quote(request_id, safe='')}")
         except CliError as error:
             found = next((row for row in self.state.ended if row["id"] == request_id), None)
-            if found is None:
-                self.notify(error.what, severity="warning", markup=False)
-            return found
-        detail: Mapping[str, Any] = answer["request"] or answer["in_flight"]
-        return detail
+            if found is not None:
+                return {"request": found}
+            self.notify(error.what, severity="warning", markup=False)
+            return None
+        return answer
 
     def show_facts(self, title: str, facts: Mapping[str, Any]) -> None:
         self.push_screen(Facts(title, fact_lines(facts)))

@@ -11,7 +11,7 @@ from textual.screen import ModalScreen, ScreenResultType
 from textual.widgets import Input
 
 from .lines import Lines, cut
-from .text import Line, clean
+from .text import Line, clean, wrapped
 
 
 class Dialog(ModalScreen[ScreenResultType]):
@@ -115,13 +115,3 @@ class Help(Facts):
     """Made of the bindings that are active, so it cannot lie."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "leave", "Back", show=False)]
-
-
-def wrapped(text: str, width: int) -> list[Line]:
-    lines: list[str] = []
-    for word in clean(text).split():
-        if lines and len(lines[-1]) + 1 + len(word) <= width:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(word)
-    return [((line, ""),) for line in lines]

@@ -5,7 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from .request_rows import time_bar
-from .text import Glyphs, Line, clean, seconds, size
+from .text import Glyphs, Line, clean, heading, seconds, size, wrapped
+
+_MOST_SHOWN = 4000
+"""Characters of a prompt and of an answer: a window is no pager."""
+_IN_WORDS = {"prefix_end", "looked_up_tokens", "output_hash", "fingerprint", "content"}
 
 
 def fact_lines(facts: Mapping[str, Any], prefix: str = "") -> list[Line]:
@@ -20,11 +24,34 @@ def fact_lines(facts: Mapping[str, Any], prefix: str = "") -> list[Line]:
     return lines
 
 
-def request_lines(detail: Mapping[str, Any], width: int, glyphs: Glyphs) -> list[Line]:
-    lines = time_bar(detail, width, glyphs)
-    if lines:
-        lines.append(())
-    return [*lines, *fact_lines({key: value for key, value in detail.items() if value != "{}"})]
+def request_lines(answer: Mapping[str, Any], width: int, glyphs: Glyphs) -> list[Line]:
+    """`answer` is what the admin API says of a request; what it lacks is left out."""
+    detail = answer.get("request") or answer["in_flight"]
+    facts = {key: value for key, value in detail.items() if key not in _IN_WORDS and value != "{}"}
+    parts = [
+        time_bar(detail, width, glyphs),
+        wrapped(answer.get("prefix_note", ""), width),
+        fact_lines(facts),
+        *_texts(answer, width, glyphs),
+        wrapped(answer.get("content_note", ""), width),
+    ]
+    lines: list[Line] = []
+    for part in filter(None, parts):
+        lines += [(), *part] if lines else part
+    return lines
+
+
+def _texts(answer: Mapping[str, Any], width: int, glyphs: Glyphs) -> list[list[Line]]:
+    content = answer.get("content")
+    if content is None:
+        return []
+    blocks = []
+    for title, texts in (("Prompt", content["prompts"]), ("Answer", content["outputs"])):
+        for text in texts:
+            shown = text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + glyphs.more
+            paragraphs = [line for each in shown.split("\n") for line in wrapped(each, width) or [()]]
+            blocks.append([heading(title, width, glyphs), *paragraphs])
+    return blocks
 
 
 def _told(key: str, value: object) -> str:

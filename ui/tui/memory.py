@@ -1,149 +1,171 @@
-"""Screen 4: who holds the memory of each device, and how full the KV caches are."""
+"""Screen 4: who holds the memory of each device, what is in the KV blocks, and who had to leave."""
 
+import time
 from collections.abc import Iterable
+from typing import Any, ClassVar
 
+from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
-from llmbox.app.telemetry.snapshot import NA, Engine, Gpu, Tick
+from llmbox.app.telemetry.devices import Device, devices_of
+from llmbox.app.telemetry.snapshot import NA, Engine, Tick
 
+from .block_strip import prefix_lines, strip_lines
 from .lines import Lines, cut
+from .messages import Fetch
 from .state import State
-from .text import DASH, Glyphs, Line, Span, bar, clean, count, heading, known, percent, seconds, size
+from .text import Glyphs, Line, Span, bar, clean, count, heading, percent, seconds, size
 from .view import View
+
+CELLS = 1024
+MARKS = 50
+TONES = {
+    "weights": "accent", "live": "kv", "cached": "cached", "kv_free": "kvfree", "workspace": "work",
+    "others": "others",
+}  # fmt: skip
+MARK_TONES = {"load": "good", "eviction": "warn", "refusal": "warn", "restart": "bad", "failure": "bad"}
 
 
 class Memory(View):
     TITLE = "Memory"
     AUTO_FOCUS = ""
+    ASK_S = 2.0
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("down", "scroll(1)", "Down", show=False),
+        Binding("up", "scroll(-1)", "Up", show=False),
+        Binding("pagedown", "scroll(10)", "Further down", show=False),
+        Binding("pageup", "scroll(-10)", "Further up", show=False),
+    ]
+    top = 0
 
     def body(self) -> Iterable[Widget]:
         yield Lines(id="memory")
 
+    def wants(self) -> Iterable[Fetch]:
+        yield Fetch("blocks", f"blocks?cells={CELLS}")
+        yield Fetch("marks", f"marks?since=0&limit={MARKS}")
+
     def draw(self) -> None:
         width = self.size.width
-        lines = memory_lines(self.state, width, self.glyphs)
-        self.query_one("#memory", Lines).show([cut(line, width, self.glyphs) for line in lines])
+        shown = self.query_one("#memory", Lines)
+        lines = memory_lines(self.state, width, self.glyphs, tall=self.size.height)
+        self.top = max(0, min(self.top, len(lines) - shown.size.height))
+        shown.show([cut(line, width, self.glyphs) for line in lines[self.top :]])
+
+    def action_scroll(self, lines: int) -> None:
+        self.top += lines
+        self.redraw()
 
 
-def memory_lines(state: State, width: int, glyphs: Glyphs) -> list[Line]:
+def memory_lines(state: State, width: int, glyphs: Glyphs, tall: int = 24) -> list[Line]:
+    """`tall`: the terminal's rows; small ones get the shorter form."""
     tick = state.tick
     if tick is None:
         return [((" waiting for the first reading", "muted"),)]
+    gap: list[Line] = [()] if tall >= 32 else []
     lines = [heading(" Devices", width - 1, glyphs), *_legend(glyphs)]
-    for gpu in tick.gpus.devices:
-        lines += _gpu(gpu, tick, width, glyphs)
-    lines += _host(tick, width, glyphs)
+    for device in devices_of(tick):
+        lines += _device(device, width, glyphs)
     if links := _links(tick):
         lines.append(((f" links  {links}", "muted"),))
-    lines += [(), heading(" KV caches", width - 1, glyphs)]
+    lines += [*gap, heading(" KV blocks", width - 1, glyphs)]
+    maps = {str(each["model"]): each for each in state.answers.get("blocks", {}).get("models", [])}
+    rows = 1 if tall < 32 else 2 if tall < 50 else 4
     for engine in tick.engines:
-        lines += _cache(engine, width, glyphs)
+        lines += _cache(engine, maps.get(engine.model), width, rows, glyphs)
     if not tick.engines:
         lines.append(((" No model is loaded. Press 3 to load one.", "muted"),))
-    lines += [(), heading(" Loads and evictions", width - 1, glyphs)]
-    for event in list(state.model_events)[:12]:
-        tone = "bad" if event.kind.endswith(("failed", "restarting")) else "muted"
-        what = f" {event.kind.partition('.')[2] or event.kind:<12}"
-        lines.append(((what, tone), (clean(event.model), ""), (f"  {clean(event.cause)}", "muted")))
-    if not state.model_events:
-        lines.append(((" Nothing was loaded or unloaded since the daemon started.", "muted"),))
-    return lines
+    lines += [*gap, heading(" Loads, evictions, refusals", width - 1, glyphs)]
+    return [*lines, *_marks(state)]
 
 
 def _legend(glyphs: Glyphs) -> list[Line]:
-    names = (("weights", "accent"), ("KV in use", "kv"), ("KV cached", "cached"), ("KV free", "kvfree"),
-             ("workspace", "work"), ("others", "others"), ("free", "rule"))  # fmt: skip
+    names = (("weights", "weights"), ("live", "KV in use"), ("cached", "KV cached"), ("kv_free", "KV free"),
+             ("workspace", "workspace"), ("others", "others"))  # fmt: skip
     spans: list[Span] = [(" ", "")]
-    for name, tone in names:
-        spans += [(glyphs.bar if name != "free" else glyphs.rest, tone), (f" {name}  ", "muted")]
-    return [tuple(spans)]
+    for kind, name in names:
+        spans += [(glyphs.bar, TONES[kind]), (f" {name}  ", "muted")]
+    return [(*spans, (glyphs.rest, "rule"), (" free", "muted"))]
 
 
-def _gpu(gpu: Gpu, tick: Tick, width: int, glyphs: Glyphs) -> list[Line]:
-    title = f" GPU {gpu.index} {clean(gpu.name)}"
-    if gpu.problem:
-        return [((title, "strong"), (f"  {glyphs.warning} {clean(gpu.problem)}", "bad"))]
-    engines = [engine for engine in tick.engines if _is_on(engine, gpu.index)]
-    others = known(gpu.memory_others)
-    note = "" if gpu.memory_ours is not NA else "  the driver does not tell whose memory is whose"
-    return _device(
-        title + note, known(gpu.memory_total), known(gpu.memory_free), others, engines, width, glyphs
-    )
-
-
-def _host(tick: Tick, width: int, glyphs: Glyphs) -> list[Line]:
-    total, free = known(tick.host.memory_total), known(tick.host.memory_available)
-    if not total:
-        return [((f" RAM {DASH}", "muted"),)]
-    engines = [engine for engine in tick.engines if engine.device == "cpu"]
-    planned = sum(engine.weights_bytes + engine.kv_bytes + engine.workspace_bytes for engine in engines)
-    # What is planned is not all touched yet: the pages of a KV pool come as they are used.
-    others = max(0.0, total - free - planned)
-    return _device(" RAM", total, free, others, engines, width, glyphs)
-
-
-def _device(
-    title: str, total: float, free: float, others: float, engines: list[Engine], width: int, glyphs: Glyphs
-) -> list[Line]:
-    if total <= 0:
-        return [((title, "strong"), (f"  {DASH}", "muted"))]
-    parts: list[tuple[float, str]] = []
-    details: list[Line] = []
-    for engine in engines:
-        block = engine.kv_bytes / engine.blocks_total if engine.blocks_total else 0.0
-        live, cached, rest = (
-            block * number for number in (engine.blocks_live, engine.blocks_cached, engine.blocks_free)
+def _device(device: Device, width: int, glyphs: Glyphs) -> list[Line]:
+    title: Line = ((f" {device.name} ", "strong"), (f"{clean(device.what)}  ", "muted"))
+    if device.problem:
+        return [(*title, (f"{glyphs.warning} {clean(device.problem)}", "bad"))]
+    note = f"{size(device.free)} free of {size(device.total)}{'  ' if device.note else ''}{device.note}"
+    shares = [(part.size / device.total, TONES[part.kind]) for part in device.parts]
+    lines: list[Line] = [(*title, (note, "muted")), ((" ", ""), *bar(shares, width - 2, glyphs))]
+    for model in device.models:
+        weights, live, cached, free, work = (
+            device.of(model, kind) for kind in ("weights", "live", "cached", "kv_free", "workspace")
         )
-        for value, tone in (
-            (engine.weights_bytes, "accent"), (live, "kv"), (cached, "cached"), (rest, "kvfree"),
-            (engine.workspace_bytes, "work"),
-        ):  # fmt: skip
-            if value:
-                parts.append((value / total, tone))
         text = (
-            f"   {clean(engine.model)}: weights {size(engine.weights_bytes)}, KV {size(engine.kv_bytes)} "
-            f"({size(live)} in use, {size(cached)} cached), workspace {size(engine.workspace_bytes)}"
+            f"   {clean(model)}: weights {size(weights)}, KV {size(live + cached + free)} "
+            f"({size(live)} in use, {size(cached)} cached), workspace {size(work)}"
         )
-        details.append(((text, "muted"),))
-    parts.append((others / total, "others"))
-    note = f"  {size(free)} free of {size(total)}"
-    return [((title, "strong"), (note, "muted")), ((" ", ""), *bar(parts, width - 2, glyphs)), *details]
+        lines.append(((text, "muted"),))
+    return lines
 
 
-def _cache(engine: Engine, width: int, glyphs: Glyphs) -> list[Line]:
+def _cache(engine: Engine, blocks: Any, width: int, rows: int, glyphs: Glyphs) -> list[Line]:
     total = engine.blocks_total
     if not total:
         return [((f" {clean(engine.model)}", "strong"), (f"  {engine.state}", "muted"))]
-    shares = [(engine.blocks_live / total, "kv"), (engine.blocks_cached / total, "cached")]
     waste = ""
     if engine.blocks_live and engine.block_size:
         filled = engine.slots_used / (engine.blocks_live * engine.block_size)
         waste = f", {percent(filled)} of their slots hold a token"
+    counts = f"{engine.blocks_live:,} in use, {engine.blocks_cached:,} cached, {engine.blocks_free:,} free"
+    title: Line = (
+        (f" {clean(engine.model)}", "strong"),
+        (f"  {counts} of {total:,} blocks of {engine.block_size} tokens{waste}", "muted"),
+    )
+    if blocks is None:
+        shares = [(engine.blocks_live / total, "kv"), (engine.blocks_cached / total, "cached")]
+        strip: list[Line] = [((" ", ""), *bar(shares, width - 2, glyphs))]
+        prefixes: list[Line] = []
+    else:
+        strip, prefixes = strip_lines(blocks, width - 2, rows, glyphs), prefix_lines(blocks)
+    return [title, *strip, *_prefix_cache(engine), *prefixes]
+
+
+def _prefix_cache(engine: Engine) -> list[Line]:
     hits = (
         f"prefix cache: {count(engine.prefix_hits)} of {count(engine.prefix_queries)} prompt tokens found"
         if engine.prefix_queries
         else "prefix cache: nothing looked up yet"
     )
     tail = f", last minute {percent(engine.prefix_hit)}" if engine.prefix_hit is not NA else ""
-    counts = f"{engine.blocks_live:,} in use, {engine.blocks_cached:,} cached, {engine.blocks_free:,} free"
     preempted = f"; {engine.preemptions:,} preemptions" if engine.preemptions else ""
     speed = f"   {count(engine.tokens_out)} tok/s out, TPOT p50 {seconds(engine.tpot_p50)}"
     if engine.roofline is not NA:
         speed += f", {percent(engine.roofline)} of what the memory bandwidth allows"
+    return [((speed, "muted"),), ((f"   {hits}{tail}{preempted}", "muted"),)]
+
+
+def _marks(state: State) -> list[Line]:
+    marks = state.answers.get("marks", {}).get("marks", [])
+    if not marks:
+        refused = state.refused.get("marks")
+        told = refused or "Nothing was loaded, evicted or refused yet."
+        return [((f" {clean(told)}", "muted"),)]
+    now = state.tick.time if state.tick else time.time()
     return [
         (
-            (f" {clean(engine.model)}", "strong"),
-            (f"  {counts} of {total:,} blocks of {engine.block_size} tokens{waste}", "muted"),
-        ),
-        ((" ", ""), *bar(shares, width - 2, glyphs)),
-        ((f"   {hits}{tail}{preempted}", "muted"),),
-        ((speed, "muted"),),
+            (f" {_when(float(mark['time']), now)} ", "muted"),
+            (f"{mark['kind']:<9}", MARK_TONES.get(str(mark["kind"]), "")),
+            (clean(str(mark["model"])), ""),
+            (f"  {clean(str(mark['text']))}", "muted"),
+        )
+        for mark in marks
     ]
 
 
-def _is_on(engine: Engine, gpu: int) -> bool:
-    kind, _, index = engine.device.partition(":")
-    return kind == "cuda" and (int(index) if index.isdigit() else 0) == gpu
+def _when(at: float, now: float) -> str:
+    """With the date only where it is another day's."""
+    then, today = time.localtime(at), time.localtime(now)
+    same = then[:3] == today[:3]
+    return f"{time.strftime('%H:%M:%S' if same else '%d %b %H:%M', then):<12}"
 
 
 def _links(tick: Tick) -> str:

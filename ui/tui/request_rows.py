@@ -1,6 +1,5 @@
 """Requests as rows, in flight and ended, and what each of them spent its time on."""
 
-import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,8 +25,7 @@ COLUMNS = (
     Column("AGE", 10, right=True),
     Column("KEY", 10, rank=9),
     Column("MODEL", 0, rank=4),
-    Column("STATE", 9),
-    Column("QUEUE", 5, right=True, rank=6),
+    Column("STATE", 10),
     Column("PROMPT", 13, right=True, rank=5),
     Column("OUTPUT", 7, right=True),
     Column("TOK/S", 6, right=True, rank=3),
@@ -84,8 +82,7 @@ def _live(request: LiveRequest, position: str) -> Row:
             (_age(request.age), "muted"),
             (clean(request.key) or DASH, "muted"),
             (clean(request.model), ""),
-            _state(request.state),
-            (position or DASH, "warn" if position else "rule"),
+            _state(request.state, position),
             (_prompt(request.prompt_tokens, request.cached_tokens), "muted"),
             (count(request.output_tokens), ""),
             (_speed(request.tokens_per_second), "strong"),
@@ -108,7 +105,6 @@ def _ended(row: Mapping[str, Any], now: float) -> Row:
             (clean(str(row["key"])) or DASH, "muted"),
             (clean(str(row["model"])), "muted"),
             (str(status), tone),
-            (DASH, "rule"),
             (_prompt(row["prompt_tokens"], row["cached_tokens"]), "muted"),
             (count(row["output_tokens"]), "muted"),
             (_speed(1 / tpot if tpot else None), "muted"),
@@ -137,27 +133,6 @@ def time_bar(detail: Mapping[str, Any], width: int, glyphs: Glyphs) -> list[Line
     return [bar(shares, width, glyphs), legend]
 
 
-def as_curl(row: Mapping[str, Any], url: str) -> str:
-    """The request again, as far as the log knows it: content is never kept."""
-    body: dict[str, Any] = {"model": row["model"]}
-    chat = "chat" in str(row["endpoint"])
-    if chat:
-        body["messages"] = [{"role": "user", "content": "..."}]
-    else:
-        body["prompt"] = "..."
-    if row.get("seed") is not None:
-        body["seed"] = row["seed"]
-    params = json.loads(row.get("params") or "{}")
-    body |= {name: value for name, value in params.items() if name in _PLAIN and value is not None}
-    path = "chat/completions" if chat else "completions"
-    text = json.dumps(body).replace("'", "'\\''")
-    return f"curl {url}/v1/{path} -H 'Content-Type: application/json' -d '{text}'"
-
-
-_PLAIN = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "min_tokens", "presence_penalty",
-          "frequency_penalty", "repetition_penalty"}  # fmt: skip
-
-
 def _live_key(request: LiveRequest, sort: str) -> Any:
     return {
         "model": request.model,
@@ -179,8 +154,11 @@ def _ended_key(row: Mapping[str, Any], sort: str) -> Any:
     }.get(sort, row["created"])
 
 
-def _state(state: str) -> tuple[str, str]:
-    return state, {"queued": "warn", "prefill": "kv", "decode": "good"}.get(state, "")
+def _state(state: str, position: str = "") -> tuple[str, str]:
+    """`position`: in the queue."""
+    return f"{state} {position}".rstrip(), {"queued": "warn", "prefill": "kv", "decode": "good"}.get(
+        state, ""
+    )
 
 
 def _prompt(prompt: int, cached: int) -> str:

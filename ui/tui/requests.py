@@ -48,6 +48,8 @@ class Requests(View):
             return "Nothing matches the filter. Press esc to clear it."
         if self.state.refused.get("history"):
             return f"The request log cannot be read: {self.state.refused['history']}"
+        if problem := self.state.answers.get("history", {}).get("problem"):
+            return str(problem)
         return "Served nothing yet. Try: llmbox run builtin hello"
 
     # ------------------------------------------------------------------ keys

@@ -15,15 +15,6 @@ SPARKS: Final = (
     "tokens_out", "tokens_in", "running", "waiting", "ttft_p50", "ttft_p95", "kv_used", "prefix_hit",
 )  # fmt: skip
 MODEL_CHANGES: Final = "model."
-_DOWNLOAD_ENDS: Final = {"download.ready", "download.failed", "download.cancelled"}
-
-
-@dataclass(frozen=True, slots=True)
-class ModelEvent:
-    time: float
-    kind: str
-    model: str
-    cause: str
 
 
 @dataclass(slots=True)
@@ -40,8 +31,6 @@ class State:
     ended: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_ENDED))
     """Records of requests, newest first."""
     log: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_LOG))
-    model_events: deque[ModelEvent] = field(default_factory=lambda: deque(maxlen=50))
-    """Newest first."""
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Of the admin API, by the name under which a screen asked."""
     refused: dict[str, str] = field(default_factory=dict)
@@ -67,17 +56,6 @@ class State:
                 self.ended.appendleft(data)
         elif kind == "download.progress":
             self._take_download(data)
-        elif kind.startswith(MODEL_CHANGES) or kind in _DOWNLOAD_ENDS:
-            name = str(data.get("model", ""))
-            now = self.tick.time if self.tick else 0.0
-            self.model_events.appendleft(
-                ModelEvent(
-                    float(data.get("time", now)),
-                    kind,
-                    name,
-                    str(data.get("cause") or data.get("reason") or ""),
-                )
-            )
 
     def _take_past(self, answer: dict[str, Any]) -> None:
         """What the daemon remembers goes before what came since."""

@@ -152,3 +152,20 @@ def duration(value: float) -> str:
 def known(value: Number, otherwise: float = 0.0) -> float:
     """For drawing: what is not available is drawn as nothing."""
     return otherwise if value is NA else value
+
+
+def wrapped(text: str, width: int) -> list[Line]:
+    """Words as lines of at most `width` cells; a longer word is broken. Empty for an empty text."""
+    lines: list[str] = []
+    for word in clean(text).split():
+        rest = word
+        if lines and cell_len(lines[-1]) + 1 + cell_len(rest) <= width:
+            lines[-1] += f" {rest}"
+            continue
+        while cell_len(rest) > width:
+            head = set_cell_size(rest, width).rstrip()
+            lines.append(head)
+            rest = rest[len(head) :]
+        if rest:
+            lines.append(rest)
+    return [((line, ""),) for line in lines]

@@ -38,6 +38,9 @@ class View(Screen[None]):
         Binding("escape", "back", "Back", show=False),
     ]
 
+    ASK_S: ClassVar[float] = 5.0
+    """Seconds between two times of asking what it `wants`."""
+
     filter_text: str = ""
 
     @property
@@ -75,7 +78,7 @@ class View(Screen[None]):
 
     def on_mount(self) -> None:
         self.query_one("#filter", Input).display = False
-        self.set_interval(5.0, self.ask)
+        self.set_interval(self.ASK_S, self.ask)
 
     def on_screen_resume(self) -> None:
         self.ask()

@@ -1,6 +1,7 @@
 """Models that are not here yet: search with a fit before any download, and downloads on their way."""
 
 from litestar import Response, get, post
+from litestar.params import FromPath, FromQuery
 
 from llmbox.app.errors import ApiError
 from llmbox.app.http.forms import form_of
@@ -14,7 +15,7 @@ HITS = 20
 
 
 @get("/models/discover", name="panel_discover")
-async def discover_page(request: PanelRequest, text: str = "") -> Response[str]:
+async def discover_page(request: PanelRequest, text: FromQuery[str] = "") -> Response[str]:
     hits, problem = [], ""
     if text.strip():
         try:
@@ -26,11 +27,11 @@ async def discover_page(request: PanelRequest, text: str = "") -> Response[str]:
 
 @get("/models/activity", sync_to_thread=False, name="panel_activity")
 def activity_page(request: PanelRequest) -> Response[str]:
-    return page(request, "activity.html", "models", downloads=_downloads(panel_of(request)))
+    return page(request, "activity.html", "models", downloads=downloads_of(panel_of(request)))
 
 
 async def activity_pieces(panel: Panel) -> dict[str, str]:
-    return {"downloads": render("live/downloads.html", panel, downloads=_downloads(panel))}
+    return {"downloads": render("live/downloads.html", panel, downloads=downloads_of(panel))}
 
 
 @post("/models/pull", status_code=200, name="panel_pull")
@@ -42,7 +43,7 @@ async def pull(request: PanelRequest) -> Response[str]:
 
 
 @post("/models/download/{what:str}", status_code=200, name="panel_download")
-async def change_download(request: PanelRequest, what: str) -> Response[str]:
+async def change_download(request: PanelRequest, what: FromPath[str]) -> Response[str]:
     downloads = panel_of(request).control.library.downloads
     name = (await form_of(request)).get("model", "")
     if what == "pause":
@@ -57,6 +58,6 @@ async def change_download(request: PanelRequest, what: str) -> Response[str]:
     return done(request, ACTIVITY, f"{said} {name}.")
 
 
-def _downloads(panel: Panel) -> list[dict[str, object]]:
+def downloads_of(panel: Panel) -> list[dict[str, object]]:
     """Newest first."""
     return [each.as_dict(with_files=False) for each in reversed(panel.control.library.downloads.all())]

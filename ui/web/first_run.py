@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from litestar import Response, get
 
 from llmbox.app.catalog import DiskModel, on_disk
+from llmbox.app.cli.clients import GUIDES
 from llmbox.app.http.admin.models import describe_all
+from llmbox.app.http.admin.schema import Model
+from llmbox.app.http.sockets import is_loopback
 from llmbox.engine.errors import EngineError
 from llmbox.engine.estimator import MemoryPlan
 from llmbox.engine.machine import Machine, read_machine
 from llmbox.engine.model_config import parse_config
 
-from .render import Panel, PanelRequest, page, panel_of
+from .discover import downloads_of
+from .render import Panel, PanelRequest, page, panel_of, render
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +33,35 @@ class Candidate:
 async def first_run_page(request: PanelRequest) -> Response[str]:
     panel = panel_of(request)
     machine, candidates = await asyncio.to_thread(_look, panel)
-    ready = [each for each in describe_all(panel.control) if each.state == "ready"]
+    loaded = describe_all(panel.control)
+    server = panel.services.settings.server
     return page(
         request,
         "first_run.html",
         "overview",
         machine=machine,
         candidates=candidates,
-        ready=ready,
+        models=loaded,
+        downloads=downloads_of(panel),
+        names=_names(loaded, candidates),
+        needs_key=server.require_key or not is_loopback(panel.control.running.host),
+        guides=GUIDES,
         url=panel.control.running.url,
     )
+
+
+async def first_run_pieces(panel: Panel) -> dict[str, str]:
+    downloads = downloads_of(panel)
+    return {
+        "loaded": render("live/loaded.html", panel, models=describe_all(panel.control)),
+        "downloads": render("live/downloads.html", panel, downloads=downloads) if downloads else "",
+    }
+
+
+def _names(loaded: list[Model], candidates: list[Candidate]) -> list[str]:
+    """What may be asked for, the most ready first: a request loads what is on disk."""
+    ready = [each.name for each in loaded if each.state == "ready"]
+    return list(dict.fromkeys([*ready, *(each.disk.ref.name for each in candidates if each.plan)]))
 
 
 def _look(panel: Panel) -> tuple[Machine, list[Candidate]]:

@@ -5,12 +5,14 @@ from typing import Any
 
 import msgspec
 from litestar import Response, get, post
+from litestar.params import FromPath
 
 from llmbox.app.errors import ApiError
 from llmbox.app.http.admin.keys import changing
 from llmbox.app.http.forms import form_of
 from llmbox.app.security.keys import Key, KeySpec
 from llmbox.app.security.view import view
+from llmbox.app.store.usage import usage_by_key
 
 from .forms import done
 from .render import PanelRequest, page, panel_of
@@ -20,9 +22,9 @@ DAY = 86400.0
 LIVES = (("", "Never"), ("1", "In a day"), ("30", "In 30 days"), ("90", "In 90 days"), ("365", "In a year"))
 
 
-@get("/keys", sync_to_thread=False, name="panel_keys")
-def keys_page(request: PanelRequest) -> Response[str]:
-    return _page(request)
+@get("/keys", name="panel_keys")
+async def keys_page(request: PanelRequest) -> Response[str]:
+    return await _page(request)
 
 
 @post("/keys", status_code=200, name="panel_key_add")
@@ -33,25 +35,25 @@ async def add_key(request: PanelRequest) -> Response[str]:
         spec = _spec(form)
         key, secret = await changing(lambda: keys.add(spec))
     except ApiError as error:
-        return _page(request, error.status, problem=error.message, form=form)
-    return _page(request, 201, made=key, secret=secret)
+        return await _page(request, error.status, problem=error.message, form=form)
+    return await _page(request, 201, made=key, secret=secret)
 
 
 @post("/keys/{name:str}/rotate", status_code=200, name="panel_key_rotate")
-async def rotate_key(request: PanelRequest, name: str) -> Response[str]:
+async def rotate_key(request: PanelRequest, name: FromPath[str]) -> Response[str]:
     keys = panel_of(request).services.security.keys
     key, secret = await changing(lambda: keys.rotate(name))
-    return _page(request, made=key, secret=secret)
+    return await _page(request, made=key, secret=secret)
 
 
 @post("/keys/{name:str}/revoke", status_code=200, name="panel_key_revoke")
-async def revoke_key(request: PanelRequest, name: str) -> Response[str]:
+async def revoke_key(request: PanelRequest, name: FromPath[str]) -> Response[str]:
     security = panel_of(request).services.security
     await changing(lambda: security.revoke(name))
     return done(request, BACK, f"Revoked {name}: it is refused from now on.")
 
 
-def _page(
+async def _page(
     request: PanelRequest,
     status: int = 200,
     *,
@@ -68,6 +70,7 @@ def _page(
         "keys",
         status,
         keys=[view(key, security.used) for key in security.keys.list()],
+        usage=await usage_by_key(panel.services.request_log),
         made=made,
         secret=secret,
         problem=problem,

@@ -5,12 +5,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Final
 
 from litestar import get
+from litestar.params import FromPath
 
 from llmbox.app.errors import ApiError
 from llmbox.app.http.credentials import identity_of
 from llmbox.app.http.sse import EventStreamResponse, StreamOptions
 
 from .discover import activity_pieces
+from .first_run import first_run_pieces
 from .memory import memory_pieces
 from .models import models_pieces
 from .overview import overview_pieces
@@ -21,6 +23,7 @@ Pieces = Callable[[Panel], Awaitable[dict[str, str]]]
 """HTML by the name that the page's `sse-swap` says."""
 
 VIEWS: Final[dict[str, Pieces]] = {
+    "first-run": first_run_pieces,
     "overview": overview_pieces,
     "models": models_pieces,
     "activity": activity_pieces,
@@ -33,7 +36,7 @@ OPTIONS = StreamOptions(endless=True, last=b"")
 
 
 @get("/live/{view:str}", sync_to_thread=False, name="panel_live")
-def live(request: PanelRequest, view: str) -> EventStreamResponse:
+def live(request: PanelRequest, view: FromPath[str]) -> EventStreamResponse:
     pieces = VIEWS.get(view)
     if pieces is None:
         raise ApiError(404, "No page of that name updates by itself.", "not_found")

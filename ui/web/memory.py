@@ -1,80 +1,94 @@
-"""Where memory goes: weights, KV blocks by state, workspace, per model."""
+"""Where memory goes: per device, per model, per KV block."""
 
 from dataclasses import dataclass
+from typing import Any, Final
 
 from litestar import Response, get
 
-from llmbox.app.telemetry.snapshot import Engine, Tick
+from llmbox.app.telemetry.blocks import Blocks
+from llmbox.app.telemetry.devices import KINDS, Device, devices_of
 
 from .render import Panel, PanelRequest, page, panel_of, render
 
-MOST_CELLS = 480
-COLUMNS = 60
+COLUMNS: Final = 96
+MOST_CELLS: Final = COLUMNS * 16
+CELL: Final = 10
+"""Side of a square, in the map's own units."""
+LABELS: Final = dict(zip(KINDS, ("weights", "KV in use", "KV cached", "KV free", "workspace"), strict=True))
+DAY: Final = 86400
+MOST_MARKS: Final = 12
+MOST_PREFIXES: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One or more blocks that share a state. Places are in the map's own units."""
-
-    x: int
-    y: int
-    state: str
-    title: str
+class Bar:
+    device: Device
+    parts: list[tuple[str, float, float]]
+    """(kind, start, share) of the device's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Map:
-    engine: Engine
-    cells: list[Cell]
-    blocks_a_cell: int
-    rows: int
-    parts: list[tuple[str, float, float]]
-    """(kind, start, share) of the model's memory."""
+    blocks: Blocks
+    paths: dict[str, str]
+    """By state: the squares as one SVG path."""
+    width: int
+    height: int
+    cells: str
+    """What the page's script reads: `count,live,cached,owner,holders` for each run of squares."""
 
 
 @get("/memory", name="panel_memory")
 async def memory_page(request: PanelRequest) -> Response[str]:
-    tick = await panel_of(request).services.telemetry.newest()
-    return page(request, "memory.html", "memory", maps=maps_of(tick), tick=tick)
+    values = await _values(panel_of(request))
+    return page(request, "memory.html", "memory", **values)
 
 
 async def memory_pieces(panel: Panel) -> dict[str, str]:
-    tick = await panel.services.telemetry.newest()
-    return {"maps": render("live/maps.html", panel, maps=maps_of(tick))}
+    values = await _values(panel)
+    return {name: render(f"live/{name}.html", panel, **values) for name in ("devices", "maps", "marks")}
 
 
-def maps_of(tick: Tick) -> list[Map]:
-    return [_map(engine) for engine in tick.engines if engine.blocks_total]
+async def _values(panel: Panel) -> dict[str, Any]:
+    telemetry = panel.services.telemetry
+    tick = await telemetry.newest()
+    return {
+        "tick": tick,
+        "bars": [_bar(device) for device in devices_of(tick)],
+        "labels": LABELS,
+        "maps": [_map(blocks) for blocks in await telemetry.blocks.read(MOST_CELLS)],
+        "most_prefixes": MOST_PREFIXES,
+        "engines": {engine.model: engine for engine in tick.engines},
+        "marks": await telemetry.marks.since(tick.time - DAY, MOST_MARKS),
+    }
 
 
-def _map(engine: Engine) -> Map:
-    each = -(-engine.blocks_total // MOST_CELLS)
-    cells = []
-    edges = (engine.blocks_live, engine.blocks_live + engine.blocks_cached)
-    for index, first in enumerate(range(0, engine.blocks_total, each)):
-        state = "used" if first < edges[0] else "cached" if first < edges[1] else "free"
-        word = {"used": "in use", "cached": "cached", "free": "free"}[state]
-        last = min(first + each, engine.blocks_total)
-        tokens = (last - first) * engine.block_size
-        title = f"{last - first} of {engine.blocks_total} blocks, {tokens} tokens: {word}"
-        cells.append(Cell(index % COLUMNS * 10, index // COLUMNS * 10, state, title))
-    return Map(engine, cells, each, -(-len(cells) // COLUMNS) * 10, _parts(engine))
-
-
-def _parts(engine: Engine) -> list[tuple[str, float, float]]:
-    whole = engine.weights_bytes + engine.kv_bytes + engine.workspace_bytes
-    if not whole:
-        return []
-    block = engine.kv_bytes / engine.blocks_total
-    sizes = (
-        ("weights", engine.weights_bytes),
-        ("used", engine.blocks_live * block),
-        ("cached", engine.blocks_cached * block),
-        ("free", engine.blocks_free * block),
-        ("others", engine.workspace_bytes),
-    )
+def _bar(device: Device) -> Bar:
     parts, start = [], 0.0
-    for kind, size in sizes:
-        parts.append((kind, start, size / whole))
-        start += size / whole
-    return parts
+    for part in device.parts if device.total else ():
+        share = part.size / device.total
+        parts.append((part.kind, start, share))
+        start += share
+    return Bar(device, parts)
+
+
+def _map(blocks: Blocks) -> Map:
+    paths = {"live": "", "cached": "", "free": ""}
+    at = 0
+    for run in blocks.cells:
+        paths[run.state] += _strips(at, run.count)
+        at += run.count
+    cells = ";".join(f"{run.count},{run.live},{run.cached},{run.owner},{run.holders}" for run in blocks.cells)
+    width = min(at, COLUMNS) * CELL
+    return Map(blocks, paths, width, -(-at // COLUMNS) * CELL, cells)
+
+
+def _strips(first: int, count: int) -> str:
+    """Neighbouring squares, row by row."""
+    path, last = "", first + count
+    while first < last:
+        row, column = divmod(first, COLUMNS)
+        end = min(last, (row + 1) * COLUMNS)
+        path += f"M{column * CELL} {row * CELL}h{(end - first) * CELL}v{CELL}h-{(end - first) * CELL}z"
+        first = end
+    return path

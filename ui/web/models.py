@@ -13,6 +13,7 @@ from llmbox.app.http.admin.models import describe_all
 from llmbox.app.http.forms import form_of
 
 from .forms import done
+from .model_plan import asked_of, options_of
 from .render import Panel, PanelRequest, page, panel_of, render
 
 BACK = "/admin/models"
@@ -42,9 +43,7 @@ async def load_model(request: PanelRequest) -> Response[str]:
     control = panel_of(request).control
     form = await form_of(request)
     try:
-        options = {
-            name: _number(form[name], name) for name in ("ctx", "memory") if form.get(name, "").strip()
-        }
+        options = {name.partition(".")[2]: value for name, value in options_of(asked_of(form)).items()}
         wanted = await asyncio.to_thread(control.model_request, form.get("model", ""), None, options)
         control.begin_load(wanted)
     except CliError as error:
@@ -78,10 +77,3 @@ async def _rows(panel: Panel) -> list[Row]:
         Row(model.name, model.ref, disk.pop(model.ref, None), model) for model in describe_all(panel.control)
     ]
     return rows + [Row(model.ref.name, ref, model, None) for ref, model in disk.items()]
-
-
-def _number(text: str, name: str) -> float | int:
-    try:
-        return int(text) if name == "ctx" else float(text)
-    except ValueError:
-        raise ApiError(400, f"{name} must be a number, not {text[:40]!r}.", "invalid_value", name) from None

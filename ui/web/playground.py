@@ -1,16 +1,56 @@
-"""Try a model. The page's script talks to the same API as every client."""
+"""Try models, one or two side by side. The page's script talks to the same API as every client."""
+
+from typing import Final
 
 from litestar import Response, get
+from litestar.params import FromQuery
 
 from llmbox.app.http.admin.models import describe_all
+from llmbox.app.http.openai.fields import ChatCompletionRequest
+from llmbox.app.http.openai.unsupported import is_supported
 
 from .render import PanelRequest, page, panel_of
 
+PARAMETERS: Final = (
+    ("max_tokens", "Most tokens", "512"),
+    ("temperature", "Temperature", ""),
+    ("top_p", "Top p", ""),
+    ("top_k", "Top k", ""),
+    ("min_p", "Min p", ""),
+    ("presence_penalty", "Presence penalty", ""),
+    ("frequency_penalty", "Frequency penalty", ""),
+    ("repetition_penalty", "Repetition penalty", ""),
+    ("seed", "Seed", ""),
+)
+"""Numbers: field of the API, label, value at first. What is empty is left to the model."""
+_ASKED_FOR: Final = (("response_format", "JSON schemas"), ("tools", "Tools"))
+"""What people look for in a playground, by the field that would carry it."""
+
+
+def missing() -> list[tuple[str, str]]:
+    """(name, why) of what this page would offer if the API had it."""
+    lacking = [
+        (name, f"the API refuses {field}, with 400")
+        for field, name in _ASKED_FOR
+        if not is_supported(ChatCompletionRequest, field)
+    ]
+    return [*lacking, ("Embeddings", "the API has no such route; no model here makes any")]
+
 
 @get("/playground", sync_to_thread=False, name="panel_playground")
-def playground_page(request: PanelRequest, model: str = "") -> Response[str]:
+def playground_page(
+    request: PanelRequest, model: FromQuery[str] = "", other: FromQuery[str] = ""
+) -> Response[str]:
     panel = panel_of(request)
     ready = [each for each in describe_all(panel.control) if each.state in {"ready", "restarting"}]
     return page(
-        request, "playground.html", "playground", models=ready, chosen=model, url=panel.control.running.url
+        request,
+        "playground.html",
+        "playground",
+        models=ready,
+        chosen=model,
+        other=other,
+        parameters=PARAMETERS,
+        missing=missing(),
+        url=panel.control.running.url,
     )

@@ -6,14 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
 
-from litestar import Response, get, post
+from litestar import MediaType, Response, get, post
+from litestar.params import FromPath, FromQuery
 
 from llmbox.app.errors import ApiError
+from llmbox.app.http.admin.requests import readable
+from llmbox.app.http.credentials import identity_of
+from llmbox.app.http.disconnect import while_connected
+from llmbox.app.requests.detail import detail_of
+from llmbox.app.requests.replay import replay
 from llmbox.app.store.record import RecordFilter, RequestRecord
 
-from .forms import done
+from .forms import done, is_fragment
 from .render import Panel, PanelRequest, page, panel_of, render
-from .snippets import as_curl, as_python
 
 ROWS = 50
 SINCE = (("", "All time"), ("3600", "Last hour"), ("86400", "Last day"), ("604800", "Last week"))
@@ -25,6 +30,7 @@ class Filter:
     """As the URL says it, so that a view can be sent to somebody."""
 
     model: str
+    key: str
     status: str
     since: str
     before: str
@@ -33,6 +39,7 @@ class Filter:
         status, since = _number(self.status, "status"), _number(self.since, "since")
         return RecordFilter(
             model=self.model or None,
+            key=self.key or None,
             status=status,
             errors_only=self.status == "errors",
             since=None if since is None else time.time() - since,
@@ -41,21 +48,26 @@ class Filter:
         )
 
     def query(self, **changes: str) -> str:
-        values = {"model": self.model, "status": self.status, "since": self.since, **changes}
+        values = {"model": self.model, "key": self.key, "status": self.status, "since": self.since, **changes}
         return urlencode({name: value for name, value in values.items() if value})
 
 
-def filter_of(model: str, status: str, since: str, before: str) -> Filter:
-    return Filter(model.strip(), status, since, before)
+def filter_of(model: str = "", key: str = "", status: str = "", since: str = "", before: str = "") -> Filter:
+    return Filter(model.strip(), key.strip(), status, since, before)
 
 
 @get("/requests", name="panel_requests")
 async def requests_page(
-    request: PanelRequest, model: str = "", status: str = "", since: str = "", before: str = ""
+    request: PanelRequest,
+    model: FromQuery[str] = "",
+    key: FromQuery[str] = "",
+    status: FromQuery[str] = "",
+    since: FromQuery[str] = "",
+    before: FromQuery[str] = "",
 ) -> Response[str]:
     panel = panel_of(request)
-    chosen = filter_of(model, status, since, before)
-    rows = await panel.services.request_log.query(chosen.wanted(ROWS + 1))
+    chosen = filter_of(model, key, status, since, before)
+    rows, problem = await readable(panel.services, chosen.wanted(ROWS + 1))
     older = chosen.query(before=str(rows[ROWS - 1][0])) if len(rows) > ROWS else ""
     return page(
         request,
@@ -64,6 +76,7 @@ async def requests_page(
         live=_live(panel),
         most_live=MOST_LIVE,
         rows=[record for _, record in rows[:ROWS]],
+        problem=problem,
         chosen=chosen,
         older=older,
         ranges=SINCE,
@@ -76,28 +89,36 @@ async def requests_pieces(panel: Panel) -> dict[str, str]:
 
 
 @get("/requests/{request_id:str}", name="panel_request")
-async def request_page(request: PanelRequest, request_id: str) -> Response[str]:
+async def request_page(request: PanelRequest, request_id: FromPath[str]) -> Response[str]:
     panel = panel_of(request)
-    live = next((each for each in panel.services.gateway.in_flight() if each.id == request_id), None)
-    record = None if live else await panel.services.request_log.get(request_id)
-    if live is None and record is None:
-        raise ApiError(404, f"No request {request_id!r} is known.", "request_not_found")
-    url = panel.control.running.url
+    detail = await detail_of(panel.control, identity_of(request), request_id)
+    record = detail.request
     return page(
         request,
         "request.html",
         "requests",
-        live=live,
+        detail=detail,
+        live=detail.in_flight,
         record=record,
         phases=_phases(record) if record else [],
         params=json.loads(record.params) if record else {},
-        curl=as_curl(url, record) if record else "",
-        python=as_python(url, record) if record else "",
     )
 
 
+@post("/requests/{request_id:str}/replay", status_code=200, name="panel_replay")
+async def replay_request(request: PanelRequest, request_id: FromPath[str]) -> Response[str]:
+    """The whole answer at once: the page shows that it waits, and leaving it ends the work."""
+    panel = panel_of(request)
+    work = replay(panel.services, identity_of(request), request_id)
+    answer = await while_connected(request.receive, work)
+    if is_fragment(request):
+        html = render("live/replayed.html", panel, replayed=answer)
+        return Response(html, media_type=MediaType.HTML)
+    return page(request, "replayed.html", "requests", replayed=answer)
+
+
 @post("/requests/{request_id:str}/cancel", status_code=200, name="panel_cancel")
-async def cancel_request(request: PanelRequest, request_id: str) -> Response[str]:
+async def cancel_request(request: PanelRequest, request_id: FromPath[str]) -> Response[str]:
     if not panel_of(request).services.gateway.cancel(request_id):
         raise ApiError(404, "That request has ended already.", "request_not_found")
     return done(request, "/admin/requests", f"Cancelled {request_id}.")

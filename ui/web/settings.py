@@ -121,10 +121,20 @@ def _changes(control: Control, form: dict[str, str]) -> list[Change]:
     return found
 
 
-def _who_can_reach(control: Control) -> str:
-    server = control.services.settings.server
-    host = control.running.host
-    if is_loopback(host):
-        rest = "with an API key" if server.require_key else "without a key"
-        return f"Only programs on this machine reach it, {rest}."
-    return f"Every machine that reaches {host} can connect; each request needs an API key."
+def _who_can_reach(control: Control) -> list[str]:
+    """In sentences, from the sockets inwards."""
+    settings, running = control.services.settings.server, control.running
+    keys = [key for key in control.services.security.keys.list() if not key.is_expired()]
+    admins = sum("admin" in key.scopes for key in keys)
+    if is_loopback(running.host):
+        rest = "and each needs an API key" if settings.require_key else "without a key"
+        who = f"Programs on this machine reach the API at {running.url}, {rest}. Other machines do not."
+    else:
+        who = f"Every machine that reaches {running.host} reaches the API; each request needs an API key."
+    names = ", ".join(settings.allowed_hosts)
+    hosts = f"Beside the names of this machine, requests may be addressed to {names}." if names else ""
+    valid = "1 key is valid" if len(keys) == 1 else f"{len(keys)} keys are valid"
+    count = f"{valid}; {admins or 'none'} of them may administer this box."
+    panel = "This panel and the admin API take a one-time link from llmbox up, or an admin key."
+    local = f"The command line uses {running.socket}, which only your user on this machine can open."
+    return [who, *([hosts] if hosts else []), count, panel, local]

@@ -9,6 +9,7 @@ from typing import Any
 
 from litestar import Request, Response, get
 from litestar.datastructures import State
+from litestar.params import FromPath
 
 from llmbox.app.errors import ApiError
 from llmbox.app.http.guard import Access
@@ -49,7 +50,7 @@ def has_libraries() -> bool:
     name="panel_file",
     include_in_schema=False,
 )
-def static_file(request: Request[Any, Any, State], name: str) -> Response[bytes]:
+def static_file(request: Request[Any, Any, State], name: FromPath[str]) -> Response[bytes]:
     found = files().get(name.lstrip("/"))
     if found is None:
         raise ApiError(404, "The panel has no such file.", "not_found")

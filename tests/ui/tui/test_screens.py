@@ -48,9 +48,6 @@ def check(name: str, stage) -> None:
 async def test_screen(stage, number, size):
     name = SCREENS[number - 1].__name__.lower()
     async with stage(size, ticks=tuple(tick(second) for second in range(5))) as scene:
-        scene.api.push("model.ready", {"model": "qwen3-8b", "cause": ""})
-        scene.api.push("model.stopped", {"model": "smollm", "cause": "evicted: 16.0 GB needed for qwen3-8b"})
-        await scene.until(lambda: len(scene.app.state.model_events) == 2)
         await scene.press(str(number))
         await scene.settled()
         check(f"{name}-{size[0]}x{size[1]}", scene)

@@ -1,7 +1,8 @@
 from rich.cells import cell_len
 
 from llmbox.app.telemetry.snapshot import NA
-from llmbox.ui.tui.request_rows import as_curl, time_bar
+from llmbox.ui.tui.facts import request_lines
+from llmbox.ui.tui.request_rows import time_bar
 from llmbox.ui.tui.text import (
     ASCII,
     UNICODE,
@@ -14,8 +15,9 @@ from llmbox.ui.tui.text import (
     seconds,
     size,
     spark,
+    wrapped,
 )
-from support.snapshots import record
+from support.snapshots import detail, record
 
 
 def test_fit_is_exact_for_any_text():
@@ -59,9 +61,24 @@ def test_where_the_time_went():
     assert time_bar({"age": 3.0}, 20, UNICODE) == []
 
 
-def test_curl_of_a_completion_is_safe_to_paste():
-    text = as_curl(record(1, endpoint="/v1/completions", model="it's", seed=None), "http://h:1")
-    assert text == (
-        "curl http://h:1/v1/completions -H 'Content-Type: application/json' "
-        """-d '{"model": "it'\\''s", "prompt": "...", "temperature": 0.7}'"""
-    )
+def test_a_request_in_full_has_its_prompt_and_answer():
+    content = {"prompts": ["<|user|>\n\n" + "word " * 20], "outputs": ["said \x1b[31m this", "and that"]}
+    answer = {**detail(record(1)), "content": content, "content_note": ""}
+    text = ["".join(span for span, _ in line) for line in request_lines(answer, 40, UNICODE)]
+    assert all(len(line) <= 68 for line in text)
+    assert "Prompt ─────────────────────────────────" in text
+    assert text[-5:] == [
+        "Answer ─────────────────────────────────",
+        "said \\x1b[31m this",
+        "",
+        "Answer ─────────────────────────────────",
+        "and that",
+    ]
+    assert "shared with an earlier prompt" in " ".join(text)
+    assert request_lines({"request": record(1)}, 40, UNICODE), "rows of the event stream have no notes"
+
+
+def test_wrapping_breaks_words_that_are_too_long():
+    lines = ["".join(span for span, _ in line) for line in wrapped("ab " + "x" * 12 + " 漢字漢字 c", 5)]
+    assert lines == ["ab", "xxxxx", "xxxxx", "xx", "漢字", "漢字", "c"]
+    assert wrapped("", 5) == []

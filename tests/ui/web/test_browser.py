@@ -3,25 +3,11 @@
 Screenshots are kept under build/screenshots.
 """
 
-import importlib.util
-import json
-import shutil
-import sys
-import tempfile
-import warnings
-from collections.abc import Iterator
-from pathlib import Path
-
 import httpx
 import pytest
 
-from support.panel_box import Panel, panel
+from support.browser import SHOTS, WIDTHS, Window, needs_browser, serious_problems
 
-__all__ = ["panel"]
-
-ROOT = Path(__file__).parents[3]
-SHOTS = ROOT / "build" / "screenshots"
-WIDTHS = {"desktop": 1280, "tablet": 820, "phone": 390}
 PAGES = {
     "first-run": "/admin/first-run",
     "overview": "/admin",
@@ -37,76 +23,7 @@ PAGES = {
     "settings": "/admin/settings",
     "system": "/admin/system",
 }
-CHROMIUM = shutil.which("chromium")
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-MISSING = [
-    *([] if CHROMIUM else ["chromium (apt-get install chromium)"]),
-    *([] if importlib.util.find_spec("playwright") else ["playwright (pip install playwright)"]),
-    *([] if (ROOT / "ui/web/static/vendor/htmx.min.js").exists() else ["python packaging/hatch_build.py"]),
-]
-if MISSING:
-    warnings.warn(f"THE PANEL IS NOT TESTED IN A BROWSER: missing {', '.join(MISSING)}", stacklevel=1)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"NO BROWSER TESTS: missing {', '.join(MISSING)}"),
-]
-
-
-class Window:
-    """A page of a signed-in browser, with what went wrong in it."""
-
-    def __init__(self, panel: Panel, page) -> None:
-        self.panel, self.page = panel, page
-        self.problems: list[str] = []
-        self.strangers: list[str] = []
-        page.on("console", self._console)
-        page.on("pageerror", lambda error: self.problems.append(str(error)))
-        page.on("request", self._request)
-
-    def open(self, path: str) -> None:
-        self.page.goto(self.panel.url + path)
-
-    def _console(self, message) -> None:
-        if message.type in {"error", "warning"}:
-            self.problems.append(message.text)
-
-    def _request(self, request) -> None:
-        if not request.url.startswith(self.panel.url + "/"):
-            self.strangers.append(request.url)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield launched
-        launched.close()
-
-
-@pytest.fixture(scope="module")
-def session(panel: Panel, browser) -> dict:
-    """Signed in by the printed link, as a person would."""
-    context = browser.new_context()
-    page = context.new_page()
-    page.goto(panel.sign_in_link())
-    page.get_by_role("button", name="Sign in").click()
-    page.get_by_role("heading", name="Overview").wait_for()
-    state = context.storage_state()
-    context.close()
-    return state
-
-
-@pytest.fixture
-def window(panel: Panel, browser, session) -> Iterator[Window]:
-    context = browser.new_context(storage_state=session, viewport={"width": 1280, "height": 860})
-    context.set_default_timeout(15_000)
-    opened = Window(panel, context.new_page())
-    yield opened
-    context.close()
-    assert opened.problems == []
-    assert opened.strangers == []
+pytestmark = needs_browser
 
 
 def test_a_request_appears_by_itself_and_can_be_cancelled(window: Window):
@@ -127,11 +44,12 @@ def test_from_nothing_to_a_first_answer(window: Window):
     window.open("/admin/first-run")
     page = window.page
     page.get_by_text("checks pass").wait_for()
-    page.get_by_role("link", name="Ask tiny something").click()
-    page.get_by_label("Prompt", exact=True).fill("hello")
+    assert page.locator("select[name=model]").input_value() == "tiny"
+    page.get_by_label("Message", exact=True).fill("hello")
     page.get_by_role("button", name="Send").click()
     page.locator(".measure").wait_for()
-    assert page.locator("select[name=model]").input_value() == "tiny"
+    assert page.locator("#answer").text_content()
+    assert "first token" in page.locator(".measure").text_content()
 
 
 def test_a_model_is_unloaded_and_loaded(window: Window):
@@ -163,22 +81,6 @@ def test_a_model_is_found_downloaded_and_there(window: Window):
     page.locator(".state.ready").wait_for()
     page.get_by_role("link", name="Installed").click()
     page.get_by_role("link", name="org/little").wait_for()
-
-
-def test_the_playground_answers_with_its_speed(window: Window):
-    window.open("/admin/playground")
-    page = window.page
-    page.get_by_label("Kind").select_option("completion")
-    page.get_by_label("Prompt", exact=True).fill("hello there")
-    page.get_by_role("button", name="Send").click()
-    page.locator(".measure").wait_for()
-    assert page.locator(".turn.answer .what").text_content()
-    box = page.locator(".turn.answer .what").bounding_box()
-    assert box is not None
-    assert box["width"] > 300  # text runs across the page
-    assert "first token" in page.locator(".measure").text_content()
-    page.get_by_text("View as API call").click()
-    assert "/v1/completions" in page.locator("#call").text_content()
 
 
 def test_a_key_lives_and_ends(window: Window):
@@ -250,33 +152,9 @@ def test_pages_fit_and_are_accessible(window: Window, axe: str, scheme: str):
     for name, path in PAGES.items():
         window.open(path)
         page.locator("h1").wait_for()
-        page.evaluate(axe)  # by the protocol: the content policy would refuse a script element
-        result = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
-        found += [
-            (name, each["id"], each["nodes"][0]["html"][:200])
-            for each in result["violations"]
-            if each["impact"] in {"serious", "critical"}
-        ]
+        found += [(name, *each) for each in serious_problems(page, axe)]
         for width_name, width in WIDTHS.items() if scheme == "light" else [("desktop", 1280)]:
             page.set_viewport_size({"width": width, "height": 860})
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (name, width)
             page.screenshot(path=SHOTS / f"{name}-{width_name}-{scheme}.png", full_page=True)
     assert found == []
-
-
-@pytest.fixture(scope="module")
-def axe() -> str:
-    """axe-core, of the version and hash in the lock file; kept under build."""
-    version = json.loads((ROOT / "ui/web/package.json").read_text())["devDependencies"]["axe-core"]
-    kept = ROOT / "build" / f"axe-{version}.js"
-    if not kept.exists():
-        sys.path.append(str(ROOT / "packaging"))
-        from hatch_build import install
-
-        with tempfile.TemporaryDirectory() as folder:
-            modules, why = install(Path(folder), dev=True)
-            if why:
-                pytest.skip(f"NO ACCESSIBILITY CHECK: axe-core cannot be fetched ({why})")
-            kept.parent.mkdir(exist_ok=True)
-            shutil.copyfile(modules / "axe-core" / "axe.min.js", kept)
-    return kept.read_text()

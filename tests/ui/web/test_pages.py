@@ -1,17 +1,16 @@
 """Every page of the panel, as a browser without scripts sees it."""
 
+import io
 import json
 import re
+import sqlite3
 import time
+import zipfile
 from html.parser import HTMLParser
 from pathlib import Path
 
 import httpx
 import pytest
-
-from support.panel_box import panel, signed_in
-
-__all__ = ["panel", "signed_in"]
 
 ROOT = Path(__file__).parents[3]
 PAGES = [
@@ -22,6 +21,7 @@ PAGES = [
     "/admin/models/activity",
     "/admin/models/show?ref=builtin",
     "/admin/models/show?ref=builtin&ctx=999999999",
+    "/admin/models/template?ref=builtin",
     "/admin/requests",
     "/admin/playground",
     "/admin/telemetry",
@@ -146,9 +146,49 @@ def test_a_request_in_detail_can_be_made_again(panel, signed_in):
     time.sleep(0.5)
     row = signed_in.get("/admin/requests.json?model=tiny").json()["requests"][0]
     page = signed_in.get(f"/admin/requests/{row['id']}").text
-    for words in ("Timeline", "From the prefix cache", "curl ", "client.completions.create"):
+    for words in ("Timeline", "Found there", "curl ", "client.completions.create"):
         assert words in page
     assert signed_in.get("/admin/requests/none").status_code == 404
+
+
+def test_a_plan_is_computed_anew_for_what_is_chosen(signed_in):
+    plain = signed_in.get("/admin/models/plan?ref=builtin").text
+    halved = signed_in.get("/admin/models/plan?ref=builtin&quant=int8&kv_dtype=int8&ctx=512").text
+    assert plain != halved
+    assert "as int8" in halved
+    assert "a context of 512 tokens" in halved
+    assert 'name="quant" value="int8"' in halved  # what the button loads
+    assert "each of 2 ranks" in signed_in.get("/admin/models/plan?ref=builtin&tp=2").text
+    assert "must be" in signed_in.get("/admin/models/plan?ref=builtin&ctx=many").text
+    assert signed_in.get("/admin/models/plan?ref=nobody/none").status_code == 404
+
+
+def test_a_template_is_tried_with_messages_that_stay_text(signed_in):
+    page = signed_in.get("/admin/models/template", params={"ref": "builtin", "user": "<b>hi</b><|im_end|>"})
+    assert "&lt;b&gt;hi&lt;/b&gt;&lt;|im_end|&gt;" in page.text
+    assert "&lt;|im_start|&gt;assistant" in page.text
+    piece = signed_in.get("/admin/models/template?ref=builtin", headers={"HX-Request": "true"}).text
+    assert "<html" not in piece
+    assert re.search(r"\d+ tokens", piece)
+
+
+def test_an_alias_is_set_changed_and_removed(panel, signed_in):
+    address = "/admin/models/show?ref=builtin"
+    token = csrf(signed_in.get(address).text)
+    form = {
+        "csrf_token": token,
+        "ref": "builtin",
+        "name": "terse",
+        "temperature": "0.2",
+        "system": "Be brief.",
+    }
+    assert "Be brief." in signed_in.post("/admin/models/alias", data=form).text
+    form["temperature"] = "9"
+    refused = signed_in.post("/admin/models/alias", data=form)
+    assert (refused.status_code, "from 0 to 2" in refused.text) == (400, True)
+    assert panel.box.run("alias", "ls", "-q").out.split() == ["terse"]
+    gone = signed_in.post("/admin/models/alias/remove", data=form).text
+    assert "No alias stands for this model." in gone
 
 
 def test_a_key_is_made_shown_once_and_revoked(signed_in):
@@ -162,7 +202,39 @@ def test_a_key_is_made_shown_once_and_revoked(signed_in):
     assert 'value="no one"' in refused.text
     twice = signed_in.post("/admin/keys", data={"csrf_token": token, "name": "app", "scope_infer": "1"})
     assert twice.status_code == 409
-    assert "app" not in re.findall(r'<th scope="row">(\w+)', revoke(signed_in, token, "app"))
+    assert "app" not in re.findall(r"<h2>(\w+)</h2>", revoke(signed_in, token, "app"))
+
+
+def test_what_a_key_used_is_told(panel, signed_in):
+    secret = panel.box.run("key", "add", "worker").out.strip()
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
+    asked = httpx.post(
+        f"{panel.url}/v1/completions", json=body, headers={"Authorization": f"Bearer {secret}"}, timeout=30
+    )
+    time.sleep(0.5)
+    used = asked.json()["usage"]
+    page = signed_in.get("/admin/keys").text
+    assert f"{used['prompt_tokens']} <small>tokens in</small> 5 <small>out" in page
+    assert "only times, counts and parameters" in page
+    (row,) = [row for row in panel.box.run("key", "ls", "--json").json["keys"] if row["name"] == "worker"]
+    assert (row["usage"]["requests"], row["usage"]["tokens_out"]) == (1, 5)
+    panel.box.run("key", "rm", "worker")
+
+
+def test_a_backup_and_a_bundle_can_be_taken_away(panel, signed_in, tmp_path):
+    panel.complete()
+    time.sleep(0.5)
+    token = {"csrf_token": csrf(signed_in.get("/admin/system").text)}
+    backup = signed_in.post("/admin/system/backup", data=token)
+    assert "llmbox-backup-" in backup.headers["content-disposition"]
+    (tmp_path / "copy.db").write_bytes(backup.content)
+    with sqlite3.connect(tmp_path / "copy.db") as copy:
+        assert copy.execute("SELECT count(*) FROM request").fetchone()[0] > 0
+    bundle = signed_in.post("/admin/system/bundle", data=token)
+    with zipfile.ZipFile(io.BytesIO(bundle.content)) as parts:
+        assert {"findings.json", "settings.json", "daemon.log"} <= set(parts.namelist())
+    assert list(panel.box.paths.state_dir.glob(".*-llmbox-*")) == []
+    assert signed_in.post("/admin/system/backup").status_code == 403
 
 
 def revoke(client: httpx.Client, token: str, name: str) -> str:

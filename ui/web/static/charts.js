@@ -6,14 +6,20 @@ const names = [...plots.querySelectorAll(".plot")].flatMap((each) => each.datase
 const asOf = document.getElementById("as-of");
 const charts = [];
 let data = { times: [], series: {} };
+let marks = [];
 let stream = null;
 
 const write = {
-  rate: (value) => (value < 100 ? value.toFixed(1) : Math.round(value).toLocaleString("en")),
+  rate: (value) => (value < 10 ? String(Math.round(value * 100) / 100) : Math.round(value).toLocaleString("en")),
   count: (value) => String(Math.round(value * 10) / 10),
+  megahertz: (value) => `${Math.round(value)} MHz`,
+  degrees: (value) => `${Math.round(value)} °C`,
   seconds: (value) => (value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(1)} s`),
   share: (value) => `${Math.round(value * 100)} %`,
-  bytes: (value) => (value < 1e9 ? `${Math.round(value / 1e6)} MB` : `${(value / 1e9).toFixed(1)} GB`),
+  bytes: (value) => {
+    const [unit, name] = [[1e9, "GB"], [1e6, "MB"], [1e3, "kB"]].find(([size]) => value >= size) ?? [1, "B"];
+    return value ? `${Math.round((value / unit) * 10) / 10} ${name}` : "0";
+  },
   watts: (value) => `${Math.round(value)} W`,
 };
 
@@ -23,6 +29,32 @@ function clock(unix) {
   const time = `${two(when.getHours())}:${two(when.getMinutes())}`;
   if (range <= 600) return `${time}:${two(when.getSeconds())}`;
   return range <= 86400 ? time : `${when.getMonth() + 1}/${when.getDate()} ${time}`;
+}
+
+const MARKS = { load: "--chart-1", eviction: "--chart-2", refusal: "--chart-2", restart: "--fail", failure: "--fail" };
+
+// Vertical lines where something happened; what it was stands in the legend when the cursor is near.
+function drawMarks(chart) {
+  const { ctx, bbox } = chart;
+  ctx.save();
+  ctx.lineWidth = devicePixelRatio;
+  ctx.setLineDash([4 * devicePixelRatio, 3 * devicePixelRatio]);
+  for (const mark of marks) {
+    const x = Math.round(chart.valToPos(mark.time, "x", true));
+    if (x < bbox.left || x > bbox.left + bbox.width) continue;
+    ctx.strokeStyle = css(MARKS[mark.kind] ?? "--quiet");
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+  }
+  ctx.restore();
+}
+
+function at(chart, unix) {
+  if (unix == null) return "–";
+  const near = marks.find((mark) => Math.abs(chart.valToPos(mark.time, "x") - chart.valToPos(unix, "x")) < 5);
+  return near ? `${clock(unix)}, ${near.kind} of ${near.model}` : clock(unix);
 }
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -42,13 +74,14 @@ function draw(figure) {
       height: 180,
       cursor: { sync: { key: "telemetry" }, y: false },
       legend: { live: true },
-      scales: { y: { range: (_, low, high) => [Math.min(0, low ?? 0), figure.dataset.unit === "share" ? 1 : (high ?? 1) * 1.1 || 1] } },
-      axes: [{ ...axis, space: 80, size: 30, values: (_, marks) => marks.map(clock) }, { ...axis, size: 64, values: (_, marks) => marks.map(text) }],
+      hooks: { drawAxes: [drawMarks] },
+      scales: { x: { range: () => [Date.now() / 1000 - range, Date.now() / 1000] }, y: { range: (_, low, high) => [Math.min(0, low ?? 0), figure.dataset.unit === "share" ? 1 : (high ?? 1) * 1.1 || 1] } },
+      axes: [{ ...axis, space: 80, size: 30, values: (_, marks) => marks.map(clock) }, { ...axis, size: 64, values: (_, marks) => marks.map(text), ...(figure.dataset.unit === "count" && { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] }) }],
       series: [
-        { label: "at", value: (_, value) => (value == null ? "–" : clock(value)) },
+        { label: "at", value: at },
         ...wanted.map((_, index) => ({
           label: labels[index],
-          stroke: css(index ? "--chart-2" : "--chart-1"),
+          stroke: index < 2 ? css(`--chart-${index + 1}`) : `hsl(${(index * 67 + 200) % 360} 50% 55%)`,
           width: 1.5,
           spanGaps: false,
           points: { show: false },
@@ -59,17 +92,23 @@ function draw(figure) {
     columns(wanted),
     canvas,
   );
-  charts.push({ chart, wanted, canvas });
+  charts.push({ chart, wanted, canvas, none: figure.querySelector(".none") });
 }
 
 function refresh() {
-  for (const { chart, wanted } of charts) chart.setData(columns(wanted));
+  for (const { chart, wanted, none } of charts) {
+    const drawn = columns(wanted);
+    chart.setData(drawn);
+    none.hidden = drawn.slice(1).some((column) => column.some((value) => value != null));
+  }
 }
 
 async function load() {
   const since = Math.floor(Date.now() / 1000) - range;
-  const response = await fetch(`/admin/api/telemetry?since=${since}&series=${names.join(",")}`);
-  if (response.ok) data = await response.json();
+  const wanted = [`telemetry?since=${since}&series=${names.join(",")}`, `marks?since=${since}`];
+  const [history, happened] = await Promise.all(wanted.map((path) => fetch(`/admin/api/${path}`)));
+  if (history.ok) data = await history.json();
+  if (happened.ok) ({ marks } = await happened.json());
   refresh();
 }
 
@@ -95,6 +134,9 @@ function follow() {
   stream = new EventSource("/admin/api/events");
   stream.addEventListener("open", () => ((asOf.dataset.state = "live"), (asOf.textContent = "live")));
   stream.addEventListener("error", () => ((asOf.dataset.state = "lost"), (asOf.textContent = "connection lost, trying again")));
+  for (const kind of ["ready", "evicted", "restarting", "failed"]) {
+    stream.addEventListener(`model.${kind}`, () => setTimeout(load, 200));
+  }
   if (range <= 600) stream.addEventListener("tick", (event) => add(JSON.parse(event.data)));
 }
 
@@ -113,5 +155,6 @@ addEventListener("resize", () => {
 });
 setInterval(() => range > 600 && !document.hidden && load(), 60_000);
 
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => location.reload());
 for (const figure of plots.querySelectorAll(".plot")) draw(figure);
 resume();

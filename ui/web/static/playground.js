@@ -1,128 +1,100 @@
-// Chat and raw completion against the real API, as any client would speak to it.
+// The playground: what the form says, sent to one model or to two, through the API that every client uses.
+
+import { answerOf } from "./playground-answer.js";
+import { asCurl, asPython } from "./playground-calls.js";
 
 const form = document.getElementById("playground");
-const talk = document.getElementById("talk");
-const messages = [];
 let stopper = null;
 
-const numbers = { temperature: Number, max_tokens: Number, seed: Number };
-
-function body() {
-  const fields = new FormData(form);
-  const made = { model: fields.get("model"), stream: true, stream_options: { include_usage: true } };
-  for (const [name, read] of Object.entries(numbers)) {
-    const text = fields.get(name).trim();
-    if (text) made[name] = read(text);
+class Pane {
+  constructor(element) {
+    this.element = element;
+    this.talk = element.querySelector(".talk");
+    this.select = form.elements[element.dataset.pane];
+    this.clear();
   }
-  const prompt = fields.get("prompt");
-  if (fields.get("kind") === "completion") return ["/v1/completions", { ...made, prompt }];
-  const system = fields.get("system").trim();
-  const said = [...messages, { role: "user", content: prompt }];
-  return ["/v1/chat/completions", { ...made, messages: system ? [{ role: "system", content: system }, ...said] : said }];
-}
 
-function showCall() {
-  const [path, made] = body();
-  const json = JSON.stringify(made, null, 2).replaceAll("'", "'\\''");
-  document.getElementById("call").textContent =
-    `curl -N ${form.dataset.url}${path} \\\n  -H 'Content-Type: application/json' \\\n  -d '${json}'`;
-}
+  get model() {
+    return this.select.value;
+  }
 
-function add(role, text) {
-  talk.querySelector(".empty")?.remove();
-  const turn = document.createElement("div");
-  turn.className = `turn ${role}`;
-  const who = document.createElement("p");
-  who.className = "who";
-  who.textContent = role === "user" ? "You" : form.elements.model.value;
-  const what = document.createElement("p");
-  what.className = "what";
-  what.textContent = text;
-  turn.append(who, what);
-  talk.append(turn);
-  talk.scrollTop = talk.scrollHeight;
-  return turn;
-}
+  clear() {
+    this.messages = [];
+    this.talk.innerHTML = '<p class="empty">Nothing asked yet.</p>';
+  }
 
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const lines = (rest + value).split("\n");
-    rest = lines.pop();
-    for (const line of lines) {
-      if (line.startsWith("data: ") && line !== "data: [DONE]") yield JSON.parse(line.slice(6));
+  // The conversation so far belongs to the model that had it.
+  forget(model) {
+    if (this.had && this.had !== model) this.clear();
+    this.had = model;
+  }
+
+  turn(role, text) {
+    this.talk.querySelector(".empty")?.remove();
+    const turn = document.createElement("div");
+    turn.className = `turn ${role}`;
+    turn.append(paragraph("who", role === "user" ? "You" : this.model), paragraph("what", text));
+    this.talk.append(turn);
+    this.talk.scrollTop = this.talk.scrollHeight;
+    return turn;
+  }
+
+  body(question) {
+    const made = { model: this.model, ...parameters() };
+    if (form.elements.kind.value === "completion") return ["/v1/completions", { ...made, prompt: question }];
+    const system = form.elements.system.value.trim();
+    const said = [...this.messages, { role: "user", content: question }];
+    if (system) said.unshift({ role: "system", content: system });
+    return ["/v1/chat/completions", { ...made, messages: said }];
+  }
+
+  async ask(question, signal) {
+    this.forget(this.model);
+    const [path, body] = this.body(question);
+    this.turn("user", question);
+    const turn = this.turn("answer", "");
+    this.talk.setAttribute("aria-busy", "true");
+    try {
+      const request = new Request(path, {
+        method: "POST",
+        headers: { "Content-Type": "application/json", "X-CSRF-Token": form.dataset.csrf },
+        body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+        signal,
+      });
+      const said = (text) => {
+        const following = this.talk.scrollHeight - this.talk.scrollTop - this.talk.clientHeight < 40;
+        turn.querySelector(".what").textContent += text;
+        if (following) this.talk.scrollTop = this.talk.scrollHeight;
+      };
+      const answer = await answerOf(request, said, (line) => turn.append(line));
+      if (body.messages) this.messages.push({ role: "user", content: question }, { role: "assistant", content: answer });
+      return true;
+    } catch (error) {
+      const stopped = error.name === "AbortError";
+      turn.append(paragraph(stopped ? "quiet" : "failure", stopped ? "Stopped." : error.message));
+      return stopped;
+    } finally {
+      this.talk.removeAttribute("aria-busy");
+      this.talk.scrollTop = this.talk.scrollHeight;
     }
   }
 }
 
-function measure(turn, seen) {
-  const seconds = (seen.last - seen.first) / 1000;
-  const tokens = seen.usage?.completion_tokens;
-  const cached = seen.usage?.prompt_tokens_details?.cached_tokens ?? 0;
-  const parts = [];
-  if (seen.first) parts.push(`first token ${Math.round(seen.first - seen.begun)} ms`);
-  if (tokens > 1 && seconds > 0) parts.push(`${((tokens - 1) / seconds).toFixed(1)} tokens / s`);
-  if (seen.usage) parts.push(`${seen.usage.prompt_tokens} in (${cached} cached), ${tokens} out`);
-  if (seen.reason) parts.push(`ended by ${seen.reason}`);
-  const line = document.createElement("p");
-  line.className = "measure";
-  line.textContent = parts.join(" · ");
-  turn.append(line);
+function paragraph(kind, text) {
+  const made = document.createElement("p");
+  made.className = kind;
+  made.textContent = text;
+  return made;
 }
 
-async function read(response, turn) {
-  const what = turn.querySelector(".what");
-  const seen = { begun: form.begun, first: 0, last: 0, usage: null, reason: "" };
-  try {
-    for await (const event of events(response)) {
-      if (event.error) throw new Error(event.error.message);
-      const choice = event.choices?.[0];
-      const text = choice?.delta?.content ?? choice?.text ?? "";
-      if (text) {
-        seen.first ||= performance.now();
-        seen.last = performance.now();
-        what.textContent += text;
-        talk.scrollTop = talk.scrollHeight;
-      }
-      seen.reason = choice?.finish_reason ?? seen.reason;
-      seen.usage = event.usage ?? seen.usage;
-    }
-  } finally {
-    measure(turn, seen);
+function parameters() {
+  const made = {};
+  for (const field of form.querySelectorAll("[data-number]")) {
+    const text = field.value.trim();
+    if (text) made[field.name] = Number.isNaN(Number(text)) ? text : Number(text); // the API says what is wrong with it
   }
-  return what.textContent;
-}
-
-async function ask() {
-  const [path, made] = body();
-  const question = form.elements.prompt.value;
-  add("user", question);
-  const turn = add("answer", "");
-  stopper = new AbortController();
-  busy(true);
-  form.begun = performance.now();
-  try {
-    const response = await fetch(path, {
-      method: "POST",
-      headers: { "Content-Type": "application/json", "X-CSRF-Token": form.dataset.csrf },
-      body: JSON.stringify(made),
-      signal: stopper.signal,
-    });
-    if (!response.ok) throw new Error((await response.json()).error.message);
-    form.elements.prompt.value = "";
-    const answer = await read(response, turn);
-    if (made.messages) messages.push({ role: "user", content: question }, { role: "assistant", content: answer });
-  } catch (error) {
-    const line = document.createElement("p");
-    line.className = error.name === "AbortError" ? "quiet" : "failure";
-    line.textContent = error.name === "AbortError" ? "Stopped." : error.message;
-    turn.append(line);
-  } finally {
-    busy(false);
-  }
+  const stop = form.elements.stop.value.split("\n").filter(Boolean);
+  return stop.length ? { ...made, stop } : made;
 }
 
 function busy(is) {
@@ -131,24 +103,46 @@ function busy(is) {
   if (!is) form.elements.prompt.focus();
 }
 
+function show(panes) {
+  const other = form.elements.other.value !== "";
+  panes[1].element.hidden = !other;
+  document.getElementById("panes").classList.toggle("two", other);
+  const chat = panes[0].select.selectedOptions[0].dataset.chat === "1";
+  form.elements.kind.options[0].disabled = !chat;
+  if (!chat) form.elements.kind.value = "completion";
+  form.querySelector(".system").hidden = form.elements.kind.value === "completion";
+  const [path, body] = panes[0].body(form.elements.prompt.value || "Hello");
+  document.getElementById("curl").textContent = asCurl(form.dataset.url, path, body);
+  document.getElementById("python").textContent = asPython(form.dataset.url, path, body);
+}
+
+async function send(panes) {
+  if (stopper) return;
+  stopper = new AbortController();
+  busy(true);
+  const question = form.elements.prompt.value;
+  const asked = panes.filter((pane) => pane.model);
+  const fine = await Promise.all(asked.map((pane) => pane.ask(question, stopper.signal)));
+  stopper = null;
+  if (fine.some(Boolean)) form.elements.prompt.value = ""; // what nobody took can be sent again
+  busy(false);
+  show(panes);
+}
+
 if (form) {
-  const kind = () => {
-    const chat = form.elements.model.selectedOptions[0].dataset.chat === "1";
-    form.elements.kind.options[0].disabled = !chat;
-    if (!chat) form.elements.kind.value = "completion";
-    form.querySelector(".system").hidden = form.elements.kind.value === "completion";
-  };
-  form.addEventListener("input", () => (kind(), showCall()));
-  form.addEventListener("submit", (event) => (event.preventDefault(), ask()));
+  const panes = [...form.querySelectorAll("[data-pane]")].map((element) => new Pane(element));
+  const narrow = matchMedia("(max-width: 1100px)");
+  form.querySelector(".parameters").open = !narrow.matches;
+  form.addEventListener("input", () => show(panes));
+  form.addEventListener("submit", (event) => (event.preventDefault(), send(panes)));
   form.elements.prompt.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
   });
+  document.addEventListener("keydown", (event) => event.key === "Escape" && stopper?.abort());
   document.getElementById("stop").addEventListener("click", () => stopper?.abort());
   document.getElementById("clear").addEventListener("click", () => {
-    messages.length = 0;
-    talk.replaceChildren();
-    showCall();
+    for (const pane of panes) pane.clear();
+    show(panes);
   });
-  kind();
-  showCall();
+  show(panes);
 }

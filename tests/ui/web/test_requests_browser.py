@@ -1,0 +1,155 @@
+"""Requests in detail and the playground, in a real browser."""
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from support.browser import SHOTS, WIDTHS, Window, needs_browser, serious_problems
+from support.cli_box import until
+from support.panel_box import Panel
+
+pytestmark = needs_browser
+SAID = "what-was-said"
+
+
+@pytest.fixture(scope="module")
+def keys(panel: Panel) -> dict[str, str]:
+    add = panel.box.run
+    return {"open": add("key", "add", "open", "--log-content").out, "quiet": add("key", "add", "quiet").out}
+
+
+@pytest.fixture
+def second(panel: Panel) -> Iterator[str]:
+    """Another model, slow enough to be stopped."""
+    model = panel.box.model("second", step_delay=0.1, vocab_size=480, script=[66, 121, 101, 32] * 30)
+    assert panel.box.run("load", model).code == 0
+    until(lambda: {each["state"] for each in panel.box.api("models")["models"]} == {"ready"})
+    yield "second"
+    panel.box.run("unload", "second")
+
+
+def ask(panel: Panel, secret: str) -> str:
+    body = {"model": "tiny", "prompt": SAID, "max_tokens": 8, "stop": ["zz"], "n": 2}
+    headers = {"Authorization": f"Bearer {secret.strip()}"}
+    answer = httpx.post(f"{panel.url}/v1/completions", json=body, headers=headers, timeout=30)
+    request_id: str = answer.json()["id"]
+    until(lambda: request_id in {row["id"] for row in panel.box.api("requests")["requests"]})
+    return request_id
+
+
+def test_what_a_key_lets_be_kept_is_shown_and_replayed(window: Window, keys):
+    page = window.page
+    window.open(f"/admin/requests/{ask(window.panel, keys['open'])}")
+    assert page.locator("#prompt-1").text_content() == SAID
+    assert page.locator("#output-1").text_content() == page.locator("#output-2").text_content() != ""
+    assert SAID in page.locator("#curl").text_content()
+    assert '"zz"' in page.locator("#python").text_content()
+    page.get_by_role("button", name="Replay").click()
+    page.get_by_text("Equal: the same 16 tokens.").wait_for()
+    page.get_by_role("link", name="Its own row").click()
+    page.get_by_text("replay", exact=True).wait_for()
+    assert "Prompts and answers of callers without a key are not kept" in page.content()
+
+
+def test_what_another_key_asked_is_nowhere(window: Window, keys):
+    page = window.page
+    window.open(f"/admin/requests/{ask(window.panel, keys['quiet'])}")
+    page.get_by_text("The key quiet does not let prompts and answers be kept").wait_for()
+    assert SAID not in page.content()
+    assert page.get_by_role("button", name="Replay").count() == 0
+    assert "…" in page.locator("#curl").text_content()
+
+
+def test_filters_stay_in_the_address(window: Window, keys):
+    mine, _ = ask(window.panel, keys["open"]), ask(window.panel, keys["quiet"])
+    page = window.page
+    window.open("/admin/requests")
+    page.get_by_label("Key").fill("open")
+    page.get_by_role("button", name="Show").click()
+    page.wait_for_url("**key=open**")
+    shown = page.get_by_role("region", name="History of requests").get_by_role("rowheader")
+    assert mine in shown.all_text_contents()
+    assert page.get_by_role("region", name="History of requests").get_by_text("quiet").count() == 0
+    with page.expect_download() as download:
+        page.get_by_role("link", name="CSV").click()
+    assert mine in download.value.path().read_text()
+
+
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_two_models_answer_side_by_side(window: Window, second: str, kind: str):
+    window.open(f"/admin/playground?model=tiny&other={second}")
+    page = window.page
+    if kind == "completion":
+        page.get_by_label("Kind").select_option(kind)
+    page.get_by_label("Most tokens").fill("6")
+    page.get_by_label("Seed").fill("5")
+    page.get_by_label("Prompt", exact=True).fill("hello there")
+    page.keyboard.press("Control+Enter")
+    page.locator(".measure").nth(1).wait_for()
+    panes = page.locator(".pane")
+    texts = [panes.nth(i).locator(".turn.answer .what").text_content() for i in range(2)]
+    assert all(texts)
+    assert texts[0] != texts[1]
+    for i in range(2):
+        told = panes.nth(i).locator(".measure").text_content()
+        assert "first token" in told
+        assert "tokens / s" in told
+        assert "6 out" in told
+    page.get_by_text("View as API call").click()
+    path = "/v1/completions" if kind == "completion" else "/v1/chat/completions"
+    assert path in page.locator("#curl").text_content()
+    assert "seed=5," in page.locator("#python").text_content()
+    until(lambda: page.locator(".measure a").first.get_attribute("href"))
+    page.locator(".measure a").first.click()
+    page.get_by_role("heading", name="What happened").wait_for()
+
+
+def test_an_answer_is_stopped_by_button_and_by_key(window: Window, second: str):
+    window.open(f"/admin/playground?model={second}")
+    page = window.page
+    for stop in (
+        lambda: page.get_by_role("button", name="Stop").click(),
+        lambda: page.keyboard.press("Escape"),
+    ):
+        page.get_by_label("Prompt", exact=True).fill("go on")
+        page.get_by_role("button", name="Send").click()
+        until(page.locator(".turn.answer .what").last.text_content)
+        stop()
+        page.get_by_role("button", name="Send").wait_for()
+        assert page.get_by_text("Stopped.").last.is_visible()
+    until(lambda: not window.panel.box.api("requests")["in_flight"])
+    rows = window.panel.box.api("requests")["requests"][:2]
+    assert [row["http_status"] for row in rows] == [499, 499]
+
+
+def test_what_the_api_refuses_is_said_in_the_page(window: Window):
+    window.open("/admin/playground")
+    page = window.page
+    for field, value in (("response_format", {"type": "json_object"}), ("tools", [{"type": "function"}])):
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], field: value}
+        refused = httpx.post(f"{window.panel.url}/v1/chat/completions", json=body)
+        assert refused.json()["error"]["param"] == field
+        assert page.get_by_text(f"the API refuses {field}, with 400").is_visible()
+    assert httpx.post(f"{window.panel.url}/v1/embeddings", json={"input": "x"}).status_code == 404
+    page.get_by_label("Top p").fill("7")
+    page.get_by_label("Prompt", exact=True).fill("x")
+    page.get_by_role("button", name="Send").click()
+    page.locator(".turn .failure").wait_for()
+    assert "top_p" in page.locator(".turn .failure").text_content()
+    assert page.get_by_label("Prompt", exact=True).input_value() == "x", "a refused prompt was lost"
+    window.problems.clear()  # the browser tells of the 400
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_request_s_page_fits_and_is_accessible(window: Window, keys, axe: str, scheme: str):
+    page = window.page
+    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    window.open(f"/admin/requests/{ask(window.panel, keys['open'])}")
+    page.get_by_role("button", name="Replay").click()
+    page.locator("#verdict").wait_for()
+    assert serious_problems(page, axe) == []
+    for name, width in WIDTHS.items():
+        page.set_viewport_size({"width": width, "height": 860})
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
+        page.screenshot(path=SHOTS / f"request-{name}-{scheme}.png", full_page=True)

@@ -1,0 +1,56 @@
+"""Requests without scripts: a replay by its form, and a log that cannot be read."""
+
+import re
+import sqlite3
+
+import httpx
+
+from support.cli_box import until
+
+
+def test_a_replay_works_without_scripts(panel, signed_in):
+    secret = panel.box.run("key", "add", "open", "--log-content").out.strip()
+    answer = httpx.post(
+        f"{panel.url}/v1/completions",
+        json={"model": "tiny", "prompt": "hello", "max_tokens": 5},
+        headers={"Authorization": f"Bearer {secret}"},
+    ).json()
+    until(lambda: answer["id"] in {row["id"] for row in panel.box.api("requests")["requests"]})
+    page = signed_in.get(f"/admin/requests/{answer['id']}").text
+    token = re.search(r'name="csrf_token" value="([^"]+)"', page)
+    assert token is not None
+    path = f"/admin/requests/{answer['id']}/replay"
+    assert signed_in.post(path).status_code == 403, "a change without the session's token"
+    replayed = signed_in.post(path, data={"csrf_token": token[1]})
+    assert "Equal: the same 5 tokens." in replayed.text
+    assert "<h1>Replay</h1>" in replayed.text
+    unknown = signed_in.post("/admin/requests/nobody/replay", data={"csrf_token": token[1]})
+    assert unknown.status_code == 404
+
+
+def test_what_runs_is_shown_while_the_log_cannot_be_read(panel, signed_in):
+    panel.complete()
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 3000, "stream": True, "ignore_eos": True}
+    other = sqlite3.connect(panel.box.paths.request_db, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    try:
+        with httpx.stream("POST", f"{panel.url}/v1/completions", json=body, timeout=30):
+            page = signed_in.get("/admin/requests")
+            assert page.status_code == 200
+            assert "The request log cannot be read now: " in page.text
+            assert "Cancel</button>" in page.text
+    finally:
+        other.execute("ROLLBACK")
+        other.close()
+    assert "cannot be read now" not in signed_in.get("/admin/requests").text
+
+
+def test_who_signed_in_with_a_key_takes_no_copy_of_what_others_asked(panel):
+    secret = panel.box.run("key", "add", "boss", "--scope", "admin").out.strip()
+    with panel.client() as client:
+        assert client.post("/admin/signin", data={"key": secret}).status_code == 200
+        token = re.search(r'name="csrf_token" value="([^"]+)"', client.get("/admin/system").text)
+        assert token is not None
+        refused = client.post("/admin/system/backup", data={"csrf_token": token[1]})
+        assert refused.status_code == 403
+        assert "prompts and answers of other keys" in refused.text

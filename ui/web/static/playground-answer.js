@@ -1,0 +1,65 @@
+// One streamed answer, and how fast it came.
+
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (line.startsWith("data: ") && line !== "data: [DONE]") yield JSON.parse(line.slice(6));
+    }
+  }
+}
+
+function measure(seen) {
+  const seconds = (seen.last - seen.first) / 1000;
+  const tokens = seen.usage?.completion_tokens;
+  const cached = seen.usage?.prompt_tokens_details?.cached_tokens ?? 0;
+  const parts = [];
+  if (seen.first) parts.push(`first token ${Math.round(seen.first - seen.begun)} ms`);
+  if (tokens > 1 && seconds > 0) parts.push(`${((tokens - 1) / seconds).toFixed(1)} tokens / s`);
+  if (seen.usage) parts.push(`${seen.usage.prompt_tokens} in (${cached} cached), ${tokens} out`);
+  if (seen.reason) parts.push(`ended by ${seen.reason}`);
+  if (seen.seed !== undefined) parts.push(`seed ${seen.seed}`);
+  const line = document.createElement("p");
+  line.className = "measure";
+  line.append(parts.join(" · "));
+  if (seen.id) {
+    const link = document.createElement("a");
+    link.href = `/admin/requests/${encodeURIComponent(seen.id)}`;
+    link.textContent = "request";
+    line.append(parts.length ? " · " : "", link);
+  }
+  return line;
+}
+
+// Calls `say` with each piece of text and, however it ends, `told` with a line about its speed. The whole text.
+export async function answerOf(request, say, told) {
+  const seen = { begun: performance.now(), first: 0, last: 0, usage: null, reason: "", id: "", seed: undefined };
+  const response = await fetch(request);
+  if (!response.ok) throw new Error((await response.json()).error.message);
+  let whole = "";
+  try {
+    for await (const event of events(response)) {
+      if (event.error) throw new Error(event.error.message);
+      const choice = event.choices?.[0];
+      const text = choice?.delta?.content ?? choice?.text ?? "";
+      if (text) {
+        seen.first ||= performance.now();
+        seen.last = performance.now();
+        whole += text;
+        say(text);
+      }
+      seen.id ||= event.id ?? "";
+      seen.seed = event.seed ?? seen.seed;
+      seen.reason = choice?.finish_reason ?? seen.reason;
+      seen.usage = event.usage ?? seen.usage;
+    }
+  } finally {
+    told(measure(seen));
+  }
+  return whole;
+}
