@@ -4,7 +4,7 @@ export PYTHONSAFEPATH = 1
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: up down test check format docs bench clean
+.PHONY: up down test check format docs bench gpu-check bench-peers clean
 up: .venv/installed
 	$(BIN)/llmbox up builtin
 
@@ -29,6 +29,14 @@ docs: .venv/dev
 
 bench: .venv/dev
 	$(BIN)/python tests/bench/scenarios.py
+
+# PEERS says what is installed where: PEERS="--model DIR --vllm PYTHON --llama BIN --gguf DIR".
+bench-peers: .venv/dev
+	$(BIN)/python -P tests/bench/peers.py $(PEERS)
+
+# Wherever torch and triton are: no environment is made. ARGS="--only correctness" and the like.
+gpu-check:
+	PYTHONPATH=packaging/tree:tests $(PYTHON) -m gpu.check $(ARGS)
 
 clean:
 	rm -rf .venv build dist

@@ -1,53 +1,55 @@
-"""What quantisation costs in quality: perplexity of a text under each weight format.
+"""What rounding costs in quality: perplexity of a text, and answers to held-out questions.
 
-    python tests/bench/quality.py MODEL_DIR [TEXT]
+    python -P tests/bench/quality.py [MODEL_DIR [TEXT]]
 
-TEXT is cut into conversations at blank lines, each a sequence of its own; the default is the built-in model's
-held-out questions and answers.
+Each row is one format of the weights and one of keys and values. The defaults are the built-in model and its
+held-out questions with their answers, as one text. Of the built-in model the same questions are also asked
+greedily. Blank lines divide a text into sequences of their own.
 """
 
-import math
 import sys
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
-from llmbox.engine.config import EngineConfig
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from llmbox.engine.core import Engine
 from llmbox.engine.loader import load_engine
-from llmbox.engine.messages import AddRequest
-from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.perplexity import config_for, perplexity, sequences_of
+from support.builtin_model import ASSETS, IN_SCOPE, ROOT, answers, is_right, user
 
-HELD_OUT = Path(__file__).parents[2] / "packaging/builtin_model/perplexity.txt"
-FORMATS = ("none", "int8", "int8-g32", "int4", "int4-g128")
+TEXT = ROOT / "packaging/builtin_model/perplexity.txt"
+ROWS = (
+    ("none", "auto"),
+    ("int8", "auto"),
+    ("int8-g32", "auto"),
+    ("int4", "auto"),
+    ("int4-g128", "auto"),
+    ("none", "int8"),
+    ("int8", "int8"),
+    ("int4", "int8"),
+)
+"""Weights, keys and values."""
 
 
 def main() -> None:
-    model = Path(sys.argv[1])
-    text = Path(sys.argv[2]) if len(sys.argv) > 2 else HELD_OUT
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    sequences = [tokenizer.encode(part).ids for part in text.read_text(encoding="utf-8").split("\n\n")]
+    model = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ASSETS
+    text = Path(sys.argv[2]) if len(sys.argv) > 2 else TEXT
+    sequences = sequences_of(model, text.read_text(encoding="utf-8"))
     plain = None
-    for quant in FORMATS:
-        config = EngineConfig(model_path=str(model), name="m", device="cpu", quant=quant, context=1024)
-        perplexity = measure(load_engine(config, lambda _: None), [ids[:1000] for ids in sequences])
-        plain = plain or perplexity
-        print(f"{quant:10} {perplexity:9.4f}  {100 * (perplexity / plain - 1):+6.2f} %")
+    print("| weights | keys and values | perplexity | held-out answers right |\n| --- | --- | --- | --- |")
+    for quant, kv in ROWS:
+        engine = load_engine(config_for(model, None, quant=quant, kv_dtype=kv), lambda _: None)
+        found = perplexity(engine, sequences)
+        plain = plain or found
+        shown = "-" if model != ASSETS else f"{right(engine)} of {len(IN_SCOPE)}"
+        print(
+            f"| {quant} | {engine.info.kv_dtype} | {found:.3f} ({found / plain - 1:+.2%}) | {shown} |",
+            flush=True,
+        )
 
 
-def measure(engine: Engine, sequences: list[list[int]]) -> float:
-    total, count = 0.0, 0
-    for number, ids in enumerate(sequences):
-        if len(ids) < 2:
-            continue
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        engine.add(AddRequest(request_id=str(number), prompt_ids=ids, params=params))
-    while engine.has_work:
-        for output in engine.step().outputs:
-            for entry in output.prompt_logprobs or []:
-                if entry is not None:
-                    total, count = total - entry.logprob, count + 1
-    return math.exp(total / count)
+def right(engine: Engine) -> int:
+    texts = answers(engine, user(*(question["ask"] for question in IN_SCOPE)))
+    return sum(is_right(text, question["must"]) for text, question in zip(texts, IN_SCOPE, strict=True))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,99 @@
+"""Speed of the linears and of attention in the shape of Qwen3-0.6B, on one thread.
+
+    python -P tests/bench/kernel_speed.py [FORMAT...] [--rows 1,8,32,192] [--passes 8]
+
+In this thread's own CPU time, the best of all passes for each layer: a busy machine hardly shows in it. To
+compare two versions run them by turns. FORMAT is none (bfloat16), a name of QUANTS, or attention.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from llmbox.kernels.cpu.load import load_backend
+from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.ragged import KVShape, Ragged
+
+SHAPES = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
+LAYERS = 8
+"""More than caches hold."""
+QUERY_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 16, 8, 128, 16
+ATTENTION = ((1, 1000, 1), (8, 1000, 1), (32, 100, 1), (1, 0, 512), (1, 1536, 512))
+"""Sequences, tokens before, new tokens."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("formats", nargs="*", default=["none", *QUANTS, "attention"])
+    parser.add_argument("--rows", default="1,8,32,192")
+    parser.add_argument("--passes", type=int, default=8)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    load_backend("cpu").use_threads([0])
+    for name in options.formats:
+        if name == "attention":
+            for kv_dtype in (torch.bfloat16, torch.int8):
+                for work in ATTENTION:
+                    attention(kv_dtype, *work, options.passes)
+        else:
+            linears(name, [int(rows) for rows in options.rows.split(",")], options.passes)
+
+
+def linears(name: str, row_counts: list[int], passes: int) -> None:
+    ops = load_backend("cpu").ops(QUANTS.get(name))
+    weights = [torch.randn(outputs, inputs, dtype=torch.bfloat16) / 50 for inputs, outputs in SHAPES]
+    packed = [ops.pack_linear(weight, None) for _ in range(LAYERS) for weight in weights]
+    products = LAYERS * sum(inputs * outputs for inputs, outputs in SHAPES)
+    for rows in row_counts:
+        x = {inputs: torch.randn(rows, inputs, dtype=torch.bfloat16) for inputs, _ in SHAPES}
+        calls = [partial(ops.linear, linear, x[linear.inputs]) for linear in packed]
+        seconds = best(calls, passes)
+        speed = 2 * products * rows / seconds / 1e9
+        print(f"{name:10} {rows:4} rows {seconds * 1e3:9.3f} ms {speed:7.0f} Gop/s")
+
+
+def attention(kv_dtype: torch.dtype, sequences: int, past: int, new: int, passes: int) -> None:
+    ops, layers, context = load_backend("cpu").ops(), 4, past + new
+    width = -(-context // BLOCK)
+    blocks = random.Random(0).sample(range(sequences * width), sequences * width)
+    tables = torch.tensor(blocks, dtype=torch.int32).view(sequences, width)
+    positions = torch.arange(past, context, dtype=torch.int32).repeat(sequences)
+    block_T = tables.repeat_interleave(new, 0).gather(1, positions.long().view(-1, 1) // BLOCK)[:, 0]
+    ragged = Ragged(
+        block_size=BLOCK,
+        query_lens=[new] * sequences,
+        contexts=[context] * sequences,
+        query_starts_N1=torch.arange(0, sequences * new + 1, new, dtype=torch.int32),
+        context_lens_N=torch.full((sequences,), context, dtype=torch.int32),
+        block_tables_NB=tables,
+        positions_T=positions,
+        slots_T=block_T * BLOCK + positions % BLOCK,
+    )
+    shape = KVShape(layers, len(blocks), BLOCK, KV_HEADS, HEAD_DIM, kv_dtype, torch.bfloat16)
+    cache = ops.make_kv_cache(shape, torch.device("cpu"))
+    ops.clear_blocks(cache, blocks)
+    plan = ops.plan_attention(ragged, cache, None)
+    q = torch.randn(sequences * new, QUERY_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    calls = [partial(ops.attention, q, cache, layer, plan, HEAD_DIM**-0.5) for layer in range(layers)]
+    seconds = best(calls, passes) / layers
+    kind = str(kv_dtype).removeprefix("torch.")
+    print(f"{kind:10} {sequences:2} x {past:4} + {new:3} {seconds * 1e3:9.3f} ms a layer")
+
+
+def best(calls: list[Callable[[], object]], passes: int) -> float:
+    """Seconds of all calls together, each at its best."""
+    times = [float("inf")] * len(calls)
+    for _ in range(passes):
+        for number, call in enumerate(calls):
+            started = time.thread_time()
+            call()
+            times[number] = min(times[number], time.thread_time() - started)
+    return sum(times)
+
+
+if __name__ == "__main__":
+    main()
