@@ -231,13 +231,14 @@ async def test_a_hub_that_never_speaks_again_is_a_failure_that_can_be_tried_agai
 
 async def test_cancel_does_not_wait_for_a_silent_hub(place: Place, hub: StubHub, monkeypatch):
     monkeypatch.setattr("llmbox.app.hub.downloads.PATIENCE", 0.05)
-    release = threading.Event()
+    asked, release = threading.Event(), threading.Event()
+    # Silent before the first byte of its answer: whoever asked looks at nothing else until it comes.
     hub.faults.append(
-        times(1, "model.safetensors", lambda h: (stalls(h, 20_000, 0), release.wait(10)), "cdn")
+        times(1, "model.safetensors", lambda h: (asked.set(), release.wait(10), stalls(h, 20_000, 0)), "cdn")
     )
     async with place.downloads() as downloads:
-        download = downloads.start(NAME)
-        await until(lambda: 20_000 in [progress.done for progress in download.files.values()])
+        downloads.start(NAME)
+        await until(asked.is_set)
         assert (await downloads.cancel(NAME)).state == "cancelled"
         assert list(place.cache.rglob("*.incomplete"))
         again = downloads.start(NAME)  # must not meet the cleaning of the one before
