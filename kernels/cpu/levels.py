@@ -20,10 +20,14 @@ class Level:
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
 _BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}
+_AMX = _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
 _WIDE = "-mprefer-vector-width=512"
 
+_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", _WIDE)
+
 LEVELS = (
-    Level("avx512-bf16", "x86_64", _BF16, ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", _WIDE)),
+    Level("amx", "x86_64", _AMX, (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
+    Level("avx512-bf16", "x86_64", _BF16, _BF16_FLAGS),
     Level("avx512", "x86_64", _AVX512, ("-march=x86-64-v4", _WIDE)),
     Level("avx2", "x86_64", _AVX2, ("-march=x86-64-v3",)),
     Level("portable", None, frozenset(), ()),

@@ -2,9 +2,10 @@
 
 import logging
 from functools import cache
+from itertools import pairwise
 
 from .backend import Backend
-from .build import NativeUnavailable, layout, library_path
+from .build import NativeUnavailable, find_compiler, layout, library_path
 from .levels import Level, usable_levels
 from .native import open_library
 
@@ -20,7 +21,18 @@ def load_backend(name: str) -> Backend:
     """`name` is "cpu" for the best of this machine, or a level's. Raises NativeUnavailable."""
     levels = {backend_name(level): level for level in usable_levels()}
     if name == "cpu":
-        name = next(iter(levels))
+        return best_backend(list(levels))
     if name not in levels:
         raise NativeUnavailable(f"this machine cannot run {name!r}, only {', '.join(levels)}")
     return Backend(open_library(library_path(levels[name])), name, layout(levels[name]))
+
+
+def best_backend(names: list[str]) -> Backend:
+    """The first that this compiler knows and this process may run: AMX has to be asked for, and may be denied."""
+    find_compiler()
+    for name, next_best in pairwise(names):
+        try:
+            return load_backend(name)
+        except NativeUnavailable as error:
+            log.warning("no kernels for %s, %s instead: %s", name, next_best, error)
+    return load_backend(names[-1])

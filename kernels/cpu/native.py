@@ -28,6 +28,7 @@ class Step(ctypes.Structure):
 P, INT, LONG, FLOAT = c_void_p, c_int, c_int64, c_float
 
 FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "llmbox_usable": (INT, ()),
     "llmbox_threads": (None, (INT, POINTER(c_int))),
     "llmbox_threads_running": (INT, ()),
     "llmbox_linear_new": (P, (INT, INT, INT, P, P)),
@@ -69,4 +70,6 @@ def open_library(path: Path) -> ctypes.CDLL:
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         raise NativeUnavailable(f"{path} cannot be loaded: {error}") from None
+    if not library.llmbox_usable():
+        raise NativeUnavailable(f"{path.name} needs instructions that the system keeps from this process")
     return library

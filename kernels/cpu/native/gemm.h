@@ -46,9 +46,10 @@ struct Linear : LinearShape {
     size_t panel_bytes;
     HugeBlock weights;
 
-    Linear(int inputs, int outputs, int pack, uint8_t* packed = nullptr)
+    // `words` as words_of<E>(inputs).
+    Linear(int inputs, int outputs, int words, uint8_t* packed = nullptr)
         : LinearShape(inputs, outputs),
-          words(ceil_div(inputs, pack)),
+          words(words),
           panel_bytes(words * PANEL_STRIDE),
           weights(panel_bytes * panels(), packed) {}
 
@@ -57,6 +58,9 @@ struct Linear : LinearShape {
 
     uint8_t* panel(int index) const { return weights.data() + panel_bytes * index; }
 };
+
+// Of a row of `inputs` numbers, padded.
+template <class E> constexpr int words_of(int inputs) { return round_up(ceil_div(inputs, E::PACK), E::STEP); }
 
 // Packs one panel of a row-major weight.
 template <class E> void pack_panel(const Linear& linear, int index, const typename E::Element* weight) {
@@ -134,8 +138,9 @@ INLINE int next_tile(int rows) { return ceil_div(rows, ceil_div(rows, ROW_TILE))
 
 constexpr size_t AHEAD = 3072;  // bytes that one stream is prefetched ahead
 
-// tile[rows][PANEL] = x * panel.
-template <class E> void multiply_panel(const uint8_t* panel, int words, WordRows x, int rows, float* tile) {
+// tile[rows][PANEL] = x * panel. With AMX bf16 has another (gemm_tiles.h).
+template <class E>
+void multiply_panel(Tiles&, const uint8_t* panel, int words, WordRows x, int rows, float* tile) {
     if (rows <= ROW_TILE) {
         multiply_tile<E>(rows, panel, words, x, tile, true, {panel + AHEAD, PANEL_STRIDE});
         return;
@@ -170,7 +175,7 @@ public:
 
 protected:
     // tile[rows][PANEL] = rows of x from `row` on * panel.
-    virtual void multiply(int panel, int row, int rows, float* tile, Scratch& spare) = 0;
+    virtual void multiply(int panel, int row, int rows, float* tile, Member& member) = 0;
 
     void run_panels(const Step& step, Member& member) {
         const int blocks = ceil_div(step.rows, ROW_BLOCK);
@@ -182,7 +187,7 @@ protected:
             for (int item = first; item < std::min(first + chunk, items); item++) {
                 const int panel = item / blocks, row = item % blocks * ROW_BLOCK;
                 const int rows = std::min(step.rows - row, ROW_BLOCK);
-                multiply(panel, row, rows, tile, member.spare);
+                multiply(panel, row, rows, tile, member);
                 write(panel, row, rows, tile);
             }
     }
@@ -231,13 +236,13 @@ public:
     }
 
 protected:
-    void multiply(int panel, int row, int rows, float* tile, Scratch&) override {
-        multiply_panel<E>(linear_.panel(panel), linear_.words, words_.from(row, 0), rows, tile);
+    void multiply(int panel, int row, int rows, float* tile, Member& member) override {
+        multiply_panel<E>(member.tiles, linear_.panel(panel), linear_.words, words_.from(row, 0), rows, tile);
     }
 
 private:
-    // The last word of a row would reach beyond it.
-    bool odd() const { return linear_.inputs % E::PACK; }
+    // The last words of a row would reach beyond it.
+    bool odd() const { return linear_.inputs != linear_.words * E::PACK; }
     size_t padded_width() const { return static_cast<size_t>(linear_.words) * E::PACK; }
 
     void pad_rows(Member::Span rows, In* padded) {

@@ -5,7 +5,7 @@
 #include "attention.h"
 #include "best.h"
 #include "elementwise.h"
-#include "gemm.h"
+#include "gemm_tiles.h"
 #include "heads.h"
 #include "pool.h"
 #include "quant.h"
@@ -55,6 +55,9 @@ template <class Shape, class MakePanel> Shape* fill(Shape* linear, const float* 
 
 extern "C" {
 
+// Whether the system lets this process use the instructions of this level.
+int llmbox_usable() { return may_use_tiles(); }
+
 // `cores[i]` is where worker i + 1 lives; `workers` = threads - 1.
 void llmbox_threads(int workers, const int* cores) { pool().resize({cores, cores + workers}); }
 
@@ -66,7 +69,7 @@ int llmbox_threads_running() { return pool().threads(); }
 // Packs weight[outputs, inputs] and bias (float32 or null); null when memory is short.
 Linear* llmbox_linear_new(int dtype, int inputs, int outputs, const void* weight, const float* bias) try {
     return with_type(dtype, [&]<class E>(E) {
-        auto* linear = new Linear(inputs, outputs, E::PACK);
+        auto* linear = new Linear(inputs, outputs, words_of<E>(inputs));
         auto* rows = static_cast<const typename E::Element*>(weight);
         return fill(linear, bias, [=](int panel) { pack_panel<E>(*linear, panel, rows); });
     });
@@ -137,7 +140,7 @@ void llmbox_quantize(
 // Linears on panels that were packed before and lie elsewhere, for as long as the linear.
 Linear* llmbox_linear_at(int dtype, int inputs, int outputs, uint8_t* packed, const float* bias) {
     return with_type(dtype, [&]<class E>(E) {
-        return fill(new Linear(inputs, outputs, E::PACK, packed), bias, [](int) {});
+        return fill(new Linear(inputs, outputs, words_of<E>(inputs), packed), bias, [](int) {});
     });
 }
 QuantLinear* llmbox_quant_at(int inputs, int outputs, int bits, int group, uint8_t* packed, const float* bias) {

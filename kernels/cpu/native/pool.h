@@ -15,6 +15,7 @@
 
 #include "governor.h"
 #include "simd.h"
+#include "tiles.h"
 
 #if defined(__linux__)
 #include <pthread.h>
@@ -74,6 +75,7 @@ struct Member {
     int size;
     Scratch scratch;
     Scratch spare;  // a second one, for what is called while the first is in use
+    Tiles tiles;    // in use during a job alone
     double stolen;  // seconds of the last job in which the thread did not run
     alignas(64) std::atomic<int> calls{0};  // jobs this thread was woken for
 
@@ -127,6 +129,7 @@ public:
         if (size_ == 1) {  // still timed: rests are counted in time at work
             const double began = read_clock(CLOCK_MONOTONIC);
             job(*members_[0], argument);
+            members_[0]->tiles.release();
             governor_.report(read_clock(CLOCK_MONOTONIC) - began, 0, 0);
             return;
         }
@@ -177,6 +180,7 @@ private:
     void run_job(Member& member) {
         const double before = read_clock(CLOCK_THREAD_CPUTIME_ID);
         job_(member, argument_);
+        member.tiles.release();
         const double ran = read_clock(CLOCK_THREAD_CPUTIME_ID) - before;
         member.stolen = std::max(0., read_clock(CLOCK_MONOTONIC) - began_ - ran);
     }

@@ -274,11 +274,11 @@ public:
 
 protected:
     // All rows visit a slice of some groups before the next one: its weights stay in the L1 cache.
-    void multiply(int panel, int row, int rows, float* tile, Scratch& spare) override {
+    void multiply(int panel, int row, int rows, float* tile, Member& member) override {
         std::fill_n(tile, rows * PANEL, 0.f);
         if (linear_.bits == 8) multiply_slices<8>(panel, row, rows, tile, nullptr);
         else if (rows <= UNPACK_ROWS) multiply_slices<4>(panel, row, rows, tile, nullptr);
-        else multiply_slices<8>(panel, row, rows, tile, spare.take<uint8_t>(SLICE * PANEL));
+        else multiply_slices<8>(panel, row, rows, tile, member.spare.take<uint8_t>(SLICE * PANEL));
     }
 
 private:

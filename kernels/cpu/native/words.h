@@ -6,12 +6,14 @@
 #pragma once
 
 #include "simd.h"
+#include "tiles.h"
 
 namespace llmbox {
 
 struct F32 {
     using Element = float;
     static constexpr int PACK = 1;
+    static constexpr int STEP = 1;  // words that a packed linear comes in
     using Columns = Floats;
     using Row = Floats;
     static INLINE Columns columns(const void* from) { return load_as<Floats>(from); }
@@ -24,6 +26,7 @@ struct F32 {
 struct BF16 {
     using Element = bf16;
     static constexpr int PACK = 2;
+    static constexpr int STEP = LLMBOX_TILES ? TILE_WORDS : 1;
     using Columns = Words;
     using Row = Words;
     static INLINE Columns columns(const void* from) { return load_as<Words>(from); }
@@ -39,6 +42,7 @@ struct BF16 {
 struct BF16 {
     using Element = bf16;
     static constexpr int PACK = 2;
+    static constexpr int STEP = 1;
     struct Pair {
         Floats low, high;
     };

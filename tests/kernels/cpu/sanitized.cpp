@@ -160,6 +160,7 @@ void check_attention(int dtype, int kv_dtype, int block_size, int query_heads, i
 }  // namespace
 
 int main() {
+    if (!llmbox_usable()) return puts("the system keeps these instructions from us"), 1;
     const int cores[] = {0, 1};
     llmbox_threads(2, cores);
     for (int dtype : {FLOAT32, BFLOAT16}) {

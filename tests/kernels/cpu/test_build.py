@@ -12,6 +12,7 @@ import torch
 from llmbox.kernels.cpu import build
 from llmbox.kernels.cpu.levels import LEVELS, cpu_flags, usable_levels
 from llmbox.kernels.cpu.load import load_backend
+from llmbox.kernels.cpu.native import open_library
 from llmbox.kernels.dispatch import UnknownBackend, native_ready, select_ops
 
 CPU = torch.device("cpu")
@@ -168,3 +169,25 @@ def test_the_best_level_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LLMBOX_KERNELS", raising=False)
     assert select_ops(CPU, torch.float32).name == f"cpu {usable_levels()[0].name}"
     assert os.name != "posix" or cpu_flags() or usable_levels()[0].name == "portable"
+
+
+def test_a_level_that_the_system_denies_gives_way_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened = []
+
+    def open_first_never(path: Path) -> ctypes.CDLL:
+        opened.append(path)
+        if len(opened) == 1:
+            raise build.NativeUnavailable("denied")
+        return open_library(path)
+
+    if len(usable_levels()) < 2:
+        pytest.skip("this machine runs the portable kernels alone")
+    monkeypatch.setattr("llmbox.kernels.cpu.load.open_library", open_first_never)
+    load_backend.cache_clear()
+    try:
+        assert load_backend("cpu").name == f"cpu {usable_levels()[1].name}"
+        assert f"no kernels for cpu {usable_levels()[0].name}" in caplog.text
+    finally:
+        load_backend.cache_clear()
