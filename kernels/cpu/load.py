@@ -28,7 +28,7 @@ def load_backend(name: str) -> Backend:
 
 
 def best_backend(names: list[str]) -> Backend:
-    """The first that this compiler knows and this process may run: AMX has to be asked for, and may be denied."""
+    """The first that the compiler knows and the system allows: AMX has to be asked for, and may be denied."""
     find_compiler()
     for name, next_best in pairwise(names):
         try:
