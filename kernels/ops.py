@@ -165,3 +165,7 @@ class Ops:
     advance: Callable[[DecodeRows, Tensor | None, DecodeInputs, int], None] | None = None
     """(rows, drawn ids_R or None, inputs, block_size): takes the drawn tokens into rows that are not free,
     in place, then writes the next decoding step's inputs. Without tokens only the latter."""
+
+    row_counts: tuple[int, ...] = ()
+    """Steps of so many rows, and one of the most rows, run every variant of the kernels between them: what is
+    compiled on first use is compiled by these. Empty: nothing is."""

@@ -1,7 +1,8 @@
 """From loaded weights to a runner whose KV memory fits the budget as measured."""
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,15 +14,13 @@ from ..errors import DoesNotFit
 from ..estimator import MemoryPlan, show_bytes
 from ..layers.decoder import Decoder
 from ..layers.rotary import Rotary
-from ..request import Request
 from ..runner import Picker
-from ..sampling import SamplingParams
-from ..step import ScheduledRequest, StepPlan
 from .cuda_graphs import CudaCapture
 from .device import CudaDevice, Device, HostDevice
 from .graphs import GraphCapture, capture_sizes
 from .memory import CudaMeter, Measured, MemoryMeter, graphs_reserve
 from .runner import DeviceRunner, DeviceSizes
+from .trial import trial_blocks, trial_steps
 
 log = logging.getLogger("llmbox.engine")
 
@@ -46,7 +45,10 @@ def make_device_runner(
     meter = CudaMeter(device, free_before)
     on_device = CudaDevice(device)
     graphs = graphs_reserve(len(capture_sizes(plan.max_running))) if config.cuda_graphs else 0
-    plan = fit_pool(config, plan, meter, graphs, lambda trial: build(parts, trial, on_device, None, 0))
+    row_counts = parts.model.ops.row_counts
+    plan = fit_pool(
+        config, plan, meter, graphs, lambda trial: build(parts, trial, on_device, None, 0), row_counts
+    )
     capture = CudaCapture(device) if config.cuda_graphs else None
     runner = build(parts, plan, on_device, capture, graphs)
     runner.prepare()  # the largest; the others between requests
@@ -68,14 +70,20 @@ def fit_pool(
     meter: MemoryMeter,
     graphs: int,
     make: Callable[[MemoryPlan], DeviceRunner],
+    row_counts: Sequence[int] = (),
 ) -> MemoryPlan:
-    """The plan with the workspace and the KV blocks that a trial step leaves room for. Raises DoesNotFit."""
+    """The plan with the workspace and the KV blocks that trial steps leave room for. Raises DoesNotFit.
+
+    Those steps compile all kernels too (`row_counts`: `Ops.row_counts`), before the memory of a process with
+    its kernels is measured: the first request then finds them, and so does Triton's cache at the next load.
+    """
     weights = meter.allocated()
-    trial = trial_step(plan)
-    needed = max(len(row.request.block_table) for row in trial.rows)
+    needed = trial_blocks(plan)
     meter.reset_peak()
+    started = time.monotonic()
     runner = make(replace(plan, num_blocks=needed))
-    runner.collect(runner.launch(trial))
+    steps = run_trials(runner, plan, row_counts)
+    log.info("kernels ready: %d trial steps took %.1f s", steps, time.monotonic() - started)
     block_bytes = plan.block_size * plan.kv_bytes_per_token
     workspace = max(0, meter.peak() - weights - (needed + 1) * block_bytes)
     del runner
@@ -96,22 +104,15 @@ def fit_pool(
     return replace(plan, num_blocks=blocks, workspace_bytes=measured.total - weights)
 
 
-def trial_step(plan: MemoryPlan) -> StepPlan:
-    """As many tokens as a step may have, in as many sequences as may run, all drawn with top-p.
-
-    They share one set of blocks: what they write is of no interest.
-    """
-    sequences = min(plan.max_running, plan.token_budget)
-    length = min(-(-plan.token_budget // sequences), plan.context - 1)
-    blocks = list(range(-(-length // plan.block_size)))
-    params = SamplingParams(max_tokens=1, temperature=0.9, top_p=0.9)
-    requests = [
-        Request(request_id=f"trial {number}", prompt_ids=[0] * length, params=params)
-        for number in range(sequences)
-    ]
-    for request in requests:
-        request.block_table = blocks
-    return StepPlan([ScheduledRequest(request, 0, length, samples=True) for request in requests])
+def run_trials(runner: DeviceRunner, plan: MemoryPlan, row_counts: Sequence[int]) -> int:
+    """How many steps there were. Each is a life of its own: no row of the runner stays taken."""
+    count = 0
+    for step in trial_steps(plan, row_counts):
+        runner.collect(runner.launch(step))
+        for row in step.rows:
+            row.request.admissions += 1
+        count += 1
+    return count
 
 
 def _refusal(measured: Measured, plan: MemoryPlan, blocks: int, wanted: int, block_bytes: int) -> str:

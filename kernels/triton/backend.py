@@ -15,7 +15,7 @@ from .advance import advance
 from .linear import Floats8, Integers, Linear, Plain
 from .quantise import Rows8
 from .sample import sample
-from .tiles import has_fp8
+from .tiles import ROW_COUNTS, has_fp8
 from .weights import pack_fp8, pack_grouped
 
 FP8 = torch.float8_e4m3fn
@@ -67,6 +67,7 @@ class Backend:
             rotate_and_write=heads.rotate_and_write,
             sample=sample,
             advance=advance,
+            row_counts=ROW_COUNTS,
         )
 
     def pack_embedding(self, weight_VE: Tensor, tied: bool) -> Linear:

@@ -9,6 +9,9 @@ from functools import cache
 
 import torch
 
+ROW_COUNTS = (1, 16, 32, 64, *range(128, 1025, 128))
+"""Ends of all ranges of rows that have one tile, and of those in which as many programs share the inputs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:

@@ -5,8 +5,9 @@ import pytest
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DoesNotFit
 from llmbox.engine.estimator import MemoryPlan
-from llmbox.engine.gpu.load import fit_pool, trial_step
+from llmbox.engine.gpu.load import fit_pool, run_trials
 from llmbox.engine.gpu.memory import Measured, graphs_reserve
+from llmbox.engine.gpu.trial import trial_step, trial_steps
 
 PLAN = MemoryPlan(
     device="cuda", dtype="bfloat16", kv_dtype="bfloat16", quant="none", weights_bytes=1000,
@@ -85,3 +86,40 @@ def test_sums():
     measured = Measured(weights=1, workspace=2, runtime=3, graphs=4)
     assert measured.total == 10
     assert measured.blocks(100, 9, 1000) == 9
+
+
+def test_trial_steps_meet_all_counts_of_rows_and_end_with_the_largest():
+    steps = list(trial_steps(PLAN, (1, 3, 16, 300)))
+    alone = [step for step in steps if all(row.num_tokens == 1 for row in step.rows)]
+    assert [len(step.rows) for step in alone] == [1, 3, 4]
+    counts = {step.num_tokens for step in steps if step not in alone}
+    assert {3, 16, PLAN.token_budget} <= counts
+    assert max(counts) == PLAN.token_budget
+    assert any(step.copies for step in steps)
+    longest = max(row.end for step in steps for row in step.rows)
+    assert longest == PLAN.context - 1
+    for row in (row for step in steps for row in step.rows):
+        assert row.end <= len(row.request.block_table) * PLAN.block_size
+        assert max(row.request.block_table) < 2
+
+
+def test_without_kernels_that_compile_only_the_largest_steps_run():
+    assert len(list(trial_steps(PLAN, ()))) == 2
+
+
+def test_trial_sequences_leave_their_rows():
+    seen = []
+
+    class Runner:
+        def launch(self, step):
+            seen.append([row.admission == row.request.admissions for row in step.rows])
+            return step
+
+        def collect(self, handle):
+            left.extend(handle.rows)
+
+    left = []
+    count = run_trials(Runner(), PLAN, (1,))
+    assert count == len(seen)
+    assert all(all(row) for row in seen)
+    assert all(row.admission != row.request.admissions for row in left)

@@ -1,0 +1,80 @@
+"""Steps that serve nobody, run while a model loads: they compile every kernel that serving will use, and show
+how much memory the largest step takes.
+
+All their sequences share a few blocks: what they write is of no interest.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from ..estimator import MemoryPlan
+from ..request import Request
+from ..sampling import SamplingParams
+from ..step import ScheduledRequest, StepPlan
+
+SHORT = 20
+"""Tokens of a context that no kernel cuts into pieces, as it does with long ones."""
+
+
+def trial_steps(plan: MemoryPlan, row_counts: Sequence[int]) -> Iterator[StepPlan]:
+    """`row_counts`: `Ops.row_counts`. The largest steps come last, when all kernels are compiled."""
+    for count in counts_up_to(plan.max_running, row_counts):
+        yield decoding(plan, count)
+    for count in counts_up_to(plan.token_budget, [count for count in row_counts if count > 1]):
+        yield StepPlan(prompts(plan, count))
+    if row_counts:
+        # Contexts of a step with prompts in it are as long as the longest one there.
+        for context in (min(SHORT, plan.context - 1), plan.context - 1):
+            yield StepPlan([sequence(plan, context, 1, "decodes"), *prompts(plan, 2)], [(0, 1)])
+    yield long_prompt(plan)
+    yield trial_step(plan)
+
+
+def trial_blocks(plan: MemoryPlan) -> int:
+    """That the sequences share: two at least, as one is copied to another."""
+    return max(2, -(-_sequence_length(plan) // plan.block_size))
+
+
+def counts_up_to(most: int, row_counts: Sequence[int]) -> list[int]:
+    return [*(count for count in row_counts if count < most), most] if row_counts else []
+
+
+def trial_step(plan: MemoryPlan) -> StepPlan:
+    """As many tokens as a step may have, in as many sequences as may run, all drawn with top-p."""
+    sequences, length = min(plan.max_running, plan.token_budget), _sequence_length(plan)
+    return StepPlan([sequence(plan, length, length, str(number)) for number in range(sequences)])
+
+
+def _sequence_length(plan: MemoryPlan) -> int:
+    """Of the equal ones that fill a step."""
+    sequences = min(plan.max_running, plan.token_budget)
+    return min(-(-plan.token_budget // sequences), plan.context - 1)
+
+
+def long_prompt(plan: MemoryPlan) -> StepPlan:
+    """The end of the longest prompt: attention may take memory for its whole context."""
+    end = plan.context - 1
+    return StepPlan([sequence(plan, end, min(end, plan.token_budget), "long")])
+
+
+def decoding(plan: MemoryPlan, count: int) -> StepPlan:
+    end = min(SHORT, plan.context - 1)
+    return StepPlan([sequence(plan, end, 1, str(number)) for number in range(count)])
+
+
+def prompts(plan: MemoryPlan, tokens: int) -> list[ScheduledRequest]:
+    """So many tokens, in as few prompts as the context allows."""
+    rows: list[ScheduledRequest] = []
+    while tokens > 0:
+        length = min(tokens, plan.context - 1)
+        rows.append(sequence(plan, length, length, f"prompt {len(rows)}"))
+        tokens -= length
+    return rows
+
+
+def sequence(plan: MemoryPlan, end: int, tokens: int, name: str) -> ScheduledRequest:
+    """The last `tokens` of a context that ends there."""
+    params = SamplingParams(max_tokens=1, temperature=0.9, top_p=0.9)
+    request = Request(request_id=f"trial {name}", prompt_ids=[0] * end, params=params)
+    shared = trial_blocks(plan)
+    request.block_table = [number % shared for number in range(-(-end // plan.block_size))]
+    return ScheduledRequest(request, end - tokens, tokens, samples=True)

@@ -1,0 +1,72 @@
+"""What the trial steps compile at load is all that serving asks for later."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from llmbox.engine.core import Engine
+from llmbox.engine.estimator import MemoryPlan
+from llmbox.engine.gpu.load import run_trials
+from llmbox.engine.gpu.trial import trial_blocks
+from support.late_device import device_engine
+from support.real_engines import ask, run
+from support.tiny_models import make_tiny_model
+from support.triton_variants import noted_variants
+
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 1,
+    "vocab_size": 500,
+    "max_position_embeddings": 4096,
+}
+OPTIONS = {"dtype": "float16", "max_running": 70, "token_budget": 1500, "context": 2000, "kv_tokens": 40000}
+
+
+def plan_of(engine: Engine) -> MemoryPlan:
+    info = engine.info
+    return MemoryPlan(
+        device="cuda", dtype="float16", kv_dtype="float16", quant="none", weights_bytes=1, workspace_bytes=1,
+        kv_bytes_per_token=1, block_size=info.block_size, num_blocks=info.num_blocks, budget_bytes=1,
+        context=info.context_window, max_running=info.max_running, token_budget=1500,
+    )  # fmt: skip
+
+
+def serve(engine: Engine) -> None:
+    """Prompts and batches of many sizes, some in chunks, with everything a request can ask of the kernels."""
+    draw = random.Random(4)
+    for batch in (1, 3, 20, 40, 70):
+        longest = 1900 if batch < 4 else 150
+        requests = [
+            ask(
+                f"{batch}-{number}",
+                [5] * draw.randint(1, longest),
+                draw.randint(2, 6),
+                temperature=draw.choice([0.0, 1.0]),
+                top_k=draw.choice([0, 5]),
+                logprobs=draw.choice([None, 2]),
+                prompt_logprobs=draw.choice([None, None, 1]),
+            )
+            for number in range(batch)
+        ]
+        run(engine, requests)
+
+
+@pytest.mark.parametrize("options", [{}, {"quant": "int4"}, {"kv_dtype": "int8", "deterministic": True}])
+def test_serving_compiles_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
+) -> None:
+    model = make_tiny_model(tmp_path, tokenizer=False, **SIZES)
+    monkeypatch.setenv("LLMBOX_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
+    engine = device_engine(model, **OPTIONS, **options)
+    plan = plan_of(engine)
+    assert trial_blocks(plan) <= plan.num_blocks
+    with noted_variants() as compiled:
+        run_trials(engine._runner, plan, engine._runner._ops.row_counts)
+    with noted_variants() as needed:
+        serve(engine)
+    assert len(needed) > 10
+    assert {variant[0] for variant in needed} - {variant[0] for variant in compiled} == set()
+    assert needed <= compiled
