@@ -14,7 +14,8 @@ from llmbox.engine.repacked.cache import RepackedCache
 from ..catalog import ModelRef, hub_cache, served
 from ..engines.budget import device_of, total_budget
 from ..errors import ApiError, CliError, Exit
-from ..hub.downloads import Downloads, Setup
+from ..hub.downloads import Downloads
+from ..hub.fetching import Setup
 from ..hub.fit import planned
 from ..hub.listing import Hub
 from ..hub.remove import Removable, Removed, find_removable, remove

@@ -40,6 +40,8 @@ class Download:
     etags: list[str] = field(default_factory=list)
     """Of `files`, known even after a restart."""
     stop: threading.Event = field(default_factory=threading.Event)
+    cut: Callable[[], None] = lambda: None
+    """Ends what waits for the hub, once `stop` is set."""
     started_at: float = field(default_factory=time.time)
     message: str = ""
     """The last thing that went wrong and was overcome."""
@@ -120,6 +122,8 @@ def stubbornly(work: Callable[[], T], stop: threading.Event, retries: Retries) -
         try:
             return work()
         except HubError as error:
+            if stop.is_set():
+                raise Stopped from None
             failures += 1
             if not error.retry or failures >= retries.tries:
                 raise

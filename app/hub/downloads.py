@@ -2,27 +2,20 @@
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from ..catalog import HUB_ID
 from ..errors import ApiError
 from ..events import Events
 from . import errors
-from .download import Download, FitCheck, Preparation, State, prepare
+from .download import Download, State
 from .errors import HubError
+from .fetching import Fetching, Setup
+from .kept import read_kept, write_kept
 from .layout import Repo, clean_up
-from .listing import Hub, RepoFile
-from .off_loop import in_thread
-from .pacing import Retries, Stopped, Valve
-from .transfer import Means, Progress, fetch, free_space
+from .pacing import Stopped
 
 log = logging.getLogger("llmbox.hub")
 
@@ -34,22 +27,6 @@ REMEMBERED = 50
 """Finished downloads kept in the list."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What downloads depend on. Functions are asked again each time, so settings may change."""
-
-    cache: Path
-    state_file: Path
-    fit: FitCheck
-    bandwidth: Callable[[], float | None] = lambda: None
-    """Bytes a second, or no bound."""
-    files_at_once: int = 4
-    hub: Callable[[], Hub] = Hub.of_environment
-    """Called in a thread."""
-    free: Callable[[Path], int] = free_space
-    retries: Retries = field(default_factory=Retries)
-
-
 class Downloads:
     """Only to be used from the daemon's event loop."""
 
@@ -59,8 +36,7 @@ class Downloads:
         self._all: dict[str, Download] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ticker: asyncio.Task[None] | None = None
-        self._valve = Valve(setup.bandwidth)
-        self._slots = asyncio.Semaphore(setup.files_at_once)
+        self._fetching = Fetching(setup, self._change, self._note)
         self._closed = False
 
     # ------------------------------------------------------------------ what routes call
@@ -114,7 +90,7 @@ class Downloads:
     async def cancel(self, model: str) -> Download:
         """What was fetched is deleted, unless another version of the model uses it.
 
-        Returns before that where a thread still waits for a hub that says nothing.
+        Returns before that where a thread cannot be ended soon: one that still connects.
         """
         download = self.get(model)
         if download.state in {"ready", "cancelled"}:
@@ -129,7 +105,7 @@ class Downloads:
     async def _clean(self, download: Download, earlier: "asyncio.Task[None] | None") -> None:
         if earlier is not None:
             await asyncio.wait({earlier})
-        repo, etags = self._repo(download), list(download.etags)
+        repo, etags = self._fetching.repo(download), list(download.etags)
         await asyncio.to_thread(_drop, repo, etags)
 
     def is_open(self, repo: str) -> bool:
@@ -148,12 +124,9 @@ class Downloads:
         """Goes on with what an earlier daemon did not finish, however it ended."""
         with contextlib.suppress(OSError):
             clean_up(self._setup.cache)
-        for row in _read(self._setup.state_file):
-            download = Download(row["model"], row["repo"], row["revision"], bool(row["anyway"]))
-            download.commit, download.etags = row["commit"], list(row["etags"])
+        for download, under_way in read_kept(self._setup.state_file):
             self._all[download.model] = download
-            download.state = "paused"
-            if row["state"] in {"checking", "downloading"}:
+            if under_way:
                 log.info("going on with the download of %s", download.model)
                 self._go(download)
 
@@ -161,7 +134,7 @@ class Downloads:
         """Stops where it is; the next daemon goes on."""
         self._closed = True
         for download in self._all.values():
-            download.stop.set()
+            _stop(download)
         tasks = [*self._tasks.values(), *([self._ticker] if self._ticker else [])]
         for task in tasks:
             task.cancel()
@@ -172,6 +145,7 @@ class Downloads:
 
     def _go(self, download: Download) -> Download:
         download.stop = threading.Event()  # threads of before keep theirs, which is set
+        download.cut = _nothing
         download.error, download.message = None, ""
         self._change(download, "checking")
         earlier = self._tasks.get(download.model)
@@ -181,7 +155,7 @@ class Downloads:
         return download
 
     def _halt(self, download: Download, state: State) -> None:
-        download.stop.set()
+        _stop(download)
         download.rate = None
         self._change(download, state)
 
@@ -191,7 +165,7 @@ class Downloads:
         if earlier is not None and not earlier.done():
             await asyncio.wait({earlier})
         try:
-            await self._fetch(download, stop)
+            await self._fetching.fetch(download, stop)
         except Stopped:
             return  # whoever stopped it has said what it is now
         except (HubError, OSError) as error:
@@ -209,58 +183,6 @@ class Downloads:
             download.error = failure
             log.error("download of %s failed: %s", download.model, failure)
             self._change(download, "failed")
-
-    async def _fetch(self, download: Download, stop: threading.Event) -> None:
-        _check_going(stop)
-        hub = await in_thread(self._setup.hub, "llmbox-hub")
-        repo = self._repo(download)
-        found = await in_thread(lambda: self._prepare(hub, repo, download, stop), "llmbox-hub")
-        _check_going(stop)
-        download.commit = found.listing.commit
-        download.files = {file: Progress(file.size) for file in found.files}
-        download.etags = [file.etag for file in found.files]
-        self._change(download, "downloading")
-        loop = asyncio.get_running_loop()
-
-        def note(text: str) -> None:
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._note, download, text)
-
-        means = Means(hub.web, repo, stop, self._valve, self._setup.retries, note)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for file, progress in download.files.items():
-                    group.create_task(self._fetch_file(means, hub, download, file, progress))
-        except BaseExceptionGroup as failures:
-            raise _most_telling(failures) from None
-        _check_going(stop)
-        names = {file.name: file.etag for file in download.files}
-        commit, revision = found.listing.commit, download.revision
-        await in_thread(lambda: repo.publish(commit, revision, names), "llmbox-hub")
-
-    def _prepare(self, hub: Hub, repo: Repo, download: Download, stop: threading.Event) -> Preparation:
-        setup = self._setup
-        return prepare(
-            hub,
-            repo,
-            download,
-            stop,
-            fit=setup.fit,
-            free=lambda: setup.free(setup.cache),
-            retries=setup.retries,
-        )
-
-    async def _fetch_file(
-        self, means: Means, hub: Hub, download: Download, file: RepoFile, progress: Progress
-    ) -> None:
-        assert download.commit is not None
-        url = hub.url(download.repo, download.commit, file.name)
-        async with self._slots:
-            _check_going(means.stop)
-            await in_thread(lambda: fetch(means, file, url, progress), f"llmbox-fetch {file.name}")
-
-    def _repo(self, download: Download) -> Repo:
-        return Repo(self._setup.cache, download.repo)
 
     def _note(self, download: Download, text: str) -> None:
         log.warning("download of %s: %s", download.model, text)
@@ -301,28 +223,20 @@ class Downloads:
     def _save(self) -> None:
         if self._closed:
             return
-        rows = [
-            {
-                "model": d.model,
-                "repo": d.repo,
-                "revision": d.revision,
-                "anyway": d.anyway,
-                "commit": d.commit,
-                "etags": d.etags,
-                "state": d.state,
-            }
-            for d in self._all.values()
-            if d.state not in {"ready", "cancelled"}
-        ]
         try:
-            _write(self._setup.state_file, rows)
+            write_kept(self._setup.state_file, self._all.values())
         except OSError as error:
             log.error("cannot note the downloads in %s: %s", self._setup.state_file, error)  # noqa: TRY400
 
 
-def _check_going(stop: threading.Event) -> None:
-    if stop.is_set():
-        raise Stopped
+def _nothing() -> None:
+    """There is nothing to cut yet."""
+
+
+def _stop(download: Download) -> None:
+    """Its threads end at once, also those that wait for a hub that says nothing."""
+    download.stop.set()
+    download.cut()
 
 
 def _drop(repo: Repo, etags: list[str]) -> None:
@@ -330,41 +244,7 @@ def _drop(repo: Repo, etags: list[str]) -> None:
     log.info("cancelled download of %s: %d bytes freed", repo.name, freed)
 
 
-def _most_telling(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """One failure stops the other files: those say nothing new."""
-    return next((e for e in failures.exceptions if not isinstance(e, Stopped)), failures.exceptions[0])
-
-
 def _not_now(download: Download, what: str) -> ApiError:
     return ApiError(
         409, f"The download of {download.model} is {download.state}: it cannot be {what}.", "download_state"
     )
-
-
-def _read(file: Path) -> list[dict[str, Any]]:
-    """Rows of an earlier daemon. A broken file costs the resumption, never the start."""
-    try:
-        rows: list[dict[str, Any]] = json.loads(file.read_bytes())["downloads"]
-        if all(set(row) == _ROW and HUB_ID.fullmatch(row["model"]) for row in rows):
-            return rows
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    log.warning("%s cannot be read: downloads that were under way have to be asked for again", file)
-    return []
-
-
-_ROW = {"model", "repo", "revision", "anyway", "commit", "etags", "state"}
-
-
-def _write(file: Path, rows: list[dict[str, Any]]) -> None:
-    if not rows:
-        file.unlink(missing_ok=True)
-        return
-    fresh = file.with_suffix(".new")
-    with fresh.open("w") as out:
-        json.dump({"schema": 1, "downloads": rows}, out)
-        out.flush()
-        os.fsync(out.fileno())
-    fresh.replace(file)

@@ -125,6 +125,8 @@ def _fetch_whole(means: Means, file: RepoFile, url: str, partial: Path, progress
             try:
                 digest = _stream(means, file, url, out, digest, progress)
             except HubError as error:
+                if means.stop.is_set():  # the connection was cut
+                    raise Stopped from None
                 failures = 1 if progress.done > before else failures + 1
                 if not error.retry or failures >= means.retries.tries:
                     raise

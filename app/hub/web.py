@@ -16,6 +16,7 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from . import errors
+from .wires import Wires
 
 TIMEOUT = 30.0
 """Seconds without a byte until a connection counts as dead."""
@@ -39,6 +40,11 @@ class Web:
         self.endpoint = endpoint.rstrip("/")
         self.token = token
         self._timeout = timeout
+        self._wires = Wires()
+
+    def cut(self) -> None:
+        """Ends every read under way or yet to come, at once: they raise HubError. From any thread."""
+        self._wires.cut()
 
     @contextlib.contextmanager
     def get(self, url: str, what: str, *, start: int = 0, end: int | None = None) -> Iterator[Answer]:
@@ -50,7 +56,7 @@ class Web:
             request.add_unredirected_header("Authorization", f"Bearer {self.token}")
         if start or end is not None:
             request.add_header("Range", f"bytes={start}-{'' if end is None else end - 1}")
-        opener = urllib.request.build_opener(redirects)
+        opener = urllib.request.build_opener(redirects, *self._wires.handlers())
         try:
             with opener.open(request, timeout=self._timeout) as response:
                 yield _answer(response, redirects.etag)

@@ -46,6 +46,9 @@ class StubHub:
     seen: list[Seen] = field(default_factory=list)
     chunk_pause: float = 0.0
     """Seconds between 16 kB of a large file."""
+    hold_after: int | None = None
+    """Bytes of each answer with a large file after which the rest waits for `go_on`."""
+    go_on: threading.Event = field(default_factory=threading.Event)
     url: str = ""
     cdn_url: str = ""
 
@@ -194,8 +197,11 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(wanted[:cut])
             self.close_connection = True
             return
-        step = 16_384 if self.hub.chunk_pause else len(wanted) or 1
+        hold = self.hub.hold_after
+        step = 16_384 if self.hub.chunk_pause or hold is not None else len(wanted) or 1
         for start in range(0, len(wanted), step):
+            if hold is not None and start >= hold:
+                self.hub.go_on.wait(60)
             self.wfile.write(wanted[start : start + step])
             if self.hub.chunk_pause:
                 time.sleep(self.hub.chunk_pause)
@@ -238,6 +244,7 @@ def stub_hub() -> Iterator[StubHub]:
     try:
         yield hub
     finally:
+        hub.go_on.set()
         for server in servers:
             server.shutdown()
             server.server_close()
