@@ -54,6 +54,9 @@ public:
             config.bytes[i] = static_cast<uint16_t>(a ? 4 * words : 64);
             config.rows[i] = static_cast<uint8_t>(b ? words : i == 2 || i == 3 || i == 5 ? lower : upper);
         }
+        // The intrinsics of GCC 12 name 8 bytes of it, those of tile loads none: without this the rest may stay
+        // unwritten.
+        asm volatile("" ::"r"(&config) : "memory");
         _tile_loadconfig(&config);
     }
 
