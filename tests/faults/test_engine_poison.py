@@ -82,7 +82,7 @@ async def test_an_engine_on_which_everything_is_fatal_is_given_up(tmp_path):
 
 
 async def test_a_request_that_hangs_the_engine(tmp_path):
-    watch = WatchLimits(tick=0.05)
+    watch = WatchLimits(tick=0.2)
     async with supervised(
         tmp_path,
         supervisor={"deaths": FAST, "watch": watch},

@@ -62,7 +62,7 @@ async def read(stream: TokenStream) -> tuple[list[int], RequestOutput]:
 
 
 async def read_all(streams: list[TokenStream]) -> list[tuple[list[int], RequestOutput]]:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         return await asyncio.gather(*(read(stream) for stream in streams))
 
 
@@ -72,7 +72,7 @@ async def assert_undisturbed(streams: list[TokenStream]) -> None:
         assert tokens == undisturbed(stream)
 
 
-async def until(condition: Any, seconds: float = 15.0) -> None:
+async def until(condition: Any, seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - conditions of any kind
             await asyncio.sleep(0.005)
@@ -82,6 +82,16 @@ def kill(supervisor: Supervisor, number: int = signal.SIGKILL) -> None:
     """As an operator would; nothing happens while no process is there."""
     if supervisor.pid is not None:
         os.kill(supervisor.pid, number)
+
+
+async def stand_still(supervisor: Supervisor) -> None:
+    """The engine stops, and what it sent before is here: from now on its numbers hold until SIGCONT."""
+    assert supervisor.pid is not None
+    stat = Path(f"/proc/{supervisor.pid}/stat")
+    kill(supervisor, signal.SIGSTOP)
+    await until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+    for _ in range(50):
+        await asyncio.sleep(0)
 
 
 def is_running(pid: int) -> bool:

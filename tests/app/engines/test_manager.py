@@ -1,6 +1,7 @@
 """The table of loaded models: names, single flight, failures, drain."""
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager
 
 import pytest
@@ -57,20 +58,23 @@ async def test_concurrent_loads_share_one_engine(tmp_path):
 async def test_a_caller_that_gives_up_does_not_stop_the_load(tmp_path):
     async with managing() as manager:
         waiting = asyncio.create_task(manager.load(config(tmp_path, load_delay=0.1)))
-        await asyncio.sleep(0.05)
+        await until(manager.loading)
         waiting.cancel()
         await until(manager.models)
+        assert waiting.cancelled()
 
 
 async def test_while_it_loads(tmp_path):
-    async with managing() as manager:
-        loading = manager.begin_load(config(tmp_path, load_delay=0.3), alias="x")
+    go_on = threading.Event()
+    async with managing(lambda _: go_on.wait(60)) as manager:
+        loading = manager.begin_load(config(tmp_path), alias="x")
         await until(lambda: manager.loading()[0].progress is not None)
         ready, cause = manager.readiness()
         assert not ready
         assert "fake is loading (weights" in cause
         for name in ("fake", "x", None):
             assert refusal(manager, name)[:2] == (503, "model_loading")
+        go_on.set()
         await loading
         assert manager.readiness() == (True, "")
 

@@ -38,10 +38,11 @@ async def test_a_restart_takes_the_spare_and_another_follows(tmp_path: Path) -> 
     try:
         await subject.start()
         waiting = await ready(spares)
-        stream = subject.submit(request(1, 64))
+        stream = subject.submit(request(1, 500))
         await until(lambda: len(stream.output_ids) > 3)
         kill(subject)
         await assert_undisturbed([stream])
+        assert stream.resumes == 1
         assert subject.pid == waiting
         assert subject.restarts == 1
         assert await ready(spares) != waiting
