@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from .config import EngineConfig
 from .core import Engine
 from .errors import DeviceError, EngineError
 from .estimator import MemoryBudget, MemoryPlan, estimate
-from .gpu.load import Parts, make_device_runner
+from .gpu.load import Agree, Parts, make_device_runner
 from .gpu.runner import DeviceRunner
 from .layers.rotary import Rotary
 from .load_weights import WeightsWanted, load_weights
@@ -49,18 +50,17 @@ KV_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 class Share:
     """What one rank made of its part of the model."""
 
-    runner: ModelRunner | DeviceRunner
+    runner: ModelRunner | Callable[[Agree], tuple[DeviceRunner, MemoryPlan]]
+    """The last makes it, once all ranks have met."""
     plan: MemoryPlan
     """As measured, where that is done."""
     backend: str
     measured: int | None
     """Bytes of memory that the weights took; None where nobody tells."""
 
-    @property
-    def local(self) -> ModelRunner:
-        """Of one among several ranks."""
-        assert isinstance(self.runner, ModelRunner)
-        return self.runner
+    def finish(self, agree: Agree = int) -> tuple[ModelRunner | DeviceRunner, MemoryPlan]:
+        """The runner, once all ranks have met. Raises DoesNotFit."""
+        return (self.runner, self.plan) if isinstance(self.runner, ModelRunner) else self.runner(agree)
 
 
 def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> Engine:
@@ -74,13 +74,14 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
     worker_pids: list[int] = []
     if layout.ranks == 1:
         share = load_share(config, plan, ALONE, weights_progress(progress))
-        runner = share.runner if isinstance(share.runner, DeviceRunner) else OneAtATime(share.runner)
-        measured, plan = share.measured, share.plan
+        local, plan = share.finish()
+        runner = local if isinstance(local, DeviceRunner) else OneAtATime(local)
+        measured = share.measured
     else:
         log.info("%s", "; ".join(plan.notes) or f"{layout.ranks} ranks: tp {plan.tp}, pp {plan.pp}")
         ranks = Ranks(config, plan, layout)
         share, measured = ranks.load(lambda rank: load_share(config, plan, rank, weights_progress(progress)))
-        runner, worker_pids = OneAtATime(ranks.runner(share.local)), ranks.worker_pids
+        (runner, plan), worker_pids = ranks.runner(share), ranks.worker_pids
     info = model_info(config, model, plan, share.backend, time.monotonic() - started, measured, worker_pids)
     return Engine(make_scheduler(config, plan), runner, info)
 
@@ -124,10 +125,10 @@ def load_share(
     rotary = Rotary(model_config, plan.context, device)
     whole = Sampler(model_config.vocab_size, device, ops.best_of or best_of)
     sampler = rank_sampler(rank, whole, model_config.vocab_size)
-    if layout.ranks == 1 and (device.type == "cuda" if config.overlap is None else config.overlap):
+    if device.type == "cuda" if config.overlap is None else config.overlap:
         parts = Parts(model, rotary, sampler, kv_shape)
-        overlapping, plan = make_device_runner(parts, config, plan, device, free_before)
-        return Share(overlapping, plan, ops.name, measured)
+        make = partial(make_device_runner, parts, config, plan, device, free_before)
+        return Share(make, plan, ops.name, measured)
     cache = ops.make_kv_cache(kv_shape, device)
     runner = ModelRunner(model, rotary, cache, sampler, block_size=plan.block_size, device=device)
     return Share(runner, plan, ops.name, measured)
@@ -191,7 +192,7 @@ def backend(
     try:
         return select_ops(device, dtype, kv_dtype, threads, quant, deterministic=deterministic)
     except QuantUnavailable as error:
-        raise DeviceError(f"{error}: load with --quant none, or a checkpoint without integers") from None
+        raise DeviceError(f"{error}: load with --quant none, or another checkpoint") from None
     except UnknownBackend as error:
         raise EngineError(str(error)) from None
 

@@ -16,16 +16,18 @@ from typing import Final
 from setproctitle import setproctitle
 
 from .config import EngineConfig
-from .errors import EngineError
+from .errors import DoesNotFit, EngineError
 from .estimator import MemoryPlan
+from .gpu.runner import DeviceRunner
 from .lifeline import bind_to_parent, log_to_stderr
 from .loader import Share, load_share
+from .parallel.crew import least_of
 from .parallel.layout import Layout
 from .parallel.link import Frame, Link, RankLost
 from .parallel.mesh import Ends
 from .parallel.rank import Rank
+from .parallel.serve import serve_launches, serve_steps
 from .parallel.start import connect
-from .parallel.step_codec import StepDecoder, encode_result
 
 _EXIT_LOAD_FAILED: Final = 3
 _EXIT_CRASHED: Final = 70  # EX_SOFTWARE
@@ -72,12 +74,16 @@ def _run(link: Link) -> int:
 
 
 def _serve(link: Link, share: Share, *, answers: bool) -> None:
-    """Until rank 0 is gone."""
-    decoder = StepDecoder()
-    while True:
-        result = share.local.execute(decoder.decode(link.receive()))
-        if answers:
-            link.send(encode_result(result).encode())
+    """Until rank 0 is gone: raises RankLost."""
+    try:
+        local, _ = share.finish(lambda blocks: least_of(link, blocks))
+    except DoesNotFit:
+        link.receive()  # rank 0 refuses as well, as all agreed on the size: it says so, and then goes
+        raise
+    if isinstance(local, DeviceRunner):
+        serve_launches(link, local, answers=answers)
+    else:
+        serve_steps(link, local, answers=answers)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from .noise import uniform_rows
 
 GREEDY_BELOW = 1e-5
 _LARGEST_ID = (1 << 32) - 1
+_MAGNITUDE = 0x7FFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ def plain_sample(logits_RV: Tensor, rows: SampleRows, needs: Needs) -> Drawn:
     if needs.greedy:
         drawn = draw_greedy(logits_RV)
     if needs.whole or needs.candidates:
-        knobs = _knobs(logits_RV.shape[1], rows)
+        knobs = knobs_of(logits_RV.shape[1], rows)
         cuts_R = (rows.top_k > 0) | (rows.top_p < 1)
         if needs.whole:
             drawn = _pick(drawn, draw_whole(logits_RV.float(), knobs), rows.temperature >= GREEDY_BELOW)
@@ -48,20 +49,33 @@ def plain_sample(logits_RV: Tensor, rows: SampleRows, needs: Needs) -> Drawn:
 
 
 def likeliest(logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` best (logits_RK, ids_RK), equal logits by lowest id.
+    """The `count` best (logits_RK, ids_RK), equal logits by lowest id."""
+    return from_keys(largest(keys(logits_RV), count))
 
-    No two keys are equal, so what the device finds does not depend on how it looks.
-    """
-    vocab_size = logits_RV.shape[1]
-    bits_RV = (logits_RV.float() + 0.0).view(torch.int32)  # + 0.0: minus zero equals zero
-    ordered_RV = torch.where(bits_RV < 0, bits_RV ^ 0x7FFFFFFF, bits_RV).to(torch.int64)
-    key_RV = (ordered_RV << 32) + (_LARGEST_ID - torch.arange(vocab_size, device=logits_RV.device))
-    if 4 * count < vocab_size:
-        key_RK = torch.topk(key_RV, count, dim=-1, sorted=True).values
-    else:
-        key_RK = torch.sort(key_RV, dim=-1, descending=True).values[:, :count]
-    id_RK = _LARGEST_ID - (key_RK & _LARGEST_ID)
-    return logits_RV.gather(1, id_RK).float(), id_RK
+
+def keys(logits_RV: Tensor, first_id: int = 0) -> Tensor:
+    """int64: larger ones are likelier, and no two of a row are equal. The first column is `first_id`."""
+    logits_RV = logits_RV.float() + 0.0  # minus zero equals zero
+    bits_RV = logits_RV.view(torch.int32)
+    ordered_RV = torch.where(bits_RV < 0, bits_RV ^ _MAGNITUDE, bits_RV)
+    # NaN of either sign comes first: a broken row must show it.
+    ordered_RV = torch.where(logits_RV.isnan(), _MAGNITUDE, ordered_RV).to(torch.int64)
+    id_V = torch.arange(first_id, first_id + logits_RV.shape[1], device=logits_RV.device)
+    return (ordered_RV << 32) + (_LARGEST_ID - id_V)
+
+
+def largest(key_RV: Tensor, count: int) -> Tensor:
+    """The `count` largest, in order: what the device finds does not depend on how it looks."""
+    if 4 * count < key_RV.shape[1]:
+        return torch.topk(key_RV, count, dim=-1, sorted=True).values
+    return torch.sort(key_RV, dim=-1, descending=True).values[:, :count]
+
+
+def from_keys(key_RK: Tensor) -> tuple[Tensor, Tensor]:
+    """(logits, ids) of `keys`."""
+    ordered_RK = (key_RK >> 32).to(torch.int32)
+    bits_RK = torch.where(ordered_RK < 0, ordered_RK ^ _MAGNITUDE, ordered_RK)
+    return bits_RK.view(torch.float32), _LARGEST_ID - (key_RK & _LARGEST_ID)
 
 
 def facts(logits_RV: Tensor, ids_R: Tensor) -> Sampled:
@@ -75,7 +89,7 @@ def facts(logits_RV: Tensor, ids_R: Tensor) -> Sampled:
     return Sampled(ids_R, best_R, logit_R1[:, 0], total_R, ahead_RV.sum(-1, dtype=torch.int32) + 1)
 
 
-def _knobs(vocab_size: int, rows: SampleRows) -> Knobs:
+def knobs_of(vocab_size: int, rows: SampleRows) -> Knobs:
     """Greedy rows get a temperature that divides; what is drawn for them is not taken."""
     return Knobs(
         temperature=torch.where(rows.temperature >= GREEDY_BELOW, rows.temperature, 1.0),

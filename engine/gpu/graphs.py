@@ -39,9 +39,19 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, capture: GraphCapture, body: Callable[[int], None], most: int, budget_bytes: int
+        self,
+        capture: GraphCapture,
+        body: Callable[[int], None],
+        most: int,
+        budget_bytes: int,
+        *,
+        shared: bool = False,
     ) -> None:
-        """For steps of up to `most` rows. No more is captured once `budget_bytes` are used up."""
+        """For steps of up to `most` rows. No more is captured once `budget_bytes` are used up.
+
+        `shared`: other ranks run the same at the same time.
+        """
+        self._shared = shared
         self._capture = capture
         self._budget = budget_bytes
         self._body = body
@@ -84,13 +94,28 @@ class DecodeGraphs:
         return self._usable and self._capture.bytes_taken < self._budget
 
     def capture(self, size: int) -> None:
-        """Inputs must be those of rows that do no harm. A failure ends the use of graphs, nothing else."""
+        """Inputs must be those of rows that do no harm. A failure ends the use of graphs, nothing else.
+
+        But where a shared warm-up breaks, others wait for sums that were not made: that is raised.
+        """
+        warm = False
+
+        def body() -> None:
+            nonlocal warm
+            self._body(size)
+            warm = True
+
         try:
-            self._replays[size] = self._capture.capture(lambda: self._body(size))
-        except Exception as error:  # noqa: BLE001 - drivers and compilers; all works without graphs
+            self._replays[size] = self._capture.capture(body)
+        except Exception as error:  # drivers and compilers; all works without graphs
+            if self._shared and not warm:
+                raise
             self._usable = False
             self._replays.clear()
             log.warning("CUDA graphs are off: capturing %d rows failed: %s", size, error)
+
+    def has(self, size: int) -> bool:
+        return size in self._replays
 
     def replay(self, size: int) -> None:
         self._replays[size]()

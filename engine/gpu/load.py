@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -24,6 +25,9 @@ from .trial import trial_blocks, trial_steps
 
 log = logging.getLogger("llmbox.engine")
 
+Agree = Callable[[int], int]
+"""Of several ranks: from the blocks that one has room for to those that all have. The same result on all."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -37,7 +41,12 @@ class Parts:
 
 
 def make_device_runner(
-    parts: Parts, config: EngineConfig, plan: MemoryPlan, device: torch.device, free_before: int
+    parts: Parts,
+    config: EngineConfig,
+    plan: MemoryPlan,
+    device: torch.device,
+    free_before: int,
+    agree: Agree = int,
 ) -> tuple[DeviceRunner, MemoryPlan]:
     """The runner, and the plan as the measurements changed it. Raises DoesNotFit."""
     if device.type != "cuda":
@@ -46,9 +55,8 @@ def make_device_runner(
     on_device = CudaDevice(device)
     graphs = graphs_reserve(len(capture_sizes(plan.max_running))) if config.cuda_graphs else 0
     row_counts = parts.model.ops.row_counts
-    plan = fit_pool(
-        config, plan, meter, graphs, lambda trial: build(parts, trial, on_device, None, 0), row_counts
-    )
+    make = partial(build, parts, device=on_device, capture=None, graphs_bytes=0)
+    plan = fit_pool(config, plan, meter, graphs, make, row_counts, agree)
     capture = CudaCapture(device) if config.cuda_graphs else None
     runner = build(parts, plan, on_device, capture, graphs)
     runner.prepare()  # the largest; the others between requests
@@ -71,6 +79,7 @@ def fit_pool(
     graphs: int,
     make: Callable[[MemoryPlan], DeviceRunner],
     row_counts: Sequence[int] = (),
+    agree: Agree = int,
 ) -> MemoryPlan:
     """The plan with the workspace and the KV blocks that trial steps leave room for. Raises DoesNotFit.
 
@@ -93,7 +102,7 @@ def fit_pool(
     wanted = plan.max_running * per_context
     if config.kv_tokens is not None:
         wanted = -(-config.kv_tokens // plan.block_size)
-    blocks = measured.blocks(plan.budget_bytes, block_bytes, wanted)
+    blocks = agree(measured.blocks(plan.budget_bytes, block_bytes, wanted))
     if blocks < min(per_context, wanted):
         raise DoesNotFit(_refusal(measured, plan, blocks, per_context, block_bytes))
     log.info(

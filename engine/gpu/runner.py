@@ -3,7 +3,8 @@
     launch   what changed -> device | forward pass, as a graph where it decodes | draw | copy to the host
     collect  wait for that copy
 
-What a step needs of the one before (last tokens, KV) never leaves the device.
+What a step needs of the one before (last tokens, KV) never leaves the device. On several ranks each launches
+the same steps in the same order, of the same sizes: then what they exchange on their devices meets.
 T rows of the step, W rows whose logits are wanted, S of them that sample, R rows of `Rows`, E hidden.
 """
 
@@ -21,6 +22,7 @@ from ..layers.decoder import Decoder
 from ..layers.forward import Forward
 from ..layers.rotary import Rotary
 from ..messages import TokenLogprobs
+from ..parallel.device_draw import device_sampler
 from ..request import Request
 from ..runner import Picker, prompt_logprobs
 from ..step import ScheduledRequest, StepPlan, StepResult
@@ -50,6 +52,9 @@ class Launched:
     """On the host, of use once the event has been."""
     prompt_logprobs: dict[str, list[TokenLogprobs]]
 
+    def wait(self) -> None:
+        self.event.wait()
+
 
 class DeviceRunner:
     depth = 1
@@ -67,35 +72,48 @@ class DeviceRunner:
     ) -> None:
         """`sampler` serves log-probabilities of prompts only. `capture` None: no graphs."""
         self._model, self._rotary, self._cache, self._sampler = model, rotary, cache, sampler
-        assert model.norm_E is not None, "of one rank"
+        self._rank = model.rank
         self._ops, self._device, self._sizes = model.ops, device, sizes
         self._windows = set(model.config.windows)
         width = -(-sizes.context // sizes.block_size)
         vocab_size, where = model.config.vocab_size, device.torch_device
         self._rows = Rows(sizes.max_running, width, sizes.num_blocks, vocab_size, where)
-        self._draw = DeviceSampler(self._ops, self._rows, vocab_size)
+        self._draw = device_sampler(self._rank, DeviceSampler(self._ops, self._rows, vocab_size), vocab_size)
         self._uploader = Uploader(device, self.depth + 2)
         self._spare = torch.tensor([[sizes.max_running], [0]], device=where)
         self._decoding_2R = self._spare.repeat(1, sizes.max_running)
         """Row and length of each sequence of a decoding step: where graphs find them."""
         self._contexts = [1] * sizes.max_running
         hidden = sizes.max_running, model.config.hidden_size
-        self._hidden_RE = torch.empty(hidden, dtype=model.norm_E.dtype, device=where)
+        self._hidden_RE = torch.empty(hidden, dtype=model.layers[0].input_norm_E.dtype, device=where)
         self._ops.clear_blocks(cache, [sizes.num_blocks])
         self.graphs = None
         if capture is not None:
-            self.graphs = DecodeGraphs(capture, self._decode, sizes.max_running, graphs_bytes)
+            shared = self._rank.layout.ranks > 1
+            self.graphs = DecodeGraphs(capture, self._decode, sizes.max_running, graphs_bytes, shared=shared)
+
+    def launch(self, plan: StepPlan) -> Launched:
+        if (urgent := self.urgent_capture) is not None:
+            self.capture(urgent)
+        return self.launch_sized(plan, self.size_for(plan))
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch_sized(self, plan: StepPlan, size: int) -> Launched:
+        """`size`: of `size_for`, here or on the rank that decides for all."""
         self._uploader.begin_step()
         self._ops.copy_blocks(self._cache, plan.copies)
         self._ops.clear_blocks(self._cache, begun_blocks(plan.rows, self._sizes.block_size))
         numbers = [self._rows.note(row) for row in plan.rows]
         self._rows.flush(self._uploader)
-        if all(row.num_tokens == 1 and row.samples for row in plan.rows):
-            return self._launch_decoding(plan.rows, numbers)
+        if _is_decoding(plan):
+            return self._launch_decoding(plan.rows, numbers, size or len(numbers))
         return self._launch_mixed(plan.rows, numbers)
+
+    def size_for(self, plan: StepPlan) -> int:
+        """Rows that the step is filled up to, as there is a graph of that size; 0: it runs as it is."""
+        if self.graphs is None or not _is_decoding(plan):
+            return 0
+        return self.graphs.size_for(len(plan.rows)) or 0
 
     def collect(self, handle: Launched) -> StepResult:
         handle.event.wait()
@@ -104,30 +122,48 @@ class DeviceRunner:
         tokens, failed = handle.drawing.read(handle.numbers_SC.tolist())
         return StepResult(tokens, handle.prompt_logprobs, failed)
 
-    @torch.inference_mode()
+    @property
+    def urgent_capture(self) -> int | None:
+        """Size of a graph that is worth a pause."""
+        return None if self.graphs is None else self.graphs.urgent_size
+
+    @property
+    def next_capture(self) -> int | None:
+        """Size of a graph for moments when nothing runs; None if none is left."""
+        return None if self.graphs is None else self.graphs.next_size
+
     def prepare(self) -> bool:
         """Capture one more graph; False if there is none left. For moments when nothing runs."""
-        if self.graphs is None or (size := self.graphs.next_size) is None:
-            return False
-        self._capture(self.graphs, size)
-        return True
+        size = self.next_capture
+        if size is not None:
+            self.capture(size)
+        return size is not None
 
-    def _launch_decoding(self, planned: Sequence[ScheduledRequest], numbers: Sequence[int]) -> Launched:
+    @torch.inference_mode()
+    def capture(self, size: int) -> None:
+        """The inputs still name the rows of the last step: a warm-up would write their KV once more."""
+        assert self.graphs is not None
+        self._decoding_2R.copy_(self._spare.expand_as(self._decoding_2R))
+        self._contexts = [1] * len(self._contexts)
+        self.graphs.capture(size)
+
+    def _launch_decoding(
+        self, planned: Sequence[ScheduledRequest], numbers: Sequence[int], size: int
+    ) -> Launched:
+        """Where there is no graph of this size after all, the same rows run as they are."""
         count = len(planned)
-        size = self._graph_size(count)
         ends = [row.end for row in planned]
-        fill = (size or count) - count
+        fill = size - count
         filled = [self._rows.spare] * fill
         (both,) = self._uploader.upload(array("q", [*numbers, *filled, *ends, *[0] * fill]))
-        self._decoding_2R[:, : size or count].copy_(both.view(2, -1))
-        self._contexts[: size or count] = [*ends, *[1] * fill]
-        if size is None or self.graphs is None:
-            self._decode(count)
-        else:
+        self._decoding_2R[:, :size].copy_(both.view(2, -1))
+        self._contexts[:size] = [*ends, *[1] * fill]
+        if self.graphs is not None and self.graphs.has(size):
             self.graphs.replay(size)
+        else:
+            self._decode(size)
         row_S, end_S = self._decoding_2R[:, :count]
-        logits_SV = self._model.logits(self._hidden_RE[:count])
-        return self._finish(logits_SV, [row.request for row in planned], row_S, end_S, {})
+        return self._finish(self._hidden_RE[:count], [row.request for row in planned], row_S, end_S, {})
 
     def _launch_mixed(self, planned: Sequence[ScheduledRequest], numbers: Sequence[int]) -> Launched:
         step = mixed_inputs(planned, numbers, self._rows, self._uploader, self._sizes.block_size)
@@ -136,22 +172,34 @@ class DeviceRunner:
         told = prompt_logprobs(self._model, self._sampler, hidden_WE[len(requests) :], step.prompts)
         if not requests:
             return Launched(self._device.record(), None, None, told)
-        logits_SV = self._model.logits(hidden_WE[: len(requests)])
-        return self._finish(logits_SV, requests, step.row_S, step.position_S, told)
+        return self._finish(hidden_WE[: len(requests)], requests, step.row_S, step.position_S, told)
 
     def _finish(
         self,
-        logits_SV: Tensor,
+        hidden_SE: Tensor,
         requests: list[Request],
         row_S: Tensor,
         position_S: Tensor,
         told: dict[str, list[TokenLogprobs]],
     ) -> Launched:
-        drawing = self._draw.draw(logits_SV, requests, row_S, position_S)
+        layout = self._rank.layout
+        if not layout.is_last:
+            if layout.is_first:
+                self._take_drawn(row_S)
+            return Launched(self._device.record(), None, None, told)
+        drawing = self._draw.draw(self._model.logits(hidden_SE), requests, row_S, position_S)
+        if not layout.is_first:
+            self._rank.collective.hand_back(drawing.ids_S)
         numbers_SC = drawing.numbers_SC
         host = self._device.host_memory(numbers_SC.numel(), torch.float64).view(numbers_SC.shape)
         self._device.copy(numbers_SC, host)
         return Launched(self._device.record(), drawing, host, told)
+
+    def _take_drawn(self, row_S: Tensor) -> None:
+        """The next step's inputs, which the last stage has drawn."""
+        ids_S = torch.empty_like(row_S, memory_format=torch.contiguous_format)
+        self._rank.collective.hand_back(ids_S)
+        self._rows.keep_drawn(row_S, ids_S)
 
     def _decode(self, size: int) -> None:
         """One row each of the first `size` sequences, hidden states to `_hidden_RE`: what graphs capture."""
@@ -159,22 +207,15 @@ class DeviceRunner:
         ids_N, ragged = decode_inputs(
             self._ops, self._rows, row_N, length_N, self._contexts[:size], self._sizes.block_size
         )
-        self._hidden_RE[:size].copy_(self._model.hidden(self._forward(ids_N, ragged), None))
+        hidden_NE = self._model.hidden(self._forward(ids_N, ragged), None)
+        if self._rank.layout.is_last:
+            self._hidden_RE[:size].copy_(hidden_NE)
 
     def _forward(self, ids_T: Tensor, ragged: Ragged) -> Forward:
         cos_TD, sin_TD = self._rotary.rows(ragged.positions_T)
         plans = {w: self._ops.plan_attention(ragged, self._cache, w) for w in self._windows}
         return Forward(ids_T, cos_TD, sin_TD, self._cache, plans)
 
-    def _graph_size(self, count: int) -> int | None:
-        if self.graphs is None:
-            return None
-        if (urgent := self.graphs.urgent_size) is not None:
-            self._capture(self.graphs, urgent)
-        return self.graphs.size_for(count)
 
-    def _capture(self, graphs: DecodeGraphs, size: int) -> None:
-        """The inputs still name the rows of the last step: a warm-up would write their KV once more."""
-        self._decoding_2R.copy_(self._spare.expand_as(self._decoding_2R))
-        self._contexts = [1] * len(self._contexts)
-        graphs.capture(size)
+def _is_decoding(plan: StepPlan) -> bool:
+    return all(row.num_tokens == 1 and row.samples for row in plan.rows)

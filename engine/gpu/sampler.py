@@ -34,6 +34,7 @@ class Drawing:
     """
 
     numbers_SC: Tensor
+    ids_S: Tensor
     requests: list[Request]
     logprobs: bool
     top: int
@@ -64,9 +65,14 @@ class Drawing:
 class DeviceSampler:
     def __init__(self, ops: Ops, rows: Rows, vocab_size: int) -> None:
         self._ops = ops
-        self._rows = rows
+        self.rows = rows
         self._vocab_size = vocab_size
         self._rules = RuleBook(vocab_size)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether the backend draws whole rows in an operation of its own."""
+        return self._ops.sample is not None
 
     def draw(self, logits_SV: Tensor, requests: list[Request], row_S: Tensor, position_S: Tensor) -> Drawing:
         """Also leaves the tokens in the rows. Columns of the logits beyond the vocabulary are padding."""
@@ -74,7 +80,7 @@ class DeviceSampler:
         edited_SV = self._edited(raw_SV, requests, row_S)
         wanted = [request.params.logprobs for request in requests if request.params.logprobs is not None]
         ids_S, best_S, sampled = self._choose(edited_SV, requests, row_S, position_S)
-        self._rows.keep_drawn(row_S, ids_S)
+        self.rows.keep_drawn(row_S, ids_S)
         edited = edited_SV is not raw_SV
         columns = [ids_S, best_of(raw_SV)[0] if edited else best_S, best_S]
         top = min(max(wanted, default=0), self._vocab_size)
@@ -85,20 +91,20 @@ class DeviceSampler:
             value_SN, id_SN = likeliest(raw_SV, top)
             columns += [*id_SN.unbind(1), *value_SN.unbind(1)]
         numbers_SC = torch.stack([column.double() for column in columns], 1)
-        return Drawing(numbers_SC, requests, bool(wanted), top)
+        return Drawing(numbers_SC, ids_S, requests, bool(wanted), top)
 
     def _choose(
         self, logits_SV: Tensor, requests: Sequence[Request], row_S: Tensor, position_S: Tensor
     ) -> tuple[Tensor, Tensor, Sampled | None]:
         """Ids, each row's largest logit, and all that the backend's own operation found."""
         if self._ops.sample is not None:
-            sampled = self._ops.sample(logits_SV, self._rows.sampling(row_S, position_S))
+            sampled = self._ops.sample(logits_SV, self.rows.sampling(row_S, position_S))
             return sampled.ids, sampled.best, sampled
         needs = needs_of([request.params for request in requests], self._vocab_size)
         if not (needs.whole or needs.candidates):
             best_S, ids_S = best_of(logits_SV)
             return ids_S, best_S, None
-        drawn = plain_sample(logits_SV, self._rows.sampling(row_S, position_S), needs)
+        drawn = plain_sample(logits_SV, self.rows.sampling(row_S, position_S), needs)
         return drawn.id, drawn.best, None
 
     def _edited(self, logits_SV: Tensor, requests: Sequence[Request], row_S: Tensor) -> Tensor:
@@ -109,7 +115,7 @@ class DeviceSampler:
         places = [row for row, request in enumerate(requests) if request.request_id in active]
         rules: list[RequestRules] = [active[requests[row].request_id] for row in places]
         place_E = move(torch.tensor(places), logits_SV.device)
-        last_E = self._rows.last_R[row_S[place_E]]
+        last_E = self.rows.last_R[row_S[place_E]]
         edited_SV = logits_SV.to(torch.float32, copy=True)
         part_EV = edited_SV.index_select(0, place_E)
         apply_rules(part_EV, rules, last_E)

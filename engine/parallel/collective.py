@@ -69,6 +69,13 @@ class TorchCollective:
             assert tensor.is_contiguous()
             dist.recv(tensor, self._layout.rank - self._layout.tp)
 
+    def hand_back(self, x: Tensor) -> None:
+        assert x.is_contiguous()
+        if self._layout.is_last:
+            dist.send(x, self._layout.other_end)
+        else:
+            dist.recv(x, self._layout.other_end)
+
     def _sum_in_slices(self, x: Tensor) -> None:
         tp = self._layout.tp
         size = -(-x.numel() // tp)

@@ -80,10 +80,20 @@ class Crew:
             self._answer(worker, "joined")
         self._forget_folder()
 
+    def least(self, number: int) -> int:
+        """Of this rank's number and those that the workers tell by `least_of`; they are told it."""
+        told = [worker.link.receive().body["number"] for worker in self.workers]
+        number = min([number, *told])
+        self.send(Frame("least", {"number": number}))
+        return number
+
     def send(self, frame: Frame) -> None:
         data = frame.encode()
         for worker in self.workers:
             worker.link.send(data)
+
+    def send_to(self, rank: int, frame: Frame) -> None:
+        self.workers[rank - 1].link.send(frame.encode())
 
     def receive(self, rank: int) -> Frame:
         return self.workers[rank - 1].link.receive()
@@ -130,6 +140,12 @@ def spawn(rank: int, ends: Ends) -> Worker:
             pass_fds=(theirs.fileno(), *ends.all),
         )
     return Worker(rank, process, Link(ours))
+
+
+def least_of(link: Link, number: int) -> int:
+    """A worker's side of `Crew.least`."""
+    link.send(Frame("number", {"number": number}).encode())
+    return int(link.receive().body["number"])
 
 
 def share(cores: Iterable[int], layout: Layout) -> list[int]:

@@ -67,6 +67,11 @@ class Layout:
         return self.stage == self.pp - 1
 
     @property
+    def other_end(self) -> int:
+        """Of a rank in the first stage its counterpart in the last one, and the other way round."""
+        return self.tp_rank if self.is_last else self.answers + self.tp_rank
+
+    @property
     def answers(self) -> int:
         """The rank whose tokens count: the first of the last stage."""
         return (self.pp - 1) * self.tp

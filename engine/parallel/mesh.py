@@ -51,7 +51,8 @@ def make_ends(layout: Layout) -> list[Ends]:
     peers: list[dict[int, int]] = [{} for _ in ranks]
     for one in ranks:
         for other in ranks[one.rank + 1 :]:
-            if one.stage == other.stage or other.rank == one.rank + layout.tp:
+            hands_back = one.is_first and other.rank == one.other_end
+            if one.stage == other.stage or other.rank == one.rank + layout.tp or hands_back:
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
                 peers[one.rank][other.rank], peers[other.rank][one.rank] = ours.detach(), theirs.detach()
     ends = [Ends(os.dup(memory), each) for each in peers]
@@ -88,27 +89,37 @@ class MeshCollective:
         return out.view(self._layout.tp, *x.shape)
 
     def send(self, *tensors: Tensor) -> None:
-        following = self._sockets[self._layout.rank + self._layout.tp]
         for tensor in tensors:
-            tensor = tensor.contiguous()  # noqa: PLW2901 - kept alive while its bytes are sent
-            try:
-                following.sendall(_bytes(tensor))
-            except OSError as error:
-                raise RankLost("the next stage is gone") from error
+            self._send(tensor, self._layout.rank + self._layout.tp)
 
     def receive(self, *tensors: Tensor) -> None:
-        before = self._sockets[self._layout.rank - self._layout.tp]
         for tensor in tensors:
-            assert tensor.is_contiguous()
-            rest = _bytes(tensor)
-            while rest:
-                try:
-                    count = before.recv_into(rest)
-                except OSError as error:
-                    raise RankLost("the stage before is gone") from error
-                if not count:
-                    raise RankLost("the stage before is gone")
-                rest = rest[count:]
+            self._receive(tensor, self._layout.rank - self._layout.tp)
+
+    def hand_back(self, x: Tensor) -> None:
+        if self._layout.is_last:
+            self._send(x, self._layout.other_end)
+        else:
+            self._receive(x, self._layout.other_end)
+
+    def _send(self, tensor: Tensor, rank: int) -> None:
+        tensor = tensor.contiguous()  # kept alive while its bytes are sent
+        try:
+            self._sockets[rank].sendall(_bytes(tensor))
+        except OSError as error:
+            raise RankLost("another stage is gone") from error
+
+    def _receive(self, tensor: Tensor, rank: int) -> None:
+        assert tensor.is_contiguous()
+        rest = _bytes(tensor)
+        while rest:
+            try:
+                count = self._sockets[rank].recv_into(rest)
+            except OSError as error:
+                raise RankLost("another stage is gone") from error
+            if not count:
+                raise RankLost("another stage is gone")
+            rest = rest[count:]
 
     def _exchange(self, piece: Tensor) -> list[Tensor]:
         """All ranks' pieces, in their order: views that hold until the next exchange."""

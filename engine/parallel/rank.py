@@ -11,7 +11,7 @@ from .layout import Layout, Part
 
 
 class Collective(Protocol):
-    """Each call is made by all ranks of a stage (`sum`, `gather`) or by both ends (`send`, `receive`)."""
+    """Each call is made by all ranks of a stage (`sum`, `gather`) or by both ends (the others)."""
 
     def sum(self, x: Tensor, out: Tensor | None = None) -> None:
         """In place, or rounded into `out`."""
@@ -27,6 +27,10 @@ class Collective(Protocol):
 
     def receive(self, *tensors: Tensor) -> None:
         """From the stage before, into these."""
+        ...
+
+    def hand_back(self, x: Tensor) -> None:
+        """From the last stage to the first, into this: called by both."""
         ...
 
 

@@ -1,9 +1,14 @@
-"""Rank 0's runner: tells every rank the step and computes its own part of it."""
+"""Rank 0's runners: tell every rank the step and compute rank 0's own part of it.
 
-from typing import Protocol
+`ParallelRunner` takes steps in turn, over ranks whose runners work while they are called. `DeviceRanks`
+launches them ahead, over ranks that all run `gpu/runner.py`.
+"""
+
+from typing import Any, Protocol
 
 from ..step import StepPlan, StepResult
-from .crew import Crew
+from .layout import Layout
+from .link import Frame
 from .step_codec import StepEncoder, decode_result
 from .watch import Watch
 
@@ -12,30 +17,108 @@ class LocalRunner(Protocol):
     def execute(self, plan: StepPlan) -> StepResult: ...
 
 
+class Handle(Protocol):
+    def wait(self) -> None:
+        """Until the step is done on this rank's device."""
+        ...
+
+
+class LocalDevice(Protocol):
+    """What every rank runs of steps that overlap: `DeviceRunner`."""
+
+    depth: int
+
+    @property
+    def urgent_capture(self) -> int | None: ...
+    @property
+    def next_capture(self) -> int | None: ...
+    def size_for(self, plan: StepPlan) -> int: ...
+    def launch_sized(self, plan: StepPlan, size: int) -> Any:
+        """-> a `Handle`."""
+        ...
+
+    def collect(self, handle: Any) -> StepResult: ...
+    def capture(self, size: int) -> None: ...
+
+
+class Others(Protocol):
+    """The other ranks, from rank 0: `Crew`."""
+
+    layout: Layout
+
+    def send(self, frame: Frame) -> None:
+        """To all."""
+        ...
+
+    def send_to(self, rank: int, frame: Frame) -> None: ...
+    def receive(self, rank: int) -> Frame: ...
+    def close(self) -> None: ...
+
+
 class ParallelRunner:
     """A `Runner`. All ranks run the same step and draw the same tokens; those of one rank count."""
 
-    def __init__(self, local: LocalRunner, crew: Crew, watch: Watch) -> None:
+    def __init__(self, local: LocalRunner, crew: Others, watch: Watch) -> None:
         self._local = local
         self._crew = crew
         self._watch = watch
         self._encoder = StepEncoder()
 
     def execute(self, plan: StepPlan) -> StepResult:
-        with self._watch.step():
-            try:
-                return self._execute(plan)
-            except Exception:
-                # Maybe a rank is gone: then the watch ends the engine, as it was no fault of the step.
-                self._watch.wait_for_end()
-                raise
-
-    def _execute(self, plan: StepPlan) -> StepResult:
-        self._crew.send(self._encoder.encode(plan))
-        result = self._local.execute(plan)
-        answers = self._crew.layout.answers
-        return result if answers == 0 else decode_result(self._crew.receive(answers))
+        with self._watch.guarding():
+            self._crew.send(self._encoder.encode(plan))
+            result = self._local.execute(plan)
+            answers = self._crew.layout.answers
+            return result if answers == 0 else decode_result(self._crew.receive(answers))
 
     def close(self) -> None:
         self._watch.close()
         self._crew.close()
+
+
+class DeviceRanks:
+    """An `OverlappingRunner`. Every rank launches the same steps, of the same size, in the same order, and
+    captures the same graphs between them, as rank 0 decides; so what their devices exchange meets.
+
+    What others than the answering rank drew is waited for nowhere: it is the same.
+    """
+
+    def __init__(self, local: LocalDevice, crew: Others, watch: Watch) -> None:
+        self.depth = local.depth
+        self._local = local
+        self._crew = crew
+        self._watch = watch
+        self._encoder = StepEncoder()
+
+    def launch(self, plan: StepPlan) -> Any:
+        with self._watch.guarding():
+            if (urgent := self._local.urgent_capture) is not None:
+                self._capture(urgent)
+            size = self._local.size_for(plan)
+            self._crew.send(self._encoder.encode(plan, size))
+            return self._local.launch_sized(plan, size)
+
+    def collect(self, handle: Any) -> StepResult:
+        answers = self._crew.layout.answers
+        with self._watch.guarding():
+            if answers == 0:
+                result: StepResult = self._local.collect(handle)
+                return result
+            self._crew.send_to(answers, Frame("collect"))
+            handle.wait()
+            return decode_result(self._crew.receive(answers))
+
+    def prepare(self) -> bool:
+        size = self._local.next_capture
+        if size is not None:
+            with self._watch.guarding():
+                self._capture(size)
+        return size is not None
+
+    def close(self) -> None:
+        self._watch.close()
+        self._crew.close()
+
+    def _capture(self, size: int) -> None:
+        self._crew.send(Frame("capture", {"size": size}))
+        self._local.capture(size)

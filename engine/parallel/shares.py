@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from llmbox.kernels.quant import Quant
-
 from ..model_shape import DTYPE_BYTES, ModelShape
 from ..roofline import decode_tokens_per_second
 
 
-def rank_shape(shape: ModelShape, tp: int, pp: int, quant: Quant | None) -> ModelShape:
+def rank_shape(shape: ModelShape, tp: int, pp: int) -> ModelShape:
     """Of the rank that holds most, as if it were a model. `vocab` stays: logits are gathered whole."""
     if tp == pp == 1:
         return shape
@@ -19,9 +17,10 @@ def rank_shape(shape: ModelShape, tp: int, pp: int, quant: Quant | None) -> Mode
         kv_heads=max(1, shape.kv_heads // tp),
         ffn=shape.ffn // tp,
         table_rows=-(-shape.vocab // tp),
-        # Input table and head are on different stages. With quantised weights the two differ in size: then
-        # both are counted, which is too much rather than too little.
-        tied=shape.tied or (pp > 1 and quant is None),
+        # Input table and head are on different stages. The first one has as many layers as any other, and a
+        # table that is never rounded: no other stage holds more.
+        tied=shape.tied or pp > 1,
+        no_head=pp > 1 and not shape.tied,
         exact_params=None,
     )
     tables = shape.table_params * (1 if shape.tied else 2)
@@ -81,7 +80,7 @@ def decode_scaling(
     Stages work one after another on the same rows, so `pp` shares memory and does not divide the time.
     """
     alone = decode_tokens_per_second(shape, dtype, kv_dtype, bandwidth, rows=rows, context=context)
-    part = rank_shape(shape, tp, 1, None)
+    part = rank_shape(shape, tp, 1)
     reading = rows / decode_tokens_per_second(part, dtype, kv_dtype, bandwidth, rows=rows, context=context)
     moved = traffic(shape, tp, pp, dtype)
     sums = 0.0

@@ -4,26 +4,29 @@ import atexit
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from ..config import EngineConfig
 from ..estimator import MemoryPlan
+from ..gpu.runner import DeviceRunner
+from ..pipeline import OneAtATime, OverlappingRunner
 from .crew import Crew, Over
 from .group import join, leave
 from .layout import Layout
 from .mesh import Ends, MeshCollective
 from .rank import Collective, Rank
-from .runner import LocalRunner, ParallelRunner
+from .runner import DeviceRanks, ParallelRunner
 from .watch import Watch
 
 
 class Loaded(Protocol):
-    @property
-    def backend(self) -> str: ...
+    """`loader.Share`."""
+
     @property
     def measured(self) -> int | None: ...
+    def finish(self, agree: Callable[[int], int]) -> tuple[Any, MemoryPlan]: ...
 
 
 L = TypeVar("L", bound=Loaded)
@@ -59,13 +62,28 @@ class Ranks:
     def worker_pids(self) -> list[int]:
         return [worker.process.pid for worker in self._crew.workers]
 
-    def runner(self, local: LocalRunner) -> ParallelRunner:
-        runner = ParallelRunner(local, self._crew, Watch(self._crew.workers))
-        atexit.register(end, runner)
-        return runner
+    def runner(self, share: Loaded) -> tuple[OverlappingRunner, MemoryPlan]:
+        """And the plan, as measured by all. Raises DoesNotFit."""
+        crew, watch = self._crew, Watch(self._crew.workers)
+        try:
+            with watch.guarding():
+                local, plan = share.finish(crew.least)
+        except BaseException:
+            watch.close()
+            crew.close()
+            raise
+        runner: OverlappingRunner
+        ranks: ParallelRunner | DeviceRanks
+        if isinstance(local, DeviceRunner):
+            runner = ranks = DeviceRanks(local, crew, watch)
+        else:
+            ranks = ParallelRunner(local, crew, watch)
+            runner = OneAtATime(ranks)
+        atexit.register(end, ranks)
+        return runner, plan
 
 
-def end(runner: ParallelRunner) -> None:
+def end(runner: ParallelRunner | DeviceRanks) -> None:
     """Of the engine: workers go by themselves, and no library meets a half-gone interpreter."""
     runner.close()
     leave()

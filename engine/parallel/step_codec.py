@@ -2,6 +2,8 @@
 
 Workers keep mirrors of the requests of the last step, so that a decoding request costs a token and now and
 then a block. A request that was in no row of the last step is told again whole.
+
+Where steps overlap, a mirror lacks the tokens that rank 0 does not know yet: each rank has drawn them itself.
 """
 
 from array import array
@@ -17,6 +19,11 @@ from ..step import SampledToken, ScheduledRequest, StepPlan, StepResult
 from .link import NUMBER, Frame
 
 _DEFAULTS = SamplingParams(max_tokens=0)
+_ROW = 9
+# Integers of a row: number, start, tokens, samples, admission, pending, new ids, blocks that stay, new ones.
+_GRAPH = "graph"
+_GONE = -1
+"""Admission of a mirror that has left: runners find its state by that."""
 
 
 @dataclass(slots=True)
@@ -25,8 +32,10 @@ class _Told:
 
     number: int
     request: Request
-    tokens: int
-    blocks: list[int]
+    tokens: int = 0
+    blocks: int = 0
+    """Of its table, which only grows while an admission lasts."""
+    admission: int = -1
 
 
 class StepEncoder:
@@ -35,17 +44,20 @@ class StepEncoder:
         """By `id`: each entry holds its request, so that no other can get the same."""
         self._next = 0
 
-    def encode(self, plan: StepPlan) -> Frame:
-        """Integers: copies, rows, (source, destination) of each copy, and of each row what `_row` says."""
+    def encode(self, plan: StepPlan, graph: int = 0) -> Frame:
+        """Integers: copies, rows, (source, destination) of each copy, and of each row what `_row` says.
+
+        `graph`: size that a decoding step is filled up to, see `decode_graph`.
+        """
         numbers = array(NUMBER, [len(plan.copies), len(plan.rows)])
         for pair in plan.copies:
             numbers.extend(pair)
         told, self._told = self._told, {}
-        new: dict[str, Any] = {}
+        new: dict[str, Any] = {_GRAPH: graph} if graph else {}
         for row in plan.rows:
             known = told.get(id(row.request))
             if known is None:
-                known = _Told(self._next, row.request, 0, [])
+                known = _Told(self._next, row.request)
                 self._next += 1
                 new[str(known.number)] = _introduction(row.request)
             self._told[id(row.request)] = known
@@ -53,16 +65,17 @@ class StepEncoder:
         return Frame("step", new, numbers)
 
     def _row(self, numbers: "array[int]", row: ScheduledRequest, known: _Told) -> None:
-        """number, start, tokens, samples, new ids, blocks that stay, new blocks; the new ids, the blocks."""
+        """See `_ROW`; the new ids and the new blocks follow."""
         request = row.request
-        ids, blocks = request.token_ids[known.tokens :], request.block_table
-        stay = len(known.blocks) if blocks[: len(known.blocks)] == known.blocks else 0
-        added = blocks[stay:]
-        numbers.extend((known.number, row.start, row.num_tokens, row.samples, len(ids), stay, len(added)))
+        ids = request.token_ids[known.tokens :]
+        stay = known.blocks if known.admission == row.admission else 0
+        added = request.block_table[stay:]
+        numbers.extend((known.number, row.start, row.num_tokens, row.samples, row.admission))
+        numbers.extend((request.num_pending, len(ids), stay, len(added)))
         numbers.extend(ids)
         numbers.extend(added)
         known.tokens += len(ids)
-        known.blocks[stay:] = added
+        known.blocks, known.admission = stay + len(added), row.admission
 
 
 class StepDecoder:
@@ -74,21 +87,30 @@ class StepDecoder:
         copies, rows = islice(numbers, 2)
         pairs = [(next(numbers), next(numbers)) for _ in range(copies)]
         known, self._requests = self._requests, {}
-        return StepPlan([self._row(numbers, frame.body, known) for _ in range(rows)], pairs)
+        plan = StepPlan([self._row(numbers, frame.body, known) for _ in range(rows)], pairs)
+        for request in known.values():
+            request.admissions = _GONE
+        return plan
 
     def _row(
         self, numbers: Iterable[int], new: dict[str, Any], known: dict[int, Request]
     ) -> ScheduledRequest:
-        number, start, tokens, samples, num_ids, stay, added = islice(numbers, 7)
+        number, start, tokens, samples, admission, pending, num_ids, stay, added = islice(numbers, _ROW)
         ids, blocks = list(islice(numbers, num_ids)), list(islice(numbers, added))
-        request = known.get(number)
+        request = known.pop(number, None)
         if request is None:
             request = _introduced(new[str(number)], ids)
         else:
             request.token_ids += ids
         request.block_table[stay:] = blocks
+        request.admissions, request.num_pending = admission, pending
         self._requests[number] = request
-        return ScheduledRequest(request, start, tokens, bool(samples))
+        return ScheduledRequest(request, start, tokens, bool(samples), admission)
+
+
+def decode_graph(frame: Frame) -> int:
+    """The size that rank 0 fills this step up to; 0: it runs as it is."""
+    return int(frame.body.get(_GRAPH, 0))
 
 
 def _introduction(request: Request) -> list[Any]:

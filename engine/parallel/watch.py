@@ -71,6 +71,16 @@ class Watch:
         finally:
             self._running = False
 
+    @contextmanager
+    def guarding(self) -> Iterator[None]:
+        """As `step`; also where it fails because a rank is gone, which is no fault of the step."""
+        with self.step():
+            try:
+                yield
+            except Exception:
+                self.wait_for_end()
+                raise
+
     def wait_for_end(self) -> None:
         """Returns soon where no rank has ended."""
         self._thread.join(_EXPLANATION_SECONDS)

@@ -30,6 +30,7 @@ class Stage:
         self.barrier = threading.Barrier(tp, timeout=20)
         self.parts: dict[int, Tensor] = {}
         self.inboxes = [Queue() for _ in range(tp)]
+        self.returns = [Queue() for _ in range(tp)]
 
 
 class ThreadCollective:
@@ -57,6 +58,13 @@ class ThreadCollective:
         sent = self._stages[self._layout.stage].inboxes[self._layout.tp_rank].get(timeout=20)
         for tensor, content in zip(tensors, sent, strict=True):
             tensor.copy_(content)
+
+    def hand_back(self, x: Tensor) -> None:
+        way = self._stages[0].returns[self._layout.tp_rank]
+        if self._layout.is_last:
+            way.put(x.clone())
+        else:
+            x.copy_(way.get(timeout=20))
 
 
 class RankThreads:

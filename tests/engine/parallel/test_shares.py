@@ -23,10 +23,10 @@ def test_a_rank_is_never_estimated_below_what_it_loads(tmp_path, monkeypatch, ar
     read: dict[int, int] = {}
     load_threads(tmp_path, lambda rank, done, _total: read.update({rank: done}), tp=tp, pp=pp)
     config = parse_config(tmp_path)
-    estimated = rank_shape(config.shape(), tp, pp, None).params * 4
+    estimated = rank_shape(config.shape(), tp, pp).params * 4
     assert max(read.values()) <= estimated <= max(read.values()) * 1.05 + 4096
     whole = sum(4 * prod(shape) for shape in tensor_shapes_of(tmp_path).values())
-    assert rank_shape(config.shape(), 1, 1, None).params * 4 == whole
+    assert rank_shape(config.shape(), 1, 1).params * 4 == whole
 
 
 def tensor_shapes_of(directory):
@@ -37,7 +37,7 @@ def tensor_shapes_of(directory):
 
 def test_kv_heads_are_shared_until_each_rank_has_one():
     whole = LLAMA_3_8B.kv_bytes_per_token("bfloat16")
-    sizes = {tp: rank_shape(LLAMA_3_8B, tp, 1, None).kv_bytes_per_token("bfloat16") for tp in (2, 8, 16)}
+    sizes = {tp: rank_shape(LLAMA_3_8B, tp, 1).kv_bytes_per_token("bfloat16") for tp in (2, 8, 16)}
     assert sizes == {2: whole // 2, 8: whole // 8, 16: whole // 8}
 
 
@@ -47,7 +47,18 @@ def test_quantised_ranks_hold_their_part_of_the_head():
     two = estimate(LLAMA_3_8B, have, config).weights_bytes
     one = estimate(LLAMA_3_8B, have, replace(config, tp=1)).weights_bytes
     assert two == pytest.approx(one / 2, rel=1e-3)
-    assert rank_shape(LLAMA_3_8B, 1, 2, QUANTS["int8"]).params > rank_shape(LLAMA_3_8B, 1, 2, None).params
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4", "w8a8", "fp8-block"])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_stages_with_rounded_weights_hold_one_table_each(quant, pp):
+    """The first one: its layers, rounded, and the input table as it is."""
+    have = MemoryBudget(device="cuda", available=10**11, more_gpus=(10**11,) * 3)
+    config = EngineConfig(model_path="none", name="m", quant=quant, pp=pp)
+    table = LLAMA_3_8B.vocab * LLAMA_3_8B.hidden
+    in_layers = LLAMA_3_8B.params - 2 * table
+    stage = in_layers / pp * QUANTS[quant].bytes_per_weight + 2 * table
+    assert estimate(LLAMA_3_8B, have, config).weights_bytes == pytest.approx(stage, rel=1e-3)
 
 
 def test_traffic_of_a_token():

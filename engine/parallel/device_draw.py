@@ -1,0 +1,139 @@
+"""Drawing on devices that share the logits of a row, without asking any of them anything.
+
+As `sampler.py` does it between CPU ranks, but nothing may look at what it found to choose its next move: so
+rows are split by what their parameters ask for alone, and each way knows its answer for certain.
+
+Legend: S rows that sample, G of them that are drawn one way, V this rank's part of the vocabulary, K
+candidates, t ranks, C columns of `Drawing`.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..gpu.draw import GREEDY_BELOW, from_keys, keys, knobs_of, largest
+from ..gpu.sampler import DeviceSampler, Drawing
+from ..request import Request
+from ..sampler.draw import Drawn, Knobs, draw_among
+from ..sampler.sampler import is_plain
+from ..sampling import SamplingParams
+from ..step_batch import move
+from .draw import SharedDraw
+from .rank import Rank
+
+_FEWEST_CANDIDATES = 16
+
+
+class Way(Enum):
+    GREEDY = 0
+    WHOLE = 1
+    """From the sums of weights of each part."""
+    RANKED = 2
+    """From as many candidates of each rank as top-k keeps."""
+    TOGETHER = 3
+    """From the whole row, brought together: rules, log-probabilities, and top-p alone, which may keep any
+    number of ids. Also all that a kernel of the backend draws: it reads a row once, where the other ways are
+    a dozen operations and up to three exchanges."""
+
+
+class Draws(Protocol):
+    def draw(
+        self, logits_SV: Tensor, requests: list[Request], row_S: Tensor, position_S: Tensor
+    ) -> Drawing: ...
+
+
+def device_sampler(rank: Rank, whole: DeviceSampler, vocab_size: int) -> Draws:
+    """`whole` draws from whole rows."""
+    if rank.layout.tp == 1 or not rank.layout.is_last:
+        return whole
+    return SharedDeviceSampler(rank, whole, vocab_size)
+
+
+class SharedDeviceSampler:
+    """As `DeviceSampler`, for logits [S, V of this rank]: all ranks draw the same, at the same time."""
+
+    def __init__(self, rank: Rank, whole: DeviceSampler, vocab_size: int) -> None:
+        self._rank = rank
+        self._whole = whole
+        self._vocab_size = vocab_size
+        self._part = rank.layout.vocabulary(vocab_size)
+        self._held = self._part.stop - self._part.start
+        self._smallest = self._vocab_size - (rank.layout.tp - 1) * self._part.size
+        """What the rank with the fewest ids has."""
+
+    def draw(self, logits_SV: Tensor, requests: list[Request], row_S: Tensor, position_S: Tensor) -> Drawing:
+        """Also leaves the tokens in the rows."""
+        ways = [self._way(request.params) for request in requests]
+        if len(set(ways)) == 1:
+            return self._draw(ways[0], logits_SV, requests, row_S, position_S)
+        parts: list[tuple[Tensor, Drawing]] = []
+        for way in sorted(set(ways), key=lambda way: way.value):
+            places = [place for place, each in enumerate(ways) if each == way]
+            place_G = move(torch.tensor(places), logits_SV.device)
+            chosen = [requests[place] for place in places]
+            drawing = self._draw(way, logits_SV[place_G], chosen, row_S[place_G], position_S[place_G])
+            parts.append((place_G, drawing))
+        return _merged(requests, parts)
+
+    def _draw(
+        self, way: Way, logits_GV: Tensor, requests: list[Request], row_G: Tensor, position_G: Tensor
+    ) -> Drawing:
+        if way == Way.TOGETHER:
+            return self._whole.draw(self._gathered(logits_GV), requests, row_G, position_G)
+        drawn = self._drawn(way, logits_GV[:, : self._held], requests, row_G, position_G)
+        self._whole.rows.keep_drawn(row_G, drawn.id)
+        columns = [drawn.id.double(), drawn.best.double(), drawn.best.double()]
+        return Drawing(torch.stack(columns, 1), drawn.id, requests, logprobs=False, top=0)
+
+    def _drawn(
+        self, way: Way, logits_GV: Tensor, requests: list[Request], row_G: Tensor, position_G: Tensor
+    ) -> Drawn:
+        shared = SharedDraw(self._rank.collective, self._part)
+        if way == Way.GREEDY:
+            return shared.greedy(logits_GV)
+        knobs = knobs_of(self._vocab_size, self._whole.rows.sampling(row_G, position_G))
+        if way == Way.WHOLE:
+            return shared.whole(logits_GV.float(), knobs)
+        return self._ranked(logits_GV, knobs, self._candidates(max(each.params.top_k for each in requests)))
+
+    def _ranked(self, logits_GV: Tensor, knobs: Knobs, size: int) -> Drawn:
+        """The best of all are among the best of each rank, in an order that leaves no ties."""
+        mine_GK = largest(keys(logits_GV, self._part.start), size)
+        all_GK = self._rank.collective.gather(mine_GK).transpose(0, 1).flatten(1)
+        value_GK, id_GK = from_keys(largest(all_GK, size))
+        certain_G = torch.full((len(id_GK),), size, device=id_GK.device)
+        return draw_among(value_GK, id_GK, certain_G, knobs, None)
+
+    def _way(self, params: SamplingParams) -> Way:
+        if not is_plain(params):
+            return Way.TOGETHER
+        if params.temperature < GREEDY_BELOW:
+            return Way.GREEDY
+        if self._whole.has_kernel:
+            return Way.TOGETHER
+        if 0 < params.top_k < self._vocab_size:
+            # Looking at most of a part is no less than bringing the parts together.
+            return Way.RANKED if self._candidates(params.top_k) <= self._smallest // 2 else Way.TOGETHER
+        return Way.WHOLE if params.top_p >= 1.0 else Way.TOGETHER
+
+    @staticmethod
+    def _candidates(top_k: int) -> int:
+        return max(_FEWEST_CANDIDATES, 1 << (top_k - 1).bit_length())
+
+    def _gathered(self, logits_GV: Tensor) -> Tensor:
+        """[G, whole vocabulary and padding]."""
+        return self._rank.collective.gather(logits_GV).transpose(0, 1).flatten(1)
+
+
+def _merged(requests: list[Request], parts: Sequence[tuple[Tensor, Drawing]]) -> Drawing:
+    """Drawings of some rows each as one; at most one of them has log-probabilities."""
+    most = max((drawing for _, drawing in parts), key=lambda drawing: drawing.numbers_SC.shape[1])
+    ids_S = most.ids_S.new_empty(len(requests))
+    numbers_SC = most.numbers_SC.new_zeros(len(requests), most.numbers_SC.shape[1])
+    for place_G, drawing in parts:
+        ids_S.index_copy_(0, place_G, drawing.ids_S)
+        numbers_SC[:, : drawing.numbers_SC.shape[1]].index_copy_(0, place_G, drawing.numbers_SC)
+    return Drawing(numbers_SC, ids_S, requests, most.logprobs, most.top)

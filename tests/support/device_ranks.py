@@ -1,0 +1,140 @@
+"""Ranks of runners for devices, a thread each: their own devices that are late, told over real links."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.core import Engine
+from llmbox.engine.estimator import MemoryPlan, estimate
+from llmbox.engine.gpu.load import build
+from llmbox.engine.gpu.runner import DeviceRunner, Launched
+from llmbox.engine.loader import load_share, make_scheduler, memory_budget, model_info
+from llmbox.engine.model_config import parse_config
+from llmbox.engine.parallel.layout import Layout
+from llmbox.engine.parallel.link import Frame, Link, RankLost
+from llmbox.engine.parallel.rank import Rank
+from llmbox.engine.parallel.runner import DeviceRanks
+from llmbox.engine.parallel.serve import serve_launches
+from llmbox.engine.parallel.watch import Watch
+from llmbox.engine.step import StepPlan
+from support.late_device import FakeCapture, LateDevice
+from support.rank_threads import Stage, ThreadCollective
+
+
+@dataclass(slots=True)
+class OneRank:
+    runner: DeviceRunner
+    device: LateDevice
+    capture: FakeCapture | None
+    drawn: list[Tensor] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """Of the steps it launched."""
+
+    def __post_init__(self) -> None:
+        launch = self.runner.launch_sized
+
+        def noting(plan: StepPlan, size: int) -> Launched:
+            self.sizes.append(size)
+            launched = launch(plan, size)
+            if launched.drawing is not None:
+                self.drawn.append(launched.drawing.ids_S.clone())
+            return launched
+
+        self.runner.launch_sized = noting
+
+
+class ThreadCrew:
+    """Stands for `Crew`: workers are threads that end with their links."""
+
+    def __init__(self, layout: Layout, ranks: list[OneRank], stages: list[Stage]) -> None:
+        self.layout = layout
+        self.errors: list[Exception] = []
+        self._stages = stages
+        self._links: list[Link] = []
+        self._threads: list[threading.Thread] = []
+        for number, rank in enumerate(ranks[1:], 1):
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._links.append(Link(ours))
+            thread = threading.Thread(target=self._serve, args=(number, Link(theirs), rank.runner))
+            self._threads.append(thread)
+            thread.start()
+
+    def send(self, frame: Frame) -> None:
+        data = frame.encode()
+        for link in self._links:
+            link.send(data)
+
+    def send_to(self, rank: int, frame: Frame) -> None:
+        self._links[rank - 1].send(frame.encode())
+
+    def receive(self, rank: int) -> Frame:
+        return self._links[rank - 1].receive()
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+        for thread in self._threads:
+            thread.join(20)
+            assert not thread.is_alive()
+
+    def _serve(self, number: int, link: Link, runner: DeviceRunner) -> None:
+        try:
+            serve_launches(link, runner, answers=number == self.layout.answers)
+        except RankLost:
+            pass
+        except Exception as error:  # noqa: BLE001 - told by the test
+            self.errors.append(error)
+            for stage in self._stages:
+                stage.barrier.abort()
+        finally:
+            link.close()
+
+
+@contextmanager
+def device_ranks(
+    directory: Path, graphs: bool = False, fail_at: dict[int, int] | None = None, **options: Any
+) -> Iterator[tuple[Engine, list[OneRank]]]:
+    """`fail_at`: by rank the capture that fails there."""
+    settings = {"device": "cpu", "threads": 1, "memory_bytes": 256 << 20, "overlap": True, **options}
+    config = EngineConfig(model_path=str(directory), name="tiny", **settings)
+    model = parse_config(directory)
+    plan = estimate(model.shape(), memory_budget(torch.device("cpu")), config)
+    stages = [Stage(plan.tp) for _ in range(plan.pp)]
+    layouts = [Layout(plan.tp, plan.pp, rank) for rank in range(plan.ranks)]
+    failing = fail_at or {}
+    ranks = [
+        make_rank(config, plan, each, stages, FakeCapture(fail_at=failing.get(each.rank)) if graphs else None)
+        for each in layouts
+    ]
+    crew = ThreadCrew(layouts[0], ranks, stages)
+    runner = DeviceRanks(ranks[0].runner, crew, Watch([]))
+    info = model_info(config, model, plan, "reference", 0.0, measured=None, worker_pids=[])
+    try:
+        yield Engine(make_scheduler(config, plan), runner, info), ranks
+    finally:
+        runner.close()
+        if crew.errors:
+            raise crew.errors[0]
+    last = [rank for rank, layout in zip(ranks, layouts, strict=True) if layout.is_last]
+    for rank in last[1:]:
+        assert len(rank.drawn) == len(last[0].drawn)
+        assert all(map(torch.equal, rank.drawn, last[0].drawn)), "all ranks of the last stage draw the same"
+    assert all(rank.sizes == ranks[0].sizes for rank in ranks)
+
+
+def make_rank(
+    config: EngineConfig, plan: MemoryPlan, layout: Layout, stages: list[Stage], capture: FakeCapture | None
+) -> OneRank:
+    rank = Rank(layout)
+    parts = load_share(config, plan, rank, lambda *_: None).runner.args[0]
+    rank.join(ThreadCollective(layout, stages))
+    device = LateDevice()
+    return OneRank(build(parts, plan, device, capture, 1 << 30), device, capture)
