@@ -34,8 +34,6 @@ _CPU_SHARE, _CPU_MOST, _CUDA_SHARE = 0.5, 0.8, 0.85
 # Of what is available, if no budget was asked for: a desktop has other things to do. A model that would not
 # reach a context of _COMFORTABLE_CONTEXT within the share gets more, up to the most.
 _COMFORTABLE_CONTEXT = 4096
-_FLOPS_PER_CORE = 30e9
-# What a core sustains in float32 matrix products, within a factor of two: only sizes the default step.
 _STEP_SECONDS = 0.5
 
 
@@ -268,5 +266,5 @@ def _default_token_budget(shape: ModelShape, budget: MemoryBudget, max_running: 
     """On a CPU a step of about half a second, so that decoding streams do not stall behind a long prompt."""
     if budget.device == "cuda":
         return max(max_running, 8192 if budget.available >= 40 * GIB else 2048)
-    tokens = _STEP_SECONDS * budget.cores * _FLOPS_PER_CORE / (2 * shape.matmul_params)
+    tokens = _STEP_SECONDS * budget.cores * budget.core_flops / (2 * shape.matmul_params)
     return max(max_running, 64, min(2048, 1 << int(tokens).bit_length() - 1 if tokens >= 1 else 0))

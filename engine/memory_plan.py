@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llmbox.kernels.cpu.build import can_build
+from llmbox.kernels.cpu.levels import usable_levels
 
 from .config import Dtype, KVDtype, QuantChoice
 from .machine import Machine
@@ -19,6 +20,8 @@ class MemoryBudget:
     cores: int = 1
     native_kernels: bool = False
     """Whether the C++ kernels run, whose results do not depend on the batch in any dtype."""
+    core_flops: float = 30e9
+    """What a core sustains in matrix products, within a factor of two: only sizes the default step."""
     more_gpus: tuple[int, ...] = ()
     """Bytes free on the visible GPUs after the first."""
     nvlink: tuple[frozenset[int], ...] = ()
@@ -37,7 +40,15 @@ class MemoryBudget:
                 nvlink=machine.nvlink,
             )
         available, cores = machine.memory.available, machine.cpu.cores
-        return cls(device=device, available=available, cores=cores, native_kernels=can_build())
+        if not can_build():
+            return cls(device=device, available=available, cores=cores)
+        return cls(
+            device=device,
+            available=available,
+            cores=cores,
+            native_kernels=True,
+            core_flops=usable_levels()[0].flops,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

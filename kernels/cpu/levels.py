@@ -15,6 +15,8 @@ class Level:
     """Flags in /proc/cpuinfo."""
     flags: tuple[str, ...]
     """For the compiler."""
+    flops: float
+    """What a core sustains in bfloat16 products, in operations a second, within a factor of two."""
 
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
@@ -26,11 +28,11 @@ _WIDE = "-mprefer-vector-width=512"
 _BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", _WIDE)
 
 LEVELS = (
-    Level("amx", "x86_64", _AMX, (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
-    Level("avx512-bf16", "x86_64", _BF16, _BF16_FLAGS),
-    Level("avx512", "x86_64", _AVX512, ("-march=x86-64-v4", _WIDE)),
-    Level("avx2", "x86_64", _AVX2, ("-march=x86-64-v3",)),
-    Level("portable", None, frozenset(), ()),
+    Level("amx", "x86_64", _AMX, (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), 500e9),
+    Level("avx512-bf16", "x86_64", _BF16, _BF16_FLAGS, 120e9),
+    Level("avx512", "x86_64", _AVX512, ("-march=x86-64-v4", _WIDE), 60e9),
+    Level("avx2", "x86_64", _AVX2, ("-march=x86-64-v3",), 30e9),
+    Level("portable", None, frozenset(), (), 8e9),
 )
 
 
