@@ -195,7 +195,7 @@ def test_steps_of_slow_machines_are_short():
     assert plan(TINY, 8 * GB).token_budget == 2048
     assert plan(QWEN_3_600M, 40 * GB).token_budget == 64
     fast = MemoryBudget(device="cpu", available=40 * GB, cores=2, core_flops=500e9)
-    assert estimate(QWEN_3_600M, fast, EngineConfig(model_path="m", name="m")).token_budget == 512
+    assert estimate(QWEN_3_600M, fast, EngineConfig(model_path="m", name="m")).token_budget == 256
     assert plan(TINY, 8 * GB, token_budget=8).max_running == 8
     assert plan(QWEN_3_600M, 40 * GB, max_running=100).token_budget == 100
 
