@@ -75,7 +75,7 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
     quants = {quant: replace(rank_config, quant=quant) for quant in ("none", "int8", "int4")}
     tries = list(quants.values()) if config.quant == "auto" else [rank_config]
     for attempt in tries:
-        part = rank_shape(shape, cut.tp, cut.pp, QUANTS.get(attempt.quant))
+        part = rank_shape(shape, cut.tp, cut.pp)
         try:
             plan = _Planner(part, rank_budget, attempt).plan()
         except DoesNotFit:
@@ -88,7 +88,9 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
 
 
 def _as_stored(stored: str, asked: QuantChoice) -> QuantChoice:
-    """Integers stay what they are. Raises DeviceError."""
+    """Rounded weights stay what they are; int8 ones may meet int8 rows. Raises DeviceError."""
+    if (stored, asked) == ("int8", "w8a8"):
+        return asked
     if asked not in {"none", "auto", stored}:
         raise DeviceError(f"this checkpoint holds {stored} weights, {asked} was asked for: use --quant auto")
     return cast("QuantChoice", stored)

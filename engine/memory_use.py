@@ -20,14 +20,15 @@ _CPU_RUNTIME = 20 * MIB
 
 
 def weights_bytes(shape: ModelShape, dtype: str, quant: Quant | None) -> int:
-    """Norms, biases and a separate input embedding keep their dtype; the head has its own format."""
+    """Norms, biases and a table for input alone keep their dtype; the head has its own format."""
     size = DTYPE_BYTES[dtype]
     if quant is None:
         return shape.params * size
     head = shape.table_params
+    head_bytes = size if shape.no_head else quant.head_bytes(size)
     kept = shape.params - shape.matmul_params
     layers = shape.matmul_params - head
-    return int(kept * size + head * quant.head.bytes_per_weight + layers * quant.bytes_per_weight)
+    return int(kept * size + head * head_bytes + layers * quant.bytes_per_weight)
 
 
 def workspace_bytes(

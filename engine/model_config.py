@@ -175,8 +175,8 @@ def refuse_unsupported(fields: Fields) -> None:
     entry = fields.raw.get("quantization_config")
     if entry is not None and read_entry(entry) is None:
         raise fields.error(
-            "quantised checkpoints of others are not supported: use the bfloat16, float16 or float32 one, "
-            "and --quant or `llmbox quantize`"
+            "quantised checkpoints of others are not supported, but fp8 in blocks of 128 x 128 with dynamic "
+            "activations: use the bfloat16, float16 or float32 one, and --quant or `llmbox quantize`"
         )
 
 

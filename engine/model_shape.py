@@ -31,8 +31,10 @@ class ModelShape:
     qk_norm: bool = False
     table_rows: int | None = None
     """Of the vocabulary's tables, where a rank holds fewer than `vocab`."""
+    no_head: bool = False
+    """The one table that a rank holds is for input alone: the output head is on another."""
     quant: str | None = None
-    """Format of the checkpoint, where it holds integers."""
+    """Format of the checkpoint, where it holds rounded weights."""
     exact_params: int | None = None
     """Counted from the safetensors headers, where those are at hand; else the closed form is used."""
 

@@ -21,7 +21,7 @@ def decode_tokens_per_second(
     if quant is not None:
         head = shape.table_params
         in_layers = (shape.matmul_params - head) * quant.bytes_per_weight
-        weight_bytes = int(head * quant.head.bytes_per_weight + in_layers)
+        weight_bytes = int(head * quant.head_bytes(DTYPE_BYTES[dtype]) + in_layers)
     return rows * bandwidth / (weight_bytes + rows * seen * shape.kv_bytes_per_token(kv_dtype))
 
 

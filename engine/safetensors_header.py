@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
 from .errors import ModelError
-from .rounded import INTEGERS, SCALE
+from .rounded import FLOATS, INTEGERS, SCALE
 
 FETCH_AGAIN = "the file is damaged or its download was cut short: fetch it again"
 MAX_HEADER = 100_000_000
@@ -98,9 +98,13 @@ def load_json(file: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any], 
 
 
 def entries_of(file: Path, raw: dict[str, Any], data_start: int, size: int) -> list[TensorEntry]:
-    """Of a parsed header without its metadata. Integers are only taken where scales stand beside them."""
+    """Of a parsed header without its metadata. Integers are only taken where scales stand beside them.
+
+    So are 8-bit floats, where `Checkpoint` reads them: their scales may stand in another file.
+    """
+    known = SUPPORTED | FLOATS
     return [
-        entry(file, name, value, data_start, size, SUPPORTED | (INTEGERS if name + SCALE in raw else {}))
+        entry(file, name, value, data_start, size, known | (INTEGERS if name + SCALE in raw else {}))
         for name, value in raw.items()
     ]
 

@@ -6,14 +6,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from llmbox.kernels.quant import Quant
-
 from .errors import ModelError
 from .parallel.layout import Part
 from .safetensors_header import FETCH_AGAIN, TensorEntry, shown
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-INTEGER_DTYPES = {"I8": torch.int8, "U8": torch.uint8}
+ROUNDED_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
+"""Of tensors that mean nothing without scales."""
 READ_CHUNK = 64 << 20
 
 
@@ -41,15 +40,9 @@ def read_fully(readinto: Callable[[memoryview], int | None], view: memoryview, e
         view = view[count:]
 
 
-def unpacked(stored: Tensor, quant: Quant, inputs: int) -> Tensor:
-    """Codes [O, I] int8 of what a checkpoint holds (`rounded.py`)."""
-    if quant.bits == 8:
-        return stored
-    halves = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1)[:, :inputs]
-    return halves.to(torch.int8) - 8
-
-
 def refuse_non_finite(tensor: Tensor, entry: TensorEntry, place: str) -> None:
+    if tensor.dtype == torch.float8_e4m3fn:  # all bits but the sign: not a number; there is no infinity
+        tensor = torch.where((tensor.view(torch.uint8) & 127) == 127, torch.nan, 0.0)
     if tensor.numel() and not all(torch.isfinite(x) for x in torch.aminmax(tensor)):
         raise ModelError(
             f"{entry.file}: tensor {shown(entry.name)} holds NaN or infinity{place or '; ' + FETCH_AGAIN}"

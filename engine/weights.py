@@ -20,13 +20,14 @@ from llmbox.kernels.ops import Ops, PackedLinear
 from llmbox.kernels.packing import Kind, Rounded
 from llmbox.kernels.quant import Quant
 
+from . import rounded_parts as parts_of
 from .checkpoint import list_tensors
 from .errors import ModelError
 from .parallel.layout import Part
 from .parallel.rank import ALONE, Rank
-from .rounded import SCALE, stored_columns
+from .rounded import SCALE, SCALE_OF_BLOCKS, scale_name
 from .safetensors_header import FETCH_AGAIN, TensorEntry, shown
-from .tensor_bytes import DTYPES, INTEGER_DTYPES, byte_runs, read_fully, refuse_non_finite, unpacked
+from .tensor_bytes import DTYPES, ROUNDED_DTYPES, byte_runs, read_fully, refuse_non_finite
 
 TOLD_EVERY = 1 << 20
 """Bytes between two reports of progress, where a tensor is read in many small runs."""
@@ -156,7 +157,7 @@ class Checkpoint:
 
     def packed(self, asked: Asked) -> PackedLinear:
         entry = self._entries.get(f"{next(iter(asked.outputs))}.weight")
-        rounded = entry is not None and entry.dtype in INTEGER_DTYPES
+        rounded = entry is not None and entry.dtype in ROUNDED_DTYPES
         packed, bias_O = self._pack_rounded(asked) if rounded else self._pack(asked)
         if self._keeper is not None:
             self._keeper.packed(asked, packed, bias_O)
@@ -175,41 +176,43 @@ class Checkpoint:
         return pack(self.ops, asked.kind, weight_OI, bias_O), bias_O
 
     def _pack_rounded(self, asked: Asked) -> tuple[PackedLinear, Tensor | None]:
-        packing = self.ops.packing
-        quant = None if packing is None else packing.format(asked.kind)
-        if packing is None or quant is None:
-            raise ModelError(
-                f"{self._directory}: integer weights are not what config.json says; {FETCH_AGAIN}"
-            )
-        if not all(part.is_whole for part in (asked.inputs, *asked.outputs.values())):
-            raise ModelError(
-                f"{self._directory}: integer weights cannot be spread over devices: load it with --tp 1"
-            )
+        stored = self.ops.packing or self.ops.stored
+        quant = None if stored is None else stored.format(asked.kind)
+        if stored is None or quant is None:
+            what = "rounded weights are not what config.json says"
+            raise ModelError(f"{self._directory}: {what}; {FETCH_AGAIN}")
+        parts_of.refuse_cut_groups(asked.name, asked.inputs, quant)
         codes, scales, biases = [], [], []
-        inputs = asked.inputs.total
         for name, rows in asked.outputs.items():
-            stored = self._integers(f"{name}.weight", (rows.total, stored_columns(quant, inputs)), quant)
-            codes.append(unpacked(stored, quant, inputs))
-            scale = torch.empty(rows.total, quant.groups(inputs), dtype=torch.float16)
-            self.take_into(f"{name}.weight{SCALE}", scale)
-            scales.append(scale)
+            codes.append(self._codes(f"{name}.weight", rows, asked.inputs, quant))
+            scales.append(self._scales(f"{name}.weight{scale_name(quant)}", rows, asked.inputs, quant))
             if asked.bias:
-                biases.append(self.take(f"{name}.bias", (rows.total,)))
+                biases.append(torch.empty(rows.size, dtype=self.dtype, device=self.device))
+                self.take_into(f"{name}.bias", biases[-1], rows)
         bias_O = torch.cat(biases) if biases else None
-        rounded = Rounded(quant, torch.cat(codes), torch.cat(scales))
-        return packing.pack_rounded(rounded, self.dtype, bias_O), bias_O
+        rounded = Rounded(quant, parts_of.stacked(codes), torch.cat(scales))
+        return stored.pack_rounded(rounded, self.dtype, bias_O), bias_O
 
-    def _integers(self, name: str, shape: tuple[int, int], quant: Quant) -> Tensor:
-        entry = self._entries.pop(name, None)
-        if entry is None:
-            raise ModelError(f"{self._directory}: tensor {shown(name)} is missing; {FETCH_AGAIN}")
-        dtype = "I8" if quant.bits == 8 else "U8"
-        if (entry.dtype, entry.shape) != (dtype, shape):
-            raise ModelError(
-                f"{entry.file}: tensor {shown(name)} is {entry.dtype} {list(entry.shape)}, config.json asks "
-                f"for {dtype} {list(shape)}; {FETCH_AGAIN}"
-            )
-        return self._read(entry, tuple(map(Part.whole, shape)))
+    def _codes(self, name: str, rows: Part, inputs: Part, quant: Quant) -> Tensor:
+        """[rows, inputs] of that part; padding is zeros."""
+        entry = self._entry(name)
+        parts = parts_of.stored_parts(rows, inputs, quant)
+        parts_of.refuse_other_codes(entry, tuple(part.total for part in parts), quant)
+        raw = self._read(entry, parts)
+        if quant.is_float:
+            refuse_non_finite(raw, entry, "")
+        codes_OI = parts_of.unpacked(raw, quant, inputs.stop - inputs.start)
+        target = torch.zeros((rows.size, inputs.size), dtype=codes_OI.dtype, device=self.device)
+        target[: len(codes_OI)].copy_(codes_OI)
+        return target
+
+    def _scales(self, name: str, rows: Part, inputs: Part, quant: Quant) -> Tensor:
+        """[rows, groups of inputs] of that part; padding is zeros."""
+        parts = parts_of.scale_parts(rows, inputs, quant)
+        dtype = torch.float32 if quant.is_float else torch.float16
+        stored = torch.empty([part.size for part in parts], dtype=dtype, device=self.device)
+        self.take_into(name, stored, *parts)
+        return parts_of.scales_of_rows(stored, rows, quant)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         target = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -222,17 +225,15 @@ class Checkpoint:
         `parts`: of each dimension, what to read; all of it where none are given. Padding is zeros.
         """
         parts = parts or tuple(map(Part.whole, target.shape))
-        entry = self._entries.pop(name, None)
-        if entry is None:
-            raise ModelError(f"{self._directory}: tensor {shown(name)} is missing; {FETCH_AGAIN}")
+        entry = self._entry(name)
         wanted = tuple(part.total for part in parts)
         if entry.shape != wanted:
             raise ModelError(
                 f"{entry.file}: tensor {shown(name)} has shape {list(entry.shape)}, config.json asks for "
                 f"{list(wanted)}: config and weights are not of the same model"
             )
-        if entry.dtype in INTEGER_DTYPES:
-            raise ModelError(f"{entry.file}: tensor {shown(name)} may not hold integers; {FETCH_AGAIN}")
+        if entry.dtype in ROUNDED_DTYPES:
+            raise ModelError(f"{entry.file}: tensor {shown(name)} may not be {entry.dtype}; {FETCH_AGAIN}")
         raw = self._read(entry, parts)
         refuse_non_finite(raw, entry, "")
         rows = len(raw)
@@ -241,9 +242,15 @@ class Checkpoint:
         if self.dtype == torch.float16 and entry.dtype != "F16":
             refuse_non_finite(target, entry, " in float16: serve the model in bfloat16 or float32")
 
+    def _entry(self, name: str) -> TensorEntry:
+        entry = self._entries.pop(name, None)
+        if entry is None:
+            raise ModelError(f"{self._directory}: tensor {shown(name)} is missing; {FETCH_AGAIN}")
+        return entry
+
     def skip(self, name: str) -> None:
         names = [n for n in self._entries if n.startswith(name)] if name.endswith(".") else [name]
-        for each in names:
+        for each in (*names, *(f"{name}{scale}" for scale in (SCALE, SCALE_OF_BLOCKS))):
             entry = self._entries.pop(each, None)
             self._total -= entry.nbytes if entry else 0
 
@@ -276,7 +283,7 @@ class Checkpoint:
                         self._progress(self._done, self._total)
         except OSError as error:
             raise ModelError(f"{entry.file} cannot be read: {error.strerror}") from None
-        return buffer.view((DTYPES | INTEGER_DTYPES)[entry.dtype]).view(shape)
+        return buffer.view((DTYPES | ROUNDED_DTYPES)[entry.dtype]).view(shape)
 
 
 def pack(ops: Ops, kind: Kind, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:

@@ -56,8 +56,8 @@ def select_ops(
     asked = os.environ.get("LLMBOX_KERNELS")
     if asked == TRITON or (device.type == "cuda" and asked not in TORCH_BACKENDS):
         return select_triton(device, dtype, quant, asked, deterministic=deterministic)
-    if device.type == "cpu" and quant is not None and quant.kind == "float":
-        raise QuantUnavailable(f"{quant.name} weights run on NVIDIA GPUs of compute capability 8.9 or newer")
+    if device.type == "cpu" and quant is not None and not quant.on_cpu:
+        raise QuantUnavailable(why_not_on_cpu(quant))
     if asked in TORCH_BACKENDS:
         if quant is not None:
             raise QuantUnavailable(f"LLMBOX_KERNELS={asked} cannot run {quant.name} weights")
@@ -93,7 +93,7 @@ def select_triton(
         from .triton.probe import why_it_fails  # noqa: PLC0415
         from .triton.tiles import has_fp8  # noqa: PLC0415
 
-        if quant is not None and quant.kind == "float" and not has_fp8(device):
+        if quant is not None and quant.is_float and not has_fp8(device):
             raise QuantUnavailable(f"{quant.name} weights need compute capability 8.9: use int8 or int4")
         reason = why_it_fails(device)
         if reason is None:
@@ -104,6 +104,12 @@ def select_triton(
         raise QuantUnavailable(f"{quant.name} weights on a GPU need the Triton kernels: {reason}")
     log.warning("the fast GPU kernels are off, PyTorch's run instead: %s", reason)
     return REFERENCE
+
+
+def why_not_on_cpu(quant: Quant) -> str:
+    if quant.is_float:
+        return f"{quant.name} weights run on NVIDIA GPUs of compute capability 8.9 or newer"
+    return f"{quant.name} runs on NVIDIA GPUs; on a CPU int8 weights meet int8 rows in any case, with int8"
 
 
 def why_no_triton(device: torch.device) -> str | None:

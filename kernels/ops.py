@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .packing import Packing
+from .packing import Packing, StoredWeights
 from .ragged import KVShape, Ragged
 from .rows import DecodeInputs, DecodeRows, Sampled, SampleRows
 
@@ -141,7 +141,10 @@ class Ops:
     """That `make_kv_cache` takes."""
 
     packing: Packing | None = None
-    """For packed weights that are kept on disk, and checkpoints that hold integers; None: not here."""
+    """For packed weights that are kept on disk, and checkpoints that hold rounded ones; None: not here."""
+
+    stored: StoredWeights | None = None
+    """For checkpoints that hold rounded weights, where there is no `packing`."""
 
     row_invariant: bool = False
     """Whether every operation computes a row bit by bit the same, whatever rows stand beside it and however

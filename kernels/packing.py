@@ -8,12 +8,15 @@ from torch import Tensor
 
 from .quant import Kind, Quant
 
-__all__ = ["Kind", "Packing", "Rounded"]
+__all__ = ["Kind", "Packing", "Rounded", "StoredWeights"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Weights as integers: `codes_OI` int8 times `scales_OG` float16, one for each group of inputs."""
+    """Weights as integers: `codes_OI` int8 times `scales_OG` float16, one for each group of inputs.
+
+    Of kind `blocks`: E4M3 times float32.
+    """
 
     quant: Quant
     codes_OI: Tensor
@@ -26,7 +29,19 @@ class Rounded:
         return self.codes_OI.float() * scales.view(outputs, inputs)
 
 
-class Packing(Protocol):
+class StoredWeights(Protocol):
+    """What backends offer that take weights which a checkpoint holds rounded."""
+
+    def format(self, kind: Kind) -> Quant | None:
+        """None: weights of this kind are not rounded."""
+        ...
+
+    def pack_rounded(self, rounded: Rounded, dtype: torch.dtype, bias_O: Tensor | None = None) -> Any:
+        """`dtype` is the model's."""
+        ...
+
+
+class Packing(StoredWeights, Protocol):
     """What backends offer whose packed weights may outlive the process that packed them."""
 
     @property
@@ -34,18 +49,12 @@ class Packing(Protocol):
         """Names everything but format, shape and dtype that the bytes of panels depend on."""
         ...
 
-    def format(self, kind: Kind) -> Quant | None: ...
-
     def pack(self, kind: Kind, weight_OI: Tensor, bias_O: Tensor | None = None) -> Any:
         """As `Ops.pack_linear`."""
         ...
 
     def round(self, quant: Quant, weight_OI: Tensor) -> Rounded:
         """The integers that `pack` would hold."""
-        ...
-
-    def pack_rounded(self, rounded: Rounded, dtype: torch.dtype, bias_O: Tensor | None = None) -> Any:
-        """`dtype` is the model's."""
         ...
 
     def panels(self, packed: Any) -> memoryview:

@@ -11,24 +11,51 @@ Kind = Literal["linear", "head", "table", "tied"]
 class Quant:
     """Integer weights with one float16 scale for each `group` inputs of an output.
 
-    Of kind `float`: 8-bit floats (E4M3) with one float32 scale for each output; on GPUs only.
+    Other kinds run on GPUs only, and their activations have 8 bits too:
+
+        rows      the same int8 weights; activations are int8, one scale for each row and group
+        float     E4M3 with one float32 scale for each output; activations one for each row
+        blocks    E4M3 with one float32 scale for `group` x `group` weights; activations one for each row and
+                  group. The output head keeps its dtype, as in checkpoints of this format
     """
 
     name: str
     bits: int
     group: int
-    kind: Literal["integer", "float"] = "integer"
+    kind: Literal["integer", "rows", "float", "blocks"] = "integer"
 
     @property
     def bytes_per_weight(self) -> float:
-        return self.bits / 8 + 2 / self.group
+        scales = 4 / self.group**2 if self.kind == "blocks" else 2 / self.group
+        return self.bits / 8 + scales
+
+    def head_bytes(self, wide: int) -> float:
+        """Of a weight of the output head; `wide`: of one that is not rounded."""
+        return wide if self.keeps_head else self.head.bytes_per_weight
 
     def groups(self, inputs: int) -> int:
         return -(-inputs // self.group)
 
     @property
+    def on_cpu(self) -> bool:
+        return self.kind == "integer"
+
+    @property
+    def is_float(self) -> bool:
+        return self.kind in {"float", "blocks"}
+
+    @property
+    def keeps_head(self) -> bool:
+        return self.kind == "blocks"
+
+    @property
     def head(self) -> "Quant":
-        """For the output head and a table tied to it: 8 bits, as errors there reach the tokens at once."""
+        """For the output head and a table tied to it: 8 bits, as errors there reach the tokens at once.
+
+        Of no use where `keeps_head`.
+        """
+        if self.kind == "rows":
+            return Quant("int8", 8, self.group)
         return self if self.bits == 8 else Quant(f"int8-g{self.group}", 8, self.group)
 
 
@@ -39,6 +66,8 @@ QUANTS = {
         Quant("int8-g32", 8, 32),
         Quant("int4", 4, 32),
         Quant("int4-g128", 4, 128),
+        Quant("w8a8", 8, 128, "rows"),
         Quant("fp8", 8, 512, "float"),  # 512: its scales count as they would for outputs of 1024 inputs
+        Quant("fp8-block", 8, 128, "blocks"),
     )
 }

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from ..ops import Ops, StepInputs
-from ..quant import Quant
+from ..packing import Rounded
+from ..quant import Kind, Quant
 from ..ragged import Ragged
 from . import attention, embedding, heads, kv_cache, linear, rms_norm, silu_mul
 from .advance import advance
-from .linear import Floats8, Integers, Linear, Plain
+from .linear import Blocks8, Floats8, Integers, Integers8, Linear, Plain
 from .quantise import Rows8
 from .sample import sample
 from .tiles import ROW_COUNTS, has_fp8
-from .weights import pack_fp8, pack_grouped
+from .weights import group_codes, pack_fp8, pack_fp8_blocks, pack_grouped, scales_of_blocks
 
 FP8 = torch.float8_e4m3fn
 
@@ -68,16 +69,28 @@ class Backend:
             sample=sample,
             advance=advance,
             row_counts=ROW_COUNTS,
+            stored=None if self.quant is None else self,
         )
 
     def pack_embedding(self, weight_VE: Tensor, tied: bool) -> Linear:
         return self.pack_head(weight_VE, None) if tied else Plain(weight_VE, None)
 
     def pack_head(self, weight_VE: Tensor, bias_V: Tensor | None) -> Linear:
-        return pack(weight_VE, bias_V, None if self.quant is None else self.quant.head)
+        return pack(weight_VE, bias_V, self.format("head"))
 
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return pack(weight_OI, bias_O, self.quant)
+
+    def format(self, kind: Kind) -> Quant | None:
+        """As `StoredWeights` has it."""
+        if self.quant is None or kind == "table" or (kind != "linear" and self.quant.keeps_head):
+            return None
+        return self.quant if kind == "linear" else self.quant.head
+
+    def pack_rounded(self, rounded: Rounded, dtype: torch.dtype, bias_O: Tensor | None = None) -> Linear:
+        """As `StoredWeights` has it."""
+        assert dtype == self.dtype
+        return pack_rounded(rounded, bias_O)
 
     def linear(self, packed: Linear, x_TI: Tensor) -> Tensor:
         eight = self._eight if self._eight_of() is x_TI else None
@@ -110,7 +123,19 @@ def pack(weight_OI: Tensor, bias_O: Tensor | None, quant: Quant | None) -> Linea
         return Plain(weight_OI, bias_O)
     if quant.kind == "float":
         return Floats8(*pack_fp8(weight_OI), bias_O)
-    return Integers(pack_grouped(weight_OI, quant), bias_O)
+    if quant.kind == "blocks":
+        return Blocks8(*pack_fp8_blocks(weight_OI), bias_O)
+    weight = pack_grouped(weight_OI, quant)
+    return Integers8(weight, bias_O) if quant.kind == "rows" else Integers(weight, bias_O)
+
+
+def pack_rounded(rounded: Rounded, bias_O: Tensor | None) -> Linear:
+    """Weights that a checkpoint holds rounded."""
+    quant, codes_OI = rounded.quant, rounded.codes_OI
+    if quant.kind == "blocks":
+        return Blocks8(codes_OI, scales_of_blocks(rounded.scales_OG), bias_O)
+    weight = group_codes(codes_OI, rounded.scales_OG, quant)
+    return Integers8(weight, bias_O) if quant.kind == "rows" else Integers(weight, bias_O)
 
 
 def same(

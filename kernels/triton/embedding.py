@@ -21,6 +21,8 @@ def embed(packed: Linear, ids_T: Tensor, dtype: torch.dtype) -> Tensor:
             return run(weight.weight, weight.scales, ids_T, weight.inputs, weight.group, dtype)
         case Floats8(weight_VE, scales_V1, _):
             return run(weight_VE, scales_V1, ids_T, weight_VE.shape[1], -1, dtype)
+        case _:
+            raise AssertionError(f"no table is kept as {type(packed).__name__}")
 
 
 def run(weight: Tensor, scales: Tensor, ids_T: Tensor, width: int, group: int, dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,9 @@ that a tile of a group is one run of memory. 4-bit groups hold inputs i and i + 
 is a product of its own, scaled as it is added: integers are exact in every float dtype.
 
 Few rows leave most multiprocessors idle, so the inputs are split too, and the parts summed in order.
+
+From WIDE_FROM rows on, scaling every product costs more than scaling the weights of a tile: those are made
+wide where they are, in registers, and summed as wide ones.
 """
 
 from dataclasses import dataclass
@@ -21,6 +24,7 @@ PLAIN_BLOCK = 64
 """Inputs of a step through plain weights."""
 STEP = 128
 """Inputs of a step through grouped weights, several groups if those are smaller."""
+WIDE_FROM = 129
 MOST_SPLITS = 16
 FIXED_ROWS = 1024
 """Rows of one launch where the order is fixed: bounds the partial sums."""
@@ -64,6 +68,8 @@ def tile_for(device: torch.device, rows: int, itemsize: int, *, fixed: bool) -> 
     hopper = tiles.capability(device)[0] == 9
     if itemsize == 4:
         return Tile(16, 64, 4, 2)
+    if not fixed and rows >= WIDE_FROM and hopper:
+        return Tile(128, 128, 8, 3)
     if fixed or rows > 32:
         return Tile(64, 64, 4, 4 if hopper else 3)
     return Tile(16 if rows <= 16 else 32, 64, 4, 5 if hopper else 3)
@@ -107,6 +113,7 @@ def run(
         GROUP=group,
         UNROLL=max(1, STEP // group) if grouped else 1,
         BITS=grouped.bits if grouped else 0,
+        WIDE=grouped is not None and not fixed and rows >= WIDE_FROM,
         SPLIT=splits > 1,
         BIAS=bias_O is not None and splits == 1,
         PRECISION="ieee" if x_TI.dtype == torch.float32 else "tf32",
@@ -134,6 +141,7 @@ def product_kernel(
     GROUP: tl.constexpr,
     UNROLL: tl.constexpr,
     BITS: tl.constexpr,
+    WIDE: tl.constexpr,
     SPLIT: tl.constexpr,
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -162,8 +170,12 @@ def product_kernel(
                 place = (tl.cast(g, tl.int64) * outputs + n)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
                 w_tile = tl.load(weight + place, mask=real_w[:, None], other=0)
                 scale = tl.load(scales + tl.cast(g, tl.int64) * outputs + n, mask=real_w, other=0.0)
-                sums = tl.dot(x_tile, tl.trans(w_tile.to(x_tile.dtype)), input_precision=PRECISION)
-                acc += sums * scale.to(tl.float32)[None, :]
+                if WIDE:
+                    wide = (w_tile.to(tl.float32) * scale.to(tl.float32)[:, None]).to(x_tile.dtype)
+                    acc = tl.dot(x_tile, tl.trans(wide), acc, input_precision=PRECISION)
+                else:
+                    sums = tl.dot(x_tile, tl.trans(w_tile.to(x_tile.dtype)), input_precision=PRECISION)
+                    acc += sums * scale.to(tl.float32)[None, :]
             else:
                 i = g * GROUP + tl.arange(0, HALF)
                 low_x = tl.load(x_rows + i[None, :], mask=real_m[:, None] & (i < inputs)[None, :], other=0.0)
@@ -172,11 +184,18 @@ def product_kernel(
                 place = (tl.cast(g, tl.int64) * outputs + n)[:, None] * HALF + tl.arange(0, HALF)[None, :]
                 pairs = tl.load(weight + place, mask=real_w[:, None], other=0)
                 scale = tl.load(scales + tl.cast(g, tl.int64) * outputs + n, mask=real_w, other=0.0)
-                low_w = tl.trans(small_integers(pairs & 15, low_x.dtype))
-                high_w = tl.trans(small_integers(pairs >> 4, low_x.dtype))
-                sums = tl.dot(low_x, low_w, input_precision=PRECISION)
-                sums = tl.dot(high_x, high_w, sums, input_precision=PRECISION)
-                acc += sums * scale.to(tl.float32)[None, :]
+                low_w = small_integers(pairs & 15, low_x.dtype)
+                high_w = small_integers(pairs >> 4, low_x.dtype)
+                if WIDE:
+                    scales_n = scale.to(tl.float32)[:, None]
+                    low_w = (low_w.to(tl.float32) * scales_n).to(low_x.dtype)
+                    high_w = (high_w.to(tl.float32) * scales_n).to(low_x.dtype)
+                    acc = tl.dot(low_x, tl.trans(low_w), acc, input_precision=PRECISION)
+                    acc = tl.dot(high_x, tl.trans(high_w), acc, input_precision=PRECISION)
+                else:
+                    sums = tl.dot(low_x, tl.trans(low_w), input_precision=PRECISION)
+                    sums = tl.dot(high_x, tl.trans(high_w), sums, input_precision=PRECISION)
+                    acc += sums * scale.to(tl.float32)[None, :]
     stored = real_m[:, None] & real_n[None, :]
     if SPLIT:
         place = (tl.cast(split, tl.int64) * rows + m)[:, None] * outputs + n[None, :]

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from .dequantise import dequantise
 from .gemm import Grouped, product
-from .gemm_fp8 import fp8_product
+from .gemm_fp8 import BLOCK, fp8_product
+from .gemm_int8 import int8_product
 from .quantise import Rows8, quantise_rows
 
-FEW_ROWS = 128
-"""Up to here integer weights are multiplied as they are read. More rows than that cost more arithmetic than
-memory, and cuBLAS on weights made wide beforehand is faster at it."""
+TILED_ROWS = 512
+"""Up to here integer weights are multiplied as they are read. More rows than that pay for one pass that makes
+the weights wide, and cuBLAS is faster at the arithmetic, which then decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,23 @@ class Floats8:
     bias_O: Tensor | None
 
 
-Linear = Plain | Integers | Floats8
+@dataclass(frozen=True, slots=True)
+class Integers8:
+    """Multiplied with int8 rows."""
+
+    weight: Grouped
+    bias_O: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks8:
+    weight_OI: Tensor
+    scales: Tensor
+    """[O / 128, I / 128], or [O, I / 128]."""
+    bias_O: Tensor | None
+
+
+Linear = Plain | Integers | Integers8 | Floats8 | Blocks8
 
 
 def multiply(packed: Linear, x_TI: Tensor, eight: Rows8 | None, *, fixed: bool) -> Tensor:
@@ -46,10 +63,15 @@ def multiply(packed: Linear, x_TI: Tensor, eight: Rows8 | None, *, fixed: bool) 
                 product(x_TI, weight_OI, bias_O, fixed=True) if fixed else F.linear(x_TI, weight_OI, bias_O)
             )
         case Integers(weight, bias_O):
-            few = len(x_TI) <= FEW_ROWS and x_TI.element_size() == 2  # float32 has no tensor cores to win by
-            if fixed or few:
+            tiled = len(x_TI) <= TILED_ROWS and x_TI.element_size() == 2  # float32 has no tensor cores
+            if fixed or tiled:
                 return product(x_TI, weight, bias_O, fixed=fixed)
             return F.linear(x_TI, dequantise(weight, x_TI.dtype), bias_O)
+        case Integers8(weight, bias_O):
+            return int8_product(x_TI, weight, bias_O, fixed=fixed)
+        case Blocks8(weight_OI, scales, bias_O):
+            rows = quantise_rows(x_TI, torch.float8_e4m3fn, BLOCK)
+            return fp8_product(rows, weight_OI, scales, bias_O, x_TI.dtype, fixed=fixed)
         case Floats8(weight_OI, scales_O1, bias_O):
             rows = eight or quantise_rows(x_TI, torch.float8_e4m3fn)
             if fixed or not cutlass_can(x_TI, weight_OI):

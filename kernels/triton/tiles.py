@@ -9,8 +9,9 @@ from functools import cache
 
 import torch
 
-ROW_COUNTS = (1, 16, 32, 64, *range(128, 1025, 128))
-"""Ends of all ranges of rows that have one tile, and of those in which as many programs share the inputs."""
+ROW_COUNTS = (1, 16, 32, 64, 128, 192, 256, 512)
+"""The first row of tiles and the last one of each range of rows that has one size of tile: inside a range the
+inputs are split among programs up to some number of rows, and not beyond it."""
 
 
 @dataclass(frozen=True, slots=True)

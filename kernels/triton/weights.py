@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..quant import Quant
 from .gemm import Grouped
+from .gemm_fp8 import BLOCK
 from .kv_cache import LARGEST
 
 ROWS_AT_ONCE = 1024
@@ -67,6 +68,15 @@ def best_int4_scale(x_OGg: Tensor) -> Tensor:
     return best
 
 
+def group_codes(codes_OI: Tensor, scales_OG: Tensor, quant: Quant) -> Grouped:
+    """Of integers that a checkpoint holds."""
+    outputs, inputs = codes_OI.shape
+    groups = quant.groups(inputs)
+    codes_OGg = F.pad(codes_OI, (0, groups * quant.group - inputs)).view(outputs, groups, quant.group)
+    weight = pair(codes_OGg, quant.bits).transpose(0, 1).contiguous()
+    return Grouped(weight, scales_OG.T.contiguous(), quant.bits, inputs)
+
+
 def pack_fp8(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """E4M3 numbers [O, I] and their scales [O, 1]."""
     numbers = torch.empty(weight_OI.shape, dtype=torch.float8_e4m3fn, device=weight_OI.device)
@@ -78,3 +88,27 @@ def pack_fp8(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
         numbers[rows] = (part * torch.where(scale == 0, 0, 1 / scale)).to(torch.float8_e4m3fn)
         scales[rows] = scale
     return numbers, scales
+
+
+def pack_fp8_blocks(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 numbers [O, I] and the scales of their blocks, [O / BLOCK, I / BLOCK]."""
+    outputs, inputs = weight_OI.shape
+    down, across = -(-outputs // BLOCK), -(-inputs // BLOCK)
+    numbers = torch.empty(weight_OI.shape, dtype=torch.float8_e4m3fn, device=weight_OI.device)
+    scales = torch.empty((down, across), dtype=torch.float32, device=weight_OI.device)
+    for n in range(down):
+        rows = slice(n * BLOCK, (n + 1) * BLOCK)
+        part = weight_OI[rows].float()
+        most_I = F.pad(part.abs().amax(0), (0, across * BLOCK - inputs))
+        scale = most_I.view(across, BLOCK).amax(1) / LARGEST[torch.float8_e4m3fn]
+        inverse_I = torch.where(scale == 0, 0, 1 / scale).repeat_interleave(BLOCK)[:inputs]
+        numbers[rows] = (part * inverse_I).to(torch.float8_e4m3fn)
+        scales[n] = scale
+    return numbers, scales
+
+
+def scales_of_blocks(scales_OG: Tensor) -> Tensor:
+    """[O / BLOCK, G] where BLOCK outputs share a scale; as they are where parts were put together."""
+    first = scales_OG[::BLOCK]
+    spread = first.repeat_interleave(BLOCK, 0)[: len(scales_OG)]
+    return first.contiguous() if torch.equal(spread, scales_OG) else scales_OG.contiguous()

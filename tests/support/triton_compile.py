@@ -40,11 +40,15 @@ def compiling(capability: tuple[int, int] = HOPPER) -> Iterator[list[Any]]:
     from llmbox.kernels.triton import tiles
 
     kernels: dict[int, Any] = {}
+    cleared: set[int] = set()
     run = jit.JITFunction.run
     old = tiles.capability, tiles.multiprocessors
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         assert all(size < 1 << 16 for size in grid[1:]), grid
+        if id(self) not in cleared:  # of what it has for another GPU, which Triton takes for the same
+            self.device_caches.clear()
+            cleared.add(id(self))
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         kernels[id(kernel)] = kernel
         return kernel

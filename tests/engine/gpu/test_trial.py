@@ -53,7 +53,16 @@ def serve(engine: Engine) -> None:
         run(engine, requests)
 
 
-@pytest.mark.parametrize("options", [{}, {"quant": "int4"}, {"kv_dtype": "int8", "deterministic": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"quant": "int4"},
+        {"quant": "w8a8"},
+        {"quant": "fp8-block"},
+        {"kv_dtype": "int8", "deterministic": True},
+    ],
+)
 def test_serving_compiles_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
 ) -> None:

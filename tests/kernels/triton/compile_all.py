@@ -92,11 +92,14 @@ def hopper() -> None:
     attention()
     attention(deterministic=True)
     attention(kv_dtype=FP8)
-    for quant in (None, "fp8"):
+    for quant in (None, "fp8", "fp8-block"):
         rows(quant)
     linears("int8", (1, 100, 200))
     linears("int4", (1, 20, 200))
     linears("fp8", (1, 300))
+    for quant in ("w8a8", "fp8-block"):
+        linears(quant, (1, 300))
+        linears(quant, (3,), deterministic=True)
     linears(None, (3,), deterministic=True)
     eight_bit_products()
     experts_product(zeros(1000, 256), zeros(8, 128, 256), zeros(9, dtype=I32))
@@ -107,6 +110,7 @@ def ampere() -> None:
     """No 8-bit floats there, and less shared memory."""
     attention(kv_dtype=torch.int8)
     linears("int4", (1,))
+    linears("w8a8", (1, 300))
 
 
 def main() -> None:

@@ -1,14 +1,20 @@
 """The whole engine on Triton's kernels gives the tokens that it gives on the reference."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from llmbox.engine.quantize import quantize
+from llmbox.kernels.cpu.levels import usable_levels
 from llmbox.kernels.dispatch import QuantUnavailable, UnknownBackend, select_ops
 from llmbox.kernels.quant import QUANTS
 from llmbox.kernels.triton import probe, tiles
-from support.real_engines import ask, load, tokens
+from llmbox.kernels.triton.linear import Integers, Integers8
+from support.fp8_checkpoint import round_to_blocks, spread
+from support.real_engines import ask, load, runner_of, tokens
 from support.tiny_models import make_tiny_model
 
 PROMPTS = {"a": range(3, 22), "b": [5, 9, 11]}
@@ -33,6 +39,51 @@ def test_tokens_are_those_of_the_reference(
     engine = load(model, **options)
     assert engine.info.backend == "triton"
     assert tokens(engine, requests) == expected
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.usefixtures("_asked_for")
+def test_blocks_of_a_checkpoint_and_blocks_made_at_load_answer_alike(tmp_path: Path, stored: bool) -> None:
+    """The rounded weights, made wide again, are rounded to the same."""
+    sizes = {"hidden_size": 160, "intermediate_size": 192, "num_hidden_layers": 1, "vocab_size": 99}
+    model = make_tiny_model(tmp_path, tokenizer=False, **sizes)
+    wide = round_to_blocks(model)
+    if not stored:
+        weights = {
+            name: wide.get(name, tensor)
+            for name, tensor in load_file(model / "model.safetensors").items()
+            if not name.endswith("_scale_inv")
+        }
+        save_file(weights, model / "model.safetensors")
+        config = json.loads((model / "config.json").read_text())
+        del config["quantization_config"]
+        (model / "config.json").write_text(json.dumps(config))
+    engine = load(model, dtype="float32", quant="auto" if stored else "fp8-block")
+    assert engine.info.backend == "triton, fp8-block weights"
+    down = runner_of(engine)._model.layers[0].mlp.down
+    assert down.weight_OI.dtype == torch.float8_e4m3fn
+    exact = wide["model.layers.0.mlp.down_proj.weight"]
+    got = down.weight_OI.float() * spread(down.scales, exact.shape)
+    torch.testing.assert_close(got, exact, rtol=1e-6, atol=0)
+    assert len(tokens(engine, [ask("a", [5, 9, 11], 2)])["a"]) == 2
+
+
+@pytest.mark.usefixtures("_asked_for")
+def test_a_checkpoint_of_integers_runs_on_these_kernels(tmp_path: Path) -> None:
+    """With the integers that `llmbox quantize` wrote; int8 ones also with rows of 8 bits."""
+    if not usable_levels():
+        pytest.skip("needs the C++ kernels to make it")
+    model = make_tiny_model(tmp_path / "model", tokenizer=False, num_hidden_layers=1, vocab_size=99)
+    with pytest.MonkeyPatch.context() as cpu:
+        cpu.delenv("LLMBOX_KERNELS")
+        quantize(model, tmp_path / "out", QUANTS["int8"], 1, lambda _done, _total: None)
+    codes = load_file(tmp_path / "out/model.safetensors")["model.layers.0.mlp.down_proj.weight"]
+    for quant, kind in (("auto", Integers), ("w8a8", Integers8)):
+        engine = load(tmp_path / "out", dtype="float32", quant=quant)
+        down = runner_of(engine)._model.layers[0].mlp.down
+        assert type(down) is kind
+        assert torch.equal(down.weight.weight.transpose(0, 1).flatten(1)[:, :96], codes)
+        assert len(tokens(engine, [ask("a", [5, 9, 11], 2)])["a"]) == 2
 
 
 @pytest.fixture

@@ -1,18 +1,20 @@
 from itertools import pairwise
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
+from llmbox.kernels.packing import Rounded
 from llmbox.kernels.quant import QUANTS
-from llmbox.kernels.triton import gemm, linear
+from llmbox.kernels.triton import gemm, gemm_fp8, gemm_int8, linear
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.dequantise import dequantise
 from llmbox.kernels.triton.gemm_experts import experts_product
 from llmbox.kernels.triton.gemm_fp8 import fp8_product
 from llmbox.kernels.triton.gemm_int8 import int8_product
 from llmbox.kernels.triton.quantise import quantise_rows
-from llmbox.kernels.triton.weights import pack_fp8, pack_grouped
+from llmbox.kernels.triton.weights import pack_fp8, pack_fp8_blocks, pack_grouped
 from support.numbers import assert_near
 from support.paged import CPU
 
@@ -64,13 +66,29 @@ def test_wide_weights_are_those_of_the_format(quant: str) -> None:
 
 
 def test_many_rows_multiply_wide_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "FEW_ROWS", 4)
+    monkeypatch.setattr(linear, "TILED_ROWS", 4)
     ops = triton_ops(CPU, torch.float16, QUANTS["int4"])
     x, weight, bias = case(5, 100, 30, torch.float16)
     packed = ops.pack_linear(weight, bias)
     wide = dequantise(packed.weight, torch.float32)
     assert_near(ops.linear(packed, x), exact(x, wide, bias))
     assert_near(ops.linear(packed, x[:2]), exact(x[:2], wide, bias))
+
+
+@pytest.mark.parametrize("quant", ["int8", "int8-g32", "int4", "int4-g128"])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_batch_of_some_hundred_rows_reads_the_integers(
+    monkeypatch: pytest.MonkeyPatch, quant: str, splits: int
+) -> None:
+    """Weights are made wide tile by tile: the products are those of the weights made wide beforehand."""
+    monkeypatch.setattr(linear, "dequantise", None)  # not called
+    monkeypatch.setattr(gemm, "num_splits", lambda *_: splits)
+    ops = triton_ops(CPU, torch.float16, QUANTS[quant])
+    x, weight, bias = case(gemm.WIDE_FROM, 200, 70, torch.float16)
+    packed = ops.pack_linear(weight, bias)
+    got = ops.linear(packed, x)
+    assert_near(got, exact(x, dequantise(packed.weight, torch.float16), bias))
+    assert_near(ops.linear(packed, x[:3]), got[:3].double())
 
 
 @pytest.mark.parametrize("quant", ["int8", "int8-g32"])
@@ -80,6 +98,72 @@ def test_integer_rows_and_weights(quant: str) -> None:
     rows = quantise_rows(x, torch.int8, packed.group)
     wide = rows.numbers.double() * rows.scales.repeat_interleave(packed.group, 1)[:, :300]
     assert_near(int8_product(x, packed, bias), exact(wide, dequantise(packed, torch.float32), bias))
+
+
+def spread(scales: Tensor, outputs: int, inputs: int) -> Tensor:
+    return scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:outputs, :inputs]
+
+
+@pytest.mark.parametrize("module", [gemm_int8, gemm_fp8])
+def test_split_inputs_of_8_bits(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    ops = triton_ops(CPU, torch.float32, QUANTS["w8a8" if module is gemm_int8 else "fp8-block"])
+    x, weight, bias = case(3, 600, 140)
+    packed = ops.pack_linear(weight, bias)
+    whole = ops.linear(packed, x)
+    monkeypatch.setattr(module, "num_splits", lambda *_: 3)
+    assert_near(ops.linear(packed, x), whole.double())
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "w8a8", "fp8-block"])
+def test_weights_that_a_checkpoint_holds(name: str) -> None:
+    """Codes and scales of rows and groups make what rounding the weights at load makes."""
+    quant = QUANTS[name]
+    ops = triton_ops(CPU, torch.float32, quant)
+    x, weight, bias = case(3, 300, 150)
+    expected = ops.linear(ops.pack_linear(weight, bias), x)
+    if name == "fp8-block":
+        codes, blocks = pack_fp8_blocks(weight)
+        scales = blocks.repeat_interleave(128, 0)[:150]
+    else:
+        packed = pack_grouped(weight, quant)
+        wide, scales = dequantise(packed, torch.float32), packed.scales.T
+        codes = (wide / scales.float().repeat_interleave(quant.group, 1)[:, :300]).round().to(torch.int8)
+    assert ops.stored is not None
+    assert ops.stored.format("linear") == quant
+    got = ops.stored.pack_rounded(Rounded(quant, codes, scales), torch.float32, bias)
+    assert torch.equal(ops.linear(got, x), expected)
+
+
+def test_blocks_that_were_put_together_between_their_borders() -> None:
+    """As of the heads of one rank: outputs 100 .. 150 of one tensor, then 60 of another."""
+    ops = triton_ops(CPU, torch.float32, QUANTS["fp8-block"])
+    x, weight, bias = case(3, 300, 110)
+    codes, scales = weight.to(FP8), torch.rand(110, 3) + 0.5
+    scales[:28], scales[28:50], scales[50:] = scales[0], scales[28], scales[50]
+    assert ops.stored is not None
+    packed = ops.stored.pack_rounded(Rounded(QUANTS["fp8-block"], codes, scales), torch.float32, bias)
+    assert packed.scales.shape == (110, 3)
+    rows = quantise_rows(x, FP8, 128)
+    wide_x = rows.numbers.double() * rows.scales.repeat_interleave(128, 1)[:, :300]
+    wide_w = codes.double() * scales.repeat_interleave(128, 1)[:, :300]
+    assert_near(ops.linear(packed, x), exact(wide_x, wide_w, bias))
+
+
+@pytest.mark.parametrize(("name", "limit"), [("w8a8", 0.015), ("fp8-block", 0.06)])
+def test_rows_and_weights_of_8_bits(name: str, limit: float) -> None:
+    ops = triton_ops(CPU, torch.float32, QUANTS[name])
+    x, weight, bias = case(18, 300, 150)
+    want = exact(x, weight, bias)
+    got = ops.linear(ops.pack_linear(weight, bias), x)
+    assert 0 < (got.double() - want).norm() / want.norm() < limit
+    head = ops.linear(ops.pack_head(weight, bias), x)
+    if name == "fp8-block":  # not rounded
+        assert_near(head, want)
+        numbers, scales = pack_fp8_blocks(weight)
+        assert numbers.float().abs().amax() == 448
+        assert ((numbers.float() * spread(scales, 150, 300) - weight).abs() <= weight.abs() / 15 + 1e-4).all()
+    else:
+        assert_near(head, exact(x, dequantise(pack_grouped(weight, QUANTS["int8"]), torch.float32), bias))
 
 
 def test_fp8_by_rows() -> None:
@@ -94,7 +178,7 @@ def test_fp8_by_blocks() -> None:
     rows = quantise_rows(x, FP8, 128)
     numbers, scales = weight.to(FP8), torch.rand(2, 2) + 0.5
     wide_x = rows.numbers.double() * rows.scales.repeat_interleave(128, 1)[:, :200]
-    wide_w = numbers.double() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:150, :200]
+    wide_w = numbers.double() * spread(scales, 150, 200)
     assert_near(fp8_product(rows, numbers, scales, bias, torch.float32), exact(wide_x, wide_w, bias))
 
 
@@ -109,7 +193,7 @@ def test_an_fp8_linear_takes_the_rows_that_the_norm_left(monkeypatch: pytest.Mon
     assert torch.equal(ops.linear(packed, normed), expected)
 
 
-@pytest.mark.parametrize("quant", [None, "int4", "fp8"])
+@pytest.mark.parametrize("quant", [None, "int4", "fp8", "w8a8", "fp8-block"])
 def test_fixed_order(quant: str | None) -> None:
     """A row has the same bits alone and among others, in any launch."""
     ops = triton_ops(CPU, torch.float16, QUANTS.get(quant or ""), deterministic=True)
