@@ -41,6 +41,7 @@ class Attention:
         return torch.cat((q_D.expand(self.heads, -1), k_D.expand(self.kv_heads, -1)))
 
     def __call__(self, x_TE: Tensor, forward: Forward) -> Tensor:
+        """What `Rank.add_norm` takes."""
         ops, plan = self.ops, forward.plans[self.window]
         rotated = self.heads + self.kv_heads
         qkv = ops.linear(self.qkv, x_TE).view(len(x_TE), rotated + self.kv_heads, self.head_dim)
@@ -55,7 +56,7 @@ class Attention:
             qk_TnD = ops.rotary(qk_TnD, forward.cos_TD, forward.sin_TD)
             ops.write_kv(forward.cache, self.layer, qk_TnD[:, self.heads :], qkv[:, rotated:], plan)
         out = ops.attention(qk_TnD[:, : self.heads], forward.cache, self.layer, plan, self.scale)
-        return self.rank.linear(ops, self.output, out)
+        return self.rank.partial(ops, self.output, out, x_TE.shape[1])
 
 
 def rows_of(heads: Part, head_dim: int) -> Part:

@@ -24,6 +24,7 @@ class DecoderLayer:
         self, config: ModelConfig, layer: int, weights: Weights, ops: Ops, make_attention: MakeAttention
     ) -> None:
         self.ops = ops
+        self.rank = weights.rank
         self.eps = config.rms_norm_eps
         self.input_norm_E = weights.vector("input_layernorm.weight", config.hidden_size)
         self.attention = make_attention(layer, weights.at("self_attn"))
@@ -33,10 +34,10 @@ class DecoderLayer:
     def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: Forward) -> Tensor:
         """X is this layer's input, normed; the sum of all layers so far grows in `residual_TE`, in place.
 
-        What is returned has yet to be added to it: the next norm does both at once.
+        What is returned has yet to be added to it: the next norm does both at once (`Rank.add_norm`).
         """
         x_TE = self.attention(x_TE, forward)
-        return self.mlp(self.ops.add_rms_norm(x_TE, residual_TE, self.post_norm_E, self.eps))
+        return self.mlp(self.rank.add_norm(self.ops, x_TE, residual_TE, self.post_norm_E, self.eps))
 
 
 class Decoder:
@@ -106,8 +107,8 @@ class Decoder:
         x_TE, residual_TE = self._begin(forward)
         for layer, after in zip(self.layers, self.layers[1:], strict=False):
             x_TE = layer(x_TE, residual_TE, forward)
-            x_TE = ops.add_rms_norm(x_TE, residual_TE, after.input_norm_E, eps)
-        x_TE = self.layers[-1](x_TE, residual_TE, forward)
+            x_TE = self.rank.add_norm(ops, x_TE, residual_TE, after.input_norm_E, eps)
+        x_TE = self.rank.complete(ops, self.layers[-1](x_TE, residual_TE, forward))
         if not self.is_last:
             ops.call(self.rank.collective.send, (x_TE, residual_TE))
         return x_TE, residual_TE

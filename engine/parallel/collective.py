@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .fused_sum import FusedSum
 from .layout import Layout
 from .oneshot import OneShotSum
 
@@ -32,12 +33,14 @@ class TorchCollective:
         *,
         ordered: bool,
         one_shot: OneShotSum | None = None,
+        fused: FusedSum | None = None,
     ) -> None:
         """`stage` is the group of this stage's ranks. `ordered`: sums in the order of ranks, always."""
         self._layout = layout
         self._stage = stage
         self._ordered = ordered
         self._one_shot = one_shot
+        self._fused = fused
 
     def sum(self, x: Tensor, out: Tensor | None = None) -> None:
         self._sum(x)
@@ -68,6 +71,14 @@ class TorchCollective:
         for tensor in tensors:
             assert tensor.is_contiguous()
             dist.recv(tensor, self._layout.rank - self._layout.tp)
+
+    def fuses(self, rows: int, width: int, dtype: torch.dtype) -> bool:
+        return self._fused is not None and self._fused.takes(rows, width, dtype)
+
+    def sum_add_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """In the order of ranks, always."""
+        assert self._fused is not None
+        return self._fused(x_TE, residual_TE, weight_E, eps)
 
     def hand_back(self, x: Tensor) -> None:
         assert x.is_contiguous()

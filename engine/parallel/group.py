@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from .collective import TorchCollective
+from .fused_sum import FusedSum
 from .layout import Layout
 from .oneshot import OneShotSum
 
@@ -35,10 +36,11 @@ def join(layout: Layout, device: torch.device, file: Path, *, ordered: bool) -> 
     )
     stage = stage_group(layout)
     dist.barrier()
-    one_shot = None
-    if device.type == "cuda" and layout.tp > 1 and not ordered:
-        one_shot = OneShotSum.prepare(stage, device)
-    return TorchCollective(layout, stage, ordered=ordered, one_shot=one_shot)
+    one_shot = fused = None
+    if device.type == "cuda" and layout.tp > 1:
+        one_shot = None if ordered else OneShotSum.prepare(stage, device)
+        fused = FusedSum.prepare(stage, device)
+    return TorchCollective(layout, stage, ordered=ordered, one_shot=one_shot, fused=fused)
 
 
 def stage_group(layout: Layout) -> dist.ProcessGroup:

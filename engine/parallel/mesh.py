@@ -96,6 +96,12 @@ class MeshCollective:
         for tensor in tensors:
             self._receive(tensor, self._layout.rank - self._layout.tp)
 
+    def fuses(self, _rows: int, _width: int, _dtype: torch.dtype) -> bool:
+        return False
+
+    def sum_add_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        raise NotImplementedError
+
     def hand_back(self, x: Tensor) -> None:
         if self._layout.is_last:
             self._send(x, self._layout.other_end)

@@ -35,19 +35,13 @@ class OneShotSum:
         """None where it cannot be used, for a reason that is logged. All ranks come to the same answer."""
         one_shot: OneShotSum | None = None
         try:
-            import torch.distributed._symmetric_memory as symmetric  # noqa: PLC0415 - CUDA only
-
-            memory: Any = symmetric
-            buffer = memory.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
-            memory.rendezvous(buffer, group)
+            buffer, _ = shared_memory(BUFFER_BYTES, group, device)
             one_shot = cls(buffer, group.group_name)
             works = one_shot.agrees_with_nccl(group, device)
         except (RuntimeError, AttributeError, ImportError, NotImplementedError) as error:
             log.info("sums go through NCCL alone, symmetric memory is not there: %s", error)
             works = False
-        agreed = torch.tensor([int(works)], device=device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
-        return one_shot if int(agreed) else None
+        return one_shot if all_agree(group, device, works) else None
 
     def takes(self, x: Tensor) -> bool:
         return (
@@ -70,3 +64,19 @@ class OneShotSum:
         self(ours)
         dist.all_reduce(theirs, group=group)
         return torch.allclose(ours.float(), theirs, rtol=0.02, atol=0.05)
+
+
+def shared_memory(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Any]:
+    """[size] bytes that all ranks of the group map, and torch's handle on all of them. Called by all."""
+    import torch.distributed._symmetric_memory as symmetric  # noqa: PLC0415 - CUDA only
+
+    memory: Any = symmetric
+    buffer = memory.empty(size, dtype=torch.uint8, device=device)
+    return buffer, memory.rendezvous(buffer, group)
+
+
+def all_agree(group: dist.ProcessGroup, device: torch.device, works: bool) -> bool:
+    """Whether it works on every rank of the group."""
+    agreed = torch.tensor([int(works)], device=device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
+    return bool(int(agreed))

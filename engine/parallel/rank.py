@@ -29,6 +29,14 @@ class Collective(Protocol):
         """From the stage before, into these."""
         ...
 
+    def fuses(self, rows: int, width: int, dtype: torch.dtype) -> bool:
+        """Whether `sum_add_norm` is there for tensors of this shape: the same answer on all ranks."""
+        ...
+
+    def sum_add_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """`sum`, then `Ops.add_rms_norm`."""
+        ...
+
     def hand_back(self, x: Tensor) -> None:
         """From the last stage to the first, into this: called by both."""
         ...
@@ -61,6 +69,30 @@ class Rank:
         """
         if self.layout.tp == 1:
             return ops.linear(packed, x_TI)
+        return self._summed(ops, packed, x_TI)
+
+    def partial(self, ops: Ops, packed: PackedLinear, x_TI: Tensor, width: int) -> Tensor:
+        """As `linear`, to [T, width], for `add_norm` or `complete` next: the sum may be left to those."""
+        if self._leaves_sum(len(x_TI), width, x_TI.dtype):
+            return ops.linear(packed, x_TI)
+        return self.linear(ops, packed, x_TI)
+
+    def add_norm(self, ops: Ops, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """`Ops.add_rms_norm` of what `partial` gave."""
+        if self._leaves_sum(len(x_TE), x_TE.shape[1], x_TE.dtype):
+            return self.collective.sum_add_norm(x_TE, residual_TE, weight_E, eps)
+        return ops.add_rms_norm(x_TE, residual_TE, weight_E, eps)
+
+    def complete(self, ops: Ops, x_TE: Tensor) -> Tensor:
+        """What `partial` gave, summed: where no norm of all rows follows."""
+        if self._leaves_sum(len(x_TE), x_TE.shape[1], x_TE.dtype):
+            ops.call(self.collective.sum, (x_TE,))
+        return x_TE
+
+    def _leaves_sum(self, rows: int, width: int, dtype: torch.dtype) -> bool:
+        return self.layout.tp > 1 and self.collective.fuses(rows, width, dtype)
+
+    def _summed(self, ops: Ops, packed: PackedLinear, x_TI: Tensor) -> Tensor:
         if x_TI.dtype == torch.float32 or x_TI.device.type != "cpu":
             out_TE = ops.linear(packed, x_TI)
             ops.call(self.collective.sum, (out_TE,))

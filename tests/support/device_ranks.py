@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.core import Engine
@@ -33,7 +34,9 @@ from support.rank_threads import Stage, ThreadCollective
 class OneRank:
     runner: DeviceRunner
     device: LateDevice
+    collective: ThreadCollective
     capture: FakeCapture | None
+    errors: list[Exception] = field(default_factory=list)
     drawn: list[Tensor] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     """Of the steps it launched."""
@@ -50,20 +53,40 @@ class OneRank:
 
         self.runner.launch_sized = noting
 
+    def forbid_questions(self) -> None:
+        """From now on a draw may not look at what is on the device."""
+        draw = self.runner._draw.draw
+
+        def blind(*args: Any) -> Any:
+            with NoQuestions():
+                return draw(*args)
+
+        self.runner._draw.draw = blind
+
+
+class NoQuestions(TorchDispatchMode):
+    """Refuses operations whose results the host must see, or whose size follows from numbers."""
+
+    ASKING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        assert name not in self.ASKING, name
+        return func(*args, **(kwargs or {}))
+
 
 class ThreadCrew:
     """Stands for `Crew`: workers are threads that end with their links."""
 
     def __init__(self, layout: Layout, ranks: list[OneRank], stages: list[Stage]) -> None:
         self.layout = layout
-        self.errors: list[Exception] = []
         self._stages = stages
         self._links: list[Link] = []
         self._threads: list[threading.Thread] = []
         for number, rank in enumerate(ranks[1:], 1):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             self._links.append(Link(ours))
-            thread = threading.Thread(target=self._serve, args=(number, Link(theirs), rank.runner))
+            thread = threading.Thread(target=self._serve, args=(number, Link(theirs), rank))
             self._threads.append(thread)
             thread.start()
 
@@ -85,13 +108,13 @@ class ThreadCrew:
             thread.join(20)
             assert not thread.is_alive()
 
-    def _serve(self, number: int, link: Link, runner: DeviceRunner) -> None:
+    def _serve(self, number: int, link: Link, rank: OneRank) -> None:
         try:
-            serve_launches(link, runner, answers=number == self.layout.answers)
+            serve_launches(link, rank.runner, answers=number == self.layout.answers)
         except RankLost:
             pass
         except Exception as error:  # noqa: BLE001 - told by the test
-            self.errors.append(error)
+            rank.errors.append(error)
             for stage in self._stages:
                 stage.barrier.abort()
         finally:
@@ -100,9 +123,13 @@ class ThreadCrew:
 
 @contextmanager
 def device_ranks(
-    directory: Path, graphs: bool = False, fail_at: dict[int, int] | None = None, **options: Any
+    directory: Path,
+    graphs: bool = False,
+    fail_at: dict[int, int] | None = None,
+    fused_rows: int = 0,
+    **options: Any,
 ) -> Iterator[tuple[Engine, list[OneRank]]]:
-    """`fail_at`: by rank the capture that fails there."""
+    """`fail_at`: by rank the capture that fails there. `fused_rows`: see `ThreadCollective`."""
     settings = {"device": "cpu", "threads": 1, "memory_bytes": 256 << 20, "overlap": True, **options}
     config = EngineConfig(model_path=str(directory), name="tiny", **settings)
     model = parse_config(directory)
@@ -110,10 +137,10 @@ def device_ranks(
     stages = [Stage(plan.tp) for _ in range(plan.pp)]
     layouts = [Layout(plan.tp, plan.pp, rank) for rank in range(plan.ranks)]
     failing = fail_at or {}
-    ranks = [
-        make_rank(config, plan, each, stages, FakeCapture(fail_at=failing.get(each.rank)) if graphs else None)
-        for each in layouts
-    ]
+    ranks = []
+    for layout in layouts:
+        capture = FakeCapture(fail_at=failing.get(layout.rank)) if graphs else None
+        ranks.append(make_rank(config, plan, layout, ThreadCollective(layout, stages, fused_rows), capture))
     crew = ThreadCrew(layouts[0], ranks, stages)
     runner = DeviceRanks(ranks[0].runner, crew, Watch([]))
     info = model_info(config, model, plan, "reference", 0.0, measured=None, worker_pids=[])
@@ -121,20 +148,25 @@ def device_ranks(
         yield Engine(make_scheduler(config, plan), runner, info), ranks
     finally:
         runner.close()
-        if crew.errors:
-            raise crew.errors[0]
+        if errors := [error for rank in ranks for error in rank.errors]:
+            raise errors[0]
     last = [rank for rank, layout in zip(ranks, layouts, strict=True) if layout.is_last]
     for rank in last[1:]:
-        assert len(rank.drawn) == len(last[0].drawn)
         assert all(map(torch.equal, rank.drawn, last[0].drawn)), "all ranks of the last stage draw the same"
-    assert all(rank.sizes == ranks[0].sizes for rank in ranks)
+    lengths = [len(rank.sizes) for rank in ranks]
+    shared = min(lengths)  # one may have been lost
+    assert all(rank.sizes[:shared] == ranks[0].sizes[:shared] for rank in ranks)
 
 
 def make_rank(
-    config: EngineConfig, plan: MemoryPlan, layout: Layout, stages: list[Stage], capture: FakeCapture | None
+    config: EngineConfig,
+    plan: MemoryPlan,
+    layout: Layout,
+    collective: ThreadCollective,
+    capture: FakeCapture | None,
 ) -> OneRank:
     rank = Rank(layout)
     parts = load_share(config, plan, rank, lambda *_: None).runner.args[0]
-    rank.join(ThreadCollective(layout, stages))
+    rank.join(collective)
     device = LateDevice()
-    return OneRank(build(parts, plan, device, capture, 1 << 30), device, capture)
+    return OneRank(build(parts, plan, device, capture, 1 << 30), device, collective, capture)

@@ -88,10 +88,10 @@ class FakeCapture:
         self._fail_at = fail_at
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+        body()
         if self._fail_at == self.bytes_taken:
             raise RuntimeError("no room for this graph")
         self.bytes_taken += 1
-        body()
 
         def replay() -> None:
             self.replays += 1

@@ -21,6 +21,7 @@ from llmbox.engine.parallel.rank import Rank
 from llmbox.engine.parallel.step_codec import StepDecoder, StepEncoder
 from llmbox.engine.pipeline import OneAtATime
 from llmbox.engine.step import StepPlan, StepResult
+from llmbox.kernels.reference import REFERENCE
 
 
 class Stage:
@@ -34,9 +35,12 @@ class Stage:
 
 
 class ThreadCollective:
-    def __init__(self, layout: Layout, stages: list[Stage]) -> None:
+    def __init__(self, layout: Layout, stages: list[Stage], fused_rows: int = 0) -> None:
+        """`fused_rows`: up to so many, sums and norms come in one."""
         self._layout = layout
         self._stages = stages
+        self._fused_rows = fused_rows
+        self.fused = 0
 
     def sum(self, x: Tensor, out: Tensor | None = None) -> None:
         total = sum_in_order(self.gather(x))
@@ -58,6 +62,13 @@ class ThreadCollective:
         sent = self._stages[self._layout.stage].inboxes[self._layout.tp_rank].get(timeout=20)
         for tensor, content in zip(tensors, sent, strict=True):
             tensor.copy_(content)
+
+    def fuses(self, rows: int, _width: int, _dtype: torch.dtype) -> bool:
+        return rows <= self._fused_rows
+
+    def sum_add_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        self.fused += 1
+        return REFERENCE.add_rms_norm(sum_in_order(self.gather(x_TE)), residual_TE, weight_E, eps)
 
     def hand_back(self, x: Tensor) -> None:
         way = self._stages[0].returns[self._layout.tp_rank]

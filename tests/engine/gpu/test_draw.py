@@ -105,6 +105,14 @@ def test_likeliest_orders_equal_logits_by_id():
     assert every_id[0, 36:54].tolist() == [i for i in range(63) if i % 7 in {2, 4}], "-0 equals 0"
 
 
+def test_a_broken_logit_comes_first_whatever_its_sign():
+    """The NaN of a CPU's 0 * inf is negative."""
+    logits = torch.tensor([[1.0, torch.inf, 3.0, torch.nan, 0.0], [-torch.nan, 1.0, 2.0, 3.0, torch.inf]])
+    value, ids = likeliest(logits, 1)
+    assert ids.tolist() == [[3], [0]]
+    assert value.isnan().all()
+
+
 def test_facts_are_those_of_the_logprobs():
     logits = torch.randn(4, VOCAB).mul(4).round()
     ids = torch.tensor([0, 3, 77, VOCAB - 1])

@@ -7,7 +7,8 @@ SCRIPT = """
 import os, sys, tempfile
 from pathlib import Path
 import torch
-from llmbox.engine.parallel import collective
+import torch.distributed as dist
+from llmbox.engine.parallel import collective, fused_sum
 from llmbox.engine.parallel.group import join, leave
 from llmbox.engine.parallel.layout import Layout
 
@@ -40,6 +41,41 @@ def stages(rank, ranks):
     assert (float(x[0, 0]), float(residual[0, 0])) == (rank % 2, rank % 2 + 0.5)
     together.sum(x)
     assert float(x[2, 3]) == 1.0
+    ids = torch.tensor([rank, 7]) if layout.stage else torch.zeros(2, dtype=torch.int64)
+    together.hand_back(ids)
+    assert ids.tolist() == [rank % 2 + 2, 7]
+    leave()
+
+def right(x_TE, residual_TE, weight_E, eps, group, compile_only=False):
+    if not compile_only:
+        total = x_TE.float()
+        dist.all_reduce(total, group=group)
+        residual_TE += total.bfloat16()
+        total = residual_TE.float()
+        return (total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)).bfloat16()
+
+def wrong(x_TE, residual_TE, *rest, **options):
+    right(x_TE, residual_TE, *rest, **options)
+    return residual_TE
+
+def refused(*_, **options):
+    raise OSError("no compiler")
+
+def fused(rank, ranks):
+    together = join(Layout(ranks, 1, rank), torch.device("cpu"), fused_file, ordered=True)
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    x = torch.full((3, 1024), rank + 1.0).bfloat16()
+    for runs in ((right, right), (right, wrong), (refused, right)):
+        fused_sum._over_symmetric_memory = lambda *_: (runs[rank], group)
+        found = fused_sum.FusedSum.prepare(group, cpu)
+        assert (found is None) == (runs != (right, right)), runs
+        if found is not None:
+            together = collective.TorchCollective(Layout(ranks, 1, rank), group, ordered=True, fused=found)
+            assert together.fuses(3, 1024, torch.bfloat16)
+            assert not together.fuses(300, 1024, torch.bfloat16), "too large"
+            residual = torch.ones_like(x)
+            out = together.sum_add_norm(x, residual, torch.ones(1024), 1e-5)
+            assert (float(residual[0, 0]), float(out[2, 9])) == (4.0, 1.0)
     leave()
 
 def all_ranks(work, ranks):
@@ -58,12 +94,12 @@ def all_ranks(work, ranks):
 
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
-ranks_file, stages_file = folder / "ranks", folder / "stages"
-sys.exit(0 if all_ranks(sums, 3) and all_ranks(stages, 4) else 1)
+ranks_file, stages_file, fused_file = folder / "ranks", folder / "stages", folder / "fused"
+sys.exit(0 if all_ranks(sums, 3) and all_ranks(stages, 4) and all_ranks(fused, 2) else 1)
 """
 
 
-def test_sums_gathers_and_stages(tmp_path):
+def test_sums_gathers_stages_and_what_is_tried_before_it_is_used(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=120
     )

@@ -1,9 +1,13 @@
 """Ranks that launch steps ahead against one that takes them in turn: same tokens, whatever is asked for."""
 
 import random
+import threading
 
 import pytest
+import torch
 
+from llmbox.engine.gpu.graphs import WANTED
+from llmbox.engine.parallel.link import RankLost
 from support.device_ranks import device_ranks
 from support.mixes import drawn, told
 from support.real_engines import ask, load, run, tokens
@@ -69,3 +73,109 @@ def test_preempted_requests_and_shared_prefixes_go_on_exactly(model, cut):
         assert engine.stats().preemptions > 0
         assert tokens(engine, requests) == expected
         assert engine.stats().prefix_hits > 0
+
+
+@pytest.mark.parametrize("cut", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=str)
+def test_sums_and_norms_in_one_change_no_token(model, cut):
+    """Up to 4 rows: prompts and full batches take the other way."""
+    requests = [ask(f"r{n}", range(n + 3, n + 20), 9, temperature=0.9, seed=n) for n in range(6)]
+    with device_ranks(model, **cut) as (engine, _):
+        apart = tokens(engine, requests)
+    with device_ranks(model, fused_rows=4, **cut) as (engine, ranks):
+        assert tokens(engine, requests[:3]) == {f"r{n}": apart[f"r{n}"] for n in range(3)}
+        steps = ranks[0].collective.fused
+        assert steps > 0
+        assert tokens(engine, requests) == apart
+    assert ranks[0].collective.fused == ranks[1].collective.fused
+
+
+def test_the_next_step_is_launched_everywhere_before_results_are_waited_for(model):
+    with device_ranks(model, tp=2) as (engine, ranks):
+        engine.add(ask("a", range(5, 30), 4))
+        engine.step()
+        assert ranks[0].device.waits == 0
+        engine.step()
+        assert ranks[0].device.waits == 1
+        assert len(engine._launched) == 1
+        assert len(ranks[0].sizes) == 2
+        while engine.has_work:
+            engine.step()
+    assert ranks[1].device.waits == 3, "a rank that is not asked stays as far ahead"
+
+
+def test_graphs_are_captured_on_all_ranks_between_the_same_steps(model):
+    """One size that steps keep asking for, then one for an idle moment."""
+    with device_ranks(model, graphs=True, tp=2) as (engine, ranks):
+        run(engine, [ask("a", range(5, 30), 3 * WANTED)])
+        assert engine.prepare()
+        run(engine, [ask("b", range(5, 30), 3)])
+    assert [rank.capture.bytes_taken for rank in ranks] == [2, 2]
+    assert ranks[0].capture.replays == ranks[1].capture.replays > WANTED
+
+
+def test_a_rank_without_graphs_runs_the_same_rows_as_they_are(model):
+    requests = [ask(f"r{n}", range(n + 3, n + 20), 9, temperature=0.9, seed=n) for n in range(3)]
+    with device_ranks(model, tp=2, max_running=8) as (engine, _):
+        expected = tokens(engine, requests)
+    with device_ranks(model, graphs=True, fail_at={1: 1}, tp=2, max_running=8) as (engine, ranks):
+        while engine.prepare():
+            pass
+        assert tokens(engine, requests) == expected
+    assert ranks[0].capture.replays > 0
+    assert ranks[1].capture.replays == 0
+    assert max(ranks[1].sizes) == 4, "filled up as rank 0 says"
+
+
+def test_a_rank_whose_warm_up_breaks_ends(model, monkeypatch):
+    """Others are waiting for sums that it did not make."""
+
+    def broken(_size):
+        raise RuntimeError("out of memory")
+
+    with device_ranks(model, graphs=True, tp=2) as (engine, ranks):
+        monkeypatch.setattr(ranks[1].runner.graphs, "_body", broken)
+        with pytest.raises((RankLost, threading.BrokenBarrierError)):
+            engine.prepare()
+        assert "out of memory" in str(ranks[1].errors.pop())
+
+
+def test_a_lost_rank_ends_the_step(model):
+
+    def lost(*_):
+        raise RuntimeError("lost")
+
+    with device_ranks(model, tp=2) as (engine, ranks):
+        engine.add(ask("a", [5, 6, 7], 9))
+        engine.step()
+        ranks[1].runner.launch_sized = lost
+        with pytest.raises((RankLost, threading.BrokenBarrierError)):
+            engine.step()
+        assert "lost" in str(ranks[1].errors.pop())
+
+
+def test_rows_fail_alone(model):
+    with device_ranks(model, tp=2) as (engine, ranks):
+        table = ranks[1].runner._model.embedding.packed.weight_OI
+        with torch.inference_mode():
+            table[101] = torch.nan  # id 261 of 320
+        outputs = run(engine, [ask("good", [5, 6, 7], 6), ask("bad", [5, 261, 7], 6, top_k=3, temperature=1)])
+    assert outputs["bad"][-1].error_code == "invalid_logits"
+    assert outputs["good"][-1].finish_reason == "length"
+
+
+def test_what_a_launch_does_asks_the_device_nothing(model):
+    """All ways to draw in one step."""
+    ways = [
+        {},
+        {"temperature": 1.0},
+        {"top_k": 5},
+        {"top_p": 0.9},
+        {"repetition_penalty": 1.3},
+        {"logprobs": 2},
+    ]
+    requests = [ask(f"r{n}", [5, 6, 7], 6, **{"temperature": 0.8, **way}) for n, way in enumerate(ways)]
+    with device_ranks(model, tp=2) as (engine, ranks):
+        for rank in ranks:
+            rank.forbid_questions()
+        run(engine, [*requests, ask("greedy", [5, 6, 7], 6)])
+    assert len(ranks[0].sizes) > 5

@@ -11,31 +11,8 @@ from llmbox.engine.parallel.sampler import VocabularySampler
 from llmbox.engine.request import Request
 from llmbox.engine.sampler import Sampler
 from llmbox.engine.sampling import SamplingParams
-from support.rank_threads import Stage, ThreadCollective
-
-CPU = torch.device("cpu")
-KNOBS = [
-    {"temperature": 0.0},
-    {"temperature": 1.0},
-    {"temperature": 3.0, "min_p": 0.02},
-    {"temperature": 0.8, "top_k": 3},
-    {"temperature": 1.2, "top_k": 50, "top_p": 0.8},
-    {"temperature": 0.7, "top_p": 0.95},
-    {"temperature": 2.5, "top_p": 0.99},
-    {"temperature": 1.0, "top_k": 900, "min_p": 0.01},
-    {"temperature": 0.0, "logprobs": 2},
-    {"temperature": 1.0, "repetition_penalty": 1.5, "logit_bias": {3: 4.0}},
-]
-
-
-class Counting(ThreadCollective):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.bytes = 0
-
-    def gather(self, x):
-        self.bytes += x.nbytes
-        return super().gather(x)
+from support.rank_threads import Stage
+from support.shared_logits import CPU, KNOBS, Counting, part_of, requests_of
 
 
 def sample_in_parts(logits_RV, requests, tp):
@@ -46,7 +23,7 @@ def sample_in_parts(logits_RV, requests, tp):
     def work(number):
         layout = Layout(tp, 1, number)
         collective, part = Counting(layout, stage), layout.vocabulary(vocab)
-        mine = torch.nn.functional.pad(logits_RV[:, part.start : part.stop], (0, part.pad), value=9.0)
+        mine = part_of(logits_RV, part)
         sampler = VocabularySampler(Rank(layout, collective), Sampler(vocab, CPU), vocab)
         return sampler.sample(mine, requests), collective.bytes
 
@@ -54,17 +31,6 @@ def sample_in_parts(logits_RV, requests, tp):
         picks, sizes = zip(*pool.map(work, range(tp)), strict=True)
     assert all(each == picks[0] for each in picks)
     return picks[0], max(sizes)
-
-
-def requests_of(rows, seed=0):
-    return [
-        Request(
-            request_id=str(row),
-            prompt_ids=[1, 2, 3 + row % 7],
-            params=SamplingParams(max_tokens=9, seed=seed * 1000 + row, **KNOBS[row % len(KNOBS)]),
-        )
-        for row in range(rows)
-    ]
 
 
 @pytest.mark.parametrize("vocab", [700, 2051, 4099])

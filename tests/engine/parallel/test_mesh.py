@@ -112,3 +112,16 @@ def test_nothing_stays_open():
     for ends in make_ends(Layout(2, 2)):
         ends.close()
     assert open_files() == before
+
+
+@pytest.mark.parametrize("pp", [2, 3])
+def test_drawn_ids_come_back_from_the_last_stage_to_the_first(pp):
+    def work(rank, collective):
+        layout = Layout(2, pp, rank)
+        ids = torch.tensor([rank, 7]) if layout.is_last else torch.zeros(2, dtype=torch.int64)
+        if layout.is_first or layout.is_last:
+            collective.hand_back(ids)
+        return ids.tolist()
+
+    found = together(open_mesh(2, pp), work)
+    assert found[:2] == [[2 * pp - 2, 7], [2 * pp - 1, 7]]

@@ -1,0 +1,104 @@
+"""Rows whose logits are in parts on devices are drawn as whole rows are, and what that sends."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from llmbox.engine.gpu.draw import facts, plain_sample
+from llmbox.engine.gpu.rows import Rows
+from llmbox.engine.gpu.sampler import DeviceSampler, needs_of
+from llmbox.engine.gpu.upload import Uploader
+from llmbox.engine.parallel.device_draw import device_sampler
+from llmbox.engine.parallel.layout import Layout
+from llmbox.engine.parallel.rank import Rank
+from llmbox.engine.request import Request
+from llmbox.engine.sampler import Sampler
+from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.step import ScheduledRequest
+from llmbox.kernels.reference import REFERENCE
+from support.late_device import LateDevice
+from support.rank_threads import Stage
+from support.shared_logits import CPU, KNOBS, Counting, part_of, requests_of
+
+
+def sample_in_parts(logits_SV, requests, tp, ops=REFERENCE):
+    """What each rank draws, and the bytes that it sends."""
+    vocab, stage = logits_SV.shape[1], [Stage(tp)]
+
+    def work(number):
+        rows = Rows(len(requests), 1, 0, vocab, CPU)
+        planned = [ScheduledRequest(one, 0, one.num_tokens, True, one.admissions) for one in requests]
+        row_S = torch.tensor([rows.note(one) for one in planned])
+        uploader = Uploader(LateDevice(), 3)
+        uploader.begin_step()
+        rows.flush(uploader)
+        position_S = torch.tensor([one.num_tokens for one in requests], dtype=torch.int32)
+        layout = Layout(tp, 1, number)
+        collective = Counting(layout, stage)
+        sampler = device_sampler(Rank(layout, collective), DeviceSampler(ops, rows, vocab), vocab)
+        mine = part_of(logits_SV, layout.vocabulary(vocab))
+        drawing = sampler.draw(mine, requests, row_S, position_S)
+        assert torch.equal(rows.last_R[row_S], drawing.ids_S)
+        assert torch.equal(drawing.ids_S, drawing.numbers_SC[:, 0].long())
+        tokens, failed = drawing.read(drawing.numbers_SC.tolist())
+        picks = [tokens.get(one.request_id) or failed[one.request_id] for one in requests]
+        return picks, collective.bytes
+
+    with ThreadPoolExecutor(tp) as pool:
+        picks, sizes = zip(*pool.map(work, range(tp)), strict=True)
+    assert all(each == picks[0] for each in picks)
+    return picks[0], max(sizes)
+
+
+@pytest.mark.parametrize("vocab", [700, 2051])
+@pytest.mark.parametrize("tp", [2, 3, 8])
+@pytest.mark.parametrize("flat", [0.1, 4.0])
+def test_parts_draw_what_the_whole_draws(vocab, tp, flat):
+    generator = torch.Generator().manual_seed(vocab + tp)
+    requests = requests_of(4 * len(KNOBS), tp)
+    logits_SV = flat * torch.randn(len(requests), vocab, generator=generator)
+    found, _ = sample_in_parts(logits_SV, requests, tp)
+    assert found == Sampler(vocab, CPU).sample(logits_SV, requests)
+
+
+def test_equal_logits_go_by_lowest_id_across_ranks():
+    generator = torch.Generator().manual_seed(1)
+    requests = requests_of(4 * len(KNOBS))
+    logits_SV = torch.randint(0, 4, (len(requests), 1500), generator=generator).float()
+    logits_SV[:10] = 2.0
+    found, _ = sample_in_parts(logits_SV, requests, 4)
+    assert found == Sampler(1500, CPU).sample(logits_SV, requests)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), -float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 1400])
+def test_a_broken_row_fails_alone(poison, place):
+    requests = requests_of(2 * len(KNOBS))
+    logits_SV = torch.randn(len(requests), 1500, generator=torch.Generator().manual_seed(2))
+    logits_SV[: len(KNOBS), place] = poison
+    found, _ = sample_in_parts(logits_SV, requests, 3)
+    assert found == Sampler(1500, CPU).sample(logits_SV, requests)
+    assert [isinstance(pick, str) for pick in found] == [row < len(KNOBS) for row in range(len(requests))]
+
+
+def test_what_is_sent_for_a_row():
+    vocab = 151_936
+    logits_SV = 4 * torch.randn(1, vocab, generator=torch.Generator().manual_seed(3))
+
+    def sent(ops=REFERENCE, **params):
+        request = Request(request_id="a", prompt_ids=[1], params=SamplingParams(max_tokens=1, **params))
+        return sample_in_parts(logits_SV, [request], 2, ops)[1]
+
+    def kernel(logits_RV, rows):
+        return facts(logits_RV, plain_sample(logits_RV, rows, needs_of([params], vocab)).id)
+
+    params = SamplingParams(max_tokens=1, temperature=0.9)
+    assert sent(temperature=0.0) == 16
+    assert sent(temperature=0.9) == 20
+    assert sent(temperature=0.9, top_k=50) == 64 * 8
+    assert sent(temperature=0.9, top_p=0.9, top_k=0) == vocab * 2
+    assert sent(temperature=0.0, logprobs=1) == vocab * 2
+    assert sent(replace(REFERENCE, sample=kernel), temperature=0.9) == vocab * 2
+    assert sent(replace(REFERENCE, sample=kernel), temperature=0.0) == 16

@@ -1,0 +1,122 @@
+"""The kernel that sums, adds and norms, in Triton's interpreter: every rank's part, one after another."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.triton_interpreter import turn_on
+
+turn_on()
+
+from llmbox.engine.parallel.collective import sum_in_order
+from llmbox.engine.parallel.sum_norm import Peers, sum_add_norm
+from llmbox.kernels.reference import REFERENCE
+
+ROWS, ROOM = 5, 1024
+
+
+class Group:
+    """All ranks' memory in one process. What a rank waits for must have been told before it runs."""
+
+    def __init__(self, ranks, dtype):
+        self.ranks = ranks
+        self.buffers = [torch.full((2, ROOM), torch.nan, dtype=dtype) for _ in range(ranks)]
+        self.flags = [torch.zeros(ROWS, ranks, dtype=torch.int32) for _ in range(ranks)]
+        self.epochs = [torch.zeros(ROWS, dtype=torch.int32) for _ in range(ranks)]
+
+    def start_at(self, epoch):
+        for tensor in (*self.flags, *self.epochs):
+            tensor.fill_(epoch)
+
+    def peers(self, rank):
+        addresses = [torch.tensor([each.data_ptr() for each in all_]) for all_ in (self.buffers, self.flags)]
+        return Peers(rank, *addresses, self.epochs[rank], ROOM * self.buffers[0].element_size())
+
+    def others_tell(self, rank, parts):
+        """As if all other ranks' programs had come as far as their waiting."""
+        rows, width = parts[0].shape
+        epoch = self.epochs[rank][:rows] + 1
+        for other in set(range(self.ranks)) - {rank}:
+            for row in range(rows):
+                half = self.buffers[other][int(epoch[row]) & 1]
+                half[row * width : (row + 1) * width] = parts[other][row]
+            self.flags[rank][:rows, other] = epoch
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize(("rows", "width", "dtype"), [(1, 64, torch.float16), (5, 96, torch.float32)])
+def test_every_rank_finds_the_ordered_sum_its_residual_and_the_norm(ranks, rows, width, dtype):
+    group, weight = Group(ranks, dtype), torch.randn(width, dtype=dtype)
+    for _turn in range(3):
+        parts = [torch.randn(rows, width, dtype=dtype) for _ in range(ranks)]
+        residual = torch.randn(rows, width, dtype=dtype)
+        wanted_residual = residual.clone()
+        wanted = REFERENCE.add_rms_norm(sum_in_order(parts), wanted_residual, weight, 1e-5)
+        for rank in range(ranks):
+            group.others_tell(rank, parts)
+            mine = residual.clone()
+            out = sum_add_norm(parts[rank], mine, weight, 1e-5, group.peers(rank))
+            assert torch.equal(mine, wanted_residual), "bit by bit, in the order of ranks"
+            torch.testing.assert_close(out, wanted)
+
+
+def test_halves_take_turns_and_all_ranks_are_told():
+    group = Group(3, torch.float32)
+    parts = [torch.full((2, 8), float(rank)) for rank in range(3)]
+    for turn in (1, 2, 3):
+        group.others_tell(1, parts)
+        sum_add_norm(parts[1], torch.zeros(2, 8), torch.ones(8), 1e-5, group.peers(1))
+        written = group.buffers[1][turn & 1]
+        assert torch.equal(written[:16], parts[1].view(-1))
+        assert [flags[:2, 1].tolist() for flags in group.flags] == [[turn, turn]] * 3
+        assert not group.flags[0][2:].any()
+        assert group.epochs[1].tolist() == [turn, turn, 0, 0, 0]
+        group.buffers[1][turn & 1] = torch.nan
+        assert group.buffers[1][1 - (turn & 1)].isnan().all()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_epochs_may_wrap_around_and_a_rank_may_be_one_call_ahead(ahead):
+    group = Group(2, torch.float32)
+    group.start_at(torch.iinfo(torch.int32).max)
+    parts = [torch.ones(1, 8), torch.full((1, 8), 2.0)]
+    group.others_tell(0, parts)
+    group.flags[0][0, 1] += ahead
+    residual = torch.zeros(1, 8)
+    sum_add_norm(parts[0], residual, torch.ones(8), 1e-5, group.peers(0))
+    assert residual.tolist() == [[3.0] * 8]
+    assert group.epochs[0][0] == torch.iinfo(torch.int32).min
+
+
+COMPILE = """
+import torch
+from support.triton_compile import compiling, zeros
+from llmbox.engine.parallel.sum_norm import Peers, sum_add_norm
+with compiling() as kernels:
+    for ranks, width in ((2, 4096), (8, 8192)):
+        addresses = torch.zeros(ranks, dtype=torch.int64)
+        peers = Peers(1, addresses, addresses, torch.zeros(8, dtype=torch.int32), 1 << 18)
+        for only in (True, False):
+            sum_add_norm(zeros(4, width), zeros(4, width), zeros(width), 1e-5, peers, compile_only=only)
+for kernel in kernels:
+    text = kernel.asm["ptx"]
+    written, told, known = (text.index(word) for word in ("st.global.v4", "sys.release", "sys.acquire"))
+    assert "bar.sync" in text[written:told]
+    assert "bar.sync" in text[known:text.rindex("ld.global.v4")]
+    assert "global.b16" not in text, "rows move in whole words"
+assert len(kernels) == 2
+"""
+
+
+@pytest.mark.slow
+def test_it_compiles_with_what_it_tells_behind_what_it_wrote(tmp_path):
+    root = Path(__file__).parents[3]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = os.pathsep.join(map(str, (root / "packaging/tree", root / "tests")))
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
