@@ -97,13 +97,23 @@ def select_triton(
             raise QuantUnavailable(f"{quant.name} weights need compute capability 8.9: use int8 or int4")
         reason = why_it_fails(device)
         if reason is None:
-            return triton_ops(device, dtype, quant, deterministic=deterministic)
+            return triton_ops(device, dtype, quant, deterministic=deterministic, sdpa_from=sdpa_from())
     if asked:
         raise UnknownBackend(f"LLMBOX_KERNELS=triton: {reason}")
     if quant is not None:
         raise QuantUnavailable(f"{quant.name} weights on a GPU need the Triton kernels: {reason}")
     log.warning("the fast GPU kernels are off, PyTorch's run instead: %s", reason)
     return REFERENCE
+
+
+def sdpa_from() -> int | None:
+    """LLMBOX_SDPA_FROM: tokens of a prompt from which on PyTorch computes its attention on a GPU."""
+    asked = os.environ.get("LLMBOX_SDPA_FROM")
+    if not asked:
+        return None
+    if not asked.isdecimal():
+        raise UnknownBackend(f"LLMBOX_SDPA_FROM={asked}: not a number of tokens; see docs/gpu-kernels.md")
+    return max(2, int(asked))
 
 
 def why_not_on_cpu(quant: Quant) -> str:

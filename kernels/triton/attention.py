@@ -20,7 +20,8 @@ from torch import Tensor
 from ..ragged import Ragged
 from . import tiles
 from .attention_reduce import MOST_SPLITS, reduce_splits
-from .attention_tile import attend, fold
+from .attention_sdpa import all_are_long, attend_gathered
+from .attention_tile import attend, fold, piece_size
 from .kv_cache import Cache
 from .tiles import Tile, decode_tile, fixed_tile, power_of_two, prefill_tile
 
@@ -34,18 +35,31 @@ FIXED_SPLIT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`decoding` of the sequences, the first ones, have one row each; `longest` bounds their contexts."""
+    """`decoding` of the sequences, the first ones, have one row each; `longest` bounds their contexts.
+    `sdpa`: the others go through PyTorch's kernels.
+    """
 
     ragged: Ragged
     window: int | None
     decoding: int
     longest: int
     fixed: bool
+    sdpa: bool = False
 
 
-def plan_attention(ragged: Ragged, cache: Cache, window: int | None, *, fixed: bool = False) -> Plan:  # noqa: ARG001
+def plan_attention(
+    ragged: Ragged,
+    cache: Cache,
+    window: int | None,
+    *,
+    fixed: bool = False,
+    sdpa_from: int | None = None,
+) -> Plan:
+    """`sdpa_from`: tokens from which on prompts may leave these kernels; None: they never do."""
     decoding = next((n for n, rows in enumerate(ragged.query_lens) if rows != 1), len(ragged.query_lens))
-    return Plan(ragged, window, decoding, ragged.block_tables_NB.shape[1] * ragged.block_size, fixed)
+    longest = ragged.block_tables_NB.shape[1] * ragged.block_size
+    sdpa = window is None and not fixed and all_are_long(ragged.query_lens[decoding:], sdpa_from)
+    return Plan(ragged, window, decoding, longest, fixed, sdpa and not cache.quantised)
 
 
 def attention(q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float) -> Tensor:
@@ -53,7 +67,9 @@ def attention(q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float)
     out_THD = torch.empty((rows, heads, head_dim), dtype=q_THD.dtype, device=q_THD.device)
     if plan.decoding:
         decode(out_THD, q_THD, cache, layer, plan, scale)
-    if rows > plan.decoding:
+    if plan.sdpa:
+        attend_gathered(out_THD, q_THD, cache, layer, plan.ragged, plan.decoding, scale)
+    elif rows > plan.decoding:
         prefill(out_THD, q_THD, cache, layer, plan, scale)
     return out_THD.flatten(1)
 
@@ -282,11 +298,3 @@ def attention_kernel(
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # nothing seen: a free row, which is 0
         place = (first_row + token).to(tl.int64) * (kv_heads * GROUP) + member
         tl.store(out + place[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), mask=stored)
-
-
-@triton.jit
-def piece_size(
-    keys: tl.tensor, splits: tl.tensor, COLUMNS: tl.constexpr, LEAST_SPLIT: tl.constexpr
-) -> tl.tensor:
-    """Keys a program takes: whole tiles, all programs about equally many."""
-    return tl.maximum(tl.cdiv(tl.cdiv(keys, splits), COLUMNS) * COLUMNS, LEAST_SPLIT)

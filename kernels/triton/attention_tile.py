@@ -149,3 +149,11 @@ def fold(
     shift = tl.where(top == float("-inf"), 0.0, top)
     a, b = tl.exp2(top_a - shift), tl.exp2(top_b - shift)
     return acc_a * a[:, None] + acc_b * b[:, None], top, total_a * a + total_b * b
+
+
+@triton.jit
+def piece_size(
+    keys: tl.tensor, splits: tl.tensor, COLUMNS: tl.constexpr, LEAST_SPLIT: tl.constexpr
+) -> tl.tensor:
+    """Keys a program takes: whole tiles, all programs about equally many."""
+    return tl.maximum(tl.cdiv(tl.cdiv(keys, splits), COLUMNS) * COLUMNS, LEAST_SPLIT)

@@ -23,10 +23,18 @@ FP8 = torch.float8_e4m3fn
 
 
 def triton_ops(
-    device: torch.device, dtype: torch.dtype, quant: Quant | None = None, *, deterministic: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    quant: Quant | None = None,
+    *,
+    deterministic: bool = False,
+    sdpa_from: int | None = None,
 ) -> Ops:
-    """`dtype` is the model's. `deterministic`: a row's bits never depend on its neighbours."""
-    return Backend(dtype, quant, fixed=deterministic).ops(device)
+    """`dtype` is the model's. `deterministic`: a row's bits never depend on its neighbours.
+
+    `sdpa_from`: tokens of prompts from which on PyTorch computes attention; never with `deterministic`.
+    """
+    return Backend(dtype, quant, fixed=deterministic, sdpa_from=sdpa_from).ops(device)
 
 
 @dataclass
@@ -36,6 +44,7 @@ class Backend:
     dtype: torch.dtype
     quant: Quant | None
     fixed: bool
+    sdpa_from: int | None = None
 
     def __post_init__(self) -> None:
         self._eight_of: Callable[[], Tensor | None] = lambda: None
@@ -110,7 +119,7 @@ class Backend:
         return self._keep(*silu_mul.silu_mul_quantised(gate_up_T2F, self._activations))
 
     def plan_attention(self, ragged: Ragged, cache: kv_cache.Cache, window: int | None) -> attention.Plan:
-        return attention.plan_attention(ragged, cache, window, fixed=self.fixed)
+        return attention.plan_attention(ragged, cache, window, fixed=self.fixed, sdpa_from=self.sdpa_from)
 
     def _keep(self, out: Tensor, eight: Rows8 | None) -> Tensor:
         if eight is not None:

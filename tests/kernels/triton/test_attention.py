@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from llmbox.kernels.dispatch import UnknownBackend, sdpa_from
 from llmbox.kernels.ragged import Ragged
 from llmbox.kernels.triton import attention
 from llmbox.kernels.triton.backend import triton_ops
@@ -95,3 +96,53 @@ def test_copied_blocks_carry_scales_too() -> None:
     for tensor in (cache.k, cache.v, cache.k_scale, cache.v_scale):
         assert torch.equal(tensor[1, source], tensor[1, destination])
     assert cache.k_scale[1, destination].isfinite().all()
+
+
+@pytest.mark.parametrize("sequences", [[(0, 40)], [(18, 1), (3, 1), (0, 33), (20, 32)]])
+@pytest.mark.parametrize("heads", [(4, 2), (5, 5)])
+def test_long_prompts_through_torch_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, sequences: list[tuple[int, int]], heads: tuple[int, int]
+) -> None:
+    """Whole prompts, later chunks and decoding rows beside them; the memory of other slots is poisoned."""
+    step = PagedStep(sequences, heads=heads)
+    ours = step.attend(OPS)
+    monkeypatch.setattr(attention, "prefill", None)  # not called
+    gathered = step.attend(triton_ops(CPU, torch.float32, sdpa_from=32))
+    assert_near(gathered, step.exact())
+    assert_near(gathered, ours.double())
+
+
+def test_who_goes_through_torch() -> None:
+    """No short prompt, no window, no 8-bit keys, nobody with --deterministic, and by default nobody."""
+
+    def goes(
+        sequences: list[tuple[int, int]],
+        *,
+        least: int | None = 32,
+        window: int | None = None,
+        kv_dtype: torch.dtype = torch.float32,
+        deterministic: bool = False,
+    ) -> bool:
+        step = PagedStep(sequences, kv_dtype=kv_dtype)
+        ops = triton_ops(CPU, torch.float32, deterministic=deterministic, sdpa_from=least)
+        spans = [(past, past + new) for past, new in sequences]
+        plan = ops.plan_attention(step.ragged(spans), ops.make_kv_cache(step.shape(), CPU), window)
+        return bool(plan.sdpa)
+
+    assert goes([(5, 1), (0, 32)])
+    assert not goes([(0, 32)], least=None)
+    assert not goes([(0, 31)])
+    assert not goes([(0, 64), (0, 2)])
+    assert not goes([(5, 1), (9, 1)])
+    assert not goes([(0, 64)], window=100)
+    assert not goes([(0, 64)], kv_dtype=torch.int8)
+    assert not goes([(0, 64)], deterministic=True)
+
+
+def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    for asked, given in (("", None), ("4096", 4096), ("0", 2)):
+        monkeypatch.setenv("LLMBOX_SDPA_FROM", asked)
+        assert sdpa_from() == given
+    monkeypatch.setenv("LLMBOX_SDPA_FROM", "long")
+    with pytest.raises(UnknownBackend, match="LLMBOX_SDPA_FROM=long: not a number"):
+        sdpa_from()

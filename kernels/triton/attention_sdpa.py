@@ -1,0 +1,48 @@
+"""Attention of long prompts by PyTorch's own kernels, which want keys and values in one piece: gathered here.
+
+Each prompt on its own, in every layer. Worth it where arithmetic costs more than the copy, if at all: whoever
+wants it says from how many tokens on (`make gpu-check` measures that).
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from ..ragged import Ragged
+from .kv_cache import Cache
+
+
+def all_are_long(prompts: Sequence[int], least: int | None) -> bool:
+    """Rows of each prompt of a step: one kernel serves them all, or none."""
+    return least is not None and len(prompts) > 0 and min(prompts) >= least
+
+
+def attend_gathered(
+    out_THD: Tensor, q_THD: Tensor, cache: Cache, layer: int, ragged: Ragged, first: int, scale: float
+) -> None:
+    """For the sequences from `first` on. Keys and values are kept in q's dtype; all of a context is seen."""
+    row = sum(ragged.query_lens[:first])
+    for n in range(first, len(ragged.query_lens)):
+        count, context = ragged.query_lens[n], ragged.contexts[n]
+        rows = slice(row, row + count)
+        pages = ragged.block_tables_NB[n, : -(-context // ragged.block_size)]
+        k_GCD, v_GCD = (gathered(paged[layer], pages, context) for paged in (cache.k, cache.v))
+        attended = F.scaled_dot_product_attention(
+            q_THD[rows].transpose(0, 1).unsqueeze(0),
+            k_GCD.unsqueeze(0),
+            v_GCD.unsqueeze(0),
+            attn_mask=causal_lower_right(count, context),
+            scale=scale,
+            enable_gqa=True,
+        )
+        out_THD[rows].copy_(attended[0].transpose(0, 1))
+        row += count
+
+
+def gathered(paged_BGSD: Tensor, pages: Tensor, context: int) -> Tensor:
+    """[G, context, D]. Slots beyond it may hold anything."""
+    pages_GPSD = paged_BGSD.transpose(0, 1).index_select(1, pages.to(torch.int64))
+    return pages_GPSD.flatten(1, 2)[:, :context]
