@@ -88,4 +88,8 @@ def test_groups_of_quantised_weights_are_not_cut():
         ParallelError, match=r"groups of 128 inputs, and a part of the MLP has 3136: take another"
     ):
         check_layout(shape, 4, 1, QUANTS["int8"])
+    for name in ("w8a8", "fp8-block"):
+        with pytest.raises(ParallelError, match="groups of 128 inputs"):
+            check_layout(shape, 4, 1, QUANTS[name])
     check_layout(shape, 4, 1, QUANTS["int8-g32"])
+    check_layout(shape, 4, 1, QUANTS["fp8"])
