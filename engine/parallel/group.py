@@ -37,9 +37,9 @@ def join(layout: Layout, device: torch.device, file: Path, *, ordered: bool) -> 
     stage = stage_group(layout)
     dist.barrier()
     one_shot = fused = None
-    if device.type == "cuda" and layout.tp > 1:
-        one_shot = None if ordered else OneShotSum.prepare(stage, device)
-        fused = FusedSum.prepare(stage, device)
+    if device.type == "cuda" and layout.tp > 1 and not ordered:
+        # Fused sums are in order too, but the norm behind them is another kernel than the one for prompts.
+        one_shot, fused = OneShotSum.prepare(stage, device), FusedSum.prepare(stage, device)
     return TorchCollective(layout, stage, ordered=ordered, one_shot=one_shot, fused=fused)
 
 

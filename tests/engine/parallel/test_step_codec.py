@@ -22,6 +22,7 @@ class Mirroring(FakeRunner):
         super().__init__(*sizes)
         self.encoder, self.decoder = StepEncoder(), StepDecoder()
         self.most = 0
+        self.mirrors = set()
 
     def execute(self, plan):
         frame = self.encoder.encode(plan)
@@ -34,9 +35,13 @@ class Mirroring(FakeRunner):
                 mirror.num_tokens,
                 mirror.samples,
             )
-            for name in ("request_id", "token_ids", "block_table", "params", "num_prompt"):
+            assert mirror.admission == mirror.request.admissions == row.admission
+            for name in ("request_id", "token_ids", "block_table", "params", "num_prompt", "num_pending"):
                 assert getattr(row.request, name) == getattr(mirror.request, name), name
             assert mirror.request is not row.request
+        present = {mirror.request for mirror in mirrored.rows}
+        assert all(gone.admissions == -1 for gone in self.mirrors - present), "their rows are free"
+        self.mirrors |= present
         return super().execute(plan)
 
 
