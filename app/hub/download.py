@@ -1,5 +1,6 @@
 """One model on its way to this disk: its state, and the steps that a thread takes for it."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -42,6 +43,8 @@ class Download:
     stop: threading.Event = field(default_factory=threading.Event)
     cut: Callable[[], None] = lambda: None
     """Ends what waits for the hub, once `stop` is set."""
+    works: "set[asyncio.Future[None]]" = field(default_factory=set)
+    """Threads that fetch its files, until they have ended."""
     started_at: float = field(default_factory=time.time)
     message: str = ""
     """The last thing that went wrong and was overcome."""

@@ -103,8 +103,7 @@ class Downloads:
         return download
 
     async def _clean(self, download: Download, earlier: "asyncio.Task[None] | None") -> None:
-        if earlier is not None:
-            await asyncio.wait({earlier})
+        await _ended(download, earlier)
         repo, etags = self._fetching.repo(download), list(download.etags)
         await asyncio.to_thread(_drop, repo, etags)
 
@@ -162,8 +161,7 @@ class Downloads:
     async def _run(
         self, download: Download, stop: threading.Event, earlier: "asyncio.Task[None] | None"
     ) -> None:
-        if earlier is not None and not earlier.done():
-            await asyncio.wait({earlier})
+        await _ended(download, earlier)
         try:
             await self._fetching.fetch(download, stop)
         except Stopped:
@@ -179,7 +177,7 @@ class Downloads:
                 self._trim()
             return
         if not stop.is_set():
-            stop.set()
+            _stop(download)
             download.error = failure
             log.error("download of %s failed: %s", download.model, failure)
             self._change(download, "failed")
@@ -237,6 +235,14 @@ def _stop(download: Download) -> None:
     """Its threads end at once, also those that wait for a hub that says nothing."""
     download.stop.set()
     download.cut()
+
+
+async def _ended(download: Download, task: "asyncio.Task[None] | None") -> None:
+    """Waits for what ran before, threads included: they write into the same files."""
+    if task is not None and not task.done():
+        await asyncio.wait({task})
+    if download.works:
+        await asyncio.wait(set(download.works))
 
 
 def _drop(repo: Repo, etags: list[str]) -> None:

@@ -107,7 +107,17 @@ class Fetching:
         url = hub.url(download.repo, download.commit, file.name)
         async with self._slots:
             _check_going(means.stop)
-            await in_thread(lambda: fetch(means, file, url, progress), f"llmbox-fetch {file.name}")
+            work = in_thread(lambda: fetch(means, file, url, progress), f"llmbox-fetch {file.name}")
+            download.works.add(work)
+            work.add_done_callback(download.works.discard)
+            work.add_done_callback(_retrieve)
+            await asyncio.shield(work)  # another file's failure ends the waiting, not the thread
+
+
+def _retrieve(work: "asyncio.Future[None]") -> None:
+    """Nobody may wait for it any more."""
+    if not work.cancelled():
+        work.exception()
 
 
 def _check_going(stop: threading.Event) -> None:
