@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .drain import Drain
 from .engines.manager import EngineManager, LoadedModel
 from .events import Events
 from .gateway.gateway import Gateway
-from .http.drain import Drain
 from .metrics.metrics import Metrics
 from .paths import Paths
 from .registry import Alias

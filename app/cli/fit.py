@@ -6,20 +6,18 @@ from typing import Any
 import click
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.errors import EngineError
 from llmbox.engine.estimator import MemoryPlan
 from llmbox.engine.machine import Machine, read_machine
 from llmbox.engine.model_config import ModelConfig
 
-from ..catalog import HUB_ID, ModelRef, hub_cache, resolve
-from ..daemon.model_request import ModelRequest
+from ..catalog import hub_cache
+from ..control.facts import find_facts
+from ..control.model_request import ModelRequest
 from ..engines.budget import device_of, total_budget
 from ..errors import CliError, Exit
-from ..hub.errors import HubError
-from ..hub.facts import Facts, local_facts, remote_facts
+from ..hub.facts import Facts
 from ..hub.fit import Fit, device_bandwidth, planned
 from ..hub.fit import fit as check_fit
-from ..hub.listing import Hub
 from . import output
 from .lazy import Command
 from .options import given, setting_options
@@ -42,7 +40,7 @@ def fit(program: Program, /, model: str, *, as_json: bool, **flags: Any) -> int:
     MODEL is on disk or on the hub; of the latter only its config and the headers of its weights are read.
     """
     values = {name: value for name, value in given(flags).items() if name.startswith("model.")}
-    facts, ref = find_facts(program, model)
+    facts, ref = find_facts(model, program.environ, program.names)
     settings = program.settings().settings
     config = ModelRequest(ref, None, values).config(settings.model)
     return report(program, facts, config, as_json=as_json)
@@ -66,26 +64,6 @@ def report(program: Program, facts: Facts, config: EngineConfig, *, as_json: boo
     else:
         _print(result)
     return Exit.OK if result.fits else Exit.DOES_NOT_FIT
-
-
-def find_facts(program: Program, model: str) -> tuple[Facts, ModelRef]:
-    """From this disk if it is there, else from the hub. Raises CliError."""
-    try:
-        ref = resolve(model, program.environ, program.names)
-        return local_facts(ref), ref
-    except CliError as error:
-        match = HUB_ID.fullmatch(model)
-        if error.exit != Exit.NOT_FOUND or match is None:
-            raise
-    except EngineError as error:
-        raise CliError(
-            f"{model} cannot be served", str(error), "llmbox search TEXT", Exit.DOES_NOT_FIT
-        ) from error
-    try:
-        facts = remote_facts(Hub.of_environment(), match["repo"], match["revision"])
-    except HubError as error:
-        raise CliError(error.what, error.why, error.fix, error.exit) from error
-    return facts, ModelRef(model, hub_cache(program.environ), "hub")
 
 
 def planner(program: Program) -> Callable[[ModelConfig], tuple[MemoryPlan | None, str]]:

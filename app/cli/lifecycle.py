@@ -7,7 +7,8 @@ import time
 
 import click
 
-from ..daemon.instance import Running, find_running
+from ..control.running import Running
+from ..daemon.instance import find_running
 from ..errors import CliError, Exit
 from . import output
 from .lazy import Command

@@ -4,8 +4,8 @@ from typing import Any
 
 import click
 
+from ..control.model_request import ModelRequest
 from ..daemon.instance import find_running
-from ..daemon.model_request import ModelRequest
 from ..errors import CliError, Exit
 from . import output
 from .lazy import Command

@@ -17,7 +17,7 @@ from ..errors import CliError, Exit
 from ..paths import Paths, find_paths
 
 if TYPE_CHECKING:
-    from ..daemon.model_request import ModelRequest
+    from ..control.model_request import ModelRequest
     from ..daemon.parts import Parts
     from ..registry import Names, Registry
     from ..settings import Scalar
@@ -72,7 +72,7 @@ class Program:
     ) -> "list[ModelRequest]":
         """What to load: the named models, else those of `server.models`. Raises when one is not on disk."""
         from ..catalog import resolve
-        from ..daemon.model_request import ModelRequest
+        from ..control.model_request import ModelRequest
 
         options = {name: value for name, value in flags.items() if name.startswith("model.")}
         texts = models or self.settings(flags).settings.server.models

@@ -14,7 +14,7 @@ from .options import checked_alias, daemon_options, given, model_options
 from .program import Program, pass_program
 
 if TYPE_CHECKING:
-    from ..daemon.instance import Running
+    from ..control.running import Running
 
 
 @click.command(cls=Command)
@@ -43,11 +43,20 @@ def serve(
         models=program.wanted(models, checked_alias(alias), given_flags),
         begun_with={"flags": given_flags, "models": list(models), "alias": alias},
         reload=lambda: program.settings(given_flags),
+        checks=partial(_checks, program),
         parts=program.parts,
         on_up=(lambda *_: None) if background else partial(_tell, program),
         background=background,
     )
     run_daemon(plan)
+
+
+def _checks(program: Program) -> list[dict[str, str]]:
+    from dataclasses import asdict
+
+    from .checks import run_checks
+
+    return [asdict(finding) for finding in run_checks(program)]
 
 
 def _tell(program: Program, running: "Running", sign_in_link: Callable[[], str]) -> None:

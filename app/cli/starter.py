@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..daemon.instance import Running, find_running
+from ..control.running import Running
+from ..daemon.instance import find_running
 from ..daemon.load_error import load_error
 from ..errors import CliError, Exit
 from ..settings import Scalar

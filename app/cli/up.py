@@ -6,8 +6,9 @@ from typing import Any
 
 import click
 
-from ..daemon.instance import Running, find_running
-from ..daemon.model_request import ModelRequest
+from ..control.model_request import ModelRequest
+from ..control.running import Running
+from ..daemon.instance import find_running
 from ..errors import CliError, Exit
 from ..settings import Scalar
 from . import output

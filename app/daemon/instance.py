@@ -8,33 +8,14 @@ import fcntl
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from ..control.running import Running
 from ..errors import CliError, Exit
 from ..paths import Paths
-
-_REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - names that nobody connects to
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    """What the pid file says of a daemon. `started_at` is Unix time."""
-
-    pid: int
-    host: str
-    port: int
-    socket: str
-    started_at: float
-    version: str
-
-    @property
-    def url(self) -> str:
-        host = _REACHED_AT.get(self.host, self.host)
-        host = f"[{host}]" if ":" in host else host
-        return f"http://{host}:{self.port}"
 
 
 class InstanceLock:

@@ -18,13 +18,14 @@ from setproctitle import setproctitle
 from llmbox import __version__
 from llmbox.engine.spawn import Launch, Spawned, spawn
 
+from .. import logs
+from ..control.model_request import ModelRequest
+from ..control.running import Running
 from ..paths import Paths
 from ..settings_load import LoadedSettings
-from . import logs
-from .instance import InstanceLock, Running
+from .instance import InstanceLock
 from .launching import with_caches
 from .listen import open_sockets
-from .model_request import ModelRequest
 
 if TYPE_CHECKING:
     from .parts import Parts
@@ -45,6 +46,8 @@ class Plan:
     """Reads the settings again; raises CliError."""
     on_up: Callable[[Running, Callable[[], str]], None]
     """Called once the API answers; the second argument makes a one-time sign-in link for the panel."""
+    checks: Callable[[], list[dict[str, str]]] = list
+    """Runs those of `llmbox doctor`."""
     parts: "Callable[[], Parts] | None" = None
     """Replaces what the daemon is composed of (tests)."""
     background: bool = False

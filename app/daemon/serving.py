@@ -15,16 +15,16 @@ from litestar.types import ControllerRouterHandler
 
 from llmbox.engine.spawn import Spawned
 
+from ..control.control import Control, Failure
+from ..control.model_request import ModelRequest
+from ..control.running import Running
 from ..http.admin import admin_router
 from ..http.app import create_app
 from ..http.openai import openai_router
 from ..http.server import serve
 from ..services import Services
-from .control import Control, Failure
-from .instance import Running
 from .leftovers import name_leftovers
 from .load_error import load_error
-from .model_request import ModelRequest
 from .notify import notify
 from .parts import compose, real_parts
 from .run import Plan
@@ -41,7 +41,7 @@ async def serve_until_stopped(
     """
     settings = plan.loaded.settings
     services = compose(settings, plan.paths, (plan.parts or real_parts)(), first)
-    control = Control(services, running, plan.loaded, plan.reload, plan.begun_with)
+    control = Control(services, running, plan.loaded, plan.reload, plan.begun_with, plan.checks)
     app = create_app(services, [openai_router, admin_router, *_panel()])
     app.state.control = control
     _handle_signals(control)

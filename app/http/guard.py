@@ -20,6 +20,7 @@ from typing import Any
 from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
 
+from ..drain import Drain, shutting_down
 from ..errors import ApiError
 from ..security.identity import Identity
 from ..security.keys import Scope
@@ -28,7 +29,6 @@ from ..security.sign_in import PATH
 from ..services import Services
 from .cookies import rotated_cookie
 from .credentials import identify, is_keyless, unauthorized
-from .drain import Drain, shutting_down
 from .errors import error_type
 from .forms import form_of, is_form
 from .request import request_id

@@ -12,8 +12,8 @@ from typing import Any
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
+from ..drain import Drain
 from ..settings import LimitSettings
-from .drain import Drain
 from .protocol import DatedState, LimitedProtocol
 
 _LAST_WORDS = 0.5

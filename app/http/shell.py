@@ -10,8 +10,8 @@ from typing import Any
 
 from litestar.types import ASGIApp, Message, Receive, Send
 
+from ..drain import Drain, shutting_down
 from ..errors import ApiError
-from .drain import Drain, shutting_down
 from .errors import ClientGone, encode_error, error_type, to_api_error
 from .forms import FORM
 from .origin import HostList, check_host, check_origin

@@ -16,9 +16,9 @@ import msgspec
 from litestar import Response
 from litestar.types import Receive, Scope, Send
 
+from ..drain import Drain, shutting_down
 from ..errors import ApiError
 from .disconnect import until_disconnect
-from .drain import Drain, shutting_down
 from .errors import encode_error, to_api_error
 
 logger = logging.getLogger(__name__)

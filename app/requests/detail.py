@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..daemon.control import Control
+from ..control.control import Control
 from ..errors import ApiError
 from ..gateway.live_request import LiveRequest
 from ..security.identity import Identity

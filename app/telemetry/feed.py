@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 import msgspec
 
-from ..daemon.logs import component
 from ..events import Events
 from ..gateway.live_request import LiveRequest
+from ..logs import component
 from ..store.record import RequestRecord
 from .latencies import Latencies
 

@@ -144,7 +144,7 @@ async def serve_granian(address: Address, _: str) -> None:
 
 
 async def serve_llmbox(address: Address, _: str) -> None:
-    from llmbox.app.http.drain import Drain
+    from llmbox.app.drain import Drain
     from llmbox.app.http.server import serve
     from llmbox.app.settings import LimitSettings
 

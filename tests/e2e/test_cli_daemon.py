@@ -94,7 +94,7 @@ def test_a_second_daemon_is_refused_with_pid_and_port(box: Box):
 def test_two_at_once_leave_one(box: Box):
     model = box.model()
     starts = [box.spawn("up", model, "--json") for _ in range(3)]
-    ends = [(start.communicate(timeout=60), start.returncode) for start in starts]
+    ends = [(start.communicate(timeout=120), start.returncode) for start in starts]
     assert [code for _, code in ends] == [0, 0, 0], ends
     assert len({json.loads(out)["pid"] for (out, _), _ in ends}) == 1
     assert sum(json.loads(out)["started"] for (out, _), _ in ends) == 1
@@ -146,7 +146,7 @@ def test_a_later_model_that_fails_leaves_the_daemon_alone(box: Box):
 
 
 def test_the_api_answers_while_the_model_loads(box: Box):
-    box.spawn("serve", box.model(load_delay=20))
+    box.spawn("serve", box.model(load_delay=120))
     until(lambda: box.running is not None)
     status = box.run("status", "--json").json
     assert status["ready"] is False
@@ -173,14 +173,14 @@ def test_killed_daemons_leave_no_engine_and_the_next_start_is_clean(box: Box):
 
 
 def test_sigterm_lets_open_requests_finish(box: Box):
-    child = box.serve(box.model(step_delay=0.02, script=[72, 73]))
-    asking = box.spawn("run", "tiny", "hello", "--max-tokens", "40")
+    child = box.serve(box.model(step_delay=0.05, script=[72, 73]))
+    asking = box.spawn("run", "tiny", "hello", "--max-tokens", "60")
     until(lambda: box.api("status")["open_requests"] == 1)
     child.send_signal(signal.SIGTERM)
-    out, err = asking.communicate(timeout=30)
+    out, err = asking.communicate(timeout=90)
     assert asking.returncode == 0, err
-    assert len(out.strip()) == 40
-    assert child.wait(timeout=30) == 0
+    assert len(out.strip()) == 60
+    assert child.wait(timeout=90) == 0
 
 
 def test_a_second_sigterm_stops_at_once_and_says_so_to_clients(box: Box):
@@ -188,11 +188,10 @@ def test_a_second_sigterm_stops_at_once_and_says_so_to_clients(box: Box):
     asking = box.spawn("run", "tiny", "hello", "--max-tokens", "4000")
     until(lambda: box.api("status")["open_requests"] == 1)
     child.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
-    assert child.poll() is None
+    until(lambda: box.api("status")["draining"])  # two signals at once are one
     child.send_signal(signal.SIGTERM)
-    assert child.wait(timeout=30) == 0
-    _, err = asking.communicate(timeout=30)
+    assert child.wait(timeout=90) == 0
+    _, err = asking.communicate(timeout=90)
     assert asking.returncode == Exit.FAILED
     assert "shutting down" in err
 
@@ -267,17 +266,17 @@ def test_an_idle_daemon_uses_no_processor_time(box: Box):
 def test_systemd_is_told(box: Box, tmp_path: Path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
-        manager.settimeout(30)
+        manager.settimeout(90)
         child = box.spawn("serve", box.model(), NOTIFY_SOCKET=str(tmp_path / "notify"))
         assert manager.recv(1000).startswith(b"READY=1")
         until(box.paths.sign_in_file.exists)
         link = box.paths.sign_in_file.read_text().strip()
         assert box.paths.sign_in_file.stat().st_mode & 0o777 == 0o600
-        with urllib.request.urlopen(link, timeout=20) as page:
+        with urllib.request.urlopen(link, timeout=90) as page:
             assert page.status == 200
         child.terminate()
         assert manager.recv(1000) == b"STOPPING=1"
-    printed, _ = child.communicate(timeout=30)
+    printed, _ = child.communicate(timeout=90)
     assert link.partition("token=")[2] not in printed  # the journal has other readers
     assert str(box.paths.sign_in_file) in printed
     assert not box.paths.sign_in_file.exists()
@@ -307,7 +306,7 @@ def test_the_request_log_is_shown_followed_and_filtered(box: Box):
     assert following.stdout is not None
     assert following.stdout.readline() != ""
     following.send_signal(signal.SIGINT)
-    following.communicate(timeout=10)
+    following.communicate(timeout=90)
     assert following.returncode == 130
     stats = box.run("stats", "--json").json
     assert stats["total"]["output_tokens"] == 12
@@ -319,7 +318,7 @@ def test_a_running_request_can_be_cancelled(box: Box):
     until(lambda: box.api("requests")["in_flight"])
     (live,) = box.run("requests", "--json").json["in_flight"]
     assert box.run("requests", "cancel", live["id"]).code == 0
-    _, err = asking.communicate(timeout=30)
+    _, err = asking.communicate(timeout=90)
     assert asking.returncode == Exit.FAILED
     assert "cancelled" in err
     assert box.run("requests", "cancel", live["id"]).code == Exit.NOT_FOUND
@@ -333,7 +332,7 @@ def test_a_closed_pipe_is_no_error(box: Box):
         text=True,
         env=box.environ,
         check=False,
-        timeout=60,
+        timeout=120,
     )
     assert shell.returncode == 0
     assert shell.stderr == ""
@@ -374,7 +373,7 @@ def test_watching_and_following_until_interrupted(box: Box):
             box.run("unload", "tiny")
         assert child.stdout.readline() != ""
         child.send_signal(signal.SIGINT)
-        _, err = child.communicate(timeout=30)
+        _, err = child.communicate(timeout=90)
         assert (child.returncode, err.strip()) == (130, "")
 
 

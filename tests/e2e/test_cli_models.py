@@ -73,7 +73,7 @@ def test_search_fit_pull_list_show_delete(box: Box, hub: StubHub):
 
 
 def test_kill_9_in_the_middle_of_a_pull_is_resumed_and_never_ready_early(box: Box, hub: StubHub):
-    hub.chunk_pause = 0.1
+    hub.hold_after = 49_152
     child = box.serve()
     assert box.run("pull", NAME, "--no-wait").code == 0
     client = Client(box.paths)
@@ -83,7 +83,7 @@ def test_kill_9_in_the_middle_of_a_pull_is_resumed_and_never_ready_early(box: Bo
     os.kill(running.pid, signal.SIGKILL)
     child.communicate()
     assert box.run("show", NAME).code == Exit.NOT_FOUND
-    hub.chunk_pause = 0.0
+    hub.go_on.set()
     box.serve()
     until(lambda: client.get("/admin/api/downloads")["downloads"][0]["state"] == "ready")
     ranges = [seen.headers.get("Range") for seen in hub.requests("cdn", "model.safetensors")]
@@ -95,14 +95,14 @@ def test_kill_9_in_the_middle_of_a_pull_is_resumed_and_never_ready_early(box: Bo
 
 
 def test_pause_list_resume_and_cancel_by_command(box: Box, hub: StubHub):
-    hub.chunk_pause = 0.1
+    hub.hold_after = 16_384
     box.serve()
     assert box.run("pull", NAME, "--no-wait").code == 0
     assert box.run("pull", "--pause", NAME).code == 0
     (row,) = box.run("pull", "--list", "--json").json["downloads"]
     assert row["state"] == "paused"
     assert box.run("rm", NAME).code in {Exit.CONFLICT, Exit.NOT_FOUND}
-    hub.chunk_pause = 0.0
+    hub.go_on.set()
     resumed = box.run("pull", "--resume", NAME)
     assert resumed.code == 0, resumed.err
     assert box.run("pull", "--cancel", NAME).code == Exit.CONFLICT

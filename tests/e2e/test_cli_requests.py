@@ -75,7 +75,7 @@ def test_a_request_as_curl_and_as_python_gives_the_same_answer(place: Place, tmp
     texts = [choice["text"] for choice in answer["choices"]]
     curl = place.box.run("requests", "show", answer["id"], "--curl").out
     environ = {"PATH": "/usr/bin:/bin", "LLMBOX_API_KEY": place.secret}
-    done = subprocess.run(["bash", "-c", curl], capture_output=True, env=environ, check=True, timeout=30)
+    done = subprocess.run(["bash", "-c", curl], capture_output=True, env=environ, check=True, timeout=90)
     assert [choice["text"] for choice in json.loads(done.stdout)["choices"]] == texts
     program = place.box.run("requests", "show", answer["id"], "--python").out
     file = tmp_path / "again.py"
@@ -85,7 +85,7 @@ def test_a_request_as_curl_and_as_python_gives_the_same_answer(place: Place, tmp
         capture_output=True,
         env={**place.box.environ, **environ},
         check=True,
-        timeout=60,
+        timeout=120,
     )
     assert done.stdout.decode().strip() == repr(texts)
 
@@ -127,7 +127,7 @@ def test_filters_and_follow(place: Place):
     last = place.ask(place.quiet)
     assert following.stdout.readline().strip() == last["id"]
     following.send_signal(signal.SIGINT)
-    following.communicate(timeout=10)
+    following.communicate(timeout=90)
     errors = place.box.run("requests", "--errors", "--json").json["requests"]
     assert [row["id"] for row in errors] == [refused]
 

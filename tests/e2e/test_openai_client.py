@@ -81,7 +81,7 @@ def live(server: Server) -> list:
 
 
 def wait_until(condition) -> None:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

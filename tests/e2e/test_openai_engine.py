@@ -131,13 +131,13 @@ def test_many_clients_at_once_get_what_each_would_get_alone(client):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert together == alone
 
 
 def test_nothing_is_left_open(server):
     supervisor = server.services.engines.get("tiny").supervisor
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while supervisor.stats.blocks_used and time.monotonic() < deadline:
         time.sleep(0.05)
     assert supervisor.open_requests == 0

@@ -46,7 +46,7 @@ def test_ticks_history_log_and_findings_of_a_daemon(box: Box):
     assert sum(run[0] for run in blocks["cells"]) == 10
     assert [mark["kind"] for mark in client.get("/admin/api/marks")["marks"]] == ["load"]
     asking.send_signal(signal.SIGINT)
-    asking.communicate(timeout=30)
+    asking.communicate(timeout=90)
 
 
 def test_evictions_refusals_and_restarts_leave_marks(box: Box):
@@ -58,7 +58,7 @@ def test_evictions_refusals_and_restarts_leave_marks(box: Box):
     kinds = [mark["kind"] for mark in client.get("/admin/api/marks")["marks"]]
     assert kinds == ["load", "restart", "load"]
     daemon.send_signal(signal.SIGTERM)
-    daemon.communicate(timeout=30)
+    daemon.communicate(timeout=90)
     box.serve(box.model())
     assert len(Client(box.paths).get("/admin/api/marks")["marks"]) == 4
 

@@ -80,7 +80,7 @@ def session(panel: Panel, browser) -> dict:
 @pytest.fixture
 def window(panel: Panel, browser, session) -> Iterator[Window]:
     context = browser.new_context(storage_state=session, viewport={"width": 1280, "height": 860})
-    context.set_default_timeout(15_000)
+    context.set_default_timeout(60_000)
     opened = Window(panel, context.new_page())
     yield opened
     context.close()

@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 
 from llmbox.app.cli.client import Client
-from llmbox.app.daemon.instance import Running, is_locked, read_pid_file
+from llmbox.app.control.running import Running
+from llmbox.app.daemon.instance import is_locked, read_pid_file
 from llmbox.app.paths import find_paths
 from llmbox.kernels.cpu.build import KERNEL_CACHE
 from support.fake_engine import write_model
 from support.tokenizers_zoo import byte_level, write_text_files
 
 FAKE_CLI = Path(__file__).with_name("fake_cli.py")
-PATIENCE = 30.0
+PATIENCE = 90.0
 """Seconds until a condition that should come in milliseconds counts as missed."""
 
 
@@ -35,6 +36,13 @@ class Result:
     @property
     def json(self) -> Any:
         return json.loads(self.out)
+
+
+class PatientClient(Client):
+    """A daemon that still imports on a busy machine is waited for."""
+
+    def get(self, path: str) -> dict[str, Any]:
+        return self._call("GET", path, None, PATIENCE)
 
 
 class Box:
@@ -71,7 +79,7 @@ class Box:
             capture_output=True,
             text=True,
             env={**self.environ, **environ},
-            timeout=60,
+            timeout=120,
             check=False,
         )
         assert not done.stderr.startswith("Traceback"), done.stderr
@@ -99,7 +107,7 @@ class Box:
 
     def api(self, name: str) -> dict[str, Any]:
         """An answer of the admin API, without the price of a process."""
-        return Client(self.paths).get(f"/admin/api/{name}")
+        return PatientClient(self.paths).get(f"/admin/api/{name}")
 
     def is_ready(self) -> bool:
         return Client(self.paths).is_up() and self.api("status")["ready"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
+from llmbox.app.drain import Drain
 from llmbox.app.http.app import App, create_app
-from llmbox.app.http.drain import Drain
 from llmbox.app.http.request import LOCAL
 from llmbox.app.metrics.metrics import Metrics
 from llmbox.app.security.security import Security

@@ -25,7 +25,7 @@ class Running:
         """Everything that comes back until the server closes."""
         reader, writer = await self.connect()
         writer.write(data)
-        answer = await asyncio.wait_for(reader.read(), 20)
+        answer = await asyncio.wait_for(reader.read(), 60)
         writer.close()
         return answer
 
@@ -55,4 +55,4 @@ async def running(
     finally:
         services.drain.begin()
         services.drain.begin()
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 30)

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from llmbox.app.cli.client import Client
-from support.cli_box import Box
+from support.cli_box import Box, until
 from support.hub_models import model_files
 from support.hub_stub import StubHub, StubRepo, stub_hub
 
@@ -32,7 +32,7 @@ class Panel:
 
     def client(self) -> httpx.Client:
         """A browser without scripts: keeps cookies, follows redirects."""
-        return httpx.Client(base_url=self.url, follow_redirects=True, timeout=30)
+        return httpx.Client(base_url=self.url, follow_redirects=True, timeout=60)
 
     def sign_in(self) -> httpx.Client:
         client = self.client()
@@ -42,7 +42,13 @@ class Panel:
 
     def complete(self, max_tokens: int = 6) -> None:
         body = {"model": "tiny", "prompt": "hello", "max_tokens": max_tokens}
-        assert httpx.post(f"{self.url}/v1/completions", json=body, timeout=30).status_code == 200
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200
+        self.logged(answer.json()["id"])
+
+    def logged(self, request_id: str) -> None:
+        """Wait for its row."""
+        until(lambda: request_id in {row["id"] for row in self.box.api("requests")["requests"]})
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from litestar import Response, get
 from litestar.params import FromQuery
 
 from llmbox.app.catalog import DiskModel
-from llmbox.app.daemon.load_history import read_loads
+from llmbox.app.control.load_history import read_loads
 from llmbox.app.http.admin.models import describe_all
 from llmbox.app.registry import RANGES, Alias
 from llmbox.app.settings import Scalar, schema

@@ -10,7 +10,7 @@ from litestar import MediaType, Response, get
 from litestar.params import FromQuery
 
 from llmbox.app.catalog import DiskModel, describe, resolve
-from llmbox.app.daemon.model_request import ModelRequest
+from llmbox.app.control.model_request import ModelRequest
 from llmbox.app.engines.budget import device_of, total_budget
 from llmbox.app.errors import ApiError, CliError
 from llmbox.app.hub.fit import planned

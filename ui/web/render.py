@@ -10,7 +10,7 @@ from litestar import MediaType, Request, Response
 from litestar.datastructures import State
 
 from llmbox import __version__
-from llmbox.app.daemon.control import Control
+from llmbox.app.control.control import Control
 from llmbox.app.http.credentials import csrf_token
 from llmbox.app.services import Services
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from litestar import Response, get, post
 
-from llmbox.app.daemon.control import Control
+from llmbox.app.control.control import Control
 from llmbox.app.errors import ApiError, CliError
 from llmbox.app.http.forms import form_of
 from llmbox.app.http.sockets import is_loopback

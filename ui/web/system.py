@@ -17,12 +17,12 @@ from litestar.response import Stream
 from llmbox.app.cli.bundle import write_bundle
 from llmbox.app.cli.checks import run_checks
 from llmbox.app.cli.db import back_up
+from llmbox.app.cli.program import Program
 from llmbox.app.cli.service import read_status
-from llmbox.app.daemon.log_tail import LEVELS, tail
 from llmbox.app.errors import ApiError, CliError
-from llmbox.app.http.admin.telemetry import program_of, run_doctor
 from llmbox.app.http.credentials import identity_of
 from llmbox.app.http.forms import form_of
+from llmbox.app.log_tail import LEVELS, tail
 from llmbox.app.paths import Paths
 from llmbox.app.services import Services
 
@@ -99,7 +99,7 @@ async def bundle(request: PanelRequest) -> Stream:
     services = panel_of(request).services
 
     def make(file: Path) -> None:
-        program = program_of(services)
+        program = _program_of(services)
         write_bundle(program, run_checks(program), file)
 
     return await _download(services.paths, "llmbox-bundle", "zip", make)
@@ -126,15 +126,22 @@ def _pieces(handle: BinaryIO) -> Iterator[bytes]:
             yield piece
 
 
+def _program_of(services: Services) -> Program:
+    """For what the panel shares with the command line."""
+    program = Program()
+    program.paths = services.paths
+    return program
+
+
 def _service(services: Services) -> dict[str, Any]:
     """Of the user, and of the machine where that one is installed."""
-    program = program_of(services)
+    program = _program_of(services)
     system = read_status(program, system=True)
     return system if system["installed"] else read_status(program, system=os.geteuid() == 0)
 
 
 async def _findings(panel: Panel) -> list[dict[str, str]]:
-    return await asyncio.to_thread(run_doctor, panel.services)
+    return await asyncio.to_thread(panel.control.checks)
 
 
 def _disk(services: Services) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from litestar.datastructures import State
 from litestar.params import FromPath, JSONBody
 from msgspec import Struct
 
-from ...daemon.control import Control
+from ...control.control import Control
 from ...errors import ApiError, CliError, Exit
 from ...security.keys import KeySpec
 from ...security.security import Security

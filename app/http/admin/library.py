@@ -8,8 +8,8 @@ from litestar.datastructures import State
 from litestar.params import FromQuery, JSONBody
 from msgspec import Struct
 
-from ...daemon.control import Control
-from ...daemon.library import Library
+from ...control.control import Control
+from ...control.library import Library
 from ...errors import ApiError
 from ...hub.errors import HubError
 

@@ -8,8 +8,8 @@ from litestar.datastructures import State
 from litestar.params import JSONBody
 
 from ...catalog import BUILTIN, BUILTIN_DIR
-from ...daemon.control import Control
-from ...daemon.model_request import options_of
+from ...control.control import Control
+from ...control.model_request import options_of
 from ...engines.manager import LoadedModel
 from ...engines.supervisor import Supervisor
 from ...errors import ApiError, CliError, Exit

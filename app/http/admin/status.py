@@ -6,7 +6,7 @@ from typing import Any
 from litestar import Request, get
 from litestar.datastructures import State
 
-from ...daemon.control import Control
+from ...control.control import Control
 from .models import describe_all
 from .schema import Config, ModelStats, Setting, Stats, Status, Totals
 

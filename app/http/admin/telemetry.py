@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from litestar import Request, get
@@ -12,16 +12,14 @@ from litestar.datastructures import State
 from litestar.params import FromQuery
 from msgspec import Struct
 
-from ...daemon.log_tail import LEVELS, LogEntry, tail
+from ...control.control import Control
 from ...errors import ApiError
+from ...log_tail import LEVELS, LogEntry, tail
 from ...services import Services
 from ...telemetry.blocks import Blocks
 from ...telemetry.history import KEEP, is_series, step_for
 from ...telemetry.marks import MOST, Mark
 from ...telemetry.snapshot import Tick
-
-if TYPE_CHECKING:
-    from ...cli.program import Program
 
 MOST_LINES = 5000
 DEFAULT_REACH = 600.0
@@ -124,24 +122,9 @@ class Findings(Struct):
 @get("/doctor", name="admin_doctor")
 async def doctor(request: Request[Any, Any, State]) -> Findings:
     """The checks of `llmbox doctor`, run by the daemon: takes a second or two."""
-    services: Services = request.app.state.services
-    found = await asyncio.to_thread(run_doctor, services)
+    control: Control = request.app.state.control
+    found = await asyncio.to_thread(control.checks)
     return Findings(not any(each["status"] == "failed" for each in found), found)
-
-
-def run_doctor(services: Services) -> list[dict[str, str]]:
-    from ...cli.checks import run_checks  # noqa: PLC0415 - imports what only the checks need
-
-    return [asdict(finding) for finding in run_checks(program_of(services))]
-
-
-def program_of(services: Services) -> "Program":
-    """For what the daemon shares with the command line."""
-    from ...cli.program import Program  # noqa: PLC0415 - as above
-
-    program = Program()
-    program.paths = services.paths
-    return program
 
 
 @get("/bench", name="admin_bench")

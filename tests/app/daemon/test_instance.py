@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.daemon.instance import InstanceLock, Running, find_running, is_locked, read_pid_file
+from llmbox.app.control.running import Running
+from llmbox.app.daemon.instance import InstanceLock, find_running, is_locked, read_pid_file
 from llmbox.app.errors import CliError, Exit
 from llmbox.app.paths import Paths, find_paths
 

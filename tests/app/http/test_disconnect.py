@@ -32,16 +32,17 @@ async def test_the_error_of_the_work() -> None:
 
 
 async def test_leaving_cancels_the_work_before_it_returns() -> None:
-    left, ended = asyncio.Event(), asyncio.Event()
+    left, begun, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def work() -> None:
+        begun.set()
         try:
             await asyncio.sleep(60)
         finally:
             ended.set()
 
     waiting = asyncio.create_task(while_connected(receiver(left), work()))
-    await asyncio.sleep(0)
+    await begun.wait()
     left.set()
     with pytest.raises(ClientGone):
         await waiting
@@ -49,16 +50,17 @@ async def test_leaving_cancels_the_work_before_it_returns() -> None:
 
 
 async def test_cancelling_cancels_the_work() -> None:
-    ended = asyncio.Event()
+    begun, ended = asyncio.Event(), asyncio.Event()
 
     async def work() -> None:
+        begun.set()
         try:
             await asyncio.sleep(60)
         finally:
             ended.set()
 
     waiting = asyncio.create_task(while_connected(receiver(asyncio.Event()), work()))
-    await asyncio.sleep(0.01)
+    await begun.wait()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting

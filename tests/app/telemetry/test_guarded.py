@@ -1,6 +1,5 @@
 import asyncio
 import threading
-import time
 
 import pytest
 
@@ -26,13 +25,12 @@ async def test_a_stuck_call_costs_one_time_out_and_nothing_piles_up_behind_it():
 
     guarded: Guarded[int] = Guarded("test", 0.05)
     assert isinstance(await guarded.read(hang), Stuck)
-    begun = time.perf_counter()
-    for _ in range(100):
+    guarded._timeout = 3600.0
+    for _ in range(100):  # answered at once, not after a time-out each
         assert isinstance(await guarded.read(hang), Stuck)
-    assert time.perf_counter() - begun < 5  # answered at once, not after 100 time-outs
     assert calls == [1]
     release.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while isinstance(result := await guarded.read(lambda: 2), Stuck):  # noqa: ASYNC110 - a thread ends when it ends
             await asyncio.sleep(0.01)
     assert result == 2, "the late result of the stuck call is thrown away"

@@ -12,7 +12,7 @@ from llmbox.app.telemetry.history import History
 from llmbox.app.telemetry.host import HostReader
 from llmbox.app.telemetry.latencies import Latencies
 from llmbox.app.telemetry.poller import Poller
-from llmbox.app.telemetry.snapshot import NA
+from llmbox.app.telemetry.snapshot import NA, Tick
 from llmbox.engine.messages import EngineStats
 from support.fake_nvml import FakeNvml
 from support.snapshots import live_request
@@ -92,22 +92,30 @@ async def test_a_tick_tells_rates_of_counters(tmp_path):
 
 async def test_a_hung_driver_costs_its_readings_and_nothing_else(tmp_path):
     nvml = FakeNvml(hang=threading.Event())
-    scene = Scene(tmp_path, nvml, timeout=0.05)
+    scene = Scene(tmp_path, nvml)
+    scene.poller._gpu_guard._timeout = 0.05  # of the driver alone: the host has all the time it needs
     tick = await scene.poller.poll()
     assert "has not answered" in tick.gpus.problem
     assert tick.host.memory_total > 0
-    assert [each.level for each in tick.attention] == ["warning"]
+    assert [each.level for each in tick.attention if each.text == tick.gpus.problem] == ["warning"]
     nvml.hang.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (await scene.poller.poll()).gpus.problem:  # noqa: ASYNC110 - a thread ends when it ends
             await asyncio.sleep(0.01)
 
 
 async def test_ticks_flow_only_while_somebody_looks(tmp_path):
     scene = Scene(tmp_path)
+    begun, poll = [], scene.poller.poll
+
+    async def noted() -> Tick:
+        begun.append(asyncio.get_running_loop().time())
+        return await poll()
+
+    scene.poller.poll = noted
     running = asyncio.create_task(scene.poller.run())
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await asyncio.sleep(0.05)
             assert not scene.poller.last.time
             scene.gateway.requests = [live_request(1)]
@@ -117,7 +125,7 @@ async def test_ticks_flow_only_while_somebody_looks(tmp_path):
         running.cancel()
     assert [event.type for event in ticks] == ["tick", "tick"]
     assert [request.id for request in ticks[0].data["requests"]] == ["req-1"]
-    assert ticks[1].data["time"] - ticks[0].data["time"] > 0.5
+    assert begun[1] - begun[0] > 0.9
     assert not scene.events._recent, "ticks are not kept for those who were away"
     await feed.aclose()
     assert not scene.poller.is_busy or scene.gateway.requests
@@ -127,7 +135,7 @@ async def test_a_failing_look_does_not_end_the_poller(tmp_path, caplog):
     scene = Scene(tmp_path, idle=0.01)
     scene.engines.readiness = lambda: 1 / 0
     running = asyncio.create_task(scene.poller.run())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while "telemetry failed" not in caplog.text:  # noqa: ASYNC110 - the log has no event
             await asyncio.sleep(0.01)
     assert not running.done()

@@ -36,7 +36,7 @@ class Stage:
     messages: list[Message]
 
     async def until(self, condition: Callable[[], object]) -> None:
-        for _ in range(500):
+        for _ in range(3000):
             await self.pilot.pause()
             if condition():
                 return

@@ -60,7 +60,7 @@ class Terminal:
         os.write(self.master, keys.encode())
 
     def ended(self) -> int:
-        return self.child.wait(30)
+        return self.child.wait(90)
 
     def close(self) -> None:
         if self.child.poll() is None:
@@ -147,7 +147,7 @@ def test_a_daemon_under_load_in_a_real_terminal(box: Box, terminal, tmp_path):
     assert termios.tcgetattr(child.slave) == child.before
     for each in asking:
         each.send_signal(signal.SIGINT)
-        each.communicate(timeout=30)
+        each.communicate(timeout=90)
     again = terminal("top", "--replay", str(recording))
     until(lambda: "replay" in again.text and "2 in flight" in again.text)
     again.press("q")
@@ -201,7 +201,7 @@ def test_a_terminal_that_closes(box: Box, terminal):
     child = terminal("top")
     until(lambda: "Devices" in child.text)
     child.child.send_signal(signal.SIGHUP)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while child.child.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -32,7 +32,7 @@ def test_a_request_appears_by_itself_and_can_be_cancelled(window: Window):
     page.get_by_text("live", exact=True).wait_for()
     page.get_by_text("Nothing is in flight.").wait_for()
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 3000, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{window.panel.url}/v1/completions", json=body, timeout=30) as answer:
+    with httpx.stream("POST", f"{window.panel.url}/v1/completions", json=body, timeout=120) as answer:
         page.get_by_role("button", name="Cancel").click()
         page.get_by_text("Cancelled cmpl-").wait_for()
         text = answer.read().decode()
@@ -64,7 +64,7 @@ def test_a_model_is_unloaded_and_loaded(window: Window):
 
 
 def test_a_model_is_found_downloaded_and_there(window: Window):
-    window.panel.hub.chunk_pause = 0.3
+    window.panel.hub.hold_after = 16_384
     window.open("/admin/models/discover")
     page = window.page
     page.get_by_label("Search the hub").fill("little")
@@ -77,7 +77,7 @@ def test_a_model_is_found_downloaded_and_there(window: Window):
     page.get_by_role("button", name="Pause").click()
     page.get_by_text("paused", exact=True).wait_for()
     page.get_by_role("button", name="Resume").click()
-    window.panel.hub.chunk_pause = 0
+    window.panel.hub.go_on.set()
     page.locator(".state.ready").wait_for()
     page.get_by_role("link", name="Installed").click()
     page.get_by_role("link", name="org/little").wait_for()

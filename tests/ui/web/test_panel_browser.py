@@ -14,14 +14,14 @@ pytestmark = needs_browser
 def busy(panel):
     """A request in flight for as long as the test runs."""
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 3000, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{panel.url}/v1/completions", json=body, timeout=30) as answer:
+    with httpx.stream("POST", f"{panel.url}/v1/completions", json=body, timeout=120) as answer:
         reader = threading.Thread(target=lambda: list(answer.iter_raw()), daemon=True)
         reader.start()
         yield
         running = panel.box.api("requests?limit=1")["in_flight"]
         for each in running:
             panel.box.run("requests", "cancel", each["id"])
-        reader.join(10)
+        reader.join(60)
 
 
 def test_the_block_map_tells_what_a_square_holds(window: Window, busy):

@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .. import logs
 from ..catalog import resolve
 from ..engines.manager import LoadedModel
 from ..errors import ApiError, CliError
 from ..services import Services
 from ..settings import Scalar, schema
 from ..settings_load import LoadedSettings, check_value, unknown_key
-from . import logs
-from .instance import Running
 from .library import Library
 from .model_request import ModelRequest
 from .offers import Offers
 from .residency import Residency, World
+from .running import Running
 
 log = logging.getLogger("llmbox.daemon")
 
@@ -43,6 +43,7 @@ class Control:
         loaded: LoadedSettings,
         reload: Callable[[], LoadedSettings],
         begun_with: Mapping[str, Any],
+        checks: Callable[[], list[dict[str, str]]] = list,
     ) -> None:
         self.services = services
         self.running = running
@@ -60,6 +61,8 @@ class Control:
         services.aliases = lambda: self.library.registry.read_or_nothing().aliases
         self.begun_with = begun_with
         """Flags and models of the start, for `restart`."""
+        self.checks = checks
+        """Findings of `llmbox doctor`; to be called in a thread."""
         self.failure_codes: dict[str, str] = {}
         """By model: the word that goes with the manager's reason."""
         self.asked: dict[str, Mapping[str, Scalar]] = {}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from llmbox.app.catalog import ModelRef
-from llmbox.app.daemon.residency import Residency, World
-from llmbox.app.daemon.sizes import Sizes, least_bytes, sizes
+from llmbox.app.control.residency import Residency, World
+from llmbox.app.control.sizes import Sizes, least_bytes, sizes
 from llmbox.app.engines.manager import EngineManager
 from llmbox.app.errors import ApiError
 from llmbox.app.events import Events

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from llmbox.app.daemon import load_history
-from llmbox.app.daemon.load_history import LOADS, note_load, read_loads
+from llmbox.app.control import load_history
+from llmbox.app.control.load_history import LOADS, note_load, read_loads
 
 
 def loaded(name: str, at: float) -> Any:

@@ -12,7 +12,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
-from ..settings import LogSettings
+from .settings import LogSettings
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 QUIET = ("uvicorn", "uvicorn.access", "litestar", "httpcore", "httpx", "alembic", "sqlalchemy", "asyncio")

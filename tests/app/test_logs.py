@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from llmbox.app import logs
 from llmbox.app.cli import output
 from llmbox.app.cli.log_lines import error_in, last_lines, parse
-from llmbox.app.daemon import logs
 from llmbox.app.errors import CliError
 from llmbox.app.settings import LogSettings
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from ..errors import ApiError
+from .errors import ApiError
 
 
 class Drain:
