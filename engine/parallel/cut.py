@@ -5,7 +5,7 @@ does not is shared by as few NVLink peers as it takes. Between GPUs that hang on
 stage hands on two rows of hidden states a token, a shared layer sums twice over all ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,9 +72,14 @@ def _asked(
     gpus = tuple(range(tp * pp))
     if pp == 1 and tp > 1 and (joined := _peers(nvlink, tp)):
         gpus = joined
-    slow = tp > 1 and not any(set(gpus[:tp]) <= island for island in nvlink)
+    slow = tp > 1 and not are_joined(gpus[:tp], nvlink)
     reason = f"GPUs {_named(gpus)} are no NVLink peers: sums go over PCIe, --pp may be faster" if slow else ""
     return Cut(tp, pp, gpus, reason)
+
+
+def are_joined(gpus: Sequence[int], nvlink: tuple[frozenset[int], ...]) -> bool:
+    """Whether all of them are NVLink peers."""
+    return any(set(gpus) <= island for island in nvlink)
 
 
 def _peers(nvlink: tuple[frozenset[int], ...], size: int) -> tuple[int, ...]:

@@ -22,8 +22,12 @@ STUCK_SECONDS = 600
 """An exchange that takes longer ends the process. Ranks that die or stop are noticed long before."""
 
 
-def join(layout: Layout, device: torch.device, file: Path, *, ordered: bool) -> TorchCollective:
-    """Returns when all ranks are there. `ordered`: see `TorchCollective`."""
+def join(
+    layout: Layout, device: torch.device, file: Path, *, ordered: bool, joined: bool = False
+) -> TorchCollective:
+    """Returns when all ranks are there. `ordered`: see `TorchCollective`. `joined`: this stage's GPUs are
+    NVLink peers, so that kernels may wait for each other in memory that all have mapped.
+    """
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     dist.init_process_group(
@@ -37,7 +41,7 @@ def join(layout: Layout, device: torch.device, file: Path, *, ordered: bool) -> 
     stage = stage_group(layout)
     dist.barrier()
     one_shot = fused = None
-    if device.type == "cuda" and layout.tp > 1 and not ordered:
+    if joined and layout.tp > 1 and not ordered:
         # Fused sums are in order too, but the norm behind them is another kernel than the one for prompts.
         one_shot, fused = OneShotSum.prepare(stage, device), FusedSum.prepare(stage, device)
     return TorchCollective(layout, stage, ordered=ordered, one_shot=one_shot, fused=fused)

@@ -11,8 +11,10 @@ import torch
 from ..config import EngineConfig
 from ..estimator import MemoryPlan
 from ..gpu.runner import DeviceRunner
+from ..machine import read_machine
 from ..pipeline import OneAtATime, OverlappingRunner
 from .crew import Crew, Over
+from .cut import are_joined
 from .group import join, leave
 from .layout import Layout
 from .mesh import Ends, MeshCollective
@@ -102,5 +104,8 @@ def connect(
     if over == "mesh":
         return MeshCollective(layout, ends)
     ends.close()
-    device = torch.device("cuda", plan.gpus[layout.rank]) if over == "nccl" else torch.device("cpu")
-    return join(layout, device, file, ordered=config.deterministic or over == "gloo")
+    if over == "gloo":
+        return join(layout, torch.device("cpu"), file, ordered=True)
+    joined = are_joined([plan.gpus[rank] for rank in layout.stage_ranks], read_machine().nvlink)
+    device = torch.device("cuda", plan.gpus[layout.rank])
+    return join(layout, device, file, ordered=config.deterministic, joined=joined)

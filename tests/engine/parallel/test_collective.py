@@ -8,7 +8,7 @@ import os, sys, tempfile
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from llmbox.engine.parallel import collective, fused_sum
+from llmbox.engine.parallel import collective, fused_sum, oneshot
 from llmbox.engine.parallel.group import join, leave
 from llmbox.engine.parallel.layout import Layout
 
@@ -61,6 +61,25 @@ def wrong(x_TE, residual_TE, *rest, **options):
 def refused(*_, **options):
     raise OSError("no compiler")
 
+def one_shot(rank, ranks):
+    join(Layout(ranks, 1, rank), torch.device("cpu"), one_shot_file, ordered=True)
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    ran = []
+    def agrees(*_):
+        ran.append(rank)
+        return rank == 0
+    oneshot.OneShotSum.agrees_with_nccl = agrees
+    oneshot.shared_memory = lambda *_: (None, None)
+    assert oneshot.OneShotSum.prepare(group, cpu) is None, "one of them finds other sums"
+    assert ran == [rank]
+    def refused(*_):
+        raise RuntimeError("no peers")
+    if rank:
+        oneshot.shared_memory = refused
+    assert oneshot.OneShotSum.prepare(group, cpu) is None
+    assert ran == [rank], "nobody runs a kernel that not all can run"
+    leave()
+
 def fused(rank, ranks):
     together = join(Layout(ranks, 1, rank), torch.device("cpu"), fused_file, ordered=True)
     group, cpu = dist.group.WORLD, torch.device("cpu")
@@ -94,8 +113,10 @@ def all_ranks(work, ranks):
 
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
-ranks_file, stages_file, fused_file = folder / "ranks", folder / "stages", folder / "fused"
-sys.exit(0 if all_ranks(sums, 3) and all_ranks(stages, 4) and all_ranks(fused, 2) else 1)
+ranks_file, stages_file = folder / "ranks", folder / "stages"
+fused_file, one_shot_file = folder / "fused", folder / "one_shot"
+works = ((sums, 3), (stages, 4), (fused, 2), (one_shot, 2))
+sys.exit(0 if all(all_ranks(work, ranks) for work, ranks in works) else 1)
 """
 
 

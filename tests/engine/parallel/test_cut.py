@@ -13,6 +13,7 @@ from llmbox.engine.estimator import MemoryBudget, estimate
 from llmbox.engine.machine import read_machine
 from llmbox.engine.model_shape import ModelShape
 from llmbox.engine.nvlink import islands, peers
+from llmbox.engine.parallel.cut import are_joined
 from support.fake_nvml import FakeGpu, FakeNvml
 
 GB = 10**9
@@ -154,3 +155,12 @@ def test_a_driver_that_does_not_know_links_knows_no_peers(driver):
     nvml = driver(Linked(2, [(0, 1)], not_available=frozenset({"nvmlDeviceGetP2PStatus"})))
     assert peers(nvml, ["GPU-0000", "GPU-1000"]) == set()
     assert read_machine().nvlink == ()
+
+
+def test_gpus_are_joined_where_all_are_peers_of_all():
+    islands = (frozenset({0, 1, 2, 3}), frozenset({5, 6}))
+    assert are_joined([3, 1], islands)
+    assert are_joined([5, 6], islands)
+    assert not are_joined([0, 5], islands)
+    assert not are_joined([0, 4], islands)
+    assert not are_joined([0, 1], ())
