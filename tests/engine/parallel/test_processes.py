@@ -125,12 +125,13 @@ async def test_stages_give_the_tokens_of_one_process_and_die_with_rank_0(model):
         await until(lambda: not any(map(is_running, ranks)), PATIENCE)
 
 
-async def test_preemption_and_prefix_hits_change_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("overlap", [False, True])
+async def test_preemption_and_prefix_hits_change_nothing(tmp_path, monkeypatch, overlap):
     """In bfloat16 and int8 on the C++ kernels, over torch.distributed: for one tp the tokens are the same."""
     monkeypatch.setenv("LLMBOX_RANKS", "gloo")
     make_tiny_model(tmp_path, arch="qwen3", tokenizer=False, torch_dtype="bfloat16", intermediate_size=128)
     async with supervised(
-        tmp_path, tp=2, quant="int8-g32", kv_tokens=288, context=256, max_running=5
+        tmp_path, tp=2, quant="int8-g32", kv_tokens=288, context=256, max_running=5, overlap=overlap
     ) as supervisor:
         apart = [(await answers(supervisor, [request]))[0] for request in asks("a", 70)]
         assert supervisor.stats.preemptions == 0
