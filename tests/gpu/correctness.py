@@ -17,12 +17,8 @@ from llmbox.kernels.rows import DecodeInputs, DecodeRows, SampleRows
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.dequantise import dequantise
 from llmbox.kernels.triton.gemm_experts import experts_product
-from llmbox.kernels.triton.gemm_fp8 import fp8_product
-from llmbox.kernels.triton.gemm_int8 import int8_product
 from llmbox.kernels.triton.linear import Blocks8, Floats8, Integers, Integers8, Plain
-from llmbox.kernels.triton.quantise import quantise_rows
 from llmbox.kernels.triton.tiles import has_fp8
-from llmbox.kernels.triton.weights import pack_grouped
 from support.paged import PagedStep
 from support.poison import poisoned_memory
 
@@ -60,7 +56,7 @@ Checks = Iterator[Check]
 
 def all_checks(setting: Setting) -> Iterator[Callable[[], list[Check]]]:
     """Each runs a group of checks, so that a caller may stop between two."""
-    groups = (attention, invariance, heads, rows, linears, eight_bits, experts, sampling, advance)
+    groups = (attention, long_prompts, invariance, heads, rows, linears, experts, sampling, advance)
 
     def run(group: Callable[[Setting, torch.dtype], Checks], dtype: torch.dtype) -> list[Check]:
         torch.manual_seed(setting.seed)
@@ -112,6 +108,14 @@ def attention(setting: Setting, dtype: torch.dtype) -> Checks:
         error = distance(step.attend(ops, window), step.exact(window))
         name = name_of("attention", dtype, heads, head_dim, "KV", kv_dtype)
         yield Check(f"{name}, window {window}{', fixed' * deterministic}", error, limit)
+
+
+def long_prompts(setting: Setting, dtype: torch.dtype) -> Checks:
+    """Through PyTorch's attention on gathered pages, decoding rows beside them."""
+    sequences = [(18, 1), (0, 9), (7, 6)] if setting.tiny else [(1000, 1), (0, 300), (513, 77)]
+    step = PagedStep(sequences, heads=(8, 2), dtype=dtype, device=setting.device, seed=setting.seed)
+    ops = triton_ops(setting.device, dtype, sdpa_from=5)
+    yield Check(name_of("long prompts, SDPA", dtype), distance(step.attend(ops), step.exact()), LIMIT[dtype])
 
 
 def invariance(setting: Setting, dtype: torch.dtype) -> Checks:
@@ -207,21 +211,6 @@ def linears(setting: Setting, dtype: torch.dtype) -> Checks:
             yield Check(
                 name_of("linear", dtype, quant.name, count), distance(ops.linear(packed, x), exact), limit
             )
-
-
-def eight_bits(setting: Setting, dtype: torch.dtype) -> Checks:
-    inputs, outputs = (160, 48) if setting.tiny else (2048, 1536)
-    for count in (3,) if setting.tiny else (3, 300):
-        x, weight = setting.randn(count, inputs, dtype=dtype), setting.randn(outputs, inputs) / inputs**0.5
-        packed = pack_grouped(weight, QUANTS["int8"])
-        exact = x.double() @ weight.double().T
-        got = int8_product(x, packed, None)
-        yield Check(name_of("int8 rows and weights", dtype, count), distance(got, exact), 0.015)
-        if has_fp8(setting.device):
-            blocks = torch.ones(-(-outputs // 128), -(-inputs // 128), device=setting.device)
-            got = fp8_product(quantise_rows(x, FP8, 128), weight.to(FP8), blocks, None, dtype)
-            exact = x.double() @ weight.to(FP8).double().T
-            yield Check(name_of("fp8 by blocks", dtype, count), distance(got, exact), 0.05)
 
 
 def experts(setting: Setting, dtype: torch.dtype) -> Checks:

@@ -17,15 +17,18 @@ from llmbox.kernels.quant import QUANTS
 from llmbox.kernels.ragged import KVShape, Ragged
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.rows import SampleRows
-from llmbox.kernels.triton import gemm_experts, gemm_fp8, gemm_int8
+from llmbox.kernels.triton import gemm_experts, gemm_fp8
 from llmbox.kernels.triton.backend import triton_ops
+from llmbox.kernels.triton.dequantise import dequantise
+from llmbox.kernels.triton.linear import Floats8, Integers
 from llmbox.kernels.triton.quantise import quantise_rows
 from llmbox.kernels.triton.tiles import has_fp8
-from llmbox.kernels.triton.weights import pack_grouped
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 12288, 32, 8, 128, 151936
 DEVICE = torch.device("cuda")
+MANY = 128
+"""Rows from which on integer weights might as well be made wide first."""
 SETS_BYTES = 256 << 20
 """All sets of inputs together: several times any cache."""
 
@@ -77,12 +80,8 @@ def all_work() -> Iterator[Callable[[], Work]]:
     for tokens, past in ((2048, 0), (8192, 0), (2048, 6144)):
         yield partial(prefill, tokens, past)
     for rows in (1, 16, 64, 256, 4096):
-        for quant in (None, "int8", "int4", "fp8"):
+        for quant in (None, "int8", "int4", "w8a8", *(["fp8", "fp8-block"] if has_fp8(DEVICE) else [])):
             yield partial(linear, rows, quant)
-    for rows in (1, 64, 4096):
-        yield partial(int8_rows, rows)
-    if has_fp8(DEVICE):
-        yield partial(fp8_blocks, 4096)
     for rows in (64, 8192):
         yield partial(norm, rows)
         yield partial(gates, rows)
@@ -142,6 +141,10 @@ def prefill(tokens: int, past: int) -> Work:
     ops, cache, plan, layers = paged(1, context, tokens, BF16, deterministic=False)
     q, scale = randn(tokens, HEADS, HEAD_DIM), HEAD_DIM**-0.5
     variants = {"ours": [partial(ops.attention, q, cache, layer, plan, scale) for layer in range(layers)]}
+    gathering = triton_ops(DEVICE, BF16, sdpa_from=2).plan_attention(plan.ragged, cache, None)
+    variants["SDPA, gathered"] = [
+        partial(ops.attention, q, cache, layer, gathering, scale) for layer in range(layers)
+    ]
     if not past:
         k, v = (randn(1, KV_HEADS, context, HEAD_DIM) for _ in "kv")
         wide = q.transpose(0, 1).unsqueeze(0).contiguous()
@@ -154,51 +157,30 @@ def prefill(tokens: int, past: int) -> Work:
 
 def linear(rows: int, quant: str | None) -> Work:
     """The MLP's first product. Weights rotate."""
-    outputs = 2 * FFN
-    if quant == "fp8" and not has_fp8(DEVICE):
-        quant = "int8"
-    ops = triton_ops(DEVICE, BF16, QUANTS.get(quant or ""))
+    outputs, rounding = 2 * FFN, QUANTS.get(quant or "")
+    ops = triton_ops(DEVICE, BF16, rounding)
     weight = randn(outputs, HIDDEN)
-    bits = 16 if quant is None else 8 * QUANTS[quant].bytes_per_weight
+    bits = 16 if rounding is None else 8 * rounding.bytes_per_weight
     sets = max(1, min(4, int(SETS_BYTES // (weight.numel() * bits / 8))))
     packed = [ops.pack_linear(weight.clone(), None) for _ in range(sets)]
     x = randn(rows, HIDDEN)
     variants: dict[str, Sequence[Call]] = {"ours": [partial(ops.linear, one, x) for one in packed]}
-    if quant is not None:
+    if rounding is not None:
         plain = [weight, weight.clone()]
         variants["bf16 cuBLAS"] = [partial(F.linear, x, one) for one in plain]
-    if quant == "fp8":
-        eight, w8 = quantise_rows(x, FP8), [one.weight_OI for one in packed]
-        scales = packed[0].scales_O1
-        variants["fp8, Triton"] = [
-            partial(gemm_fp8.fp8_product, eight, one, scales, None, BF16) for one in w8
-        ]
+    match packed[0]:
+        case Floats8(_, scales, _):
+            eight = quantise_rows(x, FP8)
+            variants["fp8, Triton"] = [
+                partial(gemm_fp8.fp8_product, eight, one.weight_OI, scales, None, BF16) for one in packed
+            ]
+        case Integers() if rows > MANY:
+            made_wide = lambda one: F.linear(x, dequantise(one.weight, BF16))  # noqa: E731
+            variants["made wide, cuBLAS"] = [partial(made_wide, one) for one in packed]
     moved = weight.numel() * bits / 8 + 2 * rows * (HIDDEN + outputs)
-    rate = "fp8" if quant == "fp8" else "bf16"
+    rate = "fp8" if rounding is not None and rounding.kind != "integer" else "bf16"
     name = f"linear {HIDDEN} -> {outputs}, {rows} rows, {quant or 'bf16'}"
     return Work(name, moved, 2 * rows * weight.numel(), rate, variants)
-
-
-def int8_rows(rows: int) -> Work:
-    outputs = 2 * FFN
-    packed = [pack_grouped(randn(outputs, HIDDEN), QUANTS["int8"]) for _ in range(3)]
-    x = randn(rows, HIDDEN)
-    variants = {"ours": [partial(gemm_int8.int8_product, x, one, None) for one in packed]}
-    moved = outputs * HIDDEN + 2 * rows * (HIDDEN + outputs)
-    name = f"linear {HIDDEN} -> {outputs}, {rows} rows, int8 rows and weights"
-    return Work(name, moved, 2 * rows * outputs * HIDDEN, "fp8", variants)
-
-
-def fp8_blocks(rows: int) -> Work:
-    outputs = 2 * FFN
-    weight = [randn(outputs, HIDDEN).to(FP8) for _ in range(3)]
-    scales = torch.rand(outputs // 128, HIDDEN // 128, device=DEVICE)
-    x = randn(rows, HIDDEN)
-    run = lambda one: gemm_fp8.fp8_product(quantise_rows(x, FP8, 128), one, scales, None, BF16)  # noqa: E731
-    moved = outputs * HIDDEN + 2 * rows * (HIDDEN + outputs)
-    name = f"linear {HIDDEN} -> {outputs}, {rows} rows, fp8 by blocks"
-    variants = {"ours": [partial(run, one) for one in weight]}
-    return Work(name, moved, 2 * rows * outputs * HIDDEN, "fp8", variants)
 
 
 def norm(rows: int) -> Work:

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from gpu import beside
 from gpu.report import Report
+from gpu.shapes import SHAPES, parameters, prompt_operations
 
 BATCHES = (1, 8, 64, 256)
 PROMPTS = (2048, 4096, 8192, 16384)
@@ -37,7 +39,9 @@ def main() -> None:
         case ["engine", size]:
             whole_engine(report, size, options.peaks)
         case ["transformers"]:
-            beside_transformers(report)
+            beside.generate(report)
+        case ["continuous"]:
+            beside.continuous_batching(report)
         case _:
             parser.error(f"no section {options.name}")
 
@@ -71,9 +75,16 @@ def correctness(report: Report, seed: int) -> None:
 
 
 def kernels(report: Report, peaks: dict[str, float]) -> None:
+    from gpu import sdpa_rule
     from gpu.kernel_speed import all_work, measure
 
     report.section("Kernels against their rooflines")
+    try:
+        sdpa_rule.report_rule(report)
+    except Exception as error:  # noqa: BLE001 - the kernels themselves say more
+        traceback.print_exc()
+        report.failed(f"long prompts through SDPA: {type(error).__name__}: {str(error)[:300]}")
+    report.say("")
     report.table("kernel", "ms", "floor ms", "reached", "torch, ms")
     work = list(all_work())
     for number, make in enumerate(work):
@@ -95,12 +106,11 @@ def kernels(report: Report, peaks: dict[str, float]) -> None:
 
 
 def whole_engine(report: Report, size: str, peaks: dict[str, float]) -> None:
-    from gpu import engine_speed
 
-    shape = engine_speed.SHAPES[size]
+    shape = SHAPES[size]
     report.section(f"Whole engine, {size} shape, random weights")
-    parameters = _parameters(shape)
-    if 2 * parameters * 1.3 > torch.cuda.mem_get_info()[0]:
+    count = parameters(shape)
+    if 2 * count * 1.3 > torch.cuda.mem_get_info()[0]:
         report.say("Left out: this card's memory is too small.")
         return
     variants: list[tuple[str, dict[str, Any]]] = [
@@ -109,6 +119,8 @@ def whole_engine(report: Report, size: str, peaks: dict[str, float]) -> None:
         ("deterministic", {"deterministic": True}),
         ("int8", {"quant": "int8"}),
         ("int4", {"quant": "int4"}),
+        ("fp8-block", {"quant": "fp8-block"}),
+        ("w8a8", {"quant": "w8a8"}),
     ]
     for name, options in variants:
         if report.left < 10:
@@ -136,6 +148,7 @@ def one_variant(
 
     engine = engine_speed.engine(shape, context=17000, **options)
     report.say(f"\n### {name} ({engine.info.backend}, {engine.info.max_running} rows)\n")
+    report.say(f"Loaded in {engine.info.load_seconds:.1f} s, kernels compiled or found in Triton's cache.\n")
     engine_speed.warm_up(engine, seconds=min(30.0, report.left / 3))
     figures(report, engine, shape, peaks, full=name == "bf16", big=big)
 
@@ -149,7 +162,7 @@ def figures(
     full: bool,
     big: bool,
 ) -> None:
-    from gpu.engine_speed import add, first_token_under_load, prompt_operations, run
+    from gpu.engine_speed import add, first_token_under_load, run
 
     report.table("work", "figure", "note")
     for batch in BATCHES if full else (1, 64):
@@ -169,6 +182,10 @@ def figures(
         rate = prompt_operations(shape, tokens) / wall
         note = f"{rate / 1e12:.0f} TFLOP/s ({rate / peaks['bf16']:.0%} of the measured bf16 peak)"
         report.row((f"prompt of {tokens}", f"{tokens / wall:.0f} tok/s", note))
+    if full and report.left > 10 and engine.info.max_running >= beside.REQUESTS:
+        done = run(engine, add(engine, beside.REQUESTS, beside.PROMPT, beside.OUTPUT, "beside"))
+        what = f"{beside.REQUESTS} requests of {beside.PROMPT} in, {beside.OUTPUT} out"
+        report.row((what, f"{done.tokens / done.wall:.0f} tok/s", "as continuous batching below"))
     if full and report.left > 10:
         busy = min(64, engine.info.max_running - 1)
         took = first_token_under_load(engine, busy, LATE)
@@ -196,55 +213,6 @@ def idle_clocks(report: Report) -> None:
         report.row(("idle for 4 s", f"{clock} MHz, {watts:.0f} W", f"utilisation {used} %"))
     except Exception as error:  # noqa: BLE001 - a driver may refuse any of these
         report.row(("idle for 4 s", "not available", str(error)[:80]))
-
-
-def beside_transformers(report: Report) -> None:
-    """transformers' generate, static shapes as it comes, on the same kind of random model."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    from gpu.engine_speed import SHAPES
-
-    report.section("transformers' generate beside it (bf16, SDPA)")
-    report.table("work", "figure")
-    for size in ("0.6B", "8B"):
-        shape = {
-            k: v for k, v in SHAPES[size].items() if k not in {"torch_dtype", "architectures", "model_type"}
-        }
-        if report.left < 15 or 2.6 * _parameters(SHAPES[size]) > torch.cuda.mem_get_info()[0]:
-            report.say(f"\n{size}: out of time or memory.")
-            continue
-        with torch.device("cuda"):
-            model = AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.bfloat16)
-        for batch in (1, 8):
-            ids = torch.randint(3, 1000, (batch, 512), device="cuda")
-            spent = []
-            for new in (1, 1, 33):
-                torch.cuda.synchronize()
-                started = time.perf_counter()
-                model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=new,
-                    min_new_tokens=new,
-                    do_sample=False,
-                    pad_token_id=0,
-                )
-                torch.cuda.synchronize()
-                spent.append(time.perf_counter() - started)
-            step = (spent[2] - spent[1]) / 32
-            report.row(
-                (f"{size}, decode {batch} x 512", f"{batch / step:.0f} tok/s, {step * 1e3:.1f} ms a step")
-            )
-        del model
-        torch.cuda.empty_cache()
-
-
-def _parameters(shape: dict[str, Any]) -> int:
-    hidden, heads = shape["hidden_size"], shape["num_attention_heads"] * shape["head_dim"]
-    kv = shape["num_key_value_heads"] * shape["head_dim"]
-    layer = hidden * (2 * heads + 2 * kv) + 3 * hidden * shape["intermediate_size"]
-    tables = shape["vocab_size"] * hidden * (1 if shape["tie_word_embeddings"] else 2)
-    return tables + shape["num_hidden_layers"] * layer
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gpu import check, engine_speed, kernel_speed, sections
+from gpu import beside, check, engine_speed, kernel_speed, sdpa_rule, sections
 from gpu.report import Report
+from gpu.shapes import SHAPES
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +43,7 @@ def test_engine_and_kernels_need_few_packages() -> None:
 def test_an_engine_of_random_weights_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLMBOX_KERNELS", "reference")
     small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 300}
-    shape = engine_speed.SHAPES["0.6B"] | small
+    shape = SHAPES["0.6B"] | small
     engine = engine_speed.engine(
         shape, device="cpu", threads=1, memory_bytes=1 << 30, context=700, max_running=4
     )
@@ -56,13 +58,16 @@ def test_an_engine_of_random_weights_is_measured(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sections, "BATCHES", (2,))
     monkeypatch.setattr(sections, "PROMPTS", (64,))
     monkeypatch.setattr(sections, "LATE", 40)
+    for name, size in {"REQUESTS": 3, "PROMPT": 20, "OUTPUT": 4}.items():
+        monkeypatch.setattr(beside, name, size)
     monkeypatch.setattr(sections, "idle_clocks", lambda _: None)
     peaks = {"bytes": 1e10, "bf16": 1e11}
     sections.figures(report, engine, shape, peaks, full=True, big=False)
     assert not engine.has_work
     rows = [line.split(" | ")[0] for line in report.lines if line.startswith("| ")]
     assert rows[2:4] == ["| decode 2 x 512", "| prompt of 64"]
-    assert rows[4].startswith("| prompt of 40 while")
+    assert rows[4] == "| 3 requests of 20 in, 4 out"
+    assert rows[5].startswith("| prompt of 40 while")
 
 
 def test_floors_of_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,8 +82,9 @@ def test_floors_of_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel_speed.prefill(32, 0),
         kernel_speed.linear(3, "int4"),
         kernel_speed.linear(3, "fp8"),
-        kernel_speed.int8_rows(3),
-        kernel_speed.fp8_blocks(3),
+        kernel_speed.linear(3, "w8a8"),
+        kernel_speed.linear(3, "fp8-block"),
+        kernel_speed.linear(kernel_speed.MANY + 1, "int8"),
         kernel_speed.norm(3),
         kernel_speed.gates(3),
         kernel_speed.heads(3),
@@ -87,6 +93,8 @@ def test_floors_of_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = {"bytes": 1e12, "bf16": 1e14, "fp8": 2e14}
     speeds = [kernel_speed.measure(work, peaks) for work in works]
     assert all(variants[0] == "ours" for variants in timed)
+    assert "SDPA, gathered" in timed[1]
+    assert "made wide, cuBLAS" in timed[6]
     decode = 2 * 2 * 64 * 8 * (128 + 4)
     assert speeds[0].floor_ms == pytest.approx(decode / 1e12 * 1e3)
     assert all(0 < speed.floor_ms < 1 for speed in speeds)
@@ -95,6 +103,7 @@ def test_floors_of_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_section_out_of_time_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     report = Report(0.0)
     monkeypatch.setattr(kernel_speed, "all_work", lambda: iter([None, None]))
+    monkeypatch.setattr(sdpa_rule, "pair", None)  # not called
     sections.kernels(report, {})
     assert "out of time: 2 more" in report.lines[-1]
 
@@ -118,3 +127,68 @@ def test_a_section_that_breaks_is_a_failure(
     report = Report(100.0)
     check.run_section(report, "kernels", 60.0, [])
     assert len(report.failures) == failures
+
+
+def test_a_section_that_says_nothing_more_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "section"
+    program.write_text(f"#!{sys.executable}\nimport time\nprint('begun', flush=True)\ntime.sleep(600)\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(check.sys, "executable", str(program))
+    monkeypatch.setattr(check, "GRACE", 1)
+    report = Report(100.0)
+    check.run_section(report, "continuous", 1.0, [])
+    assert report.lines == ["begun", "\ncontinuous: stopped, out of time."]
+    assert not report.failures
+
+
+@pytest.mark.parametrize(
+    ("times", "says"),
+    [
+        ({512: [(1, 2)], 1024: [(2, 1), (2, 1.5)], 2048: [(4, 1), (4, 3)]}, "LLMBOX_SDPA_FROM=1024"),
+        ({512: [(1, 0.5)], 1024: [(2, 1), (2, 3)], 2048: [(4, 1)]}, "LLMBOX_SDPA_FROM=2048"),
+        ({512: [(1, 0.5)], 1024: [(2, 1.99)]}, "leave LLMBOX_SDPA_FROM unset"),
+        ({}, "leave LLMBOX_SDPA_FROM unset"),
+    ],
+)
+def test_the_rule_for_long_prompts(times: sdpa_rule.Pairs, says: str) -> None:
+    assert says in sdpa_rule.rule(times)
+
+
+def test_what_was_measured_of_long_prompts_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pair(tokens: int, past: int) -> tuple[float, float]:
+        if tokens == 4096:
+            raise torch.cuda.OutOfMemoryError
+        return tokens / 100, (tokens + past) / 200
+
+    monkeypatch.setattr(sdpa_rule, "pair", pair)
+    report = Report(100.0)
+    sdpa_rule.report_rule(report)
+    (line,) = (line for line in report.lines if line.startswith("- attention of 2048"))
+    assert line.endswith("ms: 20.480 / 10.240 after 0, 20.480 / 51.200 after 8192")
+    assert "unset" in report.lines[-1]
+
+
+class Batching:
+    """A model of transformers whose continuous batching gives `tokens` a request."""
+
+    def __init__(self, tokens: int, error: Exception | None = None) -> None:
+        self._tokens, self._error = tokens, error
+
+    def generate_batch(self, inputs: list[list[int]], generation_config: object) -> dict[str, object]:
+        assert generation_config
+        if self._error is not None:
+            raise self._error
+        return {str(n): SimpleNamespace(generated_tokens=[5] * self._tokens) for n in range(len(inputs))}
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (Batching(4), "tok/s"),
+        (Batching(3), "gave 9 of 12 tokens"),
+        (Batching(4, ValueError("no paged attention")), "not available: ValueError: no paged attention"),
+        (object(), "does not offer it"),
+    ],
+)
+def test_continuous_batching_of_any_version_is_a_line(model: object, says: str) -> None:
+    assert says in beside.batched_figure(model, 3, 8, 4)
