@@ -330,6 +330,27 @@ def test_quantised_weights_are_reckoned_by_part():
     assert int4 == int((shape.params - head) * (0.5 + 2 / 32) + head * (1 + 2 / 32))
 
 
+def test_formats_of_gpus_are_reckoned_by_part():
+    """w8a8 holds what int8 does; the head and what is tied to it stay wide beside blocks."""
+    for shape in (replace(QWEN_3_600M, exact_params=None), LLAMA_3_8B):
+        table = shape.vocab * shape.hidden
+        layers = shape.params - table * (1 if shape.tied else 2)
+        wide = 2 * (shape.params - layers)
+        rows, int8, blocks = (
+            plan(shape, 64 * GB, "cuda", quant=quant).weights_bytes for quant in ("w8a8", "int8", "fp8-block")
+        )
+        assert rows == int8
+        assert blocks == pytest.approx(wide + layers * (1 + 4 / 128**2), rel=1e-4)
+
+
+def test_a_checkpoint_of_int8_may_meet_int8_rows():
+    stored = replace(QWEN_3_600M, quant="int8")
+    assert plan(stored, 64 * GB, "cuda", quant="w8a8").quant == "w8a8"
+    assert plan(stored, 64 * GB, "cuda", quant="auto").quant == "int8"
+    with pytest.raises(DeviceError, match="holds int8 weights"):
+        plan(stored, 64 * GB, "cuda", quant="fp8-block")
+
+
 def test_automatic_quantisation_takes_the_first_that_fits():
     def chosen(memory):
         return plan(QWEN_3_600M, memory, quant="auto", memory_bytes=memory, context=512, kv_tokens=512).quant
