@@ -96,7 +96,7 @@ def _over_symmetric_memory(
 
     buffer, handle = shared_memory(2 * BUFFER_BYTES + 4 * ROWS * group.size(), group, device)
     buffer.zero_()
-    starts = [address + handle.offset for address in handle.buffer_ptrs]
+    starts = [address + getattr(handle, "offset", 0) for address in handle.buffer_ptrs]
     flags = [start + 2 * BUFFER_BYTES for start in starts]
     return sum_norm.sum_add_norm, sum_norm.Peers(
         rank=group.rank(),

@@ -112,11 +112,23 @@ assert len(kernels) == 2
 """
 
 
-@pytest.mark.slow
-def test_it_compiles_with_what_it_tells_behind_what_it_wrote(tmp_path):
+def outside_the_interpreter(cache, *arguments):
     root = Path(__file__).parents[3]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = os.pathsep.join(map(str, (root / "packaging/tree", root / "tests")))
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": paths}
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.slow
+def test_it_compiles_with_what_it_tells_behind_what_it_wrote(tmp_path):
+    done = outside_the_interpreter(tmp_path, "-c", COMPILE)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; two ranks share it")
+def test_two_ranks_that_wait_for_each_other(tmp_path):
+    done = outside_the_interpreter(tmp_path, Path(__file__).with_name("two_ranks_one_gpu.py"))
     assert done.returncode == 0, done.stderr[-3000:]
