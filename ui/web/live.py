@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Final
 
 from litestar import get
-from litestar.params import FromPath
+from litestar.params import FromPath, FromQuery
 
 from llmbox.app.errors import ApiError
 from llmbox.app.http.credentials import identity_of
@@ -17,7 +17,7 @@ from .memory import memory_pieces
 from .models import models_pieces
 from .overview import overview_pieces
 from .render import Panel, PanelRequest, panel_of
-from .requests import requests_pieces
+from .requests import filter_of, requests_pieces
 
 Pieces = Callable[[Panel], Awaitable[dict[str, str]]]
 """HTML by the name that the page's `sse-swap` says."""
@@ -28,7 +28,6 @@ VIEWS: Final[dict[str, Pieces]] = {
     "models": models_pieces,
     "activity": activity_pieces,
     "memory": memory_pieces,
-    "requests": requests_pieces,
 }
 SHORTEST_S: Final = 0.25
 """Between two rounds: a thousand requests a second are no thousand pages a second."""
@@ -36,8 +35,19 @@ OPTIONS = StreamOptions(endless=True, last=b"")
 
 
 @get("/live/{view:str}", sync_to_thread=False, name="panel_live")
-def live(request: PanelRequest, view: FromPath[str]) -> EventStreamResponse:
+def live(
+    request: PanelRequest,
+    view: FromPath[str],
+    model: FromQuery[str] = "",
+    key: FromQuery[str] = "",
+    status: FromQuery[str] = "",
+    since: FromQuery[str] = "",
+    before: FromQuery[str] = "",
+) -> EventStreamResponse:
+    """The filters are those of the Requests page, whose history is as its address says."""
     pieces = VIEWS.get(view)
+    if view == "requests":
+        pieces = requests_pieces(filter_of(model, key, status, since, before))
     if pieces is None:
         raise ApiError(404, "No page of that name updates by itself.", "not_found")
     panel = panel_of(request)

@@ -1,7 +1,9 @@
 """Requests: those in flight, above the log with its filters; one in detail."""
 
+import asyncio
 import json
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
@@ -23,6 +25,14 @@ from .render import Panel, PanelRequest, page, panel_of, render
 ROWS = 50
 SINCE = (("", "All time"), ("3600", "Last hour"), ("86400", "Last day"), ("604800", "Last week"))
 MOST_LIVE = 100
+PATIENCE_S = 0.2
+"""That a round of the live page waits for the log."""
+HISTORY = {
+    "history": "live/history.html",
+    "history-note": "live/history_note.html",
+    "history-pages": "live/history_pages.html",
+}
+"""Templates by the name of their live piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +77,44 @@ async def requests_page(
 ) -> Response[str]:
     panel = panel_of(request)
     chosen = filter_of(model, key, status, since, before)
-    rows, problem = await readable(panel.services, chosen.wanted(ROWS + 1))
-    older = chosen.query(before=str(rows[ROWS - 1][0])) if len(rows) > ROWS else ""
     return page(
         request,
         "requests.html",
         "requests",
         live=_live(panel),
         most_live=MOST_LIVE,
-        rows=[record for _, record in rows[:ROWS]],
-        problem=problem,
-        chosen=chosen,
-        older=older,
         ranges=SINCE,
-        dropped=panel.services.request_log.dropped,
+        **await _history(panel, chosen),
     )
 
 
-async def requests_pieces(panel: Panel) -> dict[str, str]:
-    return {"inflight": render("live/inflight.html", panel, live=_live(panel), most_live=MOST_LIVE)}
+def requests_pieces(chosen: Filter) -> Callable[[Panel], Awaitable[dict[str, str]]]:
+    """For one open page. While the log is slow to answer, what is in flight is told without it."""
+    chosen.wanted(ROWS)  # raises what is wrong with it now, not in the stream
+    reading: asyncio.Task[dict[str, Any]] | None = None
+
+    async def pieces(panel: Panel) -> dict[str, str]:
+        nonlocal reading
+        made = {"inflight": render("live/inflight.html", panel, live=_live(panel), most_live=MOST_LIVE)}
+        reading = reading or asyncio.create_task(_history(panel, chosen))
+        await asyncio.wait({reading}, timeout=PATIENCE_S)
+        if reading.done():
+            history, reading = reading.result(), None
+            made |= {name: render(template, panel, **history) for name, template in HISTORY.items()}
+        return made
+
+    return pieces
+
+
+async def _history(panel: Panel, chosen: Filter) -> dict[str, Any]:
+    rows, problem = await readable(panel.services, chosen.wanted(ROWS + 1))
+    return {
+        "rows": [record for _, record in rows[:ROWS]],
+        "problem": problem,
+        "chosen": chosen,
+        "older": chosen.query(before=str(rows[ROWS - 1][0])) if len(rows) > ROWS else "",
+        "dropped": panel.services.request_log.dropped,
+    }
 
 
 @get("/requests/{request_id:str}", name="panel_request")

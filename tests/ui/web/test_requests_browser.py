@@ -11,6 +11,10 @@ from support.panel_box import Panel
 
 pytestmark = needs_browser
 SAID = "what-was-said"
+HIDE = """(hidden) => {
+  Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });
+  document.dispatchEvent(new Event('visibilitychange'));
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +78,51 @@ def test_filters_stay_in_the_address(window: Window, keys):
     with page.expect_download() as download:
         page.get_by_role("link", name="CSV").click()
     assert mine in download.value.path().read_text()
+
+
+def test_the_history_follows_by_itself(window: Window, keys):
+    page = window.page
+    window.open("/admin/requests?key=open")
+    page.get_by_text("live", exact=True).wait_for()
+    history = page.get_by_role("region", name="History of requests")
+    page.get_by_label("Model", exact=True).fill("half a na")
+    other, mine = ask(window.panel, keys["quiet"]), ask(window.panel, keys["open"])
+    history.get_by_role("link", name=mine).wait_for()
+    assert history.get_by_text(other).count() == 0, "the filter of the address holds"
+    assert page.get_by_label("Model", exact=True).input_value() == "half a na"
+
+    select = """(id) => getSelection().selectAllChildren(document.getElementById(`row-${id}`))"""
+    page.evaluate(select, mine)
+    later = ask(window.panel, keys["open"])
+    page.wait_for_timeout(2500)  # two ticks and more
+    assert page.evaluate("getSelection().toString()") == mine
+    assert history.get_by_role("link", name=later).count() == 0
+    page.evaluate("getSelection().removeAllRanges()")
+    history.get_by_role("link", name=later).wait_for()
+
+    page.evaluate(HIDE, True)
+    page.get_by_text("paused", exact=True).wait_for()
+    unseen = ask(window.panel, keys["open"])
+    page.wait_for_timeout(2500)
+    assert history.get_by_role("link", name=unseen).count() == 0
+    page.evaluate(HIDE, False)
+    history.get_by_role("link", name=unseen).wait_for()
+    assert page.get_by_label("Model", exact=True).input_value() == "half a na"
+    assert page.url.endswith("?key=open")
+
+
+def test_an_older_page_stays_where_it_is(window: Window, keys):
+    page = window.page
+    seen = [ask(window.panel, keys["open"]) for _ in range(2)]
+    rows = {row["id"]: row["seq"] for row in window.panel.box.api("requests")["requests"]}
+    window.open(f"/admin/requests?before={rows[seen[1]]}")
+    page.get_by_text("live", exact=True).wait_for()
+    history = page.get_by_role("region", name="History of requests")
+    newest = history.get_by_role("rowheader").first
+    assert newest.text_content() == seen[0]
+    ask(window.panel, keys["open"])
+    page.wait_for_timeout(2500)
+    assert newest.text_content() == seen[0]
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat"])

@@ -45,6 +45,25 @@ def test_what_runs_is_shown_while_the_log_cannot_be_read(panel, signed_in):
     assert "cannot be read now" not in signed_in.get("/admin/requests").text
 
 
+def test_the_history_comes_over_the_stream_as_its_filters_say(panel, signed_in):
+    def seen(query: str, wanted: str) -> str:
+        """What the piece `history` holds once `wanted` is in it."""
+        with signed_in.stream("GET", f"/admin/live/requests?{query}") as stream:
+            name = ""
+            for line in stream.iter_lines():
+                name = line.removeprefix("event: ") if line.startswith("event: ") else name
+                if name == "history" and wanted in line:
+                    return line
+        raise AssertionError("the stream ended")
+
+    panel.complete()
+    newest = panel.box.api("requests?limit=1")["requests"][0]["id"]
+    assert seen("model=tiny", newest)
+    assert seen("model=nobody", "No request matches.")
+    assert seen("before=1", "Served nothing")
+    assert signed_in.get("/admin/live/requests?since=soon").status_code == 400
+
+
 def test_who_signed_in_with_a_key_takes_no_copy_of_what_others_asked(panel):
     secret = panel.box.run("key", "add", "boss", "--scope", "admin").out.strip()
     with panel.client() as client:

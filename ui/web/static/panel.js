@@ -10,23 +10,36 @@ function say(state, text) {
   asOf.textContent = text;
 }
 
-// A piece that is swapped between press and release would swallow the click: it is held until after.
+// A piece that is swapped between press and release would swallow the click, and one with selected text the
+// selection: it is held until after.
 document.addEventListener("pointerdown", () => (pressed = true), true);
 for (const name of ["pointerup", "pointercancel"]) {
   document.addEventListener(name, () => setTimeout(release, 50), true);
 }
 document.addEventListener("htmx:sseBeforeMessage", (event) => {
   held.delete(event.target);
-  if (!pressed) return;
+  if (!pressed && !hasSelection(event.target)) return;
   event.preventDefault();
   held.set(event.target, event.detail.data);
 });
 
 function release() {
   pressed = false;
-  for (const [piece, html] of held) window.htmx.swap(piece, html, { swapStyle: "innerHTML" });
-  held.clear();
+  for (const [piece, html] of held) {
+    if (hasSelection(piece)) continue;
+    held.delete(piece);
+    window.htmx.swap(piece, html, { swapStyle: "innerHTML" });
+  }
 }
+
+function hasSelection(piece) {
+  const selection = getSelection();
+  return !selection.isCollapsed && selection.containsNode(piece, true);
+}
+
+document.addEventListener("selectionchange", () => {
+  if (!pressed && held.size) release();
+});
 
 document.addEventListener("htmx:sseOpen", () => say("live", "live"));
 document.addEventListener("htmx:sseError", () => say("lost", "connection lost, trying again"));
