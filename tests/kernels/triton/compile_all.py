@@ -15,10 +15,6 @@ from llmbox.kernels.rows import DecodeInputs, DecodeRows, SampleRows
 from llmbox.kernels.triton.attention import plan_attention
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.gemm_experts import experts_product
-from llmbox.kernels.triton.gemm_fp8 import fp8_product
-from llmbox.kernels.triton.gemm_int8 import int8_product
-from llmbox.kernels.triton.quantise import quantise_rows
-from llmbox.kernels.triton.weights import pack_grouped
 from support.triton_compile import compiling
 
 CPU = torch.device("cpu")
@@ -80,28 +76,19 @@ def sampling() -> None:
     ops.advance(state, longs, inputs, 16)
 
 
-def eight_bit_products() -> None:
-    for count in (3, 300):
-        x = zeros(count, HIDDEN)
-        int8_product(x, pack_grouped(zeros(64, HIDDEN), QUANTS["int8"]), None)
-        blocks = zeros(1, HIDDEN // 128, dtype=F32)
-        fp8_product(quantise_rows(x, FP8, 128), zeros(64, HIDDEN, dtype=FP8), blocks, None, BF16)
-
-
 def hopper() -> None:
     attention()
     attention(deterministic=True)
     attention(kv_dtype=FP8)
     for quant in (None, "fp8", "fp8-block"):
         rows(quant)
-    linears("int8", (1, 100, 200))
+    linears("int8", (1, 100, 200, 600))
     linears("int4", (1, 20, 200))
     linears("fp8", (1, 300))
     for quant in ("w8a8", "fp8-block"):
         linears(quant, (1, 300))
         linears(quant, (3,), deterministic=True)
     linears(None, (3,), deterministic=True)
-    eight_bit_products()
     experts_product(zeros(1000, 256), zeros(8, 128, 256), zeros(9, dtype=I32))
     sampling()
 
