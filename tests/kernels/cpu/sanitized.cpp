@@ -170,7 +170,9 @@ int main() {
             for (int group : {32, 128}) {
                 check_quant(dtype, bits, group, 1, 1, 1);
                 check_quant(dtype, bits, group, 5, 33, 65);
+                check_quant(dtype, bits, group, 17, 300, 70);
                 check_quant(dtype, bits, group, 33, 256, 7);
+                check_quant(dtype, bits, group, 207, 130, 66);
             }
         for (auto [rows, heads, width] : {std::tuple{1, 1, 2}, {5, 3, 10}, {33, 2, 66}}) check_rows(dtype, rows, heads, width);
         for (int kv_dtype : {FLOAT32, BFLOAT16, INT8_SCALED}) {
@@ -178,6 +180,8 @@ int main() {
             check_attention(dtype, kv_dtype, 16, 2, 1, 64, 20);
             check_attention(dtype, kv_dtype, 4, 5, 1, 10, 0);
             check_attention(dtype, kv_dtype, 64, 3, 3, 34, 7);
+            check_attention(dtype, kv_dtype, 32, 6, 1, 66, 0);    // 240 rows of a prompt: several bands, the last one odd
+            check_attention(dtype, kv_dtype, 16, 3, 1, 128, 33);  // whole tiles of int8
         }
     }
     for (auto [rows, width] : {std::tuple{1, 1}, {3, 8200}, {2, 100}}) check_best(rows, width);

@@ -101,6 +101,23 @@ def test_a_row_does_not_depend_on_the_number_of_rows(
         assert torch.equal(ops.linear(packed, x[:rows].clone()), together[:rows]), rows
 
 
+AMX, VECTORS = "cpu amx", "cpu avx512-bf16"
+
+
+@pytest.mark.skipif(AMX not in backends(), reason="this CPU has no AMX")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(20, 3), (300, 130), (1024, 64)])
+def test_tiles_give_the_bits_of_vectors(quant: Quant, dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    """So each number of rows may take whichever is faster."""
+    weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
+    x = torch.randn(230, inputs).to(dtype)
+    tiles, vectors = quantised(AMX, quant), quantised(VECTORS, quant)
+    of_tiles, of_vectors = tiles.pack_linear(weight, None), vectors.pack_linear(weight, None)
+    expected = vectors.linear(of_vectors, x)
+    for rows in [*range(1, 71), 200, 230]:
+        assert torch.equal(tiles.linear(of_tiles, x[:rows].clone()), expected[:rows]), rows
+
+
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_a_broken_row_is_nan_and_alone(level: str, quant: Quant, poison: float) -> None:
     ops = quantised(level, quant)
