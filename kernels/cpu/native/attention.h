@@ -6,15 +6,11 @@
 // zeros: a row's result does not depend on the rows beside it.
 #pragma once
 
-#include <algorithm>
-#include <limits>
 #include <optional>
 
-#include "attention_product.h"
+#include "attention_tiles.h"
 
 namespace llmbox {
-
-constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 // q and out are [rows, heads of queries, D]; rows of q are strided, those of out contiguous.
 template <class E, class In> class AttentionOp : public Op {
@@ -30,21 +26,22 @@ public:
           scale_(scale),
           out_(out),
           words_(ceil_div(cache.head_dim, E::PACK)),
-          tile_tokens_(std::max(1, TILE_ROWS / group_)) {}
+          tile_tokens_(std::max(1, Walked<E>::ROWS / group_)) {}
 
     // One tile is known ahead, so that its keys are on their way when the one before it ends.
     void run(const Step& step, Member& member) override {
         Cursor cursor{step.sequences - 1, 0};
         for (auto tile = take_tile(step, cursor); tile;) {
             const auto following = take_tile(step, cursor);
-            run_tile(step, *tile, following, member.scratch);
+            run_tile(step, *tile, following, member);
             tile = following;
         }
     }
 
 private:
     using W = AttentionWords<E>;
-    static constexpr int TILE_ROWS = 48;
+    using Tiled = TileProducts<E>;
+    static constexpr int STRIPS = Chunk<E>::STRIPS, SLOTS = Chunk<E>::SLOTS;
 
     // Some tokens of one sequence, and a kv head with the query heads that read it.
     struct Tile {
@@ -60,15 +57,6 @@ private:
     // While items are taken one after the other: the sequence of the last one, and the items of those behind it.
     struct Cursor {
         int sequence, before;
-    };
-
-    // A tile's working memory.
-    struct Work {
-        int rows;
-        PackedRows<E> q, p;
-        float* scores;  // [rows][CHUNK]
-        float* out;     // [rows][padded dim]
-        float *most, *total, *scale;  // [rows]
     };
 
     int query_rows(const Step& step, int n) const { return step.query_starts[n + 1] - step.query_starts[n]; }
@@ -92,59 +80,103 @@ private:
     }
 
     Walk walk_of(const Step& step, const Tile& tile) const {
-        const int position = position_of(step, tile), seen = window_ ? std::max(0, position - window_ + 1) : 0;
+        const int position = position_of(step, tile), seen = oldest(position);
         const int32_t* table = step.block_tables + static_cast<int64_t>(tile.sequence) * step.table_width;
-        const int first = strip_of(step, seen) / CHUNK_STRIPS * CHUNK_STRIPS;  // whole chunks, from the beginning on
+        const int first = strip_of(step, seen) / STRIPS * STRIPS;  // whole chunks, from the beginning on
         return {table, tile.head, first, strip_of(step, position + tile.tokens - 1) + 1};
     }
 
-    Work make_work(int rows, Scratch& scratch) const {
-        const int padded = cache_.padded_dim, q_part = padded / E::PACK, p_part = CHUNK / E::PACK;
-        const size_t words = padded + CHUNK + W::PARTS * (q_part + p_part) + 3 + 2 * sizeof(Packed) / sizeof(float);
-        float* memory = scratch.take<float>(rows * words);
-        const auto take = [&](int width) {
-            float* taken = memory;
-            memory += static_cast<size_t>(rows) * width;
-            return taken;
-        };
-        const auto take_packed = [&](int part) {
-            auto* row_words = reinterpret_cast<uint32_t*>(take(W::PARTS * part));
-            return PackedRows<E>{row_words, part, reinterpret_cast<Packed*>(take(sizeof(Packed) / sizeof(float)))};
-        };
-        Work work;
-        work.rows = rows;
-        work.out = take(padded);
-        work.scores = take(CHUNK);
-        work.q = take_packed(q_part);
-        work.p = take_packed(p_part);
-        work.most = take(1);
-        work.total = take(1);
-        work.scale = take(1);
-        return work;
-    }
-
-    void run_tile(const Step& step, const Tile& tile, const std::optional<Tile>& following, Scratch& scratch) const {
+    void run_tile(const Step& step, const Tile& tile, const std::optional<Tile>& following, Member& member) const {
         const int row = step.query_starts[tile.sequence] + tile.first, position = position_of(step, tile);
-        Work work = make_work(tile.tokens * group_, scratch);
+        Work<E> work(tile.tokens * group_, cache_.padded_dim, member.scratch);
         load_queries(row, tile.head, work);
-        std::fill_n(work.out, static_cast<size_t>(work.rows) * cache_.padded_dim, 0.f);
-        std::fill_n(work.most, work.rows, NOTHING);
-        std::fill_n(work.total, work.rows, 0.f);
-
+        const bool tiled = use_tiles(work);
         Walk walk = walk_of(step, tile);
-        for (Chunk chunk = find_chunk(step, walk), next; walk.strip < walk.end; chunk = next) {
-            walk.strip += CHUNK_STRIPS;
+        for (Chunk<E> chunk = find_chunk(step, walk), next; walk.strip < walk.end; chunk = next) {
+            walk.strip += STRIPS;
             if (walk.strip < walk.end) next = find_chunk(step, walk);
             else next = following ? find_chunk(step, walk_of(step, *following)) : chunk;
             if (W::SCALED) prefetch_scales(next);
-            score(work, chunk);
-            for (int r = 0; r < work.rows; r++) soften(work, r, chunk, position + r / group_);
-            add_values(work, chunk, next);
+            if (tiled) add_tiled(work, chunk, next, position, member);
+            else add_chunk(work, chunk, next, position);
         }
         store_result(row, tile.head, work);
     }
 
-    NOINLINE void load_queries(int row, int head, Work& work) const {
+    static bool use_tiles(const Work<E>& work) {
+        if constexpr (Tiled::POSSIBLE) return Tiled::wanted(work.rows, work.dim);
+        return false;
+    }
+
+    void add_chunk(const Work<E>& work, const Chunk<E>& chunk, const Chunk<E>& next, int position) const {
+        score(work, chunk);
+        soften_rows(work, 0, work.rows, chunk, position);
+        add_values(work, chunk, next);
+    }
+
+    void add_tiled(const Work<E>& work, const Chunk<E>& chunk, const Chunk<E>& next, int position,
+                   Member& member) const {
+        if constexpr (Tiled::POSSIBLE)
+            // From the last rows on: they see all that others see, and bring it.
+            for (int row = (work.rows - 1) / Tiled::BAND * Tiled::BAND; row >= 0; row -= Tiled::BAND) {
+                const int rows = std::min(Tiled::BAND, work.rows - row);
+                const int strips = strips_seen(chunk, position + (row + rows - 1) / group_);
+                const Band band{row, rows, strips, row + rows == work.rows};
+                if (strips == 0) break;
+                if (rows > Work<E>::ROWS) add_band<true>(work, band, chunk, next, position, member.tiles);
+                else add_band<false>(work, band, chunk, next, position, member.tiles);
+            }
+    }
+
+    template <bool LOWER>
+    void add_band(const Work<E>& work, const Band& band, const Chunk<E>& chunk, const Chunk<E>& next, int position,
+                  Tiles& tiles) const {
+        const int end = band.row + band.rows;
+        Tiled::template score<LOWER>(work, band, chunk, tiles);
+        soften_rows(work, band.row, end, chunk, position);
+        if (!W::SCALED) rescale(work, band.row, end);
+        Tiled::template add<LOWER>(work, band, chunk, band.first ? &next : nullptr, tiles);
+    }
+
+    // Whole pairs.
+    static int strips_seen(const Chunk<E>& chunk, int newest) {
+        int strips = 0;
+        for (int s = 0; s < STRIPS; s++)
+            if (chunk.counts[s] > 0 && chunk.positions[s] <= newest) strips = s + 1;
+        return round_up(strips, 2);
+    }
+
+    NOINLINE void soften_rows(const Work<E>& work, int row, int end, const Chunk<E>& chunk, int position) const {
+        const int last = position + (end - 1) / group_;
+        const Sight of_all{oldest(last), position + row / group_};
+        const float factor = scale_ * 1.44269504f;
+        if (all_seen(chunk, of_all)) {
+            for (; row < end; row++) soften<E, false>(work, row, chunk, cache_.codes_bytes, factor, of_all);
+        } else {
+            for (; row < end; row++) {
+                const int newest = position + row / group_;
+                soften<E, true>(work, row, chunk, cache_.codes_bytes, factor, {oldest(newest), newest});
+            }
+        }
+    }
+
+    int oldest(int position) const { return window_ ? std::max(0, position - window_ + 1) : 0; }
+
+    static bool all_seen(const Chunk<E>& chunk, Sight sight) {
+        bool all = chunk.positions[0] >= sight.oldest && chunk.positions[STRIPS - 1] + STRIP <= sight.newest + 1;
+        for (int count : chunk.counts) all &= count == STRIP;
+        return all;
+    }
+
+    static NOINLINE void rescale(const Work<E>& work, int row, int end) {
+        for (; row < end; row++) {
+            if (work.scale[row] == 1) continue;
+            float* out = work.out + row * work.dim;
+            for (int d = 0; d < work.dim; d += LANES) store(out + d, load(out + d) * splat(work.scale[row]));
+        }
+    }
+
+    NOINLINE void load_queries(int row, int head, Work<E>& work) const {
         for (int r = 0; r < work.rows; r++) {
             const In* from = q_ + (row + r / group_) * q_stride_ + (head * group_ + r % group_) * cache_.head_dim;
             work.q.pack(r, from, cache_.head_dim);
@@ -156,9 +188,9 @@ private:
         return position / step.block_size * cache_.strips + position % step.block_size / STRIP;
     }
 
-    Chunk find_chunk(const Step& step, const Walk& walk) const {
-        Chunk chunk;
-        for (int i = 0; i < CHUNK_STRIPS; i++) {
+    Chunk<E> find_chunk(const Step& step, const Walk& walk) const {
+        Chunk<E> chunk;
+        for (int i = 0; i < STRIPS; i++) {
             // Past the end: memory that is surely there, no slot of it seen.
             const bool real = walk.strip + i < walk.end;
             const int strip = real ? walk.strip + i : walk.strip;
@@ -172,64 +204,20 @@ private:
     }
 
     // The first rows of a tile prefetch what comes next, the others find it done.
-    NOINLINE void score(const Work& work, const Chunk& chunk) const {
+    NOINLINE void score(const Work<E>& work, const Chunk<E>& chunk) const {
         in_tiles<W::ROWS>(work.rows, [&](auto rows, int row) {
-            multiply_keys<E, rows>(work.q.from(row), words_, chunk, row == 0, work.scores + row * CHUNK);
+            multiply_keys<E, rows>(work.q.from(row), words_, chunk, row == 0, work.scores + row * SLOTS);
         });
     }
 
-    // Scores of one row become weights e^(score - most), and what was summed before is scaled to the new `most`.
-    NOINLINE void soften(Work& work, int r, const Chunk& chunk, int position) const {
-        const int oldest = window_ ? std::max(0, position - window_ + 1) : 0;
-        const Floats factor = splat(work.q.packed[r].factor * scale_);
-        Floats scores[CHUNK / LANES], most = splat(NOTHING);
-        UNROLL for (int v = 0; v < CHUNK / LANES; v++) {
-            const int s = v * LANES / STRIP, lane = v * LANES % STRIP, base = chunk.positions[s] + lane;
-            const int from = oldest - base, to = std::min(position - base + 1, chunk.counts[s] - lane);
-            scores[v] = load(work.scores + r * CHUNK + v * LANES) * factor;
-            if (W::SCALED) scores[v] = scores[v] * scales(chunk.keys[s], lane);
-            if (from > 0 || to < LANES) scores[v] = only(scores[v], from, to);
-            most = max(most, scores[v]);
-        }
-        const float before = work.most[r], now = std::max(before, max(most));
-        work.most[r] = now;
-        alignas(64) float weights[CHUNK] = {};
-        work.scale[r] = 1.f;
-        if (now != NOTHING) {  // something is seen
-            Floats total = splat(0.f);
-            UNROLL for (int v = 0; v < CHUNK / LANES; v++) {
-                Floats weight = exp_negative(scores[v] - splat(now));
-                total += weight;
-                if (W::SCALED) weight = weight * scales(chunk.values[v * LANES / STRIP], v * LANES % STRIP);
-                llmbox::store(weights + v * LANES, weight);
-            }
-            work.scale[r] = exp_negative(splat(before - now))[0];
-            work.total[r] = work.total[r] * work.scale[r] + sum(total);
-        }
-        work.p.pack(r, weights, CHUNK);
-    }
-
-    // Of the tokens of a strip, from `lane` on.
-    Floats scales(const uint8_t* strip, int lane) const {
-        return load_as<Floats>(strip + cache_.codes_bytes + lane * sizeof(float));
-    }
-
-    void prefetch_scales(const Chunk& chunk) const {
-        for (int s = 0; s < CHUNK_STRIPS; s++) {
+    void prefetch_scales(const Chunk<E>& chunk) const {
+        for (int s = 0; s < STRIPS; s++) {
             prefetch(chunk.keys[s] + cache_.codes_bytes);
             prefetch(chunk.values[s] + cache_.codes_bytes);
         }
     }
 
-    // Lanes from .. to - 1; the others count as never seen.
-    static Floats only(Floats scores, int from, int to) {
-        float kept[LANES];
-        llmbox::store(kept, scores);
-        for (int i = 0; i < LANES; i++) kept[i] = i >= from && i < to ? kept[i] : NOTHING;
-        return load(kept);
-    }
-
-    void add_values(const Work& work, const Chunk& chunk, const Chunk& next) const {
+    void add_values(const Work<E>& work, const Chunk<E>& chunk, const Chunk<E>& next) const {
         const int dim = cache_.padded_dim;
         in_tiles<W::ROWS>(work.rows, [&](auto rows, int row) {
             multiply_all_values<E, rows>(work.p.from(row), chunk, row ? nullptr : &next, dim, work.scale + row,
@@ -237,12 +225,12 @@ private:
         });
     }
 
-    NOINLINE void store_result(int row, int head, const Work& work) const {
+    NOINLINE void store_result(int row, int head, const Work<E>& work) const {
         const int dim = cache_.head_dim, heads = cache_.heads * group_;
         for (int r = 0; r < work.rows; r++) {
             In* to = out_ + (static_cast<int64_t>(row + r / group_) * heads + head * group_ + r % group_) * dim;
             const float* from = work.out + r * cache_.padded_dim;
-            const Floats inverse = splat(1.f / work.total[r]);
+            const Floats inverse = splat(1.f / sum(load(work.total + r * LANES)));
             for (int d = 0; d < dim; d += LANES) llmbox::store(to + d, load(from + d) * inverse, dim - d);
         }
     }

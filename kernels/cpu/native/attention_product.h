@@ -5,15 +5,13 @@
 
 namespace llmbox {
 
-constexpr int CHUNK_STRIPS = 4;
-constexpr int CHUNK = STRIP * CHUNK_STRIPS;
-
 // The strips of one chunk: where they lie, the position of their first token, how many slots are real.
-struct Chunk {
-    const uint8_t* keys[CHUNK_STRIPS];
-    const uint8_t* values[CHUNK_STRIPS];
-    int positions[CHUNK_STRIPS];
-    int counts[CHUNK_STRIPS];
+template <class E> struct Chunk {
+    static constexpr int STRIPS = Walked<E>::STRIPS, SLOTS = STRIP * STRIPS;
+    const uint8_t* keys[STRIPS];
+    const uint8_t* values[STRIPS];
+    int positions[STRIPS];
+    int counts[STRIPS];
 };
 
 // `rows` of packed words (attention_words.h), `part` words to a part, and how their sums are read.
@@ -29,14 +27,14 @@ template <class E> struct PackedRows {
     }
 };
 
-// scores[ROWS][CHUNK] = q * keys, up to the factors of both. With `bring`, the values are brought into the cache
+// scores[ROWS][SLOTS] = q * keys, up to the factors of both. With `bring`, the values are brought into the cache
 // meanwhile: blocks are scattered, so the hardware cannot guess.
 template <class E, int ROWS>
-INLINE void multiply_keys(PackedRows<E> q, int words, const Chunk& chunk, bool bring, float* scores) {
+INLINE void multiply_keys(PackedRows<E> q, int words, const Chunk<E>& chunk, bool bring, float* scores) {
     using W = AttentionWords<E>;
     constexpr int VECTORS = STRIP / LANES;                    // of one strip
-    constexpr int TOGETHER = LANES == 16 ? CHUNK_STRIPS : 1;  // strips in registers at once
-    for (int first = 0; first < CHUNK_STRIPS; first += TOGETHER) {
+    constexpr int TOGETHER = LANES == 16 ? 4 : 1;  // strips in registers at once
+    for (int first = 0; first < Chunk<E>::STRIPS; first += TOGETHER) {
         typename W::Sum sums[ROWS][TOGETHER][VECTORS] = {};
         for (int w = 0; w < words; w++) {
             typename W::Columns keys[TOGETHER][VECTORS];
@@ -55,19 +53,19 @@ INLINE void multiply_keys(PackedRows<E> q, int words, const Chunk& chunk, bool b
         UNROLL for (int r = 0; r < ROWS; r++)
             UNROLL for (int s = 0; s < TOGETHER; s++)
                 UNROLL for (int v = 0; v < VECTORS; v++)
-                    store(scores + r * CHUNK + (first + s) * STRIP + v * LANES,
+                    store(scores + r * Chunk<E>::SLOTS + (first + s) * STRIP + v * LANES,
                           W::total(sums[r][s][v], q.packed[r].offset));
     }
 }
 
 // out[ROWS][VECTORS of `dim`] = out * scale + p * values. Brings the keys of `next`, if any.
 template <class E, int ROWS, int VECTORS>
-INLINE void multiply_values(PackedRows<E> p, const Chunk& chunk, const Chunk* next, int column, int dim,
+INLINE void multiply_values(PackedRows<E> p, const Chunk<E>& chunk, const Chunk<E>* next, int column, int dim,
                             const float* scale, float* out) {
     using W = AttentionWords<E>;
     constexpr int WORDS = STRIP / E::PACK;
     typename W::Sum sums[ROWS][VECTORS] = {};
-    for (int s = 0; s < CHUNK_STRIPS; s++)
+    for (int s = 0; s < Chunk<E>::STRIPS; s++)
         for (int w = 0; w < WORDS; w++) {
             const size_t at = (static_cast<size_t>(w) * dim + column) * 4;
             typename W::Columns values[VECTORS];
@@ -90,7 +88,7 @@ INLINE void multiply_values(PackedRows<E> p, const Chunk& chunk, const Chunk* ne
 
 template <class E, int ROWS>
 void multiply_all_values(
-    PackedRows<E> p, const Chunk& chunk, const Chunk* next, int dim, const float* scale, float* out) {
+    PackedRows<E> p, const Chunk<E>& chunk, const Chunk<E>* next, int dim, const float* scale, float* out) {
     constexpr int VECTORS = LANES == 16 ? 4 : 2;
     int column = 0;
     for (; column + VECTORS * LANES <= dim; column += VECTORS * LANES)

@@ -9,6 +9,20 @@
 
 namespace llmbox {
 
+// How a context is walked: strips that share one softmax, and the most rows of queries that walk together. With AMX
+// both products are so fast that what is done once for a chunk (maxima, rescaled sums) would show.
+template <class E> struct Walked {
+    static constexpr int STRIPS = 4, ROWS = 48;
+};
+#if LLMBOX_TILES
+template <> struct Walked<BF16> {
+    static constexpr int STRIPS = 8, ROWS = 128;
+};
+template <> struct Walked<INT8> {
+    static constexpr int STRIPS = 8, ROWS = 128;
+};
+#endif
+
 // `pack` writes `padded` numbers (whole strips), the first `count` from x, the rest 0. A sum of products s stands for (s - offset) * factor.
 struct Packed {
     float factor;

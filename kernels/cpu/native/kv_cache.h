@@ -23,7 +23,7 @@ constexpr int STRIP = 16;
 struct KVCache {
     int layers, blocks, block_size, heads, head_dim;
     int strips;          // of a block
-    int padded_dim;      // whole vectors
+    int padded_dim;      // whole vectors, with AMX whole tiles of bf16
     size_t codes_bytes;  // of a strip, without its scales
     size_t strip_bytes;
     size_t half_bytes;  // keys of one head in one block; the values are as large
@@ -37,7 +37,7 @@ struct KVCache {
           heads(heads),
           head_dim(head_dim),
           strips(ceil_div(block_size, STRIP)),
-          padded_dim(round_up(head_dim, STRIP)),
+          padded_dim(round_up(head_dim, element_size == 2 ? BF16::STEP * BF16::PACK : STRIP)),
           codes_bytes(static_cast<size_t>(STRIP) * padded_dim * element_size),
           strip_bytes(codes_bytes + (element_size == 1 ? STRIP * sizeof(float) : 0)),
           half_bytes(strips * strip_bytes),
