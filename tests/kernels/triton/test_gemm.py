@@ -75,8 +75,7 @@ def test_many_rows_multiply_wide_weights(monkeypatch: pytest.MonkeyPatch) -> Non
     assert_near(ops.linear(packed, x[:2]), exact(x[:2], wide, bias))
 
 
-@pytest.mark.parametrize("quant", ["int8", "int8-g32", "int4", "int4-g128"])
-@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize(("quant", "splits"), [("int8", 1), ("int8-g32", 2), ("int4", 2), ("int4-g128", 1)])
 def test_a_batch_of_some_hundred_rows_reads_the_integers(
     monkeypatch: pytest.MonkeyPatch, quant: str, splits: int
 ) -> None:
