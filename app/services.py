@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .drain import Drain
-from .engines.manager import EngineManager, LoadedModel
+from .engines.loaded_model import LoadedModel
+from .engines.manager import EngineManager
 from .events import Events
 from .gateway.gateway import Gateway
 from .metrics.metrics import Metrics

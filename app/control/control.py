@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import logs
 from ..catalog import resolve
-from ..engines.manager import LoadedModel
+from ..engines.loaded_model import LoadedModel
 from ..errors import ApiError, CliError
 from ..services import Services
 from ..settings import Scalar, schema

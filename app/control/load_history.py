@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from ..engines.manager import LoadedModel
+from ..engines.loaded_model import LoadedModel
 
 log = logging.getLogger("llmbox.daemon")
 

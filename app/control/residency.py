@@ -19,7 +19,8 @@ from llmbox.engine.machine import read_machine
 
 from ..catalog import ModelRef
 from ..engines.budget import Place, device_of, total_budget
-from ..engines.manager import EngineManager, LoadedModel
+from ..engines.loaded_model import LoadedModel
+from ..engines.manager import EngineManager
 from ..engines.room import NoRoom, Resident, expired, make_room, next_look
 from ..errors import ApiError
 from ..events import Events

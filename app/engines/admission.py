@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable
 from typing import Final, Literal
 
+from llmbox.engine.config import EngineConfig
+
 from ..errors import ApiError
 
 State = Literal["loading", "ready", "restarting", "failed", "stopped"]
@@ -71,3 +73,14 @@ class Pace:
 
     def seconds_to_next(self) -> int:
         return min(max(1, math.ceil(self._gap)), _LONGEST_RETRY_AFTER)
+
+
+def require_same(have: EngineConfig, wanted: EngineConfig) -> None:
+    if have != wanted:
+        raise ApiError(
+            409, f"{have.name} is loaded with other settings. Unload it first.", code="model_already_loaded"
+        )
+
+
+def model_not_found(name: str) -> ApiError:
+    return ApiError(404, f"The model {name!r} does not exist here.", code="model_not_found", param="model")

@@ -4,9 +4,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import EngineError
@@ -14,62 +13,14 @@ from llmbox.engine.spawn import Launch, Spawned
 
 from ..errors import ApiError
 from ..text.model_text import ModelText, load_model_text
-from .admission import draining, load_failed, model_loading
+from .admission import draining, load_failed, model_loading, model_not_found, require_same
 from .deaths import DeathLimits
+from .loaded_model import LoadedModel
 from .spares import Spares
 from .supervisor import Supervisor, SupervisorOptions
 from .watchdog import WatchLimits
 
 log = logging.getLogger("llmbox.engines")
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class LoadedModel:
-    name: str
-    aliases: frozenset[str]
-    path: Path
-    config: EngineConfig
-    supervisor: Supervisor
-    text: ModelText
-    loaded_at: float
-    """Unix seconds."""
-    last_used: float
-    """Unix seconds; set by `EngineManager.get`."""
-    clock: Callable[[], float] = time.monotonic
-    idle_since: float = 0.0
-    """Of `clock`: when the last request ended."""
-    ttl: float | None = None
-    """Idle seconds after which it leaves memory; None keeps it."""
-    pinned: bool = False
-    context_cap: int | None = None
-    """Of an alias: less than the engine's window."""
-    users: "set[asyncio.Task[Any]]" = field(default_factory=set)
-    """Requests that found this model and have not ended."""
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.users) or self.supervisor.open_requests > 0 or self.supervisor.state == "restarting"
-
-    def touch(self) -> None:
-        """A request, which is the running task, uses it until that task ends."""
-        self.last_used = time.time()
-        self.idle_since = self.clock()
-        task = asyncio.current_task() if _in_loop() else None
-        if task is not None and task not in self.users:
-            self.users.add(task)
-            task.add_done_callback(self._left)
-
-    def _left(self, task: "asyncio.Task[Any]") -> None:
-        self.users.discard(task)
-        self.idle_since = self.clock()
-
-    def as_variant(
-        self, sampling: dict[str, float], system: str | None, context: int | None
-    ) -> "LoadedModel":
-        """The same load with other defaults, for one request."""
-        defaults = {**self.text.generation_defaults, **sampling}
-        text = replace(self.text, generation_defaults=defaults, system=system)
-        return replace(self, text=text, context_cap=context)
 
 
 @dataclass(slots=True, eq=False)
@@ -133,7 +84,7 @@ class EngineManager:
         aliases = frozenset([alias] if alias else [])
         if (loaded := self._loaded.get(config.name)) is not None:
             if loaded.supervisor.state != "failed":
-                _require_same(loaded.config, config)
+                require_same(loaded.config, config)
                 self._check_names(config.name, aliases)
                 loaded.aliases |= aliases
                 done: asyncio.Future[LoadedModel] = asyncio.get_running_loop().create_future()
@@ -141,7 +92,7 @@ class EngineManager:
                 return done
             del self._loaded[config.name]  # its process is gone already
         if (loading := self._loading.get(config.name)) is not None:
-            _require_same(loading.config, config)
+            require_same(loading.config, config)
             loading.aliases |= aliases
             return loading.task
         self._check_names(config.name, aliases)
@@ -156,7 +107,7 @@ class EngineManager:
             return
         model = self._find(name)
         if model is None:
-            raise _not_found(name)
+            raise model_not_found(name)
         del self._loaded[model.name]
         await model.supervisor.stop()
 
@@ -245,7 +196,7 @@ class EngineManager:
             raise model_loading(name)
         if name in self._failures:
             raise load_failed(name)
-        raise _not_found(name)
+        raise model_not_found(name)
 
     def models(self) -> list[LoadedModel]:
         return list(self._loaded.values())
@@ -323,25 +274,6 @@ class EngineManager:
 
 async def _as_asked(config: EngineConfig) -> EngineConfig:
     return config
-
-
-def _in_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
-def _require_same(have: EngineConfig, wanted: EngineConfig) -> None:
-    if have != wanted:
-        raise ApiError(
-            409, f"{have.name} is loaded with other settings. Unload it first.", code="model_already_loaded"
-        )
-
-
-def _not_found(name: str) -> ApiError:
-    return ApiError(404, f"The model {name!r} does not exist here.", code="model_not_found", param="model")
 
 
 def _as_api_error(error: BaseException) -> ApiError:

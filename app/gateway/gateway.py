@@ -12,7 +12,8 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.messages import AddRequest, ModelInfo
 from llmbox.engine.sampling import SamplingParams
 
-from ..engines.manager import EngineManager, LoadedModel
+from ..engines.loaded_model import LoadedModel
+from ..engines.manager import EngineManager
 from ..errors import ApiError
 from ..metrics.metrics import Metrics
 from ..settings import Settings

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from llmbox.engine.messages import TokenLogprobs
 from llmbox.engine.sampling import SamplingParams
 
-from ..engines.manager import LoadedModel
+from ..engines.loaded_model import LoadedModel
 from ..security.rates import Meter
 
 

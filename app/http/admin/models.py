@@ -10,7 +10,7 @@ from litestar.params import JSONBody
 from ...catalog import BUILTIN, BUILTIN_DIR
 from ...control.control import Control
 from ...control.model_request import options_of
-from ...engines.manager import LoadedModel
+from ...engines.loaded_model import LoadedModel
 from ...engines.supervisor import Supervisor
 from ...errors import ApiError, CliError, Exit
 from .schema import LoadRequest, Model, ModelAnswer, Models, PinRequest, Unloaded, UnloadRequest

@@ -8,7 +8,7 @@ from msgspec import UNSET
 
 from llmbox.engine.messages import TokenLogprobs
 
-from ...engines.manager import LoadedModel
+from ...engines.loaded_model import LoadedModel
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Delta, Generation
 from ...gateway.open_request import OpenRequest

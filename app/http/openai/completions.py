@@ -6,7 +6,7 @@ from typing import Any
 
 from llmbox.engine.messages import TokenLogprobs
 
-from ...engines.manager import LoadedModel
+from ...engines.loaded_model import LoadedModel
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Delta, Generation, TokenEntry
 from ...gateway.open_request import OpenRequest

@@ -9,7 +9,7 @@ import msgspec
 from litestar import Request
 from litestar.datastructures import State
 
-from ...engines.manager import LoadedModel
+from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import Gateway, system_fingerprint
 from ...gateway.generation import Keep

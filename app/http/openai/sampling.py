@@ -7,7 +7,7 @@ from typing import Any
 
 from llmbox.engine.sampling import SamplingParams
 
-from ...engines.manager import LoadedModel
+from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import Gateway
 from ...gateway.seeds import draw_seed

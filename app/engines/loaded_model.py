@@ -1,0 +1,70 @@
+"""A model in memory: its engine and its text side, who uses it, and how long it may stay."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from llmbox.engine.config import EngineConfig
+
+from ..text.model_text import ModelText
+from .supervisor import Supervisor
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LoadedModel:
+    name: str
+    aliases: frozenset[str]
+    path: Path
+    config: EngineConfig
+    supervisor: Supervisor
+    text: ModelText
+    loaded_at: float
+    """Unix seconds."""
+    last_used: float
+    """Unix seconds; set by `EngineManager.get`."""
+    clock: Callable[[], float] = time.monotonic
+    idle_since: float = 0.0
+    """Of `clock`: when the last request ended."""
+    ttl: float | None = None
+    """Idle seconds after which it leaves memory; None keeps it."""
+    pinned: bool = False
+    context_cap: int | None = None
+    """Of an alias: less than the engine's window."""
+    users: "set[asyncio.Task[Any]]" = field(default_factory=set)
+    """Requests that found this model and have not ended."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.users) or self.supervisor.open_requests > 0 or self.supervisor.state == "restarting"
+
+    def touch(self) -> None:
+        """A request, which is the running task, uses it until that task ends."""
+        self.last_used = time.time()
+        self.idle_since = self.clock()
+        task = asyncio.current_task() if _in_loop() else None
+        if task is not None and task not in self.users:
+            self.users.add(task)
+            task.add_done_callback(self._left)
+
+    def _left(self, task: "asyncio.Task[Any]") -> None:
+        self.users.discard(task)
+        self.idle_since = self.clock()
+
+    def as_variant(
+        self, sampling: dict[str, float], system: str | None, context: int | None
+    ) -> "LoadedModel":
+        """The same load with other defaults, for one request."""
+        defaults = {**self.text.generation_defaults, **sampling}
+        text = replace(self.text, generation_defaults=defaults, system=system)
+        return replace(self, text=text, context_cap=context)
+
+
+def _in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
