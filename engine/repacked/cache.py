@@ -45,6 +45,8 @@ class RepackedCache:
     def __init__(self, folder: Path, most_bytes: int) -> None:
         self.folder = folder
         self._most = most_bytes
+        self._unfinished: Path | None = None
+        """What this process writes now."""
 
     # ------------------------------------------------------------------ what loading calls
 
@@ -90,9 +92,17 @@ class RepackedCache:
         log.info("packed weights are kept for the next load: %s (%s)", self._path(key), show_bytes(need))
         return True
 
+    def drop_unfinished(self) -> None:
+        """From any thread: a write under way then leaves nothing."""
+        part, self._unfinished = self._unfinished, None
+        if part is not None:
+            with contextlib.suppress(OSError):
+                part.unlink()
+
     def _write(self, key: PackKey, contents: Sequence[Content]) -> None:
         digest, origins = key.digest(), key.origins()
         part = self._path(key).with_suffix(UNFINISHED)
+        self._unfinished = part
         handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             with open(handle, "wb", buffering=0) as out:  # noqa: PTH123 - a descriptor
@@ -101,8 +111,7 @@ class RepackedCache:
             if origins == key.origins():  # else the checkpoint changed meanwhile
                 part.replace(self._path(key))
         finally:
-            with contextlib.suppress(OSError):
-                part.unlink()
+            self.drop_unfinished()
 
     # ------------------------------------------------------------------ what people call
 

@@ -1,5 +1,6 @@
 """Packed weights from a file of the cache, and into one."""
 
+import atexit
 import logging
 import os
 import threading
@@ -23,6 +24,8 @@ from .key import PackKey
 log = logging.getLogger(__name__)
 
 _BIAS = ".bias"
+END_S = 1.5
+"""Seconds that the end of a process waits for the write; its daemon kills it after 2."""
 
 
 class RepackedSource:
@@ -90,10 +93,18 @@ class Keeper:
             self.vector(asked.name + _BIAS, bias_O)
 
     def start(self) -> threading.Thread:
-        """Write in a thread that gives way to everything else."""
+        """Write in a thread that gives way to everything else. A process that ends waits for it a moment."""
         thread = threading.Thread(target=self._write, name="keep packed weights", daemon=True)
         thread.start()
+        atexit.register(self._end, thread)
         return thread
+
+    def _end(self, thread: threading.Thread) -> None:
+        """The write is finished, or nothing of it stays."""
+        thread.join(END_S)
+        if thread.is_alive():
+            log.warning("packed weights are not kept: the engine ended while they were written")
+            self._cache.drop_unfinished()
 
     def _write(self) -> None:
         if hasattr(os, "setpriority"):

@@ -1,0 +1,57 @@
+"""An engine that ends while packed weights are written: they are kept, or nothing of them stays."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.tiny_models import make_tiny_model
+
+PROGRAM = """
+import sys, threading
+from pathlib import Path
+from llmbox.engine.repacked import cache as module, source
+from llmbox.engine.repacked.cache import RepackedCache
+from llmbox.engine.repacked.file import Content, write
+from llmbox.engine.repacked.key import PackKey
+
+model, folder, how = sys.argv[1:]
+begun, ending = threading.Event(), threading.Event()
+
+def slow(out, *rest, **named):
+    write(out, *rest, **named)
+    begun.set()
+    ending.wait(60 if how == "soon" else None)
+
+end = source.Keeper._end
+
+def told(self, thread):
+    ending.set() if how == "soon" else None
+    end(self, thread)
+
+module.write, source.Keeper._end = slow, told
+source.END_S = 60.0 if how == "soon" else 0.1
+source.forget_pages = lambda _: None
+key = PackKey(directory=Path(model), dtype="torch.bfloat16", quant="int8", layout="avx512 1234")
+keeper = source.Keeper(RepackedCache(Path(folder), 10**9), key, None)
+keeper._contents = [Content("item", (5000,), "linear", memoryview(bytes(5000)))]
+keeper.start()
+begun.wait(60)
+"""
+
+
+@pytest.mark.parametrize(("how", "kept"), [("soon", 1), ("never", 0)])
+def test_an_end_during_the_write(tmp_path: Path, how: str, kept: int) -> None:
+    model, folder = make_tiny_model(tmp_path / "model"), tmp_path / "repacked"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", PROGRAM, str(model), str(folder), how],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list(folder.glob("*.weights"))) == kept
+    assert not list(folder.glob("*.part"))
+    assert ("not kept: the engine ended" in done.stderr) is not bool(kept)
