@@ -1,4 +1,7 @@
-"""Builds app/assets/builtin from nothing: data, tokenizer, training, export. `--steps N` for a quick try."""
+"""Builds app/assets/builtin from nothing: data, tokenizer, training, export. `--steps N` for a quick try.
+
+`--begin DIR` takes tokenizer and weights of an earlier artefact instead, to learn changed facts in few steps.
+"""
 
 import argparse
 import itertools
@@ -12,6 +15,7 @@ import torch
 from bpe import save_tokenizer, train_tokenizer
 from questions import Writer, held_out, load_facts, normalise
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from train import CONTEXT, Plan, train
 from transformers import Qwen3ForCausalLM
 
@@ -23,19 +27,29 @@ SEED = 7411
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=Plan.steps)
+    parser.add_argument("--peak", type=float, default=Plan.peak, help="learning rate")
+    parser.add_argument("--begin", type=Path, help="folder of an earlier artefact")
+    parser.add_argument("--checkpoint", type=Path, help="file to save to, and to go on from")
+    parser.add_argument("--seed", type=int, default=SEED, help="another one to go on with")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     start = time.monotonic()
-    random.seed(SEED)
-    torch.manual_seed(SEED)
+    random.seed(args.seed)
+    torch.manual_seed(args.seed)
     # More threads sum in another order: one keeps the artefact the same from box to box of one kind.
     torch.set_num_threads(1)
 
     facts, forbidden = load_facts(), {normalise(q) for q in held_out()}
-    texts = itertools.islice(Writer(facts, SEED, forbidden).texts(), TOKENIZER_TEXTS)
-    tokenizer = train_tokenizer("".join(piece for piece, _ in text) for text in texts)
-    writer = Writer(facts, SEED + 1, forbidden)
-    model, loss = train(writer, tokenizer, replace(Plan(), steps=args.steps))
+    if args.begin is None:
+        texts = itertools.islice(Writer(facts, SEED, forbidden).texts(), TOKENIZER_TEXTS)
+        tokenizer = train_tokenizer("".join(piece for piece, _ in text) for text in texts)
+        begin = None
+    else:
+        tokenizer = Tokenizer.from_file(str(args.begin / "tokenizer.json"))
+        begin = args.begin / "model.safetensors"
+    writer = Writer(facts, args.seed + 1, forbidden)
+    plan = replace(Plan(), steps=args.steps, peak=args.peak, begin=begin, checkpoint=args.checkpoint)
+    model, loss = train(writer, tokenizer, plan)
 
     args.out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(tokenizer, args.out, CONTEXT)

@@ -3,9 +3,12 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+import checkpoint
 import torch
 from questions import Writer
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,6 +29,11 @@ class Plan:
     # Now and then fewer but longer rows with as many tokens, so that long contexts are not unknown ground.
     long_every: int = 20
     long_length: int = 2048
+    # Weights to begin with; None: from nothing.
+    begin: Path | None = None
+    # Where to save now and then, and to go on from if the file is there.
+    checkpoint: Path | None = None
+    checkpoint_every: int = 50
 
 
 def new_model(vocab: int, eos: list[int], pad: int) -> Qwen3ForCausalLM:
@@ -66,12 +74,18 @@ def rows(writer: Writer, tokenizer: Tokenizer, length: int) -> Iterator[tuple[li
 def train(writer: Writer, tokenizer: Tokenizer, plan: Plan) -> tuple[Qwen3ForCausalLM, float]:
     eos = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
     model = new_model(tokenizer.get_vocab_size(), eos, eos[1])
-    optimizers = _optimizers(model, plan)
+    if plan.begin is not None:
+        model.load_state_dict(load_file(plan.begin), strict=False)
+    optimizer = _optimizer(model, plan)
+    first = 0
+    if plan.checkpoint is not None and plan.checkpoint.exists():
+        first = checkpoint.restore(plan.checkpoint, model, optimizer)
+        print(f"goes on at step {first}", flush=True)
     short, long = (rows(writer, tokenizer, n) for n in (plan.row_length, plan.long_length))
     # Fused loops save a fifth of the time; the rare long rows are not worth a second compilation.
     fast_loss = torch.compile(_loss, dynamic=False)
     start, recent = time.monotonic(), 0.0
-    for step in range(plan.steps):
+    for step in range(first, plan.steps):
         is_long = step % plan.long_every == plan.long_every - 1
         source, count = (
             (long, plan.rows * plan.row_length // plan.long_length) if is_long else (short, plan.rows)
@@ -80,16 +94,17 @@ def train(writer: Writer, tokenizer: Tokenizer, plan: Plan) -> tuple[Qwen3ForCau
         loss = (_loss if is_long else fast_loss)(model, ids, weights)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * _schedule(step, plan)
-            optimizer.step()
-            optimizer.zero_grad()
-        recent = loss.item() if step == 0 else 0.96 * recent + 0.04 * loss.item()
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * _schedule(step, plan)
+        optimizer.step()
+        optimizer.zero_grad()
+        recent = loss.item() if step == first else 0.96 * recent + 0.04 * loss.item()
         if step % 25 == 0 or step == plan.steps - 1:
             seconds = time.monotonic() - start
-            speed = (step + 1) * plan.rows * plan.row_length / seconds
+            speed = (step + 1 - first) * plan.rows * plan.row_length / seconds
             print(f"step {step:5d}  loss {recent:.4f}  {speed:,.0f} tokens/s  {seconds:.0f} s", flush=True)
+        if plan.checkpoint is not None and step % plan.checkpoint_every == plan.checkpoint_every - 1:
+            checkpoint.save(plan.checkpoint, model, optimizer, step + 1)
     return model.eval(), recent
 
 
@@ -113,11 +128,11 @@ def _schedule(step: int, plan: Plan) -> float:
     return min(1.0, 0.02 + left / (plan.decay * plan.steps))
 
 
-def _optimizers(model: Qwen3ForCausalLM, plan: Plan) -> list[torch.optim.Optimizer]:
+def _optimizer(model: Qwen3ForCausalLM, plan: Plan) -> torch.optim.Optimizer:
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     groups = [
         {"params": matrices, "peak": plan.peak, "weight_decay": plan.weight_decay},
         {"params": others, "peak": plan.peak, "weight_decay": 0.0},
     ]
-    return [torch.optim.AdamW(groups, lr=plan.peak, betas=(0.9, 0.98), fused=True)]
+    return torch.optim.AdamW(groups, lr=plan.peak, betas=(0.9, 0.98), fused=True)
