@@ -155,6 +155,18 @@ def test_a_decoding_row_does_not_depend_on_its_neighbours(ops: Ops, kv_dtype: to
         assert torch.equal(alone.run(), rows[n : n + 1])
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
+def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(ops: Ops, kv_dtype: torch.dtype) -> None:
+    if not ops.row_invariant:
+        pytest.skip("these kernels do not promise it")
+    step = Step(ops, [(0, 150)], dtype=torch.bfloat16, heads=(3, 1), head_dim=64, kv_dtype=kv_dtype)
+    prompt = step.run()
+    for end in (1, 16, 17, 43, 128, 129, 150):
+        plan = ops.plan_attention(step.ragged([(end - 1, end)]), step.cache, None)
+        row = ops.attention(step.q[0][end - 1 : end], step.cache, 1, plan, step.head_dim**-0.5)
+        assert torch.equal(row, prompt[end - 1 : end])
+
+
 def test_a_large_mask_is_made_in_pieces(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmbox.kernels.reference.attention_plan.MASK_LIMIT", 4 * 40 * 3)
     step = Step(ops, [(9, 31), (0, 40)])
