@@ -90,7 +90,8 @@ class ModelSettings:
     )
     quant: Literal["none", "auto", "int8", "int8-g32", "int4", "int4-g128", "w8a8", "fp8", "fp8-block"] = key(
         "none",
-        "Weights rounded at load; auto takes the first of none, int8, int4 that fits; w8a8, fp8 and fp8-block need a GPU.",
+        "Weights rounded at load; auto takes the first of none, int8, int4 that fits; "
+        "w8a8, fp8 and fp8-block need a GPU.",
         live=True,
     )
     ctx: int | None = key(
