@@ -31,7 +31,7 @@ INLINE void multiply_wide(const uint8_t* weights, int words, WordRows x, float* 
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, weights + 64, PANEL_STRIDE);
         _tile_dpbf16ps(1, 4, 7);
-        for (size_t offset = 0; offset < next.step; offset += 64) prefetch(next.at + offset);
+        for (size_t offset = 0; offset < next.step; offset += 64) prefetch_to_l2(next.at + offset);
         next.at += next.step;
         _tile_loadd(6, weights + 128, PANEL_STRIDE);
         _tile_dpbf16ps(2, 4, 6);
@@ -66,7 +66,7 @@ INLINE void multiply_square(const uint8_t* weights, int words, WordRows x, float
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(5, from + TILE_ROWS * x.stride, x.stride);
         _tile_dpbf16ps(2, 5, 6);
-        for (size_t offset = 0; offset < next.step; offset += 64) prefetch(next.at + offset);
+        for (size_t offset = 0; offset < next.step; offset += 64) prefetch_to_l2(next.at + offset);
         next.at += next.step;
         _tile_loadd(7, weights + 64, PANEL_STRIDE);
         _tile_dpbf16ps(1, 4, 7);
@@ -88,7 +88,7 @@ inline void multiply_panel<BF16>(
         return;
     }
     // As in gemm.h: all rows visit a slice before the next one. Half of its columns fit the L1 cache.
-    const int slice = rows <= 64 ? 64 : 256;
+    constexpr int slice = 256;
     const int turns = 2 * ceil_div(rows, 2 * TILE_ROWS);
     for (int word = 0; word < words; word += slice) {
         const int count = std::min(slice, words - word);
