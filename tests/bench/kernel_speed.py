@@ -1,6 +1,6 @@
 """Speed of the linears and of attention in the shape of Qwen3-0.6B, on one thread.
 
-    python -P tests/bench/kernel_speed.py [FORMAT...] [--rows 1,8,32,192] [--passes 8]
+    python -P tests/bench/kernel_speed.py [FORMAT...] [--rows 1,8,32,192] [--passes 8] [--kernels "cpu avx2"]
 
 In this thread's own CPU time, the best of all passes for each layer: a busy machine hardly shows in it. To
 compare two versions run them by turns. FORMAT is none (bfloat16), a name of QUANTS, or attention.
@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from llmbox.kernels.cpu.backend import Backend
 from llmbox.kernels.cpu.load import load_backend
 from llmbox.kernels.quant import QUANTS
 from llmbox.kernels.ragged import KVShape, Ragged
@@ -31,20 +32,22 @@ def main() -> None:
     parser.add_argument("formats", nargs="*", default=["none", *QUANTS, "attention"])
     parser.add_argument("--rows", default="1,8,32,192")
     parser.add_argument("--passes", type=int, default=8)
+    parser.add_argument("--kernels", default="cpu", help="an instruction set, as LLMBOX_KERNELS names it")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    load_backend("cpu").use_threads([0])
+    backend = load_backend(options.kernels)
+    backend.use_threads([0])
     for name in options.formats:
         if name == "attention":
             for kv_dtype in (torch.bfloat16, torch.int8):
                 for work in ATTENTION:
-                    attention(kv_dtype, *work, options.passes)
+                    attention(backend, kv_dtype, *work, options.passes)
         else:
-            linears(name, [int(rows) for rows in options.rows.split(",")], options.passes)
+            linears(backend, name, [int(rows) for rows in options.rows.split(",")], options.passes)
 
 
-def linears(name: str, row_counts: list[int], passes: int) -> None:
-    ops = load_backend("cpu").ops(QUANTS.get(name))
+def linears(backend: Backend, name: str, row_counts: list[int], passes: int) -> None:
+    ops = backend.ops(QUANTS.get(name))
     weights = [torch.randn(outputs, inputs, dtype=torch.bfloat16) / 50 for inputs, outputs in SHAPES]
     packed = [ops.pack_linear(weight, None) for _ in range(LAYERS) for weight in weights]
     products = LAYERS * sum(inputs * outputs for inputs, outputs in SHAPES)
@@ -56,8 +59,10 @@ def linears(name: str, row_counts: list[int], passes: int) -> None:
         print(f"{name:10} {rows:4} rows {seconds * 1e3:9.3f} ms {speed:7.0f} Gop/s")
 
 
-def attention(kv_dtype: torch.dtype, sequences: int, past: int, new: int, passes: int) -> None:
-    ops, layers, context = load_backend("cpu").ops(), 4, past + new
+def attention(
+    backend: Backend, kv_dtype: torch.dtype, sequences: int, past: int, new: int, passes: int
+) -> None:
+    ops, layers, context = backend.ops(), 4, past + new
     width = -(-context // BLOCK)
     blocks = random.Random(0).sample(range(sequences * width), sequences * width)
     tables = torch.tensor(blocks, dtype=torch.int32).view(sequences, width)
