@@ -26,6 +26,8 @@ def test_is_a_matrix_product(
 def test_a_row_does_not_depend_on_the_number_of_rows(
     ops: Ops, dtype: torch.dtype, inputs: int, outputs: int
 ) -> None:
+    if not ops.row_invariant:
+        pytest.skip("these kernels do not promise it")
     packed = ops.pack_linear((torch.randn(outputs, inputs) / inputs**0.5).to(dtype), None)
     x = torch.randn(40, inputs).to(dtype)
     together = ops.linear(packed, x)

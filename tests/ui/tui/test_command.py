@@ -197,6 +197,7 @@ def test_poor_terminals(box: Box, terminal, environ):
 
 
 def test_a_terminal_that_closes(box: Box, terminal):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under `nohup` children would inherit that it is ignored
     box.serve(box.model())
     child = terminal("top")
     until(lambda: "Devices" in child.text)
