@@ -122,6 +122,39 @@ def test_small_pages_are_copied_into_huge_ones(
     assert answer(loaded(model)) == first
 
 
+@pytest.mark.parametrize(("read_at", "copies"), [(0.7, True), (0.95, False), (1.2, False)])
+def test_huge_pages_that_are_read_slowly_are_copied(
+    monkeypatch: pytest.MonkeyPatch, read_at: float, copies: bool
+) -> None:
+    def read_seconds(piece: torch.Tensor) -> float:
+        old = begin <= piece.data_ptr() < begin + mapped.nbytes
+        return 1 / read_at if old else 1.0
+
+    mapped = torch.arange(70 << 20, dtype=torch.int64).to(torch.uint8)
+    begin = mapped.data_ptr()
+    monkeypatch.setattr(huge, "huge_share", lambda _: 1.0)
+    monkeypatch.setattr(huge, "_read_seconds", read_seconds)
+    used = huge.in_huge_pages(mapped)
+    assert (used.data_ptr() != begin) == copies
+    assert torch.equal(used, mapped)
+
+
+def test_pieces_from_all_over_a_mapping_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[tuple[int, int]] = []
+
+    def read_seconds(piece: torch.Tensor) -> float:
+        read.append((piece.data_ptr(), piece.nbytes))
+        return 1.0
+
+    mapped = torch.zeros(200 << 20, dtype=torch.uint8)
+    monkeypatch.setattr(huge, "_read_seconds", read_seconds)
+    assert huge.relative_speed(mapped) == 1.0
+    pieces = [at - mapped.data_ptr() for at, size in read if size == 4 << 20][::2]
+    assert pieces == sorted(set(pieces))
+    assert pieces[0] == 0
+    assert (200 << 20) * 0.9 < pieces[-1] + (4 << 20) <= 200 << 20
+
+
 def test_a_copy_holds_the_same_bytes_at_a_huge_page() -> None:
     data = torch.randint(0, 256, (3_000_001,), dtype=torch.uint8)
     for threads in (1, 2, 3):
