@@ -22,8 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmbox.kernels.triton.rms_norm import warps_for
-from llmbox.kernels.triton.tiles import power_of_two
+from llmbox.kernels.triton.tiles import power_of_two, warps_for
 
 
 @dataclass(frozen=True, slots=True)

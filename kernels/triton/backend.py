@@ -39,7 +39,7 @@ def triton_ops(
 
 @dataclass
 class Backend:
-    """A norm or gate before an FP8 linear leaves its result in 8 bits too; `linear` finds it by identity."""
+    """Norms and gates before linears of 8-bit rows leave those too; `linear` finds them by identity."""
 
     dtype: torch.dtype
     quant: Quant | None
@@ -49,7 +49,7 @@ class Backend:
     def __post_init__(self) -> None:
         self._eight_of: Callable[[], Tensor | None] = lambda: None
         self._eight: Rows8 | None = None
-        self._activations = FP8 if self.quant is not None and self.quant.kind == "float" else None
+        self._rows = linear.rows_for(self.quant)
 
     def ops(self, device: torch.device) -> Ops:
         formats = [torch.float32, torch.bfloat16, torch.float16, torch.int8] + [FP8] * has_fp8(device)
@@ -108,15 +108,13 @@ class Backend:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dim() == 2:
             return rms_norm.norm_heads(x, weight, eps)
-        return self._keep(*rms_norm.norm_rows(x, None, weight, eps, self._activations))
+        return self._keep(*rms_norm.norm_rows(x, None, weight, eps, self._rows))
 
     def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        return self._keep(*rms_norm.norm_rows(x_TE, residual_TE, weight_E, eps, self._activations))
+        return self._keep(*rms_norm.norm_rows(x_TE, residual_TE, weight_E, eps, self._rows))
 
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
-        if self._activations is None:
-            return silu_mul.silu_mul(gate_up_T2F)
-        return self._keep(*silu_mul.silu_mul_quantised(gate_up_T2F, self._activations))
+        return self._keep(*silu_mul.gate_rows(gate_up_T2F, self._rows))
 
     def plan_attention(self, ragged: Ragged, cache: kv_cache.Cache, window: int | None) -> attention.Plan:
         return attention.plan_attention(ragged, cache, window, fixed=self.fixed, sdpa_from=self.sdpa_from)

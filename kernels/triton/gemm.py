@@ -114,7 +114,6 @@ def run(
         UNROLL=max(1, STEP // group) if grouped else 1,
         BITS=grouped.bits if grouped else 0,
         WIDE=grouped is not None and not fixed and rows >= WIDE_FROM,
-        SPLIT=splits > 1,
         BIAS=bias_O is not None and splits == 1,
         PRECISION="ieee" if x_TI.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
@@ -142,7 +141,6 @@ def product_kernel(
     UNROLL: tl.constexpr,
     BITS: tl.constexpr,
     WIDE: tl.constexpr,
-    SPLIT: tl.constexpr,
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
@@ -196,15 +194,27 @@ def product_kernel(
                     sums = tl.dot(low_x, tl.trans(low_w), input_precision=PRECISION)
                     sums = tl.dot(high_x, tl.trans(high_w), sums, input_precision=PRECISION)
                     acc += sums * scale.to(tl.float32)[None, :]
-    stored = real_m[:, None] & real_n[None, :]
-    if SPLIT:
-        place = (tl.cast(split, tl.int64) * rows + m)[:, None] * outputs + n[None, :]
-        tl.store(out + place, acc, mask=stored)
-    else:
-        if BIAS:
-            acc += tl.load(bias + n, mask=real_n, other=0.0).to(tl.float32)[None, :]
-        place = m.to(tl.int64)[:, None] * outputs + n[None, :]
-        tl.store(out + place, acc.to(out.dtype.element_ty), mask=stored)
+    store_tile(out, acc, bias, split, m, n, rows, outputs, BIAS)
+
+
+@triton.jit
+def store_tile(
+    out: tl.tensor,
+    acc: tl.tensor,
+    bias: tl.tensor,
+    split: tl.tensor,
+    m: tl.tensor,
+    n: tl.tensor,
+    rows: tl.tensor,
+    outputs: tl.tensor,
+    BIAS: tl.constexpr,
+) -> None:
+    """Rows m and columns n of [rows, outputs], or of part `split` of the sum: [splits, rows, outputs]."""
+    real_m, real_n = m < rows, n < outputs
+    if BIAS:
+        acc += tl.load(bias + n, mask=real_n, other=0.0).to(tl.float32)[None, :]
+    place = (tl.cast(split, tl.int64) * rows + m)[:, None] * outputs + n[None, :]
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=real_m[:, None] & real_n[None, :])
 
 
 @triton.jit

@@ -8,48 +8,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gemm import STEP, Grouped, add_splits, num_splits
-from .quantise import quantise_rows
-from .tiles import tile_of_8_bits
+from .gemm import Grouped, store_tile
+from .gemm_8_bits import product_of_8_bits
+from .quantise import Rows8
 
 
-def int8_product(x_TI: Tensor, weight: Grouped, bias_O: Tensor | None, *, fixed: bool = False) -> Tensor:
-    """[T, O] in x's dtype. With `fixed` a row's bits do not depend on the number of rows."""
+def int8_product(
+    x: Rows8, weight: Grouped, bias_O: Tensor | None, dtype: torch.dtype, *, fixed: bool = False
+) -> Tensor:
+    """[T, O] in `dtype`; x.scales [T, I / group]. With `fixed` a row's bits do not depend on their number."""
     assert weight.bits == 8
-    rows, inputs = x_TI.shape
-    group, outputs = weight.group, weight.outputs
-    out_TO = torch.empty((rows, outputs), dtype=x_TI.dtype, device=x_TI.device)
-    if not rows:
-        return out_TO
-    eight = quantise_rows(x_TI, torch.int8, group)
-    tile = tile_of_8_bits(x_TI.device, rows, fixed=fixed)
-    row_tiles, columns = triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.columns)
-    steps = triton.cdiv(inputs, group)
-    splits = num_splits(x_TI.device, columns if fixed else columns * row_tiles, steps * group // STEP)
-    target = out_TO
-    if splits > 1:
-        target = torch.empty((splits, rows, outputs), dtype=torch.float32, device=x_TI.device)
-    int8_kernel[(row_tiles, columns, splits)](
-        target,
-        eight.numbers,
-        eight.scales,
+    assert x.scales.shape[1] == len(weight.scales)
+    return product_of_8_bits(
+        int8_kernel,
+        x,
         weight.weight,
         weight.scales,
-        out_TO if bias_O is None else bias_O,
-        rows,
-        outputs,
-        inputs,
-        triton.cdiv(steps, splits),
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        GROUP=group,
-        BIAS=bias_O is not None and splits == 1,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        bias_O,
+        weight.outputs,
+        weight.group,
+        dtype,
+        fixed=fixed,
     )
-    if splits > 1:
-        add_splits(out_TO, target, bias_O)
-    return out_TO
 
 
 @triton.jit(do_not_specialize=["rows", "steps"])
@@ -85,7 +65,4 @@ def int8_kernel(
         scale_n = tl.load(scales + tl.cast(g, tl.int64) * outputs + n, mask=real_n, other=0.0).to(tl.float32)
         sums = tl.dot(x_tile, tl.trans(w_tile), out_dtype=tl.int32)
         acc += sums.to(tl.float32) * (scale_m[:, None] * scale_n[None, :])
-    if BIAS:
-        acc += tl.load(bias + n, mask=real_n, other=0.0).to(tl.float32)[None, :]
-    place = (tl.cast(split, tl.int64) * rows + m)[:, None] * outputs + n[None, :]
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=real_m[:, None] & real_n[None, :])
+    store_tile(out, acc, bias, split, m, n, rows, outputs, BIAS)

@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..quant import Quant
 from .dequantise import dequantise
 from .gemm import Grouped, product
 from .gemm_fp8 import BLOCK, fp8_product
 from .gemm_int8 import int8_product
-from .quantise import Rows8, quantise_rows
+from .quantise import RowFormat, Rows8, quantise_rows
 
 TILED_ROWS = 512
 """Up to here integer weights are multiplied as they are read. More rows than that pay for one pass that makes
@@ -55,8 +56,24 @@ class Blocks8:
 Linear = Plain | Integers | Integers8 | Floats8 | Blocks8
 
 
+FP8_ROWS = RowFormat(torch.float8_e4m3fn, None)
+FP8_BLOCKS = RowFormat(torch.float8_e4m3fn, BLOCK)
+
+
+def rows_for(quant: Quant | None) -> RowFormat | None:
+    """What linears of this format multiply, where that is rows of 8 bits."""
+    match quant:
+        case Quant(kind="rows", group=group):
+            return RowFormat(torch.int8, group)
+        case Quant(kind="float"):
+            return FP8_ROWS
+        case Quant(kind="blocks"):
+            return FP8_BLOCKS
+    return None
+
+
 def multiply(packed: Linear, x_TI: Tensor, eight: Rows8 | None, *, fixed: bool) -> Tensor:
-    """`eight`: x as E4M3, where an operation before has made it so."""
+    """`eight`: x in the format of `rows_for`, where an operation before has left it so."""
     match packed:
         case Plain(weight_OI, bias_O):
             return (
@@ -68,12 +85,13 @@ def multiply(packed: Linear, x_TI: Tensor, eight: Rows8 | None, *, fixed: bool) 
                 return product(x_TI, weight, bias_O, fixed=fixed)
             return F.linear(x_TI, dequantise(weight, x_TI.dtype), bias_O)
         case Integers8(weight, bias_O):
-            return int8_product(x_TI, weight, bias_O, fixed=fixed)
+            rows = eight or quantise_rows(x_TI, RowFormat(torch.int8, weight.group))
+            return int8_product(rows, weight, bias_O, x_TI.dtype, fixed=fixed)
         case Blocks8(weight_OI, scales, bias_O):
-            rows = quantise_rows(x_TI, torch.float8_e4m3fn, BLOCK)
+            rows = eight or quantise_rows(x_TI, FP8_BLOCKS)
             return fp8_product(rows, weight_OI, scales, bias_O, x_TI.dtype, fixed=fixed)
         case Floats8(weight_OI, scales_O1, bias_O):
-            rows = eight or quantise_rows(x_TI, torch.float8_e4m3fn)
+            rows = eight or quantise_rows(x_TI, FP8_ROWS)
             if fixed or not cutlass_can(x_TI, weight_OI):
                 return fp8_product(rows, weight_OI, scales_O1, bias_O, x_TI.dtype, fixed=fixed)
             out = scaled_mm(rows, weight_OI, scales_O1, x_TI.dtype)

@@ -8,7 +8,17 @@ import triton.language as tl
 from torch import Tensor
 
 from .kv_cache import LARGEST
-from .tiles import power_of_two
+from .tiles import power_of_two, warps_for
+
+BLOCK = 1024
+"""Inputs of a program where their groups are smaller."""
+
+
+class RowFormat(NamedTuple):
+    """`group`: inputs that share a scale, a power of two; None: all of a row."""
+
+    dtype: torch.dtype
+    group: int | None
 
 
 class Rows8(NamedTuple):
@@ -17,26 +27,42 @@ class Rows8(NamedTuple):
     numbers: Tensor
     scales: Tensor
 
+    @classmethod
+    def empty(cls, rows: int, inputs: int, row_format: RowFormat, device: torch.device) -> "Rows8":
+        """The last group of a row may be short."""
+        dtype, group = row_format
+        groups = 1 if group is None else triton.cdiv(inputs, group)
+        numbers = torch.empty((rows, inputs), dtype=dtype, device=device)
+        return cls(numbers, torch.empty((rows, groups), dtype=torch.float32, device=device))
 
-def quantise_rows(x_TI: Tensor, dtype: torch.dtype, group: int | None = None) -> Rows8:
-    """`group` None: one scale a row. The last group of a row may be short."""
+
+def quantise_rows(x_TI: Tensor, row_format: RowFormat) -> Rows8:
     rows, inputs = x_TI.shape
-    groups = 1 if group is None else -(-inputs // group)
-    numbers = torch.empty((rows, inputs), dtype=dtype, device=x_TI.device)
-    scales = torch.empty((rows, groups), dtype=torch.float32, device=x_TI.device)
+    eight = Rows8.empty(rows, inputs, row_format, x_TI.device)
+    block = power_of_two(inputs)
+    if row_format.group is not None:
+        block = min(block, max(BLOCK, row_format.group))
     if rows:
-        quantise_kernel[(rows, groups)](
-            numbers,
-            scales,
+        quantise_kernel[(rows, triton.cdiv(inputs, block))](
+            *eight,
             x_TI,
             x_TI.stride(0),
-            INPUTS=inputs,
-            GROUP=group or inputs,
-            BLOCK=power_of_two(group or inputs),
-            LARGEST=LARGEST[dtype],
-            num_warps=1 if (group or inputs) <= 512 else 8,
+            WIDTH=inputs,
+            BLOCK=block,
+            GROUP=group_in(block, row_format),
+            LARGEST=LARGEST[row_format.dtype],
+            num_warps=warps_for(block),
         )
-    return Rows8(numbers, scales)
+    return eight
+
+
+def group_in(block: int, row_format: RowFormat | None) -> int:
+    """The constant GROUP of kernels whose programs have `block` columns; 0 where nothing is quantised."""
+    if row_format is None:
+        return 0
+    group = row_format.group
+    assert group is None or group == power_of_two(group)
+    return block if group is None else min(group, block)
 
 
 @triton.jit
@@ -45,26 +71,42 @@ def quantise_kernel(
     scales: tl.tensor,
     x: tl.tensor,
     x_row: tl.tensor,
-    INPUTS: tl.constexpr,
-    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     LARGEST: tl.constexpr,
 ) -> None:
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    offset = tl.arange(0, BLOCK)
-    column = group * GROUP + offset
-    inside = (offset < GROUP) & (column < INPUTS)
-    values = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
-    rounded, scale = to_eight_bits(values, LARGEST)
-    tl.store(numbers + row * INPUTS + column, rounded.to(numbers.dtype.element_ty), mask=inside)
-    tl.store(scales + row * tl.num_programs(1) + group, scale)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    column = first + tl.arange(0, BLOCK)
+    values = tl.load(x + row * x_row + column, mask=column < WIDTH, other=0.0)
+    store_eight_bits(numbers, scales, values, row, first, WIDTH, BLOCK, GROUP, LARGEST)
 
 
 @triton.jit
-def to_eight_bits(values: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
-    """Float32 numbers of one row -> what to store, and the scale."""
-    scale = row_scale(tl.max(magnitude(values), 0), LARGEST)
-    return eight_bits(values, scale, LARGEST), scale
+def store_eight_bits(
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    values: tl.tensor,
+    row: tl.tensor,
+    first: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
+) -> None:
+    """BLOCK values of a row from column `first` on, those beyond WIDTH zeros. Scales do not depend on who had
+    the values in hand: one largest number and one division a group.
+    """
+    GROUPS: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
+    HERE: tl.constexpr = BLOCK // GROUP
+    grouped = tl.reshape(values.to(tl.float32), (HERE, GROUP))
+    scale = row_scale(tl.max(magnitude(grouped), 1), LARGEST)
+    rounded = tl.reshape(eight_bits(grouped, scale[:, None], LARGEST), (BLOCK,))
+    column = first + tl.arange(0, BLOCK)
+    place = numbers + row * WIDTH + column
+    tl.store(place, rounded.to(numbers.dtype.element_ty), mask=column < WIDTH)
+    group = first // GROUP + tl.arange(0, HERE)
+    tl.store(scales + row * GROUPS + group, scale, mask=group < GROUPS)
 
 
 @triton.jit

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .kv_cache import LARGEST
-from .quantise import Rows8, to_eight_bits
-from .tiles import power_of_two
+from .quantise import RowFormat, Rows8, group_in, store_eight_bits
+from .tiles import power_of_two, warps_for
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -25,17 +25,15 @@ def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float
 
 
 def norm_rows(
-    x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps: float, dtype: torch.dtype | None
+    x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps: float, row_format: RowFormat | None
 ) -> tuple[Tensor, Rows8 | None]:
-    """The norm; with `dtype` also quantised, one scale a row."""
+    """The norm; with `row_format` also quantised."""
     rows, width = x_TE.shape
     assert x_TE.stride(1) == 1
     assert residual_TE is None or residual_TE.is_contiguous()
     out_TE = torch.empty((rows, width), dtype=x_TE.dtype, device=x_TE.device)
-    eight = None
-    if dtype is not None:
-        numbers = torch.empty((rows, width), dtype=dtype, device=x_TE.device)
-        eight = Rows8(numbers, torch.empty((rows, 1), dtype=torch.float32, device=x_TE.device))
+    eight = None if row_format is None else Rows8.empty(rows, width, row_format, x_TE.device)
+    block = power_of_two(width)
     if rows:
         norm_kernel[(rows,)](
             out_TE,
@@ -47,18 +45,13 @@ def norm_rows(
             x_TE.stride(0),
             eps,
             WIDTH=width,
-            BLOCK=power_of_two(width),
+            BLOCK=block,
             RESIDUAL=residual_TE is not None,
-            QUANTISE=eight is not None,
-            LARGEST=1.0 if dtype is None else LARGEST[dtype],
+            GROUP=group_in(block, row_format),
+            LARGEST=1.0 if row_format is None else LARGEST[row_format.dtype],
             num_warps=warps_for(width),
         )
     return out_TE, eight
-
-
-def warps_for(width: int) -> int:
-    """16 numbers a thread at most, where a block may have that many threads."""
-    return min(16, max(1, power_of_two(width) // 512))
 
 
 @triton.jit
@@ -74,7 +67,7 @@ def norm_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    QUANTISE: tl.constexpr,
+    GROUP: tl.constexpr,
     LARGEST: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -91,10 +84,8 @@ def norm_kernel(
     weights = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     normed = (values * inverse * weights).to(out.dtype.element_ty)
     tl.store(out + row * WIDTH + column, normed, mask=inside)
-    if QUANTISE:
-        rounded, scale = to_eight_bits(normed.to(tl.float32), LARGEST)
-        tl.store(numbers + row * WIDTH + column, rounded.to(numbers.dtype.element_ty), mask=inside)
-        tl.store(scales + row, scale)
+    if GROUP:
+        store_eight_bits(numbers, scales, normed, row, 0, WIDTH, BLOCK, GROUP, LARGEST)
 
 
 def norm_heads(x_TnD: Tensor, weight_nD: Tensor, eps: float) -> Tensor:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..rows import Sampled, SampleRows
-from .threshold import above, find, ordered, pick, pick_weighted, value_of, weights
+from .threshold import above, find, ordered, pick, value_of, weights
 
 CHUNK = 4096
 LOWEST = tl.constexpr(-2139095041)
@@ -113,7 +113,7 @@ def sample_kernel(
     token = tl.full((), 0, tl.int32)
     if tl.abs(best) < float("inf"):
         if temperature < 1e-5:
-            token = pick(x, most, ordered(best), 0, vocabulary, chunks, CHUNK)
+            token = pick(x, most, ordered(best), 0, best, 1.0, 0, vocabulary, chunks, CHUNK, True)
         else:
             token = draw(
                 x, most, best, temperature.to(tl.float32), tl.load(ks + row), tl.load(ps + row),
@@ -195,12 +195,12 @@ def draw(
         hit = find(x, most, point + 1, edge, end, best, temperature, least, vocabulary, chunks, CHUNK, False)
         _, before = above(x, most, hit + 1, best, temperature, least, vocabulary, chunks, CHUNK)
         each = tl.maximum(weights(value_of(hit), best, temperature, least), 1)
-        tie = ((point - before) // each).to(tl.int32)
-        token = pick(x, most, hit.to(tl.int32), tie, vocabulary, chunks, CHUNK)
+        tie = (point - before) // each
+        token = pick(x, most, hit, tie, best, temperature, least, vocabulary, chunks, CHUNK, True)
     else:
         _, total = above(x, most, bottom, best, temperature, least, vocabulary, chunks, CHUNK)
         point = tl.minimum((noise * total.to(tl.float64)).to(tl.int64), total - 1)
-        token = pick_weighted(x, point, best, temperature, least, vocabulary, chunks, CHUNK)
+        token = pick(x, most, bottom, point, best, temperature, least, vocabulary, chunks, CHUNK, False)
     return token
 
 

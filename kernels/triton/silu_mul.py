@@ -6,43 +6,40 @@ import triton.language as tl
 from torch import Tensor
 
 from .kv_cache import LARGEST
-from .quantise import Rows8, to_eight_bits
-from .rms_norm import warps_for
-from .tiles import power_of_two
+from .quantise import RowFormat, Rows8, group_in, store_eight_bits
+from .tiles import power_of_two, warps_for
 
 BLOCK = 2048
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
+    return gate_rows(gate_up_T2F, None)[0]
+
+
+def gate_rows(gate_up_T2F: Tensor, row_format: RowFormat | None) -> tuple[Tensor, Rows8 | None]:
+    """The product; with `row_format` also quantised."""
     rows, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     assert gate_up_T2F.stride(1) == 1
-    out_TF = torch.empty((rows, width), dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
-    if rows:
-        grid = (rows, triton.cdiv(width, BLOCK))
-        silu_kernel[grid](out_TF, gate_up_T2F, gate_up_T2F.stride(0), WIDTH=width, BLOCK=BLOCK, num_warps=8)
-    return out_TF
-
-
-def silu_mul_quantised(gate_up_T2F: Tensor, dtype: torch.dtype) -> tuple[Tensor, Rows8]:
-    """A program has a whole row: its largest number is wanted before any is stored."""
-    rows, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     device = gate_up_T2F.device
     out_TF = torch.empty((rows, width), dtype=gate_up_T2F.dtype, device=device)
-    numbers = torch.empty((rows, width), dtype=dtype, device=device)
-    scales = torch.empty((rows, 1), dtype=torch.float32, device=device)
+    eight = None if row_format is None else Rows8.empty(rows, width, row_format, device)
+    whole = row_format is not None and row_format.group is None
+    # The largest number of a row is wanted before any is stored.
+    block = power_of_two(width) if whole else BLOCK
     if rows:
-        silu_quantise_kernel[(rows,)](
+        silu_kernel[(rows, triton.cdiv(width, block))](
             out_TF,
-            numbers,
-            scales,
+            out_TF if eight is None else eight.numbers,
+            out_TF if eight is None else eight.scales,
             gate_up_T2F,
             gate_up_T2F.stride(0),
             WIDTH=width,
-            BLOCK=power_of_two(width),
-            LARGEST=LARGEST[dtype],
-            num_warps=warps_for(width),
+            BLOCK=block,
+            GROUP=group_in(block, row_format),
+            LARGEST=1.0 if row_format is None else LARGEST[row_format.dtype],
+            num_warps=warps_for(width) if whole else 8,
         )
-    return out_TF, Rows8(numbers, scales)
+    return out_TF, eight
 
 
 @triton.jit
@@ -57,15 +54,6 @@ def gated(x: tl.tensor, column: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def silu_kernel(
-    out: tl.tensor, x: tl.tensor, x_row: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + row * WIDTH + column, gated(x + row * x_row, column, WIDTH), mask=column < WIDTH)
-
-
-@triton.jit
-def silu_quantise_kernel(
     out: tl.tensor,
     numbers: tl.tensor,
     scales: tl.tensor,
@@ -73,12 +61,12 @@ def silu_quantise_kernel(
     x_row: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     LARGEST: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    column = first + tl.arange(0, BLOCK)
     result = gated(x + row * x_row, column, WIDTH)
     tl.store(out + row * WIDTH + column, result, mask=column < WIDTH)
-    rounded, scale = to_eight_bits(result.to(tl.float32), LARGEST)
-    tl.store(numbers + row * WIDTH + column, rounded.to(numbers.dtype.element_ty), mask=column < WIDTH)
-    tl.store(scales + row, scale)
+    if GROUP:
+        store_eight_bits(numbers, scales, result, row, first, WIDTH, BLOCK, GROUP, LARGEST)

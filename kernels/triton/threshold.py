@@ -93,30 +93,6 @@ def pick(
     x: tl.tensor,
     most: tl.tensor,
     key: tl.tensor,
-    tie: tl.tensor,
-    vocabulary: tl.tensor,
-    chunks: tl.tensor,
-    CHUNK: tl.constexpr,
-) -> tl.tensor:
-    """The id number `tie` of those with this key, counted from 0 by id."""
-    token = tl.full((), 0, tl.int32)
-    left = tl.full((), 1, tl.int32) + tie
-    for c in range(chunks):
-        if (left > 0) & (ordered(tl.load(most + c)) >= key):
-            v = c * CHUNK + tl.arange(0, CHUNK)
-            logit = tl.load(x + v, mask=v < vocabulary, other=float("-inf")).to(tl.float32)
-            equal = ((ordered(logit) == key) & (v < vocabulary)).to(tl.int32)
-            there = tl.sum(equal, 0)
-            if there >= left:
-                ours = (equal > 0) & (tl.cumsum(equal, 0) == left)
-                token = tl.max(tl.where(ours, v, 0), 0)
-            left -= there
-    return token
-
-
-@triton.jit
-def pick_weighted(
-    x: tl.tensor,
     point: tl.tensor,
     best: tl.tensor,
     temperature: tl.tensor,
@@ -124,15 +100,21 @@ def pick_weighted(
     vocabulary: tl.tensor,
     chunks: tl.tensor,
     CHUNK: tl.constexpr,
+    TIES: tl.constexpr,
 ) -> tl.tensor:
-    """The first id, in the order of ids, at which the sum of weights exceeds `point`."""
+    """The first id, in the order of ids, at which the sum of weights exceeds `point`; ids below `key` must
+    weigh nothing. TIES: ids of this key weigh 1 and others nothing, so it is their number `point` from 0 on.
+    """
     token = tl.full((), 0, tl.int32)
     left = tl.full((), 0, tl.int64) + point
     for c in range(chunks):
-        if left >= 0:
+        if (left >= 0) & (ordered(tl.load(most + c)) >= key):
             v = c * CHUNK + tl.arange(0, CHUNK)
             logit = tl.load(x + v, mask=v < vocabulary, other=float("-inf")).to(tl.float32)
-            weight = weights(logit, best, temperature, least)
+            if TIES:
+                weight = ((ordered(logit) == key) & (v < vocabulary)).to(tl.int64)
+            else:
+                weight = weights(logit, best, temperature, least)
             there = tl.sum(weight, 0)
             if there > left:
                 token = c * CHUNK + tl.sum((tl.cumsum(weight, 0) <= left).to(tl.int32), 0)

@@ -41,6 +41,11 @@ def power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
+def warps_for(width: int) -> int:
+    """Of a program with a row in registers: 16 numbers a thread at most, as far as threads go."""
+    return min(16, max(1, power_of_two(width) // 512))
+
+
 def tile_of_8_bits(device: torch.device, rows: int, *, fixed: bool = False) -> Tile:
     """For a product of 8-bit rows and 8-bit weights; `fixed`: one tile whatever the number of rows."""
     if fixed:

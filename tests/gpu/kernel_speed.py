@@ -20,7 +20,7 @@ from llmbox.kernels.rows import SampleRows
 from llmbox.kernels.triton import gemm_experts, gemm_fp8
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.dequantise import dequantise
-from llmbox.kernels.triton.linear import Floats8, Integers
+from llmbox.kernels.triton.linear import FP8_ROWS, Floats8, Integers
 from llmbox.kernels.triton.quantise import quantise_rows
 from llmbox.kernels.triton.tiles import has_fp8
 
@@ -170,7 +170,7 @@ def linear(rows: int, quant: str | None) -> Work:
         variants["bf16 cuBLAS"] = [partial(F.linear, x, one) for one in plain]
     match packed[0]:
         case Floats8(_, scales, _):
-            eight = quantise_rows(x, FP8)
+            eight = quantise_rows(x, FP8_ROWS)
             variants["fp8, Triton"] = [
                 partial(gemm_fp8.fp8_product, eight, one.weight_OI, scales, None, BF16) for one in packed
             ]

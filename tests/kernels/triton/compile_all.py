@@ -80,7 +80,7 @@ def hopper() -> None:
     attention()
     attention(deterministic=True)
     attention(kv_dtype=FP8)
-    for quant in (None, "fp8", "fp8-block"):
+    for quant in (None, "fp8", "w8a8", "fp8-block"):
         rows(quant)
     linears("int8", (1, 100, 200, 600))
     linears("int4", (1, 20, 200))
@@ -97,6 +97,7 @@ def ampere() -> None:
     """No 8-bit floats there, and less shared memory."""
     attention(kv_dtype=torch.int8)
     linears("int4", (1,))
+    rows("w8a8")
     linears("w8a8", (1, 300))
 
 

@@ -1,5 +1,4 @@
 from itertools import pairwise
-from types import ModuleType
 
 import pytest
 import torch
@@ -7,13 +6,14 @@ from torch import Tensor
 
 from llmbox.kernels.packing import Rounded
 from llmbox.kernels.quant import QUANTS
-from llmbox.kernels.triton import gemm, gemm_fp8, gemm_int8, linear
+from llmbox.kernels.triton import gemm, gemm_8_bits, linear
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.dequantise import dequantise
 from llmbox.kernels.triton.gemm_experts import experts_product
 from llmbox.kernels.triton.gemm_fp8 import fp8_product
 from llmbox.kernels.triton.gemm_int8 import int8_product
-from llmbox.kernels.triton.quantise import quantise_rows
+from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS
+from llmbox.kernels.triton.quantise import RowFormat, quantise_rows
 from llmbox.kernels.triton.weights import pack_fp8, pack_fp8_blocks, pack_grouped
 from support.numbers import assert_near
 from support.paged import CPU
@@ -94,22 +94,23 @@ def test_a_batch_of_some_hundred_rows_reads_the_integers(
 def test_integer_rows_and_weights(quant: str) -> None:
     x, weight, bias = case(3, 300, 40)
     packed = pack_grouped(weight, QUANTS[quant])
-    rows = quantise_rows(x, torch.int8, packed.group)
+    rows = quantise_rows(x, RowFormat(torch.int8, packed.group))
     wide = rows.numbers.double() * rows.scales.repeat_interleave(packed.group, 1)[:, :300]
-    assert_near(int8_product(x, packed, bias), exact(wide, dequantise(packed, torch.float32), bias))
+    got = int8_product(rows, packed, bias, torch.float32)
+    assert_near(got, exact(wide, dequantise(packed, torch.float32), bias))
 
 
 def spread(scales: Tensor, outputs: int, inputs: int) -> Tensor:
     return scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:outputs, :inputs]
 
 
-@pytest.mark.parametrize("module", [gemm_int8, gemm_fp8])
-def test_split_inputs_of_8_bits(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
-    ops = triton_ops(CPU, torch.float32, QUANTS["w8a8" if module is gemm_int8 else "fp8-block"])
+@pytest.mark.parametrize("quant", ["w8a8", "fp8", "fp8-block"])
+def test_split_inputs_of_8_bits(monkeypatch: pytest.MonkeyPatch, quant: str) -> None:
+    ops = triton_ops(CPU, torch.float32, QUANTS[quant])
     x, weight, bias = case(3, 600, 140)
     packed = ops.pack_linear(weight, bias)
     whole = ops.linear(packed, x)
-    monkeypatch.setattr(module, "num_splits", lambda *_: 3)
+    monkeypatch.setattr(gemm_8_bits, "num_splits", lambda *_: 3)
     assert_near(ops.linear(packed, x), whole.double())
 
 
@@ -142,7 +143,7 @@ def test_blocks_that_were_put_together_between_their_borders() -> None:
     assert ops.stored is not None
     packed = ops.stored.pack_rounded(Rounded(QUANTS["fp8-block"], codes, scales), torch.float32, bias)
     assert packed.scales.shape == (110, 3)
-    rows = quantise_rows(x, FP8, 128)
+    rows = quantise_rows(x, FP8_BLOCKS)
     wide_x = rows.numbers.double() * rows.scales.repeat_interleave(128, 1)[:, :300]
     wide_w = codes.double() * scales.repeat_interleave(128, 1)[:, :300]
     assert_near(ops.linear(packed, x), exact(wide_x, wide_w, bias))
@@ -167,29 +168,40 @@ def test_rows_and_weights_of_8_bits(name: str, limit: float) -> None:
 
 def test_fp8_by_rows() -> None:
     x, weight, bias = case(3, 200, 40)
-    rows, (numbers, scales) = quantise_rows(x, FP8), pack_fp8(weight)
+    rows, (numbers, scales) = quantise_rows(x, FP8_ROWS), pack_fp8(weight)
     wide_x, wide_w = rows.numbers.double() * rows.scales, numbers.double() * scales
     assert_near(fp8_product(rows, numbers, scales, bias, torch.float32), exact(wide_x, wide_w, bias))
 
 
 def test_fp8_by_blocks() -> None:
     x, weight, bias = case(2, 200, 150)
-    rows = quantise_rows(x, FP8, 128)
+    rows = quantise_rows(x, FP8_BLOCKS)
     numbers, scales = weight.to(FP8), torch.rand(2, 2) + 0.5
     wide_x = rows.numbers.double() * rows.scales.repeat_interleave(128, 1)[:, :200]
     wide_w = numbers.double() * spread(scales, 150, 200)
     assert_near(fp8_product(rows, numbers, scales, bias, torch.float32), exact(wide_x, wide_w, bias))
 
 
-def test_an_fp8_linear_takes_the_rows_that_the_norm_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = triton_ops(CPU, torch.float32, QUANTS["fp8"])
-    x, weight, bias = case(3, 64, 48)
-    packed, one = ops.pack_linear(weight, bias), torch.ones(64)
-    normed = ops.rms_norm(x, one, 1e-6)
-    expected = ops.linear(packed, normed.clone())
-    assert (expected.double() - exact(normed, weight, bias)).norm() / expected.norm() < 0.06
-    monkeypatch.setattr(linear, "quantise_rows", None)  # not called
-    assert torch.equal(ops.linear(packed, normed), expected)
+@pytest.mark.parametrize("quant", ["w8a8", "fp8", "fp8-block"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_linear_takes_the_rows_that_norm_and_gate_left(
+    monkeypatch: pytest.MonkeyPatch, quant: str, deterministic: bool
+) -> None:
+    ops = triton_ops(CPU, torch.float32, QUANTS[quant], deterministic=deterministic)
+    x, weight, bias = case(3, 200, 48)
+    packed, one, residual = ops.pack_linear(weight, bias), torch.ones(200), torch.randn(3, 200)
+    quantise = linear.quantise_rows
+    for before in (
+        lambda: ops.rms_norm(x, one, 1e-6),
+        lambda: ops.add_rms_norm(x, residual, one, 1e-6),
+        lambda: ops.silu_mul(torch.cat((x, residual), 1)),
+    ):
+        left = before()
+        monkeypatch.setattr(linear, "quantise_rows", quantise)
+        expected = ops.linear(packed, left.clone())
+        assert (expected.double() - exact(left, weight, bias)).norm() / expected.norm() < 0.06
+        monkeypatch.setattr(linear, "quantise_rows", None)  # not called
+        assert torch.equal(ops.linear(packed, left), expected)
 
 
 @pytest.mark.parametrize("quant", [None, "int4", "fp8", "w8a8", "fp8-block"])

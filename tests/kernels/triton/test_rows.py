@@ -8,9 +8,10 @@ from llmbox.kernels.quant import QUANTS
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.kv_cache import LARGEST
-from llmbox.kernels.triton.quantise import Rows8, quantise_rows
+from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS
+from llmbox.kernels.triton.quantise import RowFormat, Rows8, quantise_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
-from llmbox.kernels.triton.silu_mul import silu_mul_quantised
+from llmbox.kernels.triton.silu_mul import gate_rows
 from support.numbers import TOLERANCE
 from support.paged import CPU, PagedStep
 
@@ -46,24 +47,51 @@ def test_norms(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("eight", EIGHT_BITS)
-def test_results_quantised_on_the_way_out(eight: torch.dtype) -> None:
-    x, weight = torch.randn(3, 100), torch.randn(100)
-    normed, rows = norm_rows(x, torch.randn(3, 100), weight, 1e-6, eight)
-    assert_rows8(rows, normed)
-    gated, rows = silu_mul_quantised(torch.randn(3, 200), eight)
-    assert_rows8(rows, gated)
+def test_quantised_rows(eight: torch.dtype) -> None:
     x = torch.randn(3, 100)
-    assert_rows8(quantise_rows(x, eight), x)
-    groups = quantise_rows(x, eight, 32)
+    assert_rows8(quantise_rows(x, RowFormat(eight, None)), x)
+    groups = quantise_rows(x, RowFormat(eight, 32))
     for g, part in enumerate(x.split(32, 1)):
         assert_rows8(Rows8(groups.numbers[:, 32 * g : 32 * g + 32], groups.scales[:, g : g + 1]), part)
+
+
+def same_bits(got: Rows8 | None, expected: Rows8) -> None:
+    assert got is not None
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.shape == theirs.shape
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("row_format", [RowFormat(torch.int8, 128), FP8_BLOCKS, FP8_ROWS])
+@pytest.mark.parametrize("width", [40, 128, 300, 2200])
+def test_fused_rows_are_those_of_a_pass_of_their_own(
+    dtype: torch.dtype, row_format: RowFormat, width: int
+) -> None:
+    """Bit by bit: narrower than a group, a short last group, more than one program a row; zeros and NaN."""
+    x, residual, weight = (torch.randn(s).to(dtype) for s in ((5, width), (5, width), (width,)))
+    for rows in (x, residual):
+        rows[1], rows[2, : width // 2] = 0, 0
+    x[3, width - 1] = torch.nan
+    normed, eight = norm_rows(x, None, weight, 1e-6, row_format)
+    assert torch.equal(normed[:3], norm_rows(x, None, weight, 1e-6, None)[0][:3])
+    same_bits(eight, quantise_rows(normed, row_format))
+    ours, theirs = residual.clone(), residual.clone()
+    normed, eight = norm_rows(x, ours, weight, 1e-6, row_format)
+    assert torch.equal(normed[:3], norm_rows(x, theirs, weight, 1e-6, None)[0][:3])
+    assert torch.equal(ours[:3], theirs[:3])
+    same_bits(eight, quantise_rows(normed, row_format))
+    gates = torch.cat((x, residual), 1)
+    gated, eight = gate_rows(gates, row_format)
+    assert torch.equal(gated[:3], OPS.silu_mul(gates)[:3])
+    same_bits(eight, quantise_rows(gated, row_format))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_stays_so(bad: float) -> None:
     x = torch.randn(2, 40)
     x[0, 7] = bad
-    numbers, scales = quantise_rows(x, torch.int8)
+    numbers, scales = quantise_rows(x, RowFormat(torch.int8, None))
     assert scales[0].isnan().all()
     assert scales[1].isfinite().all()
     assert numbers[1].abs().max() == 127
