@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gpu.checks import LIMIT, Check, Checks, Setting, distance, name_of
 from llmbox.engine.noise import uniform
 from llmbox.engine.sampler.draw import Knobs, draw_greedy, draw_ranked, draw_whole
 from llmbox.kernels.ops import Ops
@@ -17,46 +17,33 @@ from llmbox.kernels.rows import DecodeInputs, DecodeRows, SampleRows
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.dequantise import dequantise
 from llmbox.kernels.triton.gemm_experts import experts_product
-from llmbox.kernels.triton.linear import Blocks8, Floats8, Integers, Integers8, Plain
+from llmbox.kernels.triton.linear import Blocks8, Floats8, Integers, Integers8, Plain, rows_for
+from llmbox.kernels.triton.quantise import quantise_rows
+from llmbox.kernels.triton.rms_norm import norm_rows
+from llmbox.kernels.triton.silu_mul import gate_rows
 from llmbox.kernels.triton.tiles import has_fp8
 from support.paged import PagedStep
 from support.poison import poisoned_memory
 
 FP8 = torch.float8_e4m3fn
-LIMIT = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""||got - exact|| / ||exact||."""
 SHAPES = [((32, 8), 128), ((14, 2), 64), ((5, 1), 80), ((8, 8), 96)]
 """Query and kv heads, head dim."""
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    device: torch.device
-    dtypes: tuple[torch.dtype, ...]
-    tiny: bool
-    seed: int
-
-    def randn(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(shape, device=self.device).to(dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    name: str
-    error: float
-    limit: float
-
-    @property
-    def passed(self) -> bool:
-        return self.error <= self.limit  # false for NaN
-
-
-Checks = Iterator[Check]
-
-
 def all_checks(setting: Setting) -> Iterator[Callable[[], list[Check]]]:
     """Each runs a group of checks, so that a caller may stop between two."""
-    groups = (attention, long_prompts, invariance, heads, rows, linears, experts, sampling, advance)
+    groups = (
+        attention,
+        long_prompts,
+        invariance,
+        heads,
+        rows,
+        fused_rows,
+        linears,
+        experts,
+        sampling,
+        advance,
+    )
 
     def run(group: Callable[[Setting, torch.dtype], Checks], dtype: torch.dtype) -> list[Check]:
         torch.manual_seed(setting.seed)
@@ -66,15 +53,6 @@ def all_checks(setting: Setting) -> Iterator[Callable[[], list[Check]]]:
     for dtype in setting.dtypes:
         for group in groups:
             yield lambda group=group, dtype=dtype: run(group, dtype)
-
-
-def distance(got: Tensor, exact: Tensor) -> float:
-    exact = exact.double()
-    return float((got.double() - exact).norm() / exact.norm())
-
-
-def name_of(*parts: object) -> str:
-    return " ".join(str(part).removeprefix("torch.") for part in parts if part is not None)
 
 
 def attention_cases(setting: Setting, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
@@ -174,6 +152,23 @@ def rows(setting: Setting, dtype: torch.dtype) -> Checks:
     gates = setting.randn(5, 2 * width, dtype=dtype)
     exact = REFERENCE.silu_mul(gates.double())
     yield Check(name_of("silu_mul", dtype), distance(ops.silu_mul(gates), exact), limit)
+
+
+def fused_rows(setting: Setting, dtype: torch.dtype) -> Checks:
+    """Bits of the 8-bit rows that norms and gates leave against those of a pass of their own."""
+    formats = [rows_for(quant) for quant in QUANTS.values() if has_fp8(setting.device) or not quant.is_float]
+    for row_format in filter(None, formats):
+        for width in (200,) if setting.tiny else (1000, 4096, 12288):
+            x, residual, weight = (setting.randn(*s, dtype=dtype) for s in ((5, width), (5, width), (width,)))
+            normed, left = norm_rows(x, residual.clone(), weight, 1e-6, row_format)
+            plain, _ = norm_rows(x, residual, weight, 1e-6, None)
+            gated, also_left = gate_rows(torch.cat((x, residual), 1), row_format)
+            unequal = [not torch.equal(normed, plain)]
+            for rows8, wide in ((left, normed), (also_left, gated)):
+                pairs = zip(rows8, quantise_rows(wide, row_format), strict=True)
+                unequal += [not torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs]
+            name = name_of("rows left in 8 bits", dtype, row_format.dtype, row_format.group, "width", width)
+            yield Check(name, sum(unequal) / len(unequal), 0.0)
 
 
 def wide_weights(packed: object) -> Tensor:

@@ -20,8 +20,10 @@ from llmbox.kernels.rows import SampleRows
 from llmbox.kernels.triton import gemm_experts, gemm_fp8
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.dequantise import dequantise
-from llmbox.kernels.triton.linear import FP8_ROWS, Floats8, Integers
+from llmbox.kernels.triton.linear import FP8_ROWS, Floats8, Integers, rows_for
 from llmbox.kernels.triton.quantise import quantise_rows
+from llmbox.kernels.triton.rms_norm import norm_rows
+from llmbox.kernels.triton.silu_mul import gate_rows
 from llmbox.kernels.triton.tiles import has_fp8
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -85,6 +87,9 @@ def all_work() -> Iterator[Callable[[], Work]]:
     for rows in (64, 8192):
         yield partial(norm, rows)
         yield partial(gates, rows)
+        for quant in ("w8a8", "fp8", "fp8-block") if has_fp8(DEVICE) else ("w8a8",):
+            yield partial(norm_in_8_bits, rows, quant)
+            yield partial(gates_in_8_bits, rows, quant)
         yield partial(heads, rows)
     for rows in (1, 64, 256):
         for kind in ("greedy", "whole", "top-p"):
@@ -191,6 +196,30 @@ def norm(rows: int) -> Work:
         "eager": [partial(REFERENCE.add_rms_norm, x, y, weight, 1e-6) for x, y in sets],
     }
     return Work(f"add_rms_norm, {rows} rows", 4 * rows * HIDDEN * 2, 0, "bf16", variants)
+
+
+def norm_in_8_bits(rows: int, quant: str) -> Work:
+    """The norm and what the next linear multiplies, at once and one after the other."""
+    weight, row_format = randn(HIDDEN), rows_for(QUANTS[quant])
+    sets = [(randn(rows, HIDDEN), randn(rows, HIDDEN)) for _ in range(4)]
+    apart = lambda x, y: quantise_rows(norm_rows(x, y, weight, 1e-6, None)[0], row_format)  # noqa: E731
+    variants = {
+        "ours": [partial(norm_rows, x, y, weight, 1e-6, row_format) for x, y in sets],
+        "two passes": [partial(apart, x, y) for x, y in sets],
+    }
+    name = f"add_rms_norm, {rows} rows, left for {quant} too"
+    return Work(name, 9 * rows * HIDDEN, 0, "bf16", variants)
+
+
+def gates_in_8_bits(rows: int, quant: str) -> Work:
+    row_format = rows_for(QUANTS[quant])
+    sets = [randn(rows, 2 * FFN) for _ in range(4)]
+    apart = lambda x: quantise_rows(gate_rows(x, None)[0], row_format)  # noqa: E731
+    variants = {
+        "ours": [partial(gate_rows, x, row_format) for x in sets],
+        "two passes": [partial(apart, x) for x in sets],
+    }
+    return Work(f"silu_mul, {rows} rows, left for {quant} too", 7 * rows * FFN, 0, "bf16", variants)
 
 
 def gates(rows: int) -> Work:

@@ -47,7 +47,8 @@ def main() -> None:
 
 
 def correctness(report: Report, seed: int) -> None:
-    from gpu.correctness import Setting, all_checks
+    from gpu.checks import Setting
+    from gpu.correctness import all_checks
 
     report.section(f"Correctness (seed {seed})")
     dtypes = (torch.bfloat16, torch.float16, torch.float32)

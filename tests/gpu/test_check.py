@@ -87,6 +87,8 @@ def test_floors_of_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel_speed.linear(kernel_speed.MANY + 1, "int8"),
         kernel_speed.norm(3),
         kernel_speed.gates(3),
+        kernel_speed.norm_in_8_bits(3, "w8a8"),
+        kernel_speed.gates_in_8_bits(3, "fp8-block"),
         kernel_speed.heads(3),
         kernel_speed.sampling(3, "top-p"),
     ]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from gpu.correctness import Check, Setting, all_checks
+from gpu.checks import Check, Setting
+from gpu.correctness import all_checks
 from support.triton_interpreter import turn_on
 
 turn_on()
