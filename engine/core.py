@@ -9,7 +9,7 @@ from .answers import error_answer, finish_reason
 from .block_map import block_map
 from .errors import DoesNotFit
 from .messages import AddRequest, BlockMap, EngineStats, ModelInfo, RequestOutput, StepOutputs
-from .pipeline import OverlappingRunner
+from .pipeline import OverlappingRunner, pipeline_of
 from .request import Request
 from .scheduler import Scheduler
 from .step import StepPlan
@@ -26,6 +26,7 @@ class Engine:
         self.info = info
         self._scheduler = scheduler
         self._runner = runner
+        self._pipeline = pipeline_of(runner)
         self._launched: deque[tuple[StepPlan, Any]] = deque()
         """Steps that the runner has not given back yet, oldest first."""
         self._clock = clock
@@ -43,7 +44,8 @@ class Engine:
         the first, the second is scheduled, with the first's tokens still unknown here.
         """
         started = self._clock()
-        plan = self._scheduler.schedule()
+        worked = bool(self._launched)
+        plan = self._scheduler.schedule(self._pipeline)
         try:
             if plan:
                 self._launched.append((plan, self._runner.launch(plan)))
@@ -51,7 +53,9 @@ class Engine:
         except BaseException:
             self._discard(plan)
             raise
-        self._count(plan, self._clock() - started)
+        self._steps += bool(plan)
+        if plan or worked:
+            self._step_seconds += self._clock() - started
         return StepOutputs(outputs=outputs, stats=self.stats())
 
     def prepare(self) -> bool:
@@ -124,8 +128,3 @@ class Engine:
             self._scheduler.discard(launched)
         self._scheduler.discard(plan)
         self._launched.clear()
-
-    def _count(self, plan: StepPlan, seconds: float) -> None:
-        if plan:
-            self._steps += 1
-            self._step_seconds += seconds

@@ -1,8 +1,9 @@
-"""How the engine and a runner take turns: one step at a time, or the next one launched meanwhile."""
+"""How the engine and a runner take turns: one step at a time, or the next ones launched meanwhile."""
 
 from typing import Any, Protocol
 
 from .step import StepPlan, StepResult
+from .turns import Pipeline
 
 
 class Runner(Protocol):
@@ -25,6 +26,8 @@ class OverlappingRunner(Protocol):
 
     depth: int
     """Steps that may be launched before the results of an older one are taken."""
+    stages: int
+    """Of these and that one, how many are computed at the same time, each in another part of the layers."""
 
     def launch(self, plan: StepPlan) -> Any:
         """Begin the step and return at once, with a handle for `collect`."""
@@ -46,6 +49,7 @@ class OneAtATime:
     """Makes one of a `Runner`, which works while it is called: a step is done when it is launched."""
 
     depth = 0
+    stages = 1
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -58,3 +62,8 @@ class OneAtATime:
 
     def prepare(self) -> bool:
         return False
+
+
+def pipeline_of(runner: OverlappingRunner) -> Pipeline:
+    """What is launched beyond a step for each stage is launched before the tokens that it needs are known."""
+    return Pipeline(runner.stages, runner.depth + 1 - runner.stages)

@@ -34,6 +34,8 @@ class Request:
     num_pending: int = 0
     admissions: int = 0
     """Times it began or ceased to run: tells a launched step's rows from those of a life before."""
+    turn: int = 0
+    """Number of the last step that computes some of it."""
     num_cached: int | None = None
     """Prompt tokens found in the prefix cache at first admission; None before it."""
     num_looked_up: int = 0

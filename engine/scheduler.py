@@ -20,7 +20,8 @@ from .messages import RequestOutput
 from .request import Request
 from .scheduler_config import SchedulerConfig
 from .step import SampledToken, ScheduledRequest, StepPlan, StepResult
-from .waiting import WaitingQueue, band
+from .turns import ONE_STAGE, Pipeline, Turns
+from .waiting import WaitingQueue, least_deserving
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
@@ -37,6 +38,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._running: dict[str, Request] = {}
         self._waiting = WaitingQueue(config.ageing_seconds)
+        self._turns = Turns()
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.preemptions = 0
@@ -104,28 +106,36 @@ class Scheduler:
 
     # ------------------------------------------------------------------ schedule
 
-    def schedule(self) -> StepPlan:
+    def schedule(self, pipeline: Pipeline = ONE_STAGE) -> StepPlan:
         """The next step: decoding requests first, so that streams never starve; then prompts, most urgent
-        first, whether admitted already or still waiting.
+        first, whether admitted already or still waiting. Steps of several stages share the token budget.
         """
         plan = StepPlan()
         admitting = self.config.batching == "continuous" or not self._running
         self._grow_running()
-        prompts = []
-        for request in self._running.values():
-            remaining = request.num_remaining
-            if remaining > 1:
-                prompts.append(request)
-            elif not (request.num_pending and request.is_ending):
-                plan.rows.append(_planned(request, 1, remaining))
-        budget = self.config.token_budget - len(plan.rows)
+        decoding, prompts = self._by_phase()
+        plan.rows.extend(_planned(request, 1, 1) for request in self._turns.due(decoding, pipeline))
+        budget = -(-self.config.token_budget // pipeline.stages) - len(plan.rows)
         for request in sorted(prompts, key=self._waiting.urgency):
             if admitting:
                 budget = self._admit_waiting(plan, budget, before=request)
             budget = self._schedule_prompt(plan, budget, request)
         if admitting:
             self._admit_waiting(plan, budget)
+        if not plan.rows:
+            plan.rows.extend(_planned(request, 1, 1) for request in self._turns.early(decoding, pipeline))
+        self._turns.end(plan)
         return plan
+
+    def _by_phase(self) -> tuple[list[Request], list[Request]]:
+        """Running requests with one token left to compute, known or not, and those with more."""
+        decoding, prompts = [], []
+        for request in self._running.values():
+            if request.num_remaining > 1:
+                prompts.append(request)
+            elif not (request.num_pending and request.is_ending):
+                decoding.append(request)
+        return decoding, prompts
 
     def _schedule_prompt(self, plan: StepPlan, budget: int, request: Request) -> int:
         """As much of the prompt as the budget has, or all of it without chunking. Returns what is left."""
@@ -184,7 +194,7 @@ class Scheduler:
             while request.request_id in self._running:
                 if self.tables.grow(request, alone=len(self._running) == 1):
                     break
-                self._preempt(max(self._preemptible(), key=_least_deserving))
+                self._preempt(max(self._preemptible(), key=least_deserving))
 
     def _preemptible(self) -> Iterator[Request]:
         """Never empty when a request must grow: pinned ones do not, so it is in here itself."""
@@ -287,8 +297,3 @@ def _planned(request: Request, tokens: int, remaining: int) -> ScheduledRequest:
 def _has_prompt(request: Request) -> bool:
     """Whether the prompt's KV is in the pool."""
     return request.num_computed >= request.num_prompt
-
-
-def _least_deserving(request: Request) -> tuple[int, float]:
-    """The largest is preempted first: the newest of the lowest band."""
-    return band(request), request.arrived_at

@@ -12,6 +12,11 @@ def band(request: Request) -> int:
     return max(-LOWEST_BAND, min(LOWEST_BAND, request.priority))
 
 
+def least_deserving(request: Request) -> tuple[int, float]:
+    """The largest is preempted first: the newest of the lowest band."""
+    return band(request), request.arrived_at
+
+
 class WaitingQueue:
     """Ordered by band, then arrival, with ageing.
 

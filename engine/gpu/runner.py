@@ -58,6 +58,7 @@ class Launched:
 
 class DeviceRunner:
     depth = 1
+    stages = 1
 
     def __init__(
         self,

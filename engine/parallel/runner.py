@@ -84,7 +84,7 @@ class DeviceRanks:
     """
 
     def __init__(self, local: LocalDevice, crew: Others, watch: Watch) -> None:
-        self.depth = local.depth
+        self.depth, self.stages = local.depth, 1
         self._local = local
         self._crew = crew
         self._watch = watch

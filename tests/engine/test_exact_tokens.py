@@ -54,11 +54,19 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+PIPELINES = {
+    "": {},
+    "overlap": {"depth": 1},
+    "two stages": {"stages": 2, "depth": 1},
+    "three stages, overlap": {"stages": 3, "depth": 3},
+}
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("seed", range(4))
-def test_tokens_are_those_of_the_request_alone(variant, seed, overlap):
-    engine = FakeEngine(overlap=overlap, **VARIANTS[variant])
+def test_tokens_are_those_of_the_request_alone(variant, seed, pipeline):
+    engine = FakeEngine(**pipeline, **VARIANTS[variant])
     requests = workload(seed)
     for request in requests:
         engine.add(request)

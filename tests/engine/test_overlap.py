@@ -7,7 +7,7 @@ from support.scheduling import FakeEngine, make_request, scheduled
 
 
 def overlapping(**options):
-    return FakeEngine(overlap=True, **options)
+    return FakeEngine(depth=1, **options)
 
 
 def expected(request):

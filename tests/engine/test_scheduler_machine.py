@@ -13,6 +13,8 @@ from support.fake_runner import RunnerError, expected_output
 from support.scheduling import FakeEngine, make_request
 
 PREFIXES = ([], [1] * 4, [1] * 8, [1] * 4 + [2] * 5)  # so that prompts meet in the cache
+PIPELINES = ((1, 0), (1, 1), (2, 1), (3, 2), (2, 2), (3, 3))
+"""(stages, depth): steps in turn, one ahead; as many as there are stages; and one more than those."""
 
 has_work = precondition(lambda self: self.engine.engine.has_work)
 
@@ -30,12 +32,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "max_running": st.integers(2, 4),
                 "premium_share": st.sampled_from([0.0, 0.25]),
                 "watermark": st.sampled_from([0.0, 0.2]),
-                "overlap": st.booleans(),
             }
         ),
+        pipeline=st.sampled_from(PIPELINES),
     )
-    def start(self, slots, block_size, config):
-        self.numbers = {"num_blocks": slots // block_size, "block_size": block_size, "context": 60, **config}
+    def start(self, slots, block_size, config, pipeline):
+        stages, depth = pipeline
+        sizes = {"num_blocks": slots // block_size, "block_size": block_size, "context": 60}
+        self.numbers = {**sizes, "stages": stages, "depth": depth, **config}
         self.engine = FakeEngine(**self.numbers)
         self.asked = {}
 
@@ -118,13 +122,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         finally:
             self.engine.runner.crash_next = False
-        assert self.numbers["overlap"], "work was left, but nothing was scheduled"
+        assert self.numbers["depth"], "work was left, but nothing was scheduled"
 
     @precondition(lambda self: len(self.engine.engine._launched) > 0)
     @rule()
     def results_are_lost(self):
         self.engine.runner.crash_next_collect = True
-        for _ in range(3):
+        for _ in range(self.numbers["depth"] + 2):
             try:
                 self.engine.step()
             except RunnerError:

@@ -121,14 +121,18 @@ class FakeRunner:
 class FakeOverlappingRunner(FakeRunner):
     """Computes a step when it is launched, as what comes next on a device would see it, and tells later."""
 
-    def __init__(self, num_blocks: int, block_size: int, depth: int = 1) -> None:
+    def __init__(self, num_blocks: int, block_size: int, depth: int = 1, stages: int = 1) -> None:
         super().__init__(num_blocks, block_size)
-        self.depth = depth
+        self.depth, self.stages = depth, stages
+        self.most_launched = 0
         self.crash_next_collect = False
         self._waiting: deque[StepPlan] = deque()
 
     def launch(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
+        if self.depth < self.stages:
+            self._check_apart(plan)
         self._waiting.append(plan)
+        self.most_launched = max(self.most_launched, len(self._waiting))
         assert len(self._waiting) <= self.depth + 1
         with self._forgetting_all():
             return plan, self.execute(plan)
@@ -144,6 +148,13 @@ class FakeOverlappingRunner(FakeRunner):
 
     def prepare(self) -> bool:
         return False
+
+    def _check_apart(self, plan: StepPlan) -> None:
+        """No row may need a token that a step draws which has not come back."""
+        drawing = {(row.request, row.admission) for step in self._waiting for row in step.rows if row.samples}
+        for row in plan.rows:
+            assert (row.request, row.admission) not in drawing, row.request.request_id
+            assert row.end <= row.request.num_tokens
 
     @contextmanager
     def _forgetting_all(self) -> Iterator[None]:

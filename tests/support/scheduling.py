@@ -112,12 +112,18 @@ class FakeEngine:
     """An engine over `FakeRunner` that keeps what it answered."""
 
     def __init__(
-        self, *, num_blocks: int = 100, block_size: int = 4, overlap: bool = False, **scheduler: object
+        self,
+        *,
+        num_blocks: int = 100,
+        block_size: int = 4,
+        depth: int = 0,
+        stages: int = 1,
+        **scheduler: object,
     ) -> None:
         self.scheduler = make_scheduler(num_blocks=num_blocks, block_size=block_size, **scheduler)
         self.runner: FakeRunner
-        if overlap:
-            self.runner = driven = FakeOverlappingRunner(num_blocks, block_size)
+        if depth:
+            self.runner = driven = FakeOverlappingRunner(num_blocks, block_size, depth, stages)
         else:
             self.runner = FakeRunner(num_blocks, block_size)
             driven = OneAtATime(self.runner)
