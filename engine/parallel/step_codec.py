@@ -1,7 +1,7 @@
 """A step as plain data: what rank 0 schedules, as the workers' runners read it; and what a step gave.
 
-Workers keep mirrors of the requests of the last step, so that a decoding request costs a token and now and
-then a block. A request that was in no row of the last step is told again whole.
+Workers keep mirrors of the requests that run, so that a decoding request costs a token and now and then a
+block. A request that runs again, after a preemption, is told again whole.
 
 Where steps overlap, a mirror lacks the tokens that rank 0 does not know yet: each rank has drawn them itself.
 """
@@ -19,8 +19,8 @@ from ..step import SampledToken, ScheduledRequest, StepPlan, StepResult
 from .link import NUMBER, Frame
 
 _DEFAULTS = SamplingParams(max_tokens=0)
-_ROW = 9
-# Integers of a row: number, start, tokens, samples, admission, pending, new ids, blocks that stay, new ones.
+_ROW = 8
+# Integers of a row: number, start, tokens, samples, admission, pending, new ids, new blocks.
 _GRAPH = "graph"
 _GONE = -1
 """Admission of a mirror that has left: runners find its state by that."""
@@ -28,14 +28,18 @@ _GONE = -1
 
 @dataclass(slots=True)
 class _Told:
-    """What the workers know of a request."""
+    """What the workers know of a request, in one of its admissions."""
 
     number: int
     request: Request
+    admission: int
     tokens: int = 0
     blocks: int = 0
     """Of its table, which only grows while an admission lasts."""
-    admission: int = -1
+
+    @property
+    def is_gone(self) -> bool:
+        return self.request.admissions != self.admission
 
 
 class StepEncoder:
@@ -45,37 +49,40 @@ class StepEncoder:
         self._next = 0
 
     def encode(self, plan: StepPlan, graph: int = 0) -> Frame:
-        """Integers: copies, rows, (source, destination) of each copy, and of each row what `_row` says.
+        """Integers: how many gone, copies and rows; numbers of requests that ceased to run since the last
+        step; (source, destination) of each copy; and of each row what `_row` says.
 
         `graph`: size that a decoding step is filled up to, see `decode_graph`.
         """
-        numbers = array(NUMBER, [len(plan.copies), len(plan.rows)])
+        gone = self._forget_gone()
+        numbers = array(NUMBER, [len(gone), len(plan.copies), len(plan.rows), *gone])
         for pair in plan.copies:
             numbers.extend(pair)
-        told, self._told = self._told, {}
         new: dict[str, Any] = {_GRAPH: graph} if graph else {}
         for row in plan.rows:
-            known = told.get(id(row.request))
+            known = self._told.get(id(row.request))
             if known is None:
-                known = _Told(self._next, row.request)
+                known = self._told[id(row.request)] = _Told(self._next, row.request, row.admission)
                 self._next += 1
                 new[str(known.number)] = _introduction(row.request)
-            self._told[id(row.request)] = known
             self._row(numbers, row, known)
         return Frame("step", new, numbers)
+
+    def _forget_gone(self) -> list[int]:
+        gone = [key for key, known in self._told.items() if known.is_gone]
+        return [self._told.pop(key).number for key in gone]
 
     def _row(self, numbers: "array[int]", row: ScheduledRequest, known: _Told) -> None:
         """See `_ROW`; the new ids and the new blocks follow."""
         request = row.request
         ids = request.token_ids[known.tokens :]
-        stay = known.blocks if known.admission == row.admission else 0
-        added = request.block_table[stay:]
+        added = request.block_table[known.blocks :]
         numbers.extend((known.number, row.start, row.num_tokens, row.samples, row.admission))
-        numbers.extend((request.num_pending, len(ids), stay, len(added)))
+        numbers.extend((request.num_pending, len(ids), len(added)))
         numbers.extend(ids)
         numbers.extend(added)
         known.tokens += len(ids)
-        known.blocks, known.admission = stay + len(added), row.admission
+        known.blocks += len(added)
 
 
 class StepDecoder:
@@ -84,27 +91,22 @@ class StepDecoder:
 
     def decode(self, frame: Frame) -> StepPlan:
         numbers = iter(frame.numbers)
-        copies, rows = islice(numbers, 2)
+        gone, copies, rows = islice(numbers, 3)
+        for number in islice(numbers, gone):
+            self._requests.pop(number).admissions = _GONE
         pairs = [(next(numbers), next(numbers)) for _ in range(copies)]
-        known, self._requests = self._requests, {}
-        plan = StepPlan([self._row(numbers, frame.body, known) for _ in range(rows)], pairs)
-        for request in known.values():
-            request.admissions = _GONE
-        return plan
+        return StepPlan([self._row(numbers, frame.body) for _ in range(rows)], pairs)
 
-    def _row(
-        self, numbers: Iterable[int], new: dict[str, Any], known: dict[int, Request]
-    ) -> ScheduledRequest:
-        number, start, tokens, samples, admission, pending, num_ids, stay, added = islice(numbers, _ROW)
+    def _row(self, numbers: Iterable[int], new: dict[str, Any]) -> ScheduledRequest:
+        number, start, tokens, samples, admission, pending, num_ids, added = islice(numbers, _ROW)
         ids, blocks = list(islice(numbers, num_ids)), list(islice(numbers, added))
-        request = known.pop(number, None)
+        request = self._requests.get(number)
         if request is None:
-            request = _introduced(new[str(number)], ids)
+            request = self._requests[number] = _introduced(new[str(number)], ids)
         else:
             request.token_ids += ids
-        request.block_table[stay:] = blocks
+        request.block_table += blocks
         request.admissions, request.num_pending = admission, pending
-        self._requests[number] = request
         return ScheduledRequest(request, start, tokens, bool(samples), admission)
 
 

@@ -8,21 +8,20 @@ from llmbox.engine.core import Engine
 from llmbox.engine.messages import AddRequest, TokenLogprobs
 from llmbox.engine.parallel.link import Frame
 from llmbox.engine.parallel.step_codec import StepDecoder, StepEncoder, decode_result, encode_result
-from llmbox.engine.pipeline import OneAtATime
 from llmbox.engine.sampling import SamplingParams
 from llmbox.engine.step import SampledToken, StepResult
-from support.fake_runner import FakeRunner
+from support.fake_runner import FakeOverlappingRunner
 from support.scheduling import INFO, make_scheduler
 
 
-class Mirroring(FakeRunner):
+class Mirroring(FakeOverlappingRunner):
     """Runs what comes out at the other end, and compares it with what went in."""
 
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
+    def __init__(self, num_blocks, stages=1, depth=0):
+        super().__init__(num_blocks, 4, depth, stages)
         self.encoder, self.decoder = StepEncoder(), StepDecoder()
         self.most = 0
-        self.mirrors = set()
+        self.mirrors = {}
 
     def execute(self, plan):
         frame = self.encoder.encode(plan)
@@ -39,9 +38,10 @@ class Mirroring(FakeRunner):
             for name in ("request_id", "token_ids", "block_table", "params", "num_prompt", "num_pending"):
                 assert getattr(row.request, name) == getattr(mirror.request, name), name
             assert mirror.request is not row.request
-        present = {mirror.request for mirror in mirrored.rows}
-        assert all(gone.admissions == -1 for gone in self.mirrors - present), "their rows are free"
-        self.mirrors |= present
+            self.mirrors[mirror.request] = row.request, row.admission
+        for mirror, (request, admission) in self.mirrors.items():
+            runs = request.admissions == admission
+            assert mirror.admissions == (admission if runs else -1), "rows of those that left are free"
         return super().execute(plan)
 
 
@@ -61,13 +61,14 @@ def params(rng, number):
 @pytest.mark.parametrize(
     "options", [{}, {"num_blocks": 13}, {"token_budget": 8}, {"max_running": 2}], ids=str
 )
+@pytest.mark.parametrize(("stages", "depth"), [(1, 0), (1, 1), (2, 1), (3, 3)])
 @pytest.mark.parametrize("seed", range(3))
-def test_mirrors_follow_the_scheduler(options, seed):
+def test_mirrors_follow_the_scheduler(options, seed, stages, depth):
     rng = random.Random(seed)
     options = {"num_blocks": 100, **options}
     scheduler = make_scheduler(**options)
-    runner = Mirroring(options["num_blocks"], 4)
-    engine = Engine(scheduler, OneAtATime(runner), INFO)
+    runner = Mirroring(options["num_blocks"], stages, depth)
+    engine = Engine(scheduler, runner, INFO)
     last = None
     for number in range(16):
         prompt = [rng.randrange(9) for _ in range(rng.randrange(1, 18))]
@@ -85,20 +86,25 @@ def test_mirrors_follow_the_scheduler(options, seed):
     while engine.has_work:
         engine.step()
     assert len(runner.plans) > 10
+    assert runner.most_launched > depth - (options.get("max_running") == 2)
     if options["num_blocks"] == 13:
         assert scheduler.preemptions > 0
 
 
-def test_a_decoding_request_costs_a_few_numbers():
+@pytest.mark.parametrize(("stages", "depth"), [(1, 0), (2, 1)])
+def test_a_decoding_request_costs_a_few_numbers(stages, depth):
+    """Also where it is not in every step."""
     scheduler = make_scheduler()
-    runner = Mirroring(100, 4)
-    engine = Engine(scheduler, OneAtATime(runner), INFO)
-    engine.add(AddRequest(request_id="a", prompt_ids=[5] * 40, params=SamplingParams(max_tokens=30)))
-    engine.step()
+    runner = Mirroring(100, stages, depth)
+    engine = Engine(scheduler, runner, INFO)
+    for name in "ab":
+        engine.add(AddRequest(request_id=name, prompt_ids=[5] * 40, params=SamplingParams(max_tokens=30)))
+    while scheduler.prompt_tokens < 80 or engine.stats().output_tokens < 2:
+        engine.step()
     runner.most = 0
     while engine.has_work:
         engine.step()
-    assert runner.most < 80
+    assert runner.most < (80 if stages == 2 else 120)
 
 
 def test_results_cross_unchanged():
