@@ -1,7 +1,7 @@
 """Rank 0's runners: tell every rank the step and compute rank 0's own part of it.
 
-`ParallelRunner` takes steps in turn, over ranks whose runners work while they are called. `DeviceRanks`
-launches them ahead, over ranks that all run `gpu/runner.py`.
+`ParallelRunner` is for runners that work while they are called: a launch is the work of the first stage.
+`DeviceRanks` launches steps ahead, over ranks that all run `gpu/runner.py`.
 """
 
 from typing import Any, Protocol
@@ -56,20 +56,34 @@ class Others(Protocol):
 
 
 class ParallelRunner:
-    """A `Runner`. All ranks run the same step and draw the same tokens; those of one rank count."""
+    """An `OverlappingRunner`. All ranks run the same steps and draw the same tokens; those of one rank count.
+
+    While later stages go on with a step, the first computes its part of the next: with one stage a step is
+    done when it is launched, with more there is one for each.
+    """
 
     def __init__(self, local: LocalRunner, crew: Others, watch: Watch) -> None:
+        self.stages = crew.layout.pp
+        self.depth = self.stages - 1
         self._local = local
         self._crew = crew
         self._watch = watch
         self._encoder = StepEncoder()
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> StepResult | None:
         with self._watch.guarding():
             self._crew.send(self._encoder.encode(plan))
             result = self._local.execute(plan)
-            answers = self._crew.layout.answers
-            return result if answers == 0 else decode_result(self._crew.receive(answers))
+            return result if self._crew.layout.answers == 0 else None
+
+    def collect(self, handle: StepResult | None) -> StepResult:
+        if handle is not None:
+            return handle
+        with self._watch.guarding():
+            return decode_result(self._crew.receive(self._crew.layout.answers))
+
+    def prepare(self) -> bool:
+        return False
 
     def close(self) -> None:
         self._watch.close()

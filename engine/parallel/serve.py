@@ -1,6 +1,7 @@
 """What a rank other than the first does all day: the steps that rank 0 tells."""
 
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from .link import Link
@@ -9,12 +10,17 @@ from .step_codec import StepDecoder, decode_graph, encode_result
 
 
 def serve_steps(link: Link, runner: LocalRunner, *, answers: bool) -> None:
-    """One at a time, until rank 0 is gone: raises RankLost. `answers`: this rank's tokens count."""
+    """In the order told, until rank 0 is gone: raises RankLost. `answers`: this rank's tokens count.
+
+    A thread sends them: rank 0 may be waiting for this stage to take the states of its next step, and reads
+    no results until then.
+    """
     decoder = StepDecoder()
-    while True:
-        result = runner.execute(decoder.decode(link.receive()))
-        if answers:
-            link.send(encode_result(result).encode())
+    with ThreadPoolExecutor(1, "answers") as sender:
+        while True:
+            result = runner.execute(decoder.decode(link.receive()))
+            if answers:
+                sender.submit(link.send, encode_result(result).encode())
 
 
 def serve_launches(link: Link, runner: LocalDevice, *, answers: bool) -> None:

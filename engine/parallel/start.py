@@ -12,7 +12,7 @@ from ..config import EngineConfig
 from ..estimator import MemoryPlan
 from ..gpu.runner import DeviceRunner
 from ..machine import read_machine
-from ..pipeline import OneAtATime, OverlappingRunner
+from ..pipeline import OverlappingRunner
 from .crew import Crew, Over
 from .cut import are_joined
 from .group import join, leave
@@ -74,14 +74,9 @@ class Ranks:
             watch.close()
             crew.close()
             raise
-        runner: OverlappingRunner
-        ranks: ParallelRunner | DeviceRanks
-        if isinstance(local, DeviceRunner):
-            runner = ranks = DeviceRanks(local, crew, watch)
-        else:
-            ranks = ParallelRunner(local, crew, watch)
-            runner = OneAtATime(ranks)
-        atexit.register(end, ranks)
+        make = DeviceRanks if isinstance(local, DeviceRunner) else ParallelRunner
+        runner = make(local, crew, watch)
+        atexit.register(end, runner)
         return runner, plan
 
 

@@ -117,12 +117,42 @@ async def test_ranks_that_launch_ahead_give_those_tokens_and_survive_the_loss_of
         assert not any(map(is_running, before)), "nobody is left of the engine that lost a rank"
 
 
-async def test_stages_give_the_tokens_of_one_process_and_die_with_rank_0(model):
+async def test_stages_give_the_tokens_of_one_process_and_live_and_die_together(model):
+    """A step is on its way in each when one is lost."""
+    wanted = expected(model)
     async with supervised(model, pp=2) as supervisor:
+        assert await answers(supervisor, asks("a")) == wanted
+        before = [supervisor.pid, *ranks_of(supervisor)]
+        streams = [supervisor.submit(request) for request in asks("b")]
+        reading = asyncio.create_task(all_of(streams))
+        await until(lambda: len(streams[0].output_ids) > 5, PATIENCE)
+        os.kill(before[-1], signal.SIGKILL)
+        assert [ids for ids, _ in await reading] == wanted
+        assert supervisor.restarts == 1
+        assert not any(map(is_running, before)), "nobody is left of the engine that lost a rank"
         ranks = [supervisor.pid, *ranks_of(supervisor)]
-        assert await answers(supervisor, asks("a")) == expected(model)
         os.kill(ranks[0], signal.SIGKILL)
         await until(lambda: not any(map(is_running, ranks)), PATIENCE)
+
+
+@pytest.mark.parametrize(("cut", "most"), [({"pp": 2}, 2), ({"tp": 2, "pp": 2}, 2)], ids=str)
+def test_each_stage_has_a_step_on_its_way(model, cut, most):
+    """Decoding, and with chunks of prompts among it."""
+    options = {"token_budget": 24, "max_running": 5}
+    wanted = tokens(load(model, **options), asks(length=20))
+    engine = load(model, **options, **cut)
+    found = {request.request_id: [] for request in asks()}
+    launched = []
+    for request in asks(length=20):
+        engine.add(request)
+    while engine.has_work:
+        for output in engine.step().outputs:
+            found[output.request_id] += output.token_ids
+        launched.append(len(engine._launched) + 1)  # and the one that was taken
+    engine._runner.close()
+    assert found == wanted
+    assert max(launched) == most
+    assert launched.count(most) > len(launched) * 0.8
 
 
 @pytest.mark.parametrize("overlap", [False, True])

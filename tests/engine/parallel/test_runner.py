@@ -1,0 +1,125 @@
+"""Rank 0 and the last stage over a real link, with runners that say when they work: two threads, no model."""
+
+import socket
+import threading
+
+import pytest
+
+from llmbox.engine.messages import TokenLogprobs
+from llmbox.engine.parallel.layout import Layout
+from llmbox.engine.parallel.link import Link, RankLost
+from llmbox.engine.parallel.runner import ParallelRunner
+from llmbox.engine.parallel.serve import serve_steps
+from llmbox.engine.parallel.watch import Watch
+from llmbox.engine.step import SampledToken, StepResult
+from support.scheduling import make_request, make_scheduler
+
+PATIENCE = 20.0
+"""Seconds until a test gives up: none waits as long unless it fails."""
+
+
+class OneOther:
+    """Stands for `Crew`, with one worker."""
+
+    def __init__(self, link, layout):
+        self.layout = layout
+        self._link = link
+
+    def send(self, frame):
+        self._link.send(frame.encode())
+
+    def receive(self, rank):
+        assert rank == 1
+        return self._link.receive()
+
+    def close(self):
+        self._link.close()
+
+
+class Stage:
+    """A runner that notes when it begins a step, and may not end it before something else has happened."""
+
+    def __init__(self, result=None):
+        self.began = [threading.Event() for _ in range(4)]
+        self.waits_for = {}
+        self.steps = 0
+        self._result = result or (lambda plan: StepResult())
+
+    def execute(self, plan):
+        step, self.steps = self.steps, self.steps + 1
+        self.began[step].set()
+        if (event := self.waits_for.get(step)) is not None:
+            assert event.wait(PATIENCE), "the other stage stood still"
+        return self._result(plan)
+
+
+def tokens(plan):
+    return StepResult({row.request.request_id: SampledToken(7) for row in plan.rows})
+
+
+@pytest.fixture
+def two_stages():
+    """-> connect(first, last): a runner over both."""
+    opened = []
+
+    def connect(first, last):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        runner = ParallelRunner(first, OneOther(Link(ours), Layout(1, 2)), Watch([]))
+        thread = threading.Thread(target=serve, args=(Link(theirs), last))
+        thread.start()
+        opened.append((runner, thread))
+        return runner
+
+    def serve(link, last):
+        with pytest.raises(RankLost):
+            serve_steps(link, last, answers=True)
+        link.close()
+
+    yield connect
+    for runner, thread in opened:
+        runner.close()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+def plans(count):
+    """Of one row, each of another request."""
+    scheduler = make_scheduler(token_budget=10)
+    for number in range(count):
+        scheduler.add(make_request(f"r{number}", 10))
+    return [scheduler.schedule() for _ in range(count)]
+
+
+def test_the_first_stage_begins_a_step_while_the_last_is_still_at_the_one_before(two_stages):
+    first, last = Stage(), Stage(tokens)
+    last.waits_for[0] = first.began[1]
+    first.waits_for[1] = last.began[0]
+    runner = two_stages(first, last)
+    assert (runner.stages, runner.depth) == (2, 1)
+    one, two = plans(2)
+    handles = [runner.launch(one), runner.launch(two)]
+    assert [runner.collect(handle) for handle in handles] == [tokens(one), tokens(two)]
+
+
+def test_a_stage_goes_on_though_its_results_are_not_read_yet(two_stages):
+    """Rank 0 is still in a launch, which ends when the last stage has taken its states."""
+    entry = TokenLogprobs(token_id=1, logprob=-1.0, rank=1, top=[(n, -float(n)) for n in range(20)])
+    large = StepResult(prompt_logprobs={"r0": [entry] * 4000})
+    first, last = Stage(), Stage(lambda plan: large)
+    first.waits_for[1] = last.began[1]
+    runner = two_stages(first, last)
+    handles = [runner.launch(plan) for plan in plans(2)]
+    assert [runner.collect(handle) == large for handle in handles] == [True, True]
+
+
+def test_one_stage_is_done_when_it_is_launched():
+    """Its other ranks are told, and not asked."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    runner = ParallelRunner(Stage(tokens), OneOther(Link(ours), Layout(2, 1)), Watch([]))
+    assert (runner.stages, runner.depth) == (1, 0)
+    (plan,) = plans(1)
+    assert runner.collect(runner.launch(plan)) == tokens(plan)
+    assert Link(theirs).receive().kind == "step"
+    assert not runner.prepare()
+    runner.close()
+    theirs.close()
