@@ -50,12 +50,13 @@ def int8_scale(x_OGg: Tensor) -> Tensor:
 
 def best_int4_scale(x_OGg: Tensor) -> Tensor:
     """Rounding to nearest with the largest weight at the end of the range is the start. Eleven scales around
-    it are tried, each with its least-squares correction; the smallest error weighted by x^2 wins.
+    it are tried, each with its least-squares correction; the smallest error wins, weighted by |x| + the
+    group's root mean square.
     """
     extreme = x_OGg.gather(-1, x_OGg.abs().argmax(-1, keepdim=True)).squeeze(-1)
     best = extreme / -8
     best_gain = torch.zeros_like(best)
-    importance = x_OGg.square()
+    importance = x_OGg.abs() + x_OGg.square().mean(-1, keepdim=True).sqrt()
     for step in range(-5, 6):
         inverse = torch.where(extreme == 0, 0, -(8 + 0.2 * step) / extreme).unsqueeze(-1)
         code = (x_OGg * inverse).round_().clamp_(-8, 7)

@@ -30,22 +30,35 @@ INLINE Floats clamp(Floats x, float lowest, float highest) {
     return x < high ? x : high;
 }
 
+// The root of the mean square of x[group].
+inline float root_mean_square(const float* x, int group) {
+    Floats squares = splat(0.f);
+    for (int k = 0; k < group; k += LANES) {
+        const Floats v = load(x + k);
+        squares = multiply_add(v, v, squares);
+    }
+    return std::sqrt(sum(squares) / static_cast<float>(group));
+}
+
 // The scale for int4 that fits a group best. Rounding to nearest with the largest weight at the end of the
 // range is the start; then scales around it are tried, each with its least-squares correction, and the one with
-// the smallest error weighted by x^2 wins (large weights matter more; as llama.cpp's `make_qx_quants` does).
+// the smallest error wins. An error counts |x| + the group's root mean square: large weights matter more, but by
+// x^2 they left the others too far off (llama.cpp's K-quants weigh so too).
 inline float best_int4_scale(const float* x, int group) {
     float extreme = 0;
     for (int k = 0; k < group; k++)
         if (std::fabs(x[k]) > std::fabs(extreme)) extreme = x[k];
     if (extreme == 0) return 0;
+    const Floats typical = splat(root_mean_square(x, group));
     float best_scale = extreme / -8, best_gain = 0;
     for (int step = -5; step <= 5; step++) {
         const Floats inverse = splat(-(8 + 0.2f * static_cast<float>(step)) / extreme);
         Floats crosses = splat(0.f), squares = splat(0.f);
         for (int k = 0; k < group; k += LANES) {
-            const Floats v = load(x + k), code = to_floats(to_nearest(clamp(v * inverse, -8, 7))), weight = v * v;
-            crosses = multiply_add(weight * v, code, crosses);
-            squares = multiply_add(weight * code, code, squares);
+            const Floats v = load(x + k), code = to_floats(to_nearest(clamp(v * inverse, -8, 7)));
+            const Floats weighted = (abs(v) + typical) * code;
+            crosses = multiply_add(weighted, v, crosses);
+            squares = multiply_add(weighted, code, squares);
         }
         // error = sum weight x^2 - cross^2 / square for the best scale, cross / square
         const float cross = sum(crosses), square = sum(squares);

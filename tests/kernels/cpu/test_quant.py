@@ -74,18 +74,28 @@ def test_a_product_is_that_of_the_rounded_numbers(level: str, quant: Quant) -> N
     torch.testing.assert_close(got.double(), rounded_x.double() @ rounded.double().T, atol=2e-4, rtol=1e-3)
 
 
-def test_four_bits_beat_rounding_to_nearest(level: str) -> None:
-    weight = torch.randn(64, 512) / 20
-    ops = quantised(level, QUANTS["int4"])
-    got = ops.linear(ops.pack_linear(weight, None), torch.eye(512)).T
-    groups = weight.view(64, -1, 32)
-    scale = groups.abs().amax(-1, keepdim=True) / 7
-    nearest = ((groups / scale).round() * scale).view_as(weight)
+@pytest.mark.parametrize("name", ["int4", "int4-g128"])
+def test_four_bits_take_a_scale_of_almost_the_smallest_error(level: str, name: str) -> None:
+    """An error counts |x| + the root mean square of its group. Of 400 scales a group, each with its codes."""
+    quant, weight = QUANTS[name], torch.randn(64, 512) / 20
+    packing = quantised(level, quant).packing
+    assert packing is not None
+    groups = weight.view(-1, quant.group)
+    counts = groups.abs() + groups.square().mean(-1, keepdim=True).sqrt()
+    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
 
-    def weighted_error(rounded: Tensor) -> float:
-        return float((weight.square() * (rounded - weight).square()).sum())
+    def error(rounded: Tensor) -> Tensor:
+        return (counts * (rounded.view_as(groups) - groups).square()).sum(-1)
 
-    assert weighted_error(got) < 0.8 * weighted_error(nearest)
+    def rounded_with(scale: Tensor) -> Tensor:
+        return (groups / scale).round().clamp(-8, 7) * scale
+
+    tried = [error(rounded_with(extreme / -codes)) for codes in torch.linspace(5, 13, 400)]
+    smallest = torch.stack(tried).amin(0).sum()
+    nearest = error(rounded_with(extreme.abs() / 7)).sum()
+    got = error(packing.round(quant, weight).floats()).sum()
+    assert got < 1.01 * smallest
+    assert got < 0.75 * nearest
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
