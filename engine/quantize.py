@@ -56,7 +56,7 @@ class TensorError:
     relative: float
     """|w - w'| / |w|, Euclidean."""
     weighted: float
-    """The same with each weight's error weighted by the weight's square: what the scale search minimises."""
+    """The same with each weight's error counted as the search for scales counts it (`importance`)."""
 
 
 @dataclass(slots=True)
@@ -122,7 +122,7 @@ class Quantizer:
     def _round(self, name: str, weight_OI: Tensor, quant: Quant) -> None:
         rounded = self._packing.round(quant, weight_OI)
         self._out.add({name: stored(rounded), name + SCALE: rounded.scales_OG})
-        squares = lost = weighted = fourth = 0.0
+        squares = lost = weighted = weights = 0.0
         for start in range(0, len(weight_OI), ROWS_AT_ONCE):
             rows = slice(start, start + ROWS_AT_ONCE)
             w = weight_OI[rows].float()
@@ -131,15 +131,16 @@ class Quantizer:
             square = w.square()
             squares += float(square.sum(dtype=torch.float64))
             lost += float(error.sum(dtype=torch.float64))
-            weighted += float((square * error).sum(dtype=torch.float64))
-            fourth += float(square.square().sum(dtype=torch.float64))
+            counts = importance(w, quant.group)
+            weighted += float((counts * error).sum(dtype=torch.float64))
+            weights += float((counts * square).sum(dtype=torch.float64))
         self._squares, self._lost = self._squares + squares, self._lost + lost
         self.errors.append(
             TensorError(
                 name,
                 quant.name,
                 (lost / squares) ** 0.5 if squares else 0.0,
-                (weighted / fourth) ** 0.5 if fourth else 0.0,
+                (weighted / weights) ** 0.5 if weights else 0.0,
             )
         )
 
@@ -198,6 +199,14 @@ def packing_for(quant: Quant, dtype: torch.dtype, threads: int) -> Packing:
         raise DeviceError(f"{error}: see `llmbox doctor`") from None
     assert packing is not None
     return packing
+
+
+def importance(weight_OI: Tensor, group: int) -> Tensor:
+    """What the search for scales multiplies each squared error by: |w| + the root mean square of its group."""
+    outputs, inputs = weight_OI.shape
+    groups = torch.nn.functional.pad(weight_OI, (0, -inputs % group)).view(outputs, -1, group)
+    typical = groups.square().mean(-1, keepdim=True).sqrt()
+    return (groups.abs() + typical).flatten(1)[:, :inputs]
 
 
 def stored(rounded: Rounded) -> Tensor:

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmbox.kernels.dispatch import native_ready, select_ops
 from llmbox.kernels.packing import Rounded
 from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.reference.rounded import rounded_ops
 from llmbox.kernels.triton import gemm, gemm_8_bits, linear
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.dequantise import dequantise
@@ -40,6 +42,18 @@ def test_integer_weights(quant: str, dtype: torch.dtype, shape: tuple[int, int, 
     assert_near(gemm.product(x, packed, bias), exact(x, dequantise(packed, torch.float32), bias))
     error = (dequantise(packed, torch.float32) - weight.float()).norm() / weight.float().norm()
     assert error < {8: 0.01, 4: 0.12}[packed.bits]
+
+
+@pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
+@pytest.mark.parametrize("quant", INTEGERS)
+def test_weights_are_rounded_as_on_a_cpu(quant: str) -> None:
+    """But for ties between scales: sums come in another order."""
+    weight = torch.randn(64, 300)
+    packing = select_ops(CPU, torch.float32, torch.float32, 1, QUANTS[quant]).packing
+    assert packing is not None
+    wide = dequantise(pack_grouped(weight, QUANTS[quant]), torch.float32)
+    same = (wide - packing.round(QUANTS[quant], weight).floats()).abs() < 1e-6
+    assert same.float().mean() > 0.99
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4", None])
@@ -164,6 +178,18 @@ def test_rows_and_weights_of_8_bits(name: str, limit: float) -> None:
         assert ((numbers.float() * spread(scales, 150, 300) - weight).abs() <= weight.abs() / 15 + 1e-4).all()
     else:
         assert_near(head, exact(x, dequantise(pack_grouped(weight, QUANTS["int8"]), torch.float32), bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["w8a8", "fp8", "fp8-block"])
+def test_formats_mean_what_plain_torch_says(name: str, dtype: torch.dtype) -> None:
+    """But for numbers halfway between two codes, and float16 results."""
+    ours, theirs = triton_ops(CPU, dtype, QUANTS[name]), rounded_ops(QUANTS[name])
+    x, weight, bias = case(18, 300, 150, dtype)
+    for pack in ("pack_linear", "pack_head"):
+        want = theirs.linear(getattr(theirs, pack)(weight, bias), x).double()
+        got = ours.linear(getattr(ours, pack)(weight, bias), x).double()
+        assert (got - want).norm() / want.norm() < 1e-3
 
 
 def test_fp8_by_rows() -> None:
