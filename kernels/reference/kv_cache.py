@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ragged import KVShape
+from .eight_bits import FP8, LARGEST, to_eight_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,17 +18,18 @@ class Half:
 
     numbers: Tensor
     scales: Tensor | None
-    """float32, for int8 alone: a row is `scale * numbers`, the scale the largest of its sizes / 127."""
+    """float32, for int8 and E4M3 alone: a row is `scale * numbers`."""
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.numbers] if self.scales is None else [self.numbers, self.scales]
+        numbers = self.numbers.view(torch.uint8) if self.numbers.dtype == FP8 else self.numbers  # same bytes
+        return [numbers] if self.scales is None else [numbers, self.scales]
 
     def write(self, layer: int, block_of_T: Tensor, offset_of_T: Tensor, rows_TGD: Tensor) -> None:
         if self.scales is None:
             self.numbers[layer][block_of_T, :, offset_of_T] = rows_TGD.to(self.numbers.dtype)
             return
-        codes_TGD, scales_TG = to_int8(rows_TGD)
+        codes_TGD, scales_TG = to_eight_bits(rows_TGD, self.numbers.dtype)
         self.numbers[layer][block_of_T, :, offset_of_T] = codes_TGD
         self.scales[layer][block_of_T, :, offset_of_T] = scales_TG
 
@@ -37,7 +39,7 @@ class Half:
         if self.scales is None:
             return rows_PSD.to(dtype)
         scales_PS = self.scales[layer].flatten(0, 1).index_select(0, pages)
-        return (rows_PSD * scales_PS.unsqueeze(-1)).to(dtype)
+        return (rows_PSD.float() * scales_PS.unsqueeze(-1)).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +67,13 @@ class Cache:
         return self.k.tensors + self.v.tensors
 
 
-def to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and float32 scales over the last dim. NaN or infinity in a row: codes 0 and the scale NaN."""
-    rows = rows.float()
-    most = rows.abs().amax(-1)
-    inverse = torch.where(most > 0, 127 / most, 0)
-    scales = torch.where(most.isfinite(), most / 127, torch.nan)
-    codes = (rows * inverse.unsqueeze(-1)).round().nan_to_num(0, 0, 0)
-    return codes.to(torch.int8), scales
-
-
 def make_kv_cache(shape: KVShape, device: torch.device) -> Cache:
     size = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
 
     # Not zeroed here: `clear_blocks` comes before a block's first use, and until then untouched pages of a
     # large cache cost no memory.
     def half() -> Half:
-        scaled = shape.dtype == torch.int8
+        scaled = shape.dtype in LARGEST
         scales = torch.empty(size[:-1], dtype=torch.float32, device=device) if scaled else None
         return Half(torch.empty(size, dtype=shape.dtype, device=device), scales)
 

@@ -1,16 +1,23 @@
 """What rounding costs in quality: perplexity of a text, and answers to held-out questions.
 
     python -P tests/bench/quality.py [MODEL_DIR [TEXT]]
+    python -P tests/bench/quality.py --formats-of-gpus
 
 Each row is one format of the weights and one of keys and values. The defaults are the built-in model and its
 held-out questions with their answers, as one text. Of the built-in model the same questions are also asked
 greedily. Blank lines divide a text into sequences of their own.
+
+The formats that run on GPUs only are measured by what they mean in plain torch, on the built-in model;
+`make gpu-check` measures the same with the kernels.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from gpu import quality as formats_of_gpus
+from gpu.report import Report
 from llmbox.engine.core import Engine
 from llmbox.engine.loader import load_engine
 from llmbox.engine.perplexity import config_for, perplexity, sequences_of
@@ -31,8 +38,20 @@ ROWS = (
 
 
 def main() -> None:
-    model = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ASSETS
-    text = Path(sys.argv[2]) if len(sys.argv) > 2 else TEXT
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, nargs="?", default=ASSETS)
+    parser.add_argument("text", type=Path, nargs="?", default=TEXT)
+    parser.add_argument("--formats-of-gpus", action="store_true")
+    options = parser.parse_args()
+    if options.formats_of_gpus:
+        formats_of_gpus.table(Report(float("inf")), formats_of_gpus.in_plain_torch)
+        return
+    measure(options.model.resolve(), options.text)
+
+
+def measure(model: Path, text: Path) -> None:
     sequences = sequences_of(model, text.read_text(encoding="utf-8"))
     plain = None
     print("| weights | keys and values | perplexity | held-out answers right |\n| --- | --- | --- | --- |")

@@ -25,6 +25,7 @@ SECTIONS = {
     "engine-0.6B": 80,
     "engine-8B": 200,
     "kernels": 170,
+    "quality": 60,
     "transformers": 60,
     "continuous": 50,
 }

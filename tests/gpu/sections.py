@@ -38,6 +38,8 @@ def main() -> None:
             kernels(report, options.peaks)
         case ["engine", size]:
             whole_engine(report, size, options.peaks)
+        case ["quality"]:
+            quality(report)
         case ["transformers"]:
             beside.generate(report)
         case ["continuous"]:
@@ -104,6 +106,20 @@ def kernels(report: Report, peaks: dict[str, float]) -> None:
         cells = speed.name, f"{speed.ms:.4f}", f"{speed.floor_ms:.4f}", f"{speed.reached:.0%}", speed.other
         report.row(cells)
         torch.cuda.empty_cache()
+
+
+def quality(report: Report) -> None:
+    """Of what is no part of the kernels' code, it needs files and packages that may not be there."""
+    report.section("Quality of the built-in model")
+    try:
+        from gpu import quality as formats
+    except (ImportError, OSError) as error:
+        report.say(f"Left out: {error}.")
+        return
+    if not formats.is_here():
+        report.say("Left out: the model's files are not there.")
+        return
+    formats.table(report, formats.on_gpu, formats.of_gpu())
 
 
 def whole_engine(report: Report, size: str, peaks: dict[str, float]) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.ragged import KVShape, Ragged
-from llmbox.kernels.reference.kv_cache import to_int8
+from llmbox.kernels.reference.eight_bits import to_eight_bits
 from support.numbers import DTYPES, assert_near
 from support.paged import ragged_rows
 
@@ -89,7 +89,7 @@ class Step:
     def kept(self, rows: Tensor) -> Tensor:
         if self.kv_dtype != torch.int8:
             return rows.double()
-        codes, scales = to_int8(rows)
+        codes, scales = to_eight_bits(rows, torch.int8)
         return codes.double() * scales.unsqueeze(-1)
 
 

@@ -1,0 +1,121 @@
+"""What the formats of GPUs mean, in plain torch: linears of 8-bit rows and weights, and E4M3 keys and values.
+
+Nothing serves with these. Quality is measured with them where no GPU is, and kernels are compared with them.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..ops import Ops
+from ..quant import Quant
+from . import REFERENCE
+from .eight_bits import FP8, LARGEST, in_eight_bits
+from .linear import Linear, linear
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedLinear:
+    wide: Linear
+    """Float32: weights rounded and made wide again."""
+    dtype: torch.dtype
+    """The model's."""
+    rows: torch.dtype | None
+    """What the rows of a product are rounded to, and made wide again; None: they are not."""
+    group: int | None
+    """Inputs of a row that share a scale; None: all of them."""
+
+
+def rounded_ops(quant: Quant | None, kv_dtype: torch.dtype | None = None) -> Ops:
+    """REFERENCE with linears of `quant`, a format of GPUs; `kv_dtype`: of the cache, whoever asks."""
+    ops = REFERENCE
+    if quant is not None:
+        assert not quant.on_cpu
+        ops = replace(
+            ops,
+            name=f"reference, {quant.name} weights",
+            pack_linear=lambda weight_OI, bias_O: pack(weight_OI, bias_O, quant),
+            pack_head=lambda weight_VE, bias_V: pack_head(weight_VE, bias_V, quant),
+            pack_embedding=lambda weight_VE, tied: pack_table(weight_VE, tied, quant),
+            embedding=embedding,
+            linear=rounded_linear,
+            logits=rounded_linear,
+        )
+    if kv_dtype is None:
+        return ops
+    return replace(
+        ops,
+        name=f"{ops.name}, {str(kv_dtype).removeprefix('torch.')} keys and values",
+        make_kv_cache=lambda shape, device: REFERENCE.make_kv_cache(replace(shape, dtype=kv_dtype), device),
+    )
+
+
+def pack(weight_OI: Tensor, bias_O: Tensor | None, quant: Quant) -> RoundedLinear:
+    rows = torch.int8 if quant.kind == "rows" else FP8
+    group = None if quant.kind == "float" else quant.group
+    return rounded(weight_OI, bias_O, quant, rows, group)
+
+
+def pack_head(weight_VE: Tensor, bias_V: Tensor | None, quant: Quant) -> RoundedLinear | Linear:
+    if quant.keeps_head:
+        return REFERENCE.pack_head(weight_VE, bias_V)  # type: ignore[no-any-return] # packed weights have no type
+    if quant.kind == "rows":  # whose head meets rows as they are
+        return rounded(weight_VE, bias_V, quant, None, None)
+    return pack(weight_VE, bias_V, quant)
+
+
+def pack_table(weight_VE: Tensor, tied: bool, quant: Quant) -> RoundedLinear | Linear:
+    return pack_head(weight_VE, None, quant) if tied else Linear(weight_VE, None)
+
+
+def rounded(
+    weight_OI: Tensor, bias_O: Tensor | None, quant: Quant, rows: torch.dtype | None, group: int | None
+) -> RoundedLinear:
+    wide = Linear(wide_weights(weight_OI, quant), None if bias_O is None else bias_O.float())
+    return RoundedLinear(wide, weight_OI.dtype, rows, group)
+
+
+def rounded_linear(packed: RoundedLinear | Linear, x_TI: Tensor) -> Tensor:
+    """Sums in float32, rounded once."""
+    if isinstance(packed, Linear):
+        return linear(packed, x_TI)
+    wide_TI = x_TI.float() if packed.rows is None else wide_rows(x_TI, packed.rows, packed.group)
+    return linear(packed.wide, wide_TI).to(packed.dtype)
+
+
+def embedding(table: RoundedLinear | Linear, ids_T: Tensor) -> Tensor:
+    if isinstance(table, Linear):
+        return F.embedding(ids_T, table.weight_OI)
+    return F.embedding(ids_T, table.wide.weight_OI).to(table.dtype)
+
+
+def wide_rows(x_TI: Tensor, dtype: torch.dtype, group: int | None) -> Tensor:
+    """Float32."""
+    inputs = x_TI.shape[1]
+    return in_eight_bits(grouped(x_TI, group or inputs), dtype).flatten(1)[:, :inputs]
+
+
+def wide_weights(weight_OI: Tensor, quant: Quant) -> Tensor:
+    """Float32."""
+    outputs, inputs = weight_OI.shape
+    match quant.kind:
+        case "float":
+            return in_eight_bits(weight_OI, FP8)
+        case "blocks":
+            tall = F.pad(weight_OI, (0, 0, 0, -outputs % quant.group))
+            across = grouped(tall, quant.group)
+            blocks = across.view(-1, quant.group, *across.shape[1:]).transpose(1, 2)
+            wide = in_eight_bits(blocks.flatten(2), FP8).view(blocks.shape)
+            return wide.transpose(1, 2).reshape(len(tall), -1)[:outputs, :inputs].contiguous()
+    groups = grouped(weight_OI, quant.group).float()
+    scales = (groups.abs().amax(-1, keepdim=True) / LARGEST[torch.int8]).half().float()
+    codes = (groups / torch.where(scales > 0, scales, 1)).round().clamp(-128, 127)
+    return (codes * scales).flatten(1)[:, :inputs].contiguous()
+
+
+def grouped(x_TI: Tensor, group: int) -> Tensor:
+    """[T, inputs / group, group]; the last is filled with zeros."""
+    rows, inputs = x_TI.shape
+    return F.pad(x_TI, (0, -inputs % group)).view(rows, -(-inputs // group), group)
