@@ -202,7 +202,7 @@ def packing_for(quant: Quant, dtype: torch.dtype, threads: int) -> Packing:
 
 
 def importance(weight_OI: Tensor, group: int) -> Tensor:
-    """What the search for scales multiplies each squared error by: |w| + the root mean square of its group."""
+    """What the search for scales multiplies squared errors by: |w| + the root mean square of its group."""
     outputs, inputs = weight_OI.shape
     groups = torch.nn.functional.pad(weight_OI, (0, -inputs % group)).view(outputs, -1, group)
     typical = groups.square().mean(-1, keepdim=True).sqrt()
