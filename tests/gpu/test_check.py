@@ -31,7 +31,8 @@ def test_engine_and_kernels_need_few_packages() -> None:
     """Of the GPU machine's packages; what the daemon needs beside them is not there."""
     absent = ["msgspec", "litestar", "sqlmodel", "xxhash", "setproctitle", "click", "platformdirs", "uvicorn"]
     absent += ["textual", "zmq"]
-    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import gpu.engine_speed, gpu.kernel_speed, gpu.quality"
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); "
+    code += "import gpu.engine_speed, gpu.kernel_speed, gpu.quality"
     path = f"{ROOT}/packaging/tree:{ROOT}/tests"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True

@@ -189,7 +189,7 @@ def test_formats_mean_what_plain_torch_says(name: str, dtype: torch.dtype) -> No
     for pack in ("pack_linear", "pack_head"):
         want = theirs.linear(getattr(theirs, pack)(weight, bias), x).double()
         got = ours.linear(getattr(ours, pack)(weight, bias), x).double()
-        assert (got - want).norm() / want.norm() < 1e-3
+        assert (got - want).norm() / want.norm() < 3e-3
 
 
 def test_fp8_by_rows() -> None:
