@@ -23,12 +23,12 @@ from ..layers.forward import Forward
 from ..layers.rotary import Rotary
 from ..messages import TokenLogprobs
 from ..parallel.device_draw import device_sampler
-from ..request import Request
 from ..runner import Picker, prompt_logprobs
 from ..step import ScheduledRequest, StepPlan, StepResult
 from ..step_batch import begun_blocks
 from .device import Device, Event
 from .graphs import DecodeGraphs, GraphCapture
+from .hand_back import HandBack
 from .inputs import decode_inputs, mixed_inputs
 from .rows import Rows
 from .sampler import DeviceSampler, Drawing
@@ -57,9 +57,6 @@ class Launched:
 
 
 class DeviceRunner:
-    depth = 1
-    stages = 1
-
     def __init__(
         self,
         model: Decoder,
@@ -80,6 +77,9 @@ class DeviceRunner:
         vocab_size, where = model.config.vocab_size, device.torch_device
         self._rows = Rows(sizes.max_running, width, sizes.num_blocks, vocab_size, where)
         self._draw = device_sampler(self._rank, DeviceSampler(self._ops, self._rows, vocab_size), vocab_size)
+        self.depth = self.stages = self._rank.layout.pp
+        """A step for each stage, and one more that is launched while they work."""
+        self._hand_back = HandBack(self._rank, self._rows, self.depth)
         self._uploader = Uploader(device, self.depth + 2)
         self._spare = torch.tensor([[sizes.max_running], [0]], device=where)
         self._decoding_2R = self._spare.repeat(1, sizes.max_running)
@@ -105,6 +105,7 @@ class DeviceRunner:
         self._ops.copy_blocks(self._cache, plan.copies)
         self._ops.clear_blocks(self._cache, begun_blocks(plan.rows, self._sizes.block_size))
         numbers = [self._rows.note(row) for row in plan.rows]
+        self._hand_back.settle(numbers)
         self._rows.flush(self._uploader)
         if _is_decoding(plan):
             return self._launch_decoding(plan.rows, numbers, size or len(numbers))
@@ -164,21 +165,22 @@ class DeviceRunner:
         else:
             self._decode(size)
         row_S, end_S = self._decoding_2R[:, :count]
-        return self._finish(self._hidden_RE[:count], [row.request for row in planned], row_S, end_S, {})
+        return self._finish(self._hidden_RE[:count], planned, numbers, row_S, end_S, {})
 
     def _launch_mixed(self, planned: Sequence[ScheduledRequest], numbers: Sequence[int]) -> Launched:
         step = mixed_inputs(planned, numbers, self._rows, self._uploader, self._sizes.block_size)
         hidden_WE = self._model.hidden(self._forward(step.ids_T, step.ragged), step.wanted_W)
-        requests = [row.request for row in planned if row.samples]
-        told = prompt_logprobs(self._model, self._sampler, hidden_WE[len(requests) :], step.prompts)
-        if not requests:
+        count = len(step.row_S)
+        told = prompt_logprobs(self._model, self._sampler, hidden_WE[count:], step.prompts)
+        if not count:
             return Launched(self._device.record(), None, None, told)
-        return self._finish(hidden_WE[: len(requests)], requests, step.row_S, step.position_S, told)
+        return self._finish(hidden_WE[:count], planned, numbers, step.row_S, step.position_S, told)
 
     def _finish(
         self,
         hidden_SE: Tensor,
-        requests: list[Request],
+        planned: Sequence[ScheduledRequest],
+        numbers: Sequence[int],
         row_S: Tensor,
         position_S: Tensor,
         told: dict[str, list[TokenLogprobs]],
@@ -186,21 +188,17 @@ class DeviceRunner:
         layout = self._rank.layout
         if not layout.is_last:
             if layout.is_first:
-                self._take_drawn(row_S)
+                sampled = (number for row, number in zip(planned, numbers, strict=True) if row.samples)
+                self._hand_back.expect(row_S, sampled)
             return Launched(self._device.record(), None, None, told)
+        requests = [row.request for row in planned if row.samples]
         drawing = self._draw.draw(self._model.logits(hidden_SE), requests, row_S, position_S)
         if not layout.is_first:
-            self._rank.collective.hand_back(drawing.ids_S)
+            self._hand_back.send(drawing.ids_S)
         numbers_SC = drawing.numbers_SC
         host = self._device.host_memory(numbers_SC.numel(), torch.float64).view(numbers_SC.shape)
         self._device.copy(numbers_SC, host)
         return Launched(self._device.record(), drawing, host, told)
-
-    def _take_drawn(self, row_S: Tensor) -> None:
-        """The next step's inputs, which the last stage has drawn."""
-        ids_S = torch.empty_like(row_S, memory_format=torch.contiguous_format)
-        self._rank.collective.hand_back(ids_S)
-        self._rows.keep_drawn(row_S, ids_S)
 
     def _decode(self, size: int) -> None:
         """One row each of the first `size` sequences, hidden states to `_hidden_RE`: what graphs capture."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from .fused_sum import FusedSum
 from .layout import Layout
 from .oneshot import OneShotSum
+from .rank import OnItsWay
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 # The newer name of the same; torch 2.11 has only the old one.
@@ -32,12 +33,16 @@ class TorchCollective:
         stage: dist.ProcessGroup,
         *,
         ordered: bool,
+        back: dist.ProcessGroup | None = None,
         one_shot: OneShotSum | None = None,
         fused: FusedSum | None = None,
     ) -> None:
-        """`stage` is the group of this stage's ranks. `ordered`: sums in the order of ranks, always."""
+        """`stage` is the group of this stage's ranks. `ordered`: sums in the order of ranks, always. `back`:
+        where there are stages, one of all ranks for `hand_back` alone: what goes over one group takes turns.
+        """
         self._layout = layout
         self._stage = stage
+        self._back = back
         self._ordered = ordered
         self._one_shot = one_shot
         self._fused = fused
@@ -80,12 +85,12 @@ class TorchCollective:
         assert self._fused is not None
         return self._fused(x_TE, residual_TE, weight_E, eps)
 
-    def hand_back(self, x: Tensor) -> None:
+    def hand_back(self, x: Tensor) -> OnItsWay:
         assert x.is_contiguous()
-        if self._layout.is_last:
-            dist.send(x, self._layout.other_end)
-        else:
-            dist.recv(x, self._layout.other_end)
+        begin = dist.isend if self._layout.is_last else dist.irecv
+        work = begin(x, self._layout.other_end, group=self._back)
+        assert work is not None
+        return work
 
     def _sum_in_slices(self, x: Tensor) -> None:
         tp = self._layout.tp

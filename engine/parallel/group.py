@@ -39,12 +39,13 @@ def join(
         device_id=device if device.type == "cuda" else None,
     )
     stage = stage_group(layout)
+    back = dist.new_group(timeout=timedelta(seconds=STUCK_SECONDS)) if layout.pp > 1 else None
     dist.barrier()
     one_shot = fused = None
     if joined and layout.tp > 1 and not ordered:
         # Fused sums are in order too, but the norm behind them is another kernel than the one for prompts.
         one_shot, fused = OneShotSum.prepare(stage, device), FusedSum.prepare(stage, device)
-    return TorchCollective(layout, stage, ordered=ordered, one_shot=one_shot, fused=fused)
+    return TorchCollective(layout, stage, ordered=ordered, back=back, one_shot=one_shot, fused=fused)
 
 
 def stage_group(layout: Layout) -> dist.ProcessGroup:

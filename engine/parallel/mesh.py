@@ -13,7 +13,9 @@ import ctypes
 import mmap
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from torch import Tensor
 from .collective import sum_in_order
 from .layout import Layout
 from .link import RankLost
+from .rank import Arrived, OnItsWay
 
 SLOT = 1 << 20
 """Bytes. Larger tensors go in pieces."""
@@ -58,6 +61,13 @@ def make_ends(layout: Layout) -> list[Ends]:
     ends = [Ends(os.dup(memory), each) for each in peers]
     os.close(memory)
     return ends
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """To be waited for once, in order."""
+
+    wait: Callable[[], None]
 
 
 class MeshCollective:
@@ -102,11 +112,14 @@ class MeshCollective:
     def sum_add_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         raise NotImplementedError
 
-    def hand_back(self, x: Tensor) -> None:
+    def hand_back(self, x: Tensor) -> OnItsWay:
+        """What was sent lies in the socket, which has room for that of more steps than are ever on their way;
+        it is read when it is waited for.
+        """
         if self._layout.is_last:
             self._send(x, self._layout.other_end)
-        else:
-            self._receive(x, self._layout.other_end)
+            return Arrived()
+        return Arriving(partial(self._receive, x, self._layout.other_end))
 
     def _send(self, tensor: Tensor, rank: int) -> None:
         tensor = tensor.contiguous()  # kept alive while its bytes are sent

@@ -10,6 +10,19 @@ from llmbox.kernels.ops import Ops, PackedLinear
 from .layout import Layout, Part
 
 
+class OnItsWay(Protocol):
+    """What was begun and goes on beside other work: `torch.distributed.Work`."""
+
+    def wait(self) -> object:
+        """What is done next, on the device too, finds it done."""
+        ...
+
+
+class Arrived:
+    def wait(self) -> None:
+        return
+
+
 class Collective(Protocol):
     """Each call is made by all ranks of a stage (`sum`, `gather`) or by both ends (the others)."""
 
@@ -37,8 +50,10 @@ class Collective(Protocol):
         """`sum`, then `Ops.add_rms_norm`."""
         ...
 
-    def hand_back(self, x: Tensor) -> None:
-        """From the last stage to the first, into this: called by both."""
+    def hand_back(self, x: Tensor) -> OnItsWay:
+        """From the last stage to the first, into this: called by both. Neither waits here, nor for what else
+        they exchange; `x` is left alone until it is there.
+        """
         ...
 
 

@@ -98,7 +98,7 @@ class DeviceRanks:
     """
 
     def __init__(self, local: LocalDevice, crew: Others, watch: Watch) -> None:
-        self.depth, self.stages = local.depth, 1
+        self.depth, self.stages = local.depth, crew.layout.pp
         self._local = local
         self._crew = crew
         self._watch = watch

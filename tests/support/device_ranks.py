@@ -2,7 +2,8 @@
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,19 @@ class OneRank:
 
         self.runner.launch_sized = noting
 
+    def work_apart(self, pool: Executor, before: Callable[[int], None]) -> None:
+        """From now on steps are computed by the only thread of `pool`, as by a device: a launch returns at
+        once. For requests without rules, as those look at the host's state. `before(n)` begins the step n.
+        """
+        launch, collect = self.runner.launch_sized, self.runner.collect
+
+        def late(plan: StepPlan, size: int) -> Launched:
+            before(len(self.sizes))
+            return launch(plan, size)
+
+        self.runner.launch_sized = lambda plan, size: Computing(pool.submit(late, plan, size))
+        self.runner.collect = lambda handle: collect(handle.future.result())
+
     def forbid_questions(self) -> None:
         """From now on a draw may not look at what is on the device."""
         draw = self.runner._draw.draw
@@ -62,6 +76,14 @@ class OneRank:
                 return draw(*args)
 
         self.runner._draw.draw = blind
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    future: Future[Launched]
+
+    def wait(self) -> None:
+        self.future.result().wait()
 
 
 class NoQuestions(TorchDispatchMode):

@@ -17,7 +17,8 @@ from llmbox.engine.loader import load_share, make_scheduler, memory_budget, mode
 from llmbox.engine.model_config import parse_config
 from llmbox.engine.parallel.collective import sum_in_order
 from llmbox.engine.parallel.layout import Layout
-from llmbox.engine.parallel.rank import Rank
+from llmbox.engine.parallel.mesh import Arriving
+from llmbox.engine.parallel.rank import Arrived, OnItsWay, Rank
 from llmbox.engine.parallel.step_codec import StepDecoder, StepEncoder
 from llmbox.engine.pipeline import OneAtATime
 from llmbox.engine.step import StepPlan, StepResult
@@ -70,12 +71,12 @@ class ThreadCollective:
         self.fused += 1
         return REFERENCE.add_rms_norm(sum_in_order(self.gather(x_TE)), residual_TE, weight_E, eps)
 
-    def hand_back(self, x: Tensor) -> None:
+    def hand_back(self, x: Tensor) -> OnItsWay:
         way = self._stages[0].returns[self._layout.tp_rank]
         if self._layout.is_last:
             way.put(x.clone())
-        else:
-            x.copy_(way.get(timeout=20))
+            return Arrived()
+        return Arriving(lambda: x.copy_(way.get(timeout=20)))
 
 
 class RankThreads:

@@ -42,7 +42,7 @@ def stages(rank, ranks):
     together.sum(x)
     assert float(x[2, 3]) == 1.0
     ids = torch.tensor([rank, 7]) if layout.stage else torch.zeros(2, dtype=torch.int64)
-    together.hand_back(ids)
+    together.hand_back(ids).wait()
     assert ids.tolist() == [rank % 2 + 2, 7]
     leave()
 

@@ -2,6 +2,9 @@
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
@@ -101,6 +104,50 @@ def test_the_next_step_is_launched_everywhere_before_results_are_waited_for(mode
         while engine.has_work:
             engine.step()
     assert ranks[1].device.waits == 3, "a rank that is not asked stays as far ahead"
+
+
+@pytest.mark.parametrize("pp", [2, 3])
+def test_all_stages_are_busy_at_once(model, pp):
+    """In a step each, by the devices' own time: one that comes last waits there until all have begun."""
+    requests = [ask(f"r{n}", range(n + 3, n + 9), 20, temperature=0.9, seed=n) for n in range(2 * pp)]
+    expected = tokens(load(model), requests)
+    together = {step: threading.Barrier(pp, timeout=20) for step in range(6, 30)}
+    begun = []
+    with (
+        device_ranks(model, pp=pp) as (engine, ranks),
+        ExitStack() as stack,
+    ):
+
+        def begin(stage, step):
+            barrier = together.get(step + stage)
+            if barrier is not None:
+                barrier.wait()
+                begun.append((stage, step))
+
+        for stage, rank in enumerate(ranks):
+            pool = stack.enter_context(ThreadPoolExecutor(1))
+            rank.work_apart(pool, partial(begin, stage))
+        assert tokens(engine, requests) == expected
+    assert len(begun) == pp * len(together)
+
+
+@pytest.mark.parametrize("pp", [2, 3])
+def test_a_stage_that_is_lost_takes_all_steps_on_their_way_with_it(model, pp):
+    def lost(*_):
+        raise RuntimeError("lost")
+
+    with device_ranks(model, pp=pp) as (engine, ranks):
+        for number in range(6):
+            engine.add(ask(f"r{number}", [5, 6, 7 + number], 40))
+        while len(engine._launched) < pp or len(ranks[-1].sizes) < 12:
+            engine.step()
+        ranks[-1].runner.launch_sized = lost
+        with pytest.raises(RankLost):
+            run(engine, [])
+        assert "lost" in str(ranks[-1].errors.pop())
+        assert len(engine._launched) == 0
+        stats = engine.stats()
+        assert (stats.running, stats.waiting, stats.blocks_used) == (0, 6, 0)
 
 
 def test_graphs_are_captured_on_all_ranks_between_the_same_steps(model):

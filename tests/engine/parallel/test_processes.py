@@ -13,6 +13,7 @@ from llmbox.app.engines.deaths import DeathLimits
 from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import EngineError, ParallelError
+from llmbox.engine.parallel.start import end
 from support.engines import is_running, read, until
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model, save_sharded, tiny_weights
@@ -135,9 +136,14 @@ async def test_stages_give_the_tokens_of_one_process_and_live_and_die_together(m
         await until(lambda: not any(map(is_running, ranks)), PATIENCE)
 
 
-@pytest.mark.parametrize(("cut", "most"), [({"pp": 2}, 2), ({"tp": 2, "pp": 2}, 2)], ids=str)
-def test_each_stage_has_a_step_on_its_way(model, cut, most):
-    """Decoding, and with chunks of prompts among it."""
+@pytest.mark.parametrize(
+    ("cut", "over", "most"),
+    [({"pp": 2}, "mesh", 2), ({"tp": 2, "pp": 2}, "mesh", 2), ({"pp": 2, "overlap": True}, "gloo", 3)],
+    ids=str,
+)
+def test_each_stage_has_a_step_on_its_way(model, monkeypatch, cut, over, most):
+    """Decoding, and with chunks of prompts among it; ahead of its tokens one more."""
+    monkeypatch.setenv("LLMBOX_RANKS", over)
     options = {"token_budget": 24, "max_running": 5}
     wanted = tokens(load(model, **options), asks(length=20))
     engine = load(model, **options, **cut)
@@ -149,7 +155,7 @@ def test_each_stage_has_a_step_on_its_way(model, cut, most):
         for output in engine.step().outputs:
             found[output.request_id] += output.token_ids
         launched.append(len(engine._launched) + 1)  # and the one that was taken
-    engine._runner.close()
+    end(engine._runner)
     assert found == wanted
     assert max(launched) == most
     assert launched.count(most) > len(launched) * 0.8
