@@ -77,7 +77,8 @@ def decode_scaling(
     """Expected decoding speed. `bandwidth` is of one rank's memory, `link_bandwidth` one way between ranks;
     a sum of nothing takes `sum_seconds`.
 
-    Stages work one after another on the same rows, so `pp` shares memory and does not divide the time.
+    `rows` of one step: stages work on those one after another, so `pp` does not divide their time. What they
+    do for other rows meanwhile is not counted.
     """
     alone = decode_tokens_per_second(shape, dtype, kv_dtype, bandwidth, rows=rows, context=context)
     part = rank_shape(shape, tp, 1)
