@@ -21,8 +21,6 @@ template <class E> struct TileProducts {
 
 #if LLMBOX_TILES
 
-constexpr size_t B_BYTES = TILE_WORDS * TILE_WORDS * 4;
-
 // Two A tiles: rows `stride` bytes apart.
 struct TileRows {
     const uint32_t *upper, *lower;
@@ -36,36 +34,6 @@ struct TileColumns {
     const uint8_t *left, *right;
     size_t stride;
 };
-
-// The intrinsics of tile loads name no memory: what is stored before this is there for them.
-INLINE void finish_stores() { asm volatile("" ::: "memory"); }
-
-template <bool LOWER> INLINE void clear_sums() {
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (LOWER) {
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-}
-
-// C of the left and the right columns, `stride` numbers from row to row.
-template <bool LOWER, class T> INLINE void load_sums(const T* upper, const T* lower, size_t stride) {
-    _tile_loadd(0, upper, 4 * stride);
-    _tile_loadd(1, upper + TILE_WORDS, 4 * stride);
-    if constexpr (LOWER) {
-        _tile_loadd(2, lower, 4 * stride);
-        _tile_loadd(3, lower + TILE_WORDS, 4 * stride);
-    }
-}
-template <bool LOWER, class T> INLINE void store_sums(T* upper, T* lower, size_t stride) {
-    _tile_stored(0, upper, 4 * stride);
-    _tile_stored(1, upper + TILE_WORDS, 4 * stride);
-    if constexpr (LOWER) {
-        _tile_stored(2, lower, 4 * stride);
-        _tile_stored(3, lower + TILE_WORDS, 4 * stride);
-    }
-}
 
 // The intrinsics want their registers spelt out.
 template <class E, bool LOWER> INLINE void multiply_square() {
@@ -121,10 +89,10 @@ INLINE void multiply_key_tiles(TileRows rows, int steps, const Chunk<E>& chunk, 
     for (int s = 0; s < strips; s += 2) {
         clear_sums<LOWER>();
         for (int i = 0; i < steps; i++) {
-            const size_t at = i * B_BYTES;
+            const size_t at = i * TILE_BYTES;
             if (first) {
-                bring(chunk.values[s] + at, B_BYTES);
-                bring(chunk.values[s + 1] + at, B_BYTES);
+                bring(chunk.values[s] + at, TILE_BYTES);
+                bring(chunk.values[s + 1] + at, TILE_BYTES);
             }
             const TileColumns keys{chunk.keys[s] + at, chunk.keys[s + 1] + at, 64};
             if constexpr (E::PACK == 2 && !LOWER) add_long_product(rows.from(i * TILE_WORDS), keys);

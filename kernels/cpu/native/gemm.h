@@ -1,8 +1,8 @@
 // Linear layers: out[rows, outputs] = x[rows, inputs] * weight[outputs, inputs]^T + bias.
 //
 // Weights are packed into panels of 64 outputs. A panel is [words of the inputs][64 outputs], a word holding
-// PACK neighbouring inputs (simd.h): one broadcast word of x meets vectors of outputs, and memory is read in
-// one direction. Inputs and outputs are padded with zeros.
+// PACK neighbouring inputs (words.h): one broadcast word of x meets vectors of outputs, and memory is read in
+// one direction. Inputs and outputs are padded with zeros. With AMX panels of bf16 are made of tiles (gemm_tiles.h).
 //
 // Every output is one sum over the inputs in ascending order, in one float32 accumulator: the number of rows,
 // the tile and the thread change which sums are computed side by side, never the order inside one.
@@ -28,6 +28,7 @@ constexpr int COLUMN_VECTORS = LANES == 16 ? 4 : 2;
 
 // Rows that share one pass over a panel: their x stays in the L2 cache.
 constexpr int ROW_BLOCK = 192;
+constexpr int ROW_STEP = 32;  // whole tiles with AMX
 
 struct LinearShape {
     int inputs, outputs;
@@ -62,14 +63,24 @@ struct Linear : LinearShape {
 // Of a row of `inputs` numbers, padded.
 template <class E> constexpr int words_of(int inputs) { return round_up(ceil_div(inputs, E::PACK), E::STEP); }
 
+// Where a word of an output lies in its panel, in bytes. Of words that come in tiles (tiles.h) 16 by 16 are one piece.
+template <class E> INLINE size_t panel_at(int word, int column) {
+    if constexpr (E::STEP > 1)
+        return word / E::STEP * (E::STEP * PANEL_STRIDE) + column / E::STEP * (E::STEP * E::STEP * 4) +
+               (word % E::STEP * E::STEP + column % E::STEP) * 4;
+    return word * PANEL_STRIDE + 4 * column;
+}
+
 // Packs one panel of a row-major weight.
 template <class E> void pack_panel(const Linear& linear, int index, const typename E::Element* weight) {
-    auto* to = reinterpret_cast<typename E::Element*>(linear.panel(index));
+    uint8_t* panel = linear.panel(index);
     int columns = std::min(PANEL, linear.outputs - index * PANEL);
     for (int column = 0; column < columns; column++) {
         const auto* row = weight + static_cast<size_t>(index * PANEL + column) * linear.inputs;
-        for (int i = 0; i < linear.inputs; i++)
-            to[(static_cast<size_t>(i / E::PACK) * PANEL + column) * E::PACK + i % E::PACK] = row[i];
+        for (int i = 0; i < linear.inputs; i++) {
+            auto* word = reinterpret_cast<typename E::Element*>(panel + panel_at<E>(i / E::PACK, column));
+            word[i % E::PACK] = row[i];
+        }
     }
 }
 
@@ -138,9 +149,8 @@ INLINE int next_tile(int rows) { return ceil_div(rows, ceil_div(rows, ROW_TILE))
 
 constexpr size_t AHEAD = 3072;  // bytes that one stream is prefetched ahead
 
-// tile[rows][PANEL] = x * panel. With AMX bf16 has another (gemm_tiles.h).
-template <class E>
-void multiply_panel(Tiles&, const uint8_t* panel, int words, WordRows x, int rows, float* tile) {
+// tile[rows][PANEL] = x * panel.
+template <class E> void multiply_panel(const uint8_t* panel, int words, WordRows x, int rows, float* tile) {
     if (rows <= ROW_TILE) {
         multiply_tile<E>(rows, panel, words, x, tile, true, {panel + AHEAD, PANEL_STRIDE});
         return;
@@ -179,14 +189,15 @@ protected:
 
     void run_panels(const Step& step, Member& member) {
         const int blocks = ceil_div(step.rows, ROW_BLOCK);
+        const int block = round_up(ceil_div(step.rows, blocks), ROW_STEP);  // nearly equal ones
         const int items = shape_.panels() * blocks;
         // Neighbouring panels in one go: one long read instead of many short ones.
         const int chunk = std::clamp(items / (member.size * 4), 1, 16);
-        float* tile = member.scratch.template take<float>(std::min(step.rows, ROW_BLOCK) * PANEL);
+        float* tile = member.scratch.template take<float>(block * PANEL);
         for (int first = this->take(chunk); first < items; first = this->take(chunk))
             for (int item = first; item < std::min(first + chunk, items); item++) {
-                const int panel = item / blocks, row = item % blocks * ROW_BLOCK;
-                const int rows = std::min(step.rows - row, ROW_BLOCK);
+                const int panel = item / blocks, row = item % blocks * block;
+                const int rows = std::min(step.rows - row, block);
                 multiply(panel, row, rows, tile, member);
                 write(panel, row, rows, tile);
             }
@@ -236,8 +247,8 @@ public:
     }
 
 protected:
-    void multiply(int panel, int row, int rows, float* tile, Member& member) override {
-        multiply_panel<E>(member.tiles, linear_.panel(panel), linear_.words, words_.from(row, 0), rows, tile);
+    void multiply(int panel, int row, int rows, float* tile, Member&) override {
+        multiply_panel<E>(linear_.panel(panel), linear_.words, words_.from(row, 0), rows, tile);
     }
 
 private:
@@ -275,12 +286,12 @@ public:
                 std::fill_n(out_ + row * out_stride_, table_.inputs, from_float<Element>(NAN));
                 continue;
             }
-            const uint8_t* from = table_.panel(static_cast<int>(id / PANEL)) + 4 * (id % PANEL);
+            const uint8_t* panel = table_.panel(static_cast<int>(id / PANEL));
+            const int column = static_cast<int>(id % PANEL);
             Element* to = out_ + row * out_stride_;
-            const int whole = table_.inputs / E::PACK;
-            for (int word = 0; word < whole; word++)
-                memcpy(to + word * E::PACK, from + word * PANEL_STRIDE, 4);
-            memcpy(to + whole * E::PACK, from + whole * PANEL_STRIDE, table_.inputs % E::PACK * sizeof(Element));
+            for (int i = 0; i < table_.inputs; i += E::PACK)
+                memcpy(to + i, panel + panel_at<E>(i / E::PACK, column),
+                       std::min(E::PACK, table_.inputs - i) * sizeof(Element));
         }
     }
 

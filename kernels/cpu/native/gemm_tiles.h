@@ -1,118 +1,171 @@
-// The plain linear of gemm.h with AMX: bf16, on the same panels.
+// The plain linear of gemm.h with AMX: bf16, on panels and rows that are made of tiles.
+//
+// A panel is [16 words of the inputs][4 tiles of 16 outputs]. More rows than one tile has are packed as
+// tiles, [16 rows][16 words], before they are multiplied.
 #pragma once
 
 #include "gemm.h"
 #include "tiles.h"
 
-#if LLMBOX_TILES
-
 namespace llmbox {
 
-constexpr int TILE_BYTES = TILE_WORDS * 4;                       // of one row of a tile
-constexpr size_t TILE_STEP = TILE_WORDS * PANEL_STRIDE;          // of a panel, from one B to the next words
+template <class E, class Out> struct PlainLinear {
+    using Op = PlainLinearOp<E, Out>;
+};
+
+#if LLMBOX_TILES
+
+constexpr size_t TILE_STEP = TILE_WORDS * PANEL_STRIDE;  // of a panel, from four tiles to the next ones
+constexpr int TILES_ACROSS = PANEL / TILE_WORDS;
+
+// Rows of x: those of a tile lie `stride` bytes apart.
+struct RowTiles {
+    const uint8_t* data;
+    size_t stride, across, down;  // to the next row, to the next 16 words, to the next 16 rows
+
+    static RowTiles plain(const void* x, size_t stride) {
+        return {static_cast<const uint8_t*>(x), stride, ROW_BYTES, TILE_ROWS * stride};
+    }
+    static RowTiles packed(const void* x, int words) {
+        return {static_cast<const uint8_t*>(x), ROW_BYTES, TILE_BYTES, words / TILE_WORDS * TILE_BYTES};
+    }
+    RowTiles from(int row, int word) const {
+        return {data + row / TILE_ROWS * down + word / TILE_WORDS * across, stride, across, down};
+    }
+};
 
 // `rows` of x, at most 16, with all 64 columns: sums[rows][PANEL] (+)= x * weights over `words` words.
-INLINE void multiply_wide(const uint8_t* weights, int words, WordRows x, float* sums, bool fresh, Prefetch next) {
-    constexpr size_t STRIDE = PANEL * sizeof(float);
-    if (fresh) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    } else {
-        _tile_loadd(0, sums, STRIDE);
-        _tile_loadd(1, sums + 16, STRIDE);
-        _tile_loadd(2, sums + 32, STRIDE);
-        _tile_loadd(3, sums + 48, STRIDE);
-    }
-    for (int w = 0; w < words; w += TILE_WORDS, weights += TILE_STEP) {
-        _tile_loadd(4, x.data + 4 * static_cast<size_t>(w), x.stride);
-        _tile_loadd(6, weights, PANEL_STRIDE);
+INLINE void multiply_wide(const uint8_t* weights, int words, RowTiles x, float* sums, bool fresh, Prefetch next) {
+    if (fresh) clear_sums();
+    else load_sums(sums, sums + 2 * TILE_WORDS, PANEL);
+    for (int w = 0; w < words; w += TILE_WORDS, weights += TILE_STEP, x.data += x.across) {
+        _tile_loadd(4, x.data, x.stride);
+        _tile_loadd(6, weights, ROW_BYTES);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, weights + 64, PANEL_STRIDE);
+        _tile_loadd(7, weights + TILE_BYTES, ROW_BYTES);
         _tile_dpbf16ps(1, 4, 7);
         for (size_t offset = 0; offset < next.step; offset += 64) prefetch_to_l2(next.at + offset);
         next.at += next.step;
-        _tile_loadd(6, weights + 128, PANEL_STRIDE);
+        _tile_loadd(6, weights + 2 * TILE_BYTES, ROW_BYTES);
         _tile_dpbf16ps(2, 4, 6);
-        _tile_loadd(7, weights + 192, PANEL_STRIDE);
+        _tile_loadd(7, weights + 3 * TILE_BYTES, ROW_BYTES);
         _tile_dpbf16ps(3, 4, 7);
     }
-    _tile_stored(0, sums, STRIDE);
-    _tile_stored(1, sums + 16, STRIDE);
-    _tile_stored(2, sums + 32, STRIDE);
-    _tile_stored(3, sums + 48, STRIDE);
+    store_sums(sums, sums + 2 * TILE_WORDS, PANEL);
 }
 
 // 16 rows and up to 16 more, with 32 columns.
-INLINE void multiply_square(const uint8_t* weights, int words, WordRows x, float* sums, bool fresh, Prefetch next) {
-    constexpr size_t STRIDE = PANEL * sizeof(float);
+INLINE void multiply_square(const uint8_t* weights, int words, RowTiles x, float* sums, bool fresh, Prefetch next) {
     float* lower = sums + TILE_ROWS * PANEL;
-    if (fresh) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    } else {
-        _tile_loadd(0, sums, STRIDE);
-        _tile_loadd(1, sums + 16, STRIDE);
-        _tile_loadd(2, lower, STRIDE);
-        _tile_loadd(3, lower + 16, STRIDE);
-    }
-    for (int w = 0; w < words; w += TILE_WORDS, weights += TILE_STEP) {
-        const uint8_t* from = x.data + 4 * static_cast<size_t>(w);
-        _tile_loadd(4, from, x.stride);
-        _tile_loadd(6, weights, PANEL_STRIDE);
+    if (fresh) clear_sums();
+    else load_sums(sums, lower, PANEL);
+    for (int w = 0; w < words; w += TILE_WORDS, weights += TILE_STEP, x.data += x.across) {
+        _tile_loadd(4, x.data, x.stride);
+        _tile_loadd(6, weights, ROW_BYTES);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, from + TILE_ROWS * x.stride, x.stride);
+        _tile_loadd(5, x.data + x.down, x.stride);
         _tile_dpbf16ps(2, 5, 6);
         for (size_t offset = 0; offset < next.step; offset += 64) prefetch_to_l2(next.at + offset);
         next.at += next.step;
-        _tile_loadd(7, weights + 64, PANEL_STRIDE);
+        _tile_loadd(7, weights + TILE_BYTES, ROW_BYTES);
         _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, sums, STRIDE);
-    _tile_stored(1, sums + 16, STRIDE);
-    _tile_stored(2, lower, STRIDE);
-    _tile_stored(3, lower + 16, STRIDE);
+    store_sums(sums, lower, PANEL);
 }
 
 // sums[rows][PANEL] = x * panel. `words` is a multiple of 16.
-template <>
-inline void multiply_panel<BF16>(
-    Tiles& tiles, const uint8_t* panel, int words, WordRows x, int rows, float* sums) {
+inline void multiply_panel(Tiles& tiles, const uint8_t* panel, int words, RowTiles x, int rows, float* sums) {
     if (rows <= TILE_ROWS) {
         tiles.shape(rows, rows);
         multiply_wide(panel, words, x, sums, true, {panel + 2 * TILE_STEP, TILE_STEP});
         return;
     }
-    // As in gemm.h: all rows visit a slice before the next one. Half of its columns fit the L1 cache.
-    constexpr int slice = 256;
+    // As in gemm.h: all rows visit a slice before the next one. Long ones, as sums go to memory between them.
+    constexpr int slice = 512;
     const int turns = 2 * ceil_div(rows, 2 * TILE_ROWS);
     for (int word = 0; word < words; word += slice) {
         const int count = std::min(slice, words - word);
         const uint8_t* weights = panel + word * PANEL_STRIDE;
         const uint8_t *coming = weights + count * PANEL_STRIDE, *end = coming + count * PANEL_STRIDE;
         const size_t step = round_up(ceil_div(TILE_STEP, turns), 64);
-        for (int column = 0; column < PANEL; column += PANEL / 2)
+        for (int tile = 0; tile < TILES_ACROSS; tile += 2)
             for (int row = 0; row < rows; row += 2 * TILE_ROWS) {
                 const int upper = std::min(TILE_ROWS, rows - row);
                 const int lower = std::min(TILE_ROWS, rows - row - upper);
                 const Prefetch next = {coming, coming < end ? step : 0};
                 coming += step * (count / TILE_WORDS);
-                float* to = sums + row * PANEL;
+                float* to = sums + row * PANEL + tile * TILE_WORDS;
+                const RowTiles from = x.from(row, word);
                 if (lower) {
                     tiles.shape(upper, lower);
-                    multiply_square(weights + 4 * column, count, x.from(row, word), to + column, word == 0, next);
-                } else if (column == 0) {
+                    multiply_square(weights + tile * TILE_BYTES, count, from, to, word == 0, next);
+                } else if (tile == 0) {
                     tiles.shape(upper, upper);
-                    multiply_wide(weights, count, x.from(row, word), to, word == 0, next);
+                    multiply_wide(weights, count, from, to, word == 0, next);
                 }
             }
     }
 }
 
-}  // namespace llmbox
+template <class Out> class TileLinearOp : public LinearOp<Out> {
+public:
+    TileLinearOp(const Linear& linear, const bf16* x, int64_t x_stride, Out* out, int64_t out_stride)
+        : LinearOp<Out>(linear, out, out_stride), linear_(linear), x_(x), x_stride_(x_stride) {}
+
+    void prepare(const Step& step, Pool& pool) override {
+        Op::prepare(step, pool);
+        if (packs(step.rows)) pool.shared().template take<uint8_t>(room(step.rows));
+        else tiles_ = RowTiles::plain(x_, x_stride_ * sizeof(bf16));
+    }
+
+    void run(const Step& step, Member& member) override {
+        if (packs(step.rows)) {
+            auto* memory = member.pool.shared().template get<uint8_t>();
+            const auto tiles = RowTiles::packed(memory, linear_.words);
+            const auto rows = member.share(step.rows);
+            for (int row = rows.begin; row < rows.end; row++) pack(row, memory + row / TILE_ROWS * tiles.down);
+            if (member.index == 0) tiles_ = tiles;
+            member.barrier();
+        }
+        this->run_panels(step, member);
+    }
+
+protected:
+    void multiply(int panel, int row, int rows, float* tile, Member& member) override {
+        multiply_panel(member.tiles, linear_.panel(panel), linear_.words, tiles_.from(row, 0), rows, tile);
+    }
+
+private:
+    // A few rows are read as they are, if their last words do not reach beyond them.
+    bool packs(int rows) const { return rows > TILE_ROWS || linear_.inputs != linear_.words * BF16::PACK; }
+    size_t room(int rows) const { return static_cast<size_t>(round_up(rows, TILE_ROWS)) * linear_.words * 4; }
+
+    // `to`: the tiles of its 16 rows.
+    void pack(int row, uint8_t* to) const {
+        constexpr int NUMBERS = TILE_WORDS * BF16::PACK;
+        const bf16* from = x_ + row * x_stride_;
+        to += row % TILE_ROWS * ROW_BYTES;
+        for (int i = 0; i < linear_.inputs; i += NUMBERS, to += TILE_BYTES) {
+            const int count = std::min(NUMBERS, linear_.inputs - i);
+            if (count < NUMBERS) memset(to, 0, ROW_BYTES);
+            memcpy(to, from + i, count * sizeof(bf16));
+        }
+    }
+
+    const Linear& linear_;
+    const bf16* x_;
+    int64_t x_stride_;
+    RowTiles tiles_{};
+};
+
+template <class Out> struct PlainLinear<BF16, Out> {
+    using Op = TileLinearOp<Out>;
+};
 
 #endif
+
+// The operation of a linear with weights of type E.
+template <class E, class Out> using PlainLinearOf = typename PlainLinear<E, Out>::Op;
+
+}  // namespace llmbox

@@ -176,8 +176,8 @@ Op* llmbox_linear_op(
     return with_type(dtype, [&]<class E>(E) -> Op* {
         auto* rows = static_cast<const typename E::Element*>(x);
         if (out_dtype == FLOAT32)
-            return new PlainLinearOp<E, float>(*linear, rows, x_stride, static_cast<float*>(out), out_stride);
-        return new PlainLinearOp<E, bf16>(*linear, rows, x_stride, static_cast<bf16*>(out), out_stride);
+            return new PlainLinearOf<E, float>(*linear, rows, x_stride, static_cast<float*>(out), out_stride);
+        return new PlainLinearOf<E, bf16>(*linear, rows, x_stride, static_cast<bf16*>(out), out_stride);
     });
 }
 

@@ -6,6 +6,9 @@
 //
 // Registers of this project: 0 .. 3 are C, 4 and 5 A, 6 and 7 B. The rows of 0, 1 and 4 are one number, those of
 // 2, 3 and 5 another.
+//
+// A tile is loaded fastest where its 16 rows are one piece of 1 KB and the next tile follows: cores look ahead in
+// one direction.
 #pragma once
 
 #include "simd.h"
@@ -20,6 +23,8 @@ namespace llmbox {
 
 constexpr int TILE_ROWS = 16;
 constexpr int TILE_WORDS = 16;
+constexpr int ROW_BYTES = TILE_WORDS * 4;  // of one row of a tile
+constexpr size_t TILE_BYTES = static_cast<size_t>(TILE_ROWS) * ROW_BYTES;
 
 // Asks Linux for the right to use them, for all threads of the process. Others (a sandbox) may say no.
 inline bool may_use_tiles() {
@@ -66,6 +71,36 @@ public:
 private:
     int upper_ = 0, lower_ = 0, words_ = 0, second_ = 0;
 };
+
+// The four C, or with !ALL the first two: `first` and the 16 columns right of it, `second` likewise. `stride` numbers
+// from row to row.
+template <bool ALL = true> INLINE void clear_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (ALL) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+}
+template <bool ALL = true, class T> INLINE void load_sums(const T* first, const T* second, size_t stride) {
+    _tile_loadd(0, first, 4 * stride);
+    _tile_loadd(1, first + TILE_WORDS, 4 * stride);
+    if constexpr (ALL) {
+        _tile_loadd(2, second, 4 * stride);
+        _tile_loadd(3, second + TILE_WORDS, 4 * stride);
+    }
+}
+template <bool ALL = true, class T> INLINE void store_sums(T* first, T* second, size_t stride) {
+    _tile_stored(0, first, 4 * stride);
+    _tile_stored(1, first + TILE_WORDS, 4 * stride);
+    if constexpr (ALL) {
+        _tile_stored(2, second, 4 * stride);
+        _tile_stored(3, second + TILE_WORDS, 4 * stride);
+    }
+}
+
+// The intrinsics of tile loads name no memory: what is stored before this is there for them.
+INLINE void finish_stores() { asm volatile("" ::: "memory"); }
 
 }  // namespace llmbox
 
