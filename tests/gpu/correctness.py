@@ -136,6 +136,14 @@ def heads(setting: Setting, dtype: torch.dtype) -> Checks:
     yield Check(name_of("rotated queries", dtype), distance(q, exact[:, :8]), limit)
     yield Check(name_of("written keys", dtype), distance(cache.k[1, block, :, offset], exact[:, 8:]), limit)
     yield Check(name_of("written values", dtype), distance(cache.v[1, block, :, offset], qkv[:, 10:]), 0.0)
+    apart = ops.rotary(ops.rms_norm(qkv[:, :10], norm, 1e-6), cos, sin)
+    yield Check(name_of("heads normed, then rotated", dtype), distance(apart, exact), limit)
+    source, blocks = int(block[0]), cache.k.shape[1]
+    target = (source + 1) % blocks
+    ops.copy_blocks(cache, [(source, target)])
+    both = (x.view(torch.uint8) for x in (cache.k, cache.v))
+    same = all(torch.equal(x[:, source], x[:, target]) for x in both)
+    yield Check(name_of("copied blocks", dtype), float(not same), 0.0)
 
 
 def rows(setting: Setting, dtype: torch.dtype) -> Checks:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpu import torch_blocks
 from gpu.timing import Call, times
 from llmbox.kernels.quant import QUANTS
 from llmbox.kernels.ragged import KVShape, Ragged
@@ -20,7 +21,7 @@ from llmbox.kernels.rows import SampleRows
 from llmbox.kernels.triton import gemm_experts, gemm_fp8
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.dequantise import dequantise
-from llmbox.kernels.triton.linear import FP8_ROWS, Floats8, Integers, rows_for
+from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, Blocks8, Floats8, Integers, rows_for
 from llmbox.kernels.triton.quantise import quantise_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
 from llmbox.kernels.triton.silu_mul import gate_rows
@@ -179,6 +180,13 @@ def linear(rows: int, quant: str | None) -> Work:
             variants["fp8, Triton"] = [
                 partial(gemm_fp8.fp8_product, eight, one.weight_OI, scales, None, BF16) for one in packed
             ]
+        case Blocks8():
+            eight = quantise_rows(x, FP8_BLOCKS)
+            variants["product alone"] = [
+                partial(gemm_fp8.fp8_product, eight, one.weight_OI, one.scales, None, BF16) for one in packed
+            ]
+            if by_torch := torch_blocks.products(eight, packed):
+                variants["product alone, torch"] = by_torch
         case Integers() if rows > MANY:
             made_wide = lambda one: F.linear(x, dequantise(one.weight, BF16))  # noqa: E731
             variants["made wide, cuBLAS"] = [partial(made_wide, one) for one in packed]

@@ -78,8 +78,7 @@ def correctness(report: Report, seed: int) -> None:
 
 
 def kernels(report: Report, peaks: dict[str, float]) -> None:
-    from gpu import sdpa_rule
-    from gpu.kernel_speed import all_work, measure
+    from gpu import kernel_speed, little_kernels, sdpa_rule
 
     report.section("Kernels against their rooflines")
     try:
@@ -89,13 +88,13 @@ def kernels(report: Report, peaks: dict[str, float]) -> None:
         report.failed(f"long prompts through SDPA: {type(error).__name__}: {str(error)[:300]}")
     report.say("")
     report.table("kernel", "ms", "floor ms", "reached", "torch, ms")
-    work = list(all_work())
+    work = [*kernel_speed.all_work(), *little_kernels.all_work()]
     for number, make in enumerate(work):
         if report.left < 0:
             report.skipped(len(work) - number)
             return
         try:
-            speed = measure(make(), peaks)
+            speed = kernel_speed.measure(make(), peaks)
         except torch.cuda.OutOfMemoryError:
             report.say("| (does not fit this card) | | | | |")
             continue

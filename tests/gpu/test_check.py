@@ -8,12 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
-from gpu import beside, check, engine_speed, kernel_speed, sdpa_rule, sections
+from gpu import beside, check, engine_speed, kernel_speed, little_kernels, sdpa_rule, sections, torch_blocks
 from gpu.report import Report
 from gpu.shapes import SHAPES
+from llmbox.kernels.triton.linear import Blocks8
+from llmbox.kernels.triton.quantise import Rows8
 
 ROOT = Path(__file__).parents[2]
+FP8 = torch.float8_e4m3fn
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
@@ -91,6 +95,9 @@ def test_floors_of_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel_speed.gates_in_8_bits(3, "fp8-block"),
         kernel_speed.heads(3),
         kernel_speed.sampling(3, "top-p"),
+        little_kernels.embedding(3, None),
+        little_kernels.embedding(3, "int8"),
+        little_kernels.advance(3),
     ]
     peaks = {"bytes": 1e12, "bf16": 1e14, "fp8": 2e14}
     speeds = [kernel_speed.measure(work, peaks) for work in works]
@@ -102,12 +109,42 @@ def test_floors_of_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(0 < speed.floor_ms < 1 for speed in speeds)
 
 
+@pytest.mark.parametrize(("error", "offered"), [(None, 2), (RuntimeError("Invalid scaling"), 0), (0.1, 0)])
+def test_blocks_by_torch_are_measured_where_it_has_them(
+    monkeypatch: pytest.MonkeyPatch, error: RuntimeError | float | None, offered: int
+) -> None:
+    """As its checks of shapes and strides want them; refused, or wrong, they are no figure."""
+    rows = Rows8((8 * torch.randn(3, 256)).to(FP8), torch.rand(3, 2) + 0.5)
+    packed = [Blocks8((8 * torch.randn(256, 256)).to(FP8), torch.rand(2, 2) + 0.5, None) for _ in "ab"]
+
+    def scaled_mm(
+        x: Tensor, weight: Tensor, *, scale_a: Tensor, scale_b: Tensor, out_dtype: object
+    ) -> Tensor:
+        if isinstance(error, RuntimeError):
+            raise error
+        assert weight.t().is_contiguous()
+        assert (scale_a.shape, scale_a.stride()) == ((3, 2), (1, 3))
+        assert scale_b.t().is_contiguous()
+        wide_x = x.float() * scale_a.repeat_interleave(128, 1)
+        wide_w = weight.t().float() * scale_b.t().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return (wide_x @ wide_w.T * (1 + (error or 0))).to(torch.bfloat16)
+
+    def ours(x: Rows8, weight: Tensor, scales: Tensor, _bias: None, _dtype: object) -> Tensor:
+        wide_x = x.numbers.float() * x.scales.repeat_interleave(128, 1)
+        return wide_x @ (weight.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)).T
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(torch_blocks, "fp8_product", ours)
+    assert len(torch_blocks.products(rows, packed)) == offered
+
+
 def test_a_section_out_of_time_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     report = Report(0.0)
     monkeypatch.setattr(kernel_speed, "all_work", lambda: iter([None, None]))
     monkeypatch.setattr(sdpa_rule, "pair", None)  # not called
     sections.kernels(report, {})
-    assert "out of time: 2 more" in report.lines[-1]
+    left = 2 + len(list(little_kernels.all_work()))
+    assert f"out of time: {left} more" in report.lines[-1]
 
 
 @pytest.mark.parametrize(
