@@ -22,6 +22,7 @@ BARS = {
 }
 SECTIONS = {
     "correctness": 160,
+    "ranks": 30,
     "engine-0.6B": 80,
     "engine-8B": 200,
     "kernels": 170,

@@ -6,9 +6,11 @@ python -m gpu.sections NAME --seconds S --seed N --peaks JSON
 import argparse
 import gc
 import json
+import runpy
 import statistics
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from gpu import beside
 from gpu.report import Report
 from gpu.shapes import SHAPES, parameters, prompt_operations
 
+TWO_RANKS = Path(__file__).parents[1] / "engine/parallel/two_ranks_one_gpu.py"
 BATCHES = (1, 8, 64, 256)
 PROMPTS = (2048, 4096, 8192, 16384)
 LATE = 2048
@@ -34,6 +37,8 @@ def main() -> None:
     match options.name.split("-"):
         case ["correctness"]:
             correctness(report, options.seed)
+        case ["ranks"]:
+            ranks(report)
         case ["kernels"]:
             kernels(report, options.peaks)
         case ["engine", size]:
@@ -75,6 +80,13 @@ def correctness(report: Report, seed: int) -> None:
             if check.limit and check.error / check.limit > worst[1]:
                 worst = (check.name, check.error / check.limit)
     report.say(f"\n{passed} checks passed; closest to its limit: {worst[0]} ({worst[1]:.0%} of it).")
+
+
+def ranks(report: Report) -> None:
+    """A section of its own: should they wait for each other in vain, only this process is stopped."""
+    report.section("Sum, residual and norm in one kernel")
+    runpy.run_path(str(TWO_RANKS), run_name="__main__")
+    report.say("Two ranks on this GPU, 200 turns from graphs: bit by bit the ordered sum, and its norm.")
 
 
 def kernels(report: Report, peaks: dict[str, float]) -> None:

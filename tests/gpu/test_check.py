@@ -147,6 +147,19 @@ def test_a_section_out_of_time_says_what_is_missing(monkeypatch: pytest.MonkeyPa
     assert f"out of time: {left} more" in report.lines[-1]
 
 
+def test_two_ranks_are_run_as_a_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert sections.TWO_RANKS.is_file()
+    program = tmp_path / "ranks.py"
+    program.write_text("assert __name__ != '__main__', 'ranks differ'\n")
+    monkeypatch.setattr(sections, "TWO_RANKS", program)
+    report = Report(100.0)
+    with pytest.raises(AssertionError, match="ranks differ"):
+        sections.ranks(report)
+    program.write_text("")
+    sections.ranks(report)
+    assert report.lines[-1].startswith("Two ranks on this GPU")
+
+
 @pytest.mark.parametrize(
     ("code", "failures"),
     [
