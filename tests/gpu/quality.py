@@ -4,6 +4,7 @@ Needs of this project its tree and the model's files, and beside torch only toke
 brings along): prompts are rendered here, without the daemon's processes for that.
 """
 
+import gc
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ def table(report: Report, load: Callable[[str, str], Engine], formats: Sequence[
             report.skipped(len(formats) - number)
             return
         found = measure(load(quant, kv), sequences)
+        gc.collect()  # the next engine needs this one's memory
+        torch.cuda.empty_cache()
         plain = plain or found
         loss, of = found.perplexity / plain.perplexity - 1, f"of {len(IN_SCOPE)}"
         same = sum(map(str.__eq__, found.answers, plain.answers))
