@@ -60,7 +60,7 @@ template <int WORDS> struct BlockProducts {
         }
         codes += groups.codes_step;
         values += QuantRows::BLOCK * 4 * WORDS;
-        for (size_t offset = 0; offset < next.step; offset += 64) prefetch(next.at + offset);
+        for (size_t offset = 0; offset < next.step; offset += 64) prefetch_stream(next.at + offset);
         next.at += next.step;
     }
 
@@ -138,15 +138,18 @@ inline void multiply_slice(const TileGroups& groups, const QuantRows& x, int row
 
 // Memory of one thread for a slice: int4 as bytes, the sums of two blocks, scales.
 struct TileScratch {
-    static constexpr int SLICE = MAX_GROUP;  // inputs
+    // Inputs: two groups of 128 for many rows, else what keeps the sums of two blocks in the L1 cache.
+    static constexpr int SLICE = 128, LONG_SLICE = 256, LONG_FROM = 65;
     uint8_t* codes;
     int32_t* sums;
     float* scales;
 
-    TileScratch(Scratch& scratch, int group) {
-        const int groups = SLICE / group, sums_count = 2 * groups * BLOCK_SUMS;
-        codes = scratch.take<uint8_t>(SLICE * PANEL + 4 * (sums_count + groups * PANEL));
-        sums = reinterpret_cast<int32_t*>(codes + SLICE * PANEL);
+    static int slice(int group, int rows) { return group == MAX_GROUP && rows >= LONG_FROM ? LONG_SLICE : SLICE; }
+
+    TileScratch(Scratch& scratch, int group, int slice) {
+        const int groups = slice / group, sums_count = 2 * groups * BLOCK_SUMS;
+        codes = scratch.take<uint8_t>(slice * PANEL + 4 * (sums_count + groups * PANEL));
+        sums = reinterpret_cast<int32_t*>(codes + slice * PANEL);
         scales = reinterpret_cast<float*>(sums + sums_count);
     }
 };
@@ -167,8 +170,9 @@ INLINE void unpack_signed(const uint8_t* codes, int group, uint8_t* to) {
 template <int WORDS>
 inline void multiply_tiles(const QuantLinear& linear, int panel, const QuantRows& x, int row, int rows, float* tile,
                            Member& member) {
-    const TileScratch scratch(member.spare, linear.group);
-    const int tile_rows = std::min(rows, TILE_ROWS), slice = TileScratch::SLICE / linear.group;
+    const int inputs = TileScratch::slice(linear.group, rows);
+    const TileScratch scratch(member.spare, linear.group, inputs);
+    const int tile_rows = std::min(rows, TILE_ROWS), slice = inputs / linear.group;
     member.tiles.shape(tile_rows, tile_rows, std::min(WORDS, TILE_WORDS));
     for (int g = 0; g < linear.groups; g += slice) {
         const uint8_t* at = linear.at(panel, g);

@@ -52,7 +52,7 @@ INLINE void multiply_groups(const Groups& groups, const QuantRows& x, int row, f
             for (int k = 0; k < x.group; k += 4 * WORDS) {
                 Words weights[VECTORS][WORDS];
                 UNROLL for (int v = 0; v < VECTORS; v++) Codes<BITS>::load(from + v * LANES * 4, weights[v]);
-                for (size_t offset = 0; offset < coming.step; offset += 64) prefetch(ahead + offset);
+                for (size_t offset = 0; offset < coming.step; offset += 64) prefetch_stream(ahead + offset);
                 ahead += coming.step;
                 from += PANEL_STRIDE;
                 UNROLL for (int w = 0; w < WORDS; w++)
