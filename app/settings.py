@@ -102,7 +102,13 @@ class ModelSettings:
         live=True,
     )
     max_running: int | None = key(None, "Most sequences computed together.", low=1, high=65_536, live=True)
-    token_budget: int | None = key(None, "Most tokens computed in one step.", low=16, high=1 << 20, live=True)
+    token_budget: int | None = key(
+        None,
+        "Most tokens computed in one step; with --pp the stages share it.",
+        low=16,
+        high=1 << 20,
+        live=True,
+    )
     memory: float | None = key(
         None,
         "Memory budget in GB (10^9 bytes) for weights, KV and workspace.",
