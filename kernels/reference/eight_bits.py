@@ -11,7 +11,8 @@ def to_eight_bits(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes like `rows`, scales without the last dim. NaN or infinity in a row: codes 0 and the scale NaN."""
     rows, largest = rows.float(), LARGEST[dtype]
     most = rows.abs().amax(-1)
-    inverse = torch.where(most > 0, largest / most, 0)
+    # torch divides a Python number by a tensor with two roundings.
+    inverse = torch.where(most > 0, torch.full_like(most, largest) / most, 0)
     scales = torch.where(most.isfinite(), most / largest, torch.nan)
     codes = (rows * inverse.unsqueeze(-1)).nan_to_num(0, 0, 0)
     return (codes.round_() if dtype == torch.int8 else codes).to(dtype), scales

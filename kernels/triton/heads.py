@@ -166,9 +166,10 @@ def heads_kernel(
             if QUANTISE:
                 low_f = low.to(tl.float32)
                 high_f = high.to(tl.float32)
-                scale = row_scale(tl.max(tl.maximum(magnitude(low_f), magnitude(high_f)), 0), LARGEST)
-                low_n = eight_bits(low_f, scale, LARGEST)
-                high_n = eight_bits(high_f, scale, LARGEST)
+                most = tl.max(tl.maximum(magnitude(low_f), magnitude(high_f)), 0)
+                scale = row_scale(most, LARGEST)
+                low_n = eight_bits(low_f, most, LARGEST)
+                high_n = eight_bits(high_f, most, LARGEST)
                 place_scale = block * (kv_heads * PAGE) + token
                 if is_value:
                     tl.store(v_scale + place_scale, scale)

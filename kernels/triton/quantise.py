@@ -100,13 +100,13 @@ def store_eight_bits(
     GROUPS: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
     HERE: tl.constexpr = BLOCK // GROUP
     grouped = tl.reshape(values.to(tl.float32), (HERE, GROUP))
-    scale = row_scale(tl.max(magnitude(grouped), 1), LARGEST)
-    rounded = tl.reshape(eight_bits(grouped, scale[:, None], LARGEST), (BLOCK,))
+    most = tl.max(magnitude(grouped), 1)
+    rounded = tl.reshape(eight_bits(grouped, most[:, None], LARGEST), (BLOCK,))
     column = first + tl.arange(0, BLOCK)
     place = numbers + row * WIDTH + column
     tl.store(place, rounded.to(numbers.dtype.element_ty), mask=column < WIDTH)
     group = first // GROUP + tl.arange(0, HERE)
-    tl.store(scales + row * GROUPS + group, scale, mask=group < GROUPS)
+    tl.store(scales + row * GROUPS + group, row_scale(most, LARGEST), mask=group < GROUPS)
 
 
 @triton.jit
@@ -118,13 +118,19 @@ def magnitude(values: tl.tensor) -> tl.tensor:
 @triton.jit
 def row_scale(most: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
     """NaN for a row that is not finite, so that it stays one whatever is stored."""
-    return tl.where(most == float("inf"), float("nan"), most / LARGEST)
+    return tl.where(
+        most == float("inf"), float("nan"), tl.div_rn(most, tl.full(most.shape, LARGEST, tl.float32))
+    )
 
 
 @triton.jit
-def eight_bits(values: tl.tensor, scale: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
-    """Integers are rounded to nearest even: adding 1.5 * 2^23 leaves no bits for a fraction."""
-    scaled = values * tl.where(scale > 0, 1.0 / scale, 0.0)
+def eight_bits(values: tl.tensor, most: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
+    """LARGEST / most times values: bit by bit as `kernels/reference/eight_bits.py` where all is finite.
+
+    Integers are rounded to nearest even: adding 1.5 * 2^23 leaves no bits for a fraction.
+    """
+    inverse = tl.div_rn(tl.full(most.shape, LARGEST, tl.float32), most)
+    scaled = values * tl.where(most > 0, inverse, 0.0)
     scaled = tl.where(tl.abs(scaled) <= LARGEST, scaled, tl.where(scaled > 0, LARGEST, -LARGEST))
     if LARGEST == 127.0:
         scaled = (scaled + 12582912.0) - 12582912.0

@@ -85,9 +85,9 @@ def pack_fp8(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     for first in range(0, len(weight_OI), ROWS_AT_ONCE):
         rows = slice(first, first + ROWS_AT_ONCE)
         part = weight_OI[rows].float()
-        scale = part.abs().amax(1, keepdim=True) / LARGEST[torch.float8_e4m3fn]
-        numbers[rows] = (part * torch.where(scale == 0, 0, 1 / scale)).to(torch.float8_e4m3fn)
-        scales[rows] = scale
+        most = part.abs().amax(1, keepdim=True)
+        numbers[rows] = (part * inverse_of(most)).to(torch.float8_e4m3fn)
+        scales[rows] = most / LARGEST[torch.float8_e4m3fn]
     return numbers, scales
 
 
@@ -101,11 +101,16 @@ def pack_fp8_blocks(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
         rows = slice(n * BLOCK, (n + 1) * BLOCK)
         part = weight_OI[rows].float()
         most_I = F.pad(part.abs().amax(0), (0, across * BLOCK - inputs))
-        scale = most_I.view(across, BLOCK).amax(1) / LARGEST[torch.float8_e4m3fn]
-        inverse_I = torch.where(scale == 0, 0, 1 / scale).repeat_interleave(BLOCK)[:inputs]
+        most = most_I.view(across, BLOCK).amax(1)
+        inverse_I = inverse_of(most).repeat_interleave(BLOCK)[:inputs]
         numbers[rows] = (part * inverse_I).to(torch.float8_e4m3fn)
-        scales[n] = scale
+        scales[n] = most / LARGEST[torch.float8_e4m3fn]
     return numbers, scales
+
+
+def inverse_of(most: Tensor) -> Tensor:
+    """Of the scale of E4M3 numbers whose largest size is that."""
+    return torch.where(most > 0, torch.full_like(most, LARGEST[torch.float8_e4m3fn]) / most, 0)
 
 
 def scales_of_blocks(scales_OG: Tensor) -> Tensor:

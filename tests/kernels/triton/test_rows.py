@@ -6,6 +6,7 @@ from torch import Tensor
 
 from llmbox.kernels.quant import QUANTS
 from llmbox.kernels.reference import REFERENCE
+from llmbox.kernels.reference.eight_bits import to_eight_bits
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.kv_cache import LARGEST
 from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS
@@ -53,6 +54,16 @@ def test_quantised_rows(eight: torch.dtype) -> None:
     groups = quantise_rows(x, RowFormat(eight, 32))
     for g, part in enumerate(x.split(32, 1)):
         assert_rows8(Rows8(groups.numbers[:, 32 * g : 32 * g + 32], groups.scales[:, g : g + 1]), part)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("row_format", [RowFormat(torch.int8, 128), FP8_BLOCKS, FP8_ROWS])
+def test_rows_are_rounded_as_plain_torch_rounds_them(dtype: torch.dtype, row_format: RowFormat) -> None:
+    """Bit by bit, so also where a number lies halfway between two codes."""
+    x = (torch.randn(40, 256) * torch.logspace(-6, 3, 40)[:, None]).to(dtype)
+    x[3] = 0
+    codes, scales = to_eight_bits(x.view(40, -1, row_format.group or 256), row_format.dtype)
+    same_bits(quantise_rows(x, row_format), Rows8(codes.flatten(1), scales))
 
 
 def same_bits(got: Rows8 | None, expected: Rows8) -> None:
