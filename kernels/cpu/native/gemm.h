@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "memory.h"
+#include "runs.h"
 #include "tape.h"
 #include "words.h"
 
@@ -183,27 +184,30 @@ public:
     LinearOp(const LinearShape& shape, Out* out, int64_t out_stride)
         : shape_(shape), out_(out), out_stride_(out_stride) {}
 
+    void prepare(const Step& step, Pool& pool) override {
+        Op::prepare(step, pool);
+        runs_.deal(shape_.panels() * row_blocks(step), pool.threads());
+    }
+
 protected:
     // tile[rows][PANEL] = rows of x from `row` on * panel.
     virtual void multiply(int panel, int row, int rows, float* tile, Member& member) = 0;
 
     void run_panels(const Step& step, Member& member) {
-        const int blocks = ceil_div(step.rows, ROW_BLOCK);
+        const int blocks = row_blocks(step);
         const int block = round_up(ceil_div(step.rows, blocks), ROW_STEP);  // nearly equal ones
-        const int items = shape_.panels() * blocks;
-        // Neighbouring panels in one go: one long read instead of many short ones.
-        const int chunk = std::clamp(items / (member.size * 4), 1, 16);
         float* tile = member.scratch.template take<float>(block * PANEL);
-        for (int first = this->take(chunk); first < items; first = this->take(chunk))
-            for (int item = first; item < std::min(first + chunk, items); item++) {
-                const int panel = item / blocks, row = item % blocks * block;
-                const int rows = std::min(step.rows - row, block);
-                multiply(panel, row, rows, tile, member);
-                write(panel, row, rows, tile);
-            }
+        for (int item = runs_.take(member.index); item >= 0; item = runs_.take(member.index)) {
+            const int panel = item / blocks, row = item % blocks * block;
+            const int rows = std::min(step.rows - row, block);
+            multiply(panel, row, rows, tile, member);
+            write(panel, row, rows, tile);
+        }
     }
 
 private:
+    static int row_blocks(const Step& step) { return ceil_div(step.rows, ROW_BLOCK); }
+
     void write(int panel, int row, int rows, const float* tile) {
         const int column = panel * PANEL, columns = std::min(PANEL, shape_.outputs - column);
         const float* bias = shape_.bias.empty() ? nullptr : shape_.bias.data() + column;
@@ -220,6 +224,7 @@ private:
     const LinearShape& shape_;
     Out* out_;
     int64_t out_stride_;
+    Runs runs_;  // of panels, each with all its blocks of rows
 };
 
 // Weights and rows of the same type.
@@ -231,7 +236,7 @@ public:
         : LinearOp<Out>(linear, out, out_stride), linear_(linear), x_(x), x_stride_(x_stride) {}
 
     void prepare(const Step& step, Pool& pool) override {
-        Op::prepare(step, pool);
+        LinearOp<Out>::prepare(step, pool);
         if (odd()) pool.shared().template take<In>(step.rows * padded_width());
         else words_ = {reinterpret_cast<const uint8_t*>(x_), x_stride_ * sizeof(In)};
     }

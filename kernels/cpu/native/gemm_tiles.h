@@ -114,7 +114,7 @@ public:
         : LinearOp<Out>(linear, out, out_stride), linear_(linear), x_(x), x_stride_(x_stride) {}
 
     void prepare(const Step& step, Pool& pool) override {
-        Op::prepare(step, pool);
+        LinearOp<Out>::prepare(step, pool);
         if (packs(step.rows)) pool.shared().template take<uint8_t>(room(step.rows));
         else tiles_ = RowTiles::plain(x_, x_stride_ * sizeof(bf16));
     }

@@ -17,7 +17,7 @@ public:
         : LinearOp<Out>(linear, out, out_stride), linear_(linear), x_(x), x_stride_(x_stride) {}
 
     void prepare(const Step& step, Pool& pool) override {
-        Op::prepare(step, pool);
+        LinearOp<Out>::prepare(step, pool);
         pool.shared().template take<uint8_t>(QuantRows::bytes(step.rows, linear_));
     }
 

@@ -3,18 +3,18 @@
 import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 
 from llmbox.kernels.cpu import build
 from llmbox.kernels.cpu.load import load_backend
 from llmbox.kernels.quant import QUANTS
 
-DRIVER = Path(__file__).parent / "governor.cpp"
 
-
-def test_the_governor(tmp_path: Path) -> None:
-    program = tmp_path / "governor"
-    compile_it = [*build.find_compiler(), "-std=c++20", "-I", str(build.SOURCES), str(DRIVER)]
+@pytest.mark.parametrize("subject", ["governor", "runs"])
+def test_how_work_is_shared_among_threads(subject: str, tmp_path: Path) -> None:
+    driver, program = Path(__file__).with_name(f"{subject}.cpp"), tmp_path / subject
+    compile_it = [*build.find_compiler(), "-std=c++20", "-pthread", "-I", str(build.SOURCES), str(driver)]
     subprocess.run([*compile_it, "-o", str(program)], check=True, timeout=60)
     done = subprocess.run([str(program)], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "right\n"
