@@ -59,7 +59,7 @@ def measure(model: Path, text: Path) -> None:
         engine = load_engine(config_for(model, None, quant=quant, kv_dtype=kv), lambda _: None)
         found = perplexity(engine, sequences)
         plain = plain or found
-        shown = "-" if model != ASSETS else f"{right(engine)} of {len(IN_SCOPE)}"
+        shown = "-" if model != ASSETS.resolve() else f"{right(engine)} of {len(IN_SCOPE)}"
         print(
             f"| {quant} | {engine.info.kv_dtype} | {found:.3f} ({found / plain - 1:+.2%}) | {shown} |",
             flush=True,
