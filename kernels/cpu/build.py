@@ -36,6 +36,7 @@ TIMEOUT_S = 300
 KERNEL_CACHE = "LLMBOX_KERNEL_CACHE"
 """Environment variable: the folder to keep the libraries in."""
 DIGEST_BYTES = 32
+UNFINISHED = "unfinished-"
 
 
 class NativeUnavailable(Exception):  # noqa: N818 - named for what the user reads
@@ -73,6 +74,8 @@ def library_in(folder: Path, name: str, level: Level, compiler: list[str]) -> Pa
     private_folder(folder)
     with locked(folder / "build.lock"):
         if not is_intact(path):  # another process may just have made it
+            for left in folder.glob(f"{UNFINISHED}*"):  # by who was killed while it compiled
+                left.unlink(missing_ok=True)
             build(compiler, level, path)
     return path
 
@@ -153,7 +156,7 @@ def is_intact(path: Path) -> bool:
 
 def build(compiler: list[str], level: Level, path: Path) -> None:
     log.info("compiling the CPU kernels for %s: once, some seconds", level.name)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".so")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=UNFINISHED, suffix=".so")
     os.close(handle)
     temporary = Path(name)
     try:

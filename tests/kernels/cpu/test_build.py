@@ -56,6 +56,20 @@ def test_another_source_is_another_library(tiny: Path) -> None:
     assert answer(second) == 43
 
 
+def test_what_a_killed_build_left_is_cleared_away(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda *_, **__: None)  # as if killed before it could tidy up
+        patch.setattr(build, "compile_to", killed)
+        with pytest.raises(KeyboardInterrupt):
+            build.library_path(LEVEL)
+    assert [path.suffix for path in tiny.iterdir() if path.name != "build.lock"] == [".so"]
+    made = build.library_path(LEVEL)
+    assert {path.name for path in tiny.iterdir()} == {made.name, "build.lock"}
+
+
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
 def test_a_damaged_library_is_built_again(tiny: Path, damage: str) -> None:
     path = build.library_path(LEVEL)
