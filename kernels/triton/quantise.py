@@ -130,7 +130,7 @@ def eight_bits(values: tl.tensor, most: tl.tensor, LARGEST: tl.constexpr) -> tl.
     Integers are rounded to nearest even: adding 1.5 * 2^23 leaves no bits for a fraction.
     """
     inverse = tl.div_rn(tl.full(most.shape, LARGEST, tl.float32), most)
-    scaled = values * tl.where(most > 0, inverse, 0.0)
+    scaled = values * tl.where(inverse < float("inf"), inverse, 0.0)  # zeros, and all too small to divide by
     scaled = tl.where(tl.abs(scaled) <= LARGEST, scaled, tl.where(scaled > 0, LARGEST, -LARGEST))
     if LARGEST == 127.0:
         scaled = (scaled + 12582912.0) - 12582912.0

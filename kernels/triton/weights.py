@@ -110,7 +110,8 @@ def pack_fp8_blocks(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 def inverse_of(most: Tensor) -> Tensor:
     """Of the scale of E4M3 numbers whose largest size is that."""
-    return torch.where(most > 0, torch.full_like(most, LARGEST[torch.float8_e4m3fn]) / most, 0)
+    inverse = torch.full_like(most, LARGEST[torch.float8_e4m3fn]) / most
+    return torch.where(inverse.isfinite(), inverse, 0)  # of zeros, and of what is too small to divide by
 
 
 def scales_of_blocks(scales_OG: Tensor) -> Tensor:

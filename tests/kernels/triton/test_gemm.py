@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -189,6 +190,13 @@ def test_formats_mean_what_plain_torch_says(name: str, dtype: torch.dtype) -> No
     for pack in ("pack_linear", "pack_head"):
         want = theirs.linear(getattr(theirs, pack)(weight, bias), x).double()
         assert_near(ours.linear(getattr(ours, pack)(weight, bias), x), want)
+
+
+@pytest.mark.parametrize("pack", [pack_fp8, pack_fp8_blocks])
+def test_weights_too_small_to_divide_by_are_no_nan(pack: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+    numbers, scales = pack(torch.full((3, 40), 1e-38))
+    assert numbers.float().isfinite().all()
+    assert scales.isfinite().all()
 
 
 def test_fp8_by_rows() -> None:
