@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wording import DROPPABLE, FILLERS, FRAMES, SWAPS, gerund
+
 DATA = Path(__file__).parent / "data"
 HELD_OUT = Path(__file__).parents[2] / "tests" / "packaging" / "builtin_questions.toml"
 
@@ -25,107 +27,6 @@ CUT_CHARACTERS = 50
 
 _CHOICE = re.compile(r"\(([^()]*\|[^()]*)\)")
 _SLOT = re.compile(r"\{(\w+)\}")
-
-# Words that a hurried writer leaves out without changing what is asked.
-_DROPPABLE = {
-    "the",
-    "a",
-    "an",
-    "is",
-    "do",
-    "does",
-    "to",
-    "i",
-    "of",
-    "my",
-    "this",
-    "it",
-    "in",
-    "for",
-    "are",
-    "please",
-    "can",
-}
-_FILLERS = [
-    "actually",
-    "really",
-    "just",
-    "maybe",
-    "currently",
-    "exactly",
-    "still",
-    "simply",
-    "then",
-    "even",
-    "usually",
-    "best",
-]
-_SWAPS = {
-    "i": ["we", "one", "you", "somebody", "i"],
-    "my": ["the", "our", "this", "a"],
-    "a": ["the", "some", "one", "any", "this"],
-    "the": ["my", "a", "this", "our", "that"],
-    "see": ["view", "look at", "find", "check", "read"],
-    "show": ["display", "list", "give", "print", "tell"],
-    "want": ["wish", "would like", "would love", "have", "plan", "intend"],
-    "need": ["want", "have", "would like"],
-    "use": ["employ", "work with", "make use of", "try"],
-    "command": ["instruction", "cli command", "call", "line"],
-    "machine": ["computer", "box", "laptop", "pc", "workstation", "server"],
-    "computer": ["machine", "box", "laptop", "pc"],
-    "way": ["method", "trick", "possibility"],
-    "which": ["what"],
-    "what": ["which"],
-    "explain": ["describe", "clarify", "illustrate", "outline", "spell out"],
-    "tell": ["explain", "show", "give"],
-    "mean": ["stand for", "refer to", "signify"],
-    "model": ["llm", "language model", "checkpoint"],
-    "models": ["llms", "language models", "checkpoints"],
-    "memory": ["ram", "my memory"],
-    "disk": ["hard disk", "drive", "ssd"],
-    "answer": ["response", "reply", "output", "completion"],
-    "prompt": ["input", "text", "message"],
-    "server": ["daemon", "service", "llmbox server"],
-    "daemon": ["server", "service", "llmbox daemon"],
-    "big": ["large", "huge"],
-    "fast": ["quick", "speedy"],
-    "create": ["make", "produce", "set up"],
-    "change": ["alter", "modify", "adjust"],
-    "get": ["obtain", "have", "receive"],
-    "can": ["could", "may", "might"],
-    "could": ["can", "would"],
-    "does": ["would", "will", "did"],
-    "do": ["would", "could", "should", "must", "might"],
-    "is": ["was", "would be", "'s"],
-    "how": ["in what way", "by what means"],
-    "file": ["document"],
-    "folder": ["directory"],
-    "gpu": ["graphics card", "card", "gpus"],
-    "run": ["execute", "use", "enter", "type"],
-    "useful": ["helpful", "good"],
-    "request": ["call", "api request", "query"],
-    "requests": ["calls", "api requests", "queries"],
-}
-_FRAMES = [
-    "i was wondering {q}",
-    "would you mind telling me {q}",
-    "do you happen to know {q}",
-    "my colleague asks {q}",
-    "i have been asking myself {q}",
-    "i'd be interested to know {q}",
-    "my boss wants to know {q}",
-    "could you tell me {q}",
-    "can you tell me {q}",
-    "let me ask {q}",
-    "i would like to know {q}",
-    "tell me {q}",
-    "i wonder {q}",
-    "please tell me {q}",
-    "what i want to know is {q}",
-    "i'm not sure about this: {q}",
-    "for what it's worth {q}",
-    "maybe you can tell me {q}",
-]
 
 
 @dataclass(frozen=True)
@@ -239,7 +140,7 @@ class Writer:
 
     def _template(self, kind: str, phrase: str) -> str:
         template = self._expand(self.random.choice(self.facts.templates[kind]))
-        return template.replace("{x}", phrase).replace("{v}", phrase)
+        return template.replace("{x}", phrase).replace("{v}", phrase).replace("{g}", gerund(phrase))
 
     def _expand(self, pattern: str) -> str:
         text = _CHOICE.sub(lambda m: self.random.choice(m[1].split("|")), pattern)
@@ -270,7 +171,7 @@ class Writer:
     def _frame(self, question: str) -> str:
         templates = self.facts.templates
         if self._chance(0.08):
-            question = self.random.choice(_FRAMES).format(q=question)
+            question = self.random.choice(FRAMES).format(q=question)
         if self._chance(0.12):
             question = f"{self.random.choice(templates['before'])} {question}"
         if self._chance(0.1):
@@ -284,20 +185,20 @@ class Writer:
         if self._chance(0.12) and len(words) > 4:
             words = self._drop(words)
         if self._chance(0.1) and len(words) > 3:
-            words.insert(self.random.randrange(1, len(words)), self.random.choice(_FILLERS))
+            words.insert(self.random.randrange(1, len(words)), self.random.choice(FILLERS))
         if self._chance(0.12):
             at = self.random.randrange(len(words))
             words[at] = self._typo(words[at])
         return self._spelling(" ".join(words))
 
     def _swap(self, words: list[str]) -> list[str]:
-        at = [i for i, word in enumerate(words) if word in _SWAPS]
+        at = [i for i, word in enumerate(words) if word in SWAPS]
         for i in self.random.sample(at, min(len(at), self.random.randint(1, 2))):
-            words[i] = self.random.choice(_SWAPS[words[i]])
+            words[i] = self.random.choice(SWAPS[words[i]])
         return words
 
     def _drop(self, words: list[str]) -> list[str]:
-        at = [i for i, word in enumerate(words) if word in _DROPPABLE]
+        at = [i for i, word in enumerate(words) if word in DROPPABLE]
         gone = set(self.random.sample(at, min(len(at), self.random.randint(1, 2))))
         return [word for i, word in enumerate(words) if i not in gone]
 

@@ -13,8 +13,8 @@ from support.builtin_model import ASSETS, IN_SCOPE, OUT_OF_SCOPE, QUESTIONS, ROO
 from support.real_engines import hf_model, hf_tokens, load
 
 RECIPE = ROOT / "packaging" / "builtin_model"
-# The aim is 0.8. The present artefact answers 0.76: the floor only catches a loss.
-IN_SCOPE_FLOOR = 0.72
+# The present artefact answers 0.80: the floor only catches a loss.
+IN_SCOPE_FLOOR = 0.76
 OUT_OF_SCOPE_FLOOR = 0.8
 
 
@@ -111,7 +111,8 @@ def test_training_never_sees_a_held_out_question(monkeypatch: pytest.MonkeyPatch
             pass
         assert not held_out & {questions.normalise(q) for q in unguarded.questions}
     finally:
-        sys.modules.pop("questions", None)
+        for name in ("questions", "wording"):
+            sys.modules.pop(name, None)
 
 
 def test_the_perplexity_text_is_held_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +127,8 @@ def test_the_perplexity_text_is_held_out_too(monkeypatch: pytest.MonkeyPatch) ->
             questions.normalise(q) for q in questions.held_out()
         }
     finally:
-        sys.modules.pop("questions", None)
+        for name in ("questions", "wording"):
+            sys.modules.pop(name, None)
 
 
 def test_the_tokenizer_gives_any_text_back() -> None:
