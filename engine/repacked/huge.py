@@ -4,8 +4,8 @@ A mapped file lies in huge pages where its file system keeps large folios (ext4 
 it was written in large pieces: then the mapping is used as it is, which costs nothing and is shared with the
 page cache. Elsewhere the data is copied once into anonymous huge pages.
 
-Huge pages of the page cache may be slow nevertheless: they stay where the file was written,
-in another socket's memory perhaps, or in what a host keeps in small pages. Both are timed.
+Huge pages of the page cache may be slow nevertheless: they stay where they were put when the file was
+written, in another socket's memory perhaps, or in what a host keeps in small pages. So both are timed.
 """
 
 import logging

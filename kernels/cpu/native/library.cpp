@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "best.h"
 #include "elementwise.h"
+#include "embedding.h"
 #include "gemm_tiles.h"
 #include "heads.h"
 #include "pool.h"

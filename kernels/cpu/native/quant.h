@@ -116,33 +116,4 @@ private:
     QuantRows rows_;
 };
 
-// The rows `ids` of a quantised table.
-template <class Out> class QuantEmbeddingOp : public Op {
-public:
-    QuantEmbeddingOp(const QuantLinear& table, Out* out, int64_t out_stride)
-        : table_(table), out_(out), out_stride_(out_stride) {}
-
-    void run(const Step& step, Member& member) override {
-        const auto rows = member.share(step.rows);
-        for (int row = rows.begin; row < rows.end; row++) {
-            const int64_t id = step.ids[row];
-            Out* to = out_ + row * out_stride_;
-            const bool known = id >= 0 && id < table_.outputs;
-            for (int i = 0; i < table_.inputs; i++) to[i] = from_float<Out>(known ? weight(id, i) : NAN);
-        }
-    }
-
-private:
-    float weight(int64_t output, int input) const {
-        const int panel = static_cast<int>(output / PANEL), column = static_cast<int>(output % PANEL);
-        const int g = input / table_.group;
-        const float scale = from_scale(reinterpret_cast<const uint16_t*>(table_.at(panel, g))[column]);
-        return static_cast<float>(table_.get(panel, g, column, input % table_.group)) * scale;
-    }
-
-    const QuantLinear& table_;
-    Out* out_;
-    int64_t out_stride_;
-};
-
 }  // namespace llmbox

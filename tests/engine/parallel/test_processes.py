@@ -100,6 +100,18 @@ async def test_tp_2_gives_the_tokens_of_one_process_whatever_happens_to_its_rank
     await until(lambda: not any(map(is_running, last)), PATIENCE)
 
 
+async def lose_the_last_rank(supervisor, wanted):
+    """Amid streams, which give the same tokens nevertheless."""
+    before = [supervisor.pid, *ranks_of(supervisor)]
+    streams = [supervisor.submit(request) for request in asks("b")]
+    reading = asyncio.create_task(all_of(streams))
+    await until(lambda: len(streams[0].output_ids) > 5, PATIENCE)
+    os.kill(before[-1], signal.SIGKILL)
+    assert [ids for ids, _ in await reading] == wanted
+    assert supervisor.restarts == 1
+    assert not any(map(is_running, before)), "nobody is left of the engine that lost a rank"
+
+
 @pytest.mark.parametrize("cut", [{"tp": 2}, {"pp": 3}], ids=str)
 async def test_ranks_that_launch_ahead_give_those_tokens_and_survive_the_loss_of_one(model, cut, tmp_path):
     """The runner for devices, with CPUs in their place."""
@@ -108,14 +120,7 @@ async def test_ranks_that_launch_ahead_give_those_tokens_and_survive_the_loss_of
     wanted = expected(model)
     async with supervised(model, overlap=True, **cut) as supervisor:
         assert await answers(supervisor, asks("a")) == wanted
-        before = [supervisor.pid, *ranks_of(supervisor)]
-        streams = [supervisor.submit(request) for request in asks("b")]
-        reading = asyncio.create_task(all_of(streams))
-        await until(lambda: len(streams[0].output_ids) > 5, PATIENCE)
-        os.kill(before[-1], signal.SIGKILL)
-        assert [ids for ids, _ in await reading] == wanted
-        assert supervisor.restarts == 1
-        assert not any(map(is_running, before)), "nobody is left of the engine that lost a rank"
+        await lose_the_last_rank(supervisor, wanted)
 
 
 async def test_stages_give_the_tokens_of_one_process_and_live_and_die_together(model):
@@ -123,14 +128,7 @@ async def test_stages_give_the_tokens_of_one_process_and_live_and_die_together(m
     wanted = expected(model)
     async with supervised(model, pp=2) as supervisor:
         assert await answers(supervisor, asks("a")) == wanted
-        before = [supervisor.pid, *ranks_of(supervisor)]
-        streams = [supervisor.submit(request) for request in asks("b")]
-        reading = asyncio.create_task(all_of(streams))
-        await until(lambda: len(streams[0].output_ids) > 5, PATIENCE)
-        os.kill(before[-1], signal.SIGKILL)
-        assert [ids for ids, _ in await reading] == wanted
-        assert supervisor.restarts == 1
-        assert not any(map(is_running, before)), "nobody is left of the engine that lost a rank"
+        await lose_the_last_rank(supervisor, wanted)
         ranks = [supervisor.pid, *ranks_of(supervisor)]
         os.kill(ranks[0], signal.SIGKILL)
         await until(lambda: not any(map(is_running, ranks)), PATIENCE)
