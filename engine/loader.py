@@ -80,7 +80,8 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
     else:
         log.info("%s", "; ".join(plan.notes) or f"{layout.ranks} ranks: tp {plan.tp}, pp {plan.pp}")
         ranks = Ranks(config, plan, layout)
-        share, measured = ranks.load(lambda rank: load_share(config, plan, rank, weights_progress(progress)))
+        load = partial(load_share, config, plan)
+        share, measured = ranks.load(load, weights_progress(progress))
         (runner, plan), worker_pids = ranks.runner(share), ranks.worker_pids
     info = model_info(config, model, plan, share.backend, time.monotonic() - started, measured, worker_pids)
     return Engine(make_scheduler(config, plan), runner, info)

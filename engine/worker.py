@@ -16,6 +16,7 @@ from typing import Final
 from setproctitle import setproctitle
 
 from .config import EngineConfig
+from .ending import finish
 from .errors import DoesNotFit, EngineError
 from .estimator import MemoryPlan
 from .gpu.runner import DeviceRunner
@@ -62,8 +63,11 @@ def _run(link: Link) -> int:
     try:
         share = load_share(config, plan, rank, lambda _done, _total: None)
     except EngineError as error:
-        link.send(Frame("refused", {"code": error.code, "message": str(error)}).encode())
+        _refuse(link, error.code, str(error))
         return _EXIT_LOAD_FAILED
+    except Exception as error:
+        _refuse(link, RankLost.code, f"{type(error).__name__}: {error}")
+        raise
     link.send(Frame("loaded", {"measured": share.measured, "backend": share.backend}).encode())
     ends = Ends(told.body["ends"]["memory"], {int(r): fd for r, fd in told.body["ends"]["peers"].items()})
     where = link.receive().body
@@ -71,6 +75,10 @@ def _run(link: Link) -> int:
     link.send(Frame("joined").encode())
     _serve(link, share, answers=layout.rank == layout.answers)
     return 0
+
+
+def _refuse(link: Link, code: str, message: str) -> None:
+    link.send(Frame("refused", {"code": code, "message": message}).encode())
 
 
 def _serve(link: Link, share: Share, *, answers: bool) -> None:
@@ -88,6 +96,7 @@ def _serve(link: Link, share: Share, *, answers: bool) -> None:
 
 if __name__ == "__main__":
     code = main()
+    finish()
     logging.shutdown()
     # Not `sys.exit`: threads of gloo and NCCL do not survive the interpreter's end.
     sys.stderr.flush()

@@ -25,6 +25,7 @@ from llmbox.engine.messages import (
     ToDaemon,
     ToEngine,
 )
+from llmbox.engine.parallel.link import RankLost
 from llmbox.engine.spawn import Launch, Spawned, spawn
 
 from ..errors import ApiError
@@ -216,7 +217,10 @@ class Supervisor:
         assert self._started is not None
         if self._started.done():
             return
-        if failure is not None:
+        if failure is not None and failure.code == RankLost.code:
+            text = f"The engine of {self.name} ended while loading: {failure.message}."
+            error = ApiError(500, text, code=failure.code, type="server_error")
+        elif failure is not None:
             error = ApiError(400, failure.message, code=failure.code)
         else:
             text = f"The engine of {self.name} ended while loading: {death.cause}."

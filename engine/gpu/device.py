@@ -47,13 +47,15 @@ class HostDevice:
 
 
 class CudaEvent:
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         # Blocking: a thread that spins would take the core that the daemon's threads need.
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._event.record()
 
     def wait(self) -> None:
-        self._event.synchronize()
+        with torch.cuda.device(self._device):  # a thread begins with the first GPU, and would open it
+            self._event.synchronize()
 
 
 class CudaDevice:
@@ -69,4 +71,4 @@ class CudaDevice:
         destination.copy_(source, non_blocking=True)
 
     def record(self) -> CudaEvent:
-        return CudaEvent()
+        return CudaEvent(self.torch_device)

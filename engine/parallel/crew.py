@@ -6,38 +6,24 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from ..config import EngineConfig
-from ..errors import EngineError
 from ..estimator import MemoryPlan
 from .layout import Layout
-from .link import Frame, Link, RankLost
+from .link import Frame, Link
 from .mesh import Ends, make_ends
+from .roll_call import RollCall, Worker
 
 _END_SECONDS: Final = 2.0
 COMMAND: Final = (sys.executable, "-P", "-m", "llmbox.engine.worker")
 
 Over = Literal["mesh", "gloo", "nccl"]
 """What ranks exchange numbers over."""
-
-
-class Refused(EngineError):  # noqa: N818 - named for what happened
-    """A worker could not load its part, for a reason that it told."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    rank: int
-    process: "subprocess.Popen[bytes]"
-    link: Link
 
 
 class Crew:
@@ -48,9 +34,10 @@ class Crew:
         self._ends: Ends | None = None
         """Rank 0's of the mesh, until they are taken."""
         self._folder: Path | None = None
+        self._dismissed_at: float | None = None
 
-    def start(self, config: EngineConfig, plan: MemoryPlan) -> None:
-        """Every worker begins to load its part."""
+    def start(self, config: EngineConfig, plan: MemoryPlan) -> RollCall:
+        """Every worker begins to load its part, and says when it has it."""
         self._ends, *others = make_ends(self.layout)
         for rank, ends in enumerate(others, 1):
             worker = spawn(rank, ends)
@@ -58,15 +45,12 @@ class Crew:
             body = {"config": asdict(config), "plan": asdict(plan), "rank": rank, "ends": asdict(ends)}
             worker.link.send(Frame("load", body).encode())
             ends.close()
+        return RollCall(self.workers, "loaded")
 
     def take_ends(self) -> Ends:
         ends, self._ends = self._ends, None
         assert ends is not None
         return ends
-
-    def loaded(self) -> list[dict[str, Any]]:
-        """What each worker says of its part when it is loaded. Raises EngineError."""
-        return [self._answer(worker, "loaded") for worker in self.workers]
 
     def meet(self, over: Over) -> Path:
         """Tells all to join; returns the file to meet over, which `met` removes."""
@@ -76,8 +60,7 @@ class Crew:
         return file
 
     def met(self) -> None:
-        for worker in self.workers:
-            self._answer(worker, "joined")
+        RollCall(self.workers, "joined").all()
         self._forget_folder()
 
     def least(self, number: int) -> int:
@@ -92,19 +75,23 @@ class Crew:
         for worker in self.workers:
             worker.link.send(data)
 
-    def send_to(self, rank: int, frame: Frame) -> None:
-        self.workers[rank - 1].link.send(frame.encode())
-
     def receive(self, rank: int) -> Frame:
         return self.workers[rank - 1].link.receive()
 
+    def dismiss(self) -> None:
+        """They begin to end: each finishes what it is about to write. Idempotent."""
+        if self._dismissed_at is None:
+            self._dismissed_at = time.monotonic()
+            for worker in self.workers:
+                worker.link.close()
+
     def close(self) -> None:
-        """Ends all of them: those that do not go by themselves are killed. Idempotent."""
-        for worker in self.workers:
-            worker.link.close()
+        """Waits for their end; those that take long are killed. Idempotent."""
+        self.dismiss()
+        assert self._dismissed_at is not None
         for worker in self.workers:
             try:
-                worker.process.wait(_END_SECONDS)
+                worker.process.wait(max(0.0, self._dismissed_at + _END_SECONDS - time.monotonic()))
             except subprocess.TimeoutExpired:
                 worker.process.kill()
                 worker.process.wait()
@@ -112,17 +99,6 @@ class Crew:
         if self._ends is not None:
             self.take_ends().close()
         self._forget_folder()
-
-    def _answer(self, worker: Worker, wanted: str) -> dict[str, Any]:
-        try:
-            frame = worker.link.receive()
-        except RankLost:
-            code = worker.process.wait()
-            raise RankLost(f"rank {worker.rank} ended while loading, with code {code}") from None
-        if frame.kind == "refused":
-            raise Refused(frame.body["code"], f"rank {worker.rank}: {frame.body['message']}")
-        assert frame.kind == wanted
-        return frame.body
 
     def _forget_folder(self) -> None:
         if self._folder is not None:

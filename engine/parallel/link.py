@@ -5,6 +5,7 @@ frame = JSON bytes u32 | integer bytes u32 | JSON | int32...
 Without msgspec: the engine's runner works where only torch is installed.
 """
 
+import contextlib
 import json
 import socket
 import struct
@@ -55,6 +56,14 @@ class Link:
         numbers = array(NUMBER)
         numbers.frombytes(self._exactly(numbers_size))
         return Frame(kind, body, numbers)
+
+    def end(self) -> None:
+        """From any thread: whoever sends or receives here, or at the other end, raises RankLost."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def close(self) -> None:
         self._socket.close()

@@ -50,8 +50,8 @@ class Others(Protocol):
         """To all."""
         ...
 
-    def send_to(self, rank: int, frame: Frame) -> None: ...
     def receive(self, rank: int) -> Frame: ...
+    def dismiss(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -85,8 +85,13 @@ class ParallelRunner:
     def prepare(self) -> bool:
         return False
 
-    def close(self) -> None:
+    def dismiss(self) -> None:
+        """The others begin to end, and may: nobody watches them any more."""
         self._watch.close()
+        self._crew.dismiss()
+
+    def close(self) -> None:
+        self.dismiss()
         self._crew.close()
 
 
@@ -94,7 +99,7 @@ class DeviceRanks:
     """An `OverlappingRunner`. Every rank launches the same steps, of the same size, in the same order, and
     captures the same graphs between them, as rank 0 decides; so what their devices exchange meets.
 
-    What others than the answering rank drew is waited for nowhere: it is the same.
+    What others than the answering rank drew is not asked for: it is the same.
     """
 
     def __init__(self, local: LocalDevice, crew: Others, watch: Watch) -> None:
@@ -118,7 +123,6 @@ class DeviceRanks:
             if answers == 0:
                 result: StepResult = self._local.collect(handle)
                 return result
-            self._crew.send_to(answers, Frame("collect"))
             handle.wait()
             return decode_result(self._crew.receive(answers))
 
@@ -129,8 +133,13 @@ class DeviceRanks:
                 self._capture(size)
         return size is not None
 
-    def close(self) -> None:
+    def dismiss(self) -> None:
+        """The others begin to end, and may: nobody watches them any more."""
         self._watch.close()
+        self._crew.dismiss()
+
+    def close(self) -> None:
+        self.dismiss()
         self._crew.close()
 
     def _capture(self, size: int) -> None:

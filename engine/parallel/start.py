@@ -1,6 +1,5 @@
 """From a plan for several ranks to a runner: workers and rank 0 load side by side, then all join."""
 
-import atexit
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..config import EngineConfig
+from ..ending import before_end
 from ..estimator import MemoryPlan
 from ..gpu.runner import DeviceRunner
 from ..machine import read_machine
@@ -32,6 +32,7 @@ class Loaded(Protocol):
 
 
 L = TypeVar("L", bound=Loaded)
+Progress = Callable[[int, int], None]
 
 
 class Ranks:
@@ -41,24 +42,35 @@ class Ranks:
         self._config = config
         self._plan = plan
         self._crew = Crew(layout)
+        self._watch: Watch | None = None
+        """Once all have loaded: until then whoever fails may say why."""
 
-    def load(self, load: Callable[[Rank], L]) -> tuple[L, int | None]:
+    def load(self, load: Callable[[Rank, Progress], L], progress: Progress) -> tuple[L, int | None]:
         """What rank 0 loaded, and the bytes that the weights of all ranks took. Raises EngineError."""
-        crew = self._crew
+        before_end(self._end)
         try:
-            crew.start(self._config, self._plan)
-            rank = Rank(crew.layout)
-            mine = load(rank)
-            told = crew.loaded()
-            over = choose(self._plan)
-            file = crew.meet(over)
-            rank.join(connect(rank.layout, self._config, self._plan, crew.take_ends(), over, file))
-            crew.met()
+            roll_call = self._crew.start(self._config, self._plan)
+
+            def told(done: int, total: int) -> None:
+                roll_call.hear()  # one that cannot load ends it for all
+                progress(done, total)
+
+            rank = Rank(self._crew.layout)
+            mine = load(rank, told)
+            others = roll_call.all()
+            self._watch = Watch(self._crew.workers)
+            self._meet(rank)
         except BaseException:
-            crew.close()
+            self._close()
             raise
-        measured = [mine.measured, *(each["measured"] for each in told)]
+        measured = [mine.measured, *(each["measured"] for each in others)]
         return mine, None if None in measured else sum(filter(None, measured))
+
+    def _meet(self, rank: Rank) -> None:
+        over = choose(self._plan)
+        file = self._crew.meet(over)
+        rank.join(connect(rank.layout, self._config, self._plan, self._crew.take_ends(), over, file))
+        self._crew.met()
 
     @property
     def worker_pids(self) -> list[int]:
@@ -66,24 +78,28 @@ class Ranks:
 
     def runner(self, share: Loaded) -> tuple[OverlappingRunner, MemoryPlan]:
         """And the plan, as measured by all. Raises DoesNotFit."""
-        crew, watch = self._crew, Watch(self._crew.workers)
+        assert self._watch is not None
         try:
-            with watch.guarding():
-                local, plan = share.finish(crew.least)
+            with self._watch.guarding():
+                local, plan = share.finish(self._crew.least)
         except BaseException:
-            watch.close()
-            crew.close()
+            self._close()
             raise
         make = DeviceRanks if isinstance(local, DeviceRunner) else ParallelRunner
-        runner = make(local, crew, watch)
-        atexit.register(end, runner)
+        runner = make(local, self._crew, self._watch)
+        # Before what `load` left to finish, so that all ranks do that side by side; `_end` comes last.
+        before_end(runner.dismiss)
         return runner, plan
 
+    def _close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        self._crew.close()
 
-def end(runner: ParallelRunner | DeviceRanks) -> None:
-    """Of the engine: workers go by themselves, and no library meets a half-gone interpreter."""
-    runner.close()
-    leave()
+    def _end(self) -> None:
+        """Of the engine: no library meets a half-gone interpreter."""
+        self._close()
+        leave()
 
 
 def choose(plan: MemoryPlan) -> Over:

@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 
-from .crew import Worker
+from .process_state import read_state
+from .roll_call import Worker
 
 TICK: Final = 1.0
 STOPPED_TICKS: Final = 5
@@ -100,7 +100,7 @@ class Watch:
         poll = select.poll()
         for fd in (*self._processes, self._wake):
             poll.register(fd, select.POLLIN)
-        before = _Look.now(self, self._ranks)
+        before = _Look(self.current_step, self._ranks)
         while True:
             ready = [fd for fd, _ in poll.poll(None if self._asleep else self._tick * 1000)]
             ended = [self._processes[fd] for fd in ready if fd in self._processes]
@@ -113,8 +113,8 @@ class Watch:
             if ready:
                 os.eventfd_read(self._wake)
                 continue
-            look = _Look.now(self, self._ranks)
-            look.compare(before)
+            look = _Look(self.current_step, self._ranks)
+            look.follow(before)
             if problem := look.problem:
                 self._end(problem, from_outside=look.stopped > 0)
                 return
@@ -135,47 +135,32 @@ class Watch:
 
 
 class _Look:
-    """All ranks at one tick."""
+    """All ranks at one tick, and for how many ticks in a row something has been wrong."""
 
-    def __init__(self, step: int | None, states: dict[int, str], seconds: int, ranks: dict[int, int]) -> None:
+    def __init__(self, step: int | None, ranks: dict[int, int]) -> None:
+        """`ranks`: by process id, those after the first."""
         self.step = step
-        self._ranks = ranks
-        self._stopped = [pid for pid, state in states.items() if state == "T"]
-        self._waits_for_disk = "D" in states.values()
-        self._seconds = seconds
+        states = {rank: read_state(pid) for pid, rank in {os.getpid(): 0, **ranks}.items()}
+        known = {rank: state for rank, state in states.items() if state is not None}
+        self._stopped = [rank for rank, state in known.items() if state.is_stopped]
+        self._waits_for_disk = any(state.waits_for_disk for state in known.values())
+        self._used = sum(state.ticks for state in known.values())
         self.stopped = self.still = 0
 
-    @classmethod
-    def now(cls, watch: Watch, ranks: dict[int, int]) -> "_Look":
-        stats = {pid: _stat(pid) for pid in (os.getpid(), *ranks)}
-        states = {pid: stat[0] for pid, stat in stats.items() if stat}
-        seconds = sum(int(stat[11]) + int(stat[12]) for stat in stats.values() if stat)
-        return cls(watch.current_step, states, seconds, ranks)
-
-    def compare(self, before: "_Look") -> None:
-        """Counts ticks in a row in the same step."""
+    def follow(self, before: "_Look") -> None:
+        """Counts on where the step is still the same."""
         if self.step is None or self.step != before.step:
             return
         if self._stopped:
             self.stopped = before.stopped + 1
         # The watching itself costs a hundredth of a second now and then.
-        if self._seconds <= before._seconds + 1 and not self._waits_for_disk:  # noqa: SLF001 - the same class
+        if self._used <= before._used + 1 and not self._waits_for_disk:  # noqa: SLF001 - the same class
             self.still = before.still + 1
 
     @property
     def problem(self) -> str:
         if self.stopped >= STOPPED_TICKS:
-            ranks = ", ".join(str(self._ranks.get(pid, 0)) for pid in self._stopped)
-            return f"rank {ranks} was stopped"
+            return f"rank {', '.join(map(str, self._stopped))} was stopped"
         if self.still >= STILL_TICKS:
             return "no rank has used the processor for a while in one step"
         return ""
-
-
-def _stat(pid: int) -> list[str]:
-    """/proc/PID/stat from the state letter on; utime and stime are then fields 11 and 12."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()

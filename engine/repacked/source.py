@@ -1,10 +1,10 @@
 """Packed weights from a file of the cache, and into one."""
 
-import atexit
 import logging
 import os
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from llmbox.kernels.ops import Ops, PackedLinear
 from llmbox.kernels.packing import Packing
 
+from ..ending import before_end
 from ..parallel.rank import ALONE, Rank
 from ..weights import Asked
 from .cache import RepackedCache
@@ -96,7 +97,7 @@ class Keeper:
         """Write in a thread that gives way to everything else. A process that ends waits for it a moment."""
         thread = threading.Thread(target=self._write, name="keep packed weights", daemon=True)
         thread.start()
-        atexit.register(self._end, thread)
+        before_end(partial(self._end, thread))
         return thread
 
     def _end(self, thread: threading.Thread) -> None:

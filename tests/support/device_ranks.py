@@ -117,15 +117,15 @@ class ThreadCrew:
         for link in self._links:
             link.send(data)
 
-    def send_to(self, rank: int, frame: Frame) -> None:
-        self._links[rank - 1].send(frame.encode())
-
     def receive(self, rank: int) -> Frame:
         return self._links[rank - 1].receive()
 
-    def close(self) -> None:
+    def dismiss(self) -> None:
         for link in self._links:
             link.close()
+
+    def close(self) -> None:
+        self.dismiss()
         for thread in self._threads:
             thread.join(20)
             assert not thread.is_alive()

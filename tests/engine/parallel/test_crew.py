@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from llmbox.engine.parallel.crew import Crew, Worker, least_of
+from llmbox.engine.parallel.crew import Crew, least_of
 from llmbox.engine.parallel.layout import Layout
 from llmbox.engine.parallel.link import Link
+from llmbox.engine.parallel.roll_call import Worker
 
 
 @pytest.mark.parametrize("numbers", [(5, 9, 7), (9, 5, 7), (9, 7, 5)])

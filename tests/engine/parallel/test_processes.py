@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from contextlib import asynccontextmanager
 
 import psutil
@@ -12,8 +13,9 @@ import pytest
 from llmbox.app.engines.deaths import DeathLimits
 from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
 from llmbox.engine.config import EngineConfig
+from llmbox.engine.ending import finish
 from llmbox.engine.errors import EngineError, ParallelError
-from llmbox.engine.parallel.start import end
+from llmbox.engine.spawn import Launch
 from support.engines import is_running, read, until
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model, save_sharded, tiny_weights
@@ -42,10 +44,11 @@ def asks(suffix="", length=LENGTH):
 
 
 @asynccontextmanager
-async def supervised(directory, **options):
+async def supervised(directory, launch=None, **options):
     settings = {"device": "cpu", "memory_bytes": 256 << 20, "threads": 1, **options}
     config = EngineConfig(model_path=str(directory), name="tiny", **settings)
-    supervisor = Supervisor(config, SupervisorOptions(deaths=DeathLimits(pauses=(0.0,))))
+    deaths = DeathLimits(pauses=(0.0,))
+    supervisor = Supervisor(config, SupervisorOptions(launch=launch or Launch(), deaths=deaths))
     try:
         await supervisor.start()
         yield supervisor
@@ -85,30 +88,22 @@ async def test_tp_2_gives_the_tokens_of_one_process_whatever_happens_to_its_rank
         assert supervisor.processor_seconds() > 0
         assert psutil.Process(worker).cmdline()[0] == "llmbox: worker tiny rank 1"
         assert await answers(supervisor, asks("a")) == wanted
-        for number, trouble in enumerate((signal.SIGKILL, signal.SIGSTOP)):
-            before = [supervisor.pid, *ranks_of(supervisor)]
-            streams = [supervisor.submit(request) for request in asks(f"b{number}")]
-            reading = asyncio.create_task(all_of(streams))
-            await until(lambda streams=streams: len(streams[0].output_ids) > 5, PATIENCE)
-            os.kill(before[-1], trouble)
-            resumed = await reading
-            assert supervisor.restarts == number + 1
-            assert [ids for ids, _ in resumed] == wanted
-            assert all(stream.resumes == 1 for stream in streams)
-            assert not any(map(is_running, before)), "nobody is left of the engine that lost a rank"
+        for trouble in (signal.SIGKILL, signal.SIGSTOP):
+            await lose_a_rank(supervisor, wanted, trouble)
         last = [supervisor.pid, *ranks_of(supervisor)]
     await until(lambda: not any(map(is_running, last)), PATIENCE)
 
 
-async def lose_the_last_rank(supervisor, wanted):
+async def lose_a_rank(supervisor, wanted, trouble=signal.SIGKILL, rank=-1):
     """Amid streams, which give the same tokens nevertheless."""
-    before = [supervisor.pid, *ranks_of(supervisor)]
-    streams = [supervisor.submit(request) for request in asks("b")]
+    before, restarts = [supervisor.pid, *ranks_of(supervisor)], supervisor.restarts
+    streams = [supervisor.submit(request) for request in asks(f"b{restarts}")]
     reading = asyncio.create_task(all_of(streams))
     await until(lambda: len(streams[0].output_ids) > 5, PATIENCE)
-    os.kill(before[-1], signal.SIGKILL)
+    os.kill(before[rank], trouble)
     assert [ids for ids, _ in await reading] == wanted
-    assert supervisor.restarts == 1
+    assert supervisor.restarts == restarts + 1
+    assert all(stream.resumes == 1 for stream in streams)
     assert not any(map(is_running, before)), "nobody is left of the engine that lost a rank"
 
 
@@ -120,7 +115,7 @@ async def test_ranks_that_launch_ahead_give_those_tokens_and_survive_the_loss_of
     wanted = expected(model)
     async with supervised(model, overlap=True, **cut) as supervisor:
         assert await answers(supervisor, asks("a")) == wanted
-        await lose_the_last_rank(supervisor, wanted)
+        await lose_a_rank(supervisor, wanted)
 
 
 async def test_stages_give_the_tokens_of_one_process_and_live_and_die_together(model):
@@ -128,10 +123,55 @@ async def test_stages_give_the_tokens_of_one_process_and_live_and_die_together(m
     wanted = expected(model)
     async with supervised(model, pp=2) as supervisor:
         assert await answers(supervisor, asks("a")) == wanted
-        await lose_the_last_rank(supervisor, wanted)
+        await lose_a_rank(supervisor, wanted)
+        await lose_a_rank(supervisor, wanted, signal.SIGSTOP)
         ranks = [supervisor.pid, *ranks_of(supervisor)]
         os.kill(ranks[0], signal.SIGKILL)
         await until(lambda: not any(map(is_running, ranks)), PATIENCE)
+
+
+async def test_shared_stages_survive_whatever_happens_to_any_of_their_ranks(model):
+    wanted = expected(model)
+    async with supervised(model, tp=2, pp=2) as supervisor:
+        assert len(ranks_of(supervisor)) == 3
+        for rank, trouble in enumerate((signal.SIGSTOP, signal.SIGKILL, signal.SIGSTOP)):
+            await lose_a_rank(supervisor, wanted, trouble, rank)
+
+
+OUT_OF_MEMORY = """
+import sys
+import llmbox.engine.parallel.crew as crew
+
+WORKER = '''
+import runpy, torch
+from pathlib import Path
+from llmbox.engine.runner import ModelRunner
+
+execute, steps, mark = ModelRunner.execute, iter(range(10**9)), Path("{mark}")
+
+def failing(self, plan):
+    if next(steps) == 40 and not mark.exists():
+        mark.touch()
+        torch.empty(1 << 50)
+    return execute(self, plan)
+
+ModelRunner.execute = failing
+runpy.run_module("llmbox.engine.worker", run_name="__main__")
+'''
+crew.COMMAND = (sys.executable, "-P", "-c", WORKER)
+
+from llmbox.engine.process import main
+sys.exit(main())
+"""
+
+
+async def test_one_rank_that_runs_out_of_memory_in_a_step_costs_a_restart(model, tmp_path):
+    program = OUT_OF_MEMORY.format(mark=tmp_path / "mark")
+    wanted = expected(model)
+    async with supervised(model, Launch((sys.executable, "-P", "-c", program)), pp=2) as supervisor:
+        assert await answers(supervisor, asks("a")) == wanted
+        assert supervisor.restarts == 1
+        assert (tmp_path / "mark").exists()
 
 
 @pytest.mark.parametrize(
@@ -153,7 +193,7 @@ def test_each_stage_has_a_step_on_its_way(model, monkeypatch, cut, over, most):
         for output in engine.step().outputs:
             found[output.request_id] += output.token_ids
         launched.append(len(engine._launched) + 1)  # and the one that was taken
-    end(engine._runner)
+    finish()
     assert found == wanted
     assert max(launched) == most
     assert launched.count(most) > len(launched) * 0.8

@@ -8,8 +8,8 @@ import pytest
 from llmbox.engine.messages import TokenLogprobs
 from llmbox.engine.parallel.layout import Layout
 from llmbox.engine.parallel.link import Link, RankLost
-from llmbox.engine.parallel.runner import ParallelRunner
-from llmbox.engine.parallel.serve import serve_steps
+from llmbox.engine.parallel.runner import DeviceRanks, ParallelRunner
+from llmbox.engine.parallel.serve import serve_launches, serve_steps
 from llmbox.engine.parallel.watch import Watch
 from llmbox.engine.step import SampledToken, StepResult
 from support.scheduling import make_request, make_scheduler
@@ -32,8 +32,11 @@ class OneOther:
         assert rank == 1
         return self._link.receive()
 
-    def close(self):
+    def dismiss(self):
         self._link.close()
+
+    def close(self):
+        self.dismiss()
 
 
 class Stage:
@@ -57,29 +60,41 @@ def tokens(plan):
     return StepResult({row.request.request_id: SampledToken(7) for row in plan.rows})
 
 
-@pytest.fixture
-def two_stages():
-    """-> connect(first, last): a runner over both."""
-    opened = []
+class Stages:
+    """Call it -> rank 0's runner over both."""
 
-    def connect(first, last):
+    def __init__(self):
+        self.ended = []
+        """What ended the last stage of each."""
+        self._opened = []
+
+    def __call__(self, first, last, make=ParallelRunner, serve=serve_steps):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        runner = ParallelRunner(first, OneOther(Link(ours), Layout(1, 2)), Watch([]))
-        thread = threading.Thread(target=serve, args=(Link(theirs), last))
+        runner = make(first, OneOther(Link(ours), Layout(1, 2)), Watch([]))
+        thread = threading.Thread(target=self._serve, args=(Link(theirs), last, serve))
         thread.start()
-        opened.append((runner, thread))
+        self._opened.append((runner, thread))
         return runner
 
-    def serve(link, last):
-        with pytest.raises(RankLost):
-            serve_steps(link, last, answers=True)
+    def _serve(self, link, last, serve):
+        try:
+            serve(link, last, answers=True)
+        except Exception as error:  # noqa: BLE001 - looked at by the tests
+            self.ended.append(type(error))
         link.close()
 
-    yield connect
-    for runner, thread in opened:
-        runner.close()
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
+    def close(self):
+        for runner, thread in self._opened:
+            runner.close()
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def two_stages():
+    stages = Stages()
+    yield stages
+    stages.close()
 
 
 def plans(count):
@@ -110,6 +125,70 @@ def test_a_stage_goes_on_though_its_results_are_not_read_yet(two_stages):
     runner = two_stages(first, last)
     handles = [runner.launch(plan) for plan in plans(2)]
     assert [runner.collect(handle) == large for handle in handles] == [True, True]
+
+
+class Ahead:
+    """A device; `launches[n]` is an event that the launch n waits for, `results[n]` is called before its
+    result is there.
+    """
+
+    depth = 2
+    urgent_capture = next_capture = None
+
+    def __init__(self, launches=None, results=None):
+        self.launched = 0
+        self._launches, self._results = launches or {}, results or {}
+
+    def size_for(self, plan):
+        return 0
+
+    def launch_sized(self, plan, size):
+        number, self.launched = self.launched, self.launched + 1
+        if (event := self._launches.get(number)) is not None:
+            assert event.wait(PATIENCE), "nothing came meanwhile"
+        return Handle(plan, number)
+
+    def collect(self, handle):
+        if handle.number in self._results:
+            self._results[handle.number]()
+        return tokens(handle.plan)
+
+
+class Handle:
+    def __init__(self, plan, number):
+        self.plan, self.number = plan, number
+
+    def wait(self):
+        return
+
+
+def ahead(connect, last):
+    """-> `DeviceRanks` over a first stage that never waits, and `last`."""
+    return connect(Ahead(), last, DeviceRanks, serve_launches)
+
+
+def test_a_result_does_not_wait_for_the_launch_of_a_later_step(two_stages):
+    taken = threading.Event()
+    runner = ahead(two_stages, Ahead(launches={1: taken}))
+    one, two = plans(2)
+    handles = [runner.launch(one), runner.launch(two)]
+    assert runner.collect(handles[0]) == tokens(one)
+    taken.set()
+    assert runner.collect(handles[1]) == tokens(two)
+
+
+def test_a_result_that_fails_ends_its_rank_and_the_wait_for_it(two_stages):
+    def lost():
+        raise ValueError("the device is gone")
+
+    runner = ahead(two_stages, Ahead(results={1: lost}))
+    one, two = plans(2)
+    handles = [runner.launch(one), runner.launch(two)]
+    assert runner.collect(handles[0]) == tokens(one)
+    with pytest.raises(RankLost):
+        runner.collect(handles[1])
+    two_stages.close()
+    assert two_stages.ended == [ValueError], "what is told is what failed"
 
 
 def test_one_stage_is_done_when_it_is_launched():

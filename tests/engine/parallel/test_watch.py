@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmbox.engine.parallel import watch as watch_module
-from llmbox.engine.parallel.crew import Worker
+from llmbox.engine.parallel.roll_call import Worker
 from llmbox.engine.parallel.watch import Watch
 
 TICK = 0.02

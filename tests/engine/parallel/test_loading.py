@@ -1,0 +1,119 @@
+"""Ranks that fail while they load: told in words, at once, and nobody is left. And what they pack is kept."""
+
+import sys
+import time
+
+import psutil
+import pytest
+
+from llmbox.engine.ending import finish
+from llmbox.engine.errors import EngineError
+from llmbox.engine.parallel import crew, roll_call
+from llmbox.engine.parallel.link import RankLost
+from llmbox.engine.repacked import environment
+from llmbox.kernels.dispatch import native_ready
+from support.real_engines import ask, load, tokens
+from support.tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.slow
+
+WORKER = """
+import os, runpy, signal, sys, time
+import torch
+import llmbox.engine.loader as loader
+from llmbox.engine.repacked import cache
+
+load_share, write = loader.load_share, cache.write
+
+def failing(config, plan, rank, progress):
+    {failure}
+    return load_share(config, plan, rank, progress)
+
+def slow(*args, **named):
+    write(*args, **named)
+    time.sleep({write_seconds})
+
+loader.load_share, cache.write = failing, slow
+runpy.run_module("llmbox.engine.worker", run_name="__main__")
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    return make_tiny_model(tmp_path / "model", tokenizer=False)
+
+
+@pytest.fixture
+def workers(monkeypatch):
+    """-> workers_that(failure): runs it in each worker before it loads."""
+
+    def change(failure="pass", write_seconds=0.0):
+        program = WORKER.format(failure=failure, write_seconds=write_seconds)
+        monkeypatch.setattr(crew, "COMMAND", (sys.executable, "-P", "-c", program))
+
+    return change
+
+
+@pytest.mark.parametrize("cut", [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        ("raise MemoryError('no room for 5 GB')", "rank 1: MemoryError: no room for 5 GB"),
+        ("torch.empty(1 << 50)", "rank 1: RuntimeError: .*can't allocate memory"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed while loading"),
+    ],
+)
+def test_a_rank_that_fails_is_told_and_takes_the_load_with_it(model, workers, cut, failure, words):
+    workers(f"if rank.layout.rank == 1: {failure}\n    else: time.sleep(30)")
+    with pytest.raises(EngineError, match=words) as failed:
+        load(model, **cut)
+    assert failed.value.code == RankLost.code
+    assert not psutil.Process().children()
+
+
+def test_rank_0_does_not_finish_its_own_load_for_nothing(model, workers, monkeypatch):
+    """It looks whenever it has read something."""
+    workers("raise MemoryError('none')")
+    read = []
+
+    def slowly(done, total):
+        read.append(done)
+        (worker,) = psutil.Process().children()
+        while worker.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+
+    monkeypatch.setattr("llmbox.engine.loader.weights_progress", lambda _: slowly)
+    with pytest.raises(EngineError, match="rank 1: MemoryError: none"):
+        load(model, tp=2)
+    assert len(read) == 1
+
+
+def test_a_rank_that_is_stopped_is_not_waited_for(model, workers, monkeypatch):
+    monkeypatch.setattr(roll_call, "STOPPED_SECONDS", 0.5)
+    monkeypatch.setattr(roll_call, "_TICK", 0.1)
+    workers("os.kill(os.getpid(), signal.SIGSTOP)")
+    with pytest.raises(RankLost, match="rank 1 was stopped before it was loaded"):
+        load(model, pp=2)
+    assert not psutil.Process().children()
+
+
+@pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
+@pytest.mark.parametrize("cut", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_all_ranks_finish_writing_what_they_packed_before_they_end(
+    model, workers, monkeypatch, tmp_path, cut
+):
+    """A first run that is shorter than the write; the second load reads no checkpoint."""
+    folder = tmp_path / "repacked"
+    for name, value in environment.variables(folder, 1.0).items():
+        monkeypatch.setenv(name, value)
+    workers(write_seconds=0.8)
+    asked = [ask("a", range(5, 25), 12)]
+    first = tokens(load(model, **cut), asked)
+    finish()
+    assert len(list(folder.glob("*.weights"))) == 2
+    assert not list(folder.glob("*.part"))
+    workers("sys.modules['llmbox.engine.weights'].Checkpoint.take_into = None")
+    monkeypatch.setattr("llmbox.engine.weights.Checkpoint.take_into", None)
+    assert tokens(load(model, **cut), asked) == first
+    finish()
+    assert not psutil.Process().children()

@@ -1,0 +1,44 @@
+"""What is left to finish when a process ends: once, the latest first, also where Python does not end it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from llmbox.engine import ending
+
+
+@pytest.fixture
+def done(monkeypatch):
+    monkeypatch.setattr(ending, "_unfinished", [])
+    monkeypatch.setattr("atexit.register", lambda _: None)
+    return []
+
+
+def test_the_latest_comes_first_and_all_of_it_once(done):
+    for name in "abc":
+        ending.before_end(lambda name=name: done.append(name))
+    ending.finish()
+    ending.finish()
+    assert done == ["c", "b", "a"]
+
+
+def test_what_ends_something_that_is_left_to_finish_may_finish_it(done):
+    ending.before_end(lambda: done.append("a"))
+    ending.before_end(ending.finish)
+    ending.finish()
+    assert done == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("end", "told"), [("", "done\n"), ("finish(); os._exit(0)", "done\n"), ("os._exit(0)", "")]
+)
+def test_processes(end, told):
+    program = f"""
+import os
+from llmbox.engine.ending import before_end, finish
+before_end(lambda: print("done", flush=True))
+{end}
+"""
+    ran = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout == told
