@@ -22,6 +22,7 @@ from .memory_use import weights_bytes, workspace_bytes
 from .model_shape import DTYPE_BYTES, ModelShape
 from .parallel.cut import Cut, cuts
 from .parallel.shares import rank_shape
+from .turns import share
 
 __all__ = ["MemoryBudget", "MemoryPlan", "ModelShape", "estimate", "resolve_dtypes", "show_bytes"]
 
@@ -77,7 +78,7 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
     for attempt in tries:
         part = rank_shape(shape, cut.tp, cut.pp)
         try:
-            plan = _Planner(part, rank_budget, attempt).plan()
+            plan = _Planner(part, rank_budget, attempt, cut.pp).plan()
         except DoesNotFit:
             if attempt is tries[-1]:
                 raise
@@ -119,8 +120,8 @@ def resolve_dtypes(
 class _Planner:
     """One estimate in the making: what was asked, with everything left open decided."""
 
-    def __init__(self, shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> None:
-        self.shape, self.budget, self.config = shape, budget, config
+    def __init__(self, shape: ModelShape, budget: MemoryBudget, config: EngineConfig, stages: int) -> None:
+        self.shape, self.budget, self.config, self.stages = shape, budget, config, stages
         self.dtype, self.kv_dtype = resolve_dtypes(
             shape, budget.device, config, native_kernels=budget.native_kernels
         )
@@ -203,7 +204,8 @@ class _Planner:
         return -(-context // self.config.block_size)
 
     def _workspace(self, context: int) -> int:
-        rows = self.token_budget + (0 if self.config.chunked_prefill else context)
+        rows = share(max(self.token_budget, self.max_running), self.stages)
+        rows += 0 if self.config.chunked_prefill else context
         return workspace_bytes(
             self.shape,
             self.budget.device,

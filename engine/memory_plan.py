@@ -8,6 +8,7 @@ from llmbox.kernels.cpu.levels import usable_levels
 
 from .config import Dtype, KVDtype, QuantChoice
 from .machine import Machine
+from .turns import share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +96,16 @@ class MemoryPlan:
     def ranks_in_memory(self) -> int:
         """That live in one memory: all of them on a CPU, one on each GPU."""
         return self.ranks if self.device == "cpu" else 1
+
+    @property
+    def step_rows(self) -> int:
+        """Most decoding requests of one step: the steps of several stages share them."""
+        return share(self.max_running, self.pp)
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of one step: decoding requests run whatever the budget."""
+        return max(share(self.token_budget, self.pp), self.step_rows)
 
     @property
     def max_concurrency(self) -> float:

@@ -20,7 +20,7 @@ from .messages import RequestOutput
 from .request import Request
 from .scheduler_config import SchedulerConfig
 from .step import SampledToken, ScheduledRequest, StepPlan, StepResult
-from .turns import ONE_STAGE, Pipeline, Turns
+from .turns import ONE_STAGE, Pipeline, Turns, share
 from .waiting import WaitingQueue, least_deserving
 
 __all__ = ["Scheduler", "SchedulerConfig"]
@@ -115,7 +115,7 @@ class Scheduler:
         self._grow_running()
         decoding, prompts = self._by_phase()
         plan.rows.extend(_planned(request, 1, 1) for request in self._turns.due(decoding, pipeline))
-        budget = -(-self.config.token_budget // pipeline.stages) - len(plan.rows)
+        budget = share(self.config.token_budget, pipeline.stages) - len(plan.rows)
         for request in sorted(prompts, key=self._waiting.urgency):
             if admitting:
                 budget = self._admit_waiting(plan, budget, before=request)

@@ -27,6 +27,11 @@ class Pipeline:
 ONE_STAGE = Pipeline()
 
 
+def share(total: int, stages: int) -> int:
+    """The most that one of `stages` steps at a time gets, of tokens or of decoding requests."""
+    return -(-total // stages)
+
+
 class Turns:
     """The only writer of `Request.turn`."""
 

@@ -53,7 +53,7 @@ def make_device_runner(
         return build(parts, plan, HostDevice(), None, 0), plan
     meter = CudaMeter(device, free_before)
     on_device = CudaDevice(device)
-    graphs = graphs_reserve(len(capture_sizes(plan.max_running))) if config.cuda_graphs else 0
+    graphs = graphs_reserve(len(capture_sizes(plan.step_rows))) if config.cuda_graphs else 0
     row_counts = parts.model.ops.row_counts
     make = partial(build, parts, device=on_device, capture=None, graphs_bytes=0)
     plan = fit_pool(config, plan, meter, graphs, make, row_counts, agree)
@@ -87,11 +87,14 @@ def fit_pool(
     its kernels is measured: the first request then finds them, and so does Triton's cache at the next load.
     """
     weights = meter.allocated()
-    needed = trial_blocks(plan)
+    tried = plan
+    if not config.chunked_prefill:  # a whole prompt comes on top of a step that has room for one token
+        tried = replace(plan, token_budget=plan.token_budget + plan.pp * plan.context)
+    needed = trial_blocks(tried)
     meter.reset_peak()
     started = time.monotonic()
     runner = make(replace(plan, num_blocks=needed))
-    steps = run_trials(runner, plan, row_counts)
+    steps = run_trials(runner, tried, row_counts)
     log.info("kernels ready: %d trial steps took %.1f s", steps, time.monotonic() - started)
     block_bytes = plan.block_size * plan.kv_bytes_per_token
     workspace = max(0, meter.peak() - weights - (needed + 1) * block_bytes)

@@ -26,6 +26,7 @@ from ..parallel.device_draw import device_sampler
 from ..runner import Picker, prompt_logprobs
 from ..step import ScheduledRequest, StepPlan, StepResult
 from ..step_batch import begun_blocks
+from ..turns import share
 from .device import Device, Event
 from .graphs import DecodeGraphs, GraphCapture
 from .hand_back import HandBack
@@ -90,8 +91,8 @@ class DeviceRunner:
         self._ops.clear_blocks(cache, [sizes.num_blocks])
         self.graphs = None
         if capture is not None:
-            shared = self._rank.layout.ranks > 1
-            self.graphs = DecodeGraphs(capture, self._decode, sizes.max_running, graphs_bytes, shared=shared)
+            shared, most = self._rank.layout.ranks > 1, share(sizes.max_running, self.stages)
+            self.graphs = DecodeGraphs(capture, self._decode, most, graphs_bytes, shared=shared)
 
     def launch(self, plan: StepPlan) -> Launched:
         if (urgent := self.urgent_capture) is not None:

@@ -17,9 +17,9 @@ SHORT = 20
 
 def trial_steps(plan: MemoryPlan, row_counts: Sequence[int]) -> Iterator[StepPlan]:
     """`row_counts`: `Ops.row_counts`. The largest steps come last, when all kernels are compiled."""
-    for count in counts_up_to(plan.max_running, row_counts):
+    for count in counts_up_to(_most_sequences(plan), row_counts):
         yield decoding(plan, count)
-    for count in counts_up_to(plan.token_budget, [count for count in row_counts if count > 1]):
+    for count in counts_up_to(plan.step_tokens, [count for count in row_counts if count > 1]):
         yield StepPlan(prompts(plan, count))
     if row_counts:
         # Contexts of a step with prompts in it are as long as the longest one there.
@@ -40,20 +40,23 @@ def counts_up_to(most: int, row_counts: Sequence[int]) -> list[int]:
 
 def trial_step(plan: MemoryPlan) -> StepPlan:
     """As many tokens as a step may have, in as many sequences as may run, all drawn with top-p."""
-    sequences, length = min(plan.max_running, plan.token_budget), _sequence_length(plan)
-    return StepPlan([sequence(plan, length, length, str(number)) for number in range(sequences)])
+    length = _sequence_length(plan)
+    return StepPlan([sequence(plan, length, length, str(n)) for n in range(_most_sequences(plan))])
+
+
+def _most_sequences(plan: MemoryPlan) -> int:
+    return min(plan.max_running, plan.step_tokens)
 
 
 def _sequence_length(plan: MemoryPlan) -> int:
     """Of the equal ones that fill a step."""
-    sequences = min(plan.max_running, plan.token_budget)
-    return min(-(-plan.token_budget // sequences), plan.context - 1)
+    return min(-(-plan.step_tokens // _most_sequences(plan)), plan.context - 1)
 
 
 def long_prompt(plan: MemoryPlan) -> StepPlan:
     """The end of the longest prompt: attention may take memory for its whole context."""
     end = plan.context - 1
-    return StepPlan([sequence(plan, end, min(end, plan.token_budget), "long")])
+    return StepPlan([sequence(plan, end, min(end, plan.step_tokens), "long")])
 
 
 def decoding(plan: MemoryPlan, count: int) -> StepPlan:

@@ -191,6 +191,14 @@ def test_without_chunking_a_step_holds_a_whole_prompt():
     assert whole.workspace_bytes > chunked.workspace_bytes
 
 
+def test_stages_hold_their_share_of_the_tokens():
+    """Of one rank each, which is as large as the same with as long a context and half of the tokens."""
+    sizes = {"context": 2048, "max_running": 8, "tp": 1}
+    stages = plan(TINY, 8 * GB, **sizes, pp=2, token_budget=1024)
+    assert stages.step_tokens == 512
+    assert stages.workspace_bytes == plan(TINY, 8 * GB, **sizes, token_budget=512).workspace_bytes
+
+
 def test_steps_of_slow_machines_are_short():
     assert plan(TINY, 8 * GB).token_budget == 2048
     assert plan(QWEN_3_600M, 40 * GB).token_budget == 64

@@ -1,5 +1,7 @@
 """The KV pool is what a trial step leaves of the budget."""
 
+from dataclasses import replace
+
 import pytest
 
 from llmbox.engine.config import EngineConfig
@@ -75,6 +77,30 @@ def test_the_trial_step_is_the_largest_there_can_be():
     assert trial.num_tokens == PLAN.token_budget
     assert len(trial.rows) == PLAN.max_running
     assert all(row.samples for row in trial.rows)
+
+
+def test_stages_try_steps_of_their_share():
+    """Of the tokens and, where only decoding requests are in a step, of those."""
+    trial = trial_step(replace(PLAN, pp=3))
+    assert trial.num_tokens >= 22 == replace(PLAN, pp=3).step_tokens
+    assert trial.num_tokens < PLAN.token_budget // 2
+    for stages, most in ((1, 300), (2, 150), (4, 75)):
+        plan = replace(PLAN, pp=stages, max_running=300)
+        assert (plan.step_rows, plan.step_tokens) == (most, most)
+        assert max(step.num_tokens for step in trial_steps(plan, (1, 3, 16))) == most
+
+
+def test_whole_prompts_are_tried_where_they_are_not_cut():
+    seen = []
+
+    class Noting(FakeRunner):
+        def collect(self, handle):
+            seen.append(handle.num_tokens)
+
+    meter = FakeMeter(700)
+    options = EngineConfig(model_path="m", name="m", chunked_prefill=False)
+    fit_pool(options, replace(PLAN, pp=2), meter, 100, lambda plan: Noting(meter, plan))
+    assert max(seen) >= PLAN.token_budget // 2 + PLAN.context
 
 
 def test_graphs_off_reserve_nothing():
