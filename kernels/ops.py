@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .packing import Packing, StoredWeights
 from .ragged import KVShape, Ragged
-from .rows import DecodeInputs, DecodeRows, Sampled, SampleRows
+from .rows import DecodeInputs, DecodeRows, RuleRows, Sampled, SampleRows
 
 PackedLinear = Any
 """Weights in the backend's own layout, made by `pack_linear`, read by `linear`."""
@@ -40,6 +40,12 @@ class StepInputs(Protocol):
     @property
     def plans(self) -> Mapping[int | None, AttentionPlan]:
         """By sliding window."""
+        ...
+
+
+class Sample(Protocol):
+    def __call__(self, logits_RV: Tensor, rows: SampleRows, rules: RuleRows | None = None) -> Sampled:
+        """Draws every row on the device, without waiting for it; logits are the same afterwards."""
         ...
 
 
@@ -162,8 +168,7 @@ class Ops:
 
     NaN anywhere in a row gives NaN."""
 
-    sample: Callable[[Tensor, SampleRows], Sampled] | None = None
-    """(logits_RV, rows): draws every row on the device, without waiting for it; logits are not changed."""
+    sample: Sample | None = None
 
     advance: Callable[[DecodeRows, Tensor | None, DecodeInputs, int], None] | None = None
     """(rows, drawn ids_R or None, inputs, block_size): takes the drawn tokens into rows that are not free,

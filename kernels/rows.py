@@ -1,6 +1,7 @@
 """State of running requests that stays on the device from step to step, one fixed row each.
 
-R rows, V vocabulary, B blocks of the longest context. For backends with `Ops.sample` and `Ops.advance`.
+R rows, S of them that are drawn, V vocabulary, B blocks of the longest context, N entries of all lists of
+rules, W bad words of a step. For backends with `Ops.sample` and `Ops.advance`.
 """
 
 from dataclasses import dataclass
@@ -50,6 +51,45 @@ class SampleRows:
     """int32: not 0 where `Sampled.logit`, `total` and `rank` are wanted; they are undefined elsewhere."""
 
 
+ONLY_LISTED = 1
+"""Kind of a row: ids that are not in its list are forbidden."""
+COUNTS = 2
+"""Kind of a row: what it draws is counted."""
+FORBIDDEN = 1
+"""Flag of an entry: always."""
+FORBIDDEN_EARLY = 2
+"""Flag of an entry: while the row is at a position before its `until`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRows:
+    """What changes logits before a token is drawn; see `engine/sampler/rules.py` for the arithmetic.
+
+    Each row has a list of the ids that its rules touch, every id once. `Ops.sample` keeps the counts: it
+    counts a row's last token before it draws the next one, and adds it to the list, where there is room.
+    """
+
+    row_S: Tensor
+    """int64: which row of the state each row of logits is."""
+    facts_R5: Tensor
+    """int64: first entry, number of entries (changed), position from which on last tokens are to be counted,
+    `until`, kind. A row without entries and of kind 0 has no rules."""
+    penalties_R3: Tensor
+    """float32: repetition, frequency, presence."""
+    last_R: Tensor
+    """int64: the last token."""
+    marks_3N: Tensor
+    """int32: id; how often it was drawn (changed), -1 where it is not even in the prompt; flags."""
+    values_3N: Tensor
+    """float32: bias; two more that `Ops.sample` writes, a logit and what the rules make of it."""
+    word_starts_S1: Tensor
+    """int32: each row's part of these:"""
+    word_last_W: Tensor
+    """int64: if this was the last token, or if it is negative,"""
+    word_id_W: Tensor
+    """int64: this one, which is in the row's list, must not come next."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """All [R], written anew by each call."""
@@ -57,11 +97,13 @@ class Sampled:
     ids: Tensor
     """int64."""
     best: Tensor
-    """float32: the row's largest logit. NaN or inf: the model is broken; -inf: nothing is left to choose."""
+    """float32: the row's largest logit, after the rules. -inf: nothing is left to choose."""
+    raw_best: Tensor
+    """float32: the largest that the model gave. NaN or inf: the model is broken."""
     logit: Tensor
-    """float32, of the drawn id."""
+    """float32, of the drawn id, as the model gave it; the same holds of the next two."""
     total: Tensor
-    """int64: sum over the vocabulary of floor(2^40 exp(logit - best)), from which logprobs follow:
-    logit - best - log(total / 2^40)."""
+    """int64: sum over the vocabulary of floor(2^40 exp(logit - raw_best)), from which logprobs follow:
+    logit - raw_best - log(total / 2^40)."""
     rank: Tensor
     """int32: 1 for the most likely id, equal logits by lowest id."""

@@ -86,7 +86,8 @@ def facts(logits_RV: Tensor, ids_R: Tensor) -> Sampled:
     logit_R1 = logits_RV.gather(1, ids_R[:, None])
     earlier_RV = torch.arange(logits_RV.shape[1], device=logits_RV.device) < ids_R[:, None]
     ahead_RV = (logits_RV > logit_R1) | ((logits_RV == logit_R1) & earlier_RV)
-    return Sampled(ids_R, best_R, logit_R1[:, 0], total_R, ahead_RV.sum(-1, dtype=torch.int32) + 1)
+    rank_R = ahead_RV.sum(-1, dtype=torch.int32) + 1
+    return Sampled(ids_R, best_R, best_R, logit_R1[:, 0], total_R, rank_R)
 
 
 def knobs_of(vocab_size: int, rows: SampleRows) -> Knobs:

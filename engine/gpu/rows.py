@@ -16,6 +16,7 @@ from llmbox.kernels.rows import SampleRows
 from ..request import Request
 from ..sampling import SamplingParams
 from ..step import ScheduledRequest
+from .rule_lists import RuleLists
 from .upload import Uploader
 
 
@@ -48,6 +49,8 @@ class Rows:
         self._vocab_size = vocab_size
         self._reals_R3 = torch.ones(count + 1, 3, dtype=torch.float64, device=device)
         self._integers_R3 = torch.zeros(count + 1, 3, dtype=torch.int64, device=device)
+        self.rules: RuleLists | None = None
+        """Where a kernel of the backend reads them; set once, before the first step."""
         self._held: dict[Request, _Held] = {}
         self._free = list(reversed(range(count)))
         self._forget_changes()
@@ -69,6 +72,8 @@ class Rows:
             self._last.append(request.token_ids[planned.start])
         if planned.samples:
             held.position = planned.start + planned.num_tokens
+            if self.rules is not None:
+                self.rules.draws(held.row)
         return held.row
 
     def flush(self, uploader: Uploader) -> None:
@@ -83,6 +88,8 @@ class Rows:
             rows, reals, integers = uploader.upload(self._new_rows, self._reals, self._integers)
             self._reals_R3.index_copy_(0, rows, reals.view(-1, 3))
             self._integers_R3.index_copy_(0, rows, integers.view(-1, 3))
+        if self.rules is not None:
+            self.rules.flush(uploader)
         self._forget_changes()
 
     def keep_drawn(self, row_S: Tensor, ids_S: Tensor) -> None:
@@ -112,6 +119,8 @@ class Rows:
         reals, integers = sampling_numbers(request.params, self._vocab_size)
         self._reals.extend(reals)
         self._integers.extend(integers)
+        if self.rules is not None:
+            self.rules.take(held.row, request)
         return held
 
     def _sweep(self) -> None:

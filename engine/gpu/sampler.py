@@ -5,6 +5,7 @@ S rows that sample, V vocabulary, N alternatives asked for.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from ..step import SampledToken
 from ..step_batch import move
 from .draw import GREEDY_BELOW, Needs, facts, likeliest, plain_sample
 from .rows import Rows
+from .rule_lists import RuleLists
 
 FEWEST_CANDIDATES = 256
 
@@ -62,50 +64,83 @@ class Drawing:
         return TokenLogprobs(token_id=token, logprob=logit - norm, rank=int(rank), top=top)
 
 
+class Wanted(NamedTuple):
+    """What the rows of a step are told beside their ids, all alike."""
+
+    logprobs: bool
+    top: int
+    """Alternatives."""
+
+
+class Chosen(NamedTuple):
+    ids_S: Tensor
+    raw_best_S: Tensor
+    best_S: Tensor
+    sampled: Sampled | None
+    """All that the backend's own operation found."""
+
+
 class DeviceSampler:
     def __init__(self, ops: Ops, rows: Rows, vocab_size: int) -> None:
         self._ops = ops
         self.rows = rows
         self._vocab_size = vocab_size
         self._rules = RuleBook(vocab_size)
+        if self.has_kernel:
+            rows.rules = RuleLists(rows.spare + 1, vocab_size, rows.last_R.device)
 
     @property
     def has_kernel(self) -> bool:
-        """Whether the backend draws whole rows in an operation of its own."""
+        """Whether the backend draws whole rows in an operation of its own, rules and all."""
         return self._ops.sample is not None
 
     def draw(self, logits_SV: Tensor, requests: list[Request], row_S: Tensor, position_S: Tensor) -> Drawing:
         """Also leaves the tokens in the rows. Columns of the logits beyond the vocabulary are padding."""
-        raw_SV = logits_SV[:, : self._vocab_size]
-        edited_SV = self._edited(raw_SV, requests, row_S)
-        wanted = [request.params.logprobs for request in requests if request.params.logprobs is not None]
-        ids_S, best_S, sampled = self._choose(edited_SV, requests, row_S, position_S)
+        wanted = wanted_of(requests, self._vocab_size)
+        ids_S, numbers_SC = self.numbers(logits_SV, requests, row_S, position_S, wanted)
         self.rows.keep_drawn(row_S, ids_S)
-        edited = edited_SV is not raw_SV
-        columns = [ids_S, best_of(raw_SV)[0] if edited else best_S, best_S]
-        top = min(max(wanted, default=0), self._vocab_size)
-        if wanted:
-            told = facts(raw_SV, ids_S) if edited or sampled is None else sampled
-            columns += [told.logit, told.total, told.rank]
-        if top:
-            value_SN, id_SN = likeliest(raw_SV, top)
-            columns += [*id_SN.unbind(1), *value_SN.unbind(1)]
-        numbers_SC = torch.stack([column.double() for column in columns], 1)
-        return Drawing(numbers_SC, ids_S, requests, bool(wanted), top)
+        return Drawing(numbers_SC, ids_S, requests, *wanted)
 
-    def _choose(
-        self, logits_SV: Tensor, requests: Sequence[Request], row_S: Tensor, position_S: Tensor
-    ) -> tuple[Tensor, Tensor, Sampled | None]:
-        """Ids, each row's largest logit, and all that the backend's own operation found."""
-        if self._ops.sample is not None:
-            sampled = self._ops.sample(logits_SV, self.rows.sampling(row_S, position_S))
-            return sampled.ids, sampled.best, sampled
+    def numbers(
+        self,
+        logits_SV: Tensor,
+        requests: Sequence[Request],
+        row_S: Tensor,
+        position_S: Tensor,
+        wanted: Wanted,
+    ) -> tuple[Tensor, Tensor]:
+        """Ids, and all that `Drawing` reads."""
+        raw_SV = logits_SV[:, : self._vocab_size]
+        choose = self._by_kernel if self.has_kernel else self._by_torch
+        ids_S, raw_best_S, best_S, sampled = choose(raw_SV, requests, row_S, position_S)
+        columns = [ids_S, raw_best_S, best_S]
+        if wanted.logprobs:
+            told = facts(raw_SV, ids_S) if sampled is None else sampled
+            columns += [told.logit, told.total, told.rank]
+        if wanted.top:
+            value_SN, id_SN = likeliest(raw_SV, wanted.top)
+            columns += [*id_SN.unbind(1), *value_SN.unbind(1)]
+        return ids_S, torch.stack([column.double() for column in columns], 1)
+
+    def _by_kernel(
+        self, raw_SV: Tensor, requests: Sequence[Request], row_S: Tensor, position_S: Tensor
+    ) -> Chosen:
+        assert self._ops.sample is not None
+        assert self.rows.rules is not None
+        rules = self.rows.rules.of(row_S, self.rows.last_R, requests)
+        sampled = self._ops.sample(raw_SV, self.rows.sampling(row_S, position_S), rules)
+        return Chosen(sampled.ids, sampled.raw_best, sampled.best, sampled)
+
+    def _by_torch(
+        self, raw_SV: Tensor, requests: Sequence[Request], row_S: Tensor, position_S: Tensor
+    ) -> Chosen:
+        edited_SV = self._edited(raw_SV, requests, row_S)
         needs = needs_of([request.params for request in requests], self._vocab_size)
-        if not (needs.whole or needs.candidates):
-            best_S, ids_S = best_of(logits_SV)
-            return ids_S, best_S, None
-        drawn = plain_sample(logits_SV, self.rows.sampling(row_S, position_S), needs)
-        return drawn.id, drawn.best, None
+        if needs.whole or needs.candidates:
+            ids_S, best_S, _ = plain_sample(edited_SV, self.rows.sampling(row_S, position_S), needs)
+        else:
+            best_S, ids_S = best_of(edited_SV)
+        return Chosen(ids_S, best_S if edited_SV is raw_SV else best_of(raw_SV)[0], best_S, None)
 
     def _edited(self, logits_SV: Tensor, requests: Sequence[Request], row_S: Tensor) -> Tensor:
         """The same tensor where no rule says anything; a float32 copy otherwise."""
@@ -120,6 +155,11 @@ class DeviceSampler:
         part_EV = edited_SV.index_select(0, place_E)
         apply_rules(part_EV, rules, last_E)
         return edited_SV.index_copy_(0, place_E, part_EV)
+
+
+def wanted_of(requests: Sequence[Request], vocab_size: int) -> Wanted:
+    counts = [request.params.logprobs for request in requests if request.params.logprobs is not None]
+    return Wanted(bool(counts), min(max(counts, default=0), vocab_size))
 
 
 def needs_of(params: Sequence[SamplingParams], vocab_size: int) -> Needs:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .device import Device
 
-_DTYPES: Final = {"i": torch.int32, "q": torch.int64, "d": torch.float64}
+_DTYPES: Final = {"i": torch.int32, "q": torch.int64, "f": torch.float32, "d": torch.float64}
 _ALIGNMENT: Final = 8
 
 

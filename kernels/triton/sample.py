@@ -6,6 +6,8 @@ neither the batch nor this kernel's way of walking a row can change what is draw
 logit such that those at or above it weigh, or count, enough; it is found by bisection. Chunks whose largest
 logit lies below the threshold in question are passed over, so a row is read whole only once or twice.
 
+Rows with rules are read beside a list of the logits that those change (`edit.py`).
+
 Noise is Philox-4x32-10 of (seed, position), bit by bit as in `engine/noise.py`.
 """
 
@@ -14,34 +16,44 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rows import Sampled, SampleRows
-from .threshold import above, find, ordered, pick, value_of, weights
+from ..rows import RuleRows, Sampled, SampleRows
+from .edit import IS_ONLY_LISTED, edit
+from .listed import largest_in_list, logit_in_list, put_back
+from .ordered import ordered, value_of, weights
+from .threshold import above, find, pick, ties_before
 
 CHUNK = 4096
 LOWEST = tl.constexpr(-2139095041)
 """`ordered` of minus infinity."""
 
 
-def sample(logits_RV: Tensor, rows: SampleRows) -> Sampled:
-    """Columns must be contiguous. A row without a valid id gets 0; `best` tells."""
+def sample(logits_RV: Tensor, rows: SampleRows, rules: RuleRows | None = None) -> Sampled:
+    """Columns must be contiguous. A row without a valid id gets 0; `raw_best` and `best` tell."""
     count, vocabulary = logits_RV.shape
     assert logits_RV.stride(1) == 1
     device = logits_RV.device
     out = Sampled(
         ids=torch.empty(count, dtype=torch.int64, device=device),
         best=torch.empty(count, dtype=torch.float32, device=device),
+        raw_best=torch.empty(count, dtype=torch.float32, device=device),
         logit=torch.empty(count, dtype=torch.float32, device=device),
         total=torch.empty(count, dtype=torch.int64, device=device),
         rank=torch.empty(count, dtype=torch.int32, device=device),
     )
     if not count:
         return out
+    if rules is not None:
+        edit(logits_RV, rows.position, rules)
     chunks = triton.cdiv(vocabulary, CHUNK)
     maxima = torch.empty((count, chunks), dtype=torch.float32, device=device)
     maxima_kernel[(count, chunks)](maxima, logits_RV, logits_RV.stride(0), vocabulary, CHUNK=CHUNK)
+    listed = (maxima, maxima, maxima, maxima, 0)
+    if rules is not None:
+        listed = (rules.row_S, rules.facts_R5, rules.marks_3N, rules.values_3N, rules.marks_3N.shape[1])
     sample_kernel[(count,)](
         out.ids,
         out.best,
+        out.raw_best,
         out.logit,
         out.total,
         out.rank,
@@ -54,11 +66,13 @@ def sample(logits_RV: Tensor, rows: SampleRows) -> Sampled:
         rows.seed,
         rows.position,
         rows.logprobs,
+        *listed,
         logits_RV.stride(0),
         vocabulary,
         chunks,
         CHUNK=CHUNK,
         CHUNKS=triton.next_power_of_2(chunks),
+        LISTED=rules is not None,
         num_warps=8,
     )
     return out
@@ -77,11 +91,15 @@ def maxima_kernel(
 
 
 @triton.jit(
-    do_not_specialize_on_alignment=["temperatures", "ks", "ps", "min_ps", "seeds", "positions", "wanted"]
-)
+    do_not_specialize=["entries"],
+    do_not_specialize_on_alignment=[
+        "temperatures", "ks", "ps", "min_ps", "seeds", "positions", "wanted", "rule_rows",
+    ],
+)  # fmt: skip
 def sample_kernel(
     ids: tl.tensor,
     bests: tl.tensor,
+    raw_bests: tl.tensor,
     logit_out: tl.tensor,
     totals: tl.tensor,
     ranks: tl.tensor,
@@ -94,41 +112,73 @@ def sample_kernel(
     seeds: tl.tensor,
     positions: tl.tensor,
     wanted: tl.tensor,
+    rule_rows: tl.tensor,
+    facts: tl.tensor,
+    marks: tl.tensor,
+    values: tl.tensor,
+    entries: tl.tensor,
     row_stride: tl.tensor,
     vocabulary: tl.tensor,
     chunks: tl.tensor,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    LISTED: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    x = logits + row * row_stride
-    most = maxima + row * chunks
+    s = tl.program_id(0).to(tl.int64)
+    x = logits + s * row_stride
+    most = maxima + s * chunks
     c = tl.arange(0, CHUNKS)
     tops = tl.load(most + c, mask=c < chunks, other=float("-inf"))
     broken = tl.max((tops != tops).to(tl.int32), 0)  # noqa: PLR0124
-    best = tl.max(tops, 0)
+    raw_best = tl.max(tops, 0)
+    best = raw_best
+    if LISTED:
+        rule_row = tl.load(rule_rows + s)
+        first = tl.load(facts + rule_row * 5)
+        count = tl.load(facts + rule_row * 5 + 1)
+        only = (tl.load(facts + rule_row * 5 + 4) & IS_ONLY_LISTED) != 0
+        listed_ids = marks + first
+        raws, edits = values + entries + first, values + 2 * entries.to(tl.int64) + first
+        raw_most, raw_broken = largest_in_list(raws, count)
+        edit_most, _edit_broken = largest_in_list(edits, count)
+        broken = tl.maximum(broken, raw_broken)
+        raw_best = tl.maximum(raw_best, raw_most)
+        best = tl.maximum(tl.where(only, float("-inf"), best), edit_most)
+        drawn_from = (x, most, vocabulary, tl.where(only, 0, chunks), listed_ids, edits, count)
+        given = (x, most, vocabulary, chunks, listed_ids, raws, count)
+    else:
+        drawn_from = (x, most, vocabulary, chunks, x, x, 0)
+        given = drawn_from
+    raw_best = tl.where(broken > 0, float("nan"), tl.where(raw_best == 0.0, 0.0, raw_best))
     best = tl.where(broken > 0, float("nan"), tl.where(best == 0.0, 0.0, best))
-    tl.store(bests + row, best)
-    temperature = tl.load(temperatures + row)
+    tl.store(bests + s, best)
+    tl.store(raw_bests + s, raw_best)
+    temperature = tl.load(temperatures + s)
     token = tl.full((), 0, tl.int32)
     if tl.abs(best) < float("inf"):
         if temperature < 1e-5:
-            token = pick(x, most, ordered(best), 0, best, 1.0, 0, vocabulary, chunks, CHUNK, True)
+            token = pick(drawn_from, ordered(best), 0, best, 1.0, 0, CHUNK, True, LISTED)
         else:
             token = draw(
-                x, most, best, temperature.to(tl.float32), tl.load(ks + row), tl.load(ps + row),
-                tl.load(min_ps + row), noise_of(tl.load(seeds + row), tl.load(positions + row).to(tl.int64)),
-                vocabulary, chunks, CHUNK,
+                drawn_from, best, temperature.to(tl.float32), tl.load(ks + s), tl.load(ps + s),
+                tl.load(min_ps + s), noise_of(tl.load(seeds + s), tl.load(positions + s).to(tl.int64)),
+                CHUNK, LISTED,
             )  # fmt: skip
-        if tl.load(wanted + row) != 0:
+        if tl.load(wanted + s) != 0:
             logit = tl.load(x + token).to(tl.float32)
+            if LISTED:
+                logit = tl.maximum(logit, logit_in_list(listed_ids, raws, count, token))
             key = ordered(logit)
-            _, total = above(x, most, ordered(best - 28.0), best, 1.0, 0, vocabulary, chunks, CHUNK)
-            ahead, _ = above(x, most, key.to(tl.int64) + 1, best, 1.0, 0, vocabulary, chunks, CHUNK)
-            tl.store(logit_out + row, logit)
-            tl.store(totals + row, total)
-            tl.store(ranks + row, (ahead + 1 + ties_before(x, most, key, token, CHUNK)).to(tl.int32))
-    tl.store(ids + row, token.to(tl.int64))
+            _, total = above(given, ordered(raw_best - 28.0), raw_best, 1.0, 0, CHUNK, LISTED)
+            ahead, _ = above(given, key.to(tl.int64) + 1, raw_best, 1.0, 0, CHUNK, LISTED)
+            ahead += ties_before(given, key, token, CHUNK, LISTED)
+            tl.store(logit_out + s, logit)
+            tl.store(totals + s, total)
+            tl.store(ranks + s, (ahead + 1).to(tl.int32))
+    tl.store(ids + s, token.to(tl.int64))
+    if LISTED:
+        tl.debug_barrier()  # no thread still reads the row
+        put_back(x, listed_ids, raws, count)
 
 
 @triton.jit
@@ -143,18 +193,17 @@ def noise_of(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def draw(
-    x: tl.tensor,
-    most: tl.tensor,
+    row: tl.tuple,
     best: tl.tensor,
     temperature: tl.tensor,
     k: tl.tensor,
     p: tl.tensor,
     min_p: tl.tensor,
     noise: tl.tensor,
-    vocabulary: tl.tensor,
-    chunks: tl.tensor,
     CHUNK: tl.constexpr,
+    LISTED: tl.constexpr,
 ) -> tl.tensor:
+    vocabulary = row[2]
     least = (min_p * 1099511627776.0).to(tl.int64)
     end = ordered(best).to(tl.int64) + 1
     # exp(-28) 2^40 is below 1: nothing beneath weighs anything.
@@ -164,55 +213,25 @@ def draw(
     if cuts_k | (p < 1.0):
         low = bottom
         if cuts_k:
-            low = find(
-                x, most, k.to(tl.int64), LOWEST, end, best, temperature, least,
-                vocabulary, chunks, CHUNK, True,
-            )  # fmt: skip
-            ahead, total = above(x, most, low + 1, best, temperature, least, vocabulary, chunks, CHUNK)
+            low = find(row, k.to(tl.int64), LOWEST, end, best, temperature, least, CHUNK, True, LISTED)
+            ahead, total = above(row, low + 1, best, temperature, least, CHUNK, LISTED)
             total += (k - ahead) * weights(value_of(low), best, temperature, least)
         else:
-            _, total = above(x, most, bottom, best, temperature, least, vocabulary, chunks, CHUNK)
+            _, total = above(row, bottom, best, temperature, least, CHUNK, LISTED)
         # Ids are kept while those before them weigh less than `limit`.
-        limit = tl.ceil(p * total.to(tl.float64)).to(tl.int64)
-        edge = find(
-            x,
-            most,
-            tl.maximum(limit, 1),
-            low,
-            end,
-            best,
-            temperature,
-            least,
-            vocabulary,
-            chunks,
-            CHUNK,
-            False,
-        )
-        _, before = above(x, most, edge + 1, best, temperature, least, vocabulary, chunks, CHUNK)
+        limit = tl.maximum(tl.ceil(p * total.to(tl.float64)).to(tl.int64), 1)
+        edge = find(row, limit, low, end, best, temperature, least, CHUNK, False, LISTED)
+        _, before = above(row, edge + 1, best, temperature, least, CHUNK, LISTED)
         each = tl.maximum(weights(value_of(edge), best, temperature, least), 1)
-        kept = before + ((tl.maximum(limit, 1) - 1 - before) // each + 1) * each
+        kept = before + ((limit - 1 - before) // each + 1) * each
         point = tl.minimum((noise * kept.to(tl.float64)).to(tl.int64), kept - 1)
-        hit = find(x, most, point + 1, edge, end, best, temperature, least, vocabulary, chunks, CHUNK, False)
-        _, before = above(x, most, hit + 1, best, temperature, least, vocabulary, chunks, CHUNK)
+        hit = find(row, point + 1, edge, end, best, temperature, least, CHUNK, False, LISTED)
+        _, before = above(row, hit + 1, best, temperature, least, CHUNK, LISTED)
         each = tl.maximum(weights(value_of(hit), best, temperature, least), 1)
         tie = (point - before) // each
-        token = pick(x, most, hit, tie, best, temperature, least, vocabulary, chunks, CHUNK, True)
+        token = pick(row, hit, tie, best, temperature, least, CHUNK, True, LISTED)
     else:
-        _, total = above(x, most, bottom, best, temperature, least, vocabulary, chunks, CHUNK)
+        _, total = above(row, bottom, best, temperature, least, CHUNK, LISTED)
         point = tl.minimum((noise * total.to(tl.float64)).to(tl.int64), total - 1)
-        token = pick(x, most, bottom, point, best, temperature, least, vocabulary, chunks, CHUNK, False)
+        token = pick(row, bottom, point, best, temperature, least, CHUNK, False, LISTED)
     return token
-
-
-@triton.jit
-def ties_before(
-    x: tl.tensor, most: tl.tensor, key: tl.tensor, token: tl.tensor, CHUNK: tl.constexpr
-) -> tl.tensor:
-    """Ids lower than `token` whose logit equals its."""
-    count = tl.full((), 0, tl.int64)
-    for c in range(token // CHUNK + 1):
-        if ordered(tl.load(most + c)) >= key:
-            v = c * CHUNK + tl.arange(0, CHUNK)
-            equal = ordered(tl.load(x + v, mask=v < token, other=float("-inf")).to(tl.float32)) == key
-            count += tl.sum((equal & (v < token)).to(tl.int32), 0)
-    return count

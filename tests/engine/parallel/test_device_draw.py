@@ -91,7 +91,7 @@ def test_what_is_sent_for_a_row():
         request = Request(request_id="a", prompt_ids=[1], params=SamplingParams(max_tokens=1, **params))
         return sample_in_parts(logits_SV, [request], 2, ops)[1]
 
-    def kernel(logits_RV, rows):
+    def kernel(logits_RV, rows, _rules=None):
         return facts(logits_RV, plain_sample(logits_RV, rows, needs_of([params], vocab)).id)
 
     params = SamplingParams(max_tokens=1, temperature=0.9)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmbox.kernels.quant import QUANTS
 from llmbox.kernels.ragged import KVShape, Ragged
-from llmbox.kernels.rows import DecodeInputs, DecodeRows, SampleRows
+from llmbox.kernels.rows import DecodeInputs, DecodeRows, RuleRows, SampleRows
 from llmbox.kernels.triton.attention import plan_attention
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.gemm_experts import experts_product
@@ -71,7 +71,12 @@ def sampling() -> None:
     ops = triton_ops(CPU, BF16)
     float64 = [zeros(4, dtype=torch.float64) for _ in range(3)]
     ints, longs = zeros(4, dtype=I32), zeros(4, dtype=I64)
-    ops.sample(zeros(4, VOCAB), SampleRows(float64[0], ints, float64[1], float64[2], longs, longs, ints))
+    drawn = SampleRows(float64[0], ints, float64[1], float64[2], longs, longs, ints)
+    facts, marks = zeros(5, 5, dtype=I64), zeros(3, 256, dtype=I32)
+    floats = zeros(5, 3, dtype=F32), zeros(3, 256, dtype=F32)
+    rules = RuleRows(longs, facts, floats[0], longs, marks, floats[1], zeros(5, dtype=I32), longs, longs)
+    for each in (None, rules):
+        ops.sample(zeros(4, VOCAB), drawn, each)
     state, inputs = DecodeRows(longs, ints, zeros(4, 64, dtype=I32)), DecodeInputs(ints, ints, ints)
     ops.advance(state, longs, inputs, 16)
 

@@ -1,0 +1,183 @@
+"""The rules of running requests on the device: a list of entries for each row that has any (`RuleRows`).
+
+    facts      row -> first entry, how many, ...
+    entries    | row 3 ......... | row 0 .... | free | row 7 ....................... |
+
+The host writes a list when a request begins to run. From then on the device counts what it draws; the host
+only knows how long a list may have become, and gives it a larger place in time.
+
+R rows, N entries, S rows of a step that sample.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.rows import COUNTS, RuleRows
+
+from ..request import Request
+from ..sampler.rules import may_change_logits
+from ..step_batch import move
+from .rule_entries import Entries, entries_of, words_of
+from .upload import Uploader
+
+LEAST: Final = 256
+"""Entries of the smallest place: 24 bytes each."""
+_FACTS: Final = 5
+
+
+@dataclass(slots=True)
+class _Place:
+    start: int
+    size: int
+    used: int
+    """At most."""
+    counts: bool
+
+
+class RuleLists:
+    """Changes are noted by `take` and `draws`, and brought to the device by `flush`."""
+
+    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._facts_R5 = torch.zeros(rows, _FACTS, dtype=torch.int64, device=device)
+        self._penalties_R3 = torch.ones(rows, 3, dtype=torch.float32, device=device)
+        self._marks_3N = torch.zeros(3, LEAST, dtype=torch.int32, device=device)
+        self._values_3N = torch.zeros(3, LEAST, dtype=torch.float32, device=device)
+        self._no_words_S1 = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        self._no_words = torch.full((1,), -1, dtype=torch.int64, device=device)
+        self._places: dict[int, _Place] = {}
+        self._free: dict[int, list[int]] = {}
+        self._end = 0
+        self._changes: list[_Write | _Move] = []
+
+    @property
+    def entries(self) -> int:
+        """There is room for so many."""
+        return self._marks_3N.shape[1]
+
+    def take(self, row: int, request: Request) -> None:
+        """The row has a new owner."""
+        if (old := self._places.pop(row, None)) is not None:
+            self._free.setdefault(old.size, []).append(old.start)
+        if not may_change_logits(request.params):
+            if old is not None:
+                self._changes.append(_Write(row, 0, None, request))
+            return
+        entries = entries_of(request, self._vocab_size)
+        size = _size_for(len(entries) + 1)
+        place = _Place(self._find(size), size, len(entries), bool(entries.kind & COUNTS))
+        self._places[row] = place
+        self._changes.append(_Write(row, place.start, entries, request))
+
+    def draws(self, row: int) -> None:
+        """The row draws in the step that is being noted, and may count one more id before it does."""
+        place = self._places.get(row)
+        if place is None or not place.counts:
+            return
+        place.used += 1
+        if place.used > place.size:
+            start, size = place.start, place.size
+            place.start, place.size = self._find(2 * size), 2 * size
+            self._changes.append(_Move(row, start, place.start, size))
+            self._free.setdefault(size, []).append(start)
+
+    def flush(self, uploader: Uploader) -> None:
+        changes, self._changes = self._changes, []
+        self._make_room()
+        for change in changes:
+            if isinstance(change, _Move):
+                self._move(change)
+            else:
+                self._write(change, uploader)
+
+    def of(self, row_S: Tensor, last_R: Tensor, requests: Sequence[Request]) -> RuleRows | None:
+        """For `Ops.sample`; None where no request has rules."""
+        if not any(may_change_logits(request.params) for request in requests):
+            return None
+        starts_S1, last_W, id_W = self._words(requests)
+        return RuleRows(
+            row_S=row_S,
+            facts_R5=self._facts_R5,
+            penalties_R3=self._penalties_R3,
+            last_R=last_R,
+            marks_3N=self._marks_3N,
+            values_3N=self._values_3N,
+            word_starts_S1=starts_S1,
+            word_last_W=last_W,
+            word_id_W=id_W,
+        )
+
+    def _words(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor, Tensor]:
+        starts, pairs = [0], list[tuple[int, int]]()
+        for request in requests:
+            pairs += words_of(request, self._vocab_size)
+            starts.append(len(pairs))
+        if not pairs:
+            return self._no_words_S1, self._no_words, self._no_words
+        device = self._facts_R5.device
+        last_W, id_W = (torch.tensor(each) for each in zip(*pairs, strict=True))
+        return move(torch.tensor(starts, dtype=torch.int32), device), move(last_W, device), move(id_W, device)
+
+    def _find(self, size: int) -> int:
+        """The start of a free place."""
+        if self._free.get(size):
+            return self._free[size].pop()
+        start, self._end = self._end, self._end + size
+        return start
+
+    def _make_room(self) -> None:
+        if self._end > self.entries:
+            more = _size_for(self._end) - self.entries
+            self._marks_3N, self._values_3N = (
+                torch.cat((each, each.new_zeros(3, more)), 1) for each in (self._marks_3N, self._values_3N)
+            )
+
+    def _move(self, change: "_Move") -> None:
+        old = slice(change.old, change.old + change.size)
+        new = slice(change.new, change.new + change.size)
+        self._marks_3N[:, new] = self._marks_3N[:, old]
+        self._values_3N[:, new] = self._values_3N[:, old]
+        self._facts_R5[change.row, :1].fill_(change.new)
+
+    def _write(self, change: "_Write", uploader: Uploader) -> None:
+        if change.entries is None:
+            self._facts_R5[change.row].zero_()
+            return
+        entries, params = change.entries, change.request.params
+        facts = array("q", [change.start, len(entries), change.known, entries.until, entries.kind])
+        penalties = array("f", [params.repetition_penalty, params.frequency_penalty, params.presence_penalty])
+        marks = entries.ids + entries.counts + entries.flags
+        facts_5, penalties_3, marks_3n, bias_n = uploader.upload(facts, penalties, marks, entries.biases)
+        place = slice(change.start, change.start + len(entries))
+        self._facts_R5[change.row] = facts_5
+        self._penalties_R3[change.row] = penalties_3
+        self._marks_3N[:, place] = marks_3n.view(3, -1)
+        self._values_3N[0, place] = bias_n
+
+
+class _Write:
+    """A list, or that there is none any more."""
+
+    def __init__(self, row: int, start: int, entries: Entries | None, request: Request) -> None:
+        self.row, self.start, self.entries, self.request = row, start, entries, request
+        self.known = request.num_tokens
+        """Tokens that are counted in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """The list of this row, to a larger place."""
+
+    row: int
+    old: int
+    new: int
+    size: int
+
+
+def _size_for(entries: int) -> int:
+    return max(LEAST, 1 << (entries - 1).bit_length())

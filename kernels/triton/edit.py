@@ -1,0 +1,139 @@
+"""Rules before a draw: what bias, penalties and bans make of the logits they touch, beside the row itself.
+
+The ids that a row's rules touch are in a list on the device (`rows.RuleRows`). For each of them this writes
+the model's logit and the changed one into that list, and minus infinity into the row: whoever then walks the
+row and the list meets every id once, as it is to be drawn. `sample` does, and puts the logits back. So a row
+with rules costs what its list is long: no copy of it in float32, no counter for each id of the vocabulary.
+
+The last token is counted here. Float32 in the order of `engine/sampler/rules.py`, bit by bit.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..rows import COUNTS, FORBIDDEN, FORBIDDEN_EARLY, ONLY_LISTED, RuleRows
+
+BLOCK = 1024
+IS_COUNTING = tl.constexpr(COUNTS)
+IS_ONLY_LISTED = tl.constexpr(ONLY_LISTED)
+IS_FORBIDDEN = tl.constexpr(FORBIDDEN)
+IS_FORBIDDEN_EARLY = tl.constexpr(FORBIDDEN_EARLY)
+LARGEST = tl.constexpr(3.4028234663852886e38)
+
+
+def edit(logits_SV: Tensor, position_S: Tensor, rules: RuleRows) -> None:
+    """`position_S`: of the tokens that are drawn next."""
+    edit_kernel[(len(logits_SV),)](
+        logits_SV,
+        position_S,
+        rules.row_S,
+        rules.facts_R5,
+        rules.penalties_R3,
+        rules.last_R,
+        rules.marks_3N,
+        rules.values_3N,
+        rules.word_starts_S1,
+        rules.word_last_W,
+        rules.word_id_W,
+        logits_SV.stride(0),
+        rules.marks_3N.shape[1],
+        BLOCK=BLOCK,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["entries"],
+    do_not_specialize_on_alignment=["positions", "rows", "word_starts", "word_lasts", "word_ids"],
+)
+def edit_kernel(
+    logits: tl.tensor,
+    positions: tl.tensor,
+    rows: tl.tensor,
+    facts: tl.tensor,
+    penalties: tl.tensor,
+    lasts: tl.tensor,
+    marks: tl.tensor,
+    values: tl.tensor,
+    word_starts: tl.tensor,
+    word_lasts: tl.tensor,
+    word_ids: tl.tensor,
+    row_stride: tl.tensor,
+    entries: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    s = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + s)
+    count = tl.load(facts + row * 5 + 1)
+    kind = tl.load(facts + row * 5 + 4)
+    first = tl.load(facts + row * 5)
+    x = logits + s * row_stride
+    ids, counts, flags = marks + first, marks + entries + first, marks + 2 * entries.to(tl.int64) + first
+    biases, raws, edits = values + first, values + entries + first, values + 2 * entries.to(tl.int64) + first
+    position = tl.load(positions + s).to(tl.int64)
+    token = tl.load(lasts + row)
+    counting = ((kind & IS_COUNTING) != 0) & (position > tl.load(facts + row * 5 + 2))
+    early = position < tl.load(facts + row * 5 + 3)
+    repetition = tl.load(penalties + row * 3)
+    frequency = tl.load(penalties + row * 3 + 1)
+    presence = tl.load(penalties + row * 3 + 2)
+    word, words_end = tl.load(word_starts + s), tl.load(word_starts + s + 1)
+    found = tl.full((), 0, tl.int32)
+    for start in range(0, count, BLOCK):
+        e = start + tl.arange(0, BLOCK)
+        inside = e < count
+        v = tl.load(ids + e, mask=inside, other=0)
+        drawn = tl.load(counts + e, mask=inside, other=-1)
+        flag = tl.load(flags + e, mask=inside, other=0)
+        hit = inside & counting & (v == token)
+        found = tl.maximum(found, tl.max(hit.to(tl.int32), 0))
+        drawn = tl.where(hit, tl.maximum(drawn, 0) + 1, drawn)
+        tl.store(counts + e, drawn, mask=hit)
+        raw = tl.load(x + v, mask=inside, other=float("-inf")).to(tl.float32)
+        bias = tl.load(biases + e, mask=inside, other=0.0)
+        new = changed(raw, bias, drawn, repetition, frequency, presence)
+        banned = ((flag & IS_FORBIDDEN) != 0) | (((flag & IS_FORBIDDEN_EARLY) != 0) & early)
+        for w in range(word, words_end):
+            asked = tl.load(word_lasts + w)
+            banned = banned | ((v == tl.load(word_ids + w)) & ((asked < 0) | (asked == token)))
+        tl.store(raws + e, raw, mask=inside)
+        tl.store(edits + e, tl.where(banned, float("-inf"), new), mask=inside)
+        tl.store(x + v, float("-inf"), mask=inside)
+    if counting & (found == 0):
+        raw = tl.load(x + token).to(tl.float32)
+        new = changed(raw, tl.full((), 0.0, tl.float32), found + 1, repetition, frequency, presence)
+        only = (kind & IS_ONLY_LISTED) != 0
+        tl.store(ids + count, token.to(tl.int32))
+        tl.store(counts + count, 1)
+        tl.store(flags + count, tl.where(only, IS_FORBIDDEN, 0))
+        tl.store(biases + count, 0.0)
+        tl.store(raws + count, raw)
+        tl.store(edits + count, tl.where(only, float("-inf"), new))
+        tl.store(x + token, float("-inf"))
+        tl.store(facts + row * 5 + 1, count + 1)
+
+
+@triton.jit
+def changed(
+    raw: tl.tensor,
+    bias: tl.tensor,
+    drawn: tl.tensor,
+    repetition: tl.tensor,
+    frequency: tl.tensor,
+    presence: tl.tensor,
+) -> tl.tensor:
+    old = bounded(raw + bias, raw)
+    new = tl.where(old > 0, tl.div_rn(old, repetition), old * repetition)
+    new = tl.where(drawn >= 0, new, old)
+    times = tl.maximum(drawn, 0).to(tl.float32)
+    new = new - frequency * times
+    new = new - tl.where(drawn > 0, presence, 0.0)
+    return bounded(new, old)
+
+
+@triton.jit
+def bounded(new: tl.tensor, old: tl.tensor) -> tl.tensor:
+    """A finite logit stays finite."""
+    return tl.where(tl.abs(old) < float("inf"), tl.minimum(tl.maximum(new, -LARGEST), LARGEST), old)

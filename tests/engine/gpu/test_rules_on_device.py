@@ -1,0 +1,219 @@
+"""Rules in the kernel that draws, over steps that know a token less than the device."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmbox.engine.gpu.rows import Rows
+from llmbox.engine.gpu.rule_entries import entries_of, words_of
+from llmbox.engine.gpu.rule_lists import LEAST, RuleLists
+from llmbox.engine.gpu.sampler import DeviceSampler
+from llmbox.engine.gpu.upload import Uploader
+from llmbox.engine.sampler import Sampler
+from llmbox.engine.sampler.rules import RequestRules, apply_rules
+from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.step import ScheduledRequest
+from llmbox.kernels.triton.backend import triton_ops
+from llmbox.kernels.triton.edit import edit
+from support.late_device import LateDevice
+from support.sampling import make_request
+from support.triton_interpreter import turn_on
+
+turn_on()
+
+CPU = torch.device("cpu")
+OPS = triton_ops(CPU, torch.float32)
+V = 4500
+"""More than a chunk of the kernel."""
+
+
+class Steps:
+    """Rows of requests that draw step by step. `late`: the host knows a step's tokens after the next one."""
+
+    def __init__(self, requests, late):
+        self.rows = Rows(len(requests) + 1, 1, 0, V, CPU)
+        self.sampler = DeviceSampler(OPS, self.rows, V)
+        self.uploader = Uploader(LateDevice(), 3)
+        self.requests = requests
+        self.known = copy.deepcopy(requests)
+        """What one has who knows all tokens."""
+        self.late = late
+
+    def note(self):
+        self.uploader.begin_step()
+        planned = [
+            ScheduledRequest(one, 0, known.num_tokens, True, one.admissions)
+            for one, known in zip(self.requests, self.known, strict=True)
+        ]
+        row_S = torch.tensor([self.rows.note(one) for one in planned])
+        self.rows.flush(self.uploader)
+        return row_S, torch.tensor([known.num_tokens for known in self.known])
+
+    def draw(self, logits_SV):
+        row_S, position_S = self.note()
+        drawing = self.sampler.draw(logits_SV, self.requests, row_S, position_S)
+        tokens, failed = drawing.read(drawing.numbers_SC.tolist())
+        found = [tokens.get(one.request_id) or failed[one.request_id] for one in self.requests]
+        for one, known, pick in zip(self.requests, self.known, found, strict=True):
+            drawn = 7 if isinstance(pick, str) else pick.token_id
+            one.token_ids[:] = known.token_ids if self.late else [*known.token_ids, drawn]
+            one.num_pending = 2 if self.late else 1
+            known.token_ids.append(drawn)
+        return found
+
+
+def any_params(data, number):
+    some = lambda *values: data.draw(st.sampled_from(values))  # noqa: E731
+    return {
+        "temperature": some(0.0, 0.7, 1.5),
+        "top_k": some(0, 0, 1, 40),
+        "top_p": some(1.0, 0.9),
+        "min_p": some(0.0, 0.1),
+        "seed": data.draw(st.integers(0, 1 << 63)),
+        "repetition_penalty": some(1.0, 1.3, 0.8),
+        "presence_penalty": some(0.0, 0.7, -0.4),
+        "frequency_penalty": some(0.0, 1.1),
+        "logit_bias": some({}, {3: 5.0, 4400: 6.0, 9: -100.0}),
+        "bad_words": some((), ((5,), (3, 4), (4400, 3), (1, 2, 3, 4))),
+        "allowed_token_ids": some(None, None, tuple(range(1500)), (3, 4, 4400, V + 3)),
+        "min_tokens": some(0, 2),
+        "stop_token_ids": some((), (3, 4400, V + 1)),
+        "logprobs": some(None, 0, 2),
+        "prompt": [number, 1, 2, 4400],
+    }
+
+
+def alike(found, wanted):
+    if isinstance(wanted, str) or wanted.logprobs is None:
+        return found == wanted
+    one, other = found.logprobs, wanted.logprobs
+    told = (one.rank, [i for i, _ in one.top], [p for _, p in one.top], one.logprob)
+    close = pytest.approx([p for _, p in other.top], abs=1e-5), pytest.approx(other.logprob, abs=1e-5)
+    return found.token_id == wanted.token_id and told == (other.rank, [i for i, _ in other.top], *close)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(data=st.data(), seed=st.integers(0, 1 << 30))
+def test_every_mix_of_rules_step_by_step(data, seed):
+    generator = torch.Generator().manual_seed(seed)
+    coarse = data.draw(st.sampled_from([1, 50]))
+    requests = [make_request(f"r{n}", **any_params(data, n)) for n in range(data.draw(st.integers(1, 3)))]
+    steps = Steps(requests, late=data.draw(st.booleans()))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float16]))
+    favourites = torch.zeros(V)
+    favourites[[3, 4, 4400]] = 9.0
+    for _ in range(2):
+        noise_SV = (torch.randn(len(requests), V, generator=generator) * 2 * coarse).round() / coarse
+        logits_SV = (noise_SV + favourites).to(dtype)
+        before = logits_SV.clone()
+        wanted = Sampler(V, CPU).sample(logits_SV, steps.known)
+        found = steps.draw(logits_SV)
+        assert all(map(alike, found, wanted)), (found, wanted)
+        assert torch.equal(logits_SV, before), "the model's logits are put back"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_changed_logits_are_those_of_the_sampler_bit_by_bit(dtype):
+    """Penalties on ids often drawn, never drawn and of the prompt; on zeros, infinities and huge numbers."""
+    generator = torch.Generator().manual_seed(int(seed := torch.randint(1 << 30, ())))
+    ids = torch.randint(V, (40,), generator=generator).tolist()
+    request = make_request(
+        prompt=ids[:25],
+        output=[*ids[20:], ids[30], ids[30]],
+        repetition_penalty=1.37,
+        frequency_penalty=0.61,
+        presence_penalty=-0.23,
+        logit_bias=dict.fromkeys(ids[10:35], 0.77) | {V + 1: 3.0},
+        bad_words=((ids[12],), (ids[30], ids[13]), (8, ids[14])),
+    )
+    steps = Steps([request], late=False)
+    row_S, position_S = steps.note()
+    row_V = 4 * torch.randn(V, generator=generator)
+    row_V[ids[:5]] = torch.tensor([0.0, -0.0, -torch.inf, 6e4, -6e4])
+    row_V = row_V.to(dtype)
+    wanted_1V = row_V.to(torch.float32, copy=True)[None]
+    rules = RequestRules(request, V)
+    assert rules.refresh()
+    apply_rules(wanted_1V, [rules])
+
+    lists = steps.rows.rules
+    marks_3N, values_3N = lists._marks_3N, lists._values_3N
+    left_1V = row_V[None].clone()
+    edit(left_1V, position_S, lists.of(row_S, steps.rows.last_R, [request]))
+    count = int(lists._facts_R5[row_S[0], 1])
+    listed = marks_3N[0, :count].long()
+    assert len(set(listed.tolist())) == count
+    assert (left_1V[0, listed] == -torch.inf).all()
+    assert torch.equal(values_3N[1, :count], row_V[listed].float())
+    found_1V = left_1V.float()
+    found_1V[0, listed] = values_3N[2, :count]
+    assert torch.equal(found_1V, wanted_1V), seed
+
+
+def test_a_long_list_moves_to_a_larger_place_with_its_counts():
+    """A neighbour takes the place that it left."""
+    request = make_request(
+        prompt=range(LEAST - 4), repetition_penalty=2.0, frequency_penalty=1.0, temperature=0.0
+    )
+    late = Steps([request], late=True)
+    favourite = [*range(1000, 1004), 1000, 1004, 1000, 1005, 1006, 1007]
+    for token in favourite:
+        logits_1V = torch.zeros(1, V)
+        logits_1V[0, token] = 100.0
+        (found,) = late.draw(logits_1V)
+        assert found.token_id == token
+    lists = late.rows.rules
+    lists.take(1, make_request("other", logit_bias={2: 1.0}))
+    late.note()
+    first, count = lists._facts_R5[next(iter(late.rows._held.values())).row, :2].tolist()
+    assert (first, count) == (LEAST, LEAST - 4 + 7)
+    held = dict(zip(*lists._marks_3N[:2, first : first + count].tolist(), strict=True))
+    assert held == dict.fromkeys(range(LEAST - 4), 0) | Counter(favourite[:-1])
+    assert lists._marks_3N[0, 0] == 2, "the neighbour's"
+
+
+def test_places_are_used_again():
+    """By whoever has the row next; one without rules leaves none there."""
+    rules = RuleLists(3, V, CPU)
+    uploader = Uploader(LateDevice(), 3)
+    for turn in range(20):
+        for row in range(3):
+            rules.take(row, make_request(str(turn), logit_bias={turn: 1.0} if (turn + row) % 2 else {}))
+        uploader.begin_step()
+        rules.flush(uploader)
+    assert rules._end == 2 * LEAST
+    assert rules._facts_R5[:, 1].tolist() == [1, 0, 1]
+    held = rules._marks_3N[0][rules._facts_R5[[0, 2], 0]]
+    assert held.tolist() == [19, 19]
+
+
+def test_entries_name_each_id_once():
+    request = make_request(
+        prompt=[5, 6, 5],
+        output=[6, 7, 7],
+        repetition_penalty=1.2,
+        logit_bias={7: 2.0, 9: -1.0, V: 4.0},
+        bad_words=((9,), (6, 7), (6, V + 1), ()),
+        stop_token_ids=(5, 11, V),
+        min_tokens=4,
+    )
+    entries = entries_of(request, V)
+    told = zip(entries.ids, entries.counts, entries.flags, entries.biases, strict=True)
+    assert set(told) == {(5, 0, 2, 0.0), (6, 1, 0, 0.0), (7, 2, 0, 2.0), (9, -1, 1, -1.0), (11, -1, 2, 0.0)}
+    assert entries.until == 7
+    assert words_of(request, V) == []
+    request.token_ids.append(6)
+    assert words_of(request, V) == [(-1, 7)]
+    request.num_pending = 2
+    assert words_of(request, V) == [(6, 7)], "whatever was drawn since"
+
+
+def test_rows_without_rules_ask_for_no_list():
+    rules = RuleLists(2, V, CPU)
+    plain = make_request()
+    assert plain.params == SamplingParams(max_tokens=100)
+    assert rules.of(torch.tensor([0]), torch.zeros(3, dtype=torch.int64), [plain]) is None
