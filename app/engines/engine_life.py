@@ -13,6 +13,7 @@ from llmbox.engine.spawn import Spawned
 from .watchdog import is_stopped, oom_kills
 
 log = logging.getLogger("llmbox.engines")
+_LEVELS = {"WARNING": logging.WARNING, "ERROR": logging.ERROR, "CRITICAL": logging.ERROR}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +24,19 @@ class Death:
     load_failure: LoadFailed | None = None
 
 
+def level_of(line: str) -> int:
+    """Of a line that an engine logged (`lifeline.log_to_stderr`); whatever else it printed is information."""
+    words = line.split(" ", 3)
+    return _LEVELS.get(words[2], logging.INFO) if len(words) == 4 else logging.INFO
+
+
 class EngineLife:
     def __init__(self, name: str, receive: Callable[[ToDaemon], None]) -> None:
         self._name = name
         self._hear = receive
-        self._client = EngineClient(self._receive, lambda line: log.info("%s | %s", name, line))
+        self._client = EngineClient(
+            self._receive, lambda line: log.log(level_of(line), "%s | %s", name, line)
+        )
         self._load_failure: LoadFailed | None = None
         self._stuck: str | None = None
         self._stopped_from_outside = False

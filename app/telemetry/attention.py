@@ -8,6 +8,8 @@ DISK_LOW = 1_000_000_000
 MEMORY_LOW = 0.05
 HOT = 90.0
 KV_FULL = 0.95
+SLOW_KERNELS = {"onednn", "reference"}
+"""PyTorch's own."""
 
 
 def attention(tick: Tick) -> tuple[Attention, ...]:
@@ -33,6 +35,18 @@ def _engines(tick: Tick) -> Iterator[Attention]:
                 text=f"{engine.model}: KV cache full, {engine.waiting} waiting",
                 fix="load it with a smaller --ctx or more --memory",
             )
+        if engine.state == "ready" and engine.kernels in SLOW_KERNELS:
+            yield _slow(engine)
+
+
+def _slow(engine: Engine) -> Attention:
+    """The fast kernels of a CPU do not compute in float16; what else keeps them away `doctor` tells."""
+    half = engine.dtype == "float16"
+    return Attention(
+        level="warning",
+        text=f"{engine.model}: PyTorch's slower kernels ({engine.kernels}) run",
+        fix="load it with --dtype bfloat16" if half and engine.device == "cpu" else "llmbox doctor",
+    )
 
 
 def _is_full(engine: Engine) -> bool:

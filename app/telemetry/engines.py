@@ -121,6 +121,8 @@ def _with_facts(engine: Engine, info: ModelInfo) -> Engine:
     return replace(
         engine,
         device=info.device,
+        dtype=info.dtype,
+        kernels=info.backend,
         context_window=info.context_window,
         block_size=info.block_size,
         kv_bytes_per_token=info.kv_bytes_per_token,

@@ -103,6 +103,9 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Of all its ranks; `pid` is the first one's."""
     device: str = ""
     """Of the first rank; sizes are of all together."""
+    dtype: str = ""
+    kernels: str = ""
+    """The backend that runs, as `Ops.name` says it."""
     context_window: int = 0
     block_size: int = 0
     kv_bytes_per_token: int = 0

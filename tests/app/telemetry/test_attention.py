@@ -47,3 +47,15 @@ def test_gpus():
 def test_a_full_cache_with_a_queue():
     engine = Engine(model="m", state="ready", blocks_total=100, blocks_live=99, waiting=4)
     assert texts(engines=(engine,)) == ["warning: m: KV cache full, 4 waiting"]
+
+
+def test_kernels_that_are_not_the_fast_ones():
+    def told(**facts) -> list[tuple[str, str]]:
+        engine = Engine(model="m", state="ready", device="cpu", **facts)
+        return [(each.text, each.fix) for each in attention(Tick(time=0.0, engines=(engine,)))]
+
+    slow = "m: PyTorch's slower kernels (onednn) run"
+    assert told(kernels="onednn", dtype="bfloat16") == [(slow, "llmbox doctor")]
+    assert told(kernels="onednn", dtype="float16") == [(slow, "load it with --dtype bfloat16")]
+    assert told(kernels="cpu avx2", dtype="bfloat16") == []
+    assert told(kernels="cpu amx, int8 weights", dtype="bfloat16") == []
