@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .deal import dealt
 from .fused_sum import FusedSum
 from .layout import Layout
 from .oneshot import OneShotSum
@@ -68,6 +69,15 @@ class TorchCollective:
         _all_gather(out.view(-1), x.view(-1), group=self._stage)
         return out
 
+    def deal(self, x: Tensor) -> Tensor:
+        tp, rows = self._layout.tp, len(x)
+        shares = [dealt(rows, tp, rank) for rank in range(tp)]
+        sizes = [share.stop - share.start for share in shares]
+        mine = sizes[self._layout.tp_rank]
+        out = x.new_empty(tp * mine, *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), [mine] * tp, sizes, group=self._stage)
+        return out.view(tp, mine, *x.shape[1:])
+
     def send(self, *tensors: Tensor) -> None:
         for tensor in tensors:
             dist.send(tensor.contiguous(), self._layout.rank + self._layout.tp)
@@ -101,6 +111,14 @@ class TorchCollective:
         dist.all_to_all_single(parts, flat, group=self._stage)
         mine = sum_in_order(list(parts.view(tp, size)))
         x.copy_(self.gather(mine).view(-1)[: x.numel()].view(x.shape))
+
+
+def add_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
+    """`sum_in_order`, into `out`."""
+    if len(parts) == 2 and parts[0].dtype == torch.float32:
+        torch.add(*parts, out=out)  # one operation, which rounds at its end
+    else:
+        out.copy_(sum_in_order(parts))
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:

@@ -13,20 +13,23 @@ import ctypes
 import mmap
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from .collective import sum_in_order
+from .collective import add_in_order
+from .deal import dealt
 from .layout import Layout
 from .link import RankLost
 from .rank import Arrived, OnItsWay
 
 SLOT = 1 << 20
 """Bytes. Larger tensors go in pieces."""
+_PLACES = 64
+# Sizes of tensors for which it is remembered where in the slots they lie.
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,23 +83,22 @@ class MeshCollective:
         self._stage = [self._sockets[rank] for rank in layout.stage_ranks if rank != layout.rank]
         self._memory = mmap.mmap(ends.memory, layout.ranks * 2 * SLOT)
         os.close(ends.memory)
-        self._slots = torch.frombuffer(self._memory, dtype=torch.uint8).view(layout.ranks, 2, SLOT)
+        slots = torch.frombuffer(self._memory, dtype=torch.uint8).view(layout.ranks, 2, SLOT)
+        self._places = lru_cache(_PLACES)(partial(find_places, slots, layout.stage_ranks))
         self._turn = 0
 
     def sum(self, x: Tensor, out: Tensor | None = None) -> None:
         flat, into = x.view(-1), (x if out is None else out).view(-1)
         for piece, place in zip(_pieces(flat), _pieces(into, flat), strict=True):
-            place.copy_(sum_in_order(self._exchange(piece)))
+            add_in_order(self._exchange(piece), place)
 
     def gather(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1)
-        out = flat.new_empty(self._layout.tp, len(flat))
-        start = 0
-        for piece in _pieces(flat):
-            for row, part in zip(out, self._exchange(piece), strict=True):
-                row[start : start + len(piece)] = part
-            start += len(piece)
-        return out.view(self._layout.tp, *x.shape)
+        pieces = [torch.stack(self._exchange(piece)) for piece in _pieces(x.reshape(-1))]
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+        return whole.view(self._layout.tp, *x.shape)
+
+    def deal(self, x: Tensor) -> Tensor:
+        return self.gather(x)[:, dealt(len(x), self._layout.tp, self._layout.tp_rank)]
 
     def send(self, *tensors: Tensor) -> None:
         for tensor in tensors:
@@ -142,9 +144,9 @@ class MeshCollective:
 
     def _exchange(self, piece: Tensor) -> list[Tensor]:
         """All ranks' pieces, in their order: views that hold until the next exchange."""
-        self._turn = turn = 1 - self._turn
-        slots = self._slots[:, turn, : piece.nbytes].view(piece.dtype)
-        slots[self._layout.rank] = piece
+        self._turn = 1 - self._turn
+        places = self._places(self._turn, piece.nbytes, piece.dtype)
+        places[self._layout.tp_rank].copy_(piece)
         try:
             for peer in self._stage:
                 peer.send(b"\0")
@@ -153,12 +155,21 @@ class MeshCollective:
             raise RankLost("another rank is gone") from error
         if not all(told):
             raise RankLost("another rank is gone")
-        return [slots[rank] for rank in self._layout.stage_ranks]
+        return places
+
+
+def find_places(
+    slots: Tensor, ranks: Sequence[int], turn: int, nbytes: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """Of a tensor in the slots of these ranks."""
+    here = slots[:, turn, :nbytes].view(dtype)
+    return [here[rank] for rank in ranks]
 
 
 def _pieces(flat: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
     """Of a slot's size, in numbers of `like`."""
-    return torch.split(flat, SLOT // (flat if like is None else like).element_size())
+    size = SLOT // (flat if like is None else like).element_size()
+    return (flat,) if len(flat) <= size else torch.split(flat, size)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

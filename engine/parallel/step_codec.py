@@ -143,19 +143,28 @@ def _params(told: dict[str, Any]) -> SamplingParams:
 
 
 def encode_result(result: StepResult) -> Frame:
-    return Frame("result", asdict(result))
+    """Most tokens come without log-probabilities: then a name and a number are all there is to tell."""
+    told = {
+        "tokens": {name: token.token_id for name, token in result.tokens.items()},
+        "logprobs": {
+            name: asdict(token.logprobs)
+            for name, token in result.tokens.items()
+            if token.logprobs is not None
+        },
+        "prompts": {
+            name: [asdict(entry) for entry in entries] for name, entries in result.prompt_logprobs.items()
+        },
+        "failed": result.failed,
+    }
+    return Frame("result", told)
 
 
 def decode_result(frame: Frame) -> StepResult:
-    tokens = {
-        name: SampledToken(told["token_id"], told["logprobs"] and _logprobs(told["logprobs"]))
-        for name, told in frame.body["tokens"].items()
-    }
-    prompts = {
-        name: [_logprobs(entry) for entry in entries]
-        for name, entries in frame.body["prompt_logprobs"].items()
-    }
-    return StepResult(tokens, prompts, frame.body["failed"])
+    body = frame.body
+    logprobs = {name: _logprobs(told) for name, told in body["logprobs"].items()}
+    tokens = {name: SampledToken(token, logprobs.get(name)) for name, token in body["tokens"].items()}
+    prompts = {name: [_logprobs(told) for told in entries] for name, entries in body["prompts"].items()}
+    return StepResult(tokens, prompts, body["failed"])
 
 
 def _logprobs(told: dict[str, Any]) -> TokenLogprobs:

@@ -143,7 +143,7 @@ def test_a_stage_that_is_lost_takes_all_steps_on_their_way_with_it(model, pp):
             engine.step()
         ranks[-1].runner.launch_sized = lost
         with pytest.raises(RankLost):
-            run(engine, [])
+            list(iter(engine.step, None))  # what the stage had drawn before still counts
         assert "lost" in str(ranks[-1].errors.pop())
         assert len(engine._launched) == 0
         stats = engine.stats()
