@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,12 +26,15 @@ COMMON_FLAGS = (
     "-std=c++20",
     "-O3",
     "-fPIC",
-    "-shared",
     "-pthread",
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
 )
+SLOWEST = ("attention_int8", "attention_f32", "library", "quant")
+"""Files that are compiled first, so that none of them is left alone at the end."""
+MOST_AT_ONCE = 8
+"""Compilers; one takes 0.25 GB."""
 COMPILERS = ("c++", "g++", "clang++")
 TIMEOUT_S = 300
 KERNEL_CACHE = "LLMBOX_KERNEL_CACHE"
@@ -75,7 +79,7 @@ def library_in(folder: Path, name: str, level: Level, compiler: list[str]) -> Pa
     with locked(folder / "build.lock"):
         if not is_intact(path):  # another process may just have made it
             for left in folder.glob(f"{UNFINISHED}*"):  # by who was killed while it compiled
-                left.unlink(missing_ok=True)
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
             build(compiler, level, path)
     return path
 
@@ -156,31 +160,43 @@ def is_intact(path: Path) -> bool:
 
 def build(compiler: list[str], level: Level, path: Path) -> None:
     log.info("compiling the CPU kernels for %s: once, some seconds", level.name)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=UNFINISHED, suffix=".so")
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        compile_to(compiler, level, temporary)
-        body = temporary.read_bytes()
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED) as folder:
+        made = Path(folder) / path.name
+        compile_to(compiler, level, made)
+        body = made.read_bytes()
         # What follows the sections of an ELF file is not looked at by the loader.
-        temporary.write_bytes(body + hashlib.sha256(body).digest())
-        temporary.chmod(0o700)
-        temporary.replace(path)
+        made.write_bytes(body + hashlib.sha256(body).digest())
+        made.chmod(0o700)
+        made.replace(path)
+
+
+def compile_to(compiler: list[str], level: Level, path: Path) -> None:
+    """Each file apart, as many at once as there are cores; object files stay beside `path`."""
+    sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: (source.stem not in SLOWEST, source.name))
+    objects = [path.with_name(f"{source.stem}.o") for source in sources]
+    common = [*compiler, *COMMON_FLAGS, *level.flags]
+
+    def compile_one(source: Path, to: Path) -> None:
+        run([*common, "-c", str(source), "-o", str(to)], level)
+
+    workers = ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MOST_AT_ONCE))
+    try:
+        list(workers.map(compile_one, sources, objects))
     finally:
-        temporary.unlink(missing_ok=True)
+        workers.shutdown(cancel_futures=True)
+    run([*common, "-shared", *map(str, objects), "-o", str(path)], level)
 
 
-def compile_to(compiler: list[str], level: Level, path: Path, extra: tuple[str, ...] = ()) -> None:
-    command = [*compiler, *COMMON_FLAGS, *level.flags, *extra, str(SOURCES / "library.cpp"), "-o", str(path)]
+def run(command: list[str], level: Level) -> None:
     try:
         done = subprocess.run(  # noqa: S603 - the user's own compiler
             command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise NativeUnavailable(f"{compiler[0]} does not run: {error}") from None
+        raise NativeUnavailable(f"{command[0]} does not run: {error}") from None
     if done.returncode:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-        raise NativeUnavailable(f"{compiler[0]} cannot compile the kernels for {level.name}: {first}")
+        raise NativeUnavailable(f"{command[0]} cannot compile the kernels for {level.name}: {first}")
 
 
 def private_folder(folder: Path) -> None:

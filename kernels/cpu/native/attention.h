@@ -8,23 +8,21 @@
 
 #include <optional>
 
+#include "attention_op.h"
 #include "attention_tiles.h"
+#include "dtypes.h"
 
 namespace llmbox {
 
-// q and out are [rows, heads of queries, D]; rows of q are strided, those of out contiguous.
-template <class E, class In> class AttentionOp : public Op {
+// Over a cache of type E, whatever the type of queries and results.
+template <class E> class Attention : public Op {
 public:
-    AttentionOp(const KVCache& cache, int layer, const In* q, int64_t q_stride, int query_heads, int window,
-                float scale, In* out)
+    Attention(const KVCache& cache, int layer, int query_heads, int window, float scale)
         : cache_(cache),
-          layer_(layer),
-          q_(q),
-          q_stride_(q_stride),
           group_(query_heads / cache.heads),
+          layer_(layer),
           window_(window),
           scale_(scale),
-          out_(out),
           words_(ceil_div(cache.head_dim, E::PACK)),
           tile_tokens_(std::max(1, Walked<E>::ROWS / group_)) {}
 
@@ -37,6 +35,14 @@ public:
             tile = following;
         }
     }
+
+protected:
+    // Of the rows from `row` on and the query heads of one kv head, to the tile's memory and from there.
+    virtual void load_queries(int row, int head, Work<E>& work) const = 0;
+    virtual void store_result(int row, int head, const Work<E>& work) const = 0;
+
+    const KVCache& cache_;
+    int group_;  // query heads of one kv head
 
 private:
     using W = AttentionWords<E>;
@@ -176,13 +182,6 @@ private:
         }
     }
 
-    NOINLINE void load_queries(int row, int head, Work<E>& work) const {
-        for (int r = 0; r < work.rows; r++) {
-            const In* from = q_ + (row + r / group_) * q_stride_ + (head * group_ + r % group_) * cache_.head_dim;
-            work.q.pack(r, from, cache_.head_dim);
-        }
-    }
-
     // Which strip of its sequence holds a position.
     int strip_of(const Step& step, int position) const {
         return position / step.block_size * cache_.strips + position % step.block_size / STRIP;
@@ -225,7 +224,30 @@ private:
         });
     }
 
-    NOINLINE void store_result(int row, int head, const Work<E>& work) const {
+    int layer_, window_;
+    float scale_;
+    int words_, tile_tokens_;
+};
+
+// q and out are [rows, heads of queries, D]; rows of q are strided, those of out contiguous.
+template <class E, class In> class AttentionOp final : public Attention<E> {
+public:
+    AttentionOp(const KVCache& cache, int layer, const In* q, int64_t q_stride, int query_heads, int window,
+                float scale, In* out)
+        : Attention<E>(cache, layer, query_heads, window, scale), q_(q), q_stride_(q_stride), out_(out) {}
+
+private:
+    using Attention<E>::cache_;
+    using Attention<E>::group_;
+
+    void load_queries(int row, int head, Work<E>& work) const override {
+        for (int r = 0; r < work.rows; r++) {
+            const In* from = q_ + (row + r / group_) * q_stride_ + (head * group_ + r % group_) * cache_.head_dim;
+            work.q.pack(r, from, cache_.head_dim);
+        }
+    }
+
+    void store_result(int row, int head, const Work<E>& work) const override {
         const int dim = cache_.head_dim, heads = cache_.heads * group_;
         for (int r = 0; r < work.rows; r++) {
             In* to = out_ + (static_cast<int64_t>(row + r / group_) * heads + head * group_ + r % group_) * dim;
@@ -235,14 +257,17 @@ private:
         }
     }
 
-    const KVCache& cache_;
-    int layer_;
     const In* q_;
     int64_t q_stride_;
-    int group_, window_;
-    float scale_;
     In* out_;
-    int words_, tile_tokens_;
 };
+
+template <class E> Op* make_attention(int dtype, const AttentionCall& call) {
+    return with_type(dtype, [&]<class I>(I) -> Op* {
+        using In = typename I::Element;
+        return new AttentionOp<E, In>(call.cache, call.layer, static_cast<const In*>(call.q), call.q_stride,
+                                      call.heads, call.window, call.scale, static_cast<In*>(call.out));
+    });
+}
 
 }  // namespace llmbox

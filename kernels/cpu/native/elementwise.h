@@ -8,7 +8,7 @@
 namespace llmbox {
 
 // out = x / sqrt(mean(x^2) + eps) * weight for `width` numbers.
-template <class T> INLINE void norm_row(const T* x, const T* weight, T* out, int width, float eps) {
+template <class T> NOINLINE void norm_row(const T* x, const T* weight, T* out, int width, float eps) {
     Floats squares = splat(0.f);
     for (int i = 0; i < width; i += LANES) {
         Floats v = load(x + i, width - i);
@@ -77,7 +77,7 @@ private:
 
 // Rotates one head of `width` numbers in place: halves (a, b) become (a cos - b sin, b cos + a sin).
 // cos repeats its first half, sin holds (-sin, sin).
-template <class T> INLINE void rotate_row(T* x, const float* cos, const float* sin, int width) {
+template <class T> NOINLINE void rotate_row(T* x, const float* cos, const float* sin, int width) {
     const int half = width / 2;
     for (int i = 0; i < half; i += LANES) {
         const int left = half - i;

@@ -87,9 +87,14 @@ public:
         : cache_(cache), layer_(layer), head_(head), scratch_(member.scratch.take<Element>(cache.padded_dim)) {}
 
     // `slot` counts all slots of the cache.
-    template <class In> void key(int slot, const In* x) const {
+    template <class In> void key(int slot, const In* x) const { put_key(slot, {x, cache_.head_dim, scratch_}); }
+    template <class In> void value(int slot, const In* x) const { put_value(slot, {x, cache_.head_dim, scratch_}); }
+
+private:
+    using Element = typename E::Element;
+
+    NOINLINE void put_key(int slot, const StoredRow<E>& row) const {
         const auto [strip, lane] = place(slot);
-        const StoredRow<E> row(x, cache_.head_dim, scratch_);
         const int words = cache_.head_dim / E::PACK;
         for (int w = 0; w < words; w++)
             memcpy(strip + (w * STRIP + lane) * 4, row.numbers + w * E::PACK, 4);
@@ -97,17 +102,14 @@ public:
             reinterpret_cast<Element*>(strip + (words * STRIP + lane) * 4)[d % E::PACK] = row.numbers[d];
         row.put_scale(strip + cache_.codes_bytes + lane * sizeof(float));
     }
-    template <class In> void value(int slot, const In* x) const {
+    NOINLINE void put_value(int slot, const StoredRow<E>& row) const {
         const auto [keys, lane] = place(slot);
         uint8_t* strip = keys + cache_.half_bytes;
-        const StoredRow<E> row(x, cache_.head_dim, scratch_);
         auto* to = reinterpret_cast<Element*>(strip) + lane / E::PACK * cache_.padded_dim * E::PACK + lane % E::PACK;
         for (int d = 0; d < cache_.head_dim; d++) to[d * E::PACK] = row.numbers[d];
         row.put_scale(strip + cache_.codes_bytes + lane * sizeof(float));
     }
 
-private:
-    using Element = typename E::Element;
     struct Place {
         uint8_t* keys;  // of the strip
         int lane;

@@ -2,57 +2,16 @@
 //
 // Constructors of operations return a new Op: run it once, or many times on a tape. The caller keeps whatever
 // the pointers point to alive as long as the Op.
-#include "attention.h"
+//
+// Of what takes long to compile each part has a file of its own: weights.cpp, linear.cpp, quant.cpp, attention_*.cpp.
+#include "attention_op.h"
 #include "best.h"
+#include "dtypes.h"
 #include "elementwise.h"
 #include "embedding.h"
-#include "gemm_tiles.h"
 #include "heads.h"
-#include "pool.h"
-#include "quant.h"
-#include "tape.h"
 
 using namespace llmbox;
-
-namespace {
-
-// Never destroyed: its sleeping workers outlive static destructors.
-Pool& pool() {
-    static Pool& pool = *new Pool;
-    return pool;
-}
-
-// How Python names element types.
-enum Dtype : int { FLOAT32 = 0, BFLOAT16 = 1, INT8_SCALED = 2 };  // the last for KV caches alone
-
-// Calls `make` with the word type of a dtype.
-template <class Make> auto with_type(int dtype, Make make) { return dtype == BFLOAT16 ? make(BF16{}) : make(F32{}); }
-
-template <class Make> auto with_kv_type(int dtype, Make make) {
-    return dtype == INT8_SCALED ? make(INT8{}) : with_type(dtype, make);
-}
-
-// Runs `make_panel(panel)` for all panels of a linear, on all threads, and keeps the bias.
-template <class Shape, class MakePanel> Shape* fill(Shape* linear, const float* bias, MakePanel make_panel) {
-    struct Job {
-        Shape* linear;
-        MakePanel& make_panel;
-    } job{linear, make_panel};
-    pool().run(
-        [](Member& member, void* argument) {
-            auto& job = *static_cast<Job*>(argument);
-            const auto panels = member.share(job.linear->panels());
-            for (int panel = panels.begin; panel < panels.end; panel++) job.make_panel(panel);
-        },
-        &job);
-    if (bias) {
-        linear->bias.assign(linear->panels() * PANEL, 0.f);
-        std::copy_n(bias, linear->outputs, linear->bias.begin());
-    }
-    return linear;
-}
-
-}  // namespace
 
 extern "C" {
 
@@ -64,94 +23,6 @@ void llmbox_threads(int workers, const int* cores) { pool().resize({cores, cores
 
 // How many of them run at the moment: fewer while other processes take their cores.
 int llmbox_threads_running() { return pool().threads(); }
-
-// ---------------------------------------------------------------- weights
-
-// Packs weight[outputs, inputs] and bias (float32 or null); null when memory is short.
-Linear* llmbox_linear_new(int dtype, int inputs, int outputs, const void* weight, const float* bias) try {
-    return with_type(dtype, [&]<class E>(E) {
-        auto* linear = new Linear(inputs, outputs, words_of<E>(inputs));
-        auto* rows = static_cast<const typename E::Element*>(weight);
-        return fill(linear, bias, [=](int panel) { pack_panel<E>(*linear, panel, rows); });
-    });
-} catch (const std::bad_alloc&) {
-    return nullptr;
-}
-
-// Quantised: `bits` 8 or 4, a scale for each `group` (32 or 128) inputs.
-QuantLinear* llmbox_quant_new(
-    int dtype, int inputs, int outputs, int bits, int group, const void* weight, const float* bias) try {
-    return with_type(dtype, [&]<class E>(E) {
-        auto* linear = new QuantLinear(inputs, outputs, bits, group);
-        auto* rows = static_cast<const typename E::Element*>(weight);
-        return fill(linear, bias, [=](int panel) {
-            pack_quant_panel(*linear, panel, [=](int row, int g, int8_t* codes) {
-                return round_row_group(rows + static_cast<size_t>(row) * inputs, inputs, g, group, bits, codes);
-            });
-        });
-    });
-} catch (const std::bad_alloc&) {
-    return nullptr;
-}
-
-// As `llmbox_quant_new`, from codes[outputs, inputs] and scales[outputs, groups] (float16) made before.
-QuantLinear* llmbox_quant_from(int inputs, int outputs, int bits, int group, const int8_t* codes,
-                               const uint16_t* scales, const float* bias) try {
-    auto* linear = new QuantLinear(inputs, outputs, bits, group);
-    return fill(linear, bias, [=](int panel) {
-        pack_quant_panel(*linear, panel, [=](int row, int g, int8_t* to) {
-            const int8_t* from = codes + static_cast<size_t>(row) * inputs + g * group;
-            std::copy_n(from, std::min(group, inputs - g * group), to);
-            return scales[static_cast<size_t>(row) * linear->groups + g];
-        });
-    });
-} catch (const std::bad_alloc&) {
-    return nullptr;
-}
-
-// The codes and scales that `llmbox_quant_new` would pack.
-void llmbox_quantize(
-    int dtype, int inputs, int outputs, int bits, int group, const void* weight, int8_t* codes, uint16_t* scales) {
-    with_type(dtype, [&]<class E>(E) {
-        struct Job {
-            int inputs, outputs, bits, group;
-            const typename E::Element* weight;
-            int8_t* codes;
-            uint16_t* scales;
-        } job{inputs, outputs, bits, group, static_cast<const typename E::Element*>(weight), codes, scales};
-        pool().run(
-            [](Member& member, void* argument) {
-                const auto& job = *static_cast<Job*>(argument);
-                const auto rows = member.share(job.outputs);
-                const int groups = ceil_div(job.inputs, job.group);
-                int8_t rounded[MAX_GROUP];
-                for (int row = rows.begin; row < rows.end; row++)
-                    for (int g = 0; g < groups; g++) {
-                        const size_t at = static_cast<size_t>(row) * job.inputs;
-                        job.scales[static_cast<size_t>(row) * groups + g] =
-                            round_row_group(job.weight + at, job.inputs, g, job.group, job.bits, rounded);
-                        const int begin = g * job.group;
-                        std::copy_n(rounded, std::min(job.group, job.inputs - begin), job.codes + at + begin);
-                    }
-            },
-            &job);
-    });
-}
-
-// Linears on panels that were packed before and lie elsewhere, for as long as the linear.
-Linear* llmbox_linear_at(int dtype, int inputs, int outputs, uint8_t* packed, const float* bias) {
-    return with_type(dtype, [&]<class E>(E) {
-        return fill(new Linear(inputs, outputs, words_of<E>(inputs), packed), bias, [](int) {});
-    });
-}
-QuantLinear* llmbox_quant_at(int inputs, int outputs, int bits, int group, uint8_t* packed, const float* bias) {
-    return fill(new QuantLinear(inputs, outputs, bits, group, packed), bias, [](int) {});
-}
-
-const uint8_t* llmbox_packed(const LinearShape* linear) { return linear->packed(); }
-int64_t llmbox_packed_bytes(const LinearShape* linear) { return static_cast<int64_t>(linear->packed_bytes()); }
-
-void llmbox_linear_free(LinearShape* linear) { delete linear; }
 
 // ---------------------------------------------------------------- KV cache
 
@@ -172,30 +43,9 @@ void llmbox_cache_clear(const KVCache* cache, int block) {
 
 // ---------------------------------------------------------------- operations; strides count elements
 
-Op* llmbox_linear_op(
-    int dtype, const Linear* linear, const void* x, int64_t x_stride, void* out, int64_t out_stride, int out_dtype) {
-    return with_type(dtype, [&]<class E>(E) -> Op* {
-        auto* rows = static_cast<const typename E::Element*>(x);
-        if (out_dtype == FLOAT32)
-            return new PlainLinearOf<E, float>(*linear, rows, x_stride, static_cast<float*>(out), out_stride);
-        return new PlainLinearOf<E, bf16>(*linear, rows, x_stride, static_cast<bf16*>(out), out_stride);
-    });
-}
-
 Op* llmbox_embedding_op(int dtype, const Linear* table, void* out, int64_t out_stride) {
     return with_type(dtype, [&]<class E>(E) -> Op* {
         return new EmbeddingOp<E>(*table, static_cast<typename E::Element*>(out), out_stride);
-    });
-}
-
-Op* llmbox_quant_op(int dtype, const QuantLinear* linear, const void* x, int64_t x_stride, void* out,
-                    int64_t out_stride, int out_dtype) {
-    return with_type(dtype, [&]<class E>(E) -> Op* {
-        using In = typename E::Element;
-        auto* rows = static_cast<const In*>(x);
-        if (out_dtype == FLOAT32)
-            return new QuantLinearOp<In, float>(*linear, rows, x_stride, static_cast<float*>(out), out_stride);
-        return new QuantLinearOp<In, bf16>(*linear, rows, x_stride, static_cast<bf16*>(out), out_stride);
     });
 }
 
@@ -263,13 +113,8 @@ Op* llmbox_heads_op(int dtype, int kv_dtype, const KVCache* cache, int layer, vo
 
 Op* llmbox_attention_op(int dtype, int kv_dtype, const KVCache* cache, int layer, const void* q, int64_t q_stride,
                         int heads, int window, float scale, void* out) {
-    return with_kv_type(kv_dtype, [&]<class E>(E) {
-        return with_type(dtype, [&]<class I>(I) -> Op* {
-            using In = typename I::Element;
-            return new AttentionOp<E, In>(*cache, layer, static_cast<const In*>(q), q_stride, heads, window, scale,
-                                          static_cast<In*>(out));
-        });
-    });
+    const AttentionCall call{*cache, layer, q, q_stride, heads, window, scale, out};
+    return with_kv_type(kv_dtype, [&]<class E>(E) { return make_attention<E>(dtype, call); });
 }
 
 // x [rows, width] float32.

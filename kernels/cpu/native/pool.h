@@ -8,31 +8,15 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
-#include <ctime>
-#include <mutex>
-#include <thread>
 #include <vector>
+
+#include <pthread.h>
 
 #include "governor.h"
 #include "simd.h"
 #include "tiles.h"
 
-#if defined(__linux__)
-#include <pthread.h>
-#include <sched.h>
-#endif
-
 namespace llmbox {
-
-INLINE void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
-constexpr int SPINS = 4000;
 
 // Memory that grows and is reused; contents are lost when it grows.
 class Scratch {
@@ -59,13 +43,6 @@ private:
     size_t size_ = 0;
 };
 
-// Of the system's and of this thread's clock, in seconds.
-inline double read_clock(clockid_t clock) {
-    timespec time;
-    clock_gettime(clock, &time);
-    return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
-}
-
 class Pool;
 
 // One thread's place in a running job.
@@ -89,7 +66,7 @@ struct Member {
         return {static_cast<int>(static_cast<int64_t>(count) * index / size),
                 static_cast<int>(static_cast<int64_t>(count) * (index + 1) / size)};
     }
-    void barrier();
+    inline void barrier();
 };
 
 class Pool {
@@ -99,103 +76,24 @@ public:
     Pool() { members_.push_back(new Member(*this, 0)); }
 
     // From the next job on, up to `cores.size() + 1` threads; worker i runs on core cores[i].
-    void resize(const std::vector<int>& cores) {
-        std::lock_guard<std::mutex> lock(busy_);
-        const int size = static_cast<int>(cores.size()) + 1;
-        governor_ = Governor(size);
-        while (static_cast<int>(members_.size()) < size) {
-            const int index = static_cast<int>(members_.size());
-            members_.push_back(new Member(*this, index));
-            std::thread worker(&Pool::work, this, members_.back());
-            pin(worker, cores[index - 1]);
-            worker.detach();  // it sleeps until the process ends
-        }
-    }
+    void resize(const std::vector<int>& cores);
 
     // How many would run the next job.
-    int threads() {
-        std::lock_guard<std::mutex> lock(busy_);
-        return governor_.threads();
-    }
+    int threads();
 
     // One operation's scratch memory for all members: sized before the threads start, gone with the next one.
     Scratch& shared() { return shared_; }
 
     // `alone`: without waking the workers.
-    void run(Job job, void* argument, bool alone = false) {
-        std::lock_guard<std::mutex> lock(busy_);
-        size_ = alone ? 1 : governor_.threads();
-        members_[0]->size = size_;
-        if (size_ == 1) {  // still timed: rests are counted in time at work
-            const double began = read_clock(CLOCK_MONOTONIC);
-            job(*members_[0], argument);
-            members_[0]->tiles.release();
-            governor_.report(read_clock(CLOCK_MONOTONIC) - began, 0, 0);
-            return;
-        }
-        job_ = job;
-        argument_ = argument;
-        began_ = read_clock(CLOCK_MONOTONIC);
-        pending_.store(size_ - 1, std::memory_order_relaxed);
-        for (int i = 1; i < size_; i++) {
-            members_[i]->size = size_;
-            members_[i]->calls.fetch_add(1);
-            members_[i]->calls.notify_one();
-        }
-        run_job(*members_[0]);
-        for (int spins = 0; pending_.load(std::memory_order_acquire);)
-            ++spins < SPINS ? relax() : std::this_thread::yield();
-        double stolen = 0, worst = 0;
-        for (int i = 0; i < size_; i++) {
-            stolen += members_[i]->stolen;
-            worst = std::max(worst, members_[i]->stolen);
-        }
-        governor_.report(read_clock(CLOCK_MONOTONIC) - began_, worst, (stolen - worst) / (size_ - 1));
-    }
+    void run(Job job, void* argument, bool alone = false);
 
-    void barrier() {
-        if (size_ == 1) return;
-        uint32_t round = round_.load(std::memory_order_acquire);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
-            arrived_.store(0, std::memory_order_relaxed);
-            round_.store(round + 1, std::memory_order_release);
-            return;
-        }
-        // Yielding lets a member whose core was taken away by another process come back.
-        for (int spins = 0; round_.load(std::memory_order_acquire) == round;)
-            ++spins < SPINS ? relax() : std::this_thread::yield();
-    }
+    void barrier();
 
 private:
-    void work(Member* member) {
-        for (int seen = 0;; seen++) {
-            for (int spins = 0; member->calls.load(std::memory_order_acquire) == seen;)
-                if (++spins < SPINS) relax();
-                else member->calls.wait(seen, std::memory_order_acquire);
-            run_job(*member);
-            pending_.fetch_sub(1, std::memory_order_release);
-        }
-    }
+    void work(Member* member);
+    void run_job(Member& member);
 
-    void run_job(Member& member) {
-        const double before = read_clock(CLOCK_THREAD_CPUTIME_ID);
-        job_(member, argument_);
-        member.tiles.release();
-        const double ran = read_clock(CLOCK_THREAD_CPUTIME_ID) - before;
-        member.stolen = std::max(0., read_clock(CLOCK_MONOTONIC) - began_ - ran);
-    }
-
-    static void pin([[maybe_unused]] std::thread& worker, [[maybe_unused]] int core) {
-#if defined(__linux__)
-        if (core < 0 || core >= CPU_SETSIZE) return;
-        cpu_set_t set;
-        CPU_ZERO(&set);
-        CPU_SET(core, &set);
-        pthread_setaffinity_np(worker.native_handle(), sizeof set, &set);  // a hint: failing changes nothing
-#endif
-    }
-
-    std::mutex busy_;
+    pthread_mutex_t busy_ = PTHREAD_MUTEX_INITIALIZER;
     Scratch shared_;
     std::vector<Member*> members_;
     Governor governor_{1};
@@ -209,5 +107,8 @@ private:
 };
 
 inline void Member::barrier() { pool.barrier(); }
+
+// The one of this library.
+Pool& pool();
 
 }  // namespace llmbox

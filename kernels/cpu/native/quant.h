@@ -10,34 +10,16 @@
 
 namespace llmbox {
 
-// In: type of x.
-template <class In, class Out> class QuantLinearOp : public LinearOp<Out> {
+// Rounded rows times panels, whatever the type of the rows before and of the result.
+class QuantPanels {
 public:
-    QuantLinearOp(const QuantLinear& linear, const In* x, int64_t x_stride, Out* out, int64_t out_stride)
-        : LinearOp<Out>(linear, out, out_stride), linear_(linear), x_(x), x_stride_(x_stride) {}
+    explicit QuantPanels(const QuantLinear& linear) : linear_(linear) {}
 
-    void prepare(const Step& step, Pool& pool) override {
-        LinearOp<Out>::prepare(step, pool);
-        pool.shared().template take<uint8_t>(QuantRows::bytes(step.rows, linear_));
-    }
+    // Those of the step, before the first of them is multiplied.
+    void take(const QuantRows& rows) { rows_ = rows; }
 
-    void run(const Step& step, Member& member) override {
-        const QuantRows rows(member.pool.shared().template get<uint8_t>(), step.rows, linear_);
-        const auto cells = member.share(step.rows * linear_.groups);
-        for (int cell = cells.begin; cell < cells.end; cell++) {
-            const int begin = cell % linear_.groups * linear_.group;
-            const In* from = x_ + cell / linear_.groups * x_stride_ + begin;
-            const size_t to = rows.cell(cell / linear_.groups, cell % linear_.groups);
-            quantize_group(from, std::min(linear_.group, linear_.inputs - begin), linear_.offset(), to, rows);
-        }
-        if (member.index == 0) rows_ = rows;
-        member.barrier();
-        this->run_panels(step, member);
-    }
-
-protected:
     // All rows visit a slice of some groups before the next one: its weights stay in the L1 cache.
-    void multiply(int panel, int row, int rows, float* tile, Member& member) override {
+    NOINLINE void multiply(int panel, int row, int rows, float* tile, Member& member) const {
         std::fill_n(tile, rows * PANEL, 0.f);
 #if LLMBOX_TILES
         if (rows >= TILES_FROM[linear_.bits == 4]) {
@@ -111,9 +93,44 @@ private:
     }
 
     const QuantLinear& linear_;
+    QuantRows rows_;
+};
+
+// In: type of x.
+template <class In, class Out> class QuantLinearOp : public LinearOp<Out> {
+public:
+    QuantLinearOp(const QuantLinear& linear, const In* x, int64_t x_stride, Out* out, int64_t out_stride)
+        : LinearOp<Out>(linear, out, out_stride), linear_(linear), x_(x), x_stride_(x_stride), panels_(linear) {}
+
+    void prepare(const Step& step, Pool& pool) override {
+        LinearOp<Out>::prepare(step, pool);
+        pool.shared().template take<uint8_t>(QuantRows::bytes(step.rows, linear_));
+    }
+
+    void run(const Step& step, Member& member) override {
+        const QuantRows rows(member.pool.shared().template get<uint8_t>(), step.rows, linear_);
+        const auto cells = member.share(step.rows * linear_.groups);
+        for (int cell = cells.begin; cell < cells.end; cell++) {
+            const int begin = cell % linear_.groups * linear_.group;
+            const In* from = x_ + cell / linear_.groups * x_stride_ + begin;
+            const size_t to = rows.cell(cell / linear_.groups, cell % linear_.groups);
+            quantize_group(from, std::min(linear_.group, linear_.inputs - begin), linear_.offset(), to, rows);
+        }
+        if (member.index == 0) panels_.take(rows);
+        member.barrier();
+        this->run_panels(step, member);
+    }
+
+protected:
+    void multiply(int panel, int row, int rows, float* tile, Member& member) override {
+        panels_.multiply(panel, row, rows, tile, member);
+    }
+
+private:
+    const QuantLinear& linear_;
     const In* x_;
     int64_t x_stride_;
-    QuantRows rows_;
+    QuantPanels panels_;
 };
 
 }  // namespace llmbox

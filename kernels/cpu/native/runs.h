@@ -7,7 +7,7 @@
 
 #include <atomic>
 #include <cstdint>
-#include <memory>
+#include <vector>
 
 namespace llmbox {
 
@@ -15,7 +15,7 @@ class Runs {
 public:
     // Before the threads start.
     void deal(int items, int threads) {
-        if (threads > room_) runs_ = std::make_unique<Run[]>(room_ = threads);
+        if (threads > static_cast<int>(runs_.size())) runs_ = std::vector<Run>(threads);
         threads_ = threads;
         for (int i = 0; i < threads; i++) runs_[i].left.store(pack(part(items, i), part(items, i + 1)), RELAXED);
     }
@@ -58,8 +58,8 @@ private:
         return longest;
     }
 
-    std::unique_ptr<Run[]> runs_;
-    int room_ = 0, threads_ = 0;
+    std::vector<Run> runs_;
+    int threads_ = 0;
 };
 
 }  // namespace llmbox

@@ -1,0 +1,17 @@
+// How Python names element types, and from there to the types themselves.
+#pragma once
+
+#include "words.h"
+
+namespace llmbox {
+
+enum Dtype : int { FLOAT32 = 0, BFLOAT16 = 1, INT8_SCALED = 2 };  // the last for KV caches alone
+
+// Calls `make` with the word type of a dtype.
+template <class Make> auto with_type(int dtype, Make make) { return dtype == BFLOAT16 ? make(BF16{}) : make(F32{}); }
+
+template <class Make> auto with_kv_type(int dtype, Make make) {
+    return dtype == INT8_SCALED ? make(INT8{}) : with_type(dtype, make);
+}
+
+}  // namespace llmbox
