@@ -1,5 +1,12 @@
 // Every operation on odd shapes, with buffers that end where their data ends: run under ASan and UBSan.
 #include "library.cpp"
+#include "attention_bf16.cpp"
+#include "attention_f32.cpp"
+#include "attention_int8.cpp"
+#include "linear.cpp"
+#include "pool.cpp"
+#include "quant.cpp"
+#include "weights.cpp"
 
 #include <cstdio>
 #include <random>
