@@ -103,10 +103,11 @@ def test_mixed_rows(ops: Ops, dtype: torch.dtype, window: int | None) -> None:
     assert_near(step.run(window), step.exact(window))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (5, 5), (8, 1)])
-@pytest.mark.parametrize("head_dim", [8, 20, 64])
-def test_head_shapes(ops: Ops, heads: tuple[int, int], head_dim: int) -> None:
-    step = Step(ops, [(3, 1), (0, 9), (10, 5)], heads=heads, head_dim=head_dim)
+@pytest.mark.parametrize("head_dim", [2, 8, 20, 64, 100])
+def test_head_shapes(ops: Ops, dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> None:
+    step = Step(ops, [(3, 1), (0, 9), (10, 5)], dtype=dtype, heads=heads, head_dim=head_dim)
     assert_near(step.run(), step.exact())
 
 

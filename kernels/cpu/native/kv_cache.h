@@ -10,6 +10,7 @@
 // bytes of that plus 128, and behind each strip its 16 float32 scales, max|x| / 127.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "memory.h"
@@ -37,7 +38,7 @@ struct KVCache {
           heads(heads),
           head_dim(head_dim),
           strips(ceil_div(block_size, STRIP)),
-          padded_dim(round_up(head_dim, element_size == 2 ? BF16::STEP * BF16::PACK : STRIP)),
+          padded_dim(round_up(head_dim, element_size == 2 ? std::max(STRIP, BF16::STEP * BF16::PACK) : STRIP)),
           codes_bytes(static_cast<size_t>(STRIP) * padded_dim * element_size),
           strip_bytes(codes_bytes + (element_size == 1 ? STRIP * sizeof(float) : 0)),
           half_bytes(strips * strip_bytes),

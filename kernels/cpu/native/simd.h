@@ -13,6 +13,11 @@
 #include <arm_neon.h>
 #endif
 
+// On Arm g++ has it in C++ only from 13 on. As far as numbers are converted to and from it, this is the same.
+#if defined(__aarch64__) && !defined(__clang__) && __GNUC__ < 13
+#define _Float16 __fp16
+#endif
+
 #define UNROLL _Pragma("GCC unroll 16")
 #define INLINE inline __attribute__((always_inline))
 // Where a loop shall have the registers to itself: inlined into its caller, GCC 12 spills.

@@ -1,4 +1,5 @@
 // Every operation on odd shapes, with buffers that end where their data ends: run under ASan and UBSan.
+#include "checked_tiles.h"
 #include "library.cpp"
 #include "attention_bf16.cpp"
 #include "attention_f32.cpp"
@@ -51,6 +52,23 @@ void must_be_finite(const Buffer& buffer, const char* what) {
         }
 }
 
+// Rows of x and of the result lie apart, and the last one ends where the buffer does.
+template <class Make> void check_strided(int dtype, int rows, int inputs, int outputs, Make make) {
+    const int x_stride = inputs + 3, out_stride = outputs + 5;
+    Buffer x(dtype, size_t(rows - 1) * x_stride + inputs), out(FLOAT32, size_t(rows - 1) * out_stride + outputs);
+    for (size_t i = 0; i < x.count; i++)
+        if (int(i % x_stride) >= inputs) x.set(i, NAN);
+    out.poison();
+    Step step{};
+    step.rows = rows;
+    run(make(x.data(), x_stride, out.data(), out_stride), step);
+    for (size_t i = 0; i < out.count; i++)
+        if (std::isfinite(out.get(i)) != (int(i % out_stride) < outputs)) {
+            printf("strided linear: element %zu\n", i);
+            exit(1);
+        }
+}
+
 void check_linear(int dtype, int rows, int inputs, int outputs) {
     Buffer weight(dtype, size_t(inputs) * outputs), x(dtype, size_t(rows) * inputs);
     Buffer bias(FLOAT32, outputs), out(dtype, size_t(rows) * outputs), wide(FLOAT32, size_t(rows) * outputs);
@@ -62,6 +80,17 @@ void check_linear(int dtype, int rows, int inputs, int outputs) {
     run(llmbox_linear_op(dtype, linear, x.data(), inputs, out.data(), outputs, dtype), step);
     run(llmbox_linear_op(dtype, linear, x.data(), inputs, wide.data(), outputs, FLOAT32), step);
     must_be_finite(out, "linear"), must_be_finite(wide, "logits");
+    check_strided(dtype, rows, inputs, outputs, [&](void* from, int x_stride, void* to, int out_stride) {
+        return llmbox_linear_op(dtype, linear, from, x_stride, to, out_stride, FLOAT32);
+    });
+    // On a copy of its panels, which is all that a file on disk holds.
+    const auto* panels = llmbox_packed(linear);
+    std::vector<uint8_t> copy(panels, panels + llmbox_packed_bytes(linear));
+    Linear* taken_up = llmbox_linear_at(dtype, inputs, outputs, copy.data(), biases);
+    Buffer again(FLOAT32, size_t(rows) * outputs);
+    run(llmbox_linear_op(dtype, taken_up, x.data(), inputs, again.data(), outputs, FLOAT32), step);
+    if (again.bytes != wide.bytes) exit(1);
+    llmbox_linear_free(taken_up);
     std::vector<int64_t> ids(rows, outputs - 1);
     step.ids = ids.data();
     Buffer taken(dtype, size_t(rows) * inputs);
@@ -76,9 +105,10 @@ void check_linear(int dtype, int rows, int inputs, int outputs) {
 
 void check_quant(int dtype, int bits, int group, int rows, int inputs, int outputs) {
     Buffer weight(dtype, size_t(inputs) * outputs), x(dtype, size_t(rows) * inputs);
-    Buffer out(dtype, size_t(rows) * outputs), taken(dtype, size_t(rows) * inputs);
+    Buffer out(dtype, size_t(rows) * outputs), taken(dtype, size_t(rows) * inputs), bias(FLOAT32, outputs);
     out.poison(), taken.poison();
-    QuantLinear* linear = llmbox_quant_new(dtype, inputs, outputs, bits, group, weight.data(), nullptr);
+    auto* biases = static_cast<const float*>(bias.data());
+    QuantLinear* linear = llmbox_quant_new(dtype, inputs, outputs, bits, group, weight.data(), biases);
     std::vector<int64_t> ids(rows, outputs - 1);
     Step step{};
     step.rows = rows;
@@ -86,6 +116,23 @@ void check_quant(int dtype, int bits, int group, int rows, int inputs, int outpu
     run(llmbox_quant_op(dtype, linear, x.data(), inputs, out.data(), outputs, dtype), step);
     run(llmbox_quant_embedding_op(dtype, linear, taken.data(), inputs), step);
     must_be_finite(out, "quantised linear"), must_be_finite(taken, "quantised embedding");
+    check_strided(dtype, rows, inputs, outputs, [&](void* from, int x_stride, void* to, int out_stride) {
+        return llmbox_quant_op(dtype, linear, from, x_stride, to, out_stride, FLOAT32);
+    });
+    // Rounded apart and packed from that, and on a copy of its panels.
+    const auto* panels = llmbox_packed(linear);
+    std::vector<uint8_t> copy(panels, panels + llmbox_packed_bytes(linear));
+    std::vector<int8_t> codes(size_t(inputs) * outputs);
+    std::vector<uint16_t> scales(size_t(outputs) * ceil_div(inputs, group));
+    llmbox_quantize(dtype, inputs, outputs, bits, group, weight.data(), codes.data(), scales.data());
+    Buffer again(dtype, size_t(rows) * outputs);
+    for (QuantLinear* same : {llmbox_quant_from(inputs, outputs, bits, group, codes.data(), scales.data(), biases),
+                              llmbox_quant_at(inputs, outputs, bits, group, copy.data(), biases)}) {
+        again.poison();
+        run(llmbox_quant_op(dtype, same, x.data(), inputs, again.data(), outputs, dtype), step);
+        if (again.bytes != out.bytes) exit(1);
+        llmbox_linear_free(same);
+    }
     llmbox_linear_free(linear);
 }
 

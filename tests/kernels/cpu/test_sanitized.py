@@ -1,4 +1,4 @@
-"""The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, on the best instruction set."""
+"""The kernels of every instruction set under AddressSanitizer and UndefinedBehaviorSanitizer."""
 
 import os
 import subprocess
@@ -7,17 +7,22 @@ from pathlib import Path
 import pytest
 
 from llmbox.kernels.cpu import build
-from llmbox.kernels.cpu.levels import usable_levels
+from llmbox.kernels.cpu.levels import Level, usable_levels
 
 DRIVER = Path(__file__).parent / "sanitized.cpp"
 FLAGS = ("-std=c++20", "-O0", "-g", "-pthread", "-ffp-contract=off", "-w")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+OPTIONS = (
+    "detect_leaks=0",  # the pool lives as long as the process
+    "max_malloc_fill_size=1073741824",
+    "malloc_fill_byte=255",  # NaN in both dtypes: new memory that is read before it is written shows
+)
 
 
 @pytest.mark.slow
-def test_odd_shapes_stay_inside_their_buffers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("level", usable_levels(), ids=lambda level: level.name)
+def test_odd_shapes_stay_inside_their_buffers(level: Level, tmp_path: Path) -> None:
     program = tmp_path / "sanitized"
-    level = usable_levels()[0]
     command = [
         *build.find_compiler(),
         *FLAGS,
@@ -31,7 +36,7 @@ def test_odd_shapes_stay_inside_their_buffers(tmp_path: Path) -> None:
     if "cannot find" in compiled.stderr and "san" in compiled.stderr:
         pytest.skip("this compiler comes without sanitizers")
     assert compiled.returncode == 0, compiled.stderr[-2000:]
-    env = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # the pool lives as long as the process
+    env = {**os.environ, "ASAN_OPTIONS": ":".join(OPTIONS)}
     env.pop("LD_PRELOAD", None)
     done = subprocess.run([str(program)], capture_output=True, text=True, env=env, timeout=300)
     assert done.stdout == "clean\n", done.stdout + done.stderr[-4000:]
