@@ -84,6 +84,8 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
                 raise
             continue
         notes = (cut.reason, *plan.notes) if cut.reason else plan.notes
+        if budget.device == "cpu" and 1 < budget.cores < cut.ranks:
+            notes += (f"{cut.ranks} ranks share {budget.cores} cores and wait for each other: ask for fewer",)
         return replace(plan, tp=cut.tp, pp=cut.pp, gpus=cut.gpus, notes=notes)
     raise AssertionError("one try is the last")
 

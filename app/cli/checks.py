@@ -13,6 +13,7 @@ from typing import Literal
 from llmbox.engine.errors import EngineError, UnsupportedArchitecture
 from llmbox.engine.machine import read_machine
 from llmbox.engine.model_config import parse_config
+from llmbox.engine.parallel.cut import links
 from llmbox.engine.safetensors_header import read_header
 from llmbox.kernels.cpu.build import KERNEL_CACHE, NativeUnavailable, find_compiler, is_intact
 from llmbox.kernels.cpu.levels import usable_levels
@@ -22,6 +23,7 @@ from ..daemon.instance import find_running
 from ..daemon.listen import check_bind, holder_of
 from ..errors import CliError
 from ..security.key_store import KeyStore
+from .models import runs_on
 from .output import size
 from .program import Program
 
@@ -85,6 +87,8 @@ def check_machine(_: Program) -> Iterator[Finding]:
         yield Finding("memory", "ok", told)
     for gpu in machine.gpus:
         yield Finding("gpu", "ok", f"{gpu.name}, {size(gpu.free)} of {size(gpu.total)} free")
+    if len(machine.gpus) > 1:
+        yield Finding("links", "ok", links(machine.nvlink, len(machine.gpus)))
     if not machine.gpus:
         yield Finding("gpu", "note", f"{machine.no_gpu_reason or 'none'}; models run on the CPU")
 
@@ -185,10 +189,18 @@ def check_daemon(program: Program) -> Iterator[Finding]:
     told = f"pid {running.pid} on {running.url}"
     if status["ready"]:
         yield Finding("daemon", "ok", told)
+        yield from _in_memory(program)
     else:
         yield Finding(
             "daemon", "failed", f"{told} is not ready: {status['cause']}", "llmbox ps, then llmbox logs"
         )
+
+
+def _in_memory(program: Program) -> Iterator[Finding]:
+    """What each loaded model runs on, and why."""
+    for model in program.client.get("/admin/api/models")["models"]:
+        if (info := model["info"]) is not None:
+            yield Finding(f"loaded {model['name']}", "ok", "; ".join([runs_on(info), *info["notes"]]))
 
 
 def _check_port(program: Program) -> Iterator[Finding]:

@@ -148,7 +148,7 @@ def print_models(models: Sequence[Mapping[str, Any]]) -> None:
             (
                 ", ".join([model["name"], *model["aliases"]]),
                 model["state"],
-                _runs_on(info) if info else "-",
+                runs_on(info) if info else "-",
                 info["context_window"] if info else "-",
                 output.size(memory),
                 f"{stats['running']}+{stats['waiting']}" if stats else "-",
@@ -197,17 +197,20 @@ def _stay(model: Mapping[str, Any]) -> str:
     return f"idle {output.span(model['ttl_s'])}" if left is None else output.span(left)
 
 
-def _runs_on(info: Mapping[str, Any]) -> str:
+def runs_on(info: Mapping[str, Any]) -> str:
     weights = info["dtype"] if info["quant"] == "none" else info["quant"]
     ranks = info["tp"] * info["pp"]
-    return f"{info['device']} {weights}" + (f" on {ranks} ranks" if ranks > 1 else "")
+    return f"{info['device']} {weights}" + (
+        f" on {ranks} ranks (tp {info['tp']}, pp {info['pp']})" if ranks > 1 else ""
+    )
 
 
 def _print_info(model: Mapping[str, Any]) -> None:
     info = model["info"]
     output.write("")
     rows = {
-        "runs on": f"{_runs_on(info)}, kernels: {info['backend']}",
+        "runs on": f"{runs_on(info)}, kernels: {info['backend']}",
+        **({"because": "; ".join(info["notes"])} if info["notes"] else {}),
         "context window": f"{info['context_window']} tokens",
         "at full context": f"{info['max_concurrency']:.1f} requests at once",
         "weights": output.size(info["weights_bytes"]),

@@ -42,7 +42,7 @@ def cuts(
         yield _asked(shape, nvlink, num_gpus, config, device)
         return
     quant = QUANTS.get(config.quant)
-    yield Cut(gpus=(0,))
+    yield Cut(gpus=(0,), reason=f"on one of {num_gpus} GPUs: the rest is for others" if num_gpus > 1 else "")
     for size in range(2, max(map(len, nvlink), default=1) + 1):
         if can_split(shape, size, 1, quant):
             gpus = _peers(nvlink, size)
@@ -62,8 +62,9 @@ def _asked(
 ) -> Cut:
     tp, pp = config.tp or 1, config.pp or 1
     check_layout(shape, tp, pp, QUANTS.get(config.quant))
+    asked = f"{_told(tp, pp)}, as asked" if tp * pp > 1 else ""
     if device == "cpu":
-        return Cut(tp, pp)
+        return Cut(tp, pp, reason=asked)
     if tp * pp > num_gpus:
         raise ParallelError(
             f"--tp {tp} and --pp {pp} want {tp * pp} GPUs, and {num_gpus} can be seen: ask for fewer, or "
@@ -72,9 +73,25 @@ def _asked(
     gpus = tuple(range(tp * pp))
     if pp == 1 and tp > 1 and (joined := _peers(nvlink, tp)):
         gpus = joined
+    if not asked:
+        return Cut(gpus=gpus)
     slow = tp > 1 and not are_joined(gpus[:tp], nvlink)
-    reason = f"GPUs {_named(gpus)} are no NVLink peers: sums go over PCIe, --pp may be faster" if slow else ""
-    return Cut(tp, pp, gpus, reason)
+    remark = ", which are no NVLink peers: sums go over PCIe, --pp may be faster" if slow else ""
+    return Cut(tp, pp, gpus, f"{asked}, on GPUs {_named(gpus)}{remark}")
+
+
+def _told(tp: int, pp: int) -> str:
+    if pp == 1:
+        return f"every layer shared by {tp} ranks"
+    return f"cut into {pp} stages" + (f" of {tp} ranks" if tp > 1 else "")
+
+
+def links(nvlink: tuple[frozenset[int], ...], num_gpus: int) -> str:
+    """What joins the GPUs of a machine, and what follows for a model that needs several: for people."""
+    if not nvlink:
+        return f"{num_gpus} GPUs without NVLink: a model that needs several is cut into stages (--pp)"
+    sets = " and of ".join(_named(tuple(sorted(island))) for island in nvlink)
+    return f"NVLink peers are GPUs {sets}: a model that needs several is shared by peers (--tp)"
 
 
 def are_joined(gpus: Sequence[int], nvlink: tuple[frozenset[int], ...]) -> bool:

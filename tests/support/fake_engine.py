@@ -303,6 +303,9 @@ def _info(config: EngineConfig, options: FakeOptions, max_running: int) -> Model
         max_running=max_running,
         max_concurrency=options.num_blocks * config.block_size / context,
         load_seconds=options.load_delay,
+        tp=config.tp or 1,
+        pp=config.pp or 1,
+        notes=("every layer shared, as asked",) if config.tp else (),
     )
 
 

@@ -151,7 +151,7 @@ def _loaded(model: Mapping[str, Any], disk: Mapping[str, Any] | None) -> Row:
         (
             (clean(str(model["name"])), "strong"),
             (clean(told), TONES.get(state, "")),
-            (clean(str(info.get("device", DASH))), ""),
+            (clean(_place(info)), ""),
             (size(info["weights_bytes"]) if info else DASH, ""),
             (size(info["kv_bytes"]) if info else DASH, ""),
             (count(info.get("context_window")), ""),
@@ -161,6 +161,12 @@ def _loaded(model: Mapping[str, Any], disk: Mapping[str, Any] | None) -> Row:
             (size(disk["size"]) if disk else DASH, "muted"),
         ),
     )
+
+
+def _place(info: Mapping[str, Any]) -> str:
+    """Its device, and on how many ranks."""
+    ranks = int(info.get("tp", 1)) * int(info.get("pp", 1))
+    return str(info.get("device", DASH)) + (f" x{ranks}" if ranks > 1 else "")
 
 
 def _download(name: str, download: Mapping[str, Any]) -> Row:

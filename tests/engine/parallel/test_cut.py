@@ -45,7 +45,10 @@ def chosen(have, **options):
 
 
 def test_what_fits_on_one_gpu_stays_there():
-    assert chosen(budget(8, 140 * GB, range(8))) == ((1, 1, (0,)), "")
+    alone = (1, 1, (0,))
+    assert chosen(budget(8, 140 * GB, range(8))) == (alone, "on one of 8 GPUs: the rest is for others")
+    assert chosen(budget(1, 140 * GB)) == (alone, "")
+    assert chosen(budget(8, 140 * GB, range(8)), tp=1) == (alone, "")
 
 
 def test_else_as_few_nvlink_peers_as_it_takes():
@@ -72,11 +75,15 @@ def test_stages_where_gpus_hang_on_pcie():
 
 
 def test_what_was_asked_for_is_done_and_remarked_upon():
-    assert chosen(budget(8, 140 * GB, range(8)), tp=4)[0] == (4, 1, (0, 1, 2, 3))
+    four = (4, 1, (0, 1, 2, 3))
+    words = "every layer shared by 4 ranks, as asked, on GPUs 0, 1, 2 and 3"
+    assert chosen(budget(8, 140 * GB, range(8)), tp=4) == (four, words)
     cut, reason = chosen(budget(2, 140 * GB), tp=2)
     assert cut == (2, 1, (0, 1))
     assert "no NVLink peers: sums go over PCIe, --pp may be faster" in reason
-    assert chosen(budget(4, 140 * GB, (0, 1), (2, 3)), tp=2, pp=2) == ((2, 2, (0, 1, 2, 3)), "")
+    cut, reason = chosen(budget(4, 140 * GB, (0, 1), (2, 3)), tp=2, pp=2)
+    assert cut == (2, 2, (0, 1, 2, 3))
+    assert reason == "cut into 2 stages of 2 ranks, as asked, on GPUs 0, 1, 2 and 3"
 
 
 def test_more_ranks_than_gpus_and_models_for_no_machine():
@@ -92,6 +99,9 @@ def test_a_cpu_is_one_rank_unless_asked():
     plan = estimate(QWEN3_32B, have, replace(CONFIG, tp=2, memory_bytes=120 * GB))
     whole = estimate(QWEN3_32B, have, replace(CONFIG, memory_bytes=120 * GB))
     assert plan.ranks_in_memory == 2
+    assert plan.notes == ("every layer shared by 2 ranks, as asked",)
+    crowded = estimate(QWEN3_32B, replace(have, cores=2), replace(CONFIG, tp=4, memory_bytes=120 * GB))
+    assert crowded.notes[-1] == "4 ranks share 2 cores and wait for each other: ask for fewer"
     assert plan.total_bytes * 2 <= 120 * GB
     assert plan.weights_bytes * 2 == pytest.approx(whole.weights_bytes, rel=1e-3)
 

@@ -162,6 +162,15 @@ def test_a_plan_is_computed_anew_for_what_is_chosen(signed_in):
     assert signed_in.get("/admin/models/plan?ref=nobody/none").status_code == 404
 
 
+def test_how_a_model_in_memory_is_cut_is_told_with_the_reason(panel, signed_in):
+    folder = panel.box.model("cut", vocab_size=480)
+    assert panel.box.run("load", folder, "--tp", 2).code == 0
+    page = signed_in.get("/admin/models/show", params={"ref": str(folder)}).text
+    assert "2 <small>tensor parallel 2, stages 1</small>" in page
+    assert "every layer shared, as asked" in page
+    panel.box.run("unload", "cut")
+
+
 def test_a_template_is_tried_with_messages_that_stay_text(signed_in):
     page = signed_in.get("/admin/models/template", params={"ref": "builtin", "user": "<b>hi</b><|im_end|>"})
     assert "&lt;b&gt;hi&lt;/b&gt;&lt;|im_end|&gt;" in page.text
