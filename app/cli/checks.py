@@ -4,7 +4,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,8 +15,10 @@ from llmbox.engine.machine import read_machine
 from llmbox.engine.model_config import parse_config
 from llmbox.engine.parallel.cut import links
 from llmbox.engine.safetensors_header import read_header
-from llmbox.kernels.cpu.build import KERNEL_CACHE, NativeUnavailable, find_compiler, is_intact
-from llmbox.kernels.cpu.levels import usable_levels
+from llmbox.kernels.cpu.build import KERNEL_CACHE, find_made
+from llmbox.kernels.cpu.compiling import NativeUnavailable, find_compiler
+from llmbox.kernels.cpu.levels import Level, usable_levels
+from llmbox.kernels.cpu.prebuilt import find_prebuilt
 
 from ..catalog import hub_cache, on_disk
 from ..daemon.instance import find_running
@@ -94,21 +96,35 @@ def check_machine(_: Program) -> Iterator[Finding]:
 
 
 def check_kernels(program: Program) -> Iterator[Finding]:
-    """Whether the CPU kernels are compiled, or can be."""
-    level = usable_levels()[0].name
+    """Which library the CPU kernels run from: one that came along, or one compiled here."""
+    if asked := os.environ.get("LLMBOX_KERNELS"):
+        yield Finding("kernels", "note", f"LLMBOX_KERNELS asks for {asked!r}")
+        return
+    best, *others = usable_levels()
+    path, problem = find_prebuilt(best)
+    if problem:
+        yield Finding("kernels", "note", problem, "install llmbox again")
+    if path:
+        yield Finding("kernels", "ok", f"C++ for {best.name}, prebuilt: {path}")
+        return
     try:
         find_compiler()
     except NativeUnavailable as error:
         what, _colon, fix = str(error).partition(": ")
-        yield Finding("kernels", "note", f"{what}: PyTorch's slower kernels run on the CPU", fix)
-        return
-    if os.environ.get("LLMBOX_KERNELS"):
-        yield Finding("kernels", "note", f"LLMBOX_KERNELS asks for {os.environ['LLMBOX_KERNELS']!r}")
+        yield Finding("kernels", "note", f"{what}: {_without_compiler(others)}", fix)
         return
     folder = Path(os.environ.get(KERNEL_CACHE) or program.paths.kernel_cache)
-    made = any(is_intact(path) for path in folder.glob(f"{level}-*.so"))
+    made = find_made(best, folder)
     when = f"compiled in {folder}" if made else "to be compiled when a model is first loaded"
-    yield Finding("kernels", "ok", f"C++ for {level}, {when}")
+    yield Finding("kernels", "ok", f"C++ for {best.name}, {when}")
+
+
+def _without_compiler(levels: Sequence[Level]) -> str:
+    """What runs where nothing came along for the best instruction set."""
+    for level in levels:
+        if find_prebuilt(level)[0]:
+            return f"the prebuilt C++ kernels for {level.name} run on the CPU"
+    return "PyTorch's slower kernels run on the CPU"
 
 
 def check_files(_: Program) -> Iterator[Finding]:

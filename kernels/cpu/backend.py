@@ -44,10 +44,11 @@ class Cache(Handle):
 class Backend:
     """Owns the library. Models are float32 or bfloat16, the KV cache either of them or int8."""
 
-    def __init__(self, library: ctypes.CDLL, name: str, layout: str) -> None:
-        """`layout` names how weights are packed: the same name, the same bytes."""
+    def __init__(self, library: ctypes.CDLL, name: str, layout: str, origin: str) -> None:
+        """`layout` names how weights are packed: the same name, the same bytes. `origin`: of the library."""
         self.library = library
         self.layout = layout
+        self.origin = origin
         self.recorder = Recorder(library)
         self.name = name
 
@@ -55,7 +56,7 @@ class Backend:
         """With weights as they are, or quantised as they are packed."""
         packer = Packer(self.library, self.layout, quant)
         return Ops(
-            name=self.name if quant is None else f"{self.name}, {quant.name} weights",
+            name=f"{self.name} ({self.origin})" + ("" if quant is None else f", {quant.name} weights"),
             pack_embedding=lambda weight_VE, tied: packer.pack("tied" if tied else "table", weight_VE),
             embedding=self.embedding,
             pack_linear=lambda weight_OI, bias_O: packer.pack("linear", weight_OI, bias_O),

@@ -5,46 +5,32 @@ of its content: another version is another file, and a damaged one is noticed an
 """
 
 import fcntl
-import hashlib
 import logging
 import os
-import shlex
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from .levels import Level
+from .compiling import (
+    DIGITS,
+    FLAGS,
+    NativeUnavailable,
+    compile_library,
+    compiler_version,
+    digest_sources,
+    find_compiler,
+)
+from .levels import Level, usable_levels
+from .prebuilt import prebuilt_path
+from .sealed import is_sealed, seal
 
 log = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).parent / "native"
-COMMON_FLAGS = (
-    "-std=c++20",
-    "-O3",
-    "-fPIC",
-    "-pthread",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-)
-SLOWEST = ("attention_int8", "attention_f32", "library", "quant")
-"""Files that are compiled first, so that none of them is left alone at the end."""
-MOST_AT_ONCE = 8
-"""Compilers; one takes 0.25 GB."""
-COMPILERS = ("c++", "g++", "clang++")
-TIMEOUT_S = 300
 KERNEL_CACHE = "LLMBOX_KERNEL_CACHE"
 """Environment variable: the folder to keep the libraries in."""
-DIGEST_BYTES = 32
 UNFINISHED = "unfinished-"
-
-
-class NativeUnavailable(Exception):  # noqa: N818 - named for what the user reads
-    """Why the C++ kernels cannot run here."""
 
 
 def library_path(level: Level) -> Path:
@@ -53,7 +39,8 @@ def library_path(level: Level) -> Path:
     Where the cache cannot be written, it goes to a private temporary folder.
     """
     compiler = find_compiler()
-    name = f"{level.name}-{source_digest(level, compiler)[:20]}.so"
+    digest = digest_sources(*compiler, compiler_version(compiler), *FLAGS, *level.flags)
+    name = f"{level.name}-{digest}.so"
     folder = cache_folder()
     try:
         return library_in(folder, name, level, compiler)
@@ -84,20 +71,17 @@ def library_in(folder: Path, name: str, level: Level, compiler: list[str]) -> Pa
     return path
 
 
-def find_compiler() -> list[str]:
-    """The command, from $CXX or the first of the usual names."""
-    chosen = shlex.split(os.environ.get("CXX", ""))
-    for name in [chosen[0]] if chosen else COMPILERS:
-        if found := shutil.which(name):
-            return [found, *chosen[1:]]
-    wanted = f"CXX={chosen[0]}" if chosen else "c++"
-    raise NativeUnavailable(f"no C++ compiler found ({wanted}): apt install g++")
+def find_made(level: Level, folder: Path) -> Path | None:
+    """A library for `level` that is in the cache. Whether its sources are today's is left open."""
+    return next((path for path in folder.glob(f"{level.name}-{'?' * DIGITS}.so") if is_intact(path)), None)
 
 
-def can_build() -> bool:
-    """Without trying: a compiler is there, and nobody asked for other kernels."""
+def native_expected() -> bool:
+    """Without trying: a library came along or a compiler is there, and nobody asked for other kernels."""
     if os.environ.get("LLMBOX_KERNELS", "cpu").split()[0] != "cpu":
         return False
+    if any(prebuilt_path(level).exists() for level in usable_levels()):
+        return True
     try:
         find_compiler()
     except NativeUnavailable:
@@ -119,84 +103,23 @@ def temporary_folder() -> Path:
     return Path(base) / f"llmbox-kernels-{os.geteuid()}"
 
 
-def layout(level: Level) -> str:
-    """Names the layout of packed weights: the same for the same sources, whatever compiled them."""
-    digest = hashlib.sha256(level.name.encode())
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    return f"{level.name} {digest.hexdigest()[:20]}"
-
-
-def source_digest(level: Level, compiler: list[str]) -> str:
-    digest = hashlib.sha256()
-    for part in (*compiler, compiler_version(compiler), *COMMON_FLAGS, *level.flags):
-        digest.update(part.encode() + b"\0")
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
-def compiler_version(compiler: list[str]) -> str:
-    try:
-        return subprocess.run(  # noqa: S603 - the user's own compiler
-            [*compiler, "--version"], capture_output=True, text=True, timeout=20, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise NativeUnavailable(f"{compiler[0]} does not run: {error}") from None
-
-
 def is_intact(path: Path) -> bool:
     """There, ours or the system's, and with the digest at its end that its content has."""
     try:
         status = path.stat()
-        if status.st_uid not in {0, os.geteuid()} or status.st_mode & 0o022:
-            return False
-        content = path.read_bytes()
     except OSError:
         return False
-    body, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
-    return hashlib.sha256(body).digest() == digest
+    return status.st_uid in {0, os.geteuid()} and not status.st_mode & 0o022 and is_sealed(path)
 
 
 def build(compiler: list[str], level: Level, path: Path) -> None:
     log.info("compiling the CPU kernels for %s: once, some seconds", level.name)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED) as folder:
         made = Path(folder) / path.name
-        compile_to(compiler, level, made)
-        body = made.read_bytes()
-        # What follows the sections of an ELF file is not looked at by the loader.
-        made.write_bytes(body + hashlib.sha256(body).digest())
+        compile_library(compiler, level, made)
+        seal(made)
         made.chmod(0o700)
         made.replace(path)
-
-
-def compile_to(compiler: list[str], level: Level, path: Path) -> None:
-    """Each file apart, as many at once as there are cores; object files stay beside `path`."""
-    sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: (source.stem not in SLOWEST, source.name))
-    objects = [path.with_name(f"{source.stem}.o") for source in sources]
-    common = [*compiler, *COMMON_FLAGS, *level.flags]
-
-    def compile_one(source: Path, to: Path) -> None:
-        run([*common, "-c", str(source), "-o", str(to)], level)
-
-    workers = ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MOST_AT_ONCE))
-    try:
-        list(workers.map(compile_one, sources, objects))
-    finally:
-        workers.shutdown(cancel_futures=True)
-    run([*common, "-shared", *map(str, objects), "-o", str(path)], level)
-
-
-def run(command: list[str], level: Level) -> None:
-    try:
-        done = subprocess.run(  # noqa: S603 - the user's own compiler
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise NativeUnavailable(f"{command[0]} does not run: {error}") from None
-    if done.returncode:
-        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-        raise NativeUnavailable(f"{command[0]} cannot compile the kernels for {level.name}: {first}")
 
 
 def private_folder(folder: Path) -> None:

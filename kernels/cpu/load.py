@@ -1,15 +1,20 @@
-"""From a level's name to a backend that is ready: compile or find the library, open it."""
+"""From a level's name to a backend that is ready: a library that came along, or one compiled here."""
 
+import ctypes
 import logging
 from functools import cache
 from itertools import pairwise
 
 from .backend import Backend
-from .build import NativeUnavailable, find_compiler, layout, library_path
+from .build import library_path, native_expected
+from .compiling import NativeUnavailable, find_compiler, layout
 from .levels import Level, usable_levels
-from .native import open_library
+from .native import DeniedInstructions, open_library
+from .prebuilt import find_prebuilt
 
 log = logging.getLogger(__name__)
+
+PREBUILT, COMPILED = "prebuilt", "compiled here"
 
 
 def backend_name(level: Level) -> str:
@@ -24,15 +29,34 @@ def load_backend(name: str) -> Backend:
         return best_backend(list(levels))
     if name not in levels:
         raise NativeUnavailable(f"this machine cannot run {name!r}, only {', '.join(levels)}")
-    return Backend(open_library(library_path(levels[name])), name, layout(levels[name]))
+    level = levels[name]
+    library, origin = open_level(level)
+    log.info("CPU kernels: %s, %s", level.name, origin)
+    return Backend(library, name, layout(level), origin)
 
 
 def best_backend(names: list[str]) -> Backend:
-    """The first that the compiler knows and the system allows: AMX has to be asked for, and may be denied."""
-    find_compiler()
+    """The first that there is and that the system allows: AMX has to be asked for, and may be denied."""
+    if not native_expected():
+        find_compiler()  # raises
     for name, next_best in pairwise(names):
         try:
             return load_backend(name)
         except NativeUnavailable as error:
             log.warning("no kernels for %s, %s instead: %s", name, next_best, error)
     return load_backend(names[-1])
+
+
+def open_level(level: Level) -> tuple[ctypes.CDLL, str]:
+    """The library for `level` and where it comes from. Raises NativeUnavailable."""
+    path, problem = find_prebuilt(level)
+    if path:
+        try:
+            return open_library(path), PREBUILT
+        except DeniedInstructions:
+            raise  # as one would be that is compiled
+        except NativeUnavailable as error:
+            problem = str(error)
+    if problem:
+        log.warning("%s: one is compiled here; install llmbox again", problem)
+    return open_library(library_path(level)), COMPILED

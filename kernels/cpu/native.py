@@ -1,10 +1,14 @@
-"""The C interface of native/library.cpp, declared for ctypes."""
+"""The C interface of native/*.cpp, declared for ctypes."""
 
 import ctypes
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 
-from .build import NativeUnavailable
+from .compiling import NativeUnavailable
+
+
+class DeniedInstructions(NativeUnavailable):
+    """The system keeps them from this process: another library of the same level would not do either."""
 
 
 class Step(ctypes.Structure):
@@ -71,5 +75,5 @@ def open_library(path: Path) -> ctypes.CDLL:
     except (OSError, AttributeError) as error:
         raise NativeUnavailable(f"{path} cannot be loaded: {error}") from None
     if not library.llmbox_usable():
-        raise NativeUnavailable(f"{path.name} needs instructions that the system keeps from this process")
+        raise DeniedInstructions(f"{path.name} needs instructions that the system keeps from this process")
     return library

@@ -1,6 +1,8 @@
-"""The wheel holds exactly our folders, from the tree and from the sdist, and works in a clean environment."""
+"""The wheel holds exactly our folders and compiled kernels, from the tree and from the sdist, and works."""
 
 import os
+import platform
+import re
 import subprocess
 import sys
 import sysconfig
@@ -11,20 +13,24 @@ from pathlib import Path
 
 import pytest
 
+from llmbox.kernels.cpu.levels import LEVELS
+from llmbox.kernels.cpu.prebuilt import prebuilt_path
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("app", "engine", "kernels", "ui", "migrations")
 pytestmark = pytest.mark.slow
 
 
-def run(*command: object, cwd: Path | None = None) -> str:
-    env = {**os.environ, "PYTHONSAFEPATH": "1"}
+def run(*command: object, cwd: Path | None = None, **environ: str) -> str:
+    env = {**os.environ, "PYTHONSAFEPATH": "1", **environ}
     done = subprocess.run(list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
 
-def build(kind: str, source: Path, out: Path) -> Path:
-    run(sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", out, source)
+def build(kind: str, source: Path, out: Path, kernels: str = "none") -> Path:
+    command = [sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", out, source]
+    run(*command, LLMBOX_WHEEL_KERNELS=kernels)
     return next(out.glob("*.whl" if kind == "wheel" else "*.tar.gz"))
 
 
@@ -43,22 +49,38 @@ def files_in_wheel(wheel: Path) -> set[str]:
     return {name for name in names if not name.split("/")[0].endswith(".dist-info")}
 
 
+def metadata(wheel: Path) -> str:
+    with zipfile.ZipFile(wheel) as files:
+        return files.read(next(name for name in files.namelist() if name.endswith("/WHEEL"))).decode()
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    return build("wheel", ROOT, tmp_path_factory.mktemp("wheel"))
+    return build("wheel", ROOT, tmp_path_factory.mktemp("wheel"), kernels="portable")
 
 
-def test_wheel_holds_the_folders_and_nothing_else(wheel):
-    assert files_in_wheel(wheel) == files_in_folders()
+def test_wheel_holds_the_folders_and_the_kernels_and_nothing_else(wheel):
+    kernels = f"llmbox/kernels/cpu/prebuilt/{prebuilt_path(LEVELS[-1]).name}"
+    assert files_in_wheel(wheel) == files_in_folders() | {kernels}
 
 
-def test_sdist_gives_the_same_wheel(wheel, tmp_path):
+def test_wheel_with_kernels_is_for_this_kind_of_machine(wheel):
+    _name, _version, python, abi, system = wheel.stem.split("-")
+    assert (python, abi) == ("py3", "none")
+    assert re.fullmatch(rf"manylinux_2_\d+_{platform.machine()}", system)
+    assert f"Tag: py3-none-{system}\n" in metadata(wheel)
+    assert "Root-Is-Purelib: false\n" in metadata(wheel)
+
+
+def test_sdist_gives_the_same_wheel_and_without_kernels_it_is_for_every_machine(wheel, tmp_path):
     sdist = build("sdist", ROOT, tmp_path)
     with tarfile.open(sdist) as tar:
         tar.extractall(tmp_path, filter="data")
     source = next(path for path in tmp_path.iterdir() if path.is_dir())
     again = build("wheel", source, tmp_path / "again")
-    assert files_in_wheel(again) == files_in_wheel(wheel)
+    assert files_in_wheel(again) == files_in_folders()
+    assert again.stem.endswith("-py3-none-any")
+    assert "Root-Is-Purelib: true\n" in metadata(again)
 
 
 def test_installed_command_works_in_a_clean_environment(wheel, tmp_path):
@@ -72,6 +94,8 @@ def test_installed_command_works_in_a_clean_environment(wheel, tmp_path):
     assert str(home) in where
     assert "llmbox" in run(home / "bin/llmbox", "version", cwd=tmp_path)
     assert "builtin" in run(home / "bin/llmbox", "ls", "--data-dir", tmp_path / "data", cwd=tmp_path)
+    which = "from llmbox.kernels.cpu import load; print(load.load_backend('cpu portable').origin)"
+    assert run(home / "bin/python", "-c", which, cwd=tmp_path, CXX="no-such-compiler") == "prebuilt\n"
 
 
 def test_packaging_is_not_a_package():

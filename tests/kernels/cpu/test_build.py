@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmbox.kernels.cpu import build
+from llmbox.kernels.cpu import build, compiling
 from llmbox.kernels.cpu.levels import LEVELS, cpu_flags, usable_levels
 from llmbox.kernels.cpu.load import load_backend
 from llmbox.kernels.cpu.native import open_library
@@ -26,7 +26,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sources = tmp_path / "native"
     sources.mkdir()
     (sources / "library.cpp").write_text(TINY_SOURCE)
-    monkeypatch.setattr(build, "SOURCES", sources)
+    monkeypatch.setattr(compiling, "SOURCES", sources)
     cache = tmp_path / "cache"
     monkeypatch.setenv("LLMBOX_KERNEL_CACHE", str(cache))
     load_backend.cache_clear()
@@ -50,7 +50,7 @@ def test_is_built_once(tiny: Path) -> None:
 
 def test_another_source_is_another_library(tiny: Path) -> None:
     first = build.library_path(LEVEL)
-    (build.SOURCES / "library.cpp").write_text(TINY_SOURCE.replace("42", "43"))
+    (compiling.SOURCES / "library.cpp").write_text(TINY_SOURCE.replace("42", "43"))
     second = build.library_path(LEVEL)
     assert first != second
     assert answer(second) == 43
@@ -92,8 +92,8 @@ def test_two_processes_at_once(tiny: Path) -> None:
 
 
 def test_a_source_that_does_not_compile_names_the_error(tiny: Path) -> None:
-    (build.SOURCES / "library.cpp").write_text("int x = ;\n")
-    with pytest.raises(build.NativeUnavailable, match=r"cannot compile .*expected"):
+    (compiling.SOURCES / "library.cpp").write_text("int x = ;\n")
+    with pytest.raises(compiling.NativeUnavailable, match=r"cannot compile .*expected"):
         build.library_path(LEVEL)
     assert [path.suffix for path in tiny.iterdir()] == [".lock"]
 
@@ -153,7 +153,7 @@ def test_a_temporary_folder_of_somebody_else_is_not_trusted(
     theirs = build.temporary_folder()
     theirs.mkdir()
     theirs.chmod(0o777)
-    with pytest.raises(build.NativeUnavailable, match="can be written by others"):
+    with pytest.raises(compiling.NativeUnavailable, match="can be written by others"):
         build.library_path(LEVEL)
 
 
@@ -176,7 +176,7 @@ def test_levels_follow_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_best_level_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LLMBOX_KERNELS", raising=False)
-    assert select_ops(CPU, torch.float32).name == f"cpu {usable_levels()[0].name}"
+    assert select_ops(CPU, torch.float32).name == f"cpu {usable_levels()[0].name} (compiled here)"
     assert os.name != "posix" or cpu_flags() or usable_levels()[0].name == "portable"
 
 
@@ -188,7 +188,7 @@ def test_a_level_that_the_system_denies_gives_way_to_the_next(
     def open_first_never(path: Path) -> ctypes.CDLL:
         opened.append(path)
         if len(opened) == 1:
-            raise build.NativeUnavailable("denied")
+            raise compiling.NativeUnavailable("denied")
         return open_library(path)
 
     if len(usable_levels()) < 2:

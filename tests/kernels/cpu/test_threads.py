@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmbox.kernels.cpu import build
+from llmbox.kernels.cpu import compiling
 from llmbox.kernels.cpu.load import load_backend
 from llmbox.kernels.quant import QUANTS
 
@@ -14,7 +14,8 @@ from llmbox.kernels.quant import QUANTS
 @pytest.mark.parametrize("subject", ["governor", "runs"])
 def test_how_work_is_shared_among_threads(subject: str, tmp_path: Path) -> None:
     driver, program = Path(__file__).with_name(f"{subject}.cpp"), tmp_path / subject
-    compile_it = [*build.find_compiler(), "-std=c++20", "-pthread", "-I", str(build.SOURCES), str(driver)]
+    flags = ("-std=c++20", "-pthread", "-I", str(compiling.SOURCES))
+    compile_it = [*compiling.find_compiler(), *flags, str(driver)]
     subprocess.run([*compile_it, "-o", str(program)], check=True, timeout=60)
     done = subprocess.run([str(program)], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "right\n"

@@ -1,0 +1,90 @@
+"""Which libraries a wheel carries, what it is called for that, and what is told of those it lacks."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "packaging" / "kernel_libraries.py"
+NOT_WITH_AVX2 = "#ifdef __AVX2__\n#error no such thing\n#endif\n"
+
+
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """The module, with small sources instead of ours."""
+    spec = importlib.util.spec_from_file_location("kernel_libraries", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    sources = tmp_path / "native"
+    sources.mkdir()
+    (sources / "library.cpp").write_text("#include <vector>\nstd::vector<int> llmbox_numbers(3);\n")
+    monkeypatch.setattr(script.module("compiling"), "SOURCES", sources)
+    monkeypatch.delenv(script.CHOICE, raising=False)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    yield script
+    for name in [name for name in sys.modules if name.startswith("llmbox_cpu_kernels")]:
+        del sys.modules[name]
+
+
+def levels(paths: list[Path]) -> list[str]:
+    return [path.stem.rpartition("-")[0] for path in paths]
+
+
+def test_one_for_each_instruction_set_whole_and_by_the_name_that_is_looked_for(libraries, tmp_path):
+    made, problems = libraries.build_libraries(tmp_path)
+    assert problems == []
+    assert levels(made) == ["amx", "avx512-bf16", "avx512", "avx2", "portable"]
+    known = libraries.module("levels").LEVELS
+    assert [path.name for path in made] == [
+        libraries.module("prebuilt").prebuilt_path(level).name for level in known
+    ]
+    assert all(libraries.module("sealed").is_sealed(path) for path in made)
+    assert b"libstdc++.so" not in b"".join(path.read_bytes() for path in made)
+    assert sorted(path for path in tmp_path.iterdir() if path.name != "native") == sorted(made)
+
+
+def test_what_the_compiler_does_not_know_is_left_out_and_told(libraries, tmp_path, monkeypatch):
+    source = libraries.module("compiling").SOURCES / "library.cpp"
+    source.write_text(NOT_WITH_AVX2 + source.read_text())
+    monkeypatch.setenv(libraries.CHOICE, "avx2 portable")
+    made, problems = libraries.build_libraries(tmp_path)
+    assert levels(made) == ["portable"]
+    assert len(problems) == 1
+    assert "no CPU kernels for avx2" in problems[0]
+    assert "no such thing" in problems[0]
+
+
+def test_without_a_compiler_there_are_none_and_that_is_told(libraries, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    made, problems = libraries.build_libraries(tmp_path)
+    assert made == []
+    assert "no C++ compiler found (CXX=no-such-compiler)" in problems[0]
+    assert "compiled at the first start" in problems[0]
+
+
+def test_none_are_made_where_none_are_wanted(libraries, tmp_path, monkeypatch):
+    monkeypatch.setenv(libraries.CHOICE, "none")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert libraries.build_libraries(tmp_path) == ([], [])
+
+
+def test_an_unknown_instruction_set_ends_the_build_with_the_names_there_are(libraries, monkeypatch):
+    monkeypatch.setenv(libraries.CHOICE, "avx2 avx1024")
+    with pytest.raises(SystemExit, match=r"unknown avx1024; use all, none, or some of amx .*portable"):
+        libraries.wanted_levels()
+
+
+@pytest.mark.parametrize(
+    ("content", "tag"),
+    [
+        (b"..GLIBC_2.2.5\0GLIBC_2.34\0GLIBC_2.4\0", "py3-none-manylinux_2_34_x86_64"),
+        (b"nothing is said", "py3-none-linux_x86_64"),
+    ],
+)
+def test_the_tag_names_the_c_library_that_is_asked_for(libraries, tmp_path, monkeypatch, content, tag):
+    library = tmp_path / "some.so"
+    library.write_bytes(content)
+    monkeypatch.setattr("sysconfig.get_platform", lambda: "linux-x86_64")
+    assert libraries.wheel_tag([library]) == tag
