@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.kernels.cpu import build
+from llmbox.kernels.cpu import compiling
 from llmbox.kernels.cpu.levels import Level, usable_levels
 
 DRIVER = Path(__file__).parent / "sanitized.cpp"
@@ -24,12 +24,12 @@ OPTIONS = (
 def test_odd_shapes_stay_inside_their_buffers(level: Level, tmp_path: Path) -> None:
     program = tmp_path / "sanitized"
     command = [
-        *build.find_compiler(),
+        *compiling.find_compiler(),
         *FLAGS,
         *SANITIZERS,
         *level.flags,
         "-I",
-        str(build.SOURCES),
+        str(compiling.SOURCES),
         str(DRIVER),
     ]
     compiled = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True)
