@@ -31,6 +31,7 @@ from llmbox.engine.messages import (
     StepOutputs,
     TokenLogprobs,
 )
+from llmbox.engine.parallel.link import RankLost
 from llmbox.engine.process import main
 from llmbox.engine.sampling import SamplingParams
 from llmbox.engine.spawn import Launch
@@ -322,8 +323,8 @@ def load_fake(config: EngineConfig, progress: Callable[[Progress], None]) -> Fak
 
 
 def _load_error(code: str, message: str) -> EngineError:
-    kinds: dict[str, type[EngineError]] = {ModelError.code: ModelError, DoesNotFit.code: DoesNotFit}
-    return kinds[code](message)
+    kinds: tuple[type[EngineError], ...] = (ModelError, DoesNotFit, RankLost)
+    return next(kind for kind in kinds if kind.code == code)(message)
 
 
 if __name__ == "__main__":

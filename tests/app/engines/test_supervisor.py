@@ -97,6 +97,12 @@ async def test_room_for_several_at_once(tmp_path):
     [
         ({"load_error": ("bad_model", "config.json is missing")}, 400, "bad_model", "config.json is missing"),
         ({"load_error": ("does_not_fit", "need 5")}, 400, "does_not_fit", "need 5"),
+        (
+            {"load_error": ("rank_lost", "rank 1 was killed while loading")},
+            500,
+            "rank_lost",
+            "The engine of fake ended while loading: rank 1 was killed while loading.",
+        ),
         ({"load_crash": True}, 500, "engine_error", "told to crash"),
     ],
 )
