@@ -4,7 +4,7 @@ export PYTHONSAFEPATH = 1
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: up down test check format docs bench gpu-check bench-peers clean
+.PHONY: up down test check format docs bench gpu-check gpu-compile bench-peers clean
 up: .venv/installed
 	$(BIN)/llmbox up builtin
 
@@ -37,6 +37,10 @@ bench-peers: .venv/dev
 # Wherever torch and triton are: no environment is made. ARGS="--only correctness" and the like.
 gpu-check:
 	PYTHONPATH=packaging/tree:tests $(PYTHON) -m gpu.check $(ARGS)
+
+# The kernels' machine code for GPUs that are not here. ARGS="--targets 89 --group attention" and the like.
+gpu-compile:
+	PYTHONPATH=packaging/tree:tests $(PYTHON) -m gpu.compile $(ARGS)
 
 clean:
 	rm -rf .venv build dist

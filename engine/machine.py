@@ -6,12 +6,14 @@
 import os
 import platform
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from .cgroup import cpu_quota, memory_left
+from .mig import slices
 from .nvlink import read_nvlink
 
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "sve")
@@ -47,6 +49,8 @@ class Gpu:
     free: int
     bandwidth: float | None
     """Peak memory bytes per second, from bus width and clock."""
+    is_slice: bool = False
+    """Of a GPU in multi-instance mode (MIG)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,8 @@ def read_gpus() -> tuple[tuple[Gpu, ...], str | None]:
     except Exception as error:  # noqa: BLE001 - NVML fails in many ways; all of them mean "no GPU"
         return (), f"NVIDIA driver not usable: {error}"
     try:
-        gpus = _visible([_read_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())])
+        found = [_read_gpus(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+        gpus = _visible(list(chain.from_iterable(found)))
     except pynvml.NVMLError as error:
         return (), f"NVIDIA driver does not answer: {error}"
     finally:
@@ -136,8 +141,16 @@ def read_gpus() -> tuple[tuple[Gpu, ...], str | None]:
     return gpus, None if gpus else "no NVIDIA device is visible (see CUDA_VISIBLE_DEVICES)"
 
 
-def _read_gpu(nvml: Any, index: int) -> Gpu:
+def _read_gpus(nvml: Any, index: int) -> list[Gpu]:
+    """One, or the slices that it is divided into."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    parts = slices(nvml, handle)
+    if parts is None:
+        return [_read_gpu(nvml, index, handle, _bandwidth(nvml, handle))]
+    return [_read_gpu(nvml, index, part, None, is_slice=True) for part in parts]
+
+
+def _read_gpu(nvml: Any, index: int, handle: Any, bandwidth: float | None, *, is_slice: bool = False) -> Gpu:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     return Gpu(
         index=index,
@@ -145,7 +158,8 @@ def _read_gpu(nvml: Any, index: int) -> Gpu:
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         total=int(memory.total),
         free=int(memory.free),
-        bandwidth=_bandwidth(nvml, handle),
+        bandwidth=bandwidth,
+        is_slice=is_slice,
     )
 
 
@@ -159,22 +173,29 @@ def _bandwidth(nvml: Any, handle: Any) -> float | None:
 
 
 def _visible(gpus: list[Gpu]) -> tuple[Gpu, ...]:
-    """Those that CUDA_VISIBLE_DEVICES names, in its order; CUDA stops reading at the first wrong entry."""
+    """Those that CUDA_VISIBLE_DEVICES names, in its order; CUDA stops reading at the first wrong entry.
+
+    CUDA sees no more than one slice of a divided GPU, and then no other GPU.
+    """
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None:
-        return tuple(gpus)
+    chosen = gpus if wanted is None else _named(wanted.split(","), gpus)
+    if part := next((gpu for gpu in chosen if gpu.is_slice), None):
+        chosen = [part]
+    return tuple(replace(gpu, index=place) for place, gpu in enumerate(chosen))
+
+
+def _named(entries: list[str], gpus: list[Gpu]) -> list[Gpu]:
     chosen: list[Gpu] = []
-    for entry in wanted.split(","):
-        name = entry.strip()
-        match = next((gpu for gpu in gpus if _names(name, gpu)), None)
+    for entry in entries:
+        match = next((gpu for gpu in gpus if _names(entry.strip(), gpu)), None)
         if match is None:
             break
-        chosen.append(replace(match, index=len(chosen)))
-    return tuple(chosen)
+        chosen.append(match)
+    return chosen
 
 
 def _names(entry: str, gpu: Gpu) -> bool:
-    return entry == str(gpu.index) or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))
+    return entry == str(gpu.index) or (entry.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(entry))
 
 
 def _text(value: str | bytes) -> str:

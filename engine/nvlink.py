@@ -21,18 +21,28 @@ def read_nvlink(uuids: Sequence[str]) -> tuple[frozenset[int], ...]:
 
 def peers(nvml: Any, uuids: Sequence[str]) -> set[frozenset[int]]:
     """Pairs. Through a switch as well: there a link's other end is the switch, so links are not counted."""
-    found = set()
+    handles = [_handle(nvml, uuid) for uuid in uuids]
+    pairs = combinations(range(len(handles)), 2)
+    return {frozenset(pair) for pair in pairs if _are_peers(nvml, *(handles[place] for place in pair))}
+
+
+def _handle(nvml: Any, uuid: str) -> Any | None:
+    """None of a device that was lost."""
     try:
-        handles = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
-        for first, second in combinations(range(len(handles)), 2):
-            status = nvml.nvmlDeviceGetP2PStatus(
-                handles[first], handles[second], nvml.NVML_P2P_CAPS_INDEX_NVLINK
-            )
-            if status == nvml.NVML_P2P_STATUS_OK:
-                found.add(frozenset((first, second)))
+        return nvml.nvmlDeviceGetHandleByUUID(uuid)
+    except nvml.NVMLError:
+        return None
+
+
+def _are_peers(nvml: Any, one: Any | None, other: Any | None) -> bool:
+    """No for those that refuse to tell, as slices of GPUs (MIG) do, and for drivers that never knew."""
+    if one is None or other is None:
+        return False
+    try:
+        status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
     except (nvml.NVMLError, AttributeError):
-        return set()
-    return found
+        return False
+    return bool(status == nvml.NVML_P2P_STATUS_OK)
 
 
 def islands(pairs: set[frozenset[int]], count: int) -> tuple[frozenset[int], ...]:

@@ -22,7 +22,7 @@ from . import tiles
 from .attention_reduce import MOST_SPLITS, reduce_splits
 from .attention_sdpa import all_are_long, attend_gathered
 from .attention_tile import attend, fold, piece_size
-from .kv_cache import Cache
+from .kv_cache import Cache, how_widened
 from .tiles import Tile, decode_tile, fixed_tile, power_of_two, prefill_tile
 
 LOG2_E = 1.4426950408889634
@@ -163,7 +163,7 @@ def launch(
         LEAST_SPLIT=LEAST_SPLIT,
         FIXED_SPLIT=FIXED_SPLIT if plan.fixed else 0,
         WINDOW=plan.window is not None,
-        QUANTISED=cache.quantised,
+        QUANTISED=how_widened(cache, q_THD.dtype),
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,

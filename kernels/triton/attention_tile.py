@@ -6,6 +6,11 @@ Dao, "FlashAttention-2", 2023. Scores are kept in base 2: exp2 is one instructio
 import triton
 import triton.language as tl
 
+from . import kv_cache
+
+BY_FLOAT32 = tl.constexpr(kv_cache.BY_FLOAT32)
+"""A value of QUANTISED: see `how_widened`."""
+
 
 @triton.jit
 def attend(
@@ -103,7 +108,7 @@ def step(
         k_tile = tl.load(k + place, mask=(d < D)[None, :], other=0.0)
         v_tile = tl.load(v + place, mask=(d < D)[None, :], other=0.0)
 
-    k_tile = k_tile.to(q_tile.dtype)
+    k_tile = widened(k_tile, q_tile.dtype, QUANTISED)
     score = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     if QUANTISED:
         scale_place = page * scale_stride + key % PAGE
@@ -129,10 +134,16 @@ def step(
     total = total * keep + tl.sum(weight, 1)
     if QUANTISED:
         weight = weight * v_scales[None, :]
-    acc = tl.dot(
-        weight.to(q_tile.dtype), v_tile.to(q_tile.dtype), acc * keep[:, None], input_precision=PRECISION
-    )
+    v_tile = widened(v_tile, q_tile.dtype, QUANTISED)
+    acc = tl.dot(weight.to(q_tile.dtype), v_tile, acc * keep[:, None], input_precision=PRECISION)
     return acc, new_top, total
+
+
+@triton.jit
+def widened(tile: tl.tensor, dtype: tl.constexpr, QUANTISED: tl.constexpr) -> tl.tensor:
+    if QUANTISED == BY_FLOAT32:
+        tile = tile.to(tl.float32)
+    return tile.to(dtype)
 
 
 @triton.jit

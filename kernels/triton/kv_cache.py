@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ragged import KVShape
-from .tiles import has_fp8
+from . import tiles
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Of the 8-bit dtypes: what a row's largest number is stored as."""
@@ -31,8 +31,21 @@ class Cache:
         return self.k.dtype in LARGEST
 
 
+BY_FLOAT32 = 2
+
+
+def how_widened(cache: Cache, dtype: torch.dtype) -> int:
+    """On the way to `dtype`. 0: nothing to do, 1: directly, BY_FLOAT32: two steps.
+
+    Triton makes bfloat16 of E4M3 with an instruction that capability 8.9 lacks.
+    """
+    if cache.k.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16:
+        return BY_FLOAT32 if tiles.capability(cache.k.device) == (8, 9) else 1
+    return int(cache.quantised)
+
+
 def make_kv_cache(shape: KVShape, device: torch.device) -> Cache:
-    if shape.dtype == torch.float8_e4m3fn and not has_fp8(device):
+    if shape.dtype == torch.float8_e4m3fn and not tiles.has_fp8(device):
         raise ValueError("fp8 keys and values need a GPU of compute capability 8.9 or newer: use int8")
     scales = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size)
     k, v = (torch.empty(*scales, shape.head_dim, dtype=shape.dtype, device=device) for _ in "kv")

@@ -81,6 +81,8 @@ def fixed_tile(device: torch.device, head_dim: int, itemsize: int, kv_itemsize: 
     """One tile for prompts and decoding alike: a row meets the same instructions in both."""
     if itemsize == 4:
         return Tile(16, 32, 4, 2)
-    if head_dim > 128 or kv_itemsize == 1 or capability(device)[0] != 9:
+    if head_dim > 128:
+        return Tile(64, 32, 8, 3)  # two tiles of sums in registers while pieces are folded
+    if kv_itemsize == 1 or capability(device)[0] != 9:
         return Tile(64, 32, 4, 3)
     return Tile(64, 64, 4, 5)

@@ -22,6 +22,7 @@ from llmbox.kernels.triton.quantise import quantise_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
 from llmbox.kernels.triton.silu_mul import gate_rows
 from llmbox.kernels.triton.tiles import has_fp8
+from llmbox.kernels.triton.weights import pack_grouped
 from support.paged import PagedStep
 from support.poison import poisoned_memory
 
@@ -39,6 +40,7 @@ def all_checks(setting: Setting) -> Iterator[Callable[[], list[Check]]]:
         heads,
         rows,
         fused_rows,
+        made_wide,
         linears,
         experts,
         sampling,
@@ -191,6 +193,19 @@ def wide_weights(packed: object) -> Tensor:
             spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
             return weight_OI.float() * spread[: weight_OI.shape[0], : weight_OI.shape[1]]
     raise TypeError(packed)
+
+
+def made_wide(setting: Setting, dtype: torch.dtype) -> Checks:
+    """Bit by bit by the words of the format: integers of 4 bits lie in pairs, half a group apart."""
+    outputs, inputs = (37, 150) if setting.tiny else (1037, 2000)
+    for quant in (quant for quant in QUANTS.values() if quant.kind == "integer"):
+        packed = pack_grouped(setting.randn(outputs, inputs), quant)
+        codes = packed.weight
+        if packed.bits == 4:
+            codes = torch.cat((codes & 15, codes >> 4), -1).to(torch.int8) - 8
+        wide = (codes.float() * packed.scales.float().unsqueeze(-1)).transpose(0, 1).flatten(1)[:, :inputs]
+        unequal = not torch.equal(dequantise(packed, dtype), wide.to(dtype))
+        yield Check(name_of("made wide", dtype, quant.name), float(unequal), 0.0)
 
 
 def linears(setting: Setting, dtype: torch.dtype) -> Checks:

@@ -3,6 +3,8 @@
 import json
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from gpu import stand_ins
+
+stand_ins.put_in_place()
+
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.core import Engine
+from llmbox.engine.errors import DoesNotFit
 from llmbox.engine.load_weights import Loaded, WeightsWanted
 from llmbox.engine.loader import load_engine
 from llmbox.engine.messages import AddRequest
@@ -64,6 +71,14 @@ def engine(shape: dict[str, Any], **options: Any) -> Engine:
         )
         with mock.patch("llmbox.engine.loader.load_weights", random_weights):
             return load_engine(config, lambda _: None)
+
+
+def largest(shape: dict[str, Any], contexts: Sequence[int], **options: Any) -> Engine:
+    """With the first of these contexts that the card has room for. Raises DoesNotFit."""
+    for context in contexts[:-1]:
+        with suppress(DoesNotFit):
+            return engine(shape, context=context, **options)
+    return engine(shape, context=contexts[-1], **options)
 
 
 def add(engine: Engine, count: int, prompt: int, output: int, name: str = "r", **params: Any) -> list[str]:

@@ -132,9 +132,9 @@ def decode(batch: int, context: int, kv_dtype: torch.dtype, *, deterministic: bo
     q, scale = randn(batch, HEADS, HEAD_DIM), HEAD_DIM**-0.5
     name = f"attention, decode {batch} x {context}, KV {str(kv_dtype)[6:]}{', fixed' * deterministic}"
     variants = {"ours": [partial(ops.attention, q, cache, layer, plan, scale) for layer in range(layers)]}
-    if kv_dtype == BF16 and not deterministic and batch * context <= 1 << 19:
+    if not deterministic and batch * context <= 1 << 19:
         k, v = (randn(batch, KV_HEADS, context, HEAD_DIM) for _ in "kv")
-        variants["SDPA, contiguous"] = [
+        variants["SDPA, contiguous" + " bf16" * (kv_dtype != BF16)] = [
             partial(F.scaled_dot_product_attention, q.unsqueeze(2), k, v, scale=scale, enable_gqa=True)
         ]
     scales = 0 if kv_dtype == BF16 else 4
@@ -247,9 +247,16 @@ def heads(rows: int) -> Work:
     cos, sin = randn(rows, HEAD_DIM, dtype=torch.float32), randn(rows, HEAD_DIM, dtype=torch.float32)
     sets = [randn(rows, total, HEAD_DIM) for _ in range(4)]
     run = lambda x: ops.rotate_and_write(x, weight, 1e-6, cos, sin, cache, 0, plan)  # noqa: E731
+    block = torch.arange(rows, device=DEVICE)
+
+    def eager(x: Tensor) -> Tensor:
+        qk = REFERENCE.rotary(REFERENCE.rms_norm(x[:, : HEADS + KV_HEADS], weight, 1e-6), cos, sin)
+        cache.k[0, block, :, 0], cache.v[0, block, :, 0] = qk[:, HEADS:], x[:, HEADS + KV_HEADS :]
+        return qk
+
+    variants = {"ours": [partial(run, x) for x in sets], "eager": [partial(eager, x) for x in sets]}
     moved = rows * HEAD_DIM * (2 * total * 2 + 8)
-    name = f"norm, rotate and write heads, {rows} rows"
-    return Work(name, moved, 0, "bf16", {"ours": [partial(run, x) for x in sets]})
+    return Work(f"norm, rotate and write heads, {rows} rows", moved, 0, "bf16", variants)
 
 
 def sampling(rows: int, kind: str) -> Work:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from gpu import kernel_speed as big
 from gpu.kernel_speed import BF16, Work, randn
+from llmbox.engine.gpu.inputs import spelt_out
 from llmbox.kernels.quant import QUANTS
 from llmbox.kernels.rows import DecodeInputs, DecodeRows
 from llmbox.kernels.triton.backend import triton_ops
@@ -46,5 +47,8 @@ def advance(rows: int) -> Work:
     state = DecodeRows(ids, int32(rows), int32(rows, CONTEXT_BLOCKS))
     inputs = DecodeInputs(int32(rows), int32(rows), int32(rows))
     # None drawn: lengths stay, however often it is called.
-    run = partial(ops.advance, state, None, inputs, 16)
-    return Work(f"advance, {rows} rows", rows * 5 * 4, 0, "bf16", {"ours": [run]})
+    variants = {
+        "ours": [partial(ops.advance, state, None, inputs, 16)],
+        "eager": [partial(spelt_out, state.tables_RB, state.lengths_R, 16)],
+    }
+    return Work(f"advance, {rows} rows", rows * 5 * 4, 0, "bf16", variants)

@@ -15,7 +15,11 @@ import jinja2
 import torch
 from tokenizers import Tokenizer
 
+from gpu import stand_ins
 from gpu.report import Report
+
+stand_ins.put_in_place()
+
 from llmbox.engine.core import Engine
 from llmbox.engine.loader import load_engine
 from llmbox.engine.perplexity import config_for, perplexity, sequences_of

@@ -5,7 +5,9 @@ python -m gpu.sections NAME --seconds S --seed N --peaks JSON
 
 import argparse
 import gc
+import importlib.util
 import json
+import os
 import runpy
 import statistics
 import time
@@ -16,12 +18,17 @@ from typing import Any
 import torch
 
 from gpu import beside
+from gpu.bars import SGLANG, decode_bar
 from gpu.report import Report
-from gpu.shapes import SHAPES, parameters, prompt_operations
+from gpu.shapes import SHAPES, prompt_operations
 
 TWO_RANKS = Path(__file__).parents[1] / "engine/parallel/two_ranks_one_gpu.py"
 BATCHES = (1, 8, 64, 256)
 PROMPTS = (2048, 4096, 8192, 16384)
+SHORT, LONG, OUTPUT = 512, 8192, 64
+"""Tokens of the contexts that decoding is measured after, and of what is decoded."""
+CONTEXTS = (17000, 5000, 1200)
+"""The first that the card has room for."""
 LATE = 2048
 """Tokens of the prompt that arrives while others decode."""
 
@@ -45,41 +52,21 @@ def main() -> None:
             whole_engine(report, size, options.peaks)
         case ["quality"]:
             quality(report)
-        case ["transformers"]:
-            beside.generate(report)
-        case ["continuous"]:
-            beside.continuous_batching(report)
+        case ["transformers" | "continuous" as which]:
+            beside_it(report, which)
         case _:
             parser.error(f"no section {options.name}")
 
 
 def correctness(report: Report, seed: int) -> None:
+    """In several processes: most of it is compiling, and a kernel that faults takes only its own with it."""
+    from gpu import checking
     from gpu.checks import Setting
-    from gpu.correctness import all_checks
 
     report.section(f"Correctness (seed {seed})")
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     setting = Setting(torch.device("cuda"), dtypes, tiny=False, seed=seed)
-    passed, worst = 0, ("", 0.0)
-    groups = list(all_checks(setting))
-    for number, group in enumerate(groups):
-        if report.left < 0:
-            report.skipped(len(groups) - number)
-            break
-        try:
-            checks = group()
-        except Exception as error:  # noqa: BLE001 - one broken kernel must not hide the others
-            traceback.print_exc()
-            report.failed(f"group {number}: {type(error).__name__}: {str(error)[:300]}")
-            continue
-        for check in checks:
-            if not check.passed:
-                report.failed(f"{check.name}: error {check.error:.2e}, allowed {check.limit:.2e}")
-                continue
-            passed += 1
-            if check.limit and check.error / check.limit > worst[1]:
-                worst = (check.name, check.error / check.limit)
-    report.say(f"\n{passed} checks passed; closest to its limit: {worst[0]} ({worst[1]:.0%} of it).")
+    checking.in_processes(report, setting, max(1, min(8, (os.cpu_count() or 1) // 2)))
 
 
 def ranks(report: Report) -> None:
@@ -133,14 +120,37 @@ def quality(report: Report) -> None:
     formats.table(report, formats.on_gpu, formats.of_gpu())
 
 
-def whole_engine(report: Report, size: str, peaks: dict[str, float]) -> None:
-
-    shape = SHAPES[size]
-    report.section(f"Whole engine, {size} shape, random weights")
-    count = parameters(shape)
-    if 2 * count * 1.3 > torch.cuda.mem_get_info()[0]:
-        report.say("Left out: this card's memory is too small.")
+def beside_it(report: Report, which: str) -> None:
+    if importlib.util.find_spec("transformers") is None:
+        report.section(f"transformers beside it: {which}")
+        report.say("Left out: the transformers package is not installed.")
         return
+    (beside.generate if which == "transformers" else beside.continuous_batching)(report)
+
+
+def whole_engine(report: Report, size: str, peaks: dict[str, float]) -> None:
+    from llmbox.engine.errors import DoesNotFit
+
+    report.section(f"Whole engine, {size} shape, random weights")
+    for name, options in engine_variants():
+        if report.left < 10:
+            report.say(f"\n{name}: out of time.")
+            continue
+        try:
+            one_variant(report, name, options, SHAPES[size], peaks, big=size == "8B")
+        except DoesNotFit as error:
+            report.say(f"\n{name}: left out: {error}.")
+        except Exception as error:  # noqa: BLE001 - the other variants still say something
+            traceback.print_exc()
+            report.failed(f"{size} {name}: {type(error).__name__}: {str(error)[:300]}")
+        gc.collect()  # the engine is gone by now, and the next one needs its memory
+        torch.cuda.empty_cache()
+
+
+def engine_variants() -> list[tuple[str, dict[str, Any]]]:
+    """Of those that this card computes, the ones that say most first."""
+    from llmbox.kernels.triton.tiles import has_fp8
+
     variants: list[tuple[str, dict[str, Any]]] = [
         ("bf16", {}),
         ("fp8 weights and KV", {"quant": "fp8", "kv_dtype": "fp8"}),
@@ -150,17 +160,8 @@ def whole_engine(report: Report, size: str, peaks: dict[str, float]) -> None:
         ("fp8-block", {"quant": "fp8-block"}),
         ("w8a8", {"quant": "w8a8"}),
     ]
-    for name, options in variants:
-        if report.left < 10:
-            report.say(f"\n{name}: out of time.")
-            continue
-        try:
-            one_variant(report, name, options, shape, peaks, big=size == "8B")
-        except Exception as error:  # noqa: BLE001 - the other variants still say something
-            traceback.print_exc()
-            report.failed(f"{size} {name}: {type(error).__name__}: {str(error)[:300]}")
-        gc.collect()  # the engine is gone by now, and the next one needs its memory
-        torch.cuda.empty_cache()
+    floats = has_fp8(torch.device("cuda"))
+    return [each for each in variants if floats or not each[1].get("quant", "").startswith("fp8")]
 
 
 def one_variant(
@@ -172,11 +173,13 @@ def one_variant(
     *,
     big: bool,
 ) -> None:
+    """Raises DoesNotFit where not even a short context has room beside the weights."""
     from gpu import engine_speed
 
-    engine = engine_speed.engine(shape, context=17000, **options)
-    report.say(f"\n### {name} ({engine.info.backend}, {engine.info.max_running} rows)\n")
-    report.say(f"Loaded in {engine.info.load_seconds:.1f} s, kernels compiled or found in Triton's cache.\n")
+    engine = engine_speed.largest(shape, CONTEXTS, **options)
+    info = engine.info
+    report.say(f"\n### {name} ({info.backend}, {info.max_running} rows, context {info.context_window})\n")
+    report.say(f"Loaded in {info.load_seconds:.1f} s, kernels compiled or found in Triton's cache.\n")
     engine_speed.warm_up(engine, seconds=min(30.0, report.left / 3))
     figures(report, engine, shape, peaks, full=name == "bf16", big=big)
 
@@ -190,41 +193,83 @@ def figures(
     full: bool,
     big: bool,
 ) -> None:
-    from gpu.engine_speed import add, first_token_under_load, run
-
+    """`full`: all of them. `big`: the 8B shape, of which the bars are."""
     report.table("work", "figure", "note")
-    for batch in BATCHES if full else (1, 64):
-        if batch > engine.info.max_running or report.left < 5:
+    decoding(report, engine, shape, peaks, full=full, big=big)
+    prompts(report, engine, shape, peaks, full=full)
+    if full:
+        loads(report, engine, big=big)
+        idle_clocks(report)
+
+
+def decoding(
+    report: Report,
+    engine: Any,
+    shape: dict[str, Any],
+    peaks: dict[str, float],
+    *,
+    full: bool,
+    big: bool,
+) -> None:
+    """Floors are of what a step reads: all weights but an input table that is no head."""
+    from gpu.engine_speed import add, run
+
+    table = 0 if shape["tie_word_embeddings"] else 2 * shape["vocab_size"] * shape["hidden_size"]
+    weights = engine.info.weights_bytes - table
+    loads = [(batch, SHORT) for batch in (BATCHES if full else (1, 64))] + [(1, LONG)] * full
+    for batch, context in loads:
+        if not has_room(engine, batch, context + OUTPUT) or report.left < 5:
             continue
-        done = run(engine, add(engine, batch, 512, 64, f"d{batch}"))
-        kv = batch * 544 * engine.info.kv_bytes_per_token
-        floor = (engine.info.weights_bytes + kv) / peaks["bytes"]
+        done = run(engine, add(engine, batch, context, OUTPUT, f"d{batch}-{context}-"))
+        middle = context + OUTPUT // 2
+        kv = batch * middle * engine.info.kv_bytes_per_token
+        floor = (weights + kv) / peaks["bytes"]
         step = done.decode_step
         note = f"{step * 1e3:.2f} ms a step, floor {floor * 1e3:.2f} ms ({floor / step:.0%})"
-        report.row((f"decode {batch} x 512", f"{batch / done.decode_step:.0f} tok/s", note))
+        if big and batch == 1:
+            note += f", bar {decode_bar(middle):.2f} ms"
+        report.row((f"decode {batch} x {context}", f"{batch / step:.0f} tok/s", note))
+
+
+def has_room(engine: Any, requests: int, tokens: int) -> bool:
+    """To run so many at once, of so many tokens each."""
+    info = engine.info
+    blocks = requests * -(-tokens // info.block_size)
+    return bool(requests <= info.max_running and tokens <= info.context_window and blocks <= info.num_blocks)
+
+
+def prompts(
+    report: Report, engine: Any, shape: dict[str, Any], peaks: dict[str, float], *, full: bool
+) -> None:
+    from gpu.engine_speed import add, run
+
     for tokens in PROMPTS if full else (4096,):
-        if report.left < 5:
+        if not has_room(engine, 1, tokens + 1) or report.left < 5:
             continue
         walls = [run(engine, add(engine, 1, tokens, 1, f"p{tokens}-{n}")).wall for n in range(3)]
         wall = statistics.median(walls)
         rate = prompt_operations(shape, tokens) / wall
         note = f"{rate / 1e12:.0f} TFLOP/s ({rate / peaks['bf16']:.0%} of the measured bf16 peak)"
         report.row((f"prompt of {tokens}", f"{tokens / wall:.0f} tok/s", note))
-    if full and report.left > 10 and engine.info.max_running >= beside.REQUESTS:
+
+
+def loads(report: Report, engine: Any, *, big: bool) -> None:
+    """Of many requests. Where there is no room for all at once, some wait: the figure says how many rows."""
+    from gpu.engine_speed import add, first_token_under_load, run
+
+    if report.left > 10:
         done = run(engine, add(engine, beside.REQUESTS, beside.PROMPT, beside.OUTPUT, "beside"))
         what = f"{beside.REQUESTS} requests of {beside.PROMPT} in, {beside.OUTPUT} out"
         report.row((what, f"{done.tokens / done.wall:.0f} tok/s", "as continuous batching below"))
-    if full and report.left > 10:
-        busy = min(64, engine.info.max_running - 1)
+    busy = min(64, engine.info.max_running - 1)
+    if report.left > 10 and has_room(engine, busy, 256 + 400) and has_room(engine, 1, LATE + 2):
         took = first_token_under_load(engine, busy, LATE)
         report.row((f"prompt of {LATE} while {busy} decode", f"{took * 1e3:.0f} ms", "to the first token"))
-    if full and big and report.left > 60 and engine.info.max_running >= 256:
+    if big and report.left > 60 and has_room(engine, 256, 2048):
         done = run(engine, add(engine, 256, 1024, 1024, "bar"))
-        report.row(
-            ("256 requests of 1024 in, 1024 out", f"{done.tokens / done.wall:.0f} tok/s", "the first bar")
-        )
-    if full:
-        idle_clocks(report)
+        rate = done.tokens / done.wall
+        note = ", ".join(f"{rate / bar:.0%} of {name}" for name, bar in SGLANG.items())
+        report.row(("256 requests of 1024 in, 1024 out", f"{rate:.0f} tok/s", note))
 
 
 def idle_clocks(report: Report) -> None:

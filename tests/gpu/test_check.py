@@ -3,6 +3,9 @@
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,9 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu import beside, check, engine_speed, kernel_speed, little_kernels, sdpa_rule, sections, torch_blocks
+from gpu import (
+    beside,
+    check,
+    checking,
+    engine_speed,
+    kernel_speed,
+    little_kernels,
+    sdpa_rule,
+    sections,
+    torch_blocks,
+)
+from gpu.checks import Check, Setting
 from gpu.report import Report
 from gpu.shapes import SHAPES
+from llmbox.engine.errors import DoesNotFit
 from llmbox.kernels.triton.linear import Blocks8
 from llmbox.kernels.triton.quantise import Rows8
 
@@ -31,17 +46,56 @@ def test_without_a_gpu_it_says_so() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_engine_and_kernels_need_few_packages() -> None:
-    """Of the GPU machine's packages; what the daemon needs beside them is not there."""
-    absent = ["msgspec", "litestar", "sqlmodel", "xxhash", "setproctitle", "click", "platformdirs", "uvicorn"]
-    absent += ["textual", "zmq"]
-    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); "
-    code += "import gpu.engine_speed, gpu.kernel_speed, gpu.quality"
-    path = f"{ROOT}/packaging/tree:{ROOT}/tests"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True
-    )
+ALLOWED = ["torch", "triton", "functorch", "torchgen", "numpy", "gpu", "support", "llmbox"]
+ALLOWED += ["filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "sympy", "typing_extensions"]
+ALLOWED += ["setuptools", "_distutils_hack"]
+"""PyTorch, Triton and what those bring along; of this project the tree."""
+
+
+def with_these_alone(code: str) -> "subprocess.CompletedProcess[str]":
+    """In a process that finds no other package."""
+    forbid = f"""
+import sys
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+
+class Only:
+    allowed = set(sys.stdlib_module_names) | set({ALLOWED})
+
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        known = top in self.allowed or top.startswith("_sysconfigdata")
+        return PathFinder.find_spec(name, path, target) if known else None
+
+sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Only()]
+"""
+    environment = {"PYTHONPATH": f"{ROOT}/packaging/tree:{ROOT}/tests", "LLMBOX_KERNELS": "reference"}
+    command = [sys.executable, "-P", "-c", forbid + code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_torch_and_triton_are_all_it_needs() -> None:
+    """An engine is loaded and run, and what is left out for want of packages says so."""
+    modules = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if "test" not in path.stem)
+    modules.remove("quality")
+    code = f"""
+import {", ".join(f"gpu.{name}" for name in modules)}
+from gpu import engine_speed, sections
+from gpu.report import Report
+from gpu.shapes import SHAPES
+
+shape = SHAPES["0.6B"] | dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, vocab_size=300)
+options = dict(device="cpu", threads=1, memory_bytes=1 << 30, max_running=4)
+engine = engine_speed.largest(shape, (700,), **options)
+print(engine_speed.run(engine, engine_speed.add(engine, 2, 20, 3)).tokens)
+report = Report(100.0)
+sections.quality(report)
+sections.beside_it(report, "continuous")
+"""
+    done = with_these_alone(code)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "6"
+    assert "Left out: No module named 'tokenizers'" in done.stdout
+    assert "Left out: the transformers package is not installed" in done.stdout
 
 
 def test_an_engine_of_random_weights_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,19 +113,96 @@ def test_an_engine_of_random_weights_is_measured(monkeypatch: pytest.MonkeyPatch
 
     report = Report(100.0)
     report.section("Engine")
-    monkeypatch.setattr(sections, "BATCHES", (2,))
-    monkeypatch.setattr(sections, "PROMPTS", (64,))
-    monkeypatch.setattr(sections, "LATE", 40)
+    for name, sizes in {"BATCHES": (2,), "PROMPTS": (64, 2000), "SHORT": 60, "LONG": 200, "LATE": 40}.items():
+        monkeypatch.setattr(sections, name, sizes)
     for name, size in {"REQUESTS": 3, "PROMPT": 20, "OUTPUT": 4}.items():
         monkeypatch.setattr(beside, name, size)
     monkeypatch.setattr(sections, "idle_clocks", lambda _: None)
     peaks = {"bytes": 1e10, "bf16": 1e11}
-    sections.figures(report, engine, shape, peaks, full=True, big=False)
+    sections.figures(report, engine, shape, peaks, full=True, big=True)
     assert not engine.has_work
     rows = [line.split(" | ")[0] for line in report.lines if line.startswith("| ")]
-    assert rows[2:4] == ["| decode 2 x 512", "| prompt of 64"]
-    assert rows[4] == "| 3 requests of 20 in, 4 out"
-    assert rows[5].startswith("| prompt of 40 while")
+    assert rows[2:] == [
+        "| decode 2 x 60",
+        "| decode 1 x 200",
+        "| prompt of 64",
+        "| 3 requests of 20 in, 4 out",
+        "| prompt of 40 while 3 decode",
+    ]
+    notes = [line for line in report.lines if ", bar 4.5" in line]
+    assert [note.split(" | ")[0] for note in notes] == ["| decode 1 x 200"]
+
+
+def test_every_section_has_time_left_whatever_those_before_it_take() -> None:
+    left, names = 9.5 * 60 - 10, list(check.SECTIONS)
+    for place, name in enumerate(names, 1):
+        seconds = check.seconds_for(name, names[place:], left)
+        assert check.SECTIONS[name][0] <= seconds + check.GRACE <= check.SECTIONS[name][1]
+        left -= seconds + check.GRACE
+    assert left >= 0
+    assert check.seconds_for("kernels", [], 1000.0) == check.SECTIONS["kernels"][1] - check.GRACE
+    assert check.seconds_for("kernels", [], 30.0) == 30.0 - check.GRACE
+
+
+def group_of(*errors: float) -> Callable[[], list[Check]]:
+    return lambda: [Check(f"check {error}", error, 0.5) for error in errors]
+
+
+def broken() -> list[Check]:
+    raise RuntimeError("an illegal memory access")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "failures", "last"),
+    [
+        (100.0, 2, "3 checks passed; closest to its limit: check 0.4 (80% of it)."),
+        (-1.0, 0, "0 checks passed; closest to its limit: none (0% of it)."),
+    ],
+)
+def test_checks_run_apart_and_one_that_breaks_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, failures: int, last: str
+) -> None:
+    groups = [group_of(0.1, 0.4), broken, group_of(0.3, 0.7)]
+    monkeypatch.setattr(checking, "all_checks", lambda _: iter(groups))
+    monkeypatch.setattr(checking, "ProcessPoolExecutor", lambda count, *_: ThreadPoolExecutor(count))
+    report = Report(seconds)
+    setting = Setting(torch.device("cpu"), (torch.float32,), tiny=True, seed=1)
+    checking.in_processes(report, setting, 2)
+    assert len(report.failures) == failures
+    assert report.lines[-1] == f"\n{last}"
+    assert (f"\nNot measured, out of time: {len(groups)} more." in report.lines) == (seconds < 0)
+
+
+def test_a_process_of_checks_that_dies_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(*_: object) -> checking.Found:
+        raise BrokenProcessPool("terminated abruptly")
+
+    monkeypatch.setattr(checking, "run", dies)
+    monkeypatch.setattr(checking, "ProcessPoolExecutor", lambda count, *_: ThreadPoolExecutor(count))
+    report = Report(100.0)
+    setting = Setting(torch.device("cpu"), (torch.float32,), tiny=True, seed=1)
+    checking.in_processes(report, setting, 1)
+    assert report.failures == ["a process died: terminated abruptly"]
+    assert any("out of time" in line for line in report.lines)
+
+
+def test_a_card_without_room_gets_a_shorter_context_or_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def make(_shape: object, context: int, **options: object) -> str:
+        asked.append(context)
+        if context > 5000 or options:
+            raise DoesNotFit("a context of 5000 tokens would fit")
+        return "engine"
+
+    monkeypatch.setattr(engine_speed, "engine", make)
+    assert engine_speed.largest({}, (17000, 5000, 1200)) == "engine"
+    assert asked == [17000, 5000]
+    monkeypatch.setattr(sections, "engine_variants", lambda: [("int8", {"quant": "int8"})])
+    report = Report(100.0)
+    sections.whole_engine(report, "8B", {})
+    assert report.lines[-1] == "\nint8: left out: a context of 5000 tokens would fit."
+    assert not report.failures
 
 
 def test_floors_of_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,8 @@ class FakeNvml:
                 if arguments[0] >= 4 or len(self.gpus) < 2:
                     raise pynvml.NVMLError_NotSupported
                 return SimpleNamespace(busId=id(self.gpus[1]))
+            case "nvmlDeviceGetMigMode":
+                raise pynvml.NVMLError_NotSupported
             case "nvmlDeviceGetCurrentClocksThrottleReasons":
                 return gpu.throttle
         return NUMBERS[name]

@@ -4,6 +4,9 @@ What a launch would compile follows from its arguments as on a real machine: typ
 """
 
 import os
+import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,7 +35,7 @@ class FakeDriver:
 
 
 @contextmanager
-def compiling(capability: tuple[int, int] = HOPPER) -> Iterator[list[Any]]:
+def compiling(capability: tuple[int, int] = HOPPER, multiprocessors: int = 132) -> Iterator[list[Any]]:
     """Every launch inside compiles; the list holds the compiled kernels, in order, each once."""
     assert not os.environ.get("TRITON_INTERPRET")
     from triton.runtime import driver, jit
@@ -56,7 +59,7 @@ def compiling(capability: tuple[int, int] = HOPPER) -> Iterator[list[Any]]:
     result: list[Any] = []
     driver.set_active(FakeDriver(capability))
     jit.JITFunction.run = compile_only
-    tiles.capability, tiles.multiprocessors = lambda _device: capability, lambda _device: 132
+    tiles.capability, tiles.multiprocessors = lambda _device: capability, lambda _device: multiprocessors
     try:
         yield result
     finally:
@@ -64,6 +67,20 @@ def compiling(capability: tuple[int, int] = HOPPER) -> Iterator[list[Any]]:
         tiles.capability, tiles.multiprocessors = old
         driver._active = None
         result += kernels.values()
+
+
+def resources(kernel: Any) -> tuple[int, int]:
+    """Registers of a thread, and bytes that it keeps in memory for want of more."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    assert found, told
+    return int(found[1]), int(found[2])
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -1,0 +1,164 @@
+"""Compiles every kernel for GPUs that are not there and says what each takes of them: `make gpu-compile`.
+
+Needs torch, triton and no GPU: the machine code is made by the assembler that comes with Triton. A line for
+each kernel that is over a card's limits, or keeps numbers in memory for want of registers; status 1 where a
+kernel does not compile or does not fit.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from typing import Any
+
+SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+"""Bytes of shared memory that one block may have, by compute capability (CUDA C++ programming guide)."""
+MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One variant, as compiled. `spilled`: bytes a thread keeps in memory for want of registers."""
+
+    target: int
+    group: str
+    name: str
+    warps: int
+    shared: int
+    registers: int
+    spilled: int
+    wgmma: bool
+    """Whether it has Hopper's own tensor core instructions."""
+    cubin: int
+    """Bytes of machine code."""
+
+    @property
+    def fits(self) -> bool:
+        return self.shared <= SHARED_LIMIT[self.target]
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    target: int
+    group: str
+    error: str
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--targets", default="90,80,86,89,100,120", help="with commas (all: %(default)s)")
+    parser.add_argument("--few", action="store_true", help="the variants that matter most")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--group", default="", help="only groups whose name begins so")
+    parser.add_argument("--json", action="store_true", help="facts of every kernel, a line each")
+    options = parser.parse_args()
+    targets = [int(target) for target in options.targets.split(",")]
+    if unknown := set(targets) - set(SHARED_LIMIT):
+        parser.error(f"unknown target {min(unknown)}: there are {', '.join(map(str, SHARED_LIMIT))}")
+    started = time.monotonic()
+    kernels: list[Kernel] = []
+    failed = False
+    for found in compile_all(targets, options.group, few=options.few, jobs=options.jobs):
+        if isinstance(found, Broken):
+            print(f"{found.target} {found.group}: {found.error}", file=sys.stderr)
+            failed = True
+            continue
+        kernels += found
+        failed |= not all(kernel.fits for kernel in found)
+        for kernel in found if options.json else ():
+            print(json.dumps(asdict(kernel)), flush=True)
+    if not options.json:
+        summary(kernels)
+        print(f"{len(kernels)} variants in {time.monotonic() - started:.0f} s")
+    return int(failed)
+
+
+def compile_all(
+    targets: Sequence[int], group: str, *, few: bool, jobs: int
+) -> Iterator[list[Kernel] | Broken]:
+    """Group by group, as they are done."""
+    work = [
+        (target, number, few)
+        for target in targets
+        for number, name in enumerate(names(target, few=few))
+        if name.startswith(group)
+    ]
+    if not work:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("TRITON_CACHE_DIR", folder)
+        os.environ.pop("TRITON_INTERPRET", None)
+        with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+            yield from pool.map(compile_group, *zip(*work, strict=True))
+
+
+def names(target: int, *, few: bool) -> list[str]:
+    from gpu import variants
+
+    return [name for name, _ in (variants.few if few else variants.every)(divmod(target, 10))]
+
+
+def compile_group(target: int, number: int, few: bool) -> list[Kernel] | Broken:
+    """In a process of its own, where Triton knows of one target only at a time."""
+    from gpu import variants
+    from support.triton_compile import compiling, resources
+
+    capability = divmod(target, 10)
+    name, work = list((variants.few if few else variants.every)(capability))[number]
+    try:
+        with compiling(capability, MULTIPROCESSORS[target]) as kernels:
+            work()
+    except Exception as error:  # noqa: BLE001 - compilers have many; the others still say something
+        traceback.print_exc()
+        return Broken(target, name, f"{type(error).__name__}: {str(error)[:300]}")
+    return [facts(target, name, kernel, *resources(kernel)) for kernel in kernels]
+
+
+def facts(target: int, group: str, kernel: Any, registers: int, spilled: int) -> Kernel:
+    return Kernel(
+        target=target,
+        group=group,
+        name=kernel.metadata.name,
+        warps=kernel.metadata.num_warps,
+        shared=kernel.metadata.shared,
+        registers=registers,
+        spilled=spilled,
+        wgmma="wgmma.mma_async" in kernel.asm["ptx"],
+        cubin=len(kernel.asm["cubin"]),
+    )
+
+
+def summary(kernels: Iterable[Kernel]) -> None:
+    """The most of each kernel, and every variant that spills or does not fit."""
+    of: dict[tuple[int, str], list[Kernel]] = defaultdict(list)
+    for kernel in kernels:
+        of[kernel.target, kernel.name].append(kernel)
+    print("| target | kernel | variants | registers | shared, KB | spilled, bytes a thread |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for (target, name), variants in of.items():
+        cells = (
+            target,
+            name,
+            len(variants),
+            max(one.registers for one in variants),
+            f"{max(one.shared for one in variants) / 1024:.0f}",
+            max(one.spilled for one in variants),
+        )
+        print("| " + " | ".join(map(str, cells)) + " |")
+    for one in (each for variants in of.values() for each in variants if each.spilled or not each.fits):
+        what = f"spills {one.spilled} bytes" if one.fits else f"wants {one.shared} bytes of shared memory"
+        print(f"{one.target} {one.name} ({one.group}, {one.warps} warps, {one.registers} registers): {what}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

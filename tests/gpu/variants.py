@@ -1,0 +1,236 @@
+"""What real models ask of the kernels, on tensors of a CPU: for `compile.py`, which runs none of it.
+
+Every group compiles the kernels of one kind. FEW are those that a test compiles each time.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from llmbox.engine.parallel.sum_norm import Peers, sum_add_norm
+from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.ragged import KVShape, Ragged
+from llmbox.kernels.rows import DecodeInputs, DecodeRows, RuleRows, SampleRows
+from llmbox.kernels.triton import gemm, gemm_8_bits
+from llmbox.kernels.triton.backend import triton_ops
+from llmbox.kernels.triton.dequantise import dequantise
+from llmbox.kernels.triton.gemm_experts import experts_product
+from llmbox.kernels.triton.linear import rows_for
+from llmbox.kernels.triton.quantise import quantise_rows
+from llmbox.kernels.triton.weights import pack_grouped
+
+CPU = torch.device("cpu")
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+I8, I32, I64, FP8 = torch.int8, torch.int32, torch.int64, torch.float8_e4m3fn
+HIDDEN, FFN, VOCAB = 4096, 12288, 151936
+Heads = tuple[int, int]
+"""Query and kv heads."""
+Group = tuple[str, Callable[[], None]]
+
+
+def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def attention(
+    kv_dtype: torch.dtype | None = None,
+    *,
+    dtype: torch.dtype = BF16,
+    heads: Heads = (32, 8),
+    head_dim: int = 128,
+    window: int | None = None,
+    deterministic: bool = False,
+    blocks: Sequence[int] = (64,),
+) -> None:
+    """Steps of two decoding rows and a prompt of 30; contexts may have as many blocks as that says."""
+    ops = triton_ops(CPU, dtype, deterministic=deterministic)
+    query, kv = heads
+    cache = ops.make_kv_cache(KVShape(2, 64, 16, kv, head_dim, kv_dtype or dtype, dtype), CPU)
+    qkv, norm = zeros(32, query + 2 * kv, head_dim, dtype=dtype), zeros(query + kv, head_dim, dtype=dtype)
+    angles = zeros(32, head_dim, dtype=F32)
+    for width in blocks:
+        ragged = Ragged(
+            16,
+            [1, 1, 30],
+            [16 * width - 5, 20, 30],
+            zeros(4, dtype=I32),
+            zeros(3, dtype=I32),
+            zeros(3, width, dtype=I32),
+            zeros(32, dtype=I32),
+            zeros(32, dtype=I32),
+        )
+        plan = ops.plan_attention(ragged, cache, window)
+        for weight in (norm, None):
+            q = ops.rotate_and_write(qkv, weight, 1e-6, angles, angles, cache, 1, plan)
+        ops.attention(q, cache, 1, plan, 0.1)
+    ops.write_kv(cache, 1, qkv[:, :kv], qkv[:, kv : 2 * kv], plan)
+    ops.copy_blocks(cache, [(1, 2)])
+
+
+def linears(
+    quant: str | None,
+    rows: Sequence[int],
+    *,
+    dtype: torch.dtype = BF16,
+    inputs: int = HIDDEN,
+    deterministic: bool = False,
+) -> None:
+    """With a bias; split among programs as 64 outputs are."""
+    ops = triton_ops(CPU, dtype, QUANTS.get(quant or ""), deterministic=deterministic)
+    packed = ops.pack_linear(zeros(64, inputs, dtype=dtype), zeros(64, dtype=dtype))
+    for number in rows:
+        ops.linear(packed, zeros(number, inputs, dtype=dtype))
+
+
+def whole_linears(quant: str | None, rows: Sequence[int], *, deterministic: bool = False) -> None:
+    """Of so many outputs that the inputs are not split, with a bias and without."""
+    ops = triton_ops(CPU, BF16, QUANTS.get(quant or ""), deterministic=deterministic)
+    whole = mock.Mock(return_value=1)
+    with mock.patch.object(gemm, "num_splits", whole), mock.patch.object(gemm_8_bits, "num_splits", whole):
+        for bias in (zeros(64), None):
+            packed = ops.pack_linear(zeros(64, HIDDEN), bias)
+            for number in rows:
+                ops.linear(packed, zeros(number, HIDDEN))
+
+
+def rows(quant: str | None, *, dtype: torch.dtype = BF16, hidden: int = HIDDEN, ffn: int = FFN) -> None:
+    """Norms, gates, tables, and rows that are rounded in a pass of their own."""
+    ops = triton_ops(CPU, dtype, QUANTS.get(quant or ""))
+    for tied in (True, False):
+        ops.embedding(ops.pack_embedding(zeros(64, hidden, dtype=dtype), tied), zeros(3, dtype=I64))
+    x, weight = zeros(3, hidden, dtype=dtype), zeros(hidden, dtype=dtype)
+    ops.rms_norm(x, weight, 1e-6)
+    ops.add_rms_norm(x, zeros(3, hidden, dtype=dtype), weight, 1e-6)
+    ops.silu_mul(zeros(3, 2 * ffn, dtype=dtype))
+    if (row_format := rows_for(QUANTS.get(quant or ""))) is not None:
+        quantise_rows(x, row_format)
+        quantise_rows(zeros(3, ffn, dtype=dtype), row_format)
+
+
+def heads_apart(head_dim: int, dtype: torch.dtype = BF16) -> None:
+    ops = triton_ops(CPU, dtype)
+    x, angles = zeros(3, 40, head_dim, dtype=dtype), zeros(3, head_dim, dtype=F32)
+    ops.rms_norm(x, zeros(40, head_dim, dtype=dtype), 1e-6)
+    ops.rotary(x, angles, angles)
+
+
+def sampling(dtype: torch.dtype = BF16, vocabulary: int = VOCAB) -> None:
+    """With rules and without. Positions are int64 where a step decodes, int32 in others."""
+    ops = triton_ops(CPU, BF16)
+    assert ops.sample is not None
+    float64 = [zeros(4, dtype=torch.float64) for _ in range(3)]
+    ints, longs = zeros(4, dtype=I32), zeros(4, dtype=I64)
+    facts, marks = zeros(5, 5, dtype=I64), zeros(3, 256, dtype=I32)
+    floats = zeros(5, 3, dtype=F32), zeros(3, 256, dtype=F32)
+    rules = RuleRows(longs, facts, floats[0], longs, marks, floats[1], zeros(5, dtype=I32), longs, longs)
+    for positions in (longs, ints):
+        drawn = SampleRows(float64[0], ints, float64[1], float64[2], longs, positions, ints)
+        for each in (None, rules):
+            ops.sample(zeros(4, vocabulary, dtype=dtype), drawn, each)
+
+
+def advance() -> None:
+    ops = triton_ops(CPU, BF16)
+    assert ops.advance is not None
+    ints, longs = zeros(4, dtype=I32), zeros(4, dtype=I64)
+    state, inputs = DecodeRows(longs, ints, zeros(4, 64, dtype=I32)), DecodeInputs(ints, ints, ints)
+    for drawn in (longs, None):
+        ops.advance(state, drawn, inputs, 16)
+
+
+def experts(dtype: torch.dtype = BF16) -> None:
+    for count in (64, 200, 1000):
+        experts_product(zeros(count, 256, dtype=dtype), zeros(8, 128, 256, dtype=dtype), zeros(9, dtype=I32))
+
+
+def made_wide(quant: str, dtype: torch.dtype = BF16) -> None:
+    dequantise(pack_grouped(zeros(64, HIDDEN), QUANTS[quant]), dtype)
+
+
+def sums_and_norms(ranks: int, hidden: int, dtype: torch.dtype = BF16) -> None:
+    addresses = zeros(ranks, dtype=I64)
+    peers = Peers(1, addresses, addresses, zeros(8, dtype=I32), 1 << 18)
+    x = zeros(4, hidden, dtype=dtype)
+    sum_add_norm(x, x, zeros(hidden, dtype=dtype), 1e-5, peers, compile_only=True)
+
+
+# ---------------------------------------------------------------------------- what is compiled
+
+
+def few(capability: tuple[int, int]) -> Iterator[Group]:
+    """Every kernel once for Hopper, in the variants that matter most; what differs elsewhere."""
+    if capability[0] == 9:
+        yield "attention", attention
+        yield "attention", partial(attention, deterministic=True)
+        yield "attention", partial(attention, FP8)
+        for quant in (None, "fp8", "w8a8", "fp8-block"):
+            yield "rows", partial(rows, quant)
+        yield "rows", partial(heads_apart, 128)
+        yield "linears", partial(linears, "int8", (1, 100, 200, 600))
+        yield "linears", partial(linears, "int4", (1, 20, 200))
+        yield "linears", partial(linears, "fp8", (1, 300))
+        for quant in ("w8a8", "fp8-block"):
+            yield "linears", partial(linears, quant, (1, 300))
+        yield "linears", partial(linears, None, (3,), deterministic=True)
+        yield "experts", experts
+        yield "sampling", sampling
+        yield "advance", advance
+        return
+    yield "linears", partial(linears, "int4", (20, 200))
+    if capability < (8, 9):
+        yield "attention", partial(attention, I8)
+        yield "rows", partial(rows, "w8a8")
+        yield "linears", partial(linears, "w8a8", (1, 300))
+    else:
+        yield "attention", partial(attention, FP8)
+        yield "linears", partial(linears, "fp8-block", (1, 300))
+
+
+def every(capability: tuple[int, int]) -> Iterator[Group]:
+    fp8 = capability >= (8, 9)
+    yield from attentions(fp8)
+    quants = [name for name, quant in QUANTS.items() if fp8 or not quant.is_float]
+    for quant in quants:
+        yield f"linears {quant}", partial(linears, quant, (1, 17, 33, 129, 513))
+        yield f"linears {quant}, whole", partial(whole_linears, quant, (1, 17, 33, 129))
+        yield f"linears {quant}, fixed", partial(linears, quant, (3,), deterministic=True)
+        yield f"linears {quant}, 200 inputs", partial(linears, quant, (1, 33, 129), inputs=200)
+        for dtype in (F16, F32):
+            yield f"linears {quant} {dtype}", partial(linears, quant, (1, 129), dtype=dtype)
+        if not QUANTS[quant].is_float:
+            yield f"made wide {quant}", partial(made_wide, quant)
+    for dtype in (BF16, F16, F32):
+        yield f"linears, fixed {dtype}", partial(linears, None, (3,), dtype=dtype, deterministic=True)
+        yield f"experts {dtype}", partial(experts, dtype)
+        yield f"sampling {dtype}", partial(sampling, dtype)
+        yield f"heads apart {dtype}", partial(heads_apart, 80, dtype)
+    yield "sampling, 32000", partial(sampling, BF16, 32000)
+    yield "advance", advance
+    for quant in (None, *quants):
+        for hidden, ffn in ((1024, 3072), (HIDDEN, FFN), (5120, 25600), (8192, 28672)):
+            yield f"rows {quant} {hidden} {ffn}", partial(rows, quant, hidden=hidden, ffn=ffn)
+    for dtype in (F16, F32):
+        yield f"rows {dtype}", partial(rows, "w8a8", dtype=dtype)
+    for ranks in (2, 4, 8):
+        for hidden in (HIDDEN, 8192):
+            yield f"sum and norm {ranks} {hidden}", partial(sums_and_norms, ranks, hidden)
+
+
+def attentions(fp8: bool) -> Iterator[Group]:
+    for kv_dtype in (None, I8, *([FP8] if fp8 else [])):
+        for window in (None, 1000):
+            for fixed in (False, True):
+                name = f"attention KV {kv_dtype} window {window}{', fixed' * fixed}"
+                options = {"window": window, "deterministic": fixed, "blocks": (4, 128)}
+                yield name, partial(attention, kv_dtype, **options)
+    for heads, head_dim in (((14, 2), 64), ((32, 32), 80), ((16, 16), 96), ((16, 2), 128), ((8, 4), 256)):
+        for kv_dtype in (None, I8):
+            for fixed in (False, True):
+                name = f"attention {heads} x {head_dim} KV {kv_dtype}{', fixed' * fixed}"
+                yield name, partial(attention, kv_dtype, heads=heads, head_dim=head_dim, deterministic=fixed)
+    for dtype in (F16, F32):
+        for kv_dtype in (None, I8):
+            yield f"attention {dtype} KV {kv_dtype}", partial(attention, kv_dtype, dtype=dtype)
