@@ -8,6 +8,7 @@ from typing import Any
 from .config import Dtype
 from .config_fields import Fields
 from .errors import ModelError, UnsupportedArchitecture
+from .fp8_config import NotReadable
 from .model_shape import ModelShape
 from .rope_config import RopeConfig, parse_rope
 from .rounded import read_entry
@@ -47,7 +48,7 @@ class ModelConfig:
     """Sliding window of each layer; None sees everything."""
     rope: RopeConfig
     quant: str | None = None
-    """Format of a checkpoint that holds integers (`rounded.py`)."""
+    """Format of a checkpoint that holds rounded weights (`rounded.py`)."""
 
     @property
     def context_limit(self) -> int:
@@ -131,7 +132,7 @@ def parse_config(path: Path | str) -> ModelConfig:
         qk_norm=model_type == "qwen3",
         windows=layer_windows(fields, model_type, layers),
         rope=parse_rope(fields, head_dim, positions),
-        quant=read_entry(fields.raw.get("quantization_config")),
+        quant=stored_format(fields),
     )
 
 
@@ -172,12 +173,19 @@ def refuse_unsupported(fields: Fields) -> None:
     """What would be computed wrongly must not load."""
     if fields.text("hidden_act", "silu") != "silu":
         raise fields.error(f"hidden_act {fields.raw['hidden_act']!r} is not supported, only 'silu'")
+
+
+def stored_format(fields: Fields) -> str | None:
+    """Of a checkpoint whose weights are rounded."""
     entry = fields.raw.get("quantization_config")
-    if entry is not None and read_entry(entry) is None:
+    try:
+        return None if entry is None else read_entry(entry)
+    except NotReadable as error:
         raise fields.error(
-            "quantised checkpoints of others are not supported, but fp8 in blocks of 128 x 128 with dynamic "
-            "activations: use the bfloat16, float16 or float32 one, and --quant or `llmbox quantize`"
-        )
+            f"quantization_config: {error}, which cannot be read; of others' checkpoints only E4M3 (fp8) by "
+            "tensor, by output and in blocks of 128 x 128 can: use the bfloat16, float16 or float32 one, and "
+            "--quant or `llmbox quantize`"
+        ) from None
 
 
 def checkpoint_dtype(fields: Fields) -> Dtype:

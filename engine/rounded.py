@@ -7,12 +7,13 @@
 Layers have the bits and group of the format, the output head and a table tied to it 8 bits and the same
 group. Norms, biases and a table of its own stay as they were.
 
-Others write E4M3 in blocks, as DeepSeek-V3 and Qwen3-FP8 have it:
+Others write E4M3 (`fp8_config.py`), a weight is its number times its scale. F32, BF16 or F16 are:
 
-    config.json             "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128],
-                            "activation_scheme": "dynamic", …}
     NAME.weight             F8_E4M3 [O, I]
-    NAME.weight_scale_inv   F32 or BF16 [ceil(O / 128), ceil(I / 128)]; a weight is its number times its scale
+    NAME.weight_scale       [ceil(O / 128), ceil(I / 128)] of blocks; else [O, 1] or [O], or one: [] or [1]
+    NAME.weight_scale_inv   the same by another name
+    NAME.input_scale        [] or [1], where activations are static: x is about its number times this
+    NAME.activation_scale   the same by another name
 
 All linears of the layers are so, tables and head stay as they were. No torch here.
 """
@@ -21,14 +22,19 @@ from typing import Any
 
 from llmbox.kernels.quant import QUANTS, Kind, Quant
 
+from .fp8_config import NotReadable, read_compressed, read_fp8
+
 METHOD, VERSION = "llmbox", 1
-SCALE, SCALE_OF_BLOCKS = "_scale", "_scale_inv"
-"""Behind the name of a rounded tensor."""
+SCALE = "_scale"
+SCALES = (SCALE, "_scale_inv")
+"""Behind the name of a rounded tensor; the second of E4M3 only."""
+INPUT_SCALES = ("input_scale", "activation_scale")
+OF_KEYS_AND_VALUES = (".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
+"""Ends of names of scales that a checkpoint offers for an 8-bit cache: ours has one for each token."""
 INTEGERS = {"I8": 1, "U8": 1}
 """Bytes of the dtypes that only tensors with scales in the same file may have."""
 FLOATS = {"F8_E4M3": 1}
 """The same for scales in any file."""
-BLOCKS = "fp8-block"
 FORMATS = tuple(name for name, quant in QUANTS.items() if quant.kind == "integer")
 
 
@@ -36,36 +42,28 @@ def entry_in_config(quant: Quant) -> dict[str, Any]:
     return {"quant_method": METHOD, "version": VERSION, "format": quant.name}
 
 
-def read_entry(raw: Any) -> str | None:
-    """The format; None where it is one that cannot be read."""
+def read_entry(raw: Any) -> str:
+    """The format. Raises NotReadable."""
     if not isinstance(raw, dict):
-        return None
-    if raw.get("quant_method") == "fp8":
-        return BLOCKS if are_blocks(raw) else None
-    if (raw.get("quant_method"), raw.get("version")) != (METHOD, VERSION):
-        return None
-    name = raw.get("format")
-    return name if isinstance(name, str) and name in FORMATS else None
+        raise NotReadable("not an object")
+    method, name = raw.get("quant_method"), raw.get("format")
+    match method:
+        case "fp8":
+            return read_fp8(raw)
+        case "compressed-tensors":
+            return read_compressed(raw)
+        case _ if method == METHOD and raw.get("version") == VERSION and name in FORMATS:
+            return str(name)
+    raise NotReadable(f"weights of quant_method {method!r}" + (f" and format {name!r}" if name else ""))
 
 
-def are_blocks(raw: dict[str, Any]) -> bool:
-    size = QUANTS[BLOCKS].group
-    kept = raw.get("modules_to_not_convert") or []
-    return (
-        raw.get("weight_block_size") == [size, size]
-        and raw.get("activation_scheme", "dynamic") == "dynamic"
-        and raw.get("fmt", "e4m3") == "e4m3"
-        and isinstance(kept, list)
-        and not any("_proj" in str(name) for name in kept)
-    )
-
-
-def scale_name(quant: Quant) -> str:
-    return SCALE_OF_BLOCKS if quant.kind == "blocks" else SCALE
+def scale_names(quant: Quant) -> tuple[str, ...]:
+    """One of these is there."""
+    return SCALES if quant.is_float else (SCALE,)
 
 
 def stored_dtype(quant: Quant) -> str:
-    if quant.kind == "blocks":
+    if quant.is_float:
         return "F8_E4M3"
     return "I8" if quant.bits == 8 else "U8"
 

@@ -1,5 +1,7 @@
 """Which part of a checkpoint's codes and scales makes a rank's part of a rounded weight (`rounded.py`)."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,7 @@ def stored_parts(rows: Part, inputs: Part, quant: Quant) -> tuple[Part, Part]:
 def scale_parts(rows: Part, inputs: Part, quant: Quant) -> tuple[Part, Part]:
     """Of its scales. Blocks may be cut between rows: then their scales belong to both parts."""
     groups = Part(quant.groups(inputs.total), inputs.start // quant.group, quant.groups(inputs.stop))
+    assert not quant.by_output
     if quant.kind != "blocks":
         return rows, groups
     return Part(quant.groups(rows.total), rows.start // quant.group, quant.groups(rows.stop)), groups
@@ -47,6 +50,8 @@ def scales_of_rows(scales: Tensor, rows: Part, quant: Quant) -> Tensor:
 
 def refuse_cut_groups(name: str, inputs: Part, quant: Quant) -> None:
     """Raises ParallelError where a part of the inputs begins or ends inside a group: it has one scale."""
+    if quant.by_output:
+        return
     if inputs.start % quant.group or (inputs.stop % quant.group and inputs.stop != inputs.total):
         raise ParallelError(
             f"the checkpoint's {quant.name} weights have one scale for {quant.group} inputs, and a part of "
@@ -67,3 +72,8 @@ def refuse_other_codes(entry: TensorEntry, shape: tuple[int, ...], quant: Quant)
             f"{entry.file}: tensor {shown(entry.name)} is {entry.dtype} {list(entry.shape)}, config.json "
             f"asks for {dtype} {list(shape)}; {FETCH_AGAIN}"
         )
+
+
+def as_column(entry: TensorEntry) -> TensorEntry:
+    """Scales for each output, or one for all: [O, 1] or [1, 1], also where they are stored as [O] or []."""
+    return replace(entry, shape=(*entry.shape, 1, 1)[:2]) if len(entry.shape) < 2 else entry

@@ -17,18 +17,20 @@ import torch
 from torch import Tensor
 
 from llmbox.kernels.ops import Ops, PackedLinear
-from llmbox.kernels.packing import Kind, Rounded
+from llmbox.kernels.packing import Kind, StoredWeights
 from llmbox.kernels.quant import Quant
 
-from . import rounded_parts as parts_of
 from .checkpoint import list_tensors
 from .errors import ModelError
 from .parallel.layout import Part
 from .parallel.rank import ALONE, Rank
-from .rounded import SCALE, SCALE_OF_BLOCKS, scale_name
+from .read_rounded import read_rounded
+from .rounded import OF_KEYS_AND_VALUES, SCALES
 from .safetensors_header import FETCH_AGAIN, TensorEntry, shown
 from .tensor_bytes import DTYPES, ROUNDED_DTYPES, byte_runs, read_fully, refuse_non_finite
 
+NOT_NEEDED = (".rotary_emb.inv_freq", *OF_KEYS_AND_VALUES)
+"""Ends of names. Older checkpoints store the first; it is computed from config.json."""
 TOLD_EVERY = 1 << 20
 """Bytes between two reports of progress, where a tensor is read in many small runs."""
 
@@ -156,63 +158,47 @@ class Checkpoint:
         return vector
 
     def packed(self, asked: Asked) -> PackedLinear:
+        stored = self.ops.packing or self.ops.stored
+        quant = None if stored is None else stored.format(asked.kind)
         entry = self._entries.get(f"{next(iter(asked.outputs))}.weight")
         rounded = entry is not None and entry.dtype in ROUNDED_DTYPES
-        packed, bias_O = self._pack_rounded(asked) if rounded else self._pack(asked)
+        if stored is not None and quant is not None and (rounded or quant.in_checkpoints_only):
+            packed, bias_O = self._pack_rounded(asked, stored, quant)
+        elif rounded:
+            what = "rounded weights are not what config.json says"
+            raise ModelError(f"{self._directory}: {what}; {FETCH_AGAIN}")
+        else:
+            packed, bias_O = self._pack(asked)
         if self._keeper is not None:
             self._keeper.packed(asked, packed, bias_O)
         return packed
 
     def _pack(self, asked: Asked) -> tuple[PackedLinear, Tensor | None]:
         weight_OI = torch.empty(asked.shape, dtype=self.dtype, device=self.device)
-        bias_O = torch.empty(asked.shape[0], dtype=self.dtype, device=self.device) if asked.bias else None
         row = 0
         for name, rows in asked.outputs.items():
             end = row + rows.size
             self.take_into(f"{name}.weight", weight_OI[row:end], rows, asked.inputs)
-            if bias_O is not None:
-                self.take_into(f"{name}.bias", bias_O[row:end], rows)
             row = end
+        bias_O = self._bias(asked)
         return pack(self.ops, asked.kind, weight_OI, bias_O), bias_O
 
-    def _pack_rounded(self, asked: Asked) -> tuple[PackedLinear, Tensor | None]:
-        stored = self.ops.packing or self.ops.stored
-        quant = None if stored is None else stored.format(asked.kind)
-        if stored is None or quant is None:
-            what = "rounded weights are not what config.json says"
-            raise ModelError(f"{self._directory}: {what}; {FETCH_AGAIN}")
-        parts_of.refuse_cut_groups(asked.name, asked.inputs, quant)
-        codes, scales, biases = [], [], []
-        for name, rows in asked.outputs.items():
-            codes.append(self._codes(f"{name}.weight", rows, asked.inputs, quant))
-            scales.append(self._scales(f"{name}.weight{scale_name(quant)}", rows, asked.inputs, quant))
-            if asked.bias:
-                biases.append(torch.empty(rows.size, dtype=self.dtype, device=self.device))
-                self.take_into(f"{name}.bias", biases[-1], rows)
-        bias_O = torch.cat(biases) if biases else None
-        rounded = Rounded(quant, parts_of.stacked(codes), torch.cat(scales))
+    def _pack_rounded(
+        self, asked: Asked, stored: StoredWeights, quant: Quant
+    ) -> tuple[PackedLinear, Tensor | None]:
+        rounded = read_rounded(self, asked.outputs, asked.inputs, quant)
+        bias_O = self._bias(asked)
         return stored.pack_rounded(rounded, self.dtype, bias_O), bias_O
 
-    def _codes(self, name: str, rows: Part, inputs: Part, quant: Quant) -> Tensor:
-        """[rows, inputs] of that part; padding is zeros."""
-        entry = self._entry(name)
-        parts = parts_of.stored_parts(rows, inputs, quant)
-        parts_of.refuse_other_codes(entry, tuple(part.total for part in parts), quant)
-        raw = self._read(entry, parts)
-        if quant.is_float:
-            refuse_non_finite(raw, entry, "")
-        codes_OI = parts_of.unpacked(raw, quant, inputs.stop - inputs.start)
-        target = torch.zeros((rows.size, inputs.size), dtype=codes_OI.dtype, device=self.device)
-        target[: len(codes_OI)].copy_(codes_OI)
-        return target
-
-    def _scales(self, name: str, rows: Part, inputs: Part, quant: Quant) -> Tensor:
-        """[rows, groups of inputs] of that part; padding is zeros."""
-        parts = parts_of.scale_parts(rows, inputs, quant)
-        dtype = torch.float32 if quant.is_float else torch.float16
-        stored = torch.empty([part.size for part in parts], dtype=dtype, device=self.device)
-        self.take_into(name, stored, *parts)
-        return parts_of.scales_of_rows(stored, rows, quant)
+    def _bias(self, asked: Asked) -> Tensor | None:
+        if not asked.bias:
+            return None
+        bias_O = torch.empty(asked.shape[0], dtype=self.dtype, device=self.device)
+        row = 0
+        for name, rows in asked.outputs.items():
+            self.take_into(f"{name}.bias", bias_O[row : row + rows.size], rows)
+            row += rows.size
+        return bias_O
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         target = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -224,17 +210,19 @@ class Checkpoint:
 
         `parts`: of each dimension, what to read; all of it where none are given. Padding is zeros.
         """
-        parts = parts or tuple(map(Part.whole, target.shape))
-        entry = self._entry(name)
-        wanted = tuple(part.total for part in parts)
+        self.fill(self.entry(name), target, *(parts or map(Part.whole, target.shape)))
+
+    def fill(self, entry: TensorEntry, target: Tensor, *parts: Part) -> None:
+        """The same of an entry that was taken already."""
+        wanted, where = tuple(part.total for part in parts), f"{entry.file}: tensor {shown(entry.name)}"
         if entry.shape != wanted:
             raise ModelError(
-                f"{entry.file}: tensor {shown(name)} has shape {list(entry.shape)}, config.json asks for "
-                f"{list(wanted)}: config and weights are not of the same model"
+                f"{where} has shape {list(entry.shape)}, config.json asks for {list(wanted)}: config and "
+                "weights are not of the same model"
             )
         if entry.dtype in ROUNDED_DTYPES:
-            raise ModelError(f"{entry.file}: tensor {shown(name)} may not be {entry.dtype}; {FETCH_AGAIN}")
-        raw = self._read(entry, parts)
+            raise ModelError(f"{where} may not be {entry.dtype}; {FETCH_AGAIN}")
+        raw = self.read(entry, parts)
         refuse_non_finite(raw, entry, "")
         rows = len(raw)
         target[:rows].copy_(raw)
@@ -242,7 +230,10 @@ class Checkpoint:
         if self.dtype == torch.float16 and entry.dtype != "F16":
             refuse_non_finite(target, entry, " in float16: serve the model in bfloat16 or float32")
 
-    def _entry(self, name: str) -> TensorEntry:
+    def has(self, name: str) -> bool:
+        return name in self._entries
+
+    def entry(self, name: str) -> TensorEntry:
         entry = self._entries.pop(name, None)
         if entry is None:
             raise ModelError(f"{self._directory}: tensor {shown(name)} is missing; {FETCH_AGAIN}")
@@ -250,13 +241,13 @@ class Checkpoint:
 
     def skip(self, name: str) -> None:
         names = [n for n in self._entries if n.startswith(name)] if name.endswith(".") else [name]
-        for each in (*names, *(f"{name}{scale}" for scale in (SCALE, SCALE_OF_BLOCKS))):
+        for each in (*names, *(f"{name}{scale}" for scale in SCALES)):
             entry = self._entries.pop(each, None)
             self._total -= entry.nbytes if entry else 0
 
     def finish(self) -> None:
-        for name in [name for name in self._entries if name.endswith(".rotary_emb.inv_freq")]:
-            self.skip(name)  # older checkpoints store it; it is computed from config.json
+        for name in [name for name in self._entries if name.endswith(NOT_NEEDED)]:
+            self.skip(name)
         if self._entries:
             name, entry = next(iter(self._entries.items()))
             more = f" and {len(self._entries) - 1} more" if len(self._entries) > 1 else ""
@@ -265,7 +256,7 @@ class Checkpoint:
                 "names: config and weights are not of the same model"
             )
 
-    def _read(self, entry: TensorEntry, parts: tuple[Part, ...]) -> Tensor:
+    def read(self, entry: TensorEntry, parts: tuple[Part, ...]) -> Tensor:
         runs, shape = byte_runs(entry, parts)
         buffer = torch.empty(sum(length for _, length in runs), dtype=torch.uint8)
         self._total -= entry.nbytes - buffer.nbytes

@@ -15,17 +15,19 @@ __all__ = ["Kind", "Packing", "Rounded", "StoredWeights"]
 class Rounded:
     """Weights as integers: `codes_OI` int8 times `scales_OG` float16, one for each group of inputs.
 
-    Of kind `blocks`: E4M3 times float32.
+    Of other kinds E4M3 times float32: `blocks`, and one scale for each output where that is the format.
     """
 
     quant: Quant
     codes_OI: Tensor
     scales_OG: Tensor
+    given: Tensor | None = None
+    """Of kind `given`: float32 [1], the scale of all activations."""
 
     def floats(self) -> Tensor:
         """The weights that these integers stand for, [O, I] float32."""
         outputs, inputs = self.codes_OI.shape
-        scales = self.scales_OG.float().repeat_interleave(self.quant.group, dim=1)[:, :inputs]
+        scales = self.scales_OG.float().repeat_interleave(self.quant.shared(inputs), dim=1)[:, :inputs]
         return self.codes_OI.float() * scales.view(outputs, inputs)
 
 

@@ -15,14 +15,20 @@ class Quant:
 
         rows      the same int8 weights; activations are int8, one scale for each row and group
         float     E4M3 with one float32 scale for each output; activations one for each row
+        given     the same weights, and one float32 scale for all activations of a linear, which a checkpoint
+                  gives
         blocks    E4M3 with one float32 scale for `group` x `group` weights; activations one for each row and
-                  group. The output head keeps its dtype, as in checkpoints of this format
+                  group
     """
 
     name: str
     bits: int
     group: int
-    kind: Literal["integer", "rows", "float", "blocks"] = "integer"
+    kind: Literal["integer", "rows", "float", "given", "blocks"] = "integer"
+    keeps_head: bool = False
+    """The output head keeps its dtype, as in checkpoints of this format."""
+    is_mixed: bool = False
+    """Some linears of the layers have the head's format: the engine's recipe says which."""
 
     @property
     def bytes_per_weight(self) -> float:
@@ -33,8 +39,22 @@ class Quant:
         """Of a weight of the output head; `wide`: of one that is not rounded."""
         return wide if self.keeps_head else self.head.bytes_per_weight
 
+    def shared(self, inputs: int) -> int:
+        """How many of these inputs share a scale."""
+        return inputs if self.by_output else self.group
+
     def groups(self, inputs: int) -> int:
-        return -(-inputs // self.group)
+        return -(-inputs // self.shared(inputs))
+
+    @property
+    def by_output(self) -> bool:
+        """Whether all inputs of an output share a scale."""
+        return self.kind in {"float", "given"}
+
+    @property
+    def in_checkpoints_only(self) -> bool:
+        """Not made at load: others write it."""
+        return self.by_output and self.keeps_head
 
     @property
     def on_cpu(self) -> bool:
@@ -42,11 +62,7 @@ class Quant:
 
     @property
     def is_float(self) -> bool:
-        return self.kind in {"float", "blocks"}
-
-    @property
-    def keeps_head(self) -> bool:
-        return self.kind == "blocks"
+        return self.by_output or self.kind == "blocks"
 
     @property
     def head(self) -> "Quant":
@@ -66,8 +82,11 @@ QUANTS = {
         Quant("int8-g32", 8, 32),
         Quant("int4", 4, 32),
         Quant("int4-g128", 4, 128),
+        Quant("int4-mix", 4, 32, is_mixed=True),
         Quant("w8a8", 8, 128, "rows"),
         Quant("fp8", 8, 512, "float"),  # 512: its scales count as they would for outputs of 1024 inputs
-        Quant("fp8-block", 8, 128, "blocks"),
+        Quant("fp8-block", 8, 128, "blocks", keeps_head=True),
+        Quant("fp8-dynamic", 8, 512, "float", keeps_head=True),
+        Quant("fp8-static", 8, 512, "given", keeps_head=True),
     )
 }

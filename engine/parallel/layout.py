@@ -139,7 +139,7 @@ def _indivisible(shape: ModelShape, tp: int, quant: Quant | None) -> str:
         return f"the vocabulary has only {shape.vocab} tokens"
     inner = {"attention": shape.heads * shape.head_dim // tp, "the MLP": shape.ffn // tp}
     for where, size in inner.items():
-        if tp > 1 and quant is not None and quant.kind != "float" and size % quant.group:
+        if tp > 1 and quant is not None and not quant.by_output and size % quant.group:
             return (
                 f"{quant.name} weights round groups of {quant.group} inputs, and a part of {where} "
                 f"has {size}: take another --quant or --tp"

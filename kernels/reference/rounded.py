@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import Ops
-from ..quant import Quant
+from ..packing import Rounded
+from ..quant import Kind, Quant
 from . import REFERENCE
-from .eight_bits import FP8, LARGEST, in_eight_bits
+from .eight_bits import FP8, LARGEST, in_eight_bits, in_given_scale
 from .linear import Linear, linear
 
 
@@ -26,6 +27,8 @@ class RoundedLinear:
     """What the rows of a product are rounded to, and made wide again; None: they are not."""
     group: int | None
     """Inputs of a row that share a scale; None: all of them."""
+    given: Tensor | None = None
+    """The scale of all rows, where a checkpoint has it."""
 
 
 def rounded_ops(quant: Quant | None, kv_dtype: torch.dtype | None = None) -> Ops:
@@ -40,6 +43,7 @@ def rounded_ops(quant: Quant | None, kv_dtype: torch.dtype | None = None) -> Ops
             pack_head=lambda weight_VE, bias_V: pack_head(weight_VE, bias_V, quant),
             pack_embedding=lambda weight_VE, tied: pack_table(weight_VE, tied, quant),
             embedding=embedding,
+            stored=Stored(quant) if quant.is_float else None,
             linear=rounded_linear,
             logits=rounded_linear,
         )
@@ -52,9 +56,28 @@ def rounded_ops(quant: Quant | None, kv_dtype: torch.dtype | None = None) -> Ops
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """`StoredWeights` of 8-bit floats."""
+
+    quant: Quant
+
+    def format(self, kind: Kind) -> Quant | None:
+        if kind == "linear":
+            return self.quant
+        return None if kind == "table" or self.quant.keeps_head else self.quant.head
+
+    def pack_rounded(
+        self, rounded: Rounded, dtype: torch.dtype, bias_O: Tensor | None = None
+    ) -> RoundedLinear:
+        wide = Linear(rounded.floats(), None if bias_O is None else bias_O.float())
+        group = None if rounded.quant.by_output else rounded.quant.group
+        return RoundedLinear(wide, dtype, FP8, group, rounded.given)
+
+
 def pack(weight_OI: Tensor, bias_O: Tensor | None, quant: Quant) -> RoundedLinear:
     rows = torch.int8 if quant.kind == "rows" else FP8
-    group = None if quant.kind == "float" else quant.group
+    group = None if quant.by_output else quant.group
     return rounded(weight_OI, bias_O, quant, rows, group)
 
 
@@ -81,7 +104,10 @@ def rounded_linear(packed: RoundedLinear | Linear, x_TI: Tensor) -> Tensor:
     """Sums in float32, rounded once."""
     if isinstance(packed, Linear):
         return linear(packed, x_TI)
-    wide_TI = x_TI.float() if packed.rows is None else wide_rows(x_TI, packed.rows, packed.group)
+    if packed.given is not None:
+        wide_TI = in_given_scale(x_TI, packed.given)
+    else:
+        wide_TI = x_TI.float() if packed.rows is None else wide_rows(x_TI, packed.rows, packed.group)
     return linear(packed.wide, wide_TI).to(packed.dtype)
 
 
@@ -99,6 +125,7 @@ def wide_rows(x_TI: Tensor, dtype: torch.dtype, group: int | None) -> Tensor:
 
 def wide_weights(weight_OI: Tensor, quant: Quant) -> Tensor:
     """Float32."""
+    assert quant.kind != "given", "its scales come with a checkpoint"
     outputs, inputs = weight_OI.shape
     match quant.kind:
         case "float":

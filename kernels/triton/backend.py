@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -13,8 +12,9 @@ from ..quant import Kind, Quant
 from ..ragged import Ragged
 from . import attention, embedding, heads, kv_cache, linear, rms_norm, silu_mul
 from .advance import advance
+from .choice import Choice
+from .left_rows import LeftRows
 from .linear import Blocks8, Floats8, Integers, Integers8, Linear, Plain
-from .quantise import Rows8
 from .sample import sample
 from .tiles import ROW_COUNTS, has_fp8
 from .weights import group_codes, pack_fp8, pack_fp8_blocks, pack_grouped, scales_of_blocks
@@ -39,7 +39,7 @@ def triton_ops(
 
 @dataclass
 class Backend:
-    """Norms and gates before linears of 8-bit rows leave those too; `linear` finds them by identity."""
+    """Norms and gates before linears of 8-bit rows leave those too."""
 
     dtype: torch.dtype
     quant: Quant | None
@@ -47,9 +47,8 @@ class Backend:
     sdpa_from: int | None = None
 
     def __post_init__(self) -> None:
-        self._eight_of: Callable[[], Tensor | None] = lambda: None
-        self._eight: Rows8 | None = None
-        self._rows = linear.rows_for(self.quant)
+        self._left = LeftRows(linear.rows_for(self.quant))
+        self._choice = Choice(self.dtype)
 
     def ops(self, device: torch.device) -> Ops:
         formats = [torch.float32, torch.bfloat16, torch.float16, torch.int8] + [FP8] * has_fp8(device)
@@ -85,10 +84,10 @@ class Backend:
         return self.pack_head(weight_VE, None) if tied else Plain(weight_VE, None)
 
     def pack_head(self, weight_VE: Tensor, bias_V: Tensor | None) -> Linear:
-        return pack(weight_VE, bias_V, self.format("head"))
+        return self._chosen(pack(weight_VE, bias_V, self.format("head")))
 
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-        return pack(weight_OI, bias_O, self.quant)
+        return self._chosen(pack(weight_OI, bias_O, self.quant))
 
     def format(self, kind: Kind) -> Quant | None:
         """As `StoredWeights` has it."""
@@ -99,35 +98,38 @@ class Backend:
     def pack_rounded(self, rounded: Rounded, dtype: torch.dtype, bias_O: Tensor | None = None) -> Linear:
         """As `StoredWeights` has it."""
         assert dtype == self.dtype
-        return pack_rounded(rounded, bias_O)
+        return self._chosen(pack_rounded(rounded, bias_O))
 
     def linear(self, packed: Linear, x_TI: Tensor) -> Tensor:
-        eight = self._eight if self._eight_of() is x_TI else None
-        return linear.multiply(packed, x_TI, eight, fixed=self.fixed)
+        eight = self._left.rows_for(packed, x_TI)
+        return self._left.multiplied(packed, linear.multiply(packed, x_TI, eight, fixed=self.fixed))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dim() == 2:
             return rms_norm.norm_heads(x, weight, eps)
-        return self._keep(*rms_norm.norm_rows(x, None, weight, eps, self._rows))
+        wanted = self._left.format_of(id(weight))
+        return self._left.keep(*rms_norm.norm_rows(x, None, weight, eps, wanted), id(weight))
 
     def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        return self._keep(*rms_norm.norm_rows(x_TE, residual_TE, weight_E, eps, self._rows))
+        wanted = self._left.format_of(id(weight_E))
+        return self._left.keep(*rms_norm.norm_rows(x_TE, residual_TE, weight_E, eps, wanted), id(weight_E))
 
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
-        return self._keep(*silu_mul.gate_rows(gate_up_T2F, self._rows))
+        maker = self._left.maker_of(gate_up_T2F)
+        return self._left.keep(*silu_mul.gate_rows(gate_up_T2F, self._left.format_of(maker)), maker)
 
     def plan_attention(self, ragged: Ragged, cache: kv_cache.Cache, window: int | None) -> attention.Plan:
         return attention.plan_attention(ragged, cache, window, fixed=self.fixed, sdpa_from=self.sdpa_from)
 
-    def _keep(self, out: Tensor, eight: Rows8 | None) -> Tensor:
-        if eight is not None:
-            self._eight_of, self._eight = ref(out), eight
-        return out
+    def _chosen(self, packed: Linear) -> Linear:
+        """PyTorch's own products have no fixed order."""
+        return packed if self.fixed else self._choice.of(packed)
 
 
 def pack(weight_OI: Tensor, bias_O: Tensor | None, quant: Quant | None) -> Linear:
     if quant is None:
         return Plain(weight_OI, bias_O)
+    assert quant.kind != "given", "its scales of activations come with a checkpoint"
     if quant.kind == "float":
         return Floats8(*pack_fp8(weight_OI), bias_O)
     if quant.kind == "blocks":
@@ -139,6 +141,10 @@ def pack(weight_OI: Tensor, bias_O: Tensor | None, quant: Quant | None) -> Linea
 def pack_rounded(rounded: Rounded, bias_O: Tensor | None) -> Linear:
     """Weights that a checkpoint holds rounded."""
     quant, codes_OI = rounded.quant, rounded.codes_OI
+    if quant.by_output:
+        scales = rounded.scales_OG.contiguous()
+        one_1 = scales[0].clone() if bool((scales == scales[0]).all()) else None
+        return Floats8(codes_OI, scales, bias_O, rounded.given, one_1)
     if quant.kind == "blocks":
         return Blocks8(codes_OI, scales_of_blocks(rounded.scales_OG), bias_O)
     weight = group_codes(codes_OI, rounded.scales_OG, quant)

@@ -45,11 +45,12 @@ def fp8_product(
     )
 
 
-@triton.jit(do_not_specialize=["rows", "steps"])
+@triton.jit(do_not_specialize=["rows", "steps", "x_step"])
 def fp8_kernel(
     out: tl.tensor,
     x: tl.tensor,
     x_scales: tl.tensor,
+    x_step: tl.tensor,
     weight: tl.tensor,
     scales: tl.tensor,
     bias: tl.tensor,
@@ -78,7 +79,7 @@ def fp8_kernel(
         w_place = n.to(tl.int64)[:, None] * inputs + i[None, :]
         w_tile = tl.load(weight + w_place, mask=real_n[:, None] & inside, other=0.0)
         if BLOCKWISE:
-            scale_m = tl.load(x_scales + m.to(tl.int64) * blocks + b, mask=real_m, other=0.0)
+            scale_m = tl.load(x_scales + tl.cast(b, tl.int64) * x_step + m, mask=real_m, other=0.0)
             scale_n = tl.load(scales + (n // SHARED).to(tl.int64) * blocks + b, mask=real_n, other=0.0)
             sums = tl.dot(x_tile, tl.trans(w_tile))
             acc += sums * (scale_m[:, None] * scale_n[None, :])

@@ -32,11 +32,12 @@ def int8_product(
     )
 
 
-@triton.jit(do_not_specialize=["rows", "steps"])
+@triton.jit(do_not_specialize=["rows", "steps", "x_step"])
 def int8_kernel(
     out: tl.tensor,
     x: tl.tensor,
     x_scales: tl.tensor,
+    x_step: tl.tensor,
     weight: tl.tensor,
     scales: tl.tensor,
     bias: tl.tensor,
@@ -61,7 +62,7 @@ def int8_kernel(
         x_tile = tl.load(x + x_place, mask=real_m[:, None] & (i < inputs)[None, :], other=0)
         place = (tl.cast(g, tl.int64) * outputs + n)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         w_tile = tl.load(weight + place, mask=real_n[:, None], other=0)
-        scale_m = tl.load(x_scales + m.to(tl.int64) * groups + g, mask=real_m, other=0.0)
+        scale_m = tl.load(x_scales + tl.cast(g, tl.int64) * x_step + m, mask=real_m, other=0.0)
         scale_n = tl.load(scales + tl.cast(g, tl.int64) * outputs + n, mask=real_n, other=0.0).to(tl.float32)
         sums = tl.dot(x_tile, tl.trans(w_tile), out_dtype=tl.int32)
         acc += sums.to(tl.float32) * (scale_m[:, None] * scale_n[None, :])

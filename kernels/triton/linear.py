@@ -7,11 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..quant import Quant
+from . import scaled_mm
 from .dequantise import dequantise
 from .gemm import Grouped, product
 from .gemm_fp8 import BLOCK, fp8_product
 from .gemm_int8 import int8_product
 from .quantise import RowFormat, Rows8, quantise_rows
+from .scaled_mm import Sharing
 
 TILED_ROWS = 512
 """Up to here integer weights are multiplied as they are read. More rows than that pay for one pass that makes
@@ -31,18 +33,33 @@ class Integers:
 
 
 @dataclass(frozen=True, slots=True)
-class Floats8:
-    weight_OI: Tensor
-    scales_O1: Tensor
-    bias_O: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
 class Integers8:
     """Multiplied with int8 rows."""
 
     weight: Grouped
     bias_O: Tensor | None
+
+
+FP8_ROWS = RowFormat(torch.float8_e4m3fn, None)
+FP8_BLOCKS = RowFormat(torch.float8_e4m3fn, BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Floats8:
+    weight_OI: Tensor
+    scales: Tensor
+    """[O, 1]."""
+    bias_O: Tensor | None
+    given: Tensor | None = None
+    """float32 [1]: the scale of all rows, where a checkpoint has it."""
+    one_1: Tensor | None = None
+    """The scale of all outputs, where they share it."""
+    by_torch: Sharing | None = None
+    """How `torch._scaled_mm` multiplies it (`choice.py`); None: it does not."""
+
+    @property
+    def row_format(self) -> RowFormat:
+        return FP8_ROWS if self.given is None else FP8_ROWS._replace(given=self.given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +68,14 @@ class Blocks8:
     scales: Tensor
     """[O / 128, I / 128], or [O, I / 128]."""
     bias_O: Tensor | None
+    by_torch: Sharing | None = None
+
+    @property
+    def row_format(self) -> RowFormat:
+        return FP8_BLOCKS
 
 
 Linear = Plain | Integers | Integers8 | Floats8 | Blocks8
-
-
-FP8_ROWS = RowFormat(torch.float8_e4m3fn, None)
-FP8_BLOCKS = RowFormat(torch.float8_e4m3fn, BLOCK)
 
 
 def rows_for(quant: Quant | None) -> RowFormat | None:
@@ -87,31 +105,24 @@ def multiply(packed: Linear, x_TI: Tensor, eight: Rows8 | None, *, fixed: bool) 
         case Integers8(weight, bias_O):
             rows = eight or quantise_rows(x_TI, RowFormat(torch.int8, weight.group))
             return int8_product(rows, weight, bias_O, x_TI.dtype, fixed=fixed)
-        case Blocks8(weight_OI, scales, bias_O):
-            rows = eight or quantise_rows(x_TI, FP8_BLOCKS)
-            return fp8_product(rows, weight_OI, scales, bias_O, x_TI.dtype, fixed=fixed)
-        case Floats8(weight_OI, scales_O1, bias_O):
-            rows = eight or quantise_rows(x_TI, FP8_ROWS)
-            if fixed or not cutlass_can(x_TI, weight_OI):
-                return fp8_product(rows, weight_OI, scales_O1, bias_O, x_TI.dtype, fixed=fixed)
-            out = scaled_mm(rows, weight_OI, scales_O1, x_TI.dtype)
-            return out if bias_O is None else out.add_(bias_O)
+        case Floats8() | Blocks8():
+            rows = eight or quantise_rows(x_TI, packed.row_format)
+            return multiply_floats(packed, rows, x_TI.dtype, fixed=fixed)
 
 
-def cutlass_can(x_TI: Tensor, weight_OI: Tensor) -> bool:
-    """What `torch._scaled_mm` asks for with a scale for each row and output."""
-    outputs, inputs = weight_OI.shape
-    return (
-        x_TI.device.type == "cuda" and x_TI.dtype == torch.bfloat16 and outputs % 16 == 0 and inputs % 16 == 0
-    )
-
-
-def scaled_mm(rows: Rows8, weight_OI: Tensor, scales_O1: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch._scaled_mm(  # noqa: SLF001 - torch's only door to cuBLAS and CUTLASS in 8 bits
-        rows.numbers,
-        weight_OI.t(),
-        scale_a=rows.scales,
-        scale_b=scales_O1.t(),
-        out_dtype=dtype,
-        use_fast_accum=True,
-    )
+def multiply_floats(packed: Floats8 | Blocks8, rows: Rows8, dtype: torch.dtype, *, fixed: bool) -> Tensor:
+    """[T, O] in `dtype`."""
+    weight_OI, scales, bias_O = packed.weight_OI, packed.scales, packed.bias_O
+    match packed.by_torch:
+        case None:
+            return fp8_product(rows, weight_OI, scales, bias_O, dtype, fixed=fixed)
+        case "blocks":
+            out = scaled_mm.by_blocks(rows, weight_OI, scales, dtype)
+        case "rows":
+            out = scaled_mm.by_rows(rows, weight_OI, scales, dtype)
+        case "tensor":
+            assert isinstance(packed, Floats8)
+            assert packed.given is not None
+            assert packed.one_1 is not None
+            out = scaled_mm.by_tensor(rows, weight_OI, packed.given, packed.one_1, dtype)
+    return out if bias_O is None else out.add_(bias_O)

@@ -1,4 +1,6 @@
-"""Rows of activations as 8-bit numbers with one float32 scale a row, or a row and group of inputs."""
+"""Rows of activations as 8-bit numbers with one float32 scale a row, or a row and group of inputs; or with
+the one scale that a checkpoint gives for all rows of a linear.
+"""
 
 from typing import NamedTuple
 
@@ -12,17 +14,25 @@ from .tiles import power_of_two, warps_for
 
 BLOCK = 1024
 """Inputs of a program where their groups are smaller."""
+ROWS = 16
+"""Memory is taken for a multiple of so many rows: scales of one group then begin at multiples of 64 bytes, as
+`torch._scaled_mm` wants them.
+"""
 
 
 class RowFormat(NamedTuple):
-    """`group`: inputs that share a scale, a power of two; None: all of a row."""
+    """`group`: inputs that share a scale, a power of two; None: all of a row.
+
+    `given`: float32 [1], the scale of all rows, without groups; larger numbers become the largest.
+    """
 
     dtype: torch.dtype
     group: int | None
+    given: Tensor | None = None
 
 
 class Rows8(NamedTuple):
-    """x is about numbers_TI * scales_T1, or scales_TG of groups of inputs."""
+    """x is about numbers_TI * scales_T1, or scales_TG of groups of inputs; those of a group lie together."""
 
     numbers: Tensor
     scales: Tensor
@@ -30,10 +40,24 @@ class Rows8(NamedTuple):
     @classmethod
     def empty(cls, rows: int, inputs: int, row_format: RowFormat, device: torch.device) -> "Rows8":
         """The last group of a row may be short."""
-        dtype, group = row_format
+        group, room = row_format.group, whole_rows(rows)
         groups = 1 if group is None else triton.cdiv(inputs, group)
-        numbers = torch.empty((rows, inputs), dtype=dtype, device=device)
-        return cls(numbers, torch.empty((rows, groups), dtype=torch.float32, device=device))
+        numbers = torch.empty((room, inputs), dtype=row_format.dtype, device=device)
+        scales = torch.empty((groups, room), dtype=torch.float32, device=device)
+        return cls(numbers[:rows], (scales.t() if groups > 1 else scales.view(room, 1))[:rows])
+
+    def whole(self) -> "Rows8":
+        """With the rows that memory was taken for, made by `empty`: the last ones hold anything."""
+        (rows, inputs), groups = self.numbers.shape, self.scales.shape[1]
+        room = whole_rows(rows)
+        return Rows8(
+            self.numbers.as_strided((room, inputs), (inputs, 1)),
+            self.scales.as_strided((room, groups), (1, self.scales.stride(1))),
+        )
+
+
+def whole_rows(rows: int) -> int:
+    return triton.cdiv(rows, ROWS) * ROWS  # type: ignore[no-any-return] # Triton has no types
 
 
 def quantise_rows(x_TI: Tensor, row_format: RowFormat) -> Rows8:
@@ -45,15 +69,23 @@ def quantise_rows(x_TI: Tensor, row_format: RowFormat) -> Rows8:
     if rows:
         quantise_kernel[(rows, triton.cdiv(inputs, block))](
             *eight,
+            eight.scales.stride(1),
+            given_to(row_format, eight.scales),
             x_TI,
             x_TI.stride(0),
             WIDTH=inputs,
             BLOCK=block,
             GROUP=group_in(block, row_format),
             LARGEST=LARGEST[row_format.dtype],
+            GIVEN=row_format.given is not None,
             num_warps=warps_for(block),
         )
     return eight
+
+
+def given_to(row_format: RowFormat | None, other: Tensor) -> Tensor:
+    """What kernels read as `given`; `other` is there to be passed, and not read."""
+    return other if row_format is None or row_format.given is None else row_format.given
 
 
 def group_in(block: int, row_format: RowFormat | None) -> int:
@@ -61,31 +93,36 @@ def group_in(block: int, row_format: RowFormat | None) -> int:
     if row_format is None:
         return 0
     group = row_format.group
-    assert group is None or group == power_of_two(group)
+    assert group is None or (group == power_of_two(group) and row_format.given is None)
     return block if group is None else min(group, block)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def quantise_kernel(
     numbers: tl.tensor,
     scales: tl.tensor,
+    step: tl.tensor,
+    given: tl.tensor,
     x: tl.tensor,
     x_row: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     LARGEST: tl.constexpr,
+    GIVEN: tl.constexpr,
 ) -> None:
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
     values = tl.load(x + row * x_row + column, mask=column < WIDTH, other=0.0)
-    store_eight_bits(numbers, scales, values, row, first, WIDTH, BLOCK, GROUP, LARGEST)
+    store_eight_bits(numbers, scales, step, given, values, row, first, WIDTH, BLOCK, GROUP, LARGEST, GIVEN)
 
 
 @triton.jit
 def store_eight_bits(
     numbers: tl.tensor,
     scales: tl.tensor,
+    step: tl.tensor,
+    given: tl.tensor,
     values: tl.tensor,
     row: tl.tensor,
     first: tl.tensor,
@@ -93,20 +130,27 @@ def store_eight_bits(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     LARGEST: tl.constexpr,
+    GIVEN: tl.constexpr,
 ) -> None:
     """BLOCK values of a row from column `first` on, those beyond WIDTH zeros. Scales do not depend on who had
-    the values in hand: one largest number and one division a group.
+    the values in hand: one largest number and one division a group. Those of two groups are `step` apart.
     """
     GROUPS: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
     HERE: tl.constexpr = BLOCK // GROUP
     grouped = tl.reshape(values.to(tl.float32), (HERE, GROUP))
     most = tl.max(magnitude(grouped), 1)
-    rounded = tl.reshape(eight_bits(grouped, most[:, None], LARGEST), (BLOCK,))
+    if GIVEN:
+        scale = tl.load(given) + tl.zeros(most.shape, tl.float32)
+        scale = tl.where(most == float("inf"), float("nan"), scale)
+        rounded = tl.reshape(eight_bits_given(grouped, scale[:, None], LARGEST), (BLOCK,))
+    else:
+        scale = row_scale(most, LARGEST)
+        rounded = tl.reshape(eight_bits(grouped, most[:, None], LARGEST), (BLOCK,))
     column = first + tl.arange(0, BLOCK)
     place = numbers + row * WIDTH + column
     tl.store(place, rounded.to(numbers.dtype.element_ty), mask=column < WIDTH)
     group = first // GROUP + tl.arange(0, HERE)
-    tl.store(scales + row * GROUPS + group, row_scale(most, LARGEST), mask=group < GROUPS)
+    tl.store(scales + group * step + row, scale, mask=group < GROUPS)
 
 
 @triton.jit
@@ -135,3 +179,11 @@ def eight_bits(values: tl.tensor, most: tl.tensor, LARGEST: tl.constexpr) -> tl.
     if LARGEST == 127.0:
         scaled = (scaled + 12582912.0) - 12582912.0
     return scaled
+
+
+@triton.jit
+def eight_bits_given(values: tl.tensor, scale: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
+    """1 / scale times values: NaN where the scale is, which products without scales of rows need."""
+    scaled = values * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    scaled = tl.where(tl.abs(scaled) > LARGEST, tl.where(scaled > 0, LARGEST, -LARGEST), scaled)
+    return tl.where(scale == scale, scaled, float("nan"))  # noqa: PLR0124 - false for NaN

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .kv_cache import LARGEST
-from .quantise import RowFormat, Rows8, group_in, store_eight_bits
+from .quantise import RowFormat, Rows8, given_to, group_in, store_eight_bits
 from .tiles import power_of_two, warps_for
 
 
@@ -40,6 +40,8 @@ def norm_rows(
             out_TE if residual_TE is None else residual_TE,
             out_TE if eight is None else eight.numbers,
             weight_E if eight is None else eight.scales,
+            0 if eight is None else eight.scales.stride(1),
+            given_to(row_format, weight_E if eight is None else eight.scales),
             x_TE,
             weight_E,
             x_TE.stride(0),
@@ -49,17 +51,20 @@ def norm_rows(
             RESIDUAL=residual_TE is not None,
             GROUP=group_in(block, row_format),
             LARGEST=1.0 if row_format is None else LARGEST[row_format.dtype],
+            GIVEN=row_format is not None and row_format.given is not None,
             num_warps=warps_for(width),
         )
     return out_TE, eight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def norm_kernel(
     out: tl.tensor,
     residual: tl.tensor,
     numbers: tl.tensor,
     scales: tl.tensor,
+    step: tl.tensor,
+    given: tl.tensor,
     x: tl.tensor,
     weight: tl.tensor,
     x_row: tl.tensor,
@@ -69,6 +74,7 @@ def norm_kernel(
     RESIDUAL: tl.constexpr,
     GROUP: tl.constexpr,
     LARGEST: tl.constexpr,
+    GIVEN: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -85,7 +91,7 @@ def norm_kernel(
     normed = (values * inverse * weights).to(out.dtype.element_ty)
     tl.store(out + row * WIDTH + column, normed, mask=inside)
     if GROUP:
-        store_eight_bits(numbers, scales, normed, row, 0, WIDTH, BLOCK, GROUP, LARGEST)
+        store_eight_bits(numbers, scales, step, given, normed, row, 0, WIDTH, BLOCK, GROUP, LARGEST, GIVEN)
 
 
 def norm_heads(x_TnD: Tensor, weight_nD: Tensor, eps: float) -> Tensor:

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .kv_cache import LARGEST
-from .quantise import RowFormat, Rows8, group_in, store_eight_bits
+from .quantise import RowFormat, Rows8, given_to, group_in, store_eight_bits
 from .tiles import power_of_two, warps_for
 
 BLOCK = 2048
@@ -31,12 +31,15 @@ def gate_rows(gate_up_T2F: Tensor, row_format: RowFormat | None) -> tuple[Tensor
             out_TF,
             out_TF if eight is None else eight.numbers,
             out_TF if eight is None else eight.scales,
+            0 if eight is None else eight.scales.stride(1),
+            given_to(row_format, out_TF if eight is None else eight.scales),
             gate_up_T2F,
             gate_up_T2F.stride(0),
             WIDTH=width,
             BLOCK=block,
             GROUP=group_in(block, row_format),
             LARGEST=1.0 if row_format is None else LARGEST[row_format.dtype],
+            GIVEN=row_format is not None and row_format.given is not None,
             num_warps=warps_for(width) if whole else 8,
         )
     return out_TF, eight
@@ -52,21 +55,26 @@ def gated(x: tl.tensor, column: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
     return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def silu_kernel(
     out: tl.tensor,
     numbers: tl.tensor,
     scales: tl.tensor,
+    step: tl.tensor,
+    given: tl.tensor,
     x: tl.tensor,
     x_row: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     LARGEST: tl.constexpr,
+    GIVEN: tl.constexpr,
 ) -> None:
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
     result = gated(x + row * x_row, column, WIDTH)
     tl.store(out + row * WIDTH + column, result, mask=column < WIDTH)
     if GROUP:
-        store_eight_bits(numbers, scales, result, row, first, WIDTH, BLOCK, GROUP, LARGEST)
+        store_eight_bits(
+            numbers, scales, step, given, result, row, first, WIDTH, BLOCK, GROUP, LARGEST, GIVEN
+        )

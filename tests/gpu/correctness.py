@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpu import fp8_products
 from gpu.checks import LIMIT, Check, Checks, Setting, distance, name_of
 from llmbox.engine.noise import uniform
 from llmbox.engine.sampler.draw import Knobs, draw_greedy, draw_ranked, draw_whole
 from llmbox.kernels.ops import Ops
-from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.quant import QUANTS, Quant
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.rows import DecodeInputs, DecodeRows, SampleRows
 from llmbox.kernels.triton.backend import triton_ops
@@ -42,6 +43,7 @@ def all_checks(setting: Setting) -> Iterator[Callable[[], list[Check]]]:
         fused_rows,
         made_wide,
         linears,
+        fp8_products.checks,
         experts,
         sampling,
         advance,
@@ -55,6 +57,12 @@ def all_checks(setting: Setting) -> Iterator[Callable[[], list[Check]]]:
     for dtype in setting.dtypes:
         for group in groups:
             yield lambda group=group, dtype=dtype: run(group, dtype)
+
+
+def made_at_load(setting: Setting) -> list[Quant]:
+    """Formats that weights are rounded to here; those that only checkpoints have are in `fp8_products.py`."""
+    formats = (quant for quant in QUANTS.values() if not quant.in_checkpoints_only)
+    return [quant for quant in formats if has_fp8(setting.device) or not quant.is_float]
 
 
 def attention_cases(setting: Setting, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
@@ -112,9 +120,8 @@ def invariance(setting: Setting, dtype: torch.dtype) -> Checks:
         alone.k[0], alone.v[0] = prompt.k[0][: position + 1], prompt.v[0][: position + 1]
         unequal += not torch.equal(alone.attend(ops)[0], whole[position])
     yield Check(name_of("one row, one result: attention", dtype), unequal / len(places), 0.0)
-    for quant in (None, "int4") if setting.tiny else (None, *QUANTS):
-        if quant and QUANTS[quant].is_float and not has_fp8(setting.device):
-            continue
+    names = [quant.name for quant in made_at_load(setting)]
+    for quant in (None, "int4") if setting.tiny else (None, *names):
         ops = triton_ops(setting.device, dtype, QUANTS.get(quant or ""), deterministic=True)
         x = setting.randn(20 if setting.tiny else 1500, 256, dtype=dtype)
         packed = ops.pack_linear(setting.randn(48, 256, dtype=dtype), None)
@@ -166,7 +173,7 @@ def rows(setting: Setting, dtype: torch.dtype) -> Checks:
 
 def fused_rows(setting: Setting, dtype: torch.dtype) -> Checks:
     """Bits of the 8-bit rows that norms and gates leave against those of a pass of their own."""
-    formats = [rows_for(quant) for quant in QUANTS.values() if has_fp8(setting.device) or not quant.is_float]
+    formats = [rows_for(quant) for quant in made_at_load(setting)]
     for row_format in filter(None, formats):
         for width in (200,) if setting.tiny else (1000, 4096, 12288):
             x, residual, weight = (setting.randn(*s, dtype=dtype) for s in ((5, width), (5, width), (width,)))
@@ -176,7 +183,8 @@ def fused_rows(setting: Setting, dtype: torch.dtype) -> Checks:
             unequal = [not torch.equal(normed, plain)]
             for rows8, wide in ((left, normed), (also_left, gated)):
                 pairs = zip(rows8, quantise_rows(wide, row_format), strict=True)
-                unequal += [not torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs]
+                bits = [[each.contiguous().view(torch.uint8) for each in pair] for pair in pairs]
+                unequal += [not torch.equal(*pair) for pair in bits]
             name = name_of("rows left in 8 bits", dtype, row_format.dtype, row_format.group, "width", width)
             yield Check(name, sum(unequal) / len(unequal), 0.0)
 
@@ -187,8 +195,8 @@ def wide_weights(packed: object) -> Tensor:
             return weight_OI.float()
         case Integers(weight, _) | Integers8(weight, _):
             return dequantise(weight, torch.float32)
-        case Floats8(weight_OI, scales_O1, _):
-            return weight_OI.float() * scales_O1
+        case Floats8(weight_OI, scales, _):
+            return weight_OI.float() * scales
         case Blocks8(weight_OI, scales, _):
             spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
             return weight_OI.float() * spread[: weight_OI.shape[0], : weight_OI.shape[1]]
@@ -210,9 +218,7 @@ def made_wide(setting: Setting, dtype: torch.dtype) -> Checks:
 
 def linears(setting: Setting, dtype: torch.dtype) -> Checks:
     inputs, outputs = (160, 48) if setting.tiny else (2048, 1536)
-    for quant in QUANTS.values():
-        if quant.is_float and not has_fp8(setting.device):
-            continue
+    for quant in made_at_load(setting):
         ops = triton_ops(setting.device, dtype, quant)
         weight = setting.randn(outputs, inputs, dtype=dtype) / inputs**0.5
         bias = setting.randn(outputs, dtype=dtype)

@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu import torch_blocks
+from gpu import fp8_products
 from gpu.timing import Call, times
 from llmbox.kernels.quant import QUANTS
 from llmbox.kernels.ragged import KVShape, Ragged
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.rows import SampleRows
-from llmbox.kernels.triton import gemm_experts, gemm_fp8
+from llmbox.kernels.triton import gemm_experts
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.dequantise import dequantise
-from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, Blocks8, Floats8, Integers, rows_for
+from llmbox.kernels.triton.linear import Blocks8, Floats8, Integers, rows_for
 from llmbox.kernels.triton.quantise import quantise_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
 from llmbox.kernels.triton.silu_mul import gate_rows
@@ -83,7 +83,8 @@ def all_work() -> Iterator[Callable[[], Work]]:
     for tokens, past in ((2048, 0), (8192, 0), (2048, 6144)):
         yield partial(prefill, tokens, past)
     for rows in (1, 16, 64, 256, 4096):
-        for quant in (None, "int8", "int4", "w8a8", *(["fp8", "fp8-block"] if has_fp8(DEVICE) else [])):
+        floats = ["fp8", "fp8-static", "fp8-block"] if has_fp8(DEVICE) else []
+        for quant in (None, "int8", "int4", "w8a8", *floats):
             yield partial(linear, rows, quant)
     for rows in (64, 8192):
         yield partial(norm, rows)
@@ -168,31 +169,24 @@ def linear(rows: int, quant: str | None) -> Work:
     weight = randn(outputs, HIDDEN)
     bits = 16 if rounding is None else 8 * rounding.bytes_per_weight
     sets = max(1, min(4, int(SETS_BYTES // (weight.numel() * bits / 8))))
-    packed = [ops.pack_linear(weight.clone(), None) for _ in range(sets)]
-    x = randn(rows, HIDDEN)
+    packed = [fp8_products.pack(ops, rounding, weight.clone()) for _ in range(sets)]
+    x, refused = randn(rows, HIDDEN), ""
     variants: dict[str, Sequence[Call]] = {"ours": [partial(ops.linear, one, x) for one in packed]}
     if rounding is not None:
         plain = [weight, weight.clone()]
         variants["bf16 cuBLAS"] = [partial(F.linear, x, one) for one in plain]
     match packed[0]:
-        case Floats8(_, scales, _):
-            eight = quantise_rows(x, FP8_ROWS)
-            variants["fp8, Triton"] = [
-                partial(gemm_fp8.fp8_product, eight, one.weight_OI, scales, None, BF16) for one in packed
-            ]
-        case Blocks8():
-            eight = quantise_rows(x, FP8_BLOCKS)
-            variants["product alone"] = [
-                partial(gemm_fp8.fp8_product, eight, one.weight_OI, one.scales, None, BF16) for one in packed
-            ]
-            if by_torch := torch_blocks.products(eight, packed):
-                variants["product alone, torch"] = by_torch
+        case Floats8() | Blocks8():
+            ways, refused = fp8_products.both_ways(x, packed)
+            variants |= ways
         case Integers() if rows > MANY:
             made_wide = lambda one: F.linear(x, dequantise(one.weight, BF16))  # noqa: E731
             variants["made wide, cuBLAS"] = [partial(made_wide, one) for one in packed]
     moved = weight.numel() * bits / 8 + 2 * rows * (HIDDEN + outputs)
     rate = "fp8" if rounding is not None and rounding.kind != "integer" else "bf16"
     name = f"linear {HIDDEN} -> {outputs}, {rows} rows, {quant or 'bf16'}"
+    if refused:
+        name += f" (not by torch: {refused[:60]})"
     return Work(name, moved, 2 * rows * weight.numel(), rate, variants)
 
 

@@ -11,28 +11,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 from gpu import (
     beside,
     check,
     checking,
     engine_speed,
+    fp8_products,
     kernel_speed,
     little_kernels,
     sdpa_rule,
     sections,
-    torch_blocks,
 )
 from gpu.checks import Check, Setting
 from gpu.report import Report
 from gpu.shapes import SHAPES
 from llmbox.engine.errors import DoesNotFit
-from llmbox.kernels.triton.linear import Blocks8
-from llmbox.kernels.triton.quantise import Rows8
 
 ROOT = Path(__file__).parents[2]
-FP8 = torch.float8_e4m3fn
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
@@ -219,6 +215,7 @@ def test_floors_of_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel_speed.linear(3, "fp8"),
         kernel_speed.linear(3, "w8a8"),
         kernel_speed.linear(3, "fp8-block"),
+        kernel_speed.linear(3, "fp8-static"),
         kernel_speed.linear(kernel_speed.MANY + 1, "int8"),
         kernel_speed.norm(3),
         kernel_speed.gates(3),
@@ -234,39 +231,31 @@ def test_floors_of_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     speeds = [kernel_speed.measure(work, peaks) for work in works]
     assert all(variants[0] == "ours" for variants in timed)
     assert "SDPA, gathered" in timed[1]
-    assert "made wide, cuBLAS" in timed[6]
+    assert "made wide, cuBLAS" in timed[7]
     decode = 2 * 2 * 64 * 8 * (128 + 4)
     assert speeds[0].floor_ms == pytest.approx(decode / 1e12 * 1e3)
     assert all(0 < speed.floor_ms < 1 for speed in speeds)
 
 
-@pytest.mark.parametrize(("error", "offered"), [(None, 2), (RuntimeError("Invalid scaling"), 0), (0.1, 0)])
-def test_blocks_by_torch_are_measured_where_it_has_them(
-    monkeypatch: pytest.MonkeyPatch, error: RuntimeError | float | None, offered: int
+@pytest.mark.parametrize("reason", [None, "torch._scaled_mm: RuntimeError: Invalid scaling"])
+def test_products_by_torch_are_measured_where_it_has_them(
+    monkeypatch: pytest.MonkeyPatch, reason: str | None
 ) -> None:
-    """As its checks of shapes and strides want them; refused, or wrong, they are no figure."""
-    rows = Rows8((8 * torch.randn(3, 256)).to(FP8), torch.rand(3, 2) + 0.5)
-    packed = [Blocks8((8 * torch.randn(256, 256)).to(FP8), torch.rand(2, 2) + 0.5, None) for _ in "ab"]
-
-    def scaled_mm(
-        x: Tensor, weight: Tensor, *, scale_a: Tensor, scale_b: Tensor, out_dtype: object
-    ) -> Tensor:
-        if isinstance(error, RuntimeError):
-            raise error
-        assert weight.t().is_contiguous()
-        assert (scale_a.shape, scale_a.stride()) == ((3, 2), (1, 3))
-        assert scale_b.t().is_contiguous()
-        wide_x = x.float() * scale_a.repeat_interleave(128, 1)
-        wide_w = weight.t().float() * scale_b.t().repeat_interleave(128, 0).repeat_interleave(128, 1)
-        return (wide_x @ wide_w.T * (1 + (error or 0))).to(torch.bfloat16)
-
-    def ours(x: Rows8, weight: Tensor, scales: Tensor, _bias: None, _dtype: object) -> Tensor:
-        wide_x = x.numbers.float() * x.scales.repeat_interleave(128, 1)
-        return wide_x @ (weight.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)).T
-
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    monkeypatch.setattr(torch_blocks, "fp8_product", ours)
-    assert len(torch_blocks.products(rows, packed)) == offered
+    """Beside ours, on the same rows; where it refuses, the row says why."""
+    monkeypatch.setattr(kernel_speed, "DEVICE", torch.device("cpu"))
+    for name, size in {"HIDDEN": 512, "FFN": 64, "SETS_BYTES": 1 << 12}.items():
+        monkeypatch.setattr(kernel_speed, name, size)
+    monkeypatch.setattr(fp8_products.choice, "why_not", lambda *_: reason)
+    taken = []
+    monkeypatch.setattr(fp8_products, "product", lambda packed, *_: taken.append(packed.by_torch))
+    for quant, way in (("fp8", "rows"), ("fp8-static", "tensor"), ("fp8-block", "blocks")):
+        work = kernel_speed.linear(3, quant)
+        for calls in list(work.variants.values())[2:]:
+            calls[0]()
+        assert taken == ([None] if reason else [None, way])
+        assert work.name.endswith("Invalid scaling)" if reason else f"3 rows, {quant}")
+        taken.clear()
+    assert "product alone, Triton" in work.variants
 
 
 def test_a_section_out_of_time_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

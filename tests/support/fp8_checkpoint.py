@@ -1,4 +1,6 @@
-"""Turns a tiny model into one with E4M3 weights in blocks, as DeepSeek-V3 and Qwen3-FP8 store them."""
+"""Turns a tiny model into one with E4M3 weights: in blocks, as DeepSeek-V3 and Qwen3-FP8 store them, or with
+a scale for each tensor or output, as AutoFP8, llm-compressor and transformers do.
+"""
 
 import json
 from pathlib import Path
@@ -32,6 +34,60 @@ def round_to_blocks(directory: Path, scales: torch.dtype = torch.float32, **entr
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = ENTRY | entry
     (directory / "config.json").write_text(json.dumps(config))
+    return wide
+
+
+SCHEME: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
+COMPRESSED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+}
+
+
+def compressed(weights: str = "tensor", rows: str = "token", **entry: Any) -> dict[str, Any]:
+    """As llm-compressor writes; `rows` of strategy "static": one scale for all."""
+    static = rows == "static"
+    group = {
+        "targets": ["Linear"],
+        "weights": SCHEME | {"strategy": weights, "dynamic": False},
+        "input_activations": SCHEME | {"strategy": "tensor" if static else rows, "dynamic": not static},
+        "output_activations": None,
+    }
+    return COMPRESSED | {"config_groups": {"group_0": group}} | entry
+
+
+def round_by_output(
+    directory: Path,
+    entry: dict[str, Any],
+    *,
+    shape: tuple[int, ...] = (),
+    scales: torch.dtype = torch.float32,
+    given: dict[str, float] | None = None,
+    names: tuple[str, str] = ("weight_scale", "input_scale"),
+) -> dict[str, Tensor]:
+    """What the rounded weights stand for, by name, in float32.
+
+    `shape` of a scale, -1 where it has the outputs: () or (1,) give one to a tensor. `given`: scales of
+    activations by the end of a linear's name, of all that are not there 0.05; None: there are none.
+    """
+    weights = load_file(directory / "model.safetensors")
+    wide = {}
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        weight, linear = weights[name].float(), name.removesuffix(".weight")
+        most = weight.abs().amax(1, keepdim=True) if -1 in shape else weight.abs().amax()
+        scale = (most / 448).to(scales)
+        weights[name] = (weight / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+        weights[f"{linear}.{names[0]}"] = scale.reshape(shape).contiguous()
+        wide[name] = weights[name].float() * scale.float()
+        if given is not None:
+            found = [value for end, value in given.items() if linear.endswith(end)]
+            weights[f"{linear}.{names[1]}"] = torch.tensor([*found, 0.05][0])
+    save_file(weights, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": entry}))
     return wide
 
 

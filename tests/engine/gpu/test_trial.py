@@ -9,6 +9,7 @@ from llmbox.engine.core import Engine
 from llmbox.engine.estimator import MemoryPlan
 from llmbox.engine.gpu.load import run_trials
 from llmbox.engine.gpu.trial import trial_blocks
+from support.fp8_checkpoint import round_by_output
 from support.late_device import device_engine
 from support.real_engines import ask, run
 from support.tiny_models import make_tiny_model
@@ -61,6 +62,7 @@ def serve(engine: Engine) -> None:
         {"quant": "w8a8"},
         {"quant": "fp8-block"},
         {"kv_dtype": "int8", "deterministic": True},
+        {"quant": "auto"},
     ],
 )
 def test_serving_compiles_nothing_more(
@@ -68,6 +70,8 @@ def test_serving_compiles_nothing_more(
 ) -> None:
     model = make_tiny_model(tmp_path, tokenizer=False, **SIZES)
     monkeypatch.setenv("LLMBOX_KERNELS", "triton")
+    if options.get("quant") == "auto":  # of a checkpoint
+        round_by_output(model, {"quant_method": "fp8", "activation_scheme": "static"}, given={})
     monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
     engine = device_engine(model, **OPTIONS, **options)
     plan = plan_of(engine)

@@ -15,6 +15,10 @@ from llmbox.kernels.rows import DecodeInputs, DecodeRows, RuleRows, SampleRows
 from llmbox.kernels.triton.attention import plan_attention
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.gemm_experts import experts_product
+from llmbox.kernels.triton.linear import FP8_ROWS
+from llmbox.kernels.triton.quantise import quantise_rows
+from llmbox.kernels.triton.rms_norm import norm_rows
+from llmbox.kernels.triton.silu_mul import gate_rows
 from support.triton_compile import compiling
 
 CPU = torch.device("cpu")
@@ -67,6 +71,14 @@ def rows(quant: str | None) -> None:
     ops.rotary(zeros(3, 40, 128), zeros(3, 128, dtype=F32), zeros(3, 128, dtype=F32))
 
 
+def given_rows() -> None:
+    """Of a scale that a checkpoint has."""
+    row_format = FP8_ROWS._replace(given=zeros(1, dtype=F32))
+    quantise_rows(zeros(3, HIDDEN), row_format)
+    norm_rows(zeros(3, HIDDEN), zeros(3, HIDDEN), zeros(HIDDEN), 1e-6, row_format)
+    gate_rows(zeros(3, 2 * FFN), row_format)
+
+
 def sampling() -> None:
     ops = triton_ops(CPU, BF16)
     float64 = [zeros(4, dtype=torch.float64) for _ in range(3)]
@@ -99,6 +111,7 @@ def hopper() -> None:
 
 
 def ampere() -> None:
+    given_rows()
     """No 8-bit floats there, and less shared memory."""
     attention(kv_dtype=torch.int8)
     linears("int4", (1,))

@@ -7,13 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from llmbox.engine import loader
 from llmbox.engine.quantize import quantize
 from llmbox.kernels.cpu.levels import usable_levels
 from llmbox.kernels.dispatch import QuantUnavailable, UnknownBackend, select_ops
 from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.reference.rounded import rounded_ops
 from llmbox.kernels.triton import probe, tiles
 from llmbox.kernels.triton.linear import Integers, Integers8
-from support.fp8_checkpoint import round_to_blocks, spread
+from support.fp8_checkpoint import compressed, round_by_output, round_to_blocks, spread
 from support.real_engines import ask, load, runner_of, tokens
 from support.tiny_models import make_tiny_model
 
@@ -66,6 +68,32 @@ def test_blocks_of_a_checkpoint_and_blocks_made_at_load_answer_alike(tmp_path: P
     got = down.weight_OI.float() * spread(down.scales, exact.shape)
     torch.testing.assert_close(got, exact, rtol=1e-6, atol=0)
     assert len(tokens(engine, [ask("a", [5, 9, 11], 2)])["a"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("entry", "shape", "given"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "static"}, (), {"o_proj": 0.01}),
+        (compressed("channel"), (-1, 1), None),
+    ],
+)
+@pytest.mark.usefixtures("_asked_for")
+def test_tensors_of_e4m3_answer_as_plain_torch_has_them(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    entry: dict[str, object],
+    shape: tuple[int, ...],
+    given: dict[str, float] | None,
+) -> None:
+    model = make_tiny_model(tmp_path, tokenizer=False, num_hidden_layers=1, vocab_size=99)
+    round_by_output(model, entry, shape=shape, given=given)
+    requests = [ask(name, prompt, 3) for name, prompt in PROMPTS.items()]
+    engine = load(model, dtype="float32")
+    quant = QUANTS[engine.info.quant]
+    assert engine.info.backend == f"triton, {quant.name} weights"
+    found = tokens(engine, requests)
+    monkeypatch.setattr(loader, "select_ops", lambda *_, **__: rounded_ops(quant))
+    assert tokens(load(model, dtype="float32"), requests) == found
 
 
 @pytest.mark.usefixtures("_asked_for")

@@ -1,0 +1,85 @@
+"""What config.json says of E4M3 weights that others wrote: which of our formats it is, or why none. No torch.
+
+    "quant_method": "fp8"                  AutoFP8, transformers, DeepSeek-V3, Qwen3-FP8
+    "quant_method": "compressed-tensors"   llm-compressor
+
+Only what decides is read; how scales are called and shaped is in `rounded.py`.
+"""
+
+from typing import Any
+
+DYNAMIC, STATIC, BLOCKS = "fp8-dynamic", "fp8-static", "fp8-block"
+SIZE = [128, 128]
+
+
+class NotReadable(ValueError):  # noqa: N818 - named for what it says
+    """Why the weights cannot be used, in words for a user."""
+
+
+def read_fp8(raw: dict[str, Any]) -> str:
+    """Raises NotReadable."""
+    size, scheme = raw.get("weight_block_size"), raw.get("activation_scheme", "dynamic")
+    require(raw.get("fmt", "e4m3") == "e4m3", f"8-bit floats of fmt {raw.get('fmt')!r}, only e4m3 is known")
+    require(scheme in ("dynamic", "static"), f"activation_scheme {scheme!r}, known are dynamic and static")
+    for key in ("modules_to_not_convert", "ignored_layers"):
+        refuse_kept_linears(raw.get(key), key)
+    if size is None:
+        return DYNAMIC if scheme == "dynamic" else STATIC
+    require(size == SIZE, f"weight_block_size {size!r}, only blocks of 128 x 128 are known")
+    require(scheme == "dynamic", "blocks of 128 x 128 with static activations, only dynamic ones are known")
+    return BLOCKS
+
+
+def read_compressed(raw: dict[str, Any]) -> str:
+    """Raises NotReadable."""
+    form, groups = raw.get("format"), raw.get("config_groups")
+    require(form in ("float-quantized", "naive-quantized"), f"compressed-tensors of format {form!r}")
+    sparsity = raw.get("sparsity_config") or {}
+    require(isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense", "sparse weights")
+    require(not raw.get("transform_config"), "weights that were transformed (transform_config)")
+    refuse_kept_linears(raw.get("ignore"), "ignore")
+    found = list(groups.values()) if isinstance(groups, dict) else []
+    require(len(found) == 1 and isinstance(found[0], dict), "config_groups of other than one group")
+    (group,) = found
+    require(group.get("targets") == ["Linear"], "targets other than Linear")
+    require(not group.get("output_activations"), "rounded output_activations")
+    weights, rows = group.get("weights"), group.get("input_activations")
+    require(rows is not None, "8-bit weights for rows that are not rounded (no input_activations)")
+    return read_schemes(scheme_of(weights, "weights"), scheme_of(rows, "input_activations"))
+
+
+def scheme_of(raw: Any, key: str) -> dict[str, Any]:
+    """Of numbers that are symmetric E4M3."""
+    require(isinstance(raw, dict), f"{key} without a scheme")
+    kind = (raw.get("num_bits"), raw.get("type"), raw.get("symmetric", True))
+    require(kind == (8, "float", True), f"{key} that are not symmetric 8-bit floats")
+    return dict(raw)
+
+
+def read_schemes(weights: dict[str, Any], rows: dict[str, Any]) -> str:
+    how, over, dynamic = weights.get("strategy"), rows.get("strategy"), rows.get("dynamic", False)
+    require(not weights.get("dynamic"), "weights with dynamic scales")
+    if how == "block":
+        size = weights.get("block_structure")
+        require(size in (SIZE, "128x128"), f"block_structure {size!r}, only blocks of 128 x 128 are known")
+        known = (over, rows.get("group_size"), dynamic) == ("group", SIZE[1], True)
+        require(known, "blocks of 128 x 128 whose rows have other than dynamic scales for 128 inputs")
+        return BLOCKS
+    require(how in ("tensor", "channel"), f"weights of strategy {how!r}, not tensor, channel or block")
+    require(over in ("token", "tensor"), f"input_activations of strategy {over!r}, not token or tensor")
+    if dynamic is True:
+        return DYNAMIC
+    require(dynamic is False and over == "tensor", "static input_activations of other than one scale")
+    return STATIC
+
+
+def refuse_kept_linears(names: Any, key: str) -> None:
+    """What a pattern keeps is found when its tensor is read."""
+    require(names is None or isinstance(names, list), f"{key} that is no list")
+    kept = [str(name) for name in names or [] if "_proj" in str(name)]
+    require(not kept, f"{key}: linears of a layer that are kept wide, as {(kept or [''])[0][:100]!r}")
+
+
+def require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise NotReadable(problem)

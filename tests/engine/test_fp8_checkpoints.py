@@ -1,0 +1,201 @@
+"""E4M3 weights with a scale for each tensor or output: read exactly, cut exactly, refused when broken."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from llmbox.engine import loader
+from llmbox.engine.errors import DeviceError, ModelError
+from llmbox.engine.model_config import parse_config
+from llmbox.engine.parallel.layout import Part
+from llmbox.engine.weights import Asked, Checkpoint
+from llmbox.kernels.ops import Ops
+from llmbox.kernels.packing import Rounded
+from llmbox.kernels.quant import QUANTS, Kind, Quant
+from llmbox.kernels.reference import REFERENCE
+from llmbox.kernels.reference.rounded import rounded_ops
+from support.fp8_checkpoint import compressed, round_by_output
+from support.rank_threads import load_threads
+from support.real_engines import ask, load, tokens
+from support.tiny_models import make_tiny_model
+
+CPU = torch.device("cpu")
+LAYER = "model.layers.0"
+Q, K, UP, DOWN = (
+    f"{LAYER}.{name}" for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.down_proj")
+)
+SIZES = {
+    "hidden_size": 120,
+    "intermediate_size": 90,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "vocab_size": 99,
+}
+STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
+DYNAMIC = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+
+
+class Keeps:
+    """A backend's side: packed weights are what was handed over."""
+
+    def __init__(self, quant: Quant) -> None:
+        self.quant = quant
+
+    def format(self, kind: Kind) -> Quant | None:
+        return self.quant if kind == "linear" else None
+
+    def pack_rounded(self, rounded: Rounded, dtype: torch.dtype, bias_O: Tensor | None = None) -> Any:
+        assert dtype == torch.float32
+        return rounded
+
+
+def part_of(model: Path, outputs: Mapping[str, Part], inputs: Part) -> Rounded:
+    quant = QUANTS[parse_config(model).quant or ""]
+    ops = replace(REFERENCE, stored=Keeps(quant))
+    return Checkpoint(model, ops, torch.float32, CPU).packed(Asked("linear", outputs, inputs))
+
+
+def tiny(tmp_path: Path, **overrides: Any) -> Path:
+    return make_tiny_model(tmp_path, tokenizer=False, **{"num_hidden_layers": 1, **SIZES, **overrides})
+
+
+@pytest.mark.parametrize(
+    ("entry", "options"),
+    [
+        (STATIC, {"given": {}}),
+        (DYNAMIC, {"shape": (1,), "scales": torch.bfloat16}),
+        (STATIC, {"given": {}, "names": ("weight_scale_inv", "activation_scale")}),
+        (compressed("channel"), {"shape": (-1, 1), "scales": torch.float16}),
+        (compressed("channel"), {"shape": (-1,)}),
+    ],
+    ids=str,
+)
+def test_each_tensor_of_a_stack_keeps_its_scales(
+    tmp_path: Path, entry: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Bit by bit, whole and cut anywhere: rows and inputs of ranks need no borders of groups."""
+    model = tiny(tmp_path)
+    wide = round_by_output(model, entry, **options)
+    outputs = {Q: Part.whole(96), K: Part.whole(48), UP: Part.whole(90)}
+    got = part_of(model, outputs, Part.whole(120))
+    assert torch.equal(got.floats(), torch.cat([wide[f"{name}.weight"] for name in outputs]))
+    assert len(got.scales_OG.unique()) > 2
+    cut = part_of(model, {Q: Part(96, 17, 50), UP: Part(90, 30, 60)}, Part(120, 7, 101)).floats()
+    assert torch.equal(cut[:33], wide[f"{Q}.weight"][17:50, 7:101])
+    assert torch.equal(cut[33:], wide[f"{UP}.weight"][30:60, 7:101])
+    if options.get("given") is None:
+        assert got.given is None
+    else:
+        assert got.given is not None
+        assert got.given.tolist() == [pytest.approx(0.05)]
+
+
+def test_linears_of_the_same_rows_share_the_largest_of_their_scales(tmp_path: Path) -> None:
+    model = tiny(tmp_path)
+    round_by_output(model, STATIC, given={"q_proj": 0.02, "k_proj": 0.09})
+    got = part_of(model, {K: Part.whole(48), Q: Part.whole(96)}, Part.whole(120))
+    assert got.given is not None
+    assert got.given.tolist() == [pytest.approx(0.09)]
+
+
+class Widens(Keeps):
+    def pack_rounded(self, rounded: Rounded, dtype: torch.dtype, bias_O: Tensor | None = None) -> Any:
+        return REFERENCE.pack_linear(rounded.floats().to(dtype), bias_O)
+
+
+def widened(quant: Quant) -> Ops:
+    return replace(REFERENCE, stored=Widens(quant))
+
+
+@pytest.mark.parametrize(
+    ("entry", "given", "ops"), [(DYNAMIC, None, widened), (STATIC, {"down_proj": 0.2}, rounded_ops)]
+)
+@pytest.mark.parametrize("cut", [{"tp": 3}, {"pp": 2}], ids=str)
+def test_ranks_answer_as_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    entry: dict[str, Any],
+    given: dict[str, float] | None,
+    ops: Callable[[Quant], Ops],
+    cut: dict[str, int],
+) -> None:
+    """With static activations also of rounded rows: those of all ranks are rounded by one scale."""
+    model = tiny(tmp_path, num_hidden_layers=2)
+    round_by_output(model, entry, given=given)
+
+    def backend(*told: Any) -> Ops:
+        (quant,) = (each for each in told if isinstance(each, Quant))
+        return ops(quant)
+
+    monkeypatch.setattr(loader, "backend", backend)
+    requests = [ask("a", range(5, 25), 6), ask("b", [7, 8], 6)]
+    wanted = tokens(load(model, dtype="float32"), requests)
+    assert tokens(load_threads(model, dtype="float32", **cut), requests) == wanted
+
+
+def test_scales_of_keys_and_values_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(tmp_path)
+    round_by_output(model, STATIC | {"kv_cache_scheme": "static"}, given={})
+    weights = load_file(model / "model.safetensors")
+    for name in ("self_attn.k_scale", "self_attn.v_scale", "self_attn.k_proj.output_scale"):
+        weights[f"{LAYER}.{name}"] = torch.tensor(0.5)
+    save_file(weights, model / "model.safetensors")
+    monkeypatch.setattr(loader, "backend", lambda *_, **__: rounded_ops(QUANTS["fp8-static"]))
+    assert len(tokens(load(model, dtype="float32"), [ask("a", [7, 8], 2)])["a"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "says"),
+    [
+        (f"{UP}.weight_scale", None, r"up_proj\.weight_scale' is missing"),
+        (f"{UP}.input_scale", None, r"up_proj\.input_scale' is missing"),
+        (f"{UP}.weight_scale", torch.ones(2), r"\[2, 1\], config.json asks for \[90, 1\]"),
+        (f"{UP}.weight_scale", torch.ones(90, 2), r"\[90, 2\], config.json asks for \[90, 1\]"),
+        (f"{UP}.weight_scale", torch.tensor(torch.nan), "NaN"),
+        (f"{UP}.input_scale", torch.ones(90), r"\[90, 1\], config.json asks for \[1, 1\]"),
+        (f"{UP}.input_scale", torch.tensor(0.0), "is 0.0, no scale"),
+        (f"{UP}.input_scale", torch.tensor(-1.0), "is -1.0, no scale"),
+        (f"{UP}.weight", torch.ones(90, 120), "is F32 .* asks for F8_E4M3"),
+        (f"{Q}.weight", torch.ones(96, 120), "is F32 .* asks for F8_E4M3"),
+        (f"{UP}.weight", torch.ones(90, 100).to(torch.float8_e4m3fn), r"\[90, 100\]"),
+        (f"{UP}.weight", torch.full((90, 120), torch.nan).to(torch.float8_e4m3fn), "NaN"),
+    ],
+)
+def test_broken_ones_are_refused(tmp_path: Path, name: str, harm: Tensor | None, says: str) -> None:
+    model = tiny(tmp_path)
+    round_by_output(model, STATIC, given={})
+    weights = load_file(model / "model.safetensors")
+    del weights[name]
+    if harm is not None:
+        weights[name] = harm
+    save_file(weights, model / "model.safetensors")
+    first = Q if name.startswith(Q) else K
+    rows = {Q: 96, K: 48}[first]
+    with pytest.raises(ModelError, match=says):
+        part_of(model, {first: Part.whole(rows), UP: Part.whole(90)}, Part.whole(120))
+
+
+def test_scales_of_activations_that_nobody_asked_for_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(tmp_path)
+    round_by_output(model, DYNAMIC, given={})
+    monkeypatch.setattr(loader, "backend", lambda *_, **__: rounded_ops(QUANTS["fp8-dynamic"]))
+    with pytest.raises(ModelError, match=r"input_scale.* has no place"):
+        load(model, dtype="float32")
+
+
+@pytest.mark.parametrize(("entry", "given"), [(DYNAMIC, None), (STATIC, {})])
+def test_they_need_a_gpu(tmp_path: Path, entry: dict[str, Any], given: dict[str, float] | None) -> None:
+    model = tiny(tmp_path)
+    round_by_output(model, entry, given=given)
+    with pytest.raises(DeviceError, match=r"fp8-(dynamic|static) weights run on NVIDIA GPUs"):
+        load(model)
+    with pytest.raises(DeviceError, match=r"this checkpoint holds fp8-.*, int4 was asked for"):
+        load(model, quant="int4")

@@ -1,0 +1,275 @@
+"""E4M3 with one scale for all rows, and the choice between our products and PyTorch's."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmbox.kernels.packing import Rounded
+from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.reference.eight_bits import in_given_scale
+from llmbox.kernels.reference.rounded import rounded_ops
+from llmbox.kernels.triton import choice, linear, scaled_mm
+from llmbox.kernels.triton.backend import triton_ops
+from llmbox.kernels.triton.choice import Choice, sharing_of, why_not
+from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, Blocks8, Floats8, Linear, Plain
+from llmbox.kernels.triton.quantise import Rows8, quantise_rows
+from llmbox.kernels.triton.rms_norm import norm_rows
+from llmbox.kernels.triton.silu_mul import gate_rows
+from support.numbers import assert_near
+from support.paged import CPU
+
+FP8 = torch.float8_e4m3fn
+GIVEN = torch.tensor([0.004])
+GIVEN_ROWS = FP8_ROWS._replace(given=GIVEN)
+BFLOAT16 = torch.bfloat16
+
+
+def same_bits(got: Rows8, expected: Rows8) -> None:
+    for ours, theirs in zip(got, expected, strict=True):
+        assert torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+
+
+def floats8(outputs: int, inputs: int, scales: Tensor | None = None, **fields: Any) -> Floats8:
+    weight = torch.randn(outputs, inputs).to(FP8)
+    return Floats8(weight, torch.rand(outputs, 1) + 0.5 if scales is None else scales, None, **fields)
+
+
+def one_scale(outputs: int, inputs: int) -> Floats8:
+    """Of a checkpoint with static activations."""
+    scale = torch.tensor([0.7])
+    return floats8(outputs, inputs, scale.expand(outputs, 1).contiguous(), given=GIVEN, one_1=scale)
+
+
+def blocks8(outputs: int, inputs: int) -> Blocks8:
+    scales = torch.rand(outputs // 128, inputs // 128) + 0.5
+    return Blocks8(torch.randn(outputs, inputs).to(FP8), scales, None)
+
+
+# ------------------------------------------------------------------ rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_of_a_given_scale_are_those_of_plain_torch(dtype: torch.dtype) -> None:
+    """Bit by bit: what is too large becomes the largest, what is not finite stays so."""
+    x = (torch.randn(6, 300) * torch.logspace(-3, 2, 6)[:, None]).to(dtype)
+    x[1], x[2, 5], x[3, 299] = 0, torch.nan, -torch.inf
+    rows = quantise_rows(x, GIVEN_ROWS)
+    wide = rows.numbers.float() * GIVEN
+    torch.testing.assert_close(wide, in_given_scale(x, GIVEN), rtol=0, atol=0, equal_nan=True)
+    assert wide[5].abs().max() == pytest.approx(448 * 0.004)
+    assert rows.scales.squeeze(1).isnan().tolist() == [False, False, True, True, False, False]
+    assert torch.equal(rows.scales[4], GIVEN)
+
+
+@pytest.mark.parametrize("width", [40, 2200])
+def test_norms_and_gates_leave_rows_of_a_given_scale(width: int) -> None:
+    x, residual, weight = torch.randn(3, width), torch.randn(3, width), torch.randn(width)
+    normed, left = norm_rows(x, residual, weight, 1e-6, GIVEN_ROWS)
+    assert left is not None
+    same_bits(left, quantise_rows(normed, GIVEN_ROWS))
+    gated, left = gate_rows(torch.cat((x, residual), 1), GIVEN_ROWS)
+    assert left is not None
+    same_bits(left, quantise_rows(gated, GIVEN_ROWS))
+
+
+@pytest.mark.parametrize("row_format", [FP8_ROWS, FP8_BLOCKS])
+def test_memory_of_rows_that_only_fill_up_is_there(row_format: Any) -> None:
+    rows = quantise_rows(torch.randn(5, 300), row_format)
+    whole = rows.whole()
+    assert whole.numbers.shape == (16, 300)
+    assert whole.numbers.is_contiguous()
+    assert whole.scales.t().is_contiguous()
+    assert whole.scales.shape == (16, rows.scales.shape[1])
+    same_bits(Rows8(whole.numbers[:5], whole.scales[:5]), rows)
+
+
+# ------------------------------------------------------------------ weights of a checkpoint
+
+
+@pytest.mark.parametrize("name", ["fp8-static", "fp8-dynamic"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_stacked_tensors_keep_their_scales(name: str, deterministic: bool) -> None:
+    quant = QUANTS[name]
+    given = GIVEN if name == "fp8-static" else None
+    scales = torch.cat((torch.full((20, 1), 0.01), torch.full((30, 1), 3.0)))
+    rounded = Rounded(quant, torch.randn(50, 300).to(FP8), scales, given)
+    bias, x = torch.randn(50), torch.randn(18, 300)
+    ours, theirs = triton_ops(CPU, torch.float32, quant, deterministic=deterministic), rounded_ops(quant)
+    assert ours.stored is not None
+    assert theirs.stored is not None
+    packed = ours.stored.pack_rounded(rounded, torch.float32, bias)
+    assert packed.one_1 is None
+    want = theirs.linear(theirs.stored.pack_rounded(rounded, torch.float32, bias), x).double()
+    assert_near(ours.linear(packed, x), want)
+    alone = ours.linear(packed, x[:1].clone())
+    assert torch.equal(alone, ours.linear(packed, x)[:1]) or not deterministic
+    same = ours.stored.pack_rounded(replace(rounded, scales_OG=scales[:1].expand(50, 1)), torch.float32)
+    assert same.one_1.tolist() == scales[0].tolist()
+    assert type(ours.pack_head(torch.randn(8, 300), None)) is Plain
+
+
+def test_from_the_second_step_on_norms_and_gates_leave_rows_of_a_linears_own_scale(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ops = triton_ops(CPU, torch.float32, QUANTS["fp8-static"])
+    norms = [torch.rand(64) + 0.5 for _ in range(2)]
+    linears = [floats8(96, 64, given=torch.tensor([scale])) for scale in (0.01, 0.02)]
+    downs = [floats8(64, 48, given=torch.tensor([scale])) for scale in (0.03, 0.04)]
+    head = Plain(torch.randn(8, 64), None)
+    rounded = []
+    monkeypatch.setattr(linear, "quantise_rows", lambda *args: rounded.append(0) or quantise_rows(*args))
+
+    def step(x: Tensor, residual: Tensor) -> Tensor:
+        """As of two layers, and a head that reads a norm too."""
+        for norm, up, down in zip(norms, linears, downs, strict=True):
+            inner = ops.silu_mul(ops.linear(up, ops.add_rms_norm(x, residual, norm, 1e-6)))
+            x = ops.linear(down, inner)
+        return ops.linear(head, ops.rms_norm(x, norms[0], 1e-6))
+
+    x, residual = torch.randn(3, 64), torch.randn(3, 64)
+    first = step(x.clone(), residual.clone())
+    assert len(rounded) == 4
+    assert torch.equal(step(x.clone(), residual.clone()), first)
+    assert len(rounded) == 4
+    other = floats8(96, 64, given=torch.tensor([0.5]))
+    wide = ops.rms_norm(x, norms[0], 1e-6)
+    # Not what is left for another.
+    assert torch.equal(ops.linear(other, wide), ops.linear(other, wide.clone()))
+    assert len(rounded) == 6
+
+
+# ------------------------------------------------------------------ which way a linear takes
+
+
+def test_what_scales_are_to_torch() -> None:
+    assert sharing_of(one_scale(32, 48)) == "tensor"
+    assert sharing_of(floats8(32, 48)) == "rows"
+    assert sharing_of(floats8(32, 48, given=GIVEN)) == "rows"
+    assert sharing_of(floats8(32, 48, one_1=torch.ones(1))) == "rows"
+    assert sharing_of(blocks8(256, 512)) == "blocks"
+    assert sharing_of(floats8(30, 48)) is sharing_of(floats8(32, 40)) is None
+    assert sharing_of(blocks8(256, 640)) is None  # 5 scales, which would have to be filled up to 8
+    apart = Blocks8(torch.randn(256, 512).to(FP8), torch.rand(256, 4), None)
+    assert sharing_of(apart) is None
+    assert sharing_of(Plain(torch.randn(32, 48), None)) is None
+
+
+def test_one_linear_of_each_shape_is_tried() -> None:
+    asked = []
+
+    def probe(packed: Linear, dtype: torch.dtype) -> str | None:
+        asked.append((packed.weight_OI.shape, packed.by_torch, dtype))
+        return "no kernel" if packed.weight_OI.shape[0] == 256 else None
+
+    made = Choice(BFLOAT16, probe)
+    linears = [one_scale(32, 48), floats8(32, 48), blocks8(256, 512), blocks8(128, 512), floats8(30, 48)]
+    for _ in range(2):
+        ways = [made.of(one).by_torch for one in linears]
+        assert ways == ["tensor", "rows", None, "blocks", None]
+    assert [(tuple(shape), way) for shape, way, _ in asked] == [
+        ((32, 48), "tensor"),
+        ((32, 48), "rows"),
+        ((256, 512), "blocks"),
+        ((128, 512), "blocks"),
+    ]
+    plain = Plain(torch.randn(4, 4), None)
+    assert made.of(plain) is plain
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_models_take_what_the_probe_allows(monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
+    monkeypatch.setattr(choice, "why_not", lambda *_: None)
+    for name, way in (("fp8", "rows"), ("fp8-block", "blocks"), ("fp8-dynamic", "rows")):
+        ops = triton_ops(CPU, BFLOAT16, QUANTS[name], deterministic=deterministic)
+        expected = None if deterministic else way
+        assert ops.pack_linear(torch.randn(128, 512).to(BFLOAT16), None).by_torch == expected
+    ops = triton_ops(CPU, BFLOAT16, QUANTS["fp8-static"], deterministic=deterministic)
+    rounded = Rounded(QUANTS["fp8-static"], torch.randn(32, 64).to(FP8), torch.full((32, 1), 0.5), GIVEN)
+    assert ops.stored is not None
+    packed = ops.stored.pack_rounded(rounded, BFLOAT16)
+    assert packed.by_torch == (None if deterministic else "tensor")
+    head = triton_ops(CPU, BFLOAT16, QUANTS["fp8"]).pack_head(torch.randn(32, 64).to(BFLOAT16), None)
+    assert head.by_torch == "rows"
+
+
+def as_cublas(x: Tensor, weight: Tensor, **given: Any) -> Tensor:
+    """Blocks by their words, with what ScaledBlas.cpp checks of them; others really by PyTorch."""
+    scale_a, scale_b, dtype = given["scale_a"], given["scale_b"], given["out_dtype"]
+    if scale_a.shape[1:] == (1,) or scale_a.dim() == 1:
+        return REAL(x, weight, **given)
+    rows, inputs = x.shape
+    assert x.is_contiguous()
+    assert weight.t().is_contiguous()
+    assert scale_a.shape == (rows, inputs // 128)
+    assert scale_a.stride() == (1, rows)
+    assert rows % 4 == 0
+    assert scale_b.t().shape == (weight.shape[1] // 128, inputs // 128)
+    assert scale_b.t().is_contiguous()
+    assert inputs // 128 % 4 == 0
+    wide_x = x.float() * scale_a.repeat_interleave(128, 1)
+    wide_w = weight.float() * scale_b.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return (wide_x.nan_to_num() @ wide_w).to(dtype)
+
+
+REAL = torch._scaled_mm
+
+
+@pytest.mark.parametrize("make", [one_scale, floats8, blocks8])
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_both_ways_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[int, int], Floats8 | Blocks8], rows: int
+) -> None:
+    monkeypatch.setattr(torch, "_scaled_mm", as_cublas)
+    ops = triton_ops(CPU, torch.float16, QUANTS["fp8-block" if make is blocks8 else "fp8-static"])
+    packed = replace(make(128, 512), bias_O=torch.randn(128).half())
+    x = torch.randn(rows, 512).half()
+    want = ops.linear(packed, x)
+    monkeypatch.setattr("llmbox.kernels.triton.linear.fp8_product", None)  # not called
+    got = ops.linear(replace(packed, by_torch=sharing_of(packed)), x)
+    assert got.shape == (rows, 128)
+    torch.testing.assert_close(got, want, rtol=4e-3, atol=0.05)
+
+
+def probed(monkeypatch: pytest.MonkeyPatch, packed: Floats8 | Blocks8, multiply: Any) -> str | None:
+    """The probe's words where `torch._scaled_mm` is `multiply`."""
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
+    monkeypatch.setattr(choice, "ROWS", (1, 5))
+    monkeypatch.setattr(choice, "is_on_gpu", lambda _: True)
+    return why_not(replace(packed, by_torch=sharing_of(packed)), BFLOAT16)
+
+
+@pytest.mark.parametrize("make", [one_scale, floats8, blocks8])
+def test_the_probe_multiplies(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[int, int], Floats8 | Blocks8]
+) -> None:
+    packed = make(384, 512)  # more outputs than are compared
+    assert probed(monkeypatch, packed, as_cublas) is None
+    biased = replace(packed, bias_O=torch.full((384,), 1e4))
+    assert probed(monkeypatch, biased, as_cublas) is None
+
+    def refuses(*_: object, **__: object) -> Tensor:
+        raise NotImplementedError("only supported in CUDA for SM90\nmore")
+
+    says = probed(monkeypatch, packed, refuses)
+    assert says == "torch._scaled_mm: NotImplementedError: only supported in CUDA for SM90"
+    says = probed(monkeypatch, packed, lambda *args, **given: as_cublas(*args, **given) * 1.05)
+    assert says == "torch._scaled_mm is off by 5.0%"
+    says = probed(monkeypatch, packed, lambda *args, **given: as_cublas(*args, **given) * torch.nan)
+    assert says == "torch._scaled_mm is off by inf%"
+    lost = lambda *args, **given: as_cublas(*args, **given).index_fill_(0, torch.tensor([0]), 0)  # noqa: E731
+    assert probed(monkeypatch, packed, lost) is not None
+
+
+def test_where_it_is_not_tried() -> None:
+    assert why_not(one_scale(32, 48), BFLOAT16) == "not on a GPU"
+    assert scaled_mm.fits("blocks", 128, 1024)
+    assert not scaled_mm.fits("blocks", 64, 1024)
+
+
+def test_results_in_float32_stay_with_our_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "is_on_gpu", lambda _: True)
+    assert "float32" in (why_not(one_scale(32, 48), torch.float32) or "")
