@@ -4,11 +4,15 @@ Through the real engine on tiny models, in every dtype and on every instruction 
 """
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llmbox.engine.core import Engine
 from llmbox.engine.messages import AddRequest
 from llmbox.kernels.dispatch import backends
 from support.real_engines import ask, load, tokens
@@ -17,6 +21,7 @@ from support.tiny_models import make_tiny_model
 PROMPTS = 33
 LONGEST = 150
 NEW = 12
+STEPS_OF_A_LIFE = 7
 LEVELS = [name for name in backends() if name.startswith("cpu ")]
 
 
@@ -56,8 +61,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 # The best instruction set in every format; the others differ only in how a product is spelt.
 FORMATS = [
-    *((LEVELS[0], dtype, "none", "auto") for dtype in ("bfloat16", "float32")),
-    *((LEVELS[0], "bfloat16", quant, kv) for quant, kv in (("int8", "auto"), ("int4", "int8"))),
+    (LEVELS[0], "float32", "none", "auto"),
+    *(
+        (LEVELS[0], "bfloat16", quant, kv)
+        for quant, kv in product(("none", "int8", "int4", "int8-g32", "int4-g128"), ("auto", "int8"))
+    ),
     *((level, "bfloat16", *kinds) for level in LEVELS[1:] for kinds in (("none", "auto"), ("int4", "int8"))),
 ]
 
@@ -75,4 +83,28 @@ def test_tokens_are_those_of_the_request_alone(
         alone |= tokens(engine, [request])
     assert len({tuple(answer) for answer in alone.values()}) > PROMPTS // 2
     for name, options in VARIANTS.items():
-        assert tokens(load(model, **weights, **options), requests()) == alone, name
+        again = load(model, **weights, **options)
+        assert tokens(again, requests()) == alone, name
+        if name == "preempted":
+            assert again.stats().preemptions > 0
+        if options.get("prefix_cache", True):  # now most of a prompt is found in the cache
+            hits = again.stats().prefix_hits
+            assert tokens(again, requests()) == alone, f"{name}, asked twice"
+            assert again.stats().prefix_hits > hits
+    assert moved(lambda: load(model, max_running=33, **weights)) == alone
+
+
+def moved(load_one: Callable[[], Engine]) -> dict[str, list[int]]:
+    """Killed after every few steps, as the daemon moves requests: the next engine gets the tokens so far."""
+    answers: dict[str, list[int]] = {request.request_id: [] for request in requests()}
+    left = requests()
+    while left:
+        engine = load_one()
+        for request in left:
+            engine.add(replace(request, output_ids=list(answers[request.request_id])))
+        for _ in range(STEPS_OF_A_LIFE):
+            for output in engine.step().outputs:
+                answers[output.request_id] += output.token_ids
+                if output.finish_reason is not None:
+                    left = [request for request in left if request.request_id != output.request_id]
+    return answers
