@@ -15,7 +15,7 @@ from llmbox.engine.machine import read_machine
 from llmbox.engine.model_config import parse_config
 from llmbox.engine.parallel.cut import links
 from llmbox.engine.safetensors_header import read_header
-from llmbox.kernels.cpu.build import KERNEL_CACHE, find_made
+from llmbox.kernels.cpu.build import KERNEL_CACHE, find_made, temporary_folder
 from llmbox.kernels.cpu.compiling import NativeUnavailable, find_compiler
 from llmbox.kernels.cpu.levels import Level, usable_levels
 from llmbox.kernels.cpu.prebuilt import find_prebuilt
@@ -114,8 +114,8 @@ def check_kernels(program: Program) -> Iterator[Finding]:
         yield Finding("kernels", "note", f"{what}: {_without_compiler(others)}", fix)
         return
     folder = Path(os.environ.get(KERNEL_CACHE) or program.paths.kernel_cache)
-    made = find_made(best, folder)
-    when = f"compiled in {folder}" if made else "to be compiled when a model is first loaded"
+    made = find_made(best, folder) or find_made(best, temporary_folder())
+    when = f"compiled in {made.parent}" if made else "to be compiled when a model is first loaded"
     yield Finding("kernels", "ok", f"C++ for {best.name}, {when}")
 
 

@@ -1,5 +1,6 @@
 """From the C++ sources to a library: each file apart, as many at once as there are cores. No torch."""
 
+import errno
 import hashlib
 import os
 import shlex
@@ -69,7 +70,10 @@ def layout(level: Level) -> str:
 
 
 def compile_library(compiler: list[str], level: Level, path: Path, link: tuple[str, ...] = ()) -> None:
-    """Makes `path`; object files stay beside it. `link`: more for the linker. Raises NativeUnavailable."""
+    """Makes `path`; object files stay beside it. `link`: more for the linker.
+
+    Raises NativeUnavailable; OSError where the disk is full.
+    """
     sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: (source.stem not in SLOWEST, source.name))
     objects = [path.with_name(f"{source.stem}.o") for source in sources]
     common = [*compiler, *FLAGS, *level.flags]
@@ -88,10 +92,17 @@ def compile_library(compiler: list[str], level: Level, path: Path, link: tuple[s
 def run(command: list[str], level: Level) -> None:
     try:
         done = subprocess.run(  # noqa: S603 - the user's own compiler
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+            env={**os.environ, "LC_ALL": "C"},
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise NativeUnavailable(f"{command[0]} does not run: {error}") from None
     if done.returncode:
+        if os.strerror(errno.ENOSPC) in done.stderr:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
         raise NativeUnavailable(f"{command[0]} cannot compile the kernels for {level.name}: {first}")

@@ -145,6 +145,20 @@ def test_a_cache_that_cannot_be_written_gives_way_to_a_temporary_folder(
     assert build.library_path(LEVEL).stat().st_mtime_ns == made
 
 
+def test_a_full_disk_gives_way_to_a_temporary_folder(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not to the next instruction set, which would be compiled in vain as well."""
+    compiler = tmp_path / "compiler"
+    full = f"case $* in *{tiny}*) echo 'ld: cannot write: No space left on device' >&2; exit 1;; esac"
+    compiler.write_text(f'#!/bin/sh\n{full}\nexec {compiling.find_compiler()[0]} "$@"\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert build.library_path(LEVEL).parent == build.temporary_folder()
+    assert "No space left" in caplog.text
+
+
 def test_a_temporary_folder_of_somebody_else_is_not_trusted(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
