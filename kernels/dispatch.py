@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 
 from .cpu.backend import Backend
-from .cpu.build import cache_folder
+from .cpu.cache_folder import cache_folder
 from .cpu.compiling import NativeUnavailable
 from .cpu.cores import pick_cores
 from .cpu.levels import usable_levels
@@ -98,7 +98,14 @@ def select_triton(
             raise QuantUnavailable(f"{quant.name} weights need compute capability 8.9: use int8 or int4")
         reason = why_it_fails(device)
         if reason is None:
-            return triton_ops(device, dtype, quant, deterministic=deterministic, sdpa_from=sdpa_from())
+            return triton_ops(
+                device,
+                dtype,
+                quant,
+                deterministic=deterministic,
+                sdpa_from=sdpa_from(),
+                scaled_mm=torch_multiplies(),
+            )
     if asked:
         raise UnknownBackend(f"LLMBOX_KERNELS=triton: {reason}")
     if quant is not None:
@@ -115,6 +122,14 @@ def sdpa_from() -> int | None:
     if not asked.isdecimal():
         raise UnknownBackend(f"LLMBOX_SDPA_FROM={asked}: not a number of tokens; see docs/gpu-kernels.md")
     return max(2, int(asked))
+
+
+def torch_multiplies() -> bool:
+    """LLMBOX_FP8=triton keeps products of 8-bit floats on a GPU out of PyTorch."""
+    asked = os.environ.get("LLMBOX_FP8")
+    if asked not in {None, "", TRITON}:
+        raise UnknownBackend(f"LLMBOX_FP8={asked}: use triton, or leave it unset; see docs/gpu-kernels.md")
+    return asked != TRITON
 
 
 def why_not_on_cpu(quant: Quant) -> str:

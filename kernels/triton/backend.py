@@ -29,12 +29,15 @@ def triton_ops(
     *,
     deterministic: bool = False,
     sdpa_from: int | None = None,
+    scaled_mm: bool = True,
 ) -> Ops:
     """`dtype` is the model's. `deterministic`: a row's bits never depend on its neighbours.
 
-    `sdpa_from`: tokens of prompts from which on PyTorch computes attention; never with `deterministic`.
+    `sdpa_from`: tokens of prompts from which on PyTorch computes attention; `scaled_mm`: whether it may
+    multiply 8-bit floats. Neither with `deterministic`.
     """
-    return Backend(dtype, quant, fixed=deterministic, sdpa_from=sdpa_from).ops(device)
+    scaled_mm = scaled_mm and not deterministic
+    return Backend(dtype, quant, fixed=deterministic, sdpa_from=sdpa_from, scaled_mm=scaled_mm).ops(device)
 
 
 @dataclass
@@ -45,6 +48,7 @@ class Backend:
     quant: Quant | None
     fixed: bool
     sdpa_from: int | None = None
+    scaled_mm: bool = False
 
     def __post_init__(self) -> None:
         self._left = LeftRows(linear.rows_for(self.quant))
@@ -122,8 +126,7 @@ class Backend:
         return attention.plan_attention(ragged, cache, window, fixed=self.fixed, sdpa_from=self.sdpa_from)
 
     def _chosen(self, packed: Linear) -> Linear:
-        """PyTorch's own products have no fixed order."""
-        return packed if self.fixed else self._choice.of(packed)
+        return self._choice.of(packed) if self.scaled_mm else packed
 
 
 def pack(weight_OI: Tensor, bias_O: Tensor | None, quant: Quant | None) -> Linear:

@@ -61,17 +61,17 @@ def serve(engine: Engine) -> None:
         {"quant": "int4"},
         {"quant": "w8a8"},
         {"quant": "fp8-block"},
-        {"kv_dtype": "int8", "deterministic": True},
         {"quant": "auto"},
+        {"kv_dtype": "int8", "deterministic": True},
     ],
 )
 def test_serving_compiles_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
 ) -> None:
     model = make_tiny_model(tmp_path, tokenizer=False, **SIZES)
-    monkeypatch.setenv("LLMBOX_KERNELS", "triton")
     if options.get("quant") == "auto":  # of a checkpoint
         round_by_output(model, {"quant_method": "fp8", "activation_scheme": "static"}, given={})
+    monkeypatch.setenv("LLMBOX_KERNELS", "triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
     engine = device_engine(model, **OPTIONS, **options)
     plan = plan_of(engine)

@@ -105,13 +105,13 @@ def hopper() -> None:
     for quant in ("w8a8", "fp8-block"):
         linears(quant, (1, 300))
         linears(quant, (3,), deterministic=True)
+    given_rows()
     linears(None, (3,), deterministic=True)
     experts_product(zeros(1000, 256), zeros(8, 128, 256), zeros(9, dtype=I32))
     sampling()
 
 
 def ampere() -> None:
-    given_rows()
     """No 8-bit floats there, and less shared memory."""
     attention(kv_dtype=torch.int8)
     linears("int4", (1,))

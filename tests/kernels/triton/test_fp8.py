@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmbox.kernels.dispatch import UnknownBackend, select_ops
 from llmbox.kernels.packing import Rounded
 from llmbox.kernels.quant import QUANTS
 from llmbox.kernels.reference.eight_bits import in_given_scale
@@ -194,6 +195,20 @@ def test_models_take_what_the_probe_allows(monkeypatch: pytest.MonkeyPatch, dete
     assert packed.by_torch == (None if deterministic else "tensor")
     head = triton_ops(CPU, BFLOAT16, QUANTS["fp8"]).pack_head(torch.randn(32, 64).to(BFLOAT16), None)
     assert head.by_torch == "rows"
+
+
+def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "why_not", lambda *_: None)
+    monkeypatch.setenv("LLMBOX_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
+    weight = torch.randn(32, 64).to(BFLOAT16)
+    for asked, way in (("", "rows"), ("triton", None)):
+        monkeypatch.setenv("LLMBOX_FP8", asked)
+        ops = select_ops(CPU, BFLOAT16, quant=QUANTS["fp8"])
+        assert ops.pack_linear(weight, None).by_torch == way
+    monkeypatch.setenv("LLMBOX_FP8", "cublas")
+    with pytest.raises(UnknownBackend, match=r"LLMBOX_FP8=cublas: use triton"):
+        select_ops(CPU, BFLOAT16, quant=QUANTS["fp8"])
 
 
 def as_cublas(x: Tensor, weight: Tensor, **given: Any) -> Tensor:
