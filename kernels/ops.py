@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .packing import Packing, StoredWeights
+from .part_ops import PartOps
 from .ragged import KVShape, Ragged
 from .rows import DecodeInputs, DecodeRows, RuleRows, Sampled, SampleRows
 
@@ -169,6 +170,9 @@ class Ops:
     NaN anywhere in a row gives NaN."""
 
     sample: Sample | None = None
+
+    parts: PartOps | None = None
+    """Where there is `sample`: the same of rows that several ranks share."""
 
     advance: Callable[[DecodeRows, Tensor | None, DecodeInputs, int], None] | None = None
     """(rows, drawn ids_R or None, inputs, block_size): takes the drawn tokens into rows that are not free,

@@ -117,7 +117,7 @@ class _Flat:
         self.ids, self.positions, self.starts = array("q"), array("i"), array("i", [0])
         self.contexts, self.rows, self.lengths = array("i"), array("q"), array("q")
         self.sampled, self.prompt = array("q"), array("q")
-        self.sampled_rows, self.sampled_positions = array("q"), array("i")
+        self.sampled_rows, self.sampled_positions = array("q"), array("q")
         self.holes, self.fills = array("q"), array("q")
         self.prompts: list[PromptRows] = []
 

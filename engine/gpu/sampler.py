@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from llmbox.kernels.ops import Ops
-from llmbox.kernels.rows import Sampled
+from llmbox.kernels.part_ops import PartOps
+from llmbox.kernels.rows import Sampled, SampleRows
 
 from ..messages import TokenLogprobs
 from ..request import Request
@@ -71,6 +72,11 @@ class Wanted(NamedTuple):
     top: int
     """Alternatives."""
 
+    @property
+    def columns(self) -> int:
+        """Of `Drawing.numbers_SC`."""
+        return 3 + 3 * self.logprobs + 2 * self.top
+
 
 class Chosen(NamedTuple):
     ids_S: Tensor
@@ -93,6 +99,22 @@ class DeviceSampler:
     def has_kernel(self) -> bool:
         """Whether the backend draws whole rows in an operation of its own, rules and all."""
         return self._ops.sample is not None
+
+    @property
+    def parts(self) -> PartOps | None:
+        return self._ops.parts
+
+    def sample(self, logits_RV: Tensor, rows: SampleRows) -> Sampled:
+        """By the backend's own operation, without rules."""
+        assert self._ops.sample is not None
+        return self._ops.sample(logits_RV, rows)
+
+    def count(self, requests: Sequence[Request], row_S: Tensor, position_S: Tensor) -> None:
+        """Each row's last token, of rows that may be drawn elsewhere."""
+        if self._ops.parts is None or self.rows.rules is None:
+            return
+        if (rules := self.rows.rules.of(row_S, self.rows.last_R, requests)) is not None:
+            self._ops.parts.count(position_S, rules)
 
     def draw(self, logits_SV: Tensor, requests: list[Request], row_S: Tensor, position_S: Tensor) -> Drawing:
         """Also leaves the tokens in the rows. Columns of the logits beyond the vocabulary are padding."""

@@ -5,6 +5,7 @@ All their sequences share a few blocks: what they write is of no interest.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 from ..estimator import MemoryPlan
 from ..request import Request
@@ -13,12 +14,18 @@ from ..step import ScheduledRequest, StepPlan
 
 SHORT = 20
 """Tokens of a context that no kernel cuts into pieces, as it does with long ones."""
+DRAWS: Final[tuple[dict[str, Any], ...]] = ({}, {"top_k": 20}, {"top_p": 0.9})
+"""Ranks that share the logits draw each its way."""
+RULED: Final[dict[str, Any]] = {"top_p": 0.9, "repetition_penalty": 1.1}
+"""With rules the kernels that draw are others."""
 
 
 def trial_steps(plan: MemoryPlan, row_counts: Sequence[int]) -> Iterator[StepPlan]:
     """`row_counts`: `Ops.row_counts`. The largest steps come last, when all kernels are compiled."""
     for count in counts_up_to(_most_sequences(plan), row_counts):
         yield decoding(plan, count)
+    if row_counts:
+        yield from (decoding(plan, 1, **draws) for draws in DRAWS)
     for count in counts_up_to(plan.step_tokens, [count for count in row_counts if count > 1]):
         yield StepPlan(prompts(plan, count))
     if row_counts:
@@ -39,9 +46,9 @@ def counts_up_to(most: int, row_counts: Sequence[int]) -> list[int]:
 
 
 def trial_step(plan: MemoryPlan) -> StepPlan:
-    """As many tokens as a step may have, in as many sequences as may run, all drawn with top-p."""
+    """As many tokens as a step may have, in as many sequences as may run, all drawn with top-p and rules."""
     length = _sequence_length(plan)
-    return StepPlan([sequence(plan, length, length, str(n)) for n in range(_most_sequences(plan))])
+    return StepPlan([sequence(plan, length, length, str(n), **RULED) for n in range(_most_sequences(plan))])
 
 
 def _most_sequences(plan: MemoryPlan) -> int:
@@ -59,9 +66,9 @@ def long_prompt(plan: MemoryPlan) -> StepPlan:
     return StepPlan([sequence(plan, end, min(end, plan.step_tokens), "long")])
 
 
-def decoding(plan: MemoryPlan, count: int) -> StepPlan:
+def decoding(plan: MemoryPlan, count: int, **draws: Any) -> StepPlan:
     end = min(SHORT, plan.context - 1)
-    return StepPlan([sequence(plan, end, 1, str(number)) for number in range(count)])
+    return StepPlan([sequence(plan, end, 1, str(number), **draws) for number in range(count)])
 
 
 def prompts(plan: MemoryPlan, tokens: int) -> list[ScheduledRequest]:
@@ -74,9 +81,9 @@ def prompts(plan: MemoryPlan, tokens: int) -> list[ScheduledRequest]:
     return rows
 
 
-def sequence(plan: MemoryPlan, end: int, tokens: int, name: str) -> ScheduledRequest:
+def sequence(plan: MemoryPlan, end: int, tokens: int, name: str, **draws: Any) -> ScheduledRequest:
     """The last `tokens` of a context that ends there."""
-    params = SamplingParams(max_tokens=1, temperature=0.9, top_p=0.9)
+    params = SamplingParams(max_tokens=1, temperature=0.9, **draws)
     request = Request(request_id=f"trial {name}", prompt_ids=[0] * end, params=params)
     shared = trial_blocks(plan)
     request.block_table = [number % shared for number in range(-(-end // plan.block_size))]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .deal import dealt
 from .fused_sum import FusedSum
 from .layout import Layout
 from .oneshot import OneShotSum
@@ -67,6 +68,15 @@ class TorchCollective:
         out = x.new_empty(self._layout.tp, *x.shape)
         _all_gather(out.view(-1), x.view(-1), group=self._stage)
         return out
+
+    def deal(self, x: Tensor) -> Tensor:
+        tp, rows = self._layout.tp, len(x)
+        shares = [dealt(rows, tp, rank) for rank in range(tp)]
+        sizes = [share.stop - share.start for share in shares]
+        mine = sizes[self._layout.tp_rank]
+        out = x.new_empty(tp * mine, *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), [mine] * tp, sizes, group=self._stage)
+        return out.view(tp, mine, *x.shape[1:])
 
     def send(self, *tensors: Tensor) -> None:
         for tensor in tensors:

@@ -3,8 +3,8 @@
 As `sampler.py` does it between CPU ranks, but nothing may look at what it found to choose its next move: so
 rows are split by what their parameters ask for alone, and each way knows its answer for certain.
 
-Legend: S rows that sample, G of them that are drawn one way, V this rank's part of the vocabulary, K
-candidates, t ranks, C columns of `Drawing`.
+Legend: S rows that sample, G of them that are drawn one way, M of those that are dealt to this rank, V this
+rank's part of the vocabulary, K candidates, t ranks, C columns of `Drawing`.
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,23 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from llmbox.kernels.rows import SampleRows
+
 from ..gpu.draw import GREEDY_BELOW, from_keys, keys, knobs_of, largest
-from ..gpu.sampler import DeviceSampler, Drawing
+from ..gpu.sampler import DeviceSampler, Drawing, wanted_of
 from ..request import Request
 from ..sampler.draw import Drawn, Knobs, draw_among
 from ..sampler.sampler import is_plain
 from ..sampling import SamplingParams
 from ..step_batch import move
+from .deal import dealt
 from .draw import SharedDraw
 from .rank import Rank
 
 _FEWEST_CANDIDATES = 16
+_MOST_CANDIDATES = 4096
+"""Of all ranks together, where a kernel draws from them."""
+_ID_BITS = 32
 
 
 class Way(Enum):
@@ -33,10 +39,9 @@ class Way(Enum):
     """From the sums of weights of each part."""
     RANKED = 2
     """From as many candidates of each rank as top-k keeps."""
-    TOGETHER = 3
-    """From the whole row, brought together: rules, log-probabilities, and top-p alone, which may keep any
-    number of ids. Also all that a kernel of the backend draws: it reads a row once, where the other ways are
-    a dozen operations and up to three exchanges."""
+    DEALT = 3
+    """From whole rows, each brought together on one rank, which draws it and tells: rules, log-probabilities,
+    and top-p alone, which may keep any number of ids."""
 
 
 class Draws(Protocol):
@@ -61,8 +66,11 @@ class SharedDeviceSampler:
         self._vocab_size = vocab_size
         self._part = rank.layout.vocabulary(vocab_size)
         self._held = self._part.stop - self._part.start
-        self._smallest = self._vocab_size - (rank.layout.tp - 1) * self._part.size
-        """What the rank with the fewest ids has."""
+        smallest = vocab_size - (rank.layout.tp - 1) * self._part.size
+        # Looking at most of a part is no less than bringing the parts together.
+        self._most_candidates = smallest // 2
+        if whole.has_kernel:
+            self._most_candidates = min(self._most_candidates, _MOST_CANDIDATES // rank.layout.tp)
 
     def draw(self, logits_SV: Tensor, requests: list[Request], row_S: Tensor, position_S: Tensor) -> Drawing:
         """Also leaves the tokens in the rows."""
@@ -81,8 +89,8 @@ class SharedDeviceSampler:
     def _draw(
         self, way: Way, logits_GV: Tensor, requests: list[Request], row_G: Tensor, position_G: Tensor
     ) -> Drawing:
-        if way == Way.TOGETHER:
-            return self._whole.draw(self._gathered(logits_GV), requests, row_G, position_G)
+        if way == Way.DEALT:
+            return self._dealt(logits_GV, requests, row_G, position_G)
         drawn = self._drawn(way, logits_GV[:, : self._held], requests, row_G, position_G)
         self._whole.rows.keep_drawn(row_G, drawn.id)
         columns = [drawn.id.double(), drawn.best.double(), drawn.best.double()]
@@ -94,10 +102,51 @@ class SharedDeviceSampler:
         shared = SharedDraw(self._rank.collective, self._part)
         if way == Way.GREEDY:
             return shared.greedy(logits_GV)
-        knobs = knobs_of(self._vocab_size, self._whole.rows.sampling(row_G, position_G))
+        rows = self._whole.rows.sampling(row_G, position_G)
+        size = self._candidates(max(each.params.top_k for each in requests))
+        if self._whole.parts is not None:
+            return self._by_kernel(shared, way, logits_GV, rows, size)
+        knobs = knobs_of(self._vocab_size, rows)
+        return (
+            shared.whole(logits_GV.float(), knobs)
+            if way == Way.WHOLE
+            else self._ranked(logits_GV, knobs, size)
+        )
+
+    def _by_kernel(
+        self, shared: SharedDraw, way: Way, logits_GV: Tensor, rows: SampleRows, size: int
+    ) -> Drawn:
+        parts = self._whole.parts
+        assert parts is not None
         if way == Way.WHOLE:
-            return shared.whole(logits_GV.float(), knobs)
-        return self._ranked(logits_GV, knobs, self._candidates(max(each.params.top_k for each in requests)))
+            best_G = shared.best(logits_GV)
+            return shared.by_weights(parts.weigh(logits_GV, best_G, rows), best_G, parts.noise(rows))
+        # In the order of ids, so that the columns of equal logits are too.
+        mine_GK = parts.candidates(logits_GV, rows, size, self._part.start)
+        all_GK = self._rank.collective.gather(mine_GK).transpose(0, 1).flatten(1)
+        value_GK = (all_GK >> _ID_BITS).to(torch.int32).view(torch.float32)
+        sampled = self._whole.sample(value_GK, rows)
+        id_G = all_GK.gather(1, sampled.ids[:, None])[:, 0] & ((1 << _ID_BITS) - 1)
+        return Drawn(id_G, sampled.best, torch.ones_like(id_G, dtype=torch.bool))
+
+    def _dealt(
+        self, logits_GV: Tensor, requests: list[Request], row_G: Tensor, position_G: Tensor
+    ) -> Drawing:
+        layout = self._rank.layout
+        wanted, mine = wanted_of(requests, self._vocab_size), dealt(len(requests), layout.tp, layout.tp_rank)
+        whole_MV = self._rank.collective.deal(logits_GV).transpose(0, 1).flatten(1)
+        self._whole.count(requests, row_G, position_G)
+        size = dealt(len(requests), layout.tp, 0).stop
+        padded = torch.zeros(size, wanted.columns, dtype=torch.float64, device=logits_GV.device)
+        if len(whole_MV):
+            _, numbers_MC = self._whole.numbers(
+                whole_MV, requests[mine], row_G[mine], position_G[mine], wanted
+            )
+            padded[: len(numbers_MC)] = numbers_MC
+        numbers_GC = self._rank.collective.gather(padded).flatten(0, 1)[: len(requests)]
+        ids_G = numbers_GC[:, 0].long()
+        self._whole.rows.keep_drawn(row_G, ids_G)
+        return Drawing(numbers_GC, ids_G, requests, wanted.logprobs, wanted.top)
 
     def _ranked(self, logits_GV: Tensor, knobs: Knobs, size: int) -> Drawn:
         """The best of all are among the best of each rank, in an order that leaves no ties."""
@@ -109,23 +158,16 @@ class SharedDeviceSampler:
 
     def _way(self, params: SamplingParams) -> Way:
         if not is_plain(params):
-            return Way.TOGETHER
+            return Way.DEALT
         if params.temperature < GREEDY_BELOW:
             return Way.GREEDY
-        if self._whole.has_kernel:
-            return Way.TOGETHER
         if 0 < params.top_k < self._vocab_size:
-            # Looking at most of a part is no less than bringing the parts together.
-            return Way.RANKED if self._candidates(params.top_k) <= self._smallest // 2 else Way.TOGETHER
-        return Way.WHOLE if params.top_p >= 1.0 else Way.TOGETHER
+            return Way.RANKED if self._candidates(params.top_k) <= self._most_candidates else Way.DEALT
+        return Way.WHOLE if params.top_p >= 1.0 else Way.DEALT
 
     @staticmethod
     def _candidates(top_k: int) -> int:
         return max(_FEWEST_CANDIDATES, 1 << (top_k - 1).bit_length())
-
-    def _gathered(self, logits_GV: Tensor) -> Tensor:
-        """[G, whole vocabulary and padding]."""
-        return self._rank.collective.gather(logits_GV).transpose(0, 1).flatten(1)
 
 
 def _merged(requests: list[Request], parts: Sequence[tuple[Tensor, Drawing]]) -> Drawing:

@@ -7,8 +7,12 @@ rows, and come to the same result.
 Legend: R rows, t ranks, V this rank's part of the vocabulary, K candidates.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from llmbox.kernels.part_ops import PartWeights
 
 from ..sampler.draw import Drawn, Knobs, draw_among, invert, points, weights_above
 from ..sampler.ranking import best_of, ranked
@@ -30,16 +34,20 @@ class SharedDraw:
         return Drawn(local_R + rank_R * self._part.size, best_R, torch.ones_like(rank_R, dtype=torch.bool))
 
     def whole(self, logits_RV: Tensor, knobs: Knobs) -> Drawn:
-        """As `draw_whole`: the rank whose weights the point falls into knows the id."""
-        best_R1 = self._best(logits_RV)
-        until_RV = weights_above(logits_RV, best_R1, knobs).cumsum(-1)
-        until_tR = self._collective.gather(until_RV[:, -1]).cumsum(0)
-        point_R = points(until_tR[-1], knobs.noise)
+        """As `draw_whole`."""
+        best_R = self.best(logits_RV)
+        until_RV = weights_above(logits_RV, best_R[:, None], knobs).cumsum(-1)
+        return self.by_weights(Cumulative(until_RV), best_R, knobs.noise)
+
+    def by_weights(self, part: PartWeights, best_R: Tensor, noise_R: Tensor) -> Drawn:
+        """The rank whose weights the point falls into knows the id."""
+        until_tR = self._collective.gather(part.total_R).cumsum(0)
+        point_R = points(until_tR[-1], noise_R)
         rank_R = invert(until_tR.T.contiguous(), point_R)
         before_R = until_tR.gather(0, (rank_R - 1).clamp(min=0)[None])[0].where(rank_R > 0, 0)
-        id_R = self._part.start + invert(until_RV, point_R - before_R)
+        id_R = self._part.start + part.columns(point_R - before_R)
         found_R = self._collective.gather(id_R).gather(0, rank_R[None])[0]
-        return Drawn(found_R, best_R1[:, 0], torch.ones_like(found_R, dtype=torch.bool))
+        return Drawn(found_R, best_R, torch.ones_like(found_R, dtype=torch.bool))
 
     def among_best(self, logits_RV: Tensor, knobs: Knobs, size: int, *, cuts_k: bool) -> Drawn:
         """As `draw_ranked`: the best of all are among the `size` best of each rank."""
@@ -58,6 +66,19 @@ class SharedDraw:
             total_R = self._collective.gather(mine_R).sum(0)
         return draw_among(value_RK, ids_R.gather(1, order_RK), certain_R, knobs, total_R)
 
-    def _best(self, logits_RV: Tensor) -> Tensor:
-        """[R, 1] over all ranks; NaN where one is anywhere."""
-        return self._collective.gather(logits_RV.amax(-1)).amax(0)[:, None]
+    def best(self, logits_RV: Tensor) -> Tensor:
+        """[R], float32, over all ranks; NaN where one is anywhere."""
+        return self._collective.gather(logits_RV.amax(-1).float()).amax(0)
+
+
+class Cumulative(NamedTuple):
+    """`PartWeights` in plain torch."""
+
+    until_RV: Tensor
+
+    @property
+    def total_R(self) -> Tensor:  # noqa: N802
+        return self.until_RV[:, -1]
+
+    def columns(self, point_R: Tensor) -> Tensor:
+        return invert(self.until_RV, point_R)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .collective import add_in_order
+from .deal import dealt
 from .layout import Layout
 from .link import RankLost
 from .rank import Arrived, OnItsWay
@@ -95,6 +96,9 @@ class MeshCollective:
         pieces = [torch.stack(self._exchange(piece)) for piece in _pieces(x.reshape(-1))]
         whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
         return whole.view(self._layout.tp, *x.shape)
+
+    def deal(self, x: Tensor) -> Tensor:
+        return self.gather(x)[:, dealt(len(x), self._layout.tp, self._layout.tp_rank)]
 
     def send(self, *tensors: Tensor) -> None:
         for tensor in tensors:

@@ -34,6 +34,10 @@ class Collective(Protocol):
         """[tp, ...] of all ranks' tensors, which have one shape."""
         ...
 
+    def deal(self, x: Tensor) -> Tensor:
+        """Of x [R, ...] of one shape: [tp, those of the R that are `dealt` to this rank, ...]."""
+        ...
+
     def send(self, *tensors: Tensor) -> None:
         """To the next stage."""
         ...

@@ -24,7 +24,16 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 
 def edit(logits_SV: Tensor, position_S: Tensor, rules: RuleRows) -> None:
     """`position_S`: of the tokens that are drawn next."""
-    edit_kernel[(len(logits_SV),)](
+    _launch(logits_SV, position_S, rules, edits=True)
+
+
+def count(position_S: Tensor, rules: RuleRows) -> None:
+    """Count the last tokens only, of rows that are drawn elsewhere. `edit` counts no token twice."""
+    _launch(rules.values_3N, position_S, rules, edits=False)
+
+
+def _launch(logits_SV: Tensor, position_S: Tensor, rules: RuleRows, *, edits: bool) -> None:
+    edit_kernel[(len(position_S),)](
         logits_SV,
         position_S,
         rules.row_S,
@@ -39,6 +48,7 @@ def edit(logits_SV: Tensor, position_S: Tensor, rules: RuleRows) -> None:
         logits_SV.stride(0),
         rules.marks_3N.shape[1],
         BLOCK=BLOCK,
+        EDITS=edits,
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -63,6 +73,7 @@ def edit_kernel(
     row_stride: tl.tensor,
     entries: tl.tensor,
     BLOCK: tl.constexpr,
+    EDITS: tl.constexpr,
 ) -> None:
     s = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + s)
@@ -91,28 +102,33 @@ def edit_kernel(
         found = tl.maximum(found, tl.max(hit.to(tl.int32), 0))
         drawn = tl.where(hit, tl.maximum(drawn, 0) + 1, drawn)
         tl.store(counts + e, drawn, mask=hit)
-        raw = tl.load(x + v, mask=inside, other=float("-inf")).to(tl.float32)
-        bias = tl.load(biases + e, mask=inside, other=0.0)
-        new = changed(raw, bias, drawn, repetition, frequency, presence)
-        banned = ((flag & IS_FORBIDDEN) != 0) | (((flag & IS_FORBIDDEN_EARLY) != 0) & early)
-        for w in range(word, words_end):
-            asked = tl.load(word_lasts + w)
-            banned = banned | ((v == tl.load(word_ids + w)) & ((asked < 0) | (asked == token)))
-        tl.store(raws + e, raw, mask=inside)
-        tl.store(edits + e, tl.where(banned, float("-inf"), new), mask=inside)
-        tl.store(x + v, float("-inf"), mask=inside)
+        if EDITS:
+            raw = tl.load(x + v, mask=inside, other=float("-inf")).to(tl.float32)
+            bias = tl.load(biases + e, mask=inside, other=0.0)
+            new = changed(raw, bias, drawn, repetition, frequency, presence)
+            banned = ((flag & IS_FORBIDDEN) != 0) | (((flag & IS_FORBIDDEN_EARLY) != 0) & early)
+            for w in range(word, words_end):
+                asked = tl.load(word_lasts + w)
+                banned = banned | ((v == tl.load(word_ids + w)) & ((asked < 0) | (asked == token)))
+            tl.store(raws + e, raw, mask=inside)
+            tl.store(edits + e, tl.where(banned, float("-inf"), new), mask=inside)
+            tl.store(x + v, float("-inf"), mask=inside)
+    raw = tl.load(x + token).to(tl.float32) if EDITS else 0.0
+    tl.debug_barrier()  # all threads have read what is written now
     if counting & (found == 0):
-        raw = tl.load(x + token).to(tl.float32)
-        new = changed(raw, tl.full((), 0.0, tl.float32), found + 1, repetition, frequency, presence)
         only = (kind & IS_ONLY_LISTED) != 0
         tl.store(ids + count, token.to(tl.int32))
         tl.store(counts + count, 1)
         tl.store(flags + count, tl.where(only, IS_FORBIDDEN, 0))
         tl.store(biases + count, 0.0)
-        tl.store(raws + count, raw)
-        tl.store(edits + count, tl.where(only, float("-inf"), new))
-        tl.store(x + token, float("-inf"))
         tl.store(facts + row * 5 + 1, count + 1)
+        if EDITS:
+            new = changed(raw, tl.full((), 0.0, tl.float32), found + 1, repetition, frequency, presence)
+            tl.store(raws + count, raw)
+            tl.store(edits + count, tl.where(only, float("-inf"), new))
+            tl.store(x + token, float("-inf"))
+    if counting:
+        tl.store(facts + row * 5 + 2, position)
 
 
 @triton.jit

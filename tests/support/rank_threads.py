@@ -16,6 +16,7 @@ from llmbox.engine.estimator import estimate
 from llmbox.engine.loader import load_share, make_scheduler, memory_budget, model_info
 from llmbox.engine.model_config import parse_config
 from llmbox.engine.parallel.collective import sum_in_order
+from llmbox.engine.parallel.deal import dealt
 from llmbox.engine.parallel.layout import Layout
 from llmbox.engine.parallel.mesh import Arriving
 from llmbox.engine.parallel.rank import Arrived, OnItsWay, Rank
@@ -54,6 +55,9 @@ class ThreadCollective:
         parts = torch.stack([stage.parts[rank] for rank in range(self._layout.tp)])
         stage.barrier.wait()
         return parts
+
+    def deal(self, x: Tensor) -> Tensor:
+        return self.gather(x)[:, dealt(len(x), self._layout.tp, self._layout.tp_rank)]
 
     def send(self, *tensors: Tensor) -> None:
         inbox = self._stages[self._layout.stage + 1].inboxes[self._layout.tp_rank]

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmbox.engine.parallel.deal import dealt
 from llmbox.engine.parallel.layout import Layout, Part
 from llmbox.engine.request import Request
 from llmbox.engine.sampling import SamplingParams
@@ -35,6 +36,12 @@ class Counting(ThreadCollective):
     def gather(self, x: Tensor) -> Tensor:
         self.bytes += x.nbytes
         return super().gather(x)
+
+    def deal(self, x: Tensor) -> Tensor:
+        """What it keeps is not sent."""
+        mine = dealt(len(x), self._layout.tp, self._layout.tp_rank)
+        self.bytes += x.nbytes - x[mine].nbytes
+        return super().gather(x)[:, mine]
 
 
 def part_of(logits_RV: Tensor, part: Part) -> Tensor:

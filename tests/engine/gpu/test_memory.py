@@ -9,7 +9,7 @@ from llmbox.engine.errors import DoesNotFit
 from llmbox.engine.estimator import MemoryPlan
 from llmbox.engine.gpu.load import fit_pool, run_trials
 from llmbox.engine.gpu.memory import Measured, graphs_reserve
-from llmbox.engine.gpu.trial import trial_step, trial_steps
+from llmbox.engine.gpu.trial import DRAWS, trial_step, trial_steps
 
 PLAN = MemoryPlan(
     device="cuda", dtype="bfloat16", kv_dtype="bfloat16", quant="none", weights_bytes=1000,
@@ -117,7 +117,7 @@ def test_sums():
 def test_trial_steps_meet_all_counts_of_rows_and_end_with_the_largest():
     steps = list(trial_steps(PLAN, (1, 3, 16, 300)))
     alone = [step for step in steps if all(row.num_tokens == 1 for row in step.rows)]
-    assert [len(step.rows) for step in alone] == [1, 3, 4]
+    assert [len(step.rows) for step in alone] == [1, 3, 4, *[1] * len(DRAWS)]
     counts = {step.num_tokens for step in steps if step not in alone}
     assert {3, 16, PLAN.token_budget} <= counts
     assert max(counts) == PLAN.token_budget

@@ -1,6 +1,5 @@
 """Rules in the kernel that draws, over steps that know a token less than the device."""
 
-import copy
 from collections import Counter
 
 import pytest
@@ -8,17 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbox.engine.gpu.rows import Rows
 from llmbox.engine.gpu.rule_entries import entries_of, words_of
 from llmbox.engine.gpu.rule_lists import LEAST, RuleLists
-from llmbox.engine.gpu.sampler import DeviceSampler
 from llmbox.engine.gpu.upload import Uploader
 from llmbox.engine.sampler import Sampler
 from llmbox.engine.sampler.rules import RequestRules, apply_rules
 from llmbox.engine.sampling import SamplingParams
-from llmbox.engine.step import ScheduledRequest
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.edit import edit
+from support.device_steps import Steps, alike
 from support.late_device import LateDevice
 from support.sampling import make_request
 from support.triton_interpreter import turn_on
@@ -29,41 +26,6 @@ CPU = torch.device("cpu")
 OPS = triton_ops(CPU, torch.float32)
 V = 4500
 """More than a chunk of the kernel."""
-
-
-class Steps:
-    """Rows of requests that draw step by step. `late`: the host knows a step's tokens after the next one."""
-
-    def __init__(self, requests, late):
-        self.rows = Rows(len(requests) + 1, 1, 0, V, CPU)
-        self.sampler = DeviceSampler(OPS, self.rows, V)
-        self.uploader = Uploader(LateDevice(), 3)
-        self.requests = requests
-        self.known = copy.deepcopy(requests)
-        """What one has who knows all tokens."""
-        self.late = late
-
-    def note(self):
-        self.uploader.begin_step()
-        planned = [
-            ScheduledRequest(one, 0, known.num_tokens, True, one.admissions)
-            for one, known in zip(self.requests, self.known, strict=True)
-        ]
-        row_S = torch.tensor([self.rows.note(one) for one in planned])
-        self.rows.flush(self.uploader)
-        return row_S, torch.tensor([known.num_tokens for known in self.known])
-
-    def draw(self, logits_SV):
-        row_S, position_S = self.note()
-        drawing = self.sampler.draw(logits_SV, self.requests, row_S, position_S)
-        tokens, failed = drawing.read(drawing.numbers_SC.tolist())
-        found = [tokens.get(one.request_id) or failed[one.request_id] for one in self.requests]
-        for one, known, pick in zip(self.requests, self.known, found, strict=True):
-            drawn = 7 if isinstance(pick, str) else pick.token_id
-            one.token_ids[:] = known.token_ids if self.late else [*known.token_ids, drawn]
-            one.num_pending = 2 if self.late else 1
-            known.token_ids.append(drawn)
-        return found
 
 
 def any_params(data, number):
@@ -87,22 +49,13 @@ def any_params(data, number):
     }
 
 
-def alike(found, wanted):
-    if isinstance(wanted, str) or wanted.logprobs is None:
-        return found == wanted
-    one, other = found.logprobs, wanted.logprobs
-    told = (one.rank, [i for i, _ in one.top], [p for _, p in one.top], one.logprob)
-    close = pytest.approx([p for _, p in other.top], abs=1e-5), pytest.approx(other.logprob, abs=1e-5)
-    return found.token_id == wanted.token_id and told == (other.rank, [i for i, _ in other.top], *close)
-
-
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
 def test_every_mix_of_rules_step_by_step(data, seed):
     generator = torch.Generator().manual_seed(seed)
     coarse = data.draw(st.sampled_from([1, 50]))
     requests = [make_request(f"r{n}", **any_params(data, n)) for n in range(data.draw(st.integers(1, 3)))]
-    steps = Steps(requests, late=data.draw(st.booleans()))
+    steps = Steps(OPS, V, requests, late=data.draw(st.booleans()))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16]))
     favourites = torch.zeros(V)
     favourites[[3, 4, 4400]] = 9.0
@@ -130,7 +83,7 @@ def test_changed_logits_are_those_of_the_sampler_bit_by_bit(dtype):
         logit_bias=dict.fromkeys(ids[10:35], 0.77) | {V + 1: 3.0},
         bad_words=((ids[12],), (ids[30], ids[13]), (8, ids[14])),
     )
-    steps = Steps([request], late=False)
+    steps = Steps(OPS, V, [request], late=False)
     row_S, position_S = steps.note()
     row_V = 4 * torch.randn(V, generator=generator)
     row_V[ids[:5]] = torch.tensor([0.0, -0.0, -torch.inf, 6e4, -6e4])
@@ -159,7 +112,7 @@ def test_a_long_list_moves_to_a_larger_place_with_its_counts():
     request = make_request(
         prompt=range(LEAST - 4), repetition_penalty=2.0, frequency_penalty=1.0, temperature=0.0
     )
-    late = Steps([request], late=True)
+    late = Steps(OPS, V, [request], late=True)
     favourite = [*range(1000, 1004), 1000, 1004, 1000, 1005, 1006, 1007]
     for token in favourite:
         logits_1V = torch.zeros(1, V)

@@ -1,15 +1,14 @@
 """Rows whose logits are in parts on devices are drawn as whole rows are, and what that sends."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
 
-from llmbox.engine.gpu.draw import facts, plain_sample
 from llmbox.engine.gpu.rows import Rows
-from llmbox.engine.gpu.sampler import DeviceSampler, needs_of
+from llmbox.engine.gpu.sampler import DeviceSampler
 from llmbox.engine.gpu.upload import Uploader
+from llmbox.engine.parallel.deal import dealt
 from llmbox.engine.parallel.device_draw import device_sampler
 from llmbox.engine.parallel.layout import Layout
 from llmbox.engine.parallel.rank import Rank
@@ -91,14 +90,17 @@ def test_what_is_sent_for_a_row():
         request = Request(request_id="a", prompt_ids=[1], params=SamplingParams(max_tokens=1, **params))
         return sample_in_parts(logits_SV, [request], 2, ops)[1]
 
-    def kernel(logits_RV, rows, _rules=None):
-        return facts(logits_RV, plain_sample(logits_RV, rows, needs_of([params], vocab)).id)
-
-    params = SamplingParams(max_tokens=1, temperature=0.9)
     assert sent(temperature=0.0) == 16
     assert sent(temperature=0.9) == 20
     assert sent(temperature=0.9, top_k=50) == 64 * 8
-    assert sent(temperature=0.9, top_p=0.9, top_k=0) == vocab * 2
-    assert sent(temperature=0.0, logprobs=1) == vocab * 2
-    assert sent(replace(REFERENCE, sample=kernel), temperature=0.9) == vocab * 2
-    assert sent(replace(REFERENCE, sample=kernel), temperature=0.0) == 16
+    # To the rank that draws the row, and what it found to all.
+    assert sent(temperature=0.9, top_p=0.9, top_k=0) == vocab * 2 + 3 * 8
+    assert sent(temperature=0.0, logprobs=1) == vocab * 2 + 8 * 8
+
+
+@pytest.mark.parametrize("tp", [2, 3, 8])
+@pytest.mark.parametrize("rows", [1, 2, 5, 16])
+def test_rows_are_dealt_out_once_and_evenly(rows, tp):
+    shares = [list(range(rows))[dealt(rows, tp, rank)] for rank in range(tp)]
+    assert [row for share in shares for row in share] == list(range(rows))
+    assert max(map(len, shares)) == -(-rows // tp)

@@ -1,0 +1,26 @@
+"""Kernels, gloo and processes together: what ranks draw from parts of the logits is what one draws."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "vocab"), [(2, 700), (3, 9001)])
+def test_tokens_of_ranks_are_those_of_one(tmp_path, ranks, vocab):
+    seed = int(torch.randint(1 << 30, ()))  # in the message of a failure
+    program = [sys.executable, "-P", "-W", "ignore", Path(__file__).with_name("ranks_that_draw.py")]
+    paths = os.pathsep.join([str(ROOT / "packaging/tree"), str(ROOT / "tests")])
+    done = subprocess.run(
+        [*program, tmp_path, str(ranks), str(vocab), str(seed)],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
