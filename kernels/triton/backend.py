@@ -8,10 +8,12 @@ from torch import Tensor
 
 from ..ops import Ops, StepInputs
 from ..packing import Rounded
+from ..part_ops import PartOps
 from ..quant import Kind, Quant
 from ..ragged import Ragged
-from . import attention, embedding, heads, kv_cache, linear, rms_norm, silu_mul
+from . import attention, edit, embedding, heads, kv_cache, linear, part_weights, rms_norm, silu_mul
 from .advance import advance
+from .candidates import candidates
 from .choice import Choice
 from .left_rows import LeftRows
 from .linear import Blocks8, Floats8, Integers, Integers8, Linear, Plain
@@ -79,6 +81,7 @@ class Backend:
             row_invariant=self.fixed,
             rotate_and_write=heads.rotate_and_write,
             sample=sample,
+            parts=PartOps(edit.count, candidates, part_weights.weigh, part_weights.noise),
             advance=advance,
             row_counts=ROW_COUNTS,
             stored=None if self.quant is None else self,

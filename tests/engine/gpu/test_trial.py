@@ -46,6 +46,7 @@ def serve(engine: Engine) -> None:
                 draw.randint(2, 6),
                 temperature=draw.choice([0.0, 1.0]),
                 top_k=draw.choice([0, 5]),
+                repetition_penalty=draw.choice([1.0, 1.0, 1.2]),
                 logprobs=draw.choice([None, 2]),
                 prompt_logprobs=draw.choice([None, None, 1]),
             )

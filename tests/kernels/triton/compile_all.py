@@ -89,6 +89,12 @@ def sampling() -> None:
     rules = RuleRows(longs, facts, floats[0], longs, marks, floats[1], zeros(5, dtype=I32), longs, longs)
     for each in (None, rules):
         ops.sample(zeros(4, VOCAB), drawn, each)
+    parts, half = ops.parts, zeros(4, VOCAB // 2)
+    parts.count(longs, rules)
+    parts.candidates(half, drawn, 32, 7)
+    parts.weigh(half, zeros(4, dtype=F32), drawn).columns(longs)
+    parts.noise(drawn)
+    ops.sample(zeros(4, 64, dtype=F32), drawn)
     state, inputs = DecodeRows(longs, ints, zeros(4, 64, dtype=I32)), DecodeInputs(ints, ints, ints)
     ops.advance(state, longs, inputs, 16)
 
