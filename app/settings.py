@@ -88,7 +88,9 @@ class ModelSettings:
         "Type of the KV cache; auto follows dtype, int8 halves bfloat16's memory, fp8 too but needs a GPU.",
         live=True,
     )
-    quant: Literal["none", "auto", "int8", "int8-g32", "int4", "int4-g128", "w8a8", "fp8", "fp8-block"] = key(
+    quant: Literal[
+        "none", "auto", "int8", "int8-g32", "int4", "int4-g128", "int4-mix", "w8a8", "fp8", "fp8-block"
+    ] = key(
         "none",
         "Weights rounded at load; auto takes the first of none, int8, int4 that fits; "
         "w8a8, fp8 and fp8-block need a GPU.",

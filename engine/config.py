@@ -9,7 +9,9 @@ KVDtype = Literal["auto", "bfloat16", "float16", "float32", "int8", "fp8"]
 BLOCK_SIZE = 16
 """Tokens a KV block holds: small enough that the last, partly filled one wastes little."""
 
-QuantChoice = Literal["none", "auto", "int8", "int8-g32", "int4", "int4-g128", "w8a8", "fp8", "fp8-block"]
+QuantChoice = Literal[
+    "none", "auto", "int8", "int8-g32", "int4", "int4-g128", "int4-mix", "w8a8", "fp8", "fp8-block"
+]
 Batching = Literal["continuous", "static"]
 
 

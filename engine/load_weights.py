@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from llmbox.kernels.ops import Ops
+from llmbox.kernels.quant import QUANTS
 
 from .footprint import grown, memory_in_use
 from .layers.decoder import Decoder
@@ -50,5 +51,5 @@ def from_checkpoint(
     source = Checkpoint(
         wanted.directory, wanted.ops, wanted.dtype, wanted.device, progress, keeper, wanted.rank
     )
-    model = build_model(config, source)
+    model = build_model(config, source, QUANTS.get(wanted.quant))
     return model, grown(before, memory_in_use(wanted.device))

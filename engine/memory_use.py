@@ -3,6 +3,7 @@
 from llmbox.kernels.quant import Quant
 
 from .model_shape import DTYPE_BYTES, ModelShape
+from .recipe import layers_bytes
 
 MIB = 1 << 20
 
@@ -27,8 +28,7 @@ def weights_bytes(shape: ModelShape, dtype: str, quant: Quant | None) -> int:
     head = shape.table_params
     head_bytes = size if shape.no_head else quant.head_bytes(size)
     kept = shape.params - shape.matmul_params
-    layers = shape.matmul_params - head
-    return int(kept * size + head * head_bytes + layers * quant.bytes_per_weight)
+    return int(kept * size + head * head_bytes) + layers_bytes(shape, quant)
 
 
 def workspace_bytes(

@@ -1,9 +1,12 @@
 """Rounds a checkpoint's weights to integers, once: a directory that loads by itself, and a report.
 
-`python -P -m llmbox.engine.quantize SOURCE OUT FORMAT [--eval FILE] [--threads N]` writes one JSON object a
-line to stdout: {"progress": [done, total]}…, then {"report": …} or {"error": {"code", "message"}}. The format
-is described in `rounded.py`. How weights are rounded is decided by the kernels alone (`Packing.round`): a
-checkpoint made here holds the very integers that `--quant` would make at load.
+`python -P -m llmbox.engine.quantize SOURCE OUT FORMAT [--calibrate] [--eval FILE] [--threads N]` writes one
+JSON object a line to stdout: {"writing": [done, total]}… and {"progress": [done, total]}…, then
+{"report": …} or {"error": {"code", "message"}}. The format is described in `rounded.py`.
+
+How weights are rounded is decided by the kernels alone (`Packing.round`): a checkpoint made here holds the
+very integers that `--quant` would make at load. With `--calibrate` the model first writes a text, and what
+its linears met in it decides about the layers' integers (`kernels/reference/feedback.py`).
 """
 
 import argparse
@@ -17,46 +20,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from llmbox.kernels.dispatch import QuantUnavailable, select_ops
-from llmbox.kernels.ops import PackedLinear
-from llmbox.kernels.packing import Packing, Rounded
+from llmbox.kernels.packing import Packing
 from llmbox.kernels.quant import QUANTS, Quant
 from llmbox.kernels.reference import REFERENCE
 
+from .calibration import Calibration
 from .checkpoint import INDEX, list_tensors
 from .errors import DeviceError, EngineError, ModelError
 from .loader import load_engine
 from .machine import read_cpu
 from .model_config import ModelConfig, parse_config, read_json
 from .models import build_model
-from .parallel.rank import ALONE, Rank
+from .own_text import write_text
 from .perplexity import config_for, perplexity, sequences_of
-from .rounded import FORMATS, SCALE, entry_in_config, format_of
+from .quantizer import Quantizer, TensorError
+from .rounded import FORMATS, entry_in_config
 from .shards import ShardWriter
-from .weights import Asked, Checkpoint
+from .weights import Checkpoint
 
 CPU = torch.device("cpu")
 DISK_RESERVE = 512_000_000
 WORST = 10
-ROWS_AT_ONCE = 4096
-"""Of a weight in float32: a whole head would be gigabytes."""
 LARGEST_COPY = 64 << 20
 """Bytes of a file beside the weights that is taken along."""
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack"}
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorError:
-    name: str
-    format: str
-    relative: float
-    """|w - w'| / |w|, Euclidean."""
-    weighted: float
-    """The same with each weight's error counted as the search for scales counts it (`importance`)."""
 
 
 @dataclass(slots=True)
@@ -70,83 +61,24 @@ class Report:
     tensors: int = 0
     kept: int = 0
     """Tensors that stay as they were."""
+    calibrated: int = 0
+    """Tokens that the model wrote for it."""
     perplexity_before: float | None = None
     perplexity_after: float | None = None
 
 
-class Quantizer:
-    """A `weights.Source` that writes what the model asks for, rounded as its place in the model wants."""
+def quantize(
+    source: Path,
+    out: Path,
+    quant: Quant,
+    threads: int,
+    progress: Progress,
+    writing: Progress | None = None,
+) -> Report:
+    """Writes `out`, which must not exist, in one move at the end. Raises EngineError and OSError.
 
-    def __init__(self, source: Checkpoint, quant: Quant, packing: Packing, out: ShardWriter) -> None:
-        self.ops = REFERENCE
-        self.rank: Rank = ALONE
-        self.errors: list[TensorError] = []
-        self.kept = 0
-        self._squares = self._lost = 0.0
-        self._source = source
-        self._quant = quant
-        self._packing = packing
-        self._out = out
-
-    @property
-    def relative(self) -> float:
-        return (self._lost / self._squares) ** 0.5 if self._squares else 0.0
-
-    def vector(self, name: str, size: int) -> Tensor:
-        vector = self._source.take(name, (size,))
-        self._keep(name, vector)
-        return vector
-
-    def packed(self, asked: Asked) -> PackedLinear:
-        quant = format_of(self._quant, asked.kind)
-        for name, rows in asked.outputs.items():
-            weight_OI = self._source.take(f"{name}.weight", (rows.total, asked.inputs.total))
-            if quant is None:
-                self._keep(f"{name}.weight", weight_OI)
-            else:
-                self._round(f"{name}.weight", weight_OI, quant)
-            if asked.bias:
-                self._keep(f"{name}.bias", self._source.take(f"{name}.bias", (rows.total,)))
-        return None
-
-    def skip(self, name: str) -> None:
-        self._source.skip(name)
-
-    def finish(self) -> None:
-        self._source.finish()
-
-    def _keep(self, name: str, tensor: Tensor) -> None:
-        self.kept += 1
-        self._out.add({name: tensor})
-
-    def _round(self, name: str, weight_OI: Tensor, quant: Quant) -> None:
-        rounded = self._packing.round(quant, weight_OI)
-        self._out.add({name: stored(rounded), name + SCALE: rounded.scales_OG})
-        squares = lost = weighted = weights = 0.0
-        for start in range(0, len(weight_OI), ROWS_AT_ONCE):
-            rows = slice(start, start + ROWS_AT_ONCE)
-            w = weight_OI[rows].float()
-            part = Rounded(quant, rounded.codes_OI[rows], rounded.scales_OG[rows])
-            error = (w - part.floats()).square()
-            square = w.square()
-            squares += float(square.sum(dtype=torch.float64))
-            lost += float(error.sum(dtype=torch.float64))
-            counts = importance(w, quant.group)
-            weighted += float((counts * error).sum(dtype=torch.float64))
-            weights += float((counts * square).sum(dtype=torch.float64))
-        self._squares, self._lost = self._squares + squares, self._lost + lost
-        self.errors.append(
-            TensorError(
-                name,
-                quant.name,
-                (lost / squares) ** 0.5 if squares else 0.0,
-                (weighted / weights) ** 0.5 if weights else 0.0,
-            )
-        )
-
-
-def quantize(source: Path, out: Path, quant: Quant, threads: int, progress: Progress) -> Report:
-    """Writes `out`, which must not exist, in one move at the end. Raises EngineError and OSError."""
+    `writing`: calibrate, and tell how much of the text there is.
+    """
     config = parse_config(source)
     if config.quant is not None:
         raise ModelError(f"{source} holds {config.quant} weights already: take the checkpoint it was made of")
@@ -156,7 +88,8 @@ def quantize(source: Path, out: Path, quant: Quant, threads: int, progress: Prog
     part = out.with_name(f".{out.name}.part-{os.getpid()}")
     try:
         part.mkdir(parents=True)
-        report = write(source, part, config, quant, threads, progress)
+        sequences = [] if writing is None else write_text(source, threads, writing)
+        report = write(source, part, config, quant, threads, progress, sequences)
         if out.is_dir():
             out.rmdir()
         part.rename(out)
@@ -166,14 +99,23 @@ def quantize(source: Path, out: Path, quant: Quant, threads: int, progress: Prog
 
 
 def write(
-    source: Path, part: Path, config: ModelConfig, quant: Quant, threads: int, progress: Progress
+    source: Path,
+    part: Path,
+    config: ModelConfig,
+    quant: Quant,
+    threads: int,
+    progress: Progress,
+    sequences: list[list[int]],
 ) -> Report:
+    """`sequences`: of the text to calibrate with; without any, weights alone decide."""
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     packing = packing_for(quant, dtype, threads)
+    torch.set_num_threads(threads)  # the kernels have left torch one
+    calibration = Calibration(source, config, dtype, sequences) if sequences else None
     shards = ShardWriter(part)
     checkpoint = Checkpoint(source, REFERENCE, dtype, CPU, progress)
-    quantizer = Quantizer(checkpoint, quant, packing, shards)
-    build_model(config, quantizer)
+    quantizer = Quantizer(checkpoint, quant, packing, shards, calibration)
+    build_model(config, quantizer, quant)
     shards.finish()
     take_along(source, part)
     raw = read_json(source / "config.json")
@@ -189,6 +131,7 @@ def write(
         worst=worst,
         tensors=len(quantizer.errors),
         kept=quantizer.kept,
+        calibrated=sum(map(len, sequences)),
     )
 
 
@@ -199,23 +142,6 @@ def packing_for(quant: Quant, dtype: torch.dtype, threads: int) -> Packing:
         raise DeviceError(f"{error}: see `llmbox doctor`") from None
     assert packing is not None
     return packing
-
-
-def importance(weight_OI: Tensor, group: int) -> Tensor:
-    """What the search for scales multiplies squared errors by: |w| + the root mean square of its group."""
-    outputs, inputs = weight_OI.shape
-    groups = torch.nn.functional.pad(weight_OI, (0, -inputs % group)).view(outputs, -1, group)
-    typical = groups.square().mean(-1, keepdim=True).sqrt()
-    return (groups.abs() + typical).flatten(1)[:, :inputs]
-
-
-def stored(rounded: Rounded) -> Tensor:
-    """Codes as a checkpoint holds them (`rounded.py`)."""
-    if rounded.quant.bits == 8:
-        return rounded.codes_OI
-    codes = (rounded.codes_OI + 8).to(torch.uint8)
-    codes = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2), value=8)
-    return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
 def require_space(folder: Path, config: ModelConfig, quant: Quant) -> None:
@@ -258,6 +184,7 @@ def main() -> int:
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("format", choices=FORMATS)
+    parser.add_argument("--calibrate", action="store_true")
     parser.add_argument("--eval", type=Path)
     parser.add_argument("--threads", type=int, default=read_cpu().cores)
     options = parser.parse_args()
@@ -273,6 +200,7 @@ def main() -> int:
             QUANTS[options.format],
             options.threads,
             lambda done, total: tell({"progress": [done, total]}),
+            (lambda done, total: tell({"writing": [done, total]})) if options.calibrate else None,
         )
         if options.eval is not None:
             measure(options.source, options.out, options.eval, options.threads, report)

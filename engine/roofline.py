@@ -3,6 +3,7 @@
 from llmbox.kernels.quant import Quant
 
 from .model_shape import DTYPE_BYTES, ModelShape
+from .recipe import layers_bytes
 
 
 def decode_tokens_per_second(
@@ -20,8 +21,7 @@ def decode_tokens_per_second(
     weight_bytes = shape.matmul_params * DTYPE_BYTES[dtype]
     if quant is not None:
         head = shape.table_params
-        in_layers = (shape.matmul_params - head) * quant.bytes_per_weight
-        weight_bytes = int(head * quant.head_bytes(DTYPE_BYTES[dtype]) + in_layers)
+        weight_bytes = int(head * quant.head_bytes(DTYPE_BYTES[dtype])) + layers_bytes(shape, quant)
     return rows * bandwidth / (weight_bytes + rows * seen * shape.kv_bytes_per_token(kv_dtype))
 
 

@@ -38,6 +38,11 @@ EXITS = {"does_not_fit": Exit.DOES_NOT_FIT, "bad_model": Exit.FAILED}
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     help="Measure the perplexity of this text before and after; blank lines divide it.",
 )
+@click.option(
+    "--calibrate",
+    is_flag=True,
+    help="Let the model write a text first and choose the integers by it: slower, nearer to the original.",
+)
 @click.option("--threads", type=click.IntRange(1, 4096), help="CPU threads; default is the physical cores.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program
@@ -48,13 +53,14 @@ def quantize(
     to: str,
     out: Path | None,
     text: Path | None,
+    calibrate: bool,
     threads: int | None,
     as_json: bool,
 ) -> None:
     """Round the weights of MODEL to integers, into a folder that loads by itself.
 
-    It holds the same integers that `--quant` makes at each load, takes a half or a quarter of the disk, and
-    needs no original. The format is described in docs/quantisation.md.
+    It holds the same integers that `--quant` makes at each load, or better ones with --calibrate, takes a
+    half or a quarter of the disk, and needs no original. The format is described in docs/quantisation.md.
     """
     from ..catalog import resolve
 
@@ -62,6 +68,8 @@ def quantize(
     short = ref.name.rpartition("/")[2].partition("@")[0]
     target = (out or Path(f"{short}-{to}")).absolute()
     arguments = [str(ref.path), str(target), to]
+    if calibrate:
+        arguments.append("--calibrate")
     if text is not None:
         arguments += ["--eval", str(text.absolute())]
     if threads is not None:
@@ -93,6 +101,9 @@ def _run(program: Program, arguments: Sequence[str]) -> dict[str, Any]:
             if "progress" in message:
                 done, total = message["progress"]
                 line.update(f"rounded {done / max(1, total):.0%} of {output.size(total)}")
+            elif "writing" in message:
+                done, total = message["writing"]
+                line.update(f"the model has written {done / max(1, total):.0%} of a text to learn from")
             elif "error" in message:
                 code, why = message["error"]["code"], message["error"]["message"]
                 raise CliError("not quantised", why, "llmbox ls", EXITS.get(code, Exit.FAILED))
@@ -123,6 +134,8 @@ def _print(report: dict[str, Any], target: Path) -> None:
         f"  error     {report['relative']:.2%} of the weights' norm; {report['tensors']} tensors rounded, "
         f"{report['kept']} kept"
     )
+    if report["calibrated"]:
+        output.write(f"  chosen by {report['calibrated']} tokens of the model's own text")
     if report["perplexity_before"] is not None:
         was, now = report["perplexity_before"], report["perplexity_after"]
         output.write(f"  perplexity  {was:.3f} before, {now:.3f} now ({now / was - 1:+.2%})")

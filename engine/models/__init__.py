@@ -2,7 +2,10 @@
 
 from collections.abc import Callable
 
+from llmbox.kernels.quant import Quant
+
 from ..layers.decoder import Decoder
+from ..mixed import Mixed
 from ..model_config import ModelConfig
 from ..weights import Source
 from .llama import llama
@@ -18,5 +21,7 @@ MODELS: dict[str, Callable[[ModelConfig, Source], Decoder]] = {
 }
 
 
-def build_model(config: ModelConfig, source: Source) -> Decoder:
+def build_model(config: ModelConfig, source: Source, quant: Quant | None = None) -> Decoder:
+    if quant is not None and quant.is_mixed:
+        source = Mixed(source, config.num_layers)
     return MODELS[config.model_type](config, source)

@@ -3,6 +3,8 @@
 import logging
 from pathlib import Path
 
+from llmbox.kernels.quant import QUANTS
+
 from ..footprint import grown, memory_in_use
 from ..load_weights import Loaded, Progress, WeightsWanted, from_checkpoint
 from ..model_config import ModelConfig
@@ -48,7 +50,7 @@ def _from_cache(
         if file is None:
             return None
         source = RepackedSource(wanted.ops, wanted.dtype, file, wanted.rank)
-        model = build_model(config, source)
+        model = build_model(config, source, QUANTS.get(wanted.quant))
     except Damaged as damage:
         cache.discard(key, str(damage))
         return None

@@ -30,6 +30,7 @@ ROWS = (
     ("int8-g32", "auto"),
     ("int4", "auto"),
     ("int4-g128", "auto"),
+    ("int4-mix", "auto"),
     ("none", "int8"),
     ("int8", "int8"),
     ("int4", "int8"),

@@ -27,12 +27,16 @@ from bench.product_error import activations, errors, random_linears
 from bench.quality import TEXT, right
 from llmbox.engine.core import Engine
 from llmbox.engine.loader import load_engine
+from llmbox.engine.machine import read_cpu
 from llmbox.engine.messages import AddRequest
 from llmbox.engine.model_config import parse_config
 from llmbox.engine.perplexity import config_for, sequences_of
-from llmbox.engine.quantize import packing_for
-from llmbox.engine.rounded import format_of
+from llmbox.engine.quantize import packing_for, quantize
+from llmbox.engine.recipe import is_fine
+from llmbox.engine.rounded import SCALE, format_of
+from llmbox.engine.rounded_parts import unpacked
 from llmbox.engine.sampling import SamplingParams
+from llmbox.kernels.packing import Rounded
 from llmbox.kernels.quant import QUANTS
 from support.builtin_model import ASSETS, IN_SCOPE
 from support.real_engines import runner_of
@@ -70,7 +74,10 @@ def main() -> None:
     text = (Path(sys.argv[3]) if len(sys.argv) > 3 else TEXT).read_text(encoding="utf-8")
     torch.manual_seed(0)
     weights = {name: weight.float() for name, weight in load_file(model / "model.safetensors").items()}
-    of_model(model, sequences_of(model, text), weights, model_ways(ggml, parse_config(model).num_layers))
+    with tempfile.TemporaryDirectory() as folder:
+        ways = model_ways(ggml, parse_config(model).num_layers)
+        ways |= {f"{to}, calibrated": calibrated(model, to, Path(folder)) for to in ("int4", "int4-mix")}
+        of_model(model, sequences_of(model, text), weights, ways)
     of_products(model, sequences_of(model, text), weights, product_ways(ggml))
 
 
@@ -135,6 +142,7 @@ def model_ways(ggml: Ggml, layers: int) -> dict[str, Way]:
         "Q8_0": mixed("Q8_0"),
         "int4": ours("int4"),
         "int4-g128": ours("int4-g128"),
+        "int4-mix": ours("int4-mix", layers),
         "Q4_0": mixed("Q4_0"),
         "Q4_K_M": mixed("Q4_K_M"),
         "Q4_K_M, rows padded": padded("Q4_K_M"),
@@ -152,15 +160,32 @@ def product_ways(ggml: Ggml) -> dict[str, Way]:
     }
 
 
-def ours(name: str) -> Way:
+def ours(name: str, layers: int = 0) -> Way:
+    """`layers`: of the model, where the format is mixed."""
     quant = QUANTS[name]
     packing = packing_for(quant, torch.float32, 1)
 
     def way(tensor: str, weight_OI: Tensor) -> Wide:
-        grid = format_of(quant, "tied" if tensor in TABLES else "linear")
+        fine = tensor in TABLES or (quant.is_mixed and is_fine(tensor.removesuffix(".weight"), layers))
+        grid = format_of(quant, "head" if fine else "linear")
         assert grid is not None
         rounded = packing.round(grid, weight_OI)
         return Wide(rounded.floats(), weight_OI.numel() * grid.bits + rounded.scales_OG.numel() * 16)
+
+    return way
+
+
+def calibrated(model: Path, name: str, folder: Path) -> Way:
+    """What `llmbox quantize --calibrate` makes."""
+    nothing: Callable[[int, int], None] = lambda _done, _total: None  # noqa: E731
+    quantize(model, folder / name, QUANTS[name], read_cpu().cores, nothing, nothing)
+    stored = load_file(folder / name / "model.safetensors")
+
+    def way(tensor: str, weight_OI: Tensor) -> Wide:
+        quant = QUANTS[name] if stored[tensor].dtype == torch.uint8 else QUANTS[name].head
+        codes_OI = unpacked(stored[tensor], quant, weight_OI.shape[1])
+        rounded = Rounded(quant, codes_OI, stored[tensor + SCALE])
+        return Wide(rounded.floats(), weight_OI.numel() * quant.bits + rounded.scales_OG.numel() * 16)
 
     return way
 

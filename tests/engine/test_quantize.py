@@ -14,6 +14,7 @@ from llmbox.engine import quantize as module
 from llmbox.engine.errors import DeviceError, ModelError
 from llmbox.engine.perplexity import config_for, perplexity, sequences_of
 from llmbox.engine.quantize import quantize
+from llmbox.engine.quantizer import importance
 from llmbox.engine.rounded import FORMATS
 from llmbox.engine.shards import ShardWriter
 from llmbox.kernels.dispatch import native_ready
@@ -70,13 +71,13 @@ def test_the_report_is_true(tmp_path: Path) -> None:
     width = before[worst.name].shape[1]
     lost = before[worst.name] - (codes[:, :width] * scales[:, :width])
     assert worst.relative == pytest.approx(float(lost.norm() / before[worst.name].norm()), rel=1e-4)
-    counts, square = module.importance(before[worst.name], 32), before[worst.name].square()
+    counts, square = importance(before[worst.name], 32), before[worst.name].square()
     weighted = float((counts * lost.square()).sum() / (counts * square).sum()) ** 0.5
     assert worst.weighted == pytest.approx(weighted, rel=1e-4)
 
 
 def test_an_error_counts_more_where_a_weight_is_large_for_its_group_or_the_group_for_its_row() -> None:
-    got = module.importance(torch.tensor([[3.0, -4.0, 0.0, 0.0, 6.0]]), 4)
+    got = importance(torch.tensor([[3.0, -4.0, 0.0, 0.0, 6.0]]), 4)
     assert torch.equal(got, torch.tensor([[5.5, 6.5, 2.5, 2.5, 9.0]]))
 
 

@@ -1,0 +1,41 @@
+"""Weights of a mixed format: the linears that its recipe names are packed as the output head is."""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from llmbox.kernels.ops import Ops, PackedLinear
+
+from .parallel.rank import Rank
+from .recipe import is_fine
+from .weights import Asked, Source
+
+
+class Mixed:
+    """A `weights.Source` before another one."""
+
+    def __init__(self, source: Source, layers: int) -> None:
+        self._source = source
+        self._layers = layers
+
+    @property
+    def ops(self) -> Ops:
+        return self._source.ops
+
+    @property
+    def rank(self) -> Rank:
+        return self._source.rank
+
+    def vector(self, name: str, size: int) -> Tensor:
+        return self._source.vector(name, size)
+
+    def packed(self, asked: Asked) -> PackedLinear:
+        if is_fine(asked.name, self._layers):
+            asked = replace(asked, kind="head")
+        return self._source.packed(asked)
+
+    def skip(self, name: str) -> None:
+        self._source.skip(name)
+
+    def finish(self) -> None:
+        self._source.finish()

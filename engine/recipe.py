@@ -1,0 +1,34 @@
+"""Which linears of a mixed format have as many bits as the output head. No torch.
+
+`down_proj` of the first and the last eighth of the layers, and of every third between them, as llama.cpp's
+Q4_K_M has it. Of the built-in model's linears these gain most by a bit (docs/quantisation.md).
+"""
+
+import re
+
+from llmbox.kernels.quant import Quant
+
+from .model_shape import ModelShape
+
+_FINE = re.compile(r"model\.layers\.(\d+)\.mlp\.down_proj")
+
+
+def is_fine(name: str, layers: int) -> bool:
+    """`name`: of a linear, as a checkpoint has it, without `.weight`."""
+    found = _FINE.fullmatch(name)
+    return found is not None and _has_more_bits(int(found[1]), layers)
+
+
+def layers_bytes(shape: ModelShape, quant: Quant) -> int:
+    """Of all weights that every token is multiplied with but the head."""
+    params = shape.matmul_params - shape.table_params
+    fine = 0
+    if quant.is_mixed:
+        layers = sum(_has_more_bits(layer, shape.layers) for layer in range(shape.layers))
+        fine = layers * shape.hidden * shape.ffn
+    return int((params - fine) * quant.bytes_per_weight + fine * quant.head.bytes_per_weight)
+
+
+def _has_more_bits(layer: int, layers: int) -> bool:
+    edge = max(1, layers // 8)
+    return layer < edge or layer >= layers - edge or (layer - edge) % 3 == 2

@@ -1,0 +1,71 @@
+"""Rounding with feedback: a grid like any other, nearer in what a linear computes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmbox.kernels.packing import Rounded
+from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.reference.feedback import Feedback
+from llmbox.kernels.triton.weights import best_int4_scale, round_to
+
+
+def rows(count: int, inputs: int) -> Tensor:
+    """Related to each other, as activations are, and of unlike sizes."""
+    mix = torch.randn(inputs // 2, inputs) * torch.rand(inputs).exp()
+    return torch.randn(count, inputs // 2) @ mix + 0.3 * torch.randn(count, inputs)
+
+
+def lost(weight_OI: Tensor, rounded: Rounded, x_TI: Tensor) -> float:
+    return float(((weight_OI - rounded.floats()) @ x_TI.T).square().sum())
+
+
+def nearest(weight_OI: Tensor) -> Rounded:
+    groups = weight_OI.view(len(weight_OI), -1, 32)
+    scales = best_int4_scale(groups).half()
+    return Rounded(QUANTS["int4"], round_to(groups, scales.float(), 4).flatten(1), scales)
+
+
+def test_products_of_other_rows_are_nearer_than_those_of_nearest_weights():
+    torch.manual_seed(0)
+    weight, x = torch.randn(48, 96), rows(3000, 96)
+    seen, other = x[:2000], x[2000:]
+    rounded = Feedback.of(seen.T @ seen / len(seen)).round(QUANTS["int4"], weight)
+    assert lost(weight, rounded, other) < 0.6 * lost(weight, nearest(weight), other)
+
+
+def test_inputs_that_know_nothing_of_each_other_leave_the_nearest_weights():
+    torch.manual_seed(1)
+    weight = torch.randn(8, 64)
+    rounded, wanted = Feedback.of(torch.eye(64) * 3).round(QUANTS["int4"], weight), nearest(weight)
+    torch.testing.assert_close(rounded.scales_OG, wanted.scales_OG)
+    assert torch.equal(rounded.codes_OI, wanted.codes_OI)
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-g32", "int4", "int4-g128"])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 31), (5, 77), (2, 129)])
+def test_odd_shapes_and_groups_that_do_not_divide(name: str, shape: tuple[int, int]):
+    torch.manual_seed(2)
+    quant, weight = QUANTS[name], torch.randn(shape)
+    x = torch.randn(200, shape[1])
+    rounded = Feedback.of(x.T @ x / 200).round(quant, weight)
+    assert rounded.codes_OI.shape == shape
+    assert rounded.scales_OG.shape == (shape[0], quant.groups(shape[1]))
+    assert rounded.codes_OI.int().abs().max() <= 1 << (quant.bits - 1)
+    assert (weight - rounded.floats()).norm() < {8: 0.02, 4: 0.2}[quant.bits] * weight.norm()
+
+
+@pytest.mark.parametrize("seen", [0, 1, 3])
+def test_fewer_rows_than_inputs_and_dead_inputs_still_give_weights(seen: int):
+    """The moments have no inverse then."""
+    torch.manual_seed(3)
+    weight, x = torch.randn(4, 64), torch.randn(seen, 64)
+    x[:, 5] = 0
+    rounded = Feedback.of(x.T @ x / max(seen, 1)).round(QUANTS["int4"], weight)
+    assert (weight - rounded.floats()).norm() < weight.norm()
+    assert rounded.scales_OG.isfinite().all()
+
+
+def test_zeros_stay_zeros():
+    rounded = Feedback.of(torch.eye(40)).round(QUANTS["int4"], torch.zeros(2, 40))
+    assert not rounded.floats().any()
