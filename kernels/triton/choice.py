@@ -85,11 +85,14 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 
 def error_of(packed: Floats8 | Blocks8, count: int, dtype: torch.dtype) -> float:
-    """Of so many random rows; infinity where a result is not finite."""
-    generator = torch.Generator(packed.weight_OI.device).manual_seed(count)
-    x_TI = torch.randn(
-        (count, packed.weight_OI.shape[1]), device=packed.weight_OI.device, generator=generator
-    ).to(dtype)
+    """Of so many random rows; infinity where a result is not finite. Sizes grow from row to row and along the
+    inputs, so that a scale in a wrong place is seen.
+    """
+    device, inputs = packed.weight_OI.device, packed.weight_OI.shape[1]
+    generator = torch.Generator(device).manual_seed(count)
+    x_TI = torch.randn((count, inputs), device=device, generator=generator)
+    x_TI *= torch.linspace(0.1, 1, inputs, device=device)
+    x_TI = (x_TI * torch.linspace(0.5, 1.5, count, device=device)[:, None]).to(dtype)
     if isinstance(packed, Floats8) and packed.given is not None:
         x_TI = (x_TI * packed.given * 50).to(dtype)  # most of the numbers that the scale leaves room for
     rows = quantise_rows(x_TI, packed.row_format)

@@ -249,6 +249,11 @@ def test_both_ways_give_the_same(
     torch.testing.assert_close(got, want, rtol=4e-3, atol=0.05)
 
 
+def flipped(scales: Tensor) -> Tensor:
+    """Of other groups, or other rows; in the same layout."""
+    return scales.t().flip(0 if scales.shape[1] > 1 else 1).contiguous().t()
+
+
 def probed(monkeypatch: pytest.MonkeyPatch, packed: Floats8 | Blocks8, multiply: Any) -> str | None:
     """The probe's words where `torch._scaled_mm` is `multiply`."""
     monkeypatch.setattr(torch, "_scaled_mm", multiply)
@@ -275,6 +280,9 @@ def test_the_probe_multiplies(
     assert says == "torch._scaled_mm is off by 5.0%"
     says = probed(monkeypatch, packed, lambda *args, **given: as_cublas(*args, **given) * torch.nan)
     assert says == "torch._scaled_mm is off by inf%"
+    if make is not one_scale:  # which has no other place
+        turned = lambda *args, **given: as_cublas(*args, **given | {"scale_a": flipped(given["scale_a"])})  # noqa: E731
+        assert "off by" in (probed(monkeypatch, packed, turned) or "")
     lost = lambda *args, **given: as_cublas(*args, **given).index_fill_(0, torch.tensor([0]), 0)  # noqa: E731
     assert probed(monkeypatch, packed, lost) is not None
 
