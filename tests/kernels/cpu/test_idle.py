@@ -1,0 +1,21 @@
+"""Threads that wait for work take no processor time."""
+
+import time
+
+import torch
+
+from llmbox.kernels.cpu.load import load_backend
+
+IDLE_S = 0.5
+
+
+def test_nobody_spins_while_there_is_nothing_to_do() -> None:
+    backend = load_backend("cpu")
+    backend.use_threads([0, 1, 0, 1])
+    ops = backend.ops()
+    packed = ops.pack_linear(torch.randn(300, 200), None)
+    ops.linear(packed, torch.randn(50, 200))
+    time.sleep(0.05)  # they spin for 50 microseconds of their own time
+    before = time.process_time()
+    time.sleep(IDLE_S)
+    assert time.process_time() - before < 0.1 * IDLE_S
