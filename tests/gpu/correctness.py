@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu import fp8_products
+from gpu import fp8_products, sampling
 from gpu.checks import LIMIT, Check, Checks, Setting, distance, name_of
-from llmbox.engine.noise import uniform
-from llmbox.engine.sampler.draw import Knobs, draw_greedy, draw_ranked, draw_whole
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant import QUANTS, Quant
 from llmbox.kernels.reference import REFERENCE
-from llmbox.kernels.rows import DecodeInputs, DecodeRows, SampleRows
+from llmbox.kernels.rows import DecodeInputs, DecodeRows
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.dequantise import dequantise
 from llmbox.kernels.triton.gemm_experts import experts_product
@@ -45,7 +43,9 @@ def all_checks(setting: Setting) -> Iterator[Callable[[], list[Check]]]:
         linears,
         fp8_products.checks,
         experts,
-        sampling,
+        sampling.drawn,
+        sampling.ruled,
+        sampling.in_parts,
         advance,
     )
 
@@ -248,48 +248,6 @@ def experts(setting: Setting, dtype: torch.dtype) -> Checks:
         x[end - size : end].double() @ w.double().T for w, end, size in zip(weight, ends, sizes, strict=True)
     ]
     yield Check(name_of("experts", dtype), distance(got, torch.cat(exact)), LIMIT[dtype])
-
-
-def sampling(setting: Setting, dtype: torch.dtype) -> Checks:
-    kinds = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.8, 40, 0.95, 0.0), (1.2, 0, 0.9, 0.02)]
-    kinds = kinds[1:3] if setting.tiny else kinds * 16
-    vocabulary = 300 if setting.tiny else 151936
-    logits = 4 * setting.randn(len(kinds), vocabulary, dtype=dtype)
-    float64 = [torch.tensor(x, dtype=torch.float64) for x in zip(*kinds, strict=True)]
-    seeds = [setting.seed + n for n in range(len(kinds))]
-    drawn = SampleRows(
-        float64[0].to(setting.device),
-        float64[1].int().to(setting.device),
-        float64[2].to(setting.device),
-        float64[3].to(setting.device),
-        torch.tensor(seeds, device=setting.device),
-        torch.arange(len(kinds), device=setting.device),
-        torch.ones(len(kinds), dtype=torch.int32, device=setting.device),
-    )
-    ops = triton_ops(setting.device, dtype)
-    got = ops.sample(logits, drawn)
-    wrong = 0
-    for n, (temperature, top_k, top_p, min_p) in enumerate(kinds):
-        row, device = logits[n : n + 1].float(), setting.device
-        knobs = Knobs(
-            torch.tensor([temperature], device=device, dtype=torch.float64),
-            torch.tensor([top_k or vocabulary], device=device),
-            torch.tensor([top_p], device=device, dtype=torch.float64),
-            torch.tensor([min_p], device=device, dtype=torch.float64),
-            torch.tensor([uniform(seeds[n], n)], device=device, dtype=torch.float64),
-        )
-        if temperature == 0:
-            exact = draw_greedy(row)
-        elif not top_k and top_p == 1:
-            exact = draw_whole(row, knobs)
-        else:
-            exact = draw_ranked(row, knobs, vocabulary, cuts_k=top_k > 0)
-        wrong += int(exact.id) != int(got.ids[n])
-    # The device's exp differs in its last bits, which moves a draw about once in 10^5.
-    yield Check(name_of("drawn ids", dtype), wrong / len(kinds), 0.02)
-    logprob = got.logit - got.best - torch.log(got.total.double() / 2**40)
-    exact = logits.double().log_softmax(-1).gather(1, got.ids[:, None])[:, 0]
-    yield Check(name_of("logprobs", dtype), float((logprob - exact).abs().max()), 1e-4)
 
 
 def advance(setting: Setting, dtype: torch.dtype) -> Checks:

@@ -17,7 +17,6 @@ from gpu.timing import Call, times
 from llmbox.kernels.quant import QUANTS
 from llmbox.kernels.ragged import KVShape, Ragged
 from llmbox.kernels.reference import REFERENCE
-from llmbox.kernels.rows import SampleRows
 from llmbox.kernels.triton import gemm_experts
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.dequantise import dequantise
@@ -93,9 +92,6 @@ def all_work() -> Iterator[Callable[[], Work]]:
             yield partial(norm_in_8_bits, rows, quant)
             yield partial(gates_in_8_bits, rows, quant)
         yield partial(heads, rows)
-    for rows in (1, 64, 256):
-        for kind in ("greedy", "whole", "top-p"):
-            yield partial(sampling, rows, kind)
     yield experts
 
 
@@ -251,24 +247,6 @@ def heads(rows: int) -> Work:
     variants = {"ours": [partial(run, x) for x in sets], "eager": [partial(eager, x) for x in sets]}
     moved = rows * HEAD_DIM * (2 * total * 2 + 8)
     return Work(f"norm, rotate and write heads, {rows} rows", moved, 0, "bf16", variants)
-
-
-def sampling(rows: int, kind: str) -> Work:
-    ops = triton_ops(DEVICE, BF16)
-    sets = [4 * randn(rows, VOCAB) for _ in range(2)]
-    values = {"greedy": (0.0, 1.0), "whole": (1.0, 1.0), "top-p": (1.0, 0.9)}[kind]
-    temperature, top_p, min_p = (
-        torch.full((rows,), value, device=DEVICE, dtype=torch.float64) for value in (*values, 0.0)
-    )
-    ints = torch.zeros(rows, device=DEVICE, dtype=torch.int32)
-    seeds = torch.arange(rows, device=DEVICE)
-    drawn = SampleRows(temperature, ints, top_p, min_p, seeds, seeds, ints)
-    softmax = lambda x: torch.multinomial(torch.softmax(x.float(), -1), 1)  # noqa: E731
-    variants = {
-        "ours": [partial(ops.sample, x, drawn) for x in sets],
-        "softmax, multinomial": [partial(softmax, x) for x in sets],
-    }
-    return Work(f"sample {rows} rows, {kind}", rows * VOCAB * 2, 0, "bf16", variants)
 
 
 def experts() -> Work:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from gpu import kernel_speed as big
+from gpu import sampler_speed
 from gpu.kernel_speed import BF16, Work, randn
 from llmbox.engine.gpu.inputs import spelt_out
 from llmbox.kernels.quant import QUANTS
@@ -21,6 +22,7 @@ def all_work() -> Iterator[Callable[[], Work]]:
         yield partial(embedding, rows, None)
         yield partial(embedding, rows, "int8")
     yield partial(advance, 256)
+    yield from sampler_speed.all_work()
 
 
 def embedding(rows: int, quant: str | None) -> Work:

@@ -118,7 +118,7 @@ def heads_apart(head_dim: int, dtype: torch.dtype = BF16) -> None:
 
 
 def sampling(dtype: torch.dtype = BF16, vocabulary: int = VOCAB) -> None:
-    """With rules and without. Positions are int64 where a step decodes, int32 in others."""
+    """With rules and without, of whole rows and of parts."""
     ops = triton_ops(CPU, BF16)
     assert ops.sample is not None
     float64 = [zeros(4, dtype=torch.float64) for _ in range(3)]
@@ -126,10 +126,16 @@ def sampling(dtype: torch.dtype = BF16, vocabulary: int = VOCAB) -> None:
     facts, marks = zeros(5, 5, dtype=I64), zeros(3, 256, dtype=I32)
     floats = zeros(5, 3, dtype=F32), zeros(3, 256, dtype=F32)
     rules = RuleRows(longs, facts, floats[0], longs, marks, floats[1], zeros(5, dtype=I32), longs, longs)
-    for positions in (longs, ints):
-        drawn = SampleRows(float64[0], ints, float64[1], float64[2], longs, positions, ints)
-        for each in (None, rules):
-            ops.sample(zeros(4, vocabulary, dtype=dtype), drawn, each)
+    drawn = SampleRows(float64[0], ints, float64[1], float64[2], longs, longs, ints)
+    for each in (None, rules):
+        ops.sample(zeros(4, vocabulary, dtype=dtype), drawn, each)
+    assert ops.parts is not None
+    half = zeros(4, vocabulary // 2, dtype=dtype)
+    ops.parts.count(longs, rules)
+    ops.parts.candidates(half, drawn, 32, 7)
+    ops.parts.weigh(half, zeros(4, dtype=F32), drawn).columns(longs)
+    ops.parts.noise(drawn)
+    ops.sample(zeros(4, 64, dtype=F32), drawn)
 
 
 def advance() -> None:

@@ -8,16 +8,16 @@ from llmbox.engine.gpu.rows import Rows
 from llmbox.engine.gpu.sampler import DeviceSampler
 from llmbox.engine.gpu.upload import Uploader
 from llmbox.engine.step import ScheduledRequest
-from support.late_device import LateDevice
 
 
 class Steps:
     """`late`: the host knows a step's tokens after the next one. `shared`: what ranks make of a sampler."""
 
-    def __init__(self, ops, vocab_size, requests, late, shared=lambda whole: whole):
-        self.rows = Rows(len(requests) + 1, 1, 0, vocab_size, torch.device("cpu"))
+    def __init__(self, ops, vocab_size, requests, device, late, shared=lambda whole: whole):
+        self.where = device.torch_device
+        self.rows = Rows(len(requests) + 1, 1, 0, vocab_size, self.where)
         self.sampler = shared(DeviceSampler(ops, self.rows, vocab_size))
-        self.uploader = Uploader(LateDevice(), 3)
+        self.uploader = Uploader(device, 3)
         self.requests = requests
         self.known = copy.deepcopy(requests)
         """What one has who knows all tokens."""
@@ -30,9 +30,10 @@ class Steps:
             ScheduledRequest(one, 0, known.num_tokens, True, one.admissions)
             for one, known in zip(self.requests, self.known, strict=True)
         ]
-        row_S = torch.tensor([self.rows.note(one) for one in planned])
+        numbers = [self.rows.note(one) for one in planned]
         self.rows.flush(self.uploader)
-        return row_S, torch.tensor([known.num_tokens for known in self.known])
+        positions = [known.num_tokens for known in self.known]
+        return torch.tensor(numbers, device=self.where), torch.tensor(positions, device=self.where)
 
     def draw(self, logits_SV):
         row_S, position_S = self.note()

@@ -55,7 +55,7 @@ def test_every_mix_of_rules_step_by_step(data, seed):
     generator = torch.Generator().manual_seed(seed)
     coarse = data.draw(st.sampled_from([1, 50]))
     requests = [make_request(f"r{n}", **any_params(data, n)) for n in range(data.draw(st.integers(1, 3)))]
-    steps = Steps(OPS, V, requests, late=data.draw(st.booleans()))
+    steps = Steps(OPS, V, requests, LateDevice(), late=data.draw(st.booleans()))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16]))
     favourites = torch.zeros(V)
     favourites[[3, 4, 4400]] = 9.0
@@ -83,7 +83,7 @@ def test_changed_logits_are_those_of_the_sampler_bit_by_bit(dtype):
         logit_bias=dict.fromkeys(ids[10:35], 0.77) | {V + 1: 3.0},
         bad_words=((ids[12],), (ids[30], ids[13]), (8, ids[14])),
     )
-    steps = Steps(OPS, V, [request], late=False)
+    steps = Steps(OPS, V, [request], LateDevice(), late=False)
     row_S, position_S = steps.note()
     row_V = 4 * torch.randn(V, generator=generator)
     row_V[ids[:5]] = torch.tensor([0.0, -0.0, -torch.inf, 6e4, -6e4])
@@ -112,7 +112,7 @@ def test_a_long_list_moves_to_a_larger_place_with_its_counts():
     request = make_request(
         prompt=range(LEAST - 4), repetition_penalty=2.0, frequency_penalty=1.0, temperature=0.0
     )
-    late = Steps(OPS, V, [request], late=True)
+    late = Steps(OPS, V, [request], LateDevice(), late=True)
     favourite = [*range(1000, 1004), 1000, 1004, 1000, 1005, 1006, 1007]
     for token in favourite:
         logits_1V = torch.zeros(1, V)

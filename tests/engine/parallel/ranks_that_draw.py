@@ -16,6 +16,7 @@ from llmbox.engine.parallel.layout import Layout
 from llmbox.engine.parallel.rank import Rank
 from llmbox.engine.sampler import Sampler
 from support.device_steps import Steps, alike
+from support.late_device import LateDevice
 from support.sampling import make_request
 from support.shared_logits import CPU, part_of
 from support.triton_interpreter import turn_on
@@ -68,7 +69,8 @@ def work(meet: Path, layout: Layout, vocab: int, seed: int) -> None:
         make_request(str(n), prompt=[n, 1, 2], seed=seed + n, **knobs) for n, knobs in enumerate(KNOBS)
     ]
     generator = torch.Generator().manual_seed(seed)
-    steps = Steps(ops, vocab, requests, late=True, shared=lambda whole: device_sampler(rank, whole, vocab))
+    share = lambda whole: device_sampler(rank, whole, vocab)  # noqa: E731
+    steps = Steps(ops, vocab, requests, LateDevice(), late=True, shared=share)
     favourites_V = torch.zeros(vocab)
     favourites_V[[3, 4, 5, 600]] = 4.0
     for levels in (3, None, None):
