@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 
 from .cpu.backend import Backend
-from .cpu.build import cache_folder
+from .cpu.cache_folder import cache_folder
 from .cpu.compiling import NativeUnavailable
 from .cpu.cores import pick_cores
 from .cpu.levels import usable_levels

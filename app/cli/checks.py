@@ -15,7 +15,8 @@ from llmbox.engine.machine import read_machine
 from llmbox.engine.model_config import parse_config
 from llmbox.engine.parallel.cut import links
 from llmbox.engine.safetensors_header import read_header
-from llmbox.kernels.cpu.build import KERNEL_CACHE, find_made, temporary_folder
+from llmbox.kernels.cpu.build import find_made, temporary_folder
+from llmbox.kernels.cpu.cache_folder import KERNEL_CACHE
 from llmbox.kernels.cpu.compiling import NativeUnavailable, find_compiler
 from llmbox.kernels.cpu.levels import Level, usable_levels
 from llmbox.kernels.cpu.prebuilt import find_prebuilt

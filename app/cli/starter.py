@@ -116,7 +116,7 @@ def wait_for_models(
                     Exit.FAILED,
                     str(program.paths.log_file),
                 )
-            time.sleep(POLL)
+            time.sleep(POLL / 2)
     finally:
         line.close()
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from llmbox.engine.repacked import environment
 from llmbox.engine.spawn import Launch
-from llmbox.kernels.cpu.build import KERNEL_CACHE
+from llmbox.kernels.cpu.cache_folder import KERNEL_CACHE
 
 from ..paths import Paths
 from ..settings import CacheSettings

@@ -4,7 +4,6 @@ The sockets listen before the large imports: a client that comes early waits for
 refused.
 """
 
-import asyncio
 import logging
 import os
 import socket
@@ -68,6 +67,8 @@ def run_daemon(plan: Plan) -> None:
         log.info("llmbox %s, pid %d, listens on %s", __version__, running.pid, running.url)
         first = _first_engine(plan)  # imports torch while we import what serves
         try:
+            import asyncio  # noqa: PLC0415
+
             from .serving import serve_until_stopped  # noqa: PLC0415 - half a second of imports
 
             asyncio.run(serve_until_stopped(plan, running, [*tcp, unix], first))

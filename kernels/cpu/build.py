@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .cache_folder import cache_folder
 from .compiling import (
     DIGITS,
     FLAGS,
@@ -28,8 +29,6 @@ from .sealed import is_sealed, seal
 
 log = logging.getLogger(__name__)
 
-KERNEL_CACHE = "LLMBOX_KERNEL_CACHE"
-"""Environment variable: the folder to keep the libraries in."""
 UNFINISHED = "unfinished-"
 
 
@@ -87,14 +86,6 @@ def native_expected() -> bool:
     except NativeUnavailable:
         return False
     return True
-
-
-def cache_folder() -> Path:
-    base = os.environ.get(KERNEL_CACHE)
-    if base:
-        return Path(base)
-    xdg = os.environ.get("XDG_CACHE_HOME")
-    return (Path(xdg) if xdg else Path.home() / ".cache") / "llmbox" / "kernels"
 
 
 def temporary_folder() -> Path:

@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from .levels import Level
@@ -80,6 +79,8 @@ def compile_library(compiler: list[str], level: Level, path: Path, link: tuple[s
 
     def compile_one(source: Path, to: Path) -> None:
         run([*common, "-c", str(source), "-o", str(to)], level)
+
+    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - seldom needed, and slow to import
 
     workers = ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MOST_AT_ONCE))
     try:

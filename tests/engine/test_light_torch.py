@@ -28,6 +28,17 @@ def test_what_was_left_out_comes_when_it_is_asked_for() -> None:
     assert told == "5 torch.Size([2, 4])"
 
 
+def test_numpy_is_left_out_without_a_word_and_can_still_be_imported() -> None:
+    told = run(
+        BEGIN + "import warnings\nwarnings.simplefilter('error')\nlight_torch.import_torch()\n"
+        "import torch\n"
+        "print('numpy' in sys.modules, torch.tensor([[1, 2], [3, 4]]).sum().item())\n"
+        "import numpy\n"
+        "print(numpy.arange(3).sum())"
+    )
+    assert told == "False 10\n3"
+
+
 @pytest.mark.parametrize("before", ["import torch\n", "light_torch._NVIDIA = light_torch.Path('/')\n"])
 def test_all_of_it_where_it_was_imported_before_or_a_gpu_is_there(before: str) -> None:
     told = run(

@@ -18,7 +18,7 @@ from llmbox.app.cli.client import Client
 from llmbox.app.control.running import Running
 from llmbox.app.daemon.instance import is_locked, read_pid_file
 from llmbox.app.paths import find_paths
-from llmbox.kernels.cpu.build import KERNEL_CACHE
+from llmbox.kernels.cpu.cache_folder import KERNEL_CACHE
 from support.fake_engine import write_model
 from support.tokenizers_zoo import byte_level, write_text_files
 

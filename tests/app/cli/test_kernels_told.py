@@ -6,7 +6,8 @@ import pytest
 
 from llmbox.app.cli.checks import Finding, check_kernels
 from llmbox.app.cli.program import Program
-from llmbox.kernels.cpu import build, compiling, prebuilt
+from llmbox.kernels.cpu import compiling, prebuilt
+from llmbox.kernels.cpu.cache_folder import KERNEL_CACHE
 from llmbox.kernels.cpu.levels import usable_levels
 from llmbox.kernels.cpu.sealed import seal
 
@@ -17,7 +18,7 @@ BEST, LEAST = usable_levels()[0], usable_levels()[-1]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of prebuilt libraries; the cache is empty."""
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
-    monkeypatch.setenv(build.KERNEL_CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(KERNEL_CACHE, str(tmp_path / "cache"))
     monkeypatch.delenv("LLMBOX_KERNELS", raising=False)
     return tmp_path
 
