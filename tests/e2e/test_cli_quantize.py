@@ -38,6 +38,20 @@ def test_quantize_reports_and_refuses(box: Box) -> None:
     assert box.run("quantize", source, "--to", "int3").code == Exit.USAGE
 
 
+@pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
+def test_quantize_calibrates_a_mixed_format(box: Box) -> None:
+    changes = {"num_hidden_layers": 3, "max_position_embeddings": 32}
+    source, out = make_tiny_model(box.folder / "tiny", **changes), box.folder / "made"
+    done = box.run("quantize", source, "--to", "int4-mix", "--calibrate", "--out", out, "--threads", 1)
+    assert done.code == 0, done.err
+    assert "tokens of the model's own text" in done.out
+    told = box.run("fit", out, "--json").json["plan"]
+    assert told["quant"] == "int4-mix"
+    asked = box.run("fit", source, "--quant", "int4-mix", "--json").json["plan"]
+    four = box.run("fit", source, "--quant", "int4", "--json").json["plan"]
+    assert told["weights_bytes"] == asked["weights_bytes"] > four["weights_bytes"]
+
+
 def pack(box: Box, directory: Path, dtype: str = "torch.bfloat16") -> PackKey:
     key = PackKey(directory=directory, dtype=dtype, quant="none", layout="avx2 1")
     assert RepackedCache(box.paths.repacked, 10**9).store(
