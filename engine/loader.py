@@ -19,6 +19,7 @@ from llmbox.kernels.ragged import KVShape
 from .block_pool import BlockPool
 from .config import EngineConfig
 from .core import Engine
+from .cuda_order import cuda_machine
 from .errors import DeviceError, EngineError
 from .estimator import MemoryBudget, MemoryPlan, estimate
 from .gpu.load import Agree, Parts, make_device_runner
@@ -173,7 +174,7 @@ def take_cores(threads: int, layout: Layout, device: torch.device) -> int:
 
 
 def memory_budget(device: torch.device) -> MemoryBudget:
-    machine = read_machine()
+    machine = cuda_machine() if device.type == "cuda" else read_machine()
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         if not machine.gpus:  # no NVML: what torch says of the first one is all there is to know

@@ -8,10 +8,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..config import EngineConfig
+from ..cuda_order import cuda_machine
 from ..ending import before_end
 from ..estimator import MemoryPlan
 from ..gpu.runner import DeviceRunner
-from ..machine import read_machine
 from ..pipeline import OverlappingRunner
 from .crew import Crew, Over
 from .cut import are_joined
@@ -117,6 +117,6 @@ def connect(
     ends.close()
     if over == "gloo":
         return join(layout, torch.device("cpu"), file, ordered=True)
-    joined = are_joined([plan.gpus[rank] for rank in layout.stage_ranks], read_machine().nvlink)
+    joined = are_joined([plan.gpus[rank] for rank in layout.stage_ranks], cuda_machine().nvlink)
     device = torch.device("cuda", plan.gpus[layout.rank])
     return join(layout, device, file, ordered=config.deterministic, joined=joined)

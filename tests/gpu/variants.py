@@ -18,8 +18,10 @@ from llmbox.kernels.triton import gemm, gemm_8_bits
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.dequantise import dequantise
 from llmbox.kernels.triton.gemm_experts import experts_product
-from llmbox.kernels.triton.linear import rows_for
+from llmbox.kernels.triton.linear import FP8_ROWS, rows_for
 from llmbox.kernels.triton.quantise import quantise_rows
+from llmbox.kernels.triton.rms_norm import norm_rows
+from llmbox.kernels.triton.silu_mul import gate_rows
 from llmbox.kernels.triton.weights import pack_grouped
 
 CPU = torch.device("cpu")
@@ -110,6 +112,15 @@ def rows(quant: str | None, *, dtype: torch.dtype = BF16, hidden: int = HIDDEN, 
         quantise_rows(zeros(3, ffn, dtype=dtype), row_format)
 
 
+def given_rows(hidden: int = HIDDEN, ffn: int = FFN) -> None:
+    """Of a scale that a checkpoint has."""
+    row_format = FP8_ROWS._replace(given=zeros(1, dtype=F32))
+    x = zeros(3, hidden)
+    quantise_rows(x, row_format)
+    norm_rows(x, x, zeros(hidden), 1e-6, row_format)
+    gate_rows(zeros(3, 2 * ffn), row_format)
+
+
 def heads_apart(head_dim: int, dtype: torch.dtype = BF16) -> None:
     ops = triton_ops(CPU, dtype)
     x, angles = zeros(3, 40, head_dim, dtype=dtype), zeros(3, head_dim, dtype=F32)
@@ -174,6 +185,7 @@ def few(capability: tuple[int, int]) -> Iterator[Group]:
         yield "attention", partial(attention, FP8)
         for quant in (None, "fp8", "w8a8", "fp8-block"):
             yield "rows", partial(rows, quant)
+        yield "rows", given_rows
         yield "rows", partial(heads_apart, 128)
         yield "linears", partial(linears, "int8", (1, 100, 200, 600))
         yield "linears", partial(linears, "int4", (1, 20, 200))
@@ -198,7 +210,8 @@ def few(capability: tuple[int, int]) -> Iterator[Group]:
 def every(capability: tuple[int, int]) -> Iterator[Group]:
     fp8 = capability >= (8, 9)
     yield from attentions(fp8)
-    quants = [name for name, quant in QUANTS.items() if fp8 or not quant.is_float]
+    made_here = {name: quant for name, quant in QUANTS.items() if not quant.in_checkpoints_only}
+    quants = [name for name, quant in made_here.items() if fp8 or not quant.is_float]
     for quant in quants:
         yield f"linears {quant}", partial(linears, quant, (1, 17, 33, 129, 513))
         yield f"linears {quant}, whole", partial(whole_linears, quant, (1, 17, 33, 129))
@@ -218,6 +231,8 @@ def every(capability: tuple[int, int]) -> Iterator[Group]:
     for quant in (None, *quants):
         for hidden, ffn in ((1024, 3072), (HIDDEN, FFN), (5120, 25600), (8192, 28672)):
             yield f"rows {quant} {hidden} {ffn}", partial(rows, quant, hidden=hidden, ffn=ffn)
+    if fp8:
+        yield "rows of given scales", given_rows
     for dtype in (F16, F32):
         yield f"rows {dtype}", partial(rows, "w8a8", dtype=dtype)
     for ranks in (2, 4, 8):

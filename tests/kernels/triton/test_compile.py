@@ -10,31 +10,30 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-SHARED_LIMIT = {9: 232448, 8: 101376}
-"""Bytes a block may have; of capability 8.x the least, 8.6's."""
+ROOT = Path(__file__).parents[3]
+MOST_SPILLED = 64
+"""Bytes a thread. A few registers' worth goes to the first cache; more is a tile that is too large."""
 
 
 @pytest.mark.slow
-def test_every_kernel_compiles(tmp_path: Path) -> None:
+def test_every_kernel_compiles_and_fits(tmp_path: Path) -> None:
+    """For Hopper, and for an A100 and an RTX 4090, which lack some of its instructions."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = HERE.parents[2]
-    paths = [str(root / "packaging/tree"), str(root / "tests")]
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        [sys.executable, HERE / "compile_all.py"], env=environment, capture_output=True, text=True
-    )
+    paths = os.pathsep.join([f"{ROOT}/packaging/tree", f"{ROOT}/tests"])
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
+    command = [sys.executable, "-P", "-m", "gpu.compile", "--few", "--json", "--targets", "90,80,89"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert all(kernel["cubin"] > 0 for kernel in kernels)
     for kernel in kernels:
-        assert kernel["shared"] <= SHARED_LIMIT[kernel["capability"][0]], kernel
+        assert kernel["cubin"] > 0
+        assert kernel["spilled"] <= MOST_SPILLED, kernel
 
     on_hopper = defaultdict(list)
     for kernel in kernels:
-        if kernel["capability"] == [9, 0]:
+        if kernel["target"] == 90:
             on_hopper[kernel["name"]].append(kernel)
-    sources = "".join(path.read_text() for path in (HERE.parents[2] / "kernels/triton").glob("*.py"))
+    sources = "".join(path.read_text() for path in (ROOT / "kernels/triton").glob("*.py"))
     declared = set(re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE))
     assert declared == set(on_hopper)
     # Prompts and products of many rows must reach Hopper's own tensor core instructions.

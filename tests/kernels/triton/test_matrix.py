@@ -3,23 +3,17 @@
 Not all of them: each choice is there with several of the others.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from llmbox.engine.core import Engine
-from llmbox.kernels.ops import Ops
-from llmbox.kernels.quant import QUANTS, Quant
-from llmbox.kernels.reference import REFERENCE
-from llmbox.kernels.reference.rounded import rounded_ops
+from llmbox.kernels.quant import QUANTS
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.dequantise import dequantise
-from llmbox.kernels.triton.weights import pack_grouped
+from support.formats import cached_in, plain_torch
 from support.late_device import FakeCapture, device_engine
 from support.paged import CPU
 from support.real_engines import ask, load, run
@@ -42,29 +36,6 @@ KV = {"auto": None, "int8": torch.int8, "fp8": FP8}
 
 def prompts() -> list[Any]:
     return [ask("long", range(3, 20), 2, logprobs=0), ask("short", [5, 9, 11], 2, logprobs=0)]
-
-
-def plain_torch(quant: Quant | None) -> Ops:
-    if quant is None or not quant.on_cpu:
-        return rounded_ops(quant)
-
-    def wide(weight_OI: Tensor, rounding: Quant) -> Tensor:
-        return dequantise(pack_grouped(weight_OI, rounding), torch.float32)
-
-    table = lambda weight, tied: REFERENCE.pack_embedding(wide(weight, quant.head) if tied else weight, tied)  # noqa: E731
-    return replace(
-        REFERENCE,
-        pack_linear=lambda weight, bias: REFERENCE.pack_linear(wide(weight, quant), bias),
-        pack_head=lambda weight, bias: REFERENCE.pack_head(wide(weight, quant.head), bias),
-        pack_embedding=table,
-    )
-
-
-def cached_in(ops: Ops, kv_dtype: torch.dtype | None) -> Ops:
-    """Whatever estimates allow on a CPU."""
-    make = ops.make_kv_cache
-    changed = lambda shape, device: make(replace(shape, dtype=kv_dtype or shape.dtype), device)  # noqa: E731
-    return replace(ops, make_kv_cache=changed)
 
 
 def seen_by(engine: Engine) -> tuple[dict[str, list[int]], list[float]]:

@@ -1,0 +1,51 @@
+"""GPUs are numbered as CUDA does it: by NVML's numbers a model would go to another card."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from llmbox.engine import cuda_order
+from llmbox.engine.cuda_order import cuda_machine, in_order
+from llmbox.engine.machine import Gpu, Machine, read_machine
+
+
+def machine(*uuids, nvlink=()):
+    gpus = tuple(Gpu(n, f"card {uuid[-1]}", uuid, 100, 90, None) for n, uuid in enumerate(uuids))
+    return replace(read_machine(), gpus=gpus, nvlink=tuple(frozenset(each) for each in nvlink))
+
+
+def named(found: Machine) -> list[str]:
+    assert [gpu.index for gpu in found.gpus] == list(range(len(found.gpus)))
+    return [gpu.name for gpu in found.gpus]
+
+
+def test_the_fastest_comes_first_and_its_links_with_it():
+    box = machine("GPU-a", "GPU-b", "GPU-c", "GPU-d", nvlink=[(0, 1), (2, 3)])
+    found = in_order(box, ["c", "a", "b", "D"])
+    assert named(found) == ["card c", "card a", "card b", "card d"]
+    assert set(found.nvlink) == {frozenset({1, 2}), frozenset({0, 3})}
+
+
+def test_what_cuda_does_not_see_is_not_there():
+    found = in_order(machine("GPU-a", "GPU-b", "GPU-c", nvlink=[(0, 1, 2)]), ["b", "a"])
+    assert named(found) == ["card b", "card a"]
+    assert found.nvlink == (frozenset({0, 1}),)
+    assert in_order(machine("GPU-a", "GPU-b", nvlink=[(0, 1)]), ["b"]).nvlink == ()
+    assert named(in_order(machine("MIG-a"), ["a"])) == ["card a"]
+
+
+@pytest.mark.parametrize("uuids", [[], ["", ""], ["a", "z"]])
+def test_names_that_nobody_knows_change_nothing(uuids):
+    box = machine("GPU-a", "GPU-b", nvlink=[(0, 1)])
+    assert in_order(box, uuids) is box
+    assert in_order(machine(), uuids).gpus == ()
+
+
+@pytest.mark.parametrize(("told", "first"), [({"uuid": "b"}, "card b"), ({}, "card a")])
+def test_torch_is_asked(monkeypatch, told, first):
+    monkeypatch.setattr(cuda_order, "read_machine", lambda: machine("GPU-a", "GPU-b"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _number: SimpleNamespace(**told))
+    assert named(cuda_machine())[0] == first
