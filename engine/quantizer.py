@@ -13,7 +13,8 @@ from llmbox.kernels.reference.feedback import Feedback
 
 from .calibration import Calibration
 from .parallel.rank import ALONE, Rank
-from .rounded import SCALE, format_of
+from .rounded import SCALE, STEP, format_of
+from .rounded_parts import stored_codes
 from .shards import ShardWriter
 from .weights import Asked, Checkpoint
 
@@ -90,17 +91,19 @@ class Quantizer:
     def _round(self, name: str, weight_OI: Tensor, quant: Quant, feedback: Feedback | None) -> None:
         nearest = self._packing.round if feedback is None else feedback.round
         rounded = nearest(quant, weight_OI)
-        self._out.add({name: stored(rounded), name + SCALE: rounded.scales_OG})
+        self._out.add({name: stored_codes(rounded), name + SCALE: rounded.scales_OG})
+        if rounded.steps_OS is not None:
+            self._out.add({name + STEP: rounded.steps_OS})
         squares = lost = weighted = weights = 0.0
         for start in range(0, len(weight_OI), ROWS_AT_ONCE):
             rows = slice(start, start + ROWS_AT_ONCE)
             w = weight_OI[rows].float()
-            part = Rounded(quant, rounded.codes_OI[rows], rounded.scales_OG[rows])
+            part = Rounded(quant, rounded.codes_OI[rows], rounded.scales_OG[rows])  # steps are in the codes
             error = (w - part.floats()).square()
             square = w.square()
             squares += float(square.sum(dtype=torch.float64))
             lost += float(error.sum(dtype=torch.float64))
-            counts = importance(w, quant.group)
+            counts = importance(w, quant.step or quant.group)
             weighted += float((counts * error).sum(dtype=torch.float64))
             weights += float((counts * square).sum(dtype=torch.float64))
         self._squares, self._lost = self._squares + squares, self._lost + lost
@@ -115,17 +118,8 @@ class Quantizer:
 
 
 def importance(weight_OI: Tensor, group: int) -> Tensor:
-    """What the search for scales multiplies squared errors by: |w| + the root mean square of its group."""
+    """What the search multiplies squared errors by: |w| + the root mean square of its group or step."""
     outputs, inputs = weight_OI.shape
     groups = torch.nn.functional.pad(weight_OI, (0, -inputs % group)).view(outputs, -1, group)
     typical = groups.square().mean(-1, keepdim=True).sqrt()
     return (groups.abs() + typical).flatten(1)[:, :inputs]
-
-
-def stored(rounded: Rounded) -> Tensor:
-    """Codes as a checkpoint holds them (`rounded.py`)."""
-    if rounded.quant.bits == 8:
-        return rounded.codes_OI
-    codes = (rounded.codes_OI + 8).to(torch.uint8)
-    codes = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2), value=8)
-    return codes[:, 0::2] | codes[:, 1::2] << 4

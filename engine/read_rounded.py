@@ -6,13 +6,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from llmbox.kernels import steps
 from llmbox.kernels.packing import Rounded
 from llmbox.kernels.quant import Quant
 
 from . import rounded_parts as parts_of
 from .errors import ModelError
 from .parallel.layout import Part
-from .rounded import INPUT_SCALES, scale_names
+from .rounded import INPUT_SCALES, STEP, scale_names, stored_dtype
 from .safetensors_header import FETCH_AGAIN, TensorEntry, shown
 from .tensor_bytes import refuse_non_finite
 
@@ -44,25 +45,46 @@ def read_rounded(tensors: Tensors, outputs: Mapping[str, Part], inputs: Part, qu
     Raises ModelError, ParallelError.
     """
     parts_of.refuse_cut_groups("+".join(outputs), inputs, quant)
-    codes, scales = [], []
+    codes, scales, found = [], [], []
     for name, rows in outputs.items():
         codes.append(read_codes(tensors, f"{name}.weight", rows, inputs, quant))
         scales.append(read_scales(tensors, f"{name}.weight", rows, inputs, quant))
+        if quant.step:
+            found.append(read_steps(tensors, f"{name}.weight{STEP}", rows, inputs, quant))
+    codes_OI, steps_OS = parts_of.stacked(codes), None
+    if quant.step:
+        steps_OS = torch.cat(found)
+        codes_OI = steps.to_numbers(codes_OI, steps_OS, quant)
     given = read_given(tensors, outputs) if quant.kind == "given" else None
-    return Rounded(quant, parts_of.stacked(codes), torch.cat(scales), given)
+    return Rounded(quant, codes_OI, torch.cat(scales), given, steps_OS)
 
 
 def read_codes(tensors: Tensors, name: str, rows: Part, inputs: Part, quant: Quant) -> Tensor:
     """[rows, inputs] of that part; padding is zeros."""
     entry = tensors.entry(name)
     parts = parts_of.stored_parts(rows, inputs, quant)
-    parts_of.refuse_other_codes(entry, tuple(part.total for part in parts), quant)
+    parts_of.refuse_other_codes(entry, tuple(part.total for part in parts), stored_dtype(quant))
     raw = tensors.read(entry, parts)
     if quant.is_float:
         refuse_non_finite(raw, entry, "")
     codes_OI = parts_of.unpacked(raw, quant, inputs.stop - inputs.start)
     target = torch.zeros((rows.size, inputs.size), dtype=codes_OI.dtype, device=tensors.device)
     target[: len(codes_OI)].copy_(codes_OI)
+    return target
+
+
+def read_steps(tensors: Tensors, name: str, rows: Part, inputs: Part, quant: Quant) -> Tensor:
+    """[rows, steps of inputs] of that part; padding is what makes zeros of zeros."""
+    entry = tensors.entry(name)
+    parts = parts_of.step_parts(rows, inputs, quant)
+    parts_of.refuse_other_codes(entry, tuple(part.total for part in parts), "U8")
+    raw = tensors.read(entry, parts)
+    if bool(((raw & 15) == 0).any()):
+        raise ModelError(f"{entry.file}: tensor {shown(entry.name)} has a step of 0; {FETCH_AGAIN}")
+    target = torch.full(
+        (rows.size, quant.steps(inputs.size)), steps.PLAIN, dtype=torch.uint8, device=tensors.device
+    )
+    target[: len(raw), : raw.shape[1]].copy_(raw)
     return target
 
 

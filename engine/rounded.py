@@ -1,8 +1,10 @@
 """Checkpoints of rounded weights: names, layout, what is refused. `llmbox quantize` writes integers:
 
-    config.json             "quantization_config": {"quant_method": "llmbox", "version": 1, "format": "int4"}
+    config.json             "quantization_config": {"quant_method": "llmbox", "version": 2, "format": "int4"}
     NAME.weight             I8 [O, I], or U8 [O, ceil(I / 2)]: two numbers plus 8 a byte, the first one low
     NAME.weight_scale       F16 [O, ceil(I / group)]
+    NAME.weight_step        U8 [O, ceil(I / group) * 8] of formats with steps, whose two numbers a byte are n
+                            (`kernels/steps.py`)
 
 Layers have the bits and group of the format, the output head and a table tied to it 8 bits and the same
 group. Norms, biases and a table of its own stay as they were.
@@ -24,8 +26,8 @@ from llmbox.kernels.quant import QUANTS, Kind, Quant
 
 from .fp8_config import NotReadable, read_compressed, read_fp8
 
-METHOD, VERSION = "llmbox", 1
-SCALE = "_scale"
+METHOD = "llmbox"
+SCALE, STEP = "_scale", "_step"
 SCALES = (SCALE, "_scale_inv")
 """Behind the name of a rounded tensor; the second of E4M3 only."""
 INPUT_SCALES = ("input_scale", "activation_scale")
@@ -39,7 +41,12 @@ FORMATS = tuple(name for name, quant in QUANTS.items() if quant.kind == "integer
 
 
 def entry_in_config(quant: Quant) -> dict[str, Any]:
-    return {"quant_method": METHOD, "version": VERSION, "format": quant.name}
+    return {"quant_method": METHOD, "version": version_of(quant), "format": quant.name}
+
+
+def version_of(quant: Quant) -> int:
+    """int4 had no steps once."""
+    return 2 if quant.step else 1
 
 
 def read_entry(raw: Any) -> str:
@@ -52,8 +59,12 @@ def read_entry(raw: Any) -> str:
             return read_fp8(raw)
         case "compressed-tensors":
             return read_compressed(raw)
-        case _ if method == METHOD and raw.get("version") == VERSION and name in FORMATS:
-            return str(name)
+        case _ if method == METHOD and name in FORMATS:
+            if raw.get("version") == version_of(QUANTS[name]):
+                return str(name)
+            raise NotReadable(
+                f"{name} weights of another version of llmbox: make them again (llmbox quantize)"
+            )
     raise NotReadable(f"weights of quant_method {method!r}" + (f" and format {name!r}" if name else ""))
 
 

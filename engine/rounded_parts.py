@@ -5,11 +5,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from llmbox.kernels import steps
+from llmbox.kernels.packing import Rounded
 from llmbox.kernels.quant import Quant
 
 from .errors import ModelError, ParallelError
 from .parallel.layout import Part
-from .rounded import stored_columns, stored_dtype
+from .rounded import stored_columns
 from .safetensors_header import FETCH_AGAIN, TensorEntry, shown
 
 
@@ -18,7 +20,20 @@ def unpacked(stored: Tensor, quant: Quant, inputs: int) -> Tensor:
     if quant.bits == 8:
         return stored
     halves = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1)[:, :inputs]
-    return halves.to(torch.int8) - 8
+    return halves.to(torch.int8) - (0 if quant.step else 8)
+
+
+def stored_codes(rounded: Rounded) -> Tensor:
+    """Codes as a checkpoint holds them: what `unpacked` reads, and numbers of steps from that."""
+    quant, codes_OI = rounded.quant, rounded.codes_OI
+    if quant.bits == 8:
+        return codes_OI
+    if rounded.steps_OS is None:
+        halves = (codes_OI + 8).to(torch.uint8)
+    else:
+        halves = steps.to_halves(codes_OI, rounded.steps_OS, quant)
+    halves = torch.nn.functional.pad(halves, (0, halves.shape[1] % 2), value=8)
+    return halves[:, 0::2] | halves[:, 1::2] << 4
 
 
 def stored_parts(rows: Part, inputs: Part, quant: Quant) -> tuple[Part, Part]:
@@ -37,6 +52,13 @@ def scale_parts(rows: Part, inputs: Part, quant: Quant) -> tuple[Part, Part]:
     if quant.kind != "blocks":
         return rows, groups
     return Part(quant.groups(rows.total), rows.start // quant.group, quant.groups(rows.stop)), groups
+
+
+def step_parts(rows: Part, inputs: Part, quant: Quant) -> tuple[Part, Part]:
+    """Of its steps, which no group's end cuts."""
+    _, groups = scale_parts(rows, inputs, quant)
+    each = quant.group // quant.step
+    return rows, Part(groups.total * each, groups.start * each, groups.stop * each)
 
 
 def scales_of_rows(scales: Tensor, rows: Part, quant: Quant) -> Tensor:
@@ -64,9 +86,8 @@ def stacked(codes: list[Tensor]) -> Tensor:
     return torch.cat([each.view(torch.uint8) for each in codes]).view(codes[0].dtype)
 
 
-def refuse_other_codes(entry: TensorEntry, shape: tuple[int, ...], quant: Quant) -> None:
-    """Raises ModelError where a tensor of codes is not what config.json says."""
-    dtype = stored_dtype(quant)
+def refuse_other_codes(entry: TensorEntry, shape: tuple[int, ...], dtype: str) -> None:
+    """Raises ModelError where a tensor of codes or steps is not what config.json says."""
     if (entry.dtype, entry.shape) != (dtype, shape):
         raise ModelError(
             f"{entry.file}: tensor {shown(entry.name)} is {entry.dtype} {list(entry.shape)}, config.json "

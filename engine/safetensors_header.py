@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
 from .errors import ModelError
-from .rounded import FLOATS, INTEGERS, SCALE
+from .rounded import FLOATS, INTEGERS, SCALE, STEP
 
 FETCH_AGAIN = "the file is damaged or its download was cut short: fetch it again"
 MAX_HEADER = 100_000_000
@@ -104,7 +104,14 @@ def entries_of(file: Path, raw: dict[str, Any], data_start: int, size: int) -> l
     """
     known = SUPPORTED | FLOATS
     return [
-        entry(file, name, value, data_start, size, known | (INTEGERS if name + SCALE in raw else {}))
+        entry(
+            file,
+            name,
+            value,
+            data_start,
+            size,
+            known | (INTEGERS if name.removesuffix(STEP) + SCALE in raw else {}),
+        )
         for name, value in raw.items()
     ]
 

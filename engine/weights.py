@@ -25,7 +25,7 @@ from .errors import ModelError
 from .parallel.layout import Part
 from .parallel.rank import ALONE, Rank
 from .read_rounded import read_rounded
-from .rounded import OF_KEYS_AND_VALUES, SCALES
+from .rounded import OF_KEYS_AND_VALUES, SCALES, STEP
 from .safetensors_header import FETCH_AGAIN, TensorEntry, shown
 from .tensor_bytes import DTYPES, ROUNDED_DTYPES, byte_runs, read_fully, refuse_non_finite
 
@@ -241,7 +241,7 @@ class Checkpoint:
 
     def skip(self, name: str) -> None:
         names = [n for n in self._entries if n.startswith(name)] if name.endswith(".") else [name]
-        for each in (*names, *(f"{name}{scale}" for scale in SCALES)):
+        for each in (*names, *(f"{name}{scale}" for scale in (*SCALES, STEP))):
             entry = self._entries.pop(each, None)
             self._total -= entry.nbytes if entry else 0
 

@@ -23,6 +23,8 @@ class Rounded:
     scales_OG: Tensor
     given: Tensor | None = None
     """Of kind `given`: float32 [1], the scale of all activations."""
+    steps_OS: Tensor | None = None
+    """Of formats with steps: uint8, and the codes are step * n - zero (`steps.py`)."""
 
     def floats(self) -> Tensor:
         """The weights that these integers stand for, [O, I] float32."""

@@ -11,6 +11,9 @@ Kind = Literal["linear", "head", "table", "tied"]
 class Quant:
     """Integer weights with one float16 scale for each `group` inputs of an output.
 
+    Where `step` is not 0, that many neighbouring inputs share a step and a zero (`steps.py`), and a weight is
+    its scale times (step * n - zero), n of 4 bits, which fits 8 bits.
+
     Other kinds run on GPUs only, and their activations have 8 bits too:
 
         rows      the same int8 weights; activations are int8, one scale for each row and group
@@ -29,11 +32,13 @@ class Quant:
     """The output head keeps its dtype, as in checkpoints of this format."""
     is_mixed: bool = False
     """Some linears of the layers have the head's format: the engine's recipe says which."""
+    step: int = 0
+    """How many inputs share a step; 0: no steps."""
 
     @property
     def bytes_per_weight(self) -> float:
         scales = 4 / self.group**2 if self.kind == "blocks" else 2 / self.group
-        return self.bits / 8 + scales
+        return self.bits / 8 + scales + (1 / self.step if self.step else 0)
 
     def head_bytes(self, wide: int) -> float:
         """Of a weight of the output head; `wide`: of one that is not rounded."""
@@ -56,6 +61,10 @@ class Quant:
         """Not made at load: others write it."""
         return self.by_output and self.keeps_head
 
+    def steps(self, inputs: int) -> int:
+        """Of an output, those of the last group's filling too."""
+        return self.groups(inputs) * (self.group // self.step) if self.step else 0
+
     @property
     def on_cpu(self) -> bool:
         return self.kind == "integer"
@@ -72,7 +81,7 @@ class Quant:
         """
         if self.kind == "rows":
             return Quant("int8", 8, self.group)
-        return self if self.bits == 8 else Quant(f"int8-g{self.group}", 8, self.group)
+        return self if self.bits == 8 else QUANTS["int8"]
 
 
 QUANTS = {
@@ -80,9 +89,9 @@ QUANTS = {
     for quant in (
         Quant("int8", 8, 128),
         Quant("int8-g32", 8, 32),
-        Quant("int4", 4, 32),
+        Quant("int4", 4, 128, step=16),
         Quant("int4-g128", 4, 128),
-        Quant("int4-mix", 4, 32, is_mixed=True),
+        Quant("int4-mix", 4, 128, step=16, is_mixed=True),
         Quant("w8a8", 8, 128, "rows"),
         Quant("fp8", 8, 512, "float"),  # 512: its scales count as they would for outputs of 1024 inputs
         Quant("fp8-block", 8, 128, "blocks", keeps_head=True),

@@ -67,7 +67,7 @@ class Packer:
             made = self.library.llmbox_linear_new(*numbers, weight.data_ptr(), pointer(bias))
         else:
             made = self.library.llmbox_quant_new(
-                *numbers, quant.bits, quant.group, weight.data_ptr(), pointer(bias)
+                *numbers, quant.bits, quant.group, quant.step, weight.data_ptr(), pointer(bias)
             )
         return Linear(self.library, made, (outputs, inputs), weight.dtype, quant)
 
@@ -81,6 +81,7 @@ class Packer:
             quant.group,
             rounded.codes_OI.contiguous().data_ptr(),
             rounded.scales_OG.contiguous().data_ptr(),
+            pointer(rounded.steps_OS),
             pointer(bias),
         )
         return Linear(self.library, made, (outputs, inputs), dtype, quant)
@@ -90,6 +91,7 @@ class Packer:
         weight = weight_OI.contiguous()
         codes = torch.empty(outputs, inputs, dtype=torch.int8)
         scales = torch.empty(outputs, quant.groups(inputs), dtype=torch.float16)
+        steps = torch.empty(outputs, quant.steps(inputs), dtype=torch.uint8) if quant.step else None
         self.library.llmbox_quantize(
             DTYPES[weight.dtype],
             inputs,
@@ -99,8 +101,9 @@ class Packer:
             weight.data_ptr(),
             codes.data_ptr(),
             scales.data_ptr(),
+            pointer(steps),
         )
-        return Rounded(quant, codes, scales)
+        return Rounded(quant, codes, scales, steps_OS=steps)
 
     def panels(self, packed: Linear) -> memoryview:
         size = self.library.llmbox_packed_bytes(packed.pointer)
@@ -122,7 +125,9 @@ class Packer:
         if quant is None:
             made = self.library.llmbox_linear_at(DTYPES[dtype], inputs, outputs, at, pointer(bias))
         else:
-            made = self.library.llmbox_quant_at(inputs, outputs, quant.bits, quant.group, at, pointer(bias))
+            made = self.library.llmbox_quant_at(
+                inputs, outputs, quant.bits, quant.group, quant.step, at, pointer(bias)
+            )
         linear = Linear(self.library, made, shape, dtype, quant, panels)
         return linear if self.library.llmbox_packed_bytes(linear.pointer) == panels.nbytes else None
 

@@ -153,7 +153,7 @@ def pack_rounded(rounded: Rounded, bias_O: Tensor | None) -> Linear:
         return Floats8(codes_OI, scales, bias_O, rounded.given, one_1)
     if quant.kind == "blocks":
         return Blocks8(codes_OI, scales_of_blocks(rounded.scales_OG), bias_O)
-    weight = group_codes(codes_OI, rounded.scales_OG, quant)
+    weight = group_codes(rounded)
     return Integers8(weight, bias_O) if quant.kind == "rows" else Integers(weight, bias_O)
 
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gemm import Grouped
+from .gemm import Grouped, numbers_of
 
 BLOCK = 32
 """Outputs of a program."""
@@ -19,10 +19,12 @@ def dequantise(packed: Grouped, dtype: torch.dtype) -> Tensor:
         out_OI,
         packed.weight,
         packed.scales,
+        packed.weight if packed.steps is None else packed.steps,
         packed.outputs,
         packed.inputs,
         GROUP=packed.group,
         BITS=packed.bits,
+        STEPS=packed.steps is not None,
         BLOCK=BLOCK,
     )
     return out_OI
@@ -33,10 +35,12 @@ def dequantise_kernel(
     out: tl.tensor,
     weight: tl.tensor,
     scales: tl.tensor,
+    steps: tl.tensor,
     outputs: tl.tensor,
     inputs: tl.tensor,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
+    STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     WIDTH: tl.constexpr = GROUP * BITS // 8
@@ -49,10 +53,17 @@ def dequantise_kernel(
     scale = tl.load(scales + cell, mask=real, other=0.0).to(tl.float32)[:, None]
     i = g * GROUP + j
     place = n.to(tl.int64)[:, None] * inputs + i[None, :]
-    low = stored if BITS == 8 else (stored & 15).to(tl.int8) - 8
+    if STEPS:
+        low = numbers_of(stored & 15, steps, cell, real, 0, GROUP, tl.float32)
+    else:
+        low = stored if BITS == 8 else (stored & 15).to(tl.int8) - 8
     wide = low.to(tl.float32) * scale
     tl.store(out + place, wide.to(out.dtype.element_ty), mask=real[:, None] & (i < inputs)[None, :])
     if BITS == 4:
-        wide = ((stored >> 4).to(tl.int8) - 8).to(tl.float32) * scale
+        if STEPS:
+            high = numbers_of(stored >> 4, steps, cell, real, WIDTH, GROUP, tl.float32)
+        else:
+            high = ((stored >> 4).to(tl.int8) - 8).to(tl.float32)
+        wide = high * scale
         inside = real[:, None] & (i + WIDTH < inputs)[None, :]
         tl.store(out + place + WIDTH, wide.to(out.dtype.element_ty), mask=inside)

@@ -2,7 +2,8 @@
 
 Weights are plain [O, I], or integers in groups of inputs: [I / group, O, group], scales [I / group, O], so
 that a tile of a group is one run of memory. 4-bit groups hold inputs i and i + group / 2 in one byte. A group
-is a product of its own, scaled as it is added: integers are exact in every float dtype.
+is a product of its own, scaled as it is added: integers are exact in every float dtype. With steps, 4 bits
+become the integers of 8 in registers (`numbers_of`).
 
 Few rows leave most multiprocessors idle, so the inputs are split too, and the parts summed in order.
 
@@ -32,12 +33,14 @@ FIXED_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Integer weights. `bits` 8: int8; 4: uint8 of two, each 8 too large."""
+    """Integer weights. `bits` 8: int8; 4: uint8 of two, each 8 too large, or with `steps` the n of those."""
 
     weight: Tensor
     scales: Tensor
     bits: int
     inputs: int
+    steps: Tensor | None = None
+    """uint8 [I / group, O, group / 16] (`kernels/steps.py`)."""
 
     @property
     def outputs(self) -> int:
@@ -102,6 +105,7 @@ def run(
         x_TI,
         data,
         grouped.scales if grouped else data,
+        data if grouped is None or grouped.steps is None else grouped.steps,
         out_TO if bias_O is None else bias_O,
         rows,
         outputs,
@@ -113,6 +117,7 @@ def run(
         GROUP=group,
         UNROLL=max(1, STEP // group) if grouped else 1,
         BITS=grouped.bits if grouped else 0,
+        STEPS=grouped is not None and grouped.steps is not None,
         WIDE=grouped is not None and not fixed and rows >= WIDE_FROM,
         BIAS=bias_O is not None and splits == 1,
         PRECISION="ieee" if x_TI.dtype == torch.float32 else "tf32",
@@ -129,6 +134,7 @@ def product_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     scales: tl.tensor,
+    steps_of: tl.tensor,
     bias: tl.tensor,
     rows: tl.tensor,
     outputs: tl.tensor,
@@ -140,6 +146,7 @@ def product_kernel(
     GROUP: tl.constexpr,
     UNROLL: tl.constexpr,
     BITS: tl.constexpr,
+    STEPS: tl.constexpr,
     WIDE: tl.constexpr,
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -182,8 +189,13 @@ def product_kernel(
                 place = (tl.cast(g, tl.int64) * outputs + n)[:, None] * HALF + tl.arange(0, HALF)[None, :]
                 pairs = tl.load(weight + place, mask=real_w[:, None], other=0)
                 scale = tl.load(scales + tl.cast(g, tl.int64) * outputs + n, mask=real_w, other=0.0)
-                low_w = small_integers(pairs & 15, low_x.dtype)
-                high_w = small_integers(pairs >> 4, low_x.dtype)
+                if STEPS:
+                    cell = tl.cast(g, tl.int64) * outputs + n
+                    low_w = numbers_of(pairs & 15, steps_of, cell, real_w, 0, GROUP, low_x.dtype)
+                    high_w = numbers_of(pairs >> 4, steps_of, cell, real_w, HALF, GROUP, low_x.dtype)
+                else:
+                    low_w = small_integers(pairs & 15, low_x.dtype)
+                    high_w = small_integers(pairs >> 4, low_x.dtype)
                 if WIDE:
                     scales_n = scale.to(tl.float32)[:, None]
                     low_w = (low_w.to(tl.float32) * scales_n).to(low_x.dtype)
@@ -195,6 +207,24 @@ def product_kernel(
                     sums = tl.dot(high_x, tl.trans(high_w), sums, input_precision=PRECISION)
                     acc += sums * scale.to(tl.float32)[None, :]
     store_tile(out, acc, bias, split, m, n, rows, outputs, BIAS)
+
+
+@triton.jit
+def numbers_of(
+    halves: tl.tensor,
+    steps: tl.tensor,
+    cell: tl.tensor,
+    real: tl.tensor,
+    FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    dtype: tl.constexpr,
+) -> tl.tensor:
+    """Those of half a group from its input FIRST on, a row for each `cell` (`kernels/steps.py`)."""
+    i = FIRST + tl.arange(0, GROUP // 2)
+    place = cell[:, None] * (GROUP // 16) + (i // 16)[None, :]
+    byte = tl.load(steps + place, mask=real[:, None], other=0).to(tl.int16)
+    step = byte & 15
+    return (step * halves.to(tl.int16) - (step * ((byte >> 4) + 8) >> 1)).to(dtype)
 
 
 @triton.jit

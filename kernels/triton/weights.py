@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import steps
+from ..packing import Rounded
 from ..quant import Quant
 from .gemm import Grouped
 from .gemm_fp8 import BLOCK
@@ -15,20 +17,26 @@ ROWS_AT_ONCE = 1024
 
 def pack_grouped(weight_OI: Tensor, quant: Quant) -> Grouped:
     outputs, inputs = weight_OI.shape
-    groups, width = -(-inputs // quant.group), quant.group * quant.bits // 8
-    device = weight_OI.device
-    weight = torch.empty(
-        groups, outputs, width, device=device, dtype=(torch.int8 if quant.bits == 8 else torch.uint8)
-    )
-    scales = torch.empty(groups, outputs, device=device, dtype=torch.float16)
+    groups, width = quant.groups(inputs), quant.group * quant.bits // 8
+    empty = weight_OI.new_empty
+    weight = empty((groups, outputs, width), dtype=torch.int8 if quant.bits == 8 else torch.uint8)
+    scales = empty((groups, outputs), dtype=torch.float16)
+    steps_GOS = empty((groups, outputs, quant.group // quant.step), dtype=torch.uint8) if quant.step else None
     for first in range(0, outputs, ROWS_AT_ONCE):
         rows = slice(first, first + ROWS_AT_ONCE)
         part = F.pad(weight_OI[rows].float(), (0, groups * quant.group - inputs))
         x_OGg = part.view(-1, groups, quant.group)
-        scale_OG = (int8_scale(x_OGg) if quant.bits == 8 else best_int4_scale(x_OGg)).half()
+        if steps_GOS is None:
+            scale_OG = (int8_scale(x_OGg) if quant.bits == 8 else best_int4_scale(x_OGg)).half()
+            stored = pair(round_to(x_OGg, scale_OG.float(), quant.bits), quant.bits)
+        else:
+            numbers_OGg, scale_OG, steps_OGS = steps.round_with_steps(x_OGg, quant)
+            halves = steps.to_halves(numbers_OGg.flatten(1), steps_OGS.flatten(1), quant)
+            stored = two_a_byte(halves.view(x_OGg.shape))
+            steps_GOS[:, rows] = steps_OGS.transpose(0, 1)
         scales[:, rows] = scale_OG.T
-        weight[:, rows] = pair(round_to(x_OGg, scale_OG.float(), quant.bits), quant.bits).transpose(0, 1)
-    return Grouped(weight, scales, quant.bits, inputs)
+        weight[:, rows] = stored.transpose(0, 1)
+    return Grouped(weight, scales, quant.bits, inputs, steps_GOS)
 
 
 def round_to(x_OGg: Tensor, scale_OG: Tensor, bits: int) -> Tensor:
@@ -40,7 +48,11 @@ def round_to(x_OGg: Tensor, scale_OG: Tensor, bits: int) -> Tensor:
 def pair(codes_OGg: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes_OGg
-    low, high = (codes_OGg + 8).to(torch.uint8).chunk(2, -1)
+    return two_a_byte((codes_OGg + 8).to(torch.uint8))
+
+
+def two_a_byte(halves_OGg: Tensor) -> Tensor:
+    low, high = halves_OGg.chunk(2, -1)
     return low | high << 4
 
 
@@ -69,13 +81,21 @@ def best_int4_scale(x_OGg: Tensor) -> Tensor:
     return best
 
 
-def group_codes(codes_OI: Tensor, scales_OG: Tensor, quant: Quant) -> Grouped:
+def group_codes(rounded: Rounded) -> Grouped:
     """Of integers that a checkpoint holds."""
+    quant, codes_OI = rounded.quant, rounded.codes_OI
     outputs, inputs = codes_OI.shape
     groups = quant.groups(inputs)
+    stepped = rounded.steps_OS is not None
+    if rounded.steps_OS is not None:
+        codes_OI = steps.to_halves(codes_OI, rounded.steps_OS, quant)
     codes_OGg = F.pad(codes_OI, (0, groups * quant.group - inputs)).view(outputs, groups, quant.group)
-    weight = pair(codes_OGg, quant.bits).transpose(0, 1).contiguous()
-    return Grouped(weight, scales_OG.T.contiguous(), quant.bits, inputs)
+    weight_OGw = two_a_byte(codes_OGg) if stepped else pair(codes_OGg, quant.bits)
+    steps_GOS = None
+    if rounded.steps_OS is not None:
+        steps_GOS = rounded.steps_OS.view(outputs, groups, -1).transpose(0, 1).contiguous()
+    scales_GO = rounded.scales_OG.T.contiguous()
+    return Grouped(weight_OGw.transpose(0, 1).contiguous(), scales_GO, quant.bits, inputs, steps_GOS)
 
 
 def pack_fp8(weight_OI: Tensor) -> tuple[Tensor, Tensor]:

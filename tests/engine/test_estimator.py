@@ -335,7 +335,7 @@ def test_quantised_weights_are_reckoned_by_part():
     head = shape.vocab * shape.hidden
     int8, int4 = (plan(shape, 64 * GB, quant=quant).weights_bytes for quant in ("int8", "int4"))
     assert int8 == int(shape.params * (1 + 2 / 128))
-    assert int4 == int((shape.params - head) * (0.5 + 2 / 32) + head * (1 + 2 / 32))
+    assert int4 == int((shape.params - head) * (0.5 + 1 / 16 + 2 / 128) + head * (1 + 2 / 128))
 
 
 def test_formats_of_gpus_are_reckoned_by_part():

@@ -19,6 +19,7 @@ from llmbox.engine.rounded import FORMATS
 from llmbox.engine.shards import ShardWriter
 from llmbox.kernels.dispatch import native_ready
 from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.steps import to_numbers
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
 
@@ -66,12 +67,13 @@ def test_the_report_is_true(tmp_path: Path) -> None:
     assert report.tensors + report.kept == len(before)
     worst = report.worst[0]
     assert all(worst.relative >= other.relative for other in report.worst)
-    codes = torch.stack((after[worst.name] & 15, after[worst.name] >> 4), -1).flatten(1).float() - 8
-    scales = after[worst.name + "_scale"].float().repeat_interleave(32, 1)
+    halves = torch.stack((after[worst.name] & 15, after[worst.name] >> 4), -1).flatten(1)
     width = before[worst.name].shape[1]
-    lost = before[worst.name] - (codes[:, :width] * scales[:, :width])
+    numbers = to_numbers(halves[:, :width], after[worst.name + "_step"], QUANTS["int4"]).float()
+    scales = after[worst.name + "_scale"].float().repeat_interleave(128, 1)
+    lost = before[worst.name] - numbers * scales[:, :width]
     assert worst.relative == pytest.approx(float(lost.norm() / before[worst.name].norm()), rel=1e-4)
-    counts, square = importance(before[worst.name], 32), before[worst.name].square()
+    counts, square = importance(before[worst.name], 16), before[worst.name].square()
     weighted = float((counts * lost.square()).sum() / (counts * square).sum()) ** 0.5
     assert worst.weighted == pytest.approx(weighted, rel=1e-4)
 

@@ -171,6 +171,28 @@ def test_broken_blocks_are_refused(tmp_path: Path, harm: str) -> None:
             part_of(model, {UP: Part.whole(384), Q: Part.whole(384)}, Part.whole(256))
 
 
+@pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
+@pytest.mark.parametrize("harm", ["none there", "zero", "shape", "dtype"])
+def test_broken_steps_are_refused(tmp_path: Path, harm: str) -> None:
+    source = make_tiny_model(tmp_path / "model", tokenizer=False, num_hidden_layers=1, **SIZES)
+    model = tmp_path / "out"
+    quantize(source, model, QUANTS["int4"], 1, lambda _done, _total: None)
+    weights = load_file(model / "model.safetensors")
+    name = f"{UP}.weight_step"
+    match harm:
+        case "none there":
+            del weights[name]
+        case "zero":
+            weights[name][3, 5] = 0xF0
+        case "shape":
+            weights[name] = weights[name][:, :8].contiguous()
+        case _:
+            weights[name] = weights[name].to(torch.int8)
+    save_file(weights, model / "model.safetensors")
+    with pytest.raises(ModelError, match="weight_step"):
+        part_of(model, {UP: Part.whole(384)}, Part.whole(256))
+
+
 @pytest.mark.parametrize(
     ("quant", "says"), [("fp8-block", "NVIDIA GPUs"), ("fp8", "NVIDIA GPUs"), ("w8a8", "with int8")]
 )

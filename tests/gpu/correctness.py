@@ -13,6 +13,7 @@ from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant import QUANTS, Quant
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.rows import DecodeInputs, DecodeRows
+from llmbox.kernels.steps import to_numbers
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.dequantise import dequantise
 from llmbox.kernels.triton.gemm_experts import experts_product
@@ -211,6 +212,9 @@ def made_wide(setting: Setting, dtype: torch.dtype) -> Checks:
         codes = packed.weight
         if packed.bits == 4:
             codes = torch.cat((codes & 15, codes >> 4), -1).to(torch.int8) - 8
+        if packed.steps is not None:
+            cells = (codes + 8).flatten(0, 1), packed.steps.flatten(0, 1)
+            codes = to_numbers(*cells, quant).view(codes.shape)
         wide = (codes.float() * packed.scales.float().unsqueeze(-1)).transpose(0, 1).flatten(1)[:, :inputs]
         unequal = not torch.equal(dequantise(packed, dtype), wide.to(dtype))
         yield Check(name_of("made wide", dtype, quant.name), float(unequal), 0.0)

@@ -22,43 +22,46 @@ public:
     NOINLINE void multiply(int panel, int row, int rows, float* tile, Member& member) const {
         std::fill_n(tile, rows * PANEL, 0.f);
 #if LLMBOX_TILES
-        if (rows >= TILES_FROM[linear_.bits == 4]) {
+        if (rows >= TILES_FROM) {
             const auto with_words = linear_.group == 32 ? multiply_tiles<8> : multiply_tiles<32>;
             return with_words(linear_, panel, rows_, row, rows, tile, member);
         }
 #endif
         if (linear_.bits == 8) multiply_slices<8>(panel, row, rows, tile, nullptr);
-        else if (rows <= UNPACK_ROWS) multiply_slices<4>(panel, row, rows, tile, nullptr);
+        else if (rows <= WIDEN_ROWS) multiply_slices<4>(panel, row, rows, tile, nullptr);
         else multiply_slices<8>(panel, row, rows, tile, member.spare.take<uint8_t>(SLICE * PANEL));
     }
 
 private:
     static constexpr int SLICE = 256;  // inputs
     static_assert(SLICE >= MAX_GROUP);
-    // int4: more rows than these find a slice unpacked in memory, fewer unpack it as they load it.
-    static constexpr int UNPACK_ROWS = 2 * ROW_TILE;
+    // int4: more rows than these find a slice widened in memory, fewer widen it as they load it.
+    static constexpr int WIDEN_ROWS = 6;
+    static constexpr int TILES_FROM = 7;  // with AMX
 
-    // With AMX from these rows on: int8, int4 (which has to be unpacked first).
-    static constexpr int TILES_FROM[] = {7, UNPACK_ROWS + 1};
-
-    // BITS are those of the codes that are multiplied: 8 also for int4 that goes through `unpacked`.
-    template <int BITS> void multiply_slices(int panel, int row, int rows, float* tile, uint8_t* unpacked) const {
+    // BITS are those of the codes that are multiplied: 8 also for int4 that goes through `widened`.
+    template <int BITS> void multiply_slices(int panel, int row, int rows, float* tile, uint8_t* widened) const {
         const int tiles = ceil_div(rows, ROW_TILE), slice = SLICE / linear_.group;
         for (int g = 0; g < linear_.groups; g += slice) {
             const uint8_t* at = linear_.at(panel, g);
             const int count = std::min(slice, linear_.groups - g);
-            Groups groups{at + 2 * PANEL, at, linear_.group_bytes, linear_.group_bytes, g, count};
-            if (unpacked) {
-                groups.codes = unpacked;
+            const size_t bytes = count * linear_.group_bytes;
+            const uint8_t *coming = at + std::max(AHEAD, bytes), *end = coming + bytes;
+            Groups groups{at + linear_.codes_offset, linear_.steps ? at + 2 * PANEL : nullptr, at, linear_.group_bytes,
+                          linear_.group_bytes, g, count};
+            if (widened) {
+                groups.codes = widened;
                 groups.codes_step = static_cast<size_t>(linear_.group) * PANEL;
-                for (int i = 0; i < count; i++)
-                    unpack(at + i * linear_.group_bytes + 2 * PANEL, unpacked + i * groups.codes_step);
+                for (int i = 0; i < count; i++) {
+                    const uint8_t* from = at + i * linear_.group_bytes;
+                    widen_group<INT8_FLIP>(from + linear_.codes_offset, linear_.steps ? from + 2 * PANEL : nullptr,
+                                           linear_.group, widened + i * groups.codes_step, coming);
+                    coming += linear_.group * PANEL / 4;
+                }
             }
             // Each tile brings its part of what comes later; slices are small, so look further ahead.
-            const size_t bytes = count * linear_.group_bytes;
             const int turns = count * linear_.group / (4 * Codes<BITS>::WORDS);
-            const size_t step = round_up(ceil_div(static_cast<int>(bytes), turns * tiles), 64);
-            const uint8_t *coming = at + std::max(AHEAD, bytes), *end = coming + bytes;
+            const size_t step = round_up(ceil_div(static_cast<int>(end - coming), turns * tiles), 64);
             for (int r = 0; r < rows;) {
                 const int tile_rows = next_tile(rows - r);
                 const Prefetch next = {coming, coming < end ? step : 0};
@@ -79,17 +82,6 @@ private:
             case 5: return multiply_groups<BITS, 5>(groups, rows_, row, tile, next);
             default: return multiply_groups<BITS, 6>(groups, rows_, row, tile, next);
         }
-    }
-
-    // One group of int4 as bytes.
-    void unpack(const uint8_t* codes, uint8_t* to) const {
-        for (int w = 0; w < linear_.group / 8; w++)
-            for (int i = 0; i < static_cast<int>(PANEL_STRIDE); i += LANES * 4) {
-                Words words[2];
-                Codes<4>::load(codes + w * PANEL_STRIDE + i, words);
-                store_as(to + 2 * w * PANEL_STRIDE + i, words[0]);
-                store_as(to + (2 * w + 1) * PANEL_STRIDE + i, words[1]);
-            }
     }
 
     const QuantLinear& linear_;
@@ -114,7 +106,7 @@ public:
             const int begin = cell % linear_.groups * linear_.group;
             const In* from = x_ + cell / linear_.groups * x_stride_ + begin;
             const size_t to = rows.cell(cell / linear_.groups, cell % linear_.groups);
-            quantize_group(from, std::min(linear_.group, linear_.inputs - begin), linear_.offset(), to, rows);
+            quantize_group(from, std::min(linear_.group, linear_.inputs - begin), to, rows);
         }
         if (member.index == 0) panels_.take(rows);
         member.barrier();

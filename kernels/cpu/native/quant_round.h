@@ -1,9 +1,7 @@
 // Rounding weights to int8 or int4: a float16 scale for each group.
 #pragma once
 
-#include <cmath>
-
-#include "simd.h"
+#include "quant_steps.h"
 
 namespace llmbox {
 
@@ -22,13 +20,11 @@ INLINE Floats load_scales(const uint16_t* from) {
 INLINE uint16_t to_scale(float x) { return load_as<uint16_t>(&static_cast<const _Float16&>(static_cast<_Float16>(x))); }
 INLINE float from_scale(uint16_t bits) { return static_cast<float>(load_as<_Float16>(&bits)); }
 
-constexpr int MAX_GROUP = 128;
-
-INLINE Floats clamp(Floats x, float lowest, float highest) {
-    const Floats low = splat(lowest), high = splat(highest);
-    x = x > low ? x : low;
-    return x < high ? x : high;
-}
+// How weights are rounded. `steps`: four bits with those of quant_steps.h, in groups of 128.
+struct QuantFormat {
+    int bits, group;
+    bool steps;
+};
 
 // The root of the mean square of x[group].
 inline float root_mean_square(const float* x, int group) {
@@ -76,25 +72,35 @@ inline float int8_scale(const float* x, int group) {
     return most / 127;
 }
 
-// Rounds one group x[group]: codes from -2^(bits - 1) on; the result is the scale as stored.
-inline uint16_t round_group(const float* x, int group, int bits, int8_t* codes) {
-    const uint16_t stored = to_scale(bits == 8 ? int8_scale(x, group) : best_int4_scale(x, group));
+// Rounds one group x[group]: numbers (of four bits without steps from -8 on, as with PLAIN_STEP); the result is the scale
+// as stored.
+inline uint16_t round_group(const float* x, const QuantFormat& format, int8_t* numbers, uint8_t* steps) {
+    if (format.steps) {
+        const SteppedCodes codes = round_with_steps(x);
+        std::copy_n(codes.numbers, MAX_GROUP, numbers);
+        std::copy_n(codes.steps, STEPS, steps);
+        return to_scale(codes.scale);
+    }
+    const int group = format.group;
+    const uint16_t stored = to_scale(format.bits == 8 ? int8_scale(x, group) : best_int4_scale(x, group));
     const float scale = from_scale(stored), inverse = scale == 0 ? 0 : 1 / scale;
-    const auto most = static_cast<float>(1 << (bits - 1));
+    const auto most = static_cast<float>(1 << (format.bits - 1));
     for (int k = 0; k < group; k += LANES) {
         const Ints rounded = to_nearest(clamp(load(x + k) * splat(inverse), -most, most - 1));
-        store_bytes(codes + k, rounded);
+        store_bytes(numbers + k, rounded);
     }
     return stored;
 }
 
 // Rounds group g of a row of `inputs` numbers.
 template <class In>
-uint16_t round_row_group(const In* row, int inputs, int g, int group, int bits, int8_t* codes) {
+uint16_t round_row_group(const In* row, int inputs, int g, const QuantFormat& format, int8_t* numbers, uint8_t* steps) {
     float x[MAX_GROUP] = {};
-    const int begin = g * group, count = std::min(group, inputs - begin);
+    const int begin = g * format.group, count = std::min(format.group, inputs - begin);
     for (int k = 0; k < count; k++) x[k] = to_float(row[begin + k]);
-    return round_group(x, group, bits, codes);
+    const uint16_t scale = round_group(x, format, numbers, steps);
+    std::fill(numbers + count, numbers + format.group, int8_t{0});  // nothing is multiplied with these
+    return scale;
 }
 
 }  // namespace llmbox

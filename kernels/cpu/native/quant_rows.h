@@ -5,7 +5,7 @@
 
 namespace llmbox {
 
-// Values, and for each row and group (a cell) the scale and what the offset of the weights adds. Rows lie in blocks
+// Values, and for each row and group (a cell) the scale and what 128 more in each weight adds. Rows lie in blocks
 // as high as a tile, group after group, so that tiles read memory in one direction.
 struct QuantRows {
     static constexpr int BLOCK = LLMBOX_TILES ? 16 : 1;
@@ -31,7 +31,7 @@ struct QuantRows {
 };
 
 // `count` numbers of x are there, the rest of the group is zero.
-template <class In> INLINE void quantize_group(const In* x, int count, int offset, size_t cell, const QuantRows& rows) {
+template <class In> INLINE void quantize_group(const In* x, int count, size_t cell, const QuantRows& rows) {
     const auto [most, finite] = range_of(x, count);
     // NaN or infinity must reach the result, where it is noticed: a scale of NaN carries it there.
     const Floats inverse = splat(finite && most > 0 ? 127 / most : 0);
@@ -44,7 +44,7 @@ template <class In> INLINE void quantize_group(const In* x, int count, int offse
         store_bytes(to + k, codes);
     }
     rows.scales[cell] = finite ? most / 127 : NAN;
-    rows.corrections[cell] = -offset * sum(codes_total);
+    rows.corrections[cell] = -128 * sum(codes_total);
 }
 
 }  // namespace llmbox

@@ -8,7 +8,7 @@
 // waits for its product holds up everything behind it.
 #pragma once
 
-#include "quant_rows.h"
+#include "quant_words.h"
 #include "tiles.h"
 
 #if LLMBOX_TILES
@@ -154,18 +154,6 @@ struct TileScratch {
     }
 };
 
-// One group of int4 as signed bytes.
-INLINE void unpack_signed(const uint8_t* codes, int group, uint8_t* to) {
-    typedef int8_t Signed __attribute__((vector_size(64)));
-    const Signed eight = (Signed)splat(0x08080808u);
-    for (int w = 0; w < group / 8; w++)
-        for (size_t i = 0; i < PANEL_STRIDE; i += 64) {
-            const Words both = load_as<Words>(codes + w * PANEL_STRIDE + i), low = splat(0x0f0f0f0fu);
-            store_as(to + 2 * w * PANEL_STRIDE + i, (Signed)(both & low) - eight);
-            store_as(to + (2 * w + 1) * PANEL_STRIDE + i, (Signed)((both >> 4) & low) - eight);
-        }
-}
-
 // tile[rows][PANEL] += x * panel.
 template <int WORDS>
 inline void multiply_tiles(const QuantLinear& linear, int panel, const QuantRows& x, int row, int rows, float* tile,
@@ -177,19 +165,24 @@ inline void multiply_tiles(const QuantLinear& linear, int panel, const QuantRows
     for (int g = 0; g < linear.groups; g += slice) {
         const uint8_t* at = linear.at(panel, g);
         const int count = std::min(slice, linear.groups - g);
-        TileGroups groups{at + 2 * PANEL, linear.group_bytes, scratch.scales, g, count};
+        const size_t bytes = count * linear.group_bytes;
+        const uint8_t *coming = at + std::max(AHEAD, bytes), *end = coming + bytes;
+        TileGroups groups{at + linear.codes_offset, linear.group_bytes, scratch.scales, g, count};
         if (linear.bits == 4) groups.codes = scratch.codes, groups.codes_step = linear.group * PANEL;
         for (int i = 0; i < count; i++) {
             const uint8_t* from = at + i * linear.group_bytes;
             for (int v = 0; v < PANEL; v += LANES)
                 store(scratch.scales + i * PANEL + v, load_scales(reinterpret_cast<const uint16_t*>(from) + v));
-            if (linear.bits == 4) unpack_signed(from + 2 * PANEL, linear.group, scratch.codes + i * groups.codes_step);
+            if (linear.bits == 4) {
+                widen_group<0>(from + linear.codes_offset, linear.steps ? from + 2 * PANEL : nullptr, linear.group,
+                               scratch.codes + i * groups.codes_step, coming);
+                coming += linear.group * PANEL / 4;
+            }
         }
         asm volatile("" ::: "memory");  // the compiler does not know what tile loads read
-        const size_t bytes = count * linear.group_bytes;
         const int turns = count * ceil_div(rows, TILE_ROWS) * (PANEL / BLOCK_COLUMNS);
-        const size_t step = round_up(ceil_div(static_cast<int>(bytes), turns), 64);
-        multiply_slice<WORDS>(groups, x, row, rows, tile, scratch.sums, {at + std::max(AHEAD, bytes), step});
+        const size_t step = round_up(ceil_div(static_cast<int>(end - coming), turns), 64);
+        multiply_slice<WORDS>(groups, x, row, rows, tile, scratch.sums, {coming, step});
     }
 }
 

@@ -5,29 +5,82 @@
 
 namespace llmbox {
 
-// Some groups of a panel, one behind the other: where the codes and scales of the first lie.
+// Some groups of a panel, one behind the other: where the codes, steps and scales of the first lie.
 struct Groups {
-    const uint8_t *codes, *scales;
-    size_t codes_step, scales_step;  // to the next group
+    const uint8_t *codes, *steps, *scales;  // steps: null where there are none
+    size_t codes_step, scales_step;         // to the next group; steps lie with the scales
     int first, count;
 };
+
+typedef uint16_t Halves __attribute__((vector_size(LANES * 4)));
+typedef uint8_t Octets __attribute__((vector_size(LANES * 4)));
+
+// Byte i of each word, four times.
+INLINE Words spread_byte(Words words, int i) {
+#if defined(__AVX512BW__)
+    const Words places = {0, 4 * 0x01010101u, 8 * 0x01010101u, 12 * 0x01010101u, 0, 4 * 0x01010101u, 8 * 0x01010101u,
+                          12 * 0x01010101u, 0, 4 * 0x01010101u, 8 * 0x01010101u, 12 * 0x01010101u, 0,
+                          4 * 0x01010101u, 8 * 0x01010101u, 12 * 0x01010101u};
+    return (Words)_mm512_shuffle_epi8((__m512i)words, (__m512i)(places + splat(static_cast<uint32_t>(i) * 0x01010101u)));
+#else
+    const Words byte = words >> static_cast<uint32_t>(8 * i) & splat(0xffu), two = byte | byte << 8;
+    return two | two << 16;
+#endif
+}
+
+// Steps and zeros of 16 (8, 4) outputs, as what halves of bytes are multiplied by and what is taken off then.
+struct WideSteps {
+    Words step, zero;  // step in both 16 bits of a word, zero in its four bytes
+
+    // Those of byte `s % 4` of each word. FLIP: 0x80 adds 128 to the bytes that come out.
+    template <uint32_t FLIP> static INLINE WideSteps load(const uint8_t* from, int s) {
+        const Words all = spread_byte(load_as<Words>(from), s % 4), low = splat(0x000f000fu);
+        const Words step = all & low, z = all >> 4 & low;
+        const Halves zero = (Halves)step * ((Halves)z + (Halves)splat(0x00080008u)) >> 1;
+        return {step, ((Words)zero | (Words)zero << 8) ^ splat(FLIP * 0x01010101u)};
+    }
+    template <uint32_t FLIP> static INLINE WideSteps plain() {
+        return {splat((PLAIN_STEP & 15) * 0x00010001u), splat((8 ^ FLIP) * 0x01010101u)};
+    }
+
+    // Two words of each output. A product of two half bytes stays in its byte.
+    INLINE void widen(const uint8_t* from, Words* to) const {
+        const Words both = load_as<Words>(from), low = splat(0x0f0f0f0fu);
+        to[0] = (Words)((Octets)((Halves)(both & low) * (Halves)step) - (Octets)zero);
+        to[1] = (Words)((Octets)((Halves)(both >> 4 & low) * (Halves)step) - (Octets)zero);
+    }
+};
+
+// One group of int4 as the bytes of int8, plus FLIP. `coming` is brought meanwhile, a line for two that are read.
+template <uint32_t FLIP>
+INLINE void widen_group(const uint8_t* codes, const uint8_t* steps, int group, uint8_t* to, const uint8_t* coming) {
+    for (int s = 0; s < group / STEP_INPUTS; s++, codes += 2 * PANEL_STRIDE, to += 4 * PANEL_STRIDE)
+        for (size_t i = 0; i < PANEL_STRIDE; i += LANES * 4) {
+            const WideSteps wide =
+                steps ? WideSteps::load<FLIP>(steps + s / 4 * PANEL_STRIDE + i, s) : WideSteps::plain<FLIP>();
+            Words words[4];
+            wide.widen(codes + i, words);
+            wide.widen(codes + PANEL_STRIDE + i, words + 2);
+            prefetch_stream(coming), coming += 64;
+            UNROLL for (int w = 0; w < 4; w++) store_as(to + w * PANEL_STRIDE + i, words[w]);
+        }
+}
 
 // What one vector of memory holds of 16 (8, 4) outputs: a word of each in int8, two in int4.
 template <int BITS> struct Codes;
 template <> struct Codes<8> {
     static constexpr int WORDS = 1;
-    static INLINE void load(const uint8_t* from, Words* to) {
+    INLINE void steps(const uint8_t*, int) {}
+    INLINE void load(const uint8_t* from, Words* to) const {
         to[0] = load_as<Words>(from);
         if (!INT8_FLIP) to[0] ^= splat(0x80808080u);
     }
 };
 template <> struct Codes<4> {
     static constexpr int WORDS = 2;
-    static INLINE void load(const uint8_t* from, Words* to) {
-        const Words both = load_as<Words>(from), low = splat(0x0f0f0f0fu);
-        to[0] = both & low;
-        to[1] = (both >> 4) & low;
-    }
+    WideSteps wide = WideSteps::plain<0x80>();
+    INLINE void steps(const uint8_t* from, int s) { wide = WideSteps::load<0x80>(from, s); }
+    INLINE void load(const uint8_t* from, Words* to) const { wide.widen(from, to); }
 };
 
 // tile[ROWS][PANEL] += the sums of some groups.
@@ -47,19 +100,26 @@ INLINE void multiply_groups(const Groups& groups, const QuantRows& x, int row, f
                 UNROLL for (int v = 0; v < VECTORS; v++)
                     sums[r][v] = (Ints)splat(static_cast<uint32_t>(x.corrections[cells[r]]));
             const uint8_t* from = groups.codes + i * groups.codes_step + 4 * column;
+            const uint8_t* steps = groups.steps ? groups.steps + i * groups.scales_step + 4 * column : nullptr;
+            Codes<BITS> codes[VECTORS];
             const Prefetch coming = column ? Prefetch{} : next;  // the first columns bring it all
             const uint8_t* ahead = coming.at;
-            for (int k = 0; k < x.group; k += 4 * WORDS) {
-                Words weights[VECTORS][WORDS];
-                UNROLL for (int v = 0; v < VECTORS; v++) Codes<BITS>::load(from + v * LANES * 4, weights[v]);
-                for (size_t offset = 0; offset < coming.step; offset += 64) prefetch_stream(ahead + offset);
-                ahead += coming.step;
-                from += PANEL_STRIDE;
-                UNROLL for (int w = 0; w < WORDS; w++)
-                    UNROLL for (int r = 0; r < ROWS; r++) {
-                        const Bytes::Row broadcast = Bytes::row(load_word(values[r] + k + 4 * w));
-                        UNROLL for (int v = 0; v < VECTORS; v++) Bytes::dot(sums[r][v], weights[v][w], broadcast);
-                    }
+            for (int k = 0; k < x.group; k += STEP_INPUTS) {
+                if (BITS == 4 && steps)
+                    UNROLL for (int v = 0; v < VECTORS; v++)
+                        codes[v].steps(steps + k / (4 * STEP_INPUTS) * PANEL_STRIDE + v * LANES * 4, k / STEP_INPUTS);
+                UNROLL for (int part = 0; part < STEP_INPUTS; part += 4 * WORDS) {
+                    Words weights[VECTORS][WORDS];
+                    UNROLL for (int v = 0; v < VECTORS; v++) codes[v].load(from + v * LANES * 4, weights[v]);
+                    for (size_t offset = 0; offset < coming.step; offset += 64) prefetch_stream(ahead + offset);
+                    ahead += coming.step;
+                    from += PANEL_STRIDE;
+                    UNROLL for (int w = 0; w < WORDS; w++)
+                        UNROLL for (int r = 0; r < ROWS; r++) {
+                            const Bytes::Row broadcast = Bytes::row(load_word(values[r] + k + part + 4 * w));
+                            UNROLL for (int v = 0; v < VECTORS; v++) Bytes::dot(sums[r][v], weights[v][w], broadcast);
+                        }
+                }
             }
             if (column == 0) next.at = ahead;
             Floats weight_scales[VECTORS];

@@ -42,15 +42,15 @@ Linear* llmbox_linear_new(int dtype, int inputs, int outputs, const void* weight
     return nullptr;
 }
 
-// Quantised: `bits` 8 or 4, a scale for each `group` (32 or 128) inputs.
+// Quantised: `bits` 8 or 4, a scale for each `group` (32 or 128) inputs, `steps` as in QuantFormat.
 QuantLinear* llmbox_quant_new(
-    int dtype, int inputs, int outputs, int bits, int group, const void* weight, const float* bias) try {
+    int dtype, int inputs, int outputs, int bits, int group, int steps, const void* weight, const float* bias) try {
     return with_type(dtype, [&]<class E>(E) {
-        auto* linear = new QuantLinear(inputs, outputs, bits, group);
+        auto* linear = new QuantLinear(inputs, outputs, {bits, group, steps != 0});
         auto* rows = static_cast<const typename E::Element*>(weight);
         return fill(linear, bias, [=](int panel) {
-            pack_quant_panel(*linear, panel, [=](int row, int g, int8_t* codes) {
-                return round_row_group(rows + static_cast<size_t>(row) * inputs, inputs, g, group, bits, codes);
+            pack_quant_panel(*linear, panel, [=](int row, int g, int8_t* numbers, uint8_t* to) {
+                return round_row_group(rows + static_cast<size_t>(row) * inputs, inputs, g, *linear, numbers, to);
             });
         });
     });
@@ -58,44 +58,50 @@ QuantLinear* llmbox_quant_new(
     return nullptr;
 }
 
-// As `llmbox_quant_new`, from codes[outputs, inputs] and scales[outputs, groups] (float16) made before.
-QuantLinear* llmbox_quant_from(int inputs, int outputs, int bits, int group, const int8_t* codes,
-                               const uint16_t* scales, const float* bias) try {
-    auto* linear = new QuantLinear(inputs, outputs, bits, group);
+// What was rounded before: numbers[outputs, inputs], scales[outputs, groups] (float16), steps[outputs, groups * 8] or null.
+QuantLinear* llmbox_quant_from(int inputs, int outputs, int bits, int group, const int8_t* numbers,
+                               const uint16_t* scales, const uint8_t* steps, const float* bias) try {
+    auto* linear = new QuantLinear(inputs, outputs, {bits, group, steps != nullptr});
     return fill(linear, bias, [=](int panel) {
-        pack_quant_panel(*linear, panel, [=](int row, int g, int8_t* to) {
-            const int8_t* from = codes + static_cast<size_t>(row) * inputs + g * group;
+        pack_quant_panel(*linear, panel, [=](int row, int g, int8_t* to, uint8_t* steps_to) {
+            const int8_t* from = numbers + static_cast<size_t>(row) * inputs + g * group;
+            const size_t cell = static_cast<size_t>(row) * linear->groups + g;
             std::copy_n(from, std::min(group, inputs - g * group), to);
-            return scales[static_cast<size_t>(row) * linear->groups + g];
+            if (steps) std::copy_n(steps + cell * STEPS, STEPS, steps_to);
+            return scales[cell];
         });
     });
 } catch (const std::bad_alloc&) {
     return nullptr;
 }
 
-// The codes and scales that `llmbox_quant_new` would pack.
-void llmbox_quantize(
-    int dtype, int inputs, int outputs, int bits, int group, const void* weight, int8_t* codes, uint16_t* scales) {
+// What `llmbox_quant_new` would pack, as `llmbox_quant_from` takes it.
+void llmbox_quantize(int dtype, int inputs, int outputs, int bits, int group, const void* weight, int8_t* numbers,
+                     uint16_t* scales, uint8_t* steps) {
     with_type(dtype, [&]<class E>(E) {
         struct Job {
-            int inputs, outputs, bits, group;
+            int inputs, outputs;
+            QuantFormat format;
             const typename E::Element* weight;
-            int8_t* codes;
+            int8_t* numbers;
             uint16_t* scales;
-        } job{inputs, outputs, bits, group, static_cast<const typename E::Element*>(weight), codes, scales};
+            uint8_t* steps;
+        } job{inputs, outputs, {bits, group, steps != nullptr}, static_cast<const typename E::Element*>(weight),
+              numbers, scales, steps};
         pool().run(
             [](Member& member, void* argument) {
                 const auto& job = *static_cast<Job*>(argument);
                 const auto rows = member.share(job.outputs);
-                const int groups = ceil_div(job.inputs, job.group);
-                int8_t rounded[MAX_GROUP];
+                const int group = job.format.group, groups = ceil_div(job.inputs, group);
+                int8_t numbers[MAX_GROUP];
+                uint8_t steps[STEPS];
                 for (int row = rows.begin; row < rows.end; row++)
                     for (int g = 0; g < groups; g++) {
-                        const size_t at = static_cast<size_t>(row) * job.inputs;
-                        job.scales[static_cast<size_t>(row) * groups + g] =
-                            round_row_group(job.weight + at, job.inputs, g, job.group, job.bits, rounded);
-                        const int begin = g * job.group;
-                        std::copy_n(rounded, std::min(job.group, job.inputs - begin), job.codes + at + begin);
+                        const size_t at = static_cast<size_t>(row) * job.inputs, cell = static_cast<size_t>(row) * groups + g;
+                        job.scales[cell] = round_row_group(job.weight + at, job.inputs, g, job.format, numbers, steps);
+                        const int begin = g * group;
+                        std::copy_n(numbers, std::min(group, job.inputs - begin), job.numbers + at + begin);
+                        if (job.steps) std::copy_n(steps, STEPS, job.steps + cell * STEPS);
                     }
             },
             &job);
@@ -108,8 +114,9 @@ Linear* llmbox_linear_at(int dtype, int inputs, int outputs, uint8_t* packed, co
         return fill(new Linear(inputs, outputs, words_of<E>(inputs), packed), bias, [](int) {});
     });
 }
-QuantLinear* llmbox_quant_at(int inputs, int outputs, int bits, int group, uint8_t* packed, const float* bias) {
-    return fill(new QuantLinear(inputs, outputs, bits, group, packed), bias, [](int) {});
+QuantLinear* llmbox_quant_at(
+    int inputs, int outputs, int bits, int group, int steps, uint8_t* packed, const float* bias) {
+    return fill(new QuantLinear(inputs, outputs, {bits, group, steps != 0}, packed), bias, [](int) {});
 }
 
 const uint8_t* llmbox_packed(const LinearShape* linear) { return linear->packed(); }

@@ -103,12 +103,13 @@ void check_linear(int dtype, int rows, int inputs, int outputs) {
     llmbox_linear_free(linear);
 }
 
-void check_quant(int dtype, int bits, int group, int rows, int inputs, int outputs) {
+void check_quant(int dtype, const QuantFormat& format, int rows, int inputs, int outputs) {
+    const auto [bits, group, with_steps] = format;
     Buffer weight(dtype, size_t(inputs) * outputs), x(dtype, size_t(rows) * inputs);
     Buffer out(dtype, size_t(rows) * outputs), taken(dtype, size_t(rows) * inputs), bias(FLOAT32, outputs);
     out.poison(), taken.poison();
     auto* biases = static_cast<const float*>(bias.data());
-    QuantLinear* linear = llmbox_quant_new(dtype, inputs, outputs, bits, group, weight.data(), biases);
+    QuantLinear* linear = llmbox_quant_new(dtype, inputs, outputs, bits, group, with_steps, weight.data(), biases);
     std::vector<int64_t> ids(rows, outputs - 1);
     Step step{};
     step.rows = rows;
@@ -124,10 +125,12 @@ void check_quant(int dtype, int bits, int group, int rows, int inputs, int outpu
     std::vector<uint8_t> copy(panels, panels + llmbox_packed_bytes(linear));
     std::vector<int8_t> codes(size_t(inputs) * outputs);
     std::vector<uint16_t> scales(size_t(outputs) * ceil_div(inputs, group));
-    llmbox_quantize(dtype, inputs, outputs, bits, group, weight.data(), codes.data(), scales.data());
+    std::vector<uint8_t> steps_of(scales.size() * STEPS);
+    uint8_t* steps = with_steps ? steps_of.data() : nullptr;
+    llmbox_quantize(dtype, inputs, outputs, bits, group, weight.data(), codes.data(), scales.data(), steps);
     Buffer again(dtype, size_t(rows) * outputs);
-    for (QuantLinear* same : {llmbox_quant_from(inputs, outputs, bits, group, codes.data(), scales.data(), biases),
-                              llmbox_quant_at(inputs, outputs, bits, group, copy.data(), biases)}) {
+    for (QuantLinear* same : {llmbox_quant_from(inputs, outputs, bits, group, codes.data(), scales.data(), steps, biases),
+                              llmbox_quant_at(inputs, outputs, bits, group, with_steps, copy.data(), biases)}) {
         again.poison();
         run(llmbox_quant_op(dtype, same, x.data(), inputs, again.data(), outputs, dtype), step);
         if (again.bytes != out.bytes) exit(1);
@@ -220,14 +223,13 @@ int main() {
     for (int dtype : {FLOAT32, BFLOAT16}) {
         for (auto [rows, inputs, outputs] : {std::tuple{1, 1, 1}, {2, 33, 65}, {33, 130, 7}, {7, 64, 200}, {200, 9, 70}})
             check_linear(dtype, rows, inputs, outputs);
-        for (int bits : {8, 4})
-            for (int group : {32, 128}) {
-                check_quant(dtype, bits, group, 1, 1, 1);
-                check_quant(dtype, bits, group, 5, 33, 65);
-                check_quant(dtype, bits, group, 17, 300, 70);
-                check_quant(dtype, bits, group, 33, 256, 7);
-                check_quant(dtype, bits, group, 207, 130, 66);
-            }
+        for (const QuantFormat format : {QuantFormat{8, 32, false}, {8, 128, false}, {4, 128, false}, {4, 128, true}}) {
+            check_quant(dtype, format, 1, 1, 1);
+            check_quant(dtype, format, 5, 33, 65);
+            check_quant(dtype, format, 17, 300, 70);
+            check_quant(dtype, format, 33, 256, 7);
+            check_quant(dtype, format, 207, 130, 66);
+        }
         for (auto [rows, heads, width] : {std::tuple{1, 1, 2}, {5, 3, 10}, {33, 2, 66}}) check_rows(dtype, rows, heads, width);
         for (int kv_dtype : {FLOAT32, BFLOAT16, INT8_SCALED}) {
             check_attention(dtype, kv_dtype, 16, 4, 2, 32, 0);

@@ -9,6 +9,7 @@ from llmbox.kernels.dispatch import native_ready, select_ops
 from llmbox.kernels.packing import Rounded
 from llmbox.kernels.quant import QUANTS
 from llmbox.kernels.reference.rounded import rounded_ops
+from llmbox.kernels.steps import to_numbers
 from llmbox.kernels.triton import gemm, gemm_8_bits, linear
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.dequantise import dequantise
@@ -67,7 +68,7 @@ def test_split_inputs(monkeypatch: pytest.MonkeyPatch, quant: str | None) -> Non
     assert_near(gemm.product(x, packed, bias), exact(x, wide, bias))
 
 
-@pytest.mark.parametrize("quant", ["int8", "int4"])
+@pytest.mark.parametrize("quant", ["int8", "int4", "int4-g128"])
 def test_wide_weights_are_those_of_the_format(quant: str) -> None:
     """Decoded here by the words of the format: a byte of 4-bit weights holds inputs i and i + group / 2."""
     weight = torch.randn(37, 150)
@@ -75,6 +76,10 @@ def test_wide_weights_are_those_of_the_format(quant: str) -> None:
     codes = packed.weight
     if packed.bits == 4:
         codes = torch.cat((codes & 15, codes >> 4), -1).to(torch.int8) - 8
+    if packed.steps is not None:
+        codes = to_numbers((codes + 8).flatten(0, 1), packed.steps.flatten(0, 1), QUANTS[quant]).view(
+            codes.shape
+        )
     wide = (codes.float() * packed.scales.float().unsqueeze(-1)).transpose(0, 1).flatten(1)[:, :150]
     assert torch.equal(dequantise(packed, torch.float32), wide)
     assert codes.min() < 0 < codes.max()
@@ -136,16 +141,19 @@ def test_weights_that_a_checkpoint_holds(name: str) -> None:
     ops = triton_ops(CPU, torch.float32, quant)
     x, weight, bias = case(3, 300, 150)
     expected = ops.linear(ops.pack_linear(weight, bias), x)
+    steps = None
     if name == "fp8-block":
         codes, blocks = pack_fp8_blocks(weight)
         scales = blocks.repeat_interleave(128, 0)[:150]
     else:
         packed = pack_grouped(weight, quant)
         wide, scales = dequantise(packed, torch.float32), packed.scales.T
+        if packed.steps is not None:
+            steps = packed.steps.transpose(0, 1).flatten(1)
         codes = (wide / scales.float().repeat_interleave(quant.group, 1)[:, :300]).round().to(torch.int8)
     assert ops.stored is not None
     assert ops.stored.format("linear") == quant
-    got = ops.stored.pack_rounded(Rounded(quant, codes, scales), torch.float32, bias)
+    got = ops.stored.pack_rounded(Rounded(quant, codes, scales, steps_OS=steps), torch.float32, bias)
     assert torch.equal(ops.linear(got, x), expected)
 
 

@@ -1,0 +1,110 @@
+"""Four bits with steps, in plain torch: 16 neighbouring inputs of an output share a byte, step | z << 4.
+
+A number of theirs is step * n - zero, n of 0..15, zero = step * (z + 8) / 2 rounded down; it fits int8, and
+128 numbers share a float16 scale. The CPU's kernels do the same: `cpu/native/quant_steps.h`.
+
+O outputs, G groups of 128 inputs, S steps of a group, k the 16 inputs of a step.
+"""
+
+import torch
+from torch import Tensor
+
+from .quant import Quant
+
+PLAIN = 0x81
+"""Step 1, zero 8: what formats without steps have."""
+SHARES = (0.82, 0.9, 0.98, 1.06)
+"""Of the scale at which the coarsest step is 12, those that are tried."""
+NEAR = [(times, zeros) for times in (-1, 0, 1) for zeros in (-2, -1, 0, 1, 2)]
+"""Around the step and the zero that just span 16 weights."""
+
+
+def step_and_zero(steps: Tensor) -> tuple[Tensor, Tensor]:
+    """int32, shaped as the bytes are."""
+    wide = steps.int()
+    step = wide & 15
+    return step, step * ((wide >> 4) + 8) >> 1
+
+
+def to_numbers(halves_OI: Tensor, steps_OS: Tensor, quant: Quant) -> Tensor:
+    """int8 of n [O, I]. Rubbish in, rubbish out: numbers that do not fit wrap around."""
+    step, zero = of_inputs(steps_OS, quant, halves_OI.shape[1])
+    return (step * halves_OI.int() - zero).to(torch.int8)
+
+
+def to_halves(numbers_OI: Tensor, steps_OS: Tensor, quant: Quant) -> Tensor:
+    """The n that `to_numbers` made these of, uint8."""
+    step, zero = of_inputs(steps_OS, quant, numbers_OI.shape[1])
+    return ((numbers_OI.int() + zero) // step.clamp(min=1)).to(torch.uint8) & 15
+
+
+def of_inputs(steps_OS: Tensor, quant: Quant, inputs: int) -> tuple[Tensor, Tensor]:
+    """Step and zero of each weight, [O, I] int32."""
+    step, zero = step_and_zero(steps_OS.repeat_interleave(quant.step, 1)[:, :inputs])
+    return step, zero
+
+
+def round_with_steps(x_OGg: Tensor, quant: Quant) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers [O, G, g] int8, scales [O, G] float16, steps [O, G, S] uint8, of float32."""
+    x_OGSk = x_OGg.view(*x_OGg.shape[:2], -1, quant.step)
+    low, high = x_OGSk.aminmax(dim=-1)
+    middle_OGS = (low + high) / 2
+    counts = x_OGSk.abs() + x_OGSk.square().mean(-1, keepdim=True).sqrt()
+    need_OGS = torch.stack(((high - low) / 15, high / 11, low / -11.5)).amax(0)
+    widest = torch.maximum(high, -low).amax(-1) * (12 / 127)
+    coarsest_OG = torch.maximum(need_OGS.amax(-1), widest)
+    best = Best(x_OGSk)
+    for share in SHARES:
+        scale_OG = coarsest_OG * (share / 12)
+        inverse = torch.where(scale_OG == 0, 0, 1 / scale_OG)[:, :, None]
+        tried = x_OGSk * inverse[..., None]
+        steps, numbers = best_steps(tried, counts, need_OGS * inverse, middle_OGS * inverse)
+        best.offer(steps, numbers, (counts * numbers * tried).sum((-1, -2)), counts, scale_OG)
+    return best.numbers.flatten(-2).to(torch.int8), best.scale_OG.half(), best.steps_OGS
+
+
+class Best:
+    """Of several scales, each corrected by least squares: the one that explains most weighted squares."""
+
+    def __init__(self, x_OGSk: Tensor) -> None:
+        self.numbers = torch.zeros_like(x_OGSk)
+        self.steps_OGS = torch.full(x_OGSk.shape[:3], PLAIN, dtype=torch.uint8, device=x_OGSk.device)
+        self.scale_OG = torch.zeros(x_OGSk.shape[:2], device=x_OGSk.device)
+        self._explained_OG = torch.zeros_like(self.scale_OG)
+
+    def offer(
+        self, steps: Tensor, numbers: Tensor, cross_OG: Tensor, counts: Tensor, scale_OG: Tensor
+    ) -> None:
+        square_OG = (counts * numbers * numbers).sum((-1, -2))
+        fitted_OG = torch.where(square_OG > 0, scale_OG * cross_OG / square_OG, 0)
+        explained_OG = fitted_OG * scale_OG * cross_OG
+        better = explained_OG > self._explained_OG
+        self._explained_OG = torch.where(better, explained_OG, self._explained_OG)
+        self.scale_OG = torch.where(better, fitted_OG, self.scale_OG)
+        self.steps_OGS = torch.where(better[..., None], steps, self.steps_OGS)
+        self.numbers = torch.where(better[..., None, None], numbers, self.numbers)
+
+
+def best_steps(x_OGSk: Tensor, counts: Tensor, need_OGS: Tensor, middle_OGS: Tensor) -> tuple[Tensor, Tensor]:
+    """Steps [O, G, S] uint8 and numbers of the smallest weighted error. x in units of the scale."""
+    smallest = torch.full_like(need_OGS, torch.inf)
+    steps, best = torch.full_like(need_OGS, PLAIN, dtype=torch.uint8), torch.zeros_like(x_OGSk)
+    for times, zeros in NEAR:
+        step = (need_OGS.round() + times).clamp(1, 15)
+        z = ((7 - 2 * middle_OGS / step).round() + zeros).clamp(0, 15)
+        zero = (step * (z + 8) / 2).floor()
+        numbers = on_grid(x_OGSk, step[..., None], zero[..., None])
+        error = (counts * (numbers - x_OGSk).square()).sum(-1)
+        better = error < smallest
+        smallest = torch.where(better, error, smallest)
+        steps = torch.where(better, step.to(torch.uint8) | z.to(torch.uint8) << 4, steps)
+        best = torch.where(better[..., None], numbers, best)
+    return steps, best
+
+
+def on_grid(x: Tensor, step: Tensor, zero: Tensor) -> Tensor:
+    """The nearest step * n - zero, n of 0..15, that fits int8."""
+    lowest = ((zero - 128) / step).ceil().clamp(min=0)
+    highest = ((zero + 127) / step).floor().clamp(max=15)
+    n = torch.minimum(torch.maximum(((x + zero) / step).round(), lowest), highest)
+    return step * n - zero
