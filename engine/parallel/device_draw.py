@@ -52,6 +52,8 @@ class Draws(Protocol):
 
 def device_sampler(rank: Rank, whole: DeviceSampler, vocab_size: int) -> Draws:
     """`whole` draws from whole rows."""
+    if not rank.layout.is_last:
+        whole.rows.rules = None  # nobody draws here
     if rank.layout.tp == 1 or not rank.layout.is_last:
         return whole
     return SharedDeviceSampler(rank, whole, vocab_size)
