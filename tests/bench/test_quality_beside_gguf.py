@@ -9,7 +9,7 @@ import torch
 
 from bench.ggml import Ggml, Wide, type_in
 from bench.product_error import activations, errors
-from bench.quality_beside_gguf import Predictions, bits, difference, ours, predictions
+from bench.quality_beside_gguf import Predictions, bits, calibrated, difference, ours, predictions
 from llmbox.engine.perplexity import perplexity
 from llmbox.kernels.dispatch import native_ready
 from support.real_engines import load
@@ -71,6 +71,21 @@ def test_bits_count_scales_and_the_wider_head():
     rounded = {name: way(name, torch.randn(3, 64)) for name in (linear, table)}
     assert [bits({name: each}) for name, each in rounded.items()] == [4.5, 8.5]
     assert bits(rounded) == 6.5
+
+
+@NATIVE
+def test_a_mixed_format_and_a_calibrated_one_take_the_same_bits(tmp_path: Path):
+    from safetensors.torch import load_file
+
+    model = make_tiny_model(tmp_path / "model", num_hidden_layers=3, max_position_embeddings=32)
+    weights = load_file(model / "model.safetensors")
+    ways = ours("int4-mix", 3), calibrated(model, "int4-mix", tmp_path)
+    for layer, expected in ((0, 8.5), (1, 4.5)):
+        name = PART.format(layer, "mlp.down_proj")
+        plain, other = (way(name, weights[name]) for way in ways)
+        assert bits({name: plain}) == bits({name: other}) == expected
+        near = {8.5: 0.01, 4.5: 0.2}[expected] * weights[name].norm()
+        assert (weights[name] - other.weight_OI).norm() < near
 
 
 @NATIVE
