@@ -111,6 +111,20 @@ def test_head_shapes(ops: Ops, dtype: torch.dtype, heads: tuple[int, int], head_
     assert_near(step.run(), step.exact())
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 40, 130])
+def test_contexts_of_many_chunks(
+    ops: Ops, dtype: torch.dtype, window: int | None, kv_dtype: torch.dtype | None
+) -> None:
+    """C++ kernels walk 64 or 128 tokens at a time."""
+    sequences = [(300, 1), (128, 1), (0, 140), (250, 20)]
+    step = Step(ops, sequences, dtype=dtype, kv_dtype=kv_dtype, heads=(3, 1), head_dim=64)
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 5e-4
+    got = step.run(window).double()
+    torch.testing.assert_close(got, step.exact(window), atol=tolerance, rtol=tolerance)
+
+
 def test_keys_may_be_kept_in_another_dtype(ops: Ops) -> None:
     step = Step(ops, MIXED, kv_dtype=torch.bfloat16)
     torch.testing.assert_close(step.run().double(), step.exact(), atol=2e-2, rtol=2e-2)
