@@ -3,7 +3,7 @@
 import pytest
 
 from support.late_device import FakeCapture, device_engine
-from support.real_engines import ask, load, run
+from support.real_engines import ask, load, run, tokens
 from support.tiny_models import make_tiny_model
 from support.triton_interpreter import turn_on
 
@@ -36,3 +36,24 @@ def test_tokens_are_those_of_the_reference(tmp_path, monkeypatch):
     assert [entry.logprob for entry in told] == pytest.approx([e.logprob for e in wanted], abs=1e-4)
     assert [entry.rank for entry in told] == [entry.rank for entry in wanted]
     assert capture.replays > 0
+
+
+@pytest.mark.slow
+def test_penalties_go_on_exactly_after_a_preemption(tmp_path, monkeypatch):
+    """The device counts ahead of the host; a request that runs again is counted anew."""
+    model = make_tiny_model(tmp_path, tokenizer=False, num_hidden_layers=1, vocab_size=99)
+    rules = [
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"temperature": 1.0, "frequency_penalty": 1.5, "bad_words": ((5,), (6, 7))},
+        {"temperature": 0.8, "repetition_penalty": 1.2, "min_tokens": 4, "stop_token_ids": (11,)},
+    ]
+    requests = [ask(f"r{n}", [*range(3, 9), n + 20], 14, seed=n, **each) for n, each in enumerate(rules)]
+    sizes = {"max_running": 3, "token_budget": 16, "kv_tokens": 56, "context": 40, "block_size": 4}
+    options = {"dtype": "float32", **sizes}
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    expected = tokens(load(model, **options), requests)
+    monkeypatch.setenv("LLMBOX_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
+    engine = device_engine(model, **options)
+    assert tokens(engine, requests) == expected
+    assert engine.stats().preemptions > 0
