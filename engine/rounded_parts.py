@@ -16,7 +16,7 @@ from .safetensors_header import FETCH_AGAIN, TensorEntry, shown
 
 
 def unpacked(stored: Tensor, quant: Quant, inputs: int) -> Tensor:
-    """Codes [O, I], int8 or E4M3, of what a checkpoint holds (`rounded.py`)."""
+    """Codes [O, I], int8 or E4M3, of what a checkpoint holds (`rounded.py`); of formats with steps n."""
     if quant.bits == 8:
         return stored
     halves = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1)[:, :inputs]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .quant import Quant
 
+STEP_INPUTS = 16
 PLAIN = 0x81
 """Step 1, zero 8: what formats without steps have."""
 SHARES = (0.82, 0.9, 0.98, 1.06)
@@ -44,12 +45,19 @@ def of_inputs(steps_OS: Tensor, quant: Quant, inputs: int) -> tuple[Tensor, Tens
     return step, zero
 
 
-def round_with_steps(x_OGg: Tensor, quant: Quant) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers [O, G, g] int8, scales [O, G] float16, steps [O, G, S] uint8, of float32."""
+def round_with_steps(
+    x_OGg: Tensor, quant: Quant, importance_Gg: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers [O, G, g] int8, scales [O, G] float16, steps [O, G, S] uint8, of float32.
+
+    An error counts |x| + the root mean square of its 16, times the importance of its input.
+    """
     x_OGSk = x_OGg.view(*x_OGg.shape[:2], -1, quant.step)
     low, high = x_OGSk.aminmax(dim=-1)
     middle_OGS = (low + high) / 2
     counts = x_OGSk.abs() + x_OGSk.square().mean(-1, keepdim=True).sqrt()
+    if importance_Gg is not None:
+        counts = counts * importance_Gg.view(x_OGSk.shape[1:])
     need_OGS = torch.stack(((high - low) / 15, high / 11, low / -11.5)).amax(0)
     widest = torch.maximum(high, -low).amax(-1) * (12 / 127)
     coarsest_OG = torch.maximum(need_OGS.amax(-1), widest)

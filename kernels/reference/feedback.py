@@ -10,14 +10,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..packing import Rounded
 from ..quant import Quant
+from ..steps import STEP_INPUTS, on_grid, round_with_steps, step_and_zero
 
 DAMPING = 0.01
 """Of the mean of the diagonal, added to it: rows of other texts differ."""
 STEPS = range(-5, 6)
-"""Scales that are tried for 4 bits: the largest weight at -8 - 0.2 · step."""
+"""Scales that are tried for 4 bits without steps: the largest weight at -8 - 0.2 · step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +51,56 @@ class Feedback:
         outputs, inputs = weight_OI.shape
         codes_OI = torch.empty(outputs, inputs, dtype=torch.int8)
         scales_OG = torch.empty(outputs, quant.groups(inputs), dtype=torch.float16)
+        steps = []
         for g in range(quant.groups(inputs)):
             begin, end = g * quant.group, min((g + 1) * quant.group, inputs)
             group_Og = weight_OI[:, begin:end]
-            scales_OG[:, g] = best_scale(group_Og, self.importance_I[begin:end], quant.bits)
+            grid = Grid.of(group_Og, self.importance_I[begin:end], quant)
             later_gI = self.later_II[begin:end]
-            errors_Og = round_group(
-                group_Og, scales_OG[:, g].float(), later_gI[:, begin:end], codes_OI[:, begin:end], quant.bits
-            )
+            errors_Og = round_group(group_Og, grid, later_gI[:, begin:end], codes_OI[:, begin:end])
             weight_OI[:, end:] -= errors_Og @ later_gI[:, end:]
-        return Rounded(quant, codes_OI, scales_OG)
+            scales_OG[:, g] = grid.scale_O
+            steps.append(grid.steps_OS)
+        return Rounded(quant, codes_OI, scales_OG, steps_OS=torch.cat(steps, 1) if quant.step else None)
 
 
-def round_group(group_Og: Tensor, scale_O: Tensor, later_gg: Tensor, codes_Og: Tensor, bits: int) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Which numbers a group may have."""
+
+    bits: int
+    scale_O: Tensor
+    """float16."""
+    steps_OS: Tensor
+    """As `Rounded`; without steps [O, 0]."""
+
+    @classmethod
+    def of(cls, group_Og: Tensor, importance_g: Tensor, quant: Quant) -> "Grid":
+        if not quant.step:
+            none = torch.empty(len(group_Og), 0, dtype=torch.uint8)
+            return cls(quant.bits, best_scale(group_Og, importance_g, quant.bits), none)
+        fill = (0, quant.group - group_Og.shape[1])
+        x_OGg, importance_Gg = pad(group_Og, fill).unsqueeze(1), pad(importance_g, fill).unsqueeze(0)
+        _, scales_OG, steps_OGS = round_with_steps(x_OGg, quant, importance_Gg)
+        return cls(quant.bits, scales_OG[:, 0], steps_OGS[:, 0])
+
+    def nearest(self, x_O: Tensor, i: int) -> Tensor:
+        """The numbers of input i that are nearest to x, which is in units of the scale."""
+        if not self.steps_OS.shape[1]:
+            most = 1 << (self.bits - 1)
+            return x_O.round().clamp_(-most, most - 1)
+        step_O, zero_O = step_and_zero(self.steps_OS[:, i // STEP_INPUTS])
+        return on_grid(x_O, step_O.float(), zero_O.float())
+
+
+def round_group(group_Og: Tensor, grid: Grid, later_gg: Tensor, codes_Og: Tensor) -> Tensor:
     """Fills `codes_Og`, moves the weights of `group_Og`; what is told is each error over its diagonal."""
-    most = 1 << (bits - 1)
+    scale_O = grid.scale_O.float()
     inverse_O = torch.where(scale_O == 0, 0, 1 / scale_O)
     errors_gO = torch.empty(group_Og.shape[1], len(group_Og))
     for i, later_g in enumerate(later_gg):
         weight_O = group_Og[:, i]
-        code_O = (weight_O * inverse_O).round_().clamp_(-most, most - 1)
+        code_O = grid.nearest(weight_O * inverse_O, i)
         codes_Og[:, i] = code_O.to(torch.int8)
         errors_gO[i] = (weight_O - code_O * scale_O) / later_g[i]
         group_Og[:, i + 1 :] -= errors_gO[i].unsqueeze(1) * later_g[i + 1 :]

@@ -33,11 +33,12 @@ from llmbox.engine.model_config import parse_config
 from llmbox.engine.perplexity import config_for, sequences_of
 from llmbox.engine.quantize import packing_for, quantize
 from llmbox.engine.recipe import is_fine
-from llmbox.engine.rounded import SCALE, format_of
+from llmbox.engine.rounded import SCALE, STEP, format_of
 from llmbox.engine.rounded_parts import unpacked
 from llmbox.engine.sampling import SamplingParams
 from llmbox.kernels.packing import Rounded
 from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.steps import to_numbers
 from support.builtin_model import ASSETS, IN_SCOPE
 from support.real_engines import runner_of
 
@@ -170,7 +171,7 @@ def ours(name: str, layers: int = 0) -> Way:
         grid = format_of(quant, "head" if fine else "linear")
         assert grid is not None
         rounded = packing.round(grid, weight_OI)
-        return Wide(rounded.floats(), weight_OI.numel() * grid.bits + rounded.scales_OG.numel() * 16)
+        return Wide(rounded.floats(), bits_of(rounded))
 
     return way
 
@@ -184,8 +185,11 @@ def calibrated(model: Path, name: str, folder: Path) -> Way:
     def way(tensor: str, weight_OI: Tensor) -> Wide:
         quant = QUANTS[name] if stored[tensor].dtype == torch.uint8 else QUANTS[name].head
         codes_OI = unpacked(stored[tensor], quant, weight_OI.shape[1])
-        rounded = Rounded(quant, codes_OI, stored[tensor + SCALE])
-        return Wide(rounded.floats(), weight_OI.numel() * quant.bits + rounded.scales_OG.numel() * 16)
+        steps_OS = stored.get(tensor + STEP)
+        if steps_OS is not None:
+            codes_OI = to_numbers(codes_OI, steps_OS, quant)
+        rounded = Rounded(quant, codes_OI, stored[tensor + SCALE], steps_OS=steps_OS)
+        return Wide(rounded.floats(), bits_of(rounded))
 
     return way
 
@@ -196,6 +200,11 @@ def as_it_is(_: str, weight_OI: Tensor) -> Wide:
 
 def is_rounded(name: str) -> bool:
     return name in TABLES or name.endswith("_proj.weight")
+
+
+def bits_of(rounded: Rounded) -> int:
+    steps = 0 if rounded.steps_OS is None else rounded.steps_OS.numel() * 8
+    return rounded.codes_OI.numel() * rounded.quant.bits + rounded.scales_OG.numel() * 16 + steps
 
 
 def bits(rounded: dict[str, Wide]) -> float:
