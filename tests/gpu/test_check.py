@@ -3,9 +3,6 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +11,6 @@ import torch
 
 from gpu import (
     beside,
-    check,
-    checking,
     engine_speed,
     fp8_products,
     kernel_speed,
@@ -24,10 +19,8 @@ from gpu import (
     sdpa_rule,
     sections,
 )
-from gpu.checks import Check, Setting
 from gpu.report import Report
 from gpu.shapes import SHAPES
-from llmbox.engine.errors import DoesNotFit
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,78 +123,6 @@ def test_an_engine_of_random_weights_is_measured(monkeypatch: pytest.MonkeyPatch
     assert [note.split(" | ")[0] for note in notes] == ["| decode 1 x 200"]
 
 
-def test_every_section_has_time_left_whatever_those_before_it_take() -> None:
-    left, names = 9.5 * 60 - 10, list(check.SECTIONS)
-    for place, name in enumerate(names, 1):
-        seconds = check.seconds_for(name, names[place:], left)
-        assert check.SECTIONS[name][0] <= seconds + check.GRACE <= check.SECTIONS[name][1]
-        left -= seconds + check.GRACE
-    assert left >= 0
-    assert check.seconds_for("kernels", [], 1000.0) == check.SECTIONS["kernels"][1] - check.GRACE
-    assert check.seconds_for("kernels", [], 30.0) == 30.0 - check.GRACE
-
-
-def group_of(*errors: float) -> Callable[[], list[Check]]:
-    return lambda: [Check(f"check {error}", error, 0.5) for error in errors]
-
-
-def broken() -> list[Check]:
-    raise RuntimeError("an illegal memory access")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "failures", "last"),
-    [
-        (100.0, 2, "3 checks passed; closest to its limit: check 0.4 (80% of it)."),
-        (-1.0, 0, "0 checks passed; closest to its limit: none (0% of it)."),
-    ],
-)
-def test_checks_run_apart_and_one_that_breaks_hides_no_other(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, failures: int, last: str
-) -> None:
-    groups = [group_of(0.1, 0.4), broken, group_of(0.3, 0.7)]
-    monkeypatch.setattr(checking, "all_checks", lambda _: iter(groups))
-    monkeypatch.setattr(checking, "ProcessPoolExecutor", lambda count, *_: ThreadPoolExecutor(count))
-    report = Report(seconds)
-    setting = Setting(torch.device("cpu"), (torch.float32,), tiny=True, seed=1)
-    checking.in_processes(report, setting, 2)
-    assert len(report.failures) == failures
-    assert report.lines[-1] == f"\n{last}"
-    assert (f"\nNot measured, out of time: {len(groups)} more." in report.lines) == (seconds < 0)
-
-
-def test_a_process_of_checks_that_dies_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def dies(*_: object) -> checking.Found:
-        raise BrokenProcessPool("terminated abruptly")
-
-    monkeypatch.setattr(checking, "run", dies)
-    monkeypatch.setattr(checking, "ProcessPoolExecutor", lambda count, *_: ThreadPoolExecutor(count))
-    report = Report(100.0)
-    setting = Setting(torch.device("cpu"), (torch.float32,), tiny=True, seed=1)
-    checking.in_processes(report, setting, 1)
-    assert report.failures == ["a process died: terminated abruptly"]
-    assert any("out of time" in line for line in report.lines)
-
-
-def test_a_card_without_room_gets_a_shorter_context_or_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def make(_shape: object, context: int, **options: object) -> str:
-        asked.append(context)
-        if context > 5000 or options:
-            raise DoesNotFit("a context of 5000 tokens would fit")
-        return "engine"
-
-    monkeypatch.setattr(engine_speed, "engine", make)
-    assert engine_speed.largest({}, (17000, 5000, 1200)) == "engine"
-    assert asked == [17000, 5000]
-    monkeypatch.setattr(sections, "engine_variants", lambda: [("int8", {"quant": "int8"})])
-    report = Report(100.0)
-    sections.whole_engine(report, "8B", {})
-    assert report.lines[-1] == "\nint8: left out: a context of 5000 tokens would fit."
-    assert not report.failures
-
-
 def test_floors_of_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every piece of work can be made, its variants are there, and its floor is that of its shape."""
     monkeypatch.setattr(kernel_speed, "DEVICE", torch.device("cpu"))
@@ -282,39 +203,6 @@ def test_two_ranks_are_run_as_a_program(monkeypatch: pytest.MonkeyPatch, tmp_pat
     program.write_text("")
     sections.ranks(report)
     assert report.lines[-1].startswith("Two ranks on this GPU")
-
-
-@pytest.mark.parametrize(
-    ("code", "failures"),
-    [
-        ("print('| fine |')", 0),
-        ("print('**FAILED**: wrong')", 1),
-        ("raise SystemExit(3)", 1),
-        ("import os; os.abort()", 1),
-    ],
-)
-def test_a_section_that_breaks_is_a_failure(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, failures: int
-) -> None:
-    program = tmp_path / "section"
-    program.write_text(f"#!{sys.executable}\n{code}\n")
-    program.chmod(0o700)
-    monkeypatch.setattr(check.sys, "executable", str(program))
-    report = Report(100.0)
-    check.run_section(report, "kernels", 60.0, [])
-    assert len(report.failures) == failures
-
-
-def test_a_section_that_says_nothing_more_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    program = tmp_path / "section"
-    program.write_text(f"#!{sys.executable}\nimport time\nprint('begun', flush=True)\ntime.sleep(600)\n")
-    program.chmod(0o700)
-    monkeypatch.setattr(check.sys, "executable", str(program))
-    monkeypatch.setattr(check, "GRACE", 1)
-    report = Report(100.0)
-    check.run_section(report, "continuous", 1.0, [])
-    assert report.lines == ["begun", "\ncontinuous: stopped, out of time."]
-    assert not report.failures
 
 
 @pytest.mark.parametrize(
