@@ -1,8 +1,9 @@
 """Into how many parts a model is cut, and on which GPUs they go. No torch.
 
 A model that fits on one GPU stays there: other models want the rest, and one GPU waits for nobody. One that
-does not is shared by as few NVLink peers as it takes. Between GPUs that hang on PCIe it is cut into stages: a
-stage hands on two rows of hidden states a token, a shared layer sums twice over all ranks.
+does not is shared by as few NVLink peers as it takes. Between GPUs that hang on PCIe it is cut into stages, as a
+stage hands on two rows of hidden states a token, while a shared layer sums twice over all its ranks; peers share
+a stage where there are some.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,6 +49,11 @@ def cuts(
             gpus = _peers(nvlink, size)
             yield Cut(size, 1, gpus, f"shared by {size} GPUs, which are NVLink peers: {_named(gpus)}")
     for size in range(2, num_gpus + 1):
+        for tp in range(size // 2, 1, -1):
+            gpus = _stages_of_peers(nvlink, tp, size // tp)
+            if size % tp == 0 and gpus and can_split(shape, tp, size // tp, quant):
+                told = f"{_told(tp, size // tp)} that are NVLink peers"
+                yield Cut(tp, size // tp, gpus, f"{told}, on GPUs {_named(gpus)}")
         if can_split(shape, 1, size, quant):
             gpus = tuple(range(size))
             yield Cut(1, size, gpus, f"cut into {size} stages, on GPUs {_named(gpus)}: {_why_stages(nvlink)}")
@@ -70,12 +76,10 @@ def _asked(
             f"--tp {tp} and --pp {pp} want {tp * pp} GPUs, and {num_gpus} can be seen: ask for fewer, or "
             "look at CUDA_VISIBLE_DEVICES"
         )
-    gpus = tuple(range(tp * pp))
-    if pp == 1 and tp > 1 and (joined := _peers(nvlink, tp)):
-        gpus = joined
+    gpus = (_stages_of_peers(nvlink, tp, pp) if tp > 1 else ()) or tuple(range(tp * pp))
     if not asked:
         return Cut(gpus=gpus)
-    slow = tp > 1 and not are_joined(gpus[:tp], nvlink)
+    slow = tp > 1 and not all(are_joined(gpus[i : i + tp], nvlink) for i in range(0, tp * pp, tp))
     remark = ", which are no NVLink peers: sums go over PCIe, --pp may be faster" if slow else ""
     return Cut(tp, pp, gpus, f"{asked}, on GPUs {_named(gpus)}{remark}")
 
@@ -104,6 +108,15 @@ def _peers(nvlink: tuple[frozenset[int], ...], size: int) -> tuple[int, ...]:
     fitting = [island for island in nvlink if len(island) >= size]
     fitting.sort(key=len)
     return tuple(sorted(fitting[0])[:size]) if fitting else ()
+
+
+def _stages_of_peers(nvlink: tuple[frozenset[int], ...], tp: int, pp: int) -> tuple[int, ...]:
+    """So many stages of so many peers each, one after the other; empty where there are too few peers."""
+    if pp == 1:
+        return _peers(nvlink, tp)
+    islands = [sorted(island) for island in sorted(nvlink, key=min)]
+    stages = [island[i : i + tp] for island in islands for i in range(0, len(island) - tp + 1, tp)]
+    return tuple(gpu for stage in stages[:pp] for gpu in stage) if len(stages) >= pp else ()
 
 
 def _why_stages(nvlink: tuple[frozenset[int], ...]) -> str:

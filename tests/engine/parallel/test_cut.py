@@ -74,6 +74,20 @@ def test_stages_where_gpus_hang_on_pcie():
     assert "NVLink does not join enough of them" in reason
 
 
+def test_stages_of_peers_where_one_set_of_peers_is_too_small():
+    cut, reason = chosen(budget(4, 30 * GB, (0, 2), (1, 3)))
+    assert cut == (2, 2, (0, 2, 1, 3))
+    assert reason == "cut into 2 stages of 2 ranks that are NVLink peers, on GPUs 0, 2, 1 and 3"
+    cut, _ = chosen(budget(5, 30 * GB, (0, 1)))
+    assert cut == (1, 4, (0, 1, 2, 3))
+    cut, reason = chosen(budget(4, 140 * GB, (0, 2), (1, 3)), tp=2, pp=2)
+    assert cut == (2, 2, (0, 2, 1, 3))
+    assert "PCIe" not in reason
+    cut, reason = chosen(budget(4, 140 * GB, (0, 2)), tp=2, pp=2)
+    assert cut == (2, 2, (0, 1, 2, 3))
+    assert "no NVLink peers" in reason
+
+
 def test_what_was_asked_for_is_done_and_remarked_upon():
     four = (4, 1, (0, 1, 2, 3))
     words = "every layer shared by 4 ranks, as asked, on GPUs 0, 1, 2 and 3"
