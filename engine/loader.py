@@ -37,7 +37,6 @@ from .parallel.start import Ranks
 from .pipeline import OneAtATime, OverlappingRunner
 from .runner import ModelRunner
 from .sampler import Sampler
-from .sampler.ranking import best_of
 from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
 
@@ -125,7 +124,7 @@ def load_share(
         compute_dtype=dtype,
     )
     rotary = Rotary(model_config, plan.context, device)
-    whole = Sampler(model_config.vocab_size, device, ops.best_of or best_of)
+    whole = Sampler(model_config.vocab_size, device, ops)
     sampler = rank_sampler(rank, whole, model_config.vocab_size)
     if device.type == "cuda" if config.overlap is None else config.overlap:
         parts = Parts(model, rotary, sampler, kv_shape)

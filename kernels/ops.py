@@ -9,13 +9,14 @@ Each output row must be computed in an order that does not depend on how many ro
 makes a request's tokens independent of its batch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from .draws import Drawn, DrawRow, Ranks
 from .packing import Packing, StoredWeights
 from .part_ops import PartOps
 from .ragged import KVShape, Ragged
@@ -168,6 +169,13 @@ class Ops:
     """(logits_RV of `logits`, or a float32 copy) -> largest logit and its lowest id, per row.
 
     NaN anywhere in a row gives NaN."""
+
+    draw: Callable[[Tensor, Sequence[DrawRow]], list[Drawn]] | None = None
+    """(logits_RV as for `best_of`, rows that do not overlap; how each is drawn): on the host, by the rules of
+    `engine/sampler` to the last bit. Edits change a row meanwhile, and it is put back."""
+
+    rank: Callable[[Tensor, Sequence[int], Sequence[int], int], Ranks] | None = None
+    """(logits_RV as for `best_of`, rows, an id of each, N): how likely these are, and the N likeliest."""
 
     sample: Sample | None = None
 

@@ -45,11 +45,11 @@ def _bins(below_best_V: Tensor, temperature: float) -> Tensor:
 def _draw_row(logits_V: Tensor, weight_V: Tensor, bin_V: Tensor, top_p: float, noise: float) -> int:
     until_B = weight_V.new_zeros(_BINS).scatter_add_(0, bin_V, weight_V).cumsum(0)
     limit = top_p * float(until_B[-1])
-    edge = int((until_B < limit).sum())
+    edge = int((until_B.double() < limit).sum())
     before = _mass_before(until_B, edge)
     _, weight_K = _ranked_bin(logits_V, weight_V, bin_V, edge)
     before_K = before + weight_K.cumsum(0) - weight_K
-    kept = before + int(weight_K[before_K < limit].sum())
+    kept = before + int(weight_K[before_K.double() < limit].sum())
 
     point = min(int(noise * kept), kept - 1)
     place = int(torch.searchsorted(until_B, point, right=True))

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from llmbox.kernels.draws import Ranks
+
 from ..messages import TokenLogprobs
 from .ranking import best_of, next_size, ranked
 from .weights import log_total, weights
@@ -34,6 +36,21 @@ def token_logprobs(logits_RV: Tensor, chosen: Sequence[int], top: Sequence[int])
         best_first = [(i, value - norm) for i, value in leaders[row][:count]]
         rank = _rank_among(leaders[row], token) or _count_ahead(logits_RV[row], token) + 1
         entries.append(TokenLogprobs(token_id=token, logprob=logit - norm, rank=rank, top=best_first))
+    return entries
+
+
+def ranked_logprobs(ranks: Ranks, chosen: Sequence[int], top: Sequence[int]) -> list[TokenLogprobs]:
+    """The same entries from what `Ops.rank` tells."""
+    rows = zip(ranks.told_S4.tolist(), ranks.ids_SN.tolist(), ranks.logits_SN.tolist(), strict=True)
+    entries = []
+    for (told, ids, logits), token, count in zip(rows, chosen, top, strict=True):
+        best, total, logit, rank = told
+        if not math.isfinite(best):
+            entries.append(TokenLogprobs(token_id=token, logprob=math.nan, rank=0))
+            continue
+        norm = log_total(best, int(total))
+        best_first = [(i, value - norm) for i, value in zip(ids[:count], logits, strict=False)]
+        entries.append(TokenLogprobs(token_id=token, logprob=logit - norm, rank=int(rank), top=best_first))
     return entries
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from llmbox.kernels.draws import Edits
+
 from ..request import Request
 from ..sampling import SamplingParams
 from ..step_batch import move
@@ -19,6 +21,8 @@ from .counts import TokenCounts
 
 _LARGEST = torch.finfo(torch.float32).max
 FORBIDDEN = float("-inf")
+_NO_IDS = torch.empty(0, dtype=torch.int64)
+_NO_COUNTS = torch.empty(0)
 
 
 class RequestRules:
@@ -38,7 +42,8 @@ class RequestRules:
         self.bias_values = torch.tensor(list(bias.values()), dtype=torch.float32)
         self.allowed: Tensor | None = None
         if params.allowed_token_ids is not None:
-            self.allowed = torch.tensor(_inside(set(params.allowed_token_ids), vocab_size), dtype=torch.int64)
+            allowed = _inside(sorted(set(params.allowed_token_ids)), vocab_size)
+            self.allowed = torch.tensor(allowed, dtype=torch.int64)
         self._stop_ids = _inside(params.stop_token_ids, vocab_size)
         self._bad_words = [word for word in params.bad_words if word and 0 <= word[-1] < vocab_size]
 
@@ -64,6 +69,22 @@ class RequestRules:
         tokens = self.request.token_ids
         longer = (word for word in self._bad_words if len(word) > 1)
         return [(word[-2], word[-1]) for word in longer if _ends_with(tokens, word[:-2])]
+
+    def edits(self) -> Edits:
+        """What `apply_rules` would do to the row, for `Ops.draw`."""
+        assert not self.lacks_last
+        params, counts = self.request.params, self.counts
+        return Edits(
+            self.bias_ids,
+            self.bias_values,
+            _NO_IDS if counts is None else counts.ids,
+            _NO_COUNTS if counts is None else counts.output_counts,
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+            self.forbidden(),
+            self.allowed,
+        )
 
     def _is_certain(self, word: tuple[int, ...]) -> bool:
         if self.lacks_last:

@@ -8,6 +8,9 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from llmbox.kernels.draws import DrawRow
+from llmbox.kernels.ops import Ops
+
 from ..messages import TokenLogprobs
 from ..noise import uniform
 from ..request import Request
@@ -15,9 +18,9 @@ from ..sampling import SamplingParams
 from ..step import SampledToken
 from .binned import draw_binned
 from .draw import Drawn, Knobs, draw_greedy, draw_ranked, draw_whole
-from .logprobs import token_logprobs
-from .ranking import FindBest, best_of, next_size
-from .rules import RuleBook, apply_rules, may_change_logits
+from .logprobs import ranked_logprobs, token_logprobs
+from .ranking import best_of, next_size
+from .rules import RequestRules, RuleBook, apply_rules, may_change_logits
 
 _T = TypeVar("_T")
 
@@ -50,9 +53,15 @@ class Sampler:
     Keeps token counts of requests with penalties between steps, for the requests of the last call only.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device, find_best: FindBest = best_of) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, ops: Ops | None = None) -> None:
+        """`ops`: a backend; its `best_of`, `draw` and `rank` do the same faster, where it has them.
+
+        Then logits are its own: float32 rows that do not overlap.
+        """
         self._vocab_size = vocab_size
-        self._find_best = find_best
+        self._find_best = (ops.best_of if ops else None) or best_of
+        self._draw_rows = ops.draw if ops else None
+        self._rank = ops.rank if ops else None
         self._device = device
         self._rows_at_once = _ROWS_AT_ONCE.get(device.type, 1)
         self._rules = RuleBook(vocab_size)
@@ -67,8 +76,15 @@ class Sampler:
         active = self._rules.active(requests)
         if all(is_greedy(request.params) and is_plain(request.params) for request in requests):
             return self._greedy(logits_RV)
-        methods = [self._method(request.params, edited=request.request_id in active) for request in requests]
-        chosen = self._choose(logits_RV, requests, methods)
+        if self._draw_rows is not None:
+            rows = [draw_row(request, active.get(request.request_id)) for request in requests]
+            drawn = self._draw_rows(logits_RV, rows)
+            chosen = [problem_of(row.raw_best, row.best) or int(row.id) for row in drawn]
+        else:
+            methods = [
+                self._method(request.params, edited=request.request_id in active) for request in requests
+            ]
+            chosen = self._choose(logits_RV, requests, methods)
         return self._with_logprobs(logits_RV, requests, chosen)
 
     def _greedy(self, logits_RV: Tensor) -> list[SampledToken | str]:
@@ -82,10 +98,17 @@ class Sampler:
     def prompt_logprobs(self, logits_TV: Tensor, next_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
         """Entry t tells how likely `next_ids[t]` was after row t. NaN logprobs where a row is broken."""
         logits_TV = logits_TV[:, : self._vocab_size]
+        return self._logprobs(logits_TV, [(row, token, top) for row, token in enumerate(next_ids)])
+
+    def _logprobs(self, logits_RV: Tensor, wanted: list[tuple[int, int, int]]) -> list[TokenLogprobs]:
+        """`wanted`: (row, its id, how many alternatives), by ascending rows."""
+        if self._rank is not None and wanted:
+            rows, ids, top = zip(*wanted, strict=True)
+            return ranked_logprobs(self._rank(logits_RV, rows, ids, max(top)), ids, top)
         entries: list[TokenLogprobs] = []
-        for part in self._parts(list(range(len(next_ids)))):
-            ids = [next_ids[t] for t in part]
-            entries += token_logprobs(_take(logits_TV, part).float(), ids, [top] * len(part))
+        for part in self._parts(wanted):
+            rows, ids, top = zip(*part, strict=True)
+            entries += token_logprobs(_take(logits_RV, rows).float(), ids, top)
         return entries
 
     def _method(self, params: SamplingParams, *, edited: bool) -> _Method:
@@ -187,17 +210,13 @@ class Sampler:
         self, logits_RV: Tensor, requests: Sequence[Request], chosen: Sequence[int | str]
     ) -> list[SampledToken | str]:
         results = [pick if isinstance(pick, str) else SampledToken(pick) for pick in chosen]
-        wanting = [
+        wanted = [
             (row, pick, request.params.logprobs)
             for row, (pick, request) in enumerate(zip(chosen, requests, strict=True))
             if isinstance(pick, int) and request.params.logprobs is not None
         ]
-        for part in self._parts(wanting):
-            rows, ids, top = zip(*part, strict=True)
-            for row, entry in zip(
-                rows, token_logprobs(_take(logits_RV, rows).float(), ids, top), strict=True
-            ):
-                results[row] = SampledToken(entry.token_id, entry)
+        for (row, _, _), entry in zip(wanted, self._logprobs(logits_RV, wanted), strict=True):
+            results[row] = SampledToken(entry.token_id, entry)
         return results
 
     def _parts(self, rows: list[_T]) -> Iterator[list[_T]]:
@@ -211,6 +230,20 @@ def _take(logits_RV: Tensor, rows: Sequence[int]) -> Tensor:
     if last - first + 1 == len(rows):
         return logits_RV[first : last + 1]
     return logits_RV[list(rows)]
+
+
+def draw_row(request: Request, rules: RequestRules | None) -> DrawRow:
+    """For `Ops.draw`; `rules` where they change this row."""
+    params = request.params
+    return DrawRow(
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        params.top_k,
+        params.seed,
+        request.num_tokens,
+        None if rules is None else rules.edits(),
+    )
 
 
 def is_greedy(params: SamplingParams) -> bool:

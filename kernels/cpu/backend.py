@@ -10,6 +10,7 @@ from torch import Tensor
 from ..ops import Ops, StepInputs
 from ..quant import Quant
 from ..ragged import KVShape, Ragged
+from .drawing import Drawing
 from .native import Step
 from .recorder import Recorder, Tape
 from .weights import DTYPES, KV_DTYPES, Handle, Linear, Packer
@@ -50,6 +51,7 @@ class Backend:
         self.layout = layout
         self.origin = origin
         self.recorder = Recorder(library)
+        self.drawing = Drawing(library, self.recorder)
         self.name = name
 
     def ops(self, quant: Quant | None = None) -> Ops:
@@ -80,7 +82,9 @@ class Backend:
             packing=packer,
             row_invariant=True,
             rotate_and_write=self.rotate_and_write,
-            best_of=self.best_of,
+            best_of=self.drawing.best_of,
+            draw=self.drawing.draw,
+            rank=self.drawing.rank,
         )
 
     def use_threads(self, cores: list[int]) -> None:
@@ -242,17 +246,6 @@ class Backend:
         )
         self.recorder.submit(op, ragged_step(rows, plan.ragged), cache, q_THD, out)
         return out
-
-    def best_of(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-        rows, width = logits_RV.shape
-        assert logits_RV.dtype == torch.float32
-        assert logits_RV.stride(1) == 1
-        best_R, id_R = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
-        op = self.library.llmbox_best_op(
-            logits_RV.data_ptr(), logits_RV.stride(0), width, best_R.data_ptr(), id_R.data_ptr()
-        )
-        self.recorder.submit(op, Step(rows=rows), logits_RV, best_R, id_R)
-        return best_R, id_R
 
     def copy_blocks(self, cache: Cache, pairs: list[tuple[int, int]]) -> None:
         for source, destination in pairs:

@@ -1,7 +1,7 @@
 """The C interface of native/*.cpp, declared for ctypes."""
 
 import ctypes
-from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
 from .compiling import NativeUnavailable
@@ -26,6 +26,32 @@ class Step(ctypes.Structure):
         ("contexts", c_void_p),
         ("block_tables", c_void_p),
         ("slots", c_void_p),
+    )
+
+
+class DrawRow(ctypes.Structure):
+    """Mirror of `DrawRow` in native/draw.h and of `Edits` in native/edits.h, which it ends with."""
+
+    _fields_ = (
+        ("temperature", c_double),
+        ("top_p", c_double),
+        ("min_p", c_double),
+        ("top_k", c_int64),
+        ("seed", c_uint64),
+        ("position", c_uint64),
+        ("bias_ids", c_void_p),
+        ("biases", c_void_p),
+        ("bias_count", c_int64),
+        ("counted_ids", c_void_p),
+        ("counts", c_void_p),
+        ("counted_count", c_int64),
+        ("repetition", c_double),
+        ("frequency", c_double),
+        ("presence", c_double),
+        ("forbidden", c_void_p),
+        ("forbidden_count", c_int64),
+        ("allowed", c_void_p),
+        ("allowed_count", c_int64),
     )
 
 
@@ -60,6 +86,8 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_heads_op": (P, (INT, INT, P, INT, P, LONG, INT, P, FLOAT)),
     "llmbox_attention_op": (P, (INT, INT, P, INT, P, LONG, INT, INT, FLOAT, P)),
     "llmbox_best_op": (P, (P, LONG, INT, P, P)),
+    "llmbox_draw_op": (P, (P, LONG, INT, P, P)),
+    "llmbox_rank_op": (P, (P, LONG, INT, P, P, INT, P, P, P)),
     "llmbox_op_free": (None, (P,)),
     "llmbox_run": (None, (POINTER(c_void_p), INT, POINTER(Step))),
 }

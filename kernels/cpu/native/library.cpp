@@ -3,7 +3,8 @@
 // Constructors of operations return a new Op: run it once, or many times on a tape. The caller keeps whatever
 // the pointers point to alive as long as the Op.
 //
-// Of what takes long to compile each part has a file of its own: weights.cpp, linear.cpp, quant.cpp, attention_*.cpp.
+// Of what takes long to compile each part has a file of its own: weights.cpp, linear.cpp, quant.cpp, attention_*.cpp,
+// sample.cpp.
 #include "attention_op.h"
 #include "best.h"
 #include "dtypes.h"

@@ -79,6 +79,16 @@ def test_a_nucleus_larger_than_the_candidates_is_noticed():
     assert len(plain_distribution(logits_RV[0], request.params)) == 500
 
 
+def test_the_edge_of_a_large_nucleus_is_not_rounded_to_float32():
+    """Of 100,001 equal ids the last that is kept begins a millionth of the limit before it."""
+    ids, kept = 100_001, 50_001
+    half = knobs(1, 0, top_p=(kept - 1 + 5e-4) / ids)._replace(noise=torch.tensor([1 - 1e-12]).double())
+    last = draw_binned(torch.zeros(1, ids), half).id
+    assert (
+        last.tolist() == draw_ranked(torch.zeros(1, ids), half, ids, cuts_k=False).id.tolist() == [kept - 1]
+    )
+
+
 @given(many_logits(), st.integers(1, 1600))
 @settings(max_examples=200, deadline=None)
 def test_ranking_is_certain_only_of_what_a_full_sort_gives(logits, size):

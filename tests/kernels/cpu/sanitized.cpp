@@ -7,6 +7,7 @@
 #include "linear.cpp"
 #include "pool.cpp"
 #include "quant.cpp"
+#include "sample.cpp"
 #include "weights.cpp"
 
 #include <cstdio>
@@ -170,6 +171,52 @@ void check_best(int rows, int width) {
         if (ids[row] < 0 || x.get(row * width + ids[row]) != best.get(row)) exit(1);
 }
 
+// Every way of drawing, and ranks; logits must be as before.
+void check_draw(int rows, int width, float deviation) {
+    Buffer x(FLOAT32, size_t(rows) * width);
+    for (size_t i = 0; i < x.count; i++) x.set(i, x.get(i) * deviation);
+    const std::vector<uint8_t> before = x.bytes;
+    const std::vector<int64_t> ids{0, width - 1}, bias_ids{width / 2}, none;
+    const std::vector<float> counts{0, 3}, biases{1e38f};
+    const Edits plain{.allowed_count = -1};
+    Edits all{bias_ids.data(), biases.data(), 1, ids.data(), counts.data(), 2, 1.5, 0.5, -0.5, ids.data(), 2, nullptr, -1};
+    Edits few = all, nothing = all;
+    few.allowed = bias_ids.data(), few.allowed_count = 1;
+    nothing.allowed_count = 0;
+    Step step{};
+    step.rows = rows;
+    for (const Edits& edits : {plain, all, few, nothing})
+        for (double temperature : {0., 0.7, 2.})
+            for (double top_p : {1e-300, 0.5, 0.999, 1.})
+                for (int64_t top_k : {0, 1, 20, 700, width + 1}) {
+                    std::vector<DrawRow> how(rows);
+                    for (auto& row : how) row = {temperature, top_p, 1e-7, top_k, uint64_t(&row - how.data()), 7, edits};
+                    std::vector<DrawOp::Drawn> drawn(rows, DrawOp::Drawn{-1, NAN, NAN});
+                    auto* logits = static_cast<float*>(x.data());
+                    run(llmbox_draw_op(logits, width, width, how.data(), drawn.data()), step);
+                    for (const auto& one : drawn)
+                        if (!(one.id >= 0 && one.id < width && std::isfinite(one.raw_best)) || x.bytes != before) exit(1);
+                }
+    for (int count : {0, 1, width}) {
+        std::vector<int64_t> places(rows), chosen(rows, width - 1), leaders(size_t(rows) * count, -1);
+        for (int row = 0; row < rows; row++) places[row] = rows - 1 - row;
+        std::vector<float> leader_logits(leaders.size());
+        std::vector<RankOp::Told> told(rows);
+        run(llmbox_rank_op(static_cast<float*>(x.data()), width, width, places.data(), chosen.data(), count, told.data(),
+                           leaders.data(), leader_logits.data()),
+            step);
+        for (const auto& one : told)
+            if (!(one.rank >= 1 && one.rank <= width && one.total >= double(WEIGHT_ONE))) exit(1);
+        for (const int64_t leader : leaders)
+            if (leader < 0 || leader >= width) exit(1);
+    }
+    x.set(0, NAN);
+    std::vector<DrawRow> how(rows, DrawRow{1, 0.9, 0, 0, 0, 0, plain});
+    std::vector<DrawOp::Drawn> drawn(rows);
+    run(llmbox_draw_op(static_cast<float*>(x.data()), width, width, how.data(), drawn.data()), step);
+    if (!std::isnan(drawn[0].raw_best)) exit(1);
+}
+
 // Sequences of (past, new) tokens; the past is written first.
 void check_attention(int dtype, int kv_dtype, int block_size, int query_heads, int heads, int width, int window) {
     const std::vector<std::pair<int, int>> sequences = {{0, 1}, {70, 1}, {5, 40}, {130, 3}};
@@ -241,5 +288,7 @@ int main() {
         }
     }
     for (auto [rows, width] : {std::tuple{1, 1}, {3, 8200}, {2, 100}}) check_best(rows, width);
+    for (auto [rows, width] : {std::tuple{1, 1}, {5, 100}, {2, 8200}})
+        for (float deviation : {0.f, 0.3f, 8.f}) check_draw(rows, width, deviation);
     puts("clean");
 }
