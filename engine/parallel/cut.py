@@ -1,8 +1,8 @@
 """Into how many parts a model is cut, and on which GPUs they go. No torch.
 
 A model that fits on one GPU stays there: other models want the rest, and one GPU waits for nobody. One that
-does not is shared by as few NVLink peers as it takes. Between GPUs that hang on PCIe it is cut into stages, as a
-stage hands on two rows of hidden states a token, while a shared layer sums twice over all its ranks; peers share
+does not is shared by as few NVLink peers as it takes. Between GPUs that hang on PCIe it is cut into stages:
+a stage hands on two rows of hidden states a token, a shared layer sums twice over all its ranks. Peers share
 a stage where there are some.
 """
 
