@@ -9,7 +9,7 @@ CPU = torch.device("cpu")
 def test_the_environment_can_force_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in backends():
         monkeypatch.setenv("LLMBOX_KERNELS", name)
-        assert select_ops(CPU, torch.float32).name == name
+        assert select_ops(CPU, torch.float32).name.split(" (")[0] == name
 
 
 def test_an_unknown_backend_is_refused_with_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,4 +21,4 @@ def test_an_unknown_backend_is_refused_with_the_list(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_dtype_has_a_backend(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.delenv("LLMBOX_KERNELS", raising=False)
-    assert select_ops(CPU, dtype).name in backends()
+    assert select_ops(CPU, dtype).name.split(" (")[0] in backends()
