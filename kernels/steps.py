@@ -14,7 +14,7 @@ from .quant import Quant
 STEP_INPUTS = 16
 PLAIN = 0x81
 """Step 1, zero 8: what formats without steps have."""
-SHARES = (0.82, 0.9, 0.98, 1.06)
+SHARES = (0.84, 0.94, 1.04)
 """Of the scale at which the coarsest step is 12, those that are tried."""
 NEAR = [(times, zeros) for times in (-1, 0, 1) for zeros in (-2, -1, 0, 1, 2)]
 """Around the step and the zero that just span 16 weights."""

@@ -18,13 +18,17 @@ constexpr int MAX_GROUP = 128;
 constexpr int STEP_INPUTS = 16, STEPS = MAX_GROUP / STEP_INPUTS;
 constexpr uint8_t PLAIN_STEP = 0x81;  // step 1, zero 8: what formats without steps have
 
+// 1 / step, times 2^16 and rounded up.
+constexpr int64_t RECIPROCALS[16] = {0,    65537, 32769, 21846, 16385, 13108, 10923, 9363,
+                                     8193, 7282,  6554,  5958,  5462,  5042,  4682,  4370};
+
 struct Step4 {
     int step, zero;
     explicit Step4(uint8_t byte) : step(byte & 15), zero(step * ((byte >> 4) + 8) >> 1) {}
 
     int number(int n) const { return step * n - zero; }
-    // Whatever a checkpoint says: 0 .. 15, and no division by zero.
-    int half_byte(int number) const { return (step ? (number + zero) / step : 0) & 15; }
+    // (number + zero) / step, exact as both are small. Whatever a checkpoint says it is 0 .. 15, and no step is divided by.
+    int half_byte(int number) const { return static_cast<int>((number + zero) * RECIPROCALS[step] >> 16) & 15; }
 };
 
 INLINE Floats clamp(Floats x, float lowest, float highest) {
@@ -32,22 +36,24 @@ INLINE Floats clamp(Floats x, float lowest, float highest) {
     x = x > low ? x : low;
     return x < high ? x : high;
 }
-INLINE Floats nearest(Floats x) { return to_floats(to_nearest(x)); }
+// As to_nearest, and a float still.
+INLINE Floats nearest(Floats x) { return x + splat(12582912.f) - splat(12582912.f); }
 
 // What a step and a zero make of numbers: a lane may have those of its own.
 struct Grid {
-    Floats step, zero, inverse, lowest, highest;  // the ends: of n, so that step * n - zero fits a signed byte
+    Floats step, inverse, below, shift;  // below: -zero; shift: zero / step
+    Floats lowest, highest;              // of n, so that step * n - zero fits a signed byte
 
-    INLINE Grid(Floats step, Floats zero) : step(step), zero(zero), inverse(splat(1.f) / step) {
+    INLINE Grid(Floats step, Floats zero) : step(step), inverse(splat(1.f) / step), below(-zero), shift(zero * inverse) {
         const Floats first = nearest((zero - splat(128.f)) * inverse + splat(0.499f));
         const Floats last = nearest((zero + splat(127.f)) * inverse - splat(0.499f));
         lowest = max(first, splat(0.f));
         highest = last < splat(15.f) ? last : splat(15.f);
     }
     INLINE Floats operator()(Floats x) const {
-        Floats n = max(nearest((x + zero) * inverse), lowest);
+        Floats n = max(nearest(multiply_add(x, inverse, shift)), lowest);
         n = n < highest ? n : highest;
-        return step * n - zero;
+        return multiply_add(step, n, below);
     }
 };
 
@@ -55,8 +61,8 @@ struct Grid {
 struct SteppedGroup {
     const float* x;
     float weights[MAX_GROUP];
-    float need[STEPS];     // the step that spans 16 of x, times the scale
-    float middle[STEPS];   // of their range
+    float need[STEPS];    // the step that spans 16 of x, times the scale
+    float middle[STEPS];  // of their range
 };
 
 struct SteppedCodes {
@@ -70,7 +76,8 @@ struct SteppedCodes {
 inline uint8_t best_step(const float* x, const float* weights, float need, float middle) {
     alignas(64) static constexpr float TIMES[16] = {-1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 0};
     alignas(64) static constexpr float ZEROS[16] = {-2, -1, 0, 1, 2, -2, -1, 0, 1, 2, -2, -1, 0, 1, 2, 0};
-    alignas(64) float errors[16], steps[16], zs[16];
+    alignas(64) float steps[16], zs[16];
+    alignas(64) int32_t errors[16];  // with the lane in their lowest bits: floats from 0 on are in order as integers
     for (int i = 0; i < 16; i += LANES) {
         const Floats step = clamp(nearest(splat(need)) + load(TIMES + i), 1, 15);
         const Floats z = clamp(nearest(splat(7.f) - splat(2 * middle) / step) + load(ZEROS + i), 0, 15);
@@ -79,11 +86,13 @@ inline uint8_t best_step(const float* x, const float* weights, float need, float
         Floats error = splat(0.f);
         for (int k = 0; k < STEP_INPUTS; k++) {
             const Floats wanted = splat(x[k]), off = grid(wanted) - wanted;
-            error = multiply_add(off * off, splat(weights[k]), error);
+            error = multiply_add(off * splat(weights[k]), off, error);
         }
-        store(errors + i, error), store(steps + i, step), store(zs + i, z);
+        store_as(errors + i, (Words)error & splat(~15u)), store(steps + i, step), store(zs + i, z);
     }
-    const auto best = std::min_element(errors, errors + 16) - errors;
+    int best = errors[0];
+    for (int i = 1; i < 16; i++) best = std::min(best, errors[i] | i);
+    best &= 15;
     return static_cast<uint8_t>(static_cast<int>(steps[best]) | static_cast<int>(zs[best]) << 4);
 }
 
@@ -131,7 +140,7 @@ inline SteppedCodes round_with_steps(const float* x) {
     std::fill_n(best.steps, STEPS, PLAIN_STEP);
     if (coarsest == 0) return best;
     float most = 0;
-    for (const float share : {0.82f, 0.9f, 0.98f, 1.06f}) {
+    for (const float share : {0.84f, 0.94f, 1.04f}) {
         const float explained = try_scale(group, share * coarsest / 12, tried);
         if (explained > most) most = explained, best = tried;
     }

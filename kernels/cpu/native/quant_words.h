@@ -18,10 +18,9 @@ typedef uint8_t Octets __attribute__((vector_size(LANES * 4)));
 // Byte i of each word, four times.
 INLINE Words spread_byte(Words words, int i) {
 #if defined(__AVX512BW__)
-    const Words places = {0, 4 * 0x01010101u, 8 * 0x01010101u, 12 * 0x01010101u, 0, 4 * 0x01010101u, 8 * 0x01010101u,
-                          12 * 0x01010101u, 0, 4 * 0x01010101u, 8 * 0x01010101u, 12 * 0x01010101u, 0,
-                          4 * 0x01010101u, 8 * 0x01010101u, 12 * 0x01010101u};
-    return (Words)_mm512_shuffle_epi8((__m512i)words, (__m512i)(places + splat(static_cast<uint32_t>(i) * 0x01010101u)));
+    Words places = splat(static_cast<uint32_t>(i) * 0x01010101u);
+    UNROLL for (int word = 0; word < LANES; word++) places[word] += word % 4 * 0x04040404u;
+    return (Words)_mm512_shuffle_epi8((__m512i)words, (__m512i)places);
 #else
     const Words byte = words >> static_cast<uint32_t>(8 * i) & splat(0xffu), two = byte | byte << 8;
     return two | two << 16;
