@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from llmbox.kernels import steps
 from llmbox.kernels.packing import Rounded
 from llmbox.kernels.quant import Quant
 
@@ -25,13 +24,9 @@ def unpacked(stored: Tensor, quant: Quant, inputs: int) -> Tensor:
 
 def stored_codes(rounded: Rounded) -> Tensor:
     """Codes as a checkpoint holds them: what `unpacked` reads, and numbers of steps from that."""
-    quant, codes_OI = rounded.quant, rounded.codes_OI
-    if quant.bits == 8:
-        return codes_OI
-    if rounded.steps_OS is None:
-        halves = (codes_OI + 8).to(torch.uint8)
-    else:
-        halves = steps.to_halves(codes_OI, rounded.steps_OS, quant)
+    if rounded.quant.bits == 8:
+        return rounded.codes_OI
+    halves = rounded.halves()
     halves = torch.nn.functional.pad(halves, (0, halves.shape[1] % 2), value=8)
     return halves[:, 0::2] | halves[:, 1::2] << 4
 

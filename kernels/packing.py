@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .quant import Kind, Quant
+from .steps import to_halves
 
 __all__ = ["Kind", "Packing", "Rounded", "StoredWeights"]
 
@@ -31,6 +32,12 @@ class Rounded:
         outputs, inputs = self.codes_OI.shape
         scales = self.scales_OG.float().repeat_interleave(self.quant.shared(inputs), dim=1)[:, :inputs]
         return self.codes_OI.float() * scales.view(outputs, inputs)
+
+    def halves(self) -> Tensor:
+        """The half bytes that weights of 4 bits are stored as, [O, I] uint8: n, without steps 8 more."""
+        if self.steps_OS is None:
+            return (self.codes_OI + 8).to(torch.uint8)
+        return to_halves(self.codes_OI, self.steps_OS, self.quant)
 
 
 class StoredWeights(Protocol):

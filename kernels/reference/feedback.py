@@ -14,12 +14,11 @@ from torch.nn.functional import pad
 
 from ..packing import Rounded
 from ..quant import Quant
+from ..scales import best_int4_scale, int8_scale
 from ..steps import STEP_INPUTS, on_grid, round_with_steps, step_and_zero
 
 DAMPING = 0.01
 """Of the mean of the diagonal, added to it: rows of other texts differ."""
-STEPS = range(-5, 6)
-"""Scales that are tried for 4 bits without steps: the largest weight at -8 - 0.2 · step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,8 @@ class Grid:
     def of(cls, group_Og: Tensor, importance_g: Tensor, quant: Quant) -> "Grid":
         if not quant.step:
             none = torch.empty(len(group_Og), 0, dtype=torch.uint8)
-            return cls(quant.bits, best_scale(group_Og, importance_g, quant.bits), none)
+            scale_O = int8_scale(group_Og) if quant.bits == 8 else best_int4_scale(group_Og, importance_g)
+            return cls(quant.bits, scale_O.half(), none)
         fill = (0, quant.group - group_Og.shape[1])
         x_OGg, importance_Gg = pad(group_Og, fill).unsqueeze(1), pad(importance_g, fill).unsqueeze(0)
         _, scales_OG, steps_OGS = round_with_steps(x_OGg, quant, importance_Gg)
@@ -105,23 +105,3 @@ def round_group(group_Og: Tensor, grid: Grid, later_gg: Tensor, codes_Og: Tensor
         errors_gO[i] = (weight_O - code_O * scale_O) / later_g[i]
         group_Og[:, i + 1 :] -= errors_gO[i].unsqueeze(1) * later_g[i + 1 :]
     return errors_gO.T
-
-
-def best_scale(group_Og: Tensor, importance_g: Tensor, bits: int) -> Tensor:
-    """Float16 [O]. As the kernels choose it, with each error counted by its input's mean square too."""
-    extreme_O = group_Og.gather(1, group_Og.abs().argmax(1, keepdim=True)).squeeze(1)
-    if bits == 8:
-        return (extreme_O.abs() / 127).half()
-    typical_O1 = group_Og.square().mean(1, keepdim=True).sqrt()
-    counts_Og = (group_Og.abs() + typical_O1) * importance_g
-    best_O, best_gain_O = extreme_O / -8, torch.zeros_like(extreme_O)
-    for step in STEPS:
-        inverse_O = torch.where(extreme_O == 0, 0, -(8 + 0.2 * step) / extreme_O)
-        code_Og = (group_Og * inverse_O.unsqueeze(1)).round_().clamp_(-8, 7)
-        cross_O = (counts_Og * group_Og * code_Og).sum(1)
-        square_O = (counts_Og * code_Og * code_Og).sum(1)
-        gain_O = torch.where(square_O > 0, cross_O * cross_O / square_O, 0)
-        better_O = gain_O > best_gain_O
-        best_O = torch.where(better_O, cross_O / square_O, best_O)
-        best_gain_O = torch.where(better_O, gain_O, best_gain_O)
-    return best_O.half()

@@ -7,6 +7,7 @@ from torch import Tensor
 from .. import steps
 from ..packing import Rounded
 from ..quant import Quant
+from ..scales import best_int4_scale, int8_scale
 from .gemm import Grouped
 from .gemm_fp8 import BLOCK
 from .kv_cache import LARGEST
@@ -56,41 +57,15 @@ def two_a_byte(halves_OGg: Tensor) -> Tensor:
     return low | high << 4
 
 
-def int8_scale(x_OGg: Tensor) -> Tensor:
-    return x_OGg.abs().amax(-1) / 127
-
-
-def best_int4_scale(x_OGg: Tensor) -> Tensor:
-    """Rounding to nearest with the largest weight at the end of the range is the start. Eleven scales around
-    it are tried, each with its least-squares correction; the smallest error wins, weighted by |x| + the
-    group's root mean square.
-    """
-    extreme = x_OGg.gather(-1, x_OGg.abs().argmax(-1, keepdim=True)).squeeze(-1)
-    best = extreme / -8
-    best_gain = torch.zeros_like(best)
-    importance = x_OGg.abs() + x_OGg.square().mean(-1, keepdim=True).sqrt()
-    for step in range(-5, 6):
-        inverse = torch.where(extreme == 0, 0, -(8 + 0.2 * step) / extreme).unsqueeze(-1)
-        code = (x_OGg * inverse).round_().clamp_(-8, 7)
-        cross = (importance * x_OGg * code).sum(-1)
-        square = (importance * code * code).sum(-1)
-        gain = torch.where(square > 0, cross * cross / square, 0)
-        better = gain > best_gain
-        best = torch.where(better, cross / square, best)
-        best_gain = torch.where(better, gain, best_gain)
-    return best
-
-
 def group_codes(rounded: Rounded) -> Grouped:
     """Of integers that a checkpoint holds."""
-    quant, codes_OI = rounded.quant, rounded.codes_OI
+    quant = rounded.quant
+    codes_OI = rounded.codes_OI if quant.bits == 8 else rounded.halves()
     outputs, inputs = codes_OI.shape
     groups = quant.groups(inputs)
-    stepped = rounded.steps_OS is not None
-    if rounded.steps_OS is not None:
-        codes_OI = steps.to_halves(codes_OI, rounded.steps_OS, quant)
-    codes_OGg = F.pad(codes_OI, (0, groups * quant.group - inputs)).view(outputs, groups, quant.group)
-    weight_OGw = two_a_byte(codes_OGg) if stepped else pair(codes_OGg, quant.bits)
+    fill = 8 if quant.bits == 4 and not quant.step else 0
+    codes_OGg = F.pad(codes_OI, (0, groups * quant.group - inputs), value=fill).view(outputs, groups, -1)
+    weight_OGw = codes_OGg if quant.bits == 8 else two_a_byte(codes_OGg)
     steps_GOS = None
     if rounded.steps_OS is not None:
         steps_GOS = rounded.steps_OS.view(outputs, groups, -1).transpose(0, 1).contiguous()
