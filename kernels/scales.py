@@ -1,4 +1,4 @@
-"""Scales of integer weights without steps, in plain torch. Those of the C++ kernels: `cpu/native/quant_round.h`."""
+"""Scales of integer weights without steps, in plain torch. In C++: `cpu/native/quant_round.h`."""
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ def int8_scale(x: Tensor) -> Tensor:
 def best_int4_scale(x: Tensor, importance: Tensor | None = None) -> Tensor:
     """[..., group] -> [...]. The largest weight at the end of the range is the start.
 
-    Eleven scales around it are tried, each with its least-squares correction; the smallest error wins, weighted
-    by |x| + the group's root mean square, and by the importance of its input where that is known.
+    Eleven scales around it are tried, each with its least-squares correction. The smallest error
+    wins, weighted by |x| + the group's root mean square, and by the importance of its input where known.
     """
     extreme = x.gather(-1, x.abs().argmax(-1, keepdim=True)).squeeze(-1)
     best, best_gain = extreme / -8, torch.zeros_like(extreme)
