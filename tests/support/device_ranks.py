@@ -123,6 +123,8 @@ class ThreadCrew:
     def dismiss(self) -> None:
         for link in self._links:
             link.close()
+        for stage in self._stages:
+            stage.end()
 
     def close(self) -> None:
         self.dismiss()

@@ -18,6 +18,7 @@ from llmbox.engine.model_config import parse_config
 from llmbox.engine.parallel.collective import sum_in_order
 from llmbox.engine.parallel.deal import dealt
 from llmbox.engine.parallel.layout import Layout
+from llmbox.engine.parallel.link import RankLost
 from llmbox.engine.parallel.mesh import Arriving
 from llmbox.engine.parallel.rank import Arrived, OnItsWay, Rank
 from llmbox.engine.parallel.step_codec import StepDecoder, StepEncoder
@@ -34,6 +35,18 @@ class Stage:
         self.parts: dict[int, Tensor] = {}
         self.inboxes = [Queue() for _ in range(tp)]
         self.returns = [Queue() for _ in range(tp)]
+
+    def end(self) -> None:
+        """Whoever waits for what another stage will not send hears of it."""
+        for queue in (*self.inboxes, *self.returns):
+            queue.put(None)
+
+
+def _taken(queue: Queue) -> Any:
+    sent = queue.get(timeout=20)
+    if sent is None:
+        raise RankLost("a stage has ended")
+    return sent
 
 
 class ThreadCollective:
@@ -64,7 +77,7 @@ class ThreadCollective:
         inbox.put([tensor.clone() for tensor in tensors])
 
     def receive(self, *tensors: Tensor) -> None:
-        sent = self._stages[self._layout.stage].inboxes[self._layout.tp_rank].get(timeout=20)
+        sent = _taken(self._stages[self._layout.stage].inboxes[self._layout.tp_rank])
         for tensor, content in zip(tensors, sent, strict=True):
             tensor.copy_(content)
 
@@ -80,7 +93,7 @@ class ThreadCollective:
         if self._layout.is_last:
             way.put(x.clone())
             return Arrived()
-        return Arriving(lambda: x.copy_(way.get(timeout=20)))
+        return Arriving(lambda: x.copy_(_taken(way)))
 
 
 class RankThreads:

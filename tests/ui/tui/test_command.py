@@ -149,7 +149,8 @@ def test_a_daemon_under_load_in_a_real_terminal(box: Box, terminal, tmp_path):
         each.send_signal(signal.SIGINT)
         each.communicate(timeout=90)
     again = terminal("top", "--replay", str(recording))
-    until(lambda: "replay" in again.text and "2 in flight" in again.text)
+    # A slow machine may draw only the recording's last moments.
+    until(lambda: "replay" in again.text and re.search("[12] in flight", again.text))
     again.press("q")
     assert again.ended() == 0
 
