@@ -39,7 +39,8 @@ _WITH_BODY = ("413", "415", "429")
 
 def document(handlers: Sequence[ControllerRouterHandler], version: str) -> bytes:
     """Made from a second application: in the real one Litestar would add documentation routes of its own."""
-    app = Litestar(handlers, openapi_config=OpenAPIConfig("llmbox", version, use_handler_docstrings=True))
+    config = OpenAPIConfig("llmbox", version, use_handler_docstrings=True)
+    app = Litestar(handlers, openapi_config=config, logging_config=None)  # else it takes over the daemon's log
     schema: dict[str, Any] = app.openapi_schema.to_schema()
     schemas = _schemas(app)
     components = schema.setdefault("components", {})
