@@ -40,7 +40,8 @@ _WITH_BODY = ("413", "415", "429")
 def document(handlers: Sequence[ControllerRouterHandler], version: str) -> bytes:
     """Made from a second application: in the real one Litestar would add documentation routes of its own."""
     config = OpenAPIConfig("llmbox", version, use_handler_docstrings=True)
-    app = Litestar(handlers, openapi_config=config, logging_config=None)  # else it takes over the daemon's log
+    # Without `logging_config=None` it would take over the daemon's log.
+    app = Litestar(handlers, openapi_config=config, logging_config=None)
     schema: dict[str, Any] = app.openapi_schema.to_schema()
     schemas = _schemas(app)
     components = schema.setdefault("components", {})
