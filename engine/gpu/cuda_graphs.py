@@ -1,36 +1,61 @@
 """Graph capture by CUDA."""
 
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import torch
 
 
 class CudaCapture:
-    """All graphs share one pool of memory, as only one of them runs at a time."""
+    """All graphs share one pool of memory, as only one of them runs at a time; and one stream, warm-ups too:
+    cuBLAS keeps a workspace for each stream that it was ever used on, of 32 MiB on Hopper.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.bytes_taken = 0
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+        # What the allocator only keeps goes back as a capture begins: it must not hide what the graph takes.
+        torch.cuda.empty_cache()
         free = self._free()
         self._warm_up(body)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the process (watchdogs, copies) may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            body()
+        with torch.cuda.stream(self._stream):  # a capture that fails to end leaves its stream current
+            self._record(graph, body)
         self.bytes_taken += max(0, free - self._free())
         return graph.replay
 
+    def _record(self, graph: torch.cuda.CUDAGraph, body: Callable[[], None]) -> None:
+        # Other threads of the process (watchdogs, copies) may call CUDA meanwhile.
+        capturing = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )
+        try:
+            with capturing:
+                body()
+        except BaseException:
+            self._end_allocation()
+            raise
+
+    def _end_allocation(self) -> None:
+        """Where CUDA refuses to end a capture, torch does not tell its allocator that it is over: that would
+        give back no memory any more, and stop at the first want of it.
+        """
+        cuda: Any = torch._C  # noqa: SLF001 - torch's own graph trees call it
+        with suppress(RuntimeError, AttributeError):  # it is over, as it should be
+            cuda._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)  # noqa: SLF001
+
     def _warm_up(self, body: Callable[[], None]) -> None:
-        """On a stream of its own: kernels are compiled and libraries take their workspaces."""
+        """Kernels are compiled and libraries take their workspaces."""
         current = torch.cuda.current_stream(self._device)
-        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
             body()
-        current.wait_stream(side)
+        current.wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
 
     def _free(self) -> int:
