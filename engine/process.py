@@ -11,7 +11,6 @@ import gc
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
@@ -20,6 +19,7 @@ from setproctitle import setproctitle
 
 from .channel import Channel, DaemonGone
 from .config import EngineConfig
+from .ending import end
 from .errors import EngineError
 from .lifeline import bind_to_parent, log_to_stderr
 from .light_torch import import_torch
@@ -165,4 +165,4 @@ def _adopt(fd: int) -> Channel:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

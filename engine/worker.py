@@ -8,7 +8,6 @@ import argparse
 import logging
 import os
 import socket
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -16,7 +15,7 @@ from typing import Final
 from setproctitle import setproctitle
 
 from .config import EngineConfig
-from .ending import finish
+from .ending import end
 from .errors import DoesNotFit, EngineError
 from .estimator import MemoryPlan
 from .gpu.runner import DeviceRunner
@@ -95,9 +94,4 @@ def _serve(link: Link, share: Share, *, answers: bool) -> None:
 
 
 if __name__ == "__main__":
-    code = main()
-    finish()
-    logging.shutdown()
-    # Not `sys.exit`: threads of gloo and NCCL do not survive the interpreter's end.
-    sys.stderr.flush()
-    os._exit(code)
+    end(main())

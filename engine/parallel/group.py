@@ -8,6 +8,7 @@ connections of the other ranks.
 import os
 from datetime import timedelta
 from pathlib import Path
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,16 @@ from .oneshot import OneShotSum
 
 STUCK_SECONDS = 600
 """An exchange that takes longer ends the process. Ranks that die or stop are noticed long before."""
+SETTINGS: Final = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    # Ranks would look each second whether one wants the record of all exchanges written down, in a file that
+    # is gone by then; and keep that record, with Python's stack, for each exchange.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+    "TORCH_FR_BUFFER_SIZE": "0",
+}
+"""Of the environment, where nobody has set them."""
 
 
 def join(
@@ -28,8 +39,8 @@ def join(
     """Returns when all ranks are there. `ordered`: see `TorchCollective`. `joined`: this stage's GPUs are
     NVLink peers, so that kernels may wait for each other in memory that all have mapped.
     """
-    for library in ("GLOO", "NCCL"):
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=FileStore(str(file), layout.ranks),
@@ -49,7 +60,14 @@ def join(
 
 
 def stage_group(layout: Layout) -> dist.ProcessGroup:
-    """Of this rank's stage. Every rank makes the groups of all stages, as torch.distributed wants it."""
+    """Of this rank's stage. Every rank makes the groups of all stages, as torch.distributed wants it.
+
+    One stage is all ranks: a second communicator of the same would take its buffers on every GPU again.
+    """
+    if layout.pp == 1:
+        world = dist.group.WORLD
+        assert world is not None
+        return world
     mine: dist.ProcessGroup | None = None
     for stage in range(layout.pp):
         ranks = Layout(layout.tp, layout.pp, stage * layout.tp).stage_ranks
@@ -61,5 +79,10 @@ def stage_group(layout: Layout) -> dist.ProcessGroup:
 
 
 def leave() -> None:
-    if dist.is_initialized():
+    """Before the process ends, by `ending.end`.
+
+    NCCL stays: to leave it waits until all graphs that hold its sums are gone, and 600 s where they are not.
+    What it has goes with the process.
+    """
+    if dist.is_initialized() and dist.get_backend() != "nccl":
         dist.destroy_process_group()

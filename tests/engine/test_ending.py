@@ -42,3 +42,21 @@ before_end(lambda: print("done", flush=True))
 """
     ran = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout == told
+
+
+def test_an_end_without_pythons_own():
+    """Threads that nobody waits for, and libraries that never would be done."""
+    program = """
+import atexit, logging, threading
+from llmbox.engine.ending import before_end, end
+logging.basicConfig(format="%(message)s")
+atexit.register(print, "late")
+before_end(lambda: print("done"))
+threading.Thread(target=threading.Event().wait).start()
+logging.warning("told")
+end(3)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (3, "done\n", "told\n")
