@@ -69,11 +69,22 @@ class OneShotSum:
 
 
 def shared_memory(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Any]:
-    """[size] bytes that all ranks of the group map, and torch's handle on all of them. Called by all."""
+    """[size] bytes that all ranks of the group map, and torch's handle on all of them. Called by all.
+
+    Where one of them has no such memory it raises on all: they would wait for it until the store gives up.
+    """
     import torch.distributed._symmetric_memory as symmetric  # noqa: PLC0415 - CUDA only
 
     memory: Any = symmetric
-    buffer = memory.empty(size, dtype=torch.uint8, device=device)
+    buffer: Tensor | None = None
+    problem: Exception | str = "another rank has none"
+    try:
+        buffer = memory.empty(size, dtype=torch.uint8, device=device)
+    except Exception as error:  # noqa: BLE001 - drivers
+        problem = error
+    if not all_agree(group, device, buffer is not None):
+        raise RuntimeError(problem)
+    assert buffer is not None
     return buffer, memory.rendezvous(buffer, group)
 
 

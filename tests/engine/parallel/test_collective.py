@@ -80,6 +80,23 @@ def one_shot(rank, ranks):
     assert ran == [rank], "nobody runs a kernel that not all can run"
     leave()
 
+def mapped(rank, ranks):
+    import torch.distributed._symmetric_memory as symmetric
+    join(Layout(ranks, 1, rank), torch.device("cpu"), mapped_file, ordered=True)
+    met = []
+    def empty(size, **options):
+        if refuses == rank:
+            raise RuntimeError("no peers")
+        return torch.empty(size, **options)
+    symmetric.empty, symmetric.rendezvous = empty, lambda buffer, group: met.append(len(buffer))
+    for refuses in (1, None):
+        try:
+            oneshot.shared_memory(64, dist.group.WORLD, torch.device("cpu"))
+        except RuntimeError as error:
+            assert str(error) == ("no peers" if rank else "another rank has none")
+    assert met == [64], "nobody waits for a rank that will not come"
+    leave()
+
 def fused(rank, ranks):
     together = join(Layout(ranks, 1, rank), torch.device("cpu"), fused_file, ordered=True)
     group, cpu = dist.group.WORLD, torch.device("cpu")
@@ -114,8 +131,8 @@ def all_ranks(work, ranks):
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
 ranks_file, stages_file = folder / "ranks", folder / "stages"
-fused_file, one_shot_file = folder / "fused", folder / "one_shot"
-works = ((sums, 3), (stages, 4), (fused, 2), (one_shot, 2))
+fused_file, one_shot_file, mapped_file = folder / "fused", folder / "one_shot", folder / "mapped"
+works = ((sums, 3), (stages, 4), (fused, 2), (one_shot, 2), (mapped, 2))
 sys.exit(0 if all(all_ranks(work, ranks) for work, ranks in works) else 1)
 """
 
