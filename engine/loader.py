@@ -124,12 +124,12 @@ def load_share(
         compute_dtype=dtype,
     )
     rotary = Rotary(model_config, plan.context, device)
-    whole = Sampler(model_config.vocab_size, device, ops)
-    sampler = rank_sampler(rank, whole, model_config.vocab_size)
     if device.type == "cuda" if config.overlap is None else config.overlap:
-        parts = Parts(model, rotary, sampler, kv_shape)
+        parts = Parts(model, rotary, kv_shape)
         make = partial(make_device_runner, parts, config, plan, device, free_before)
         return Share(make, plan, ops.name, measured)
+    whole = Sampler(model_config.vocab_size, device, ops)
+    sampler = rank_sampler(rank, whole, model_config.vocab_size)
     cache = ops.make_kv_cache(kv_shape, device)
     runner = ModelRunner(model, rotary, cache, sampler, block_size=plan.block_size, device=device)
     return Share(runner, plan, ops.name, measured)

@@ -85,7 +85,7 @@ class ModelRunner:
 def prompt_logprobs(
     model: Decoder, sampler: Picker, hidden_RE: Tensor, prompts: list[PromptRows]
 ) -> dict[str, list[TokenLogprobs]]:
-    """Entries by request; waits for the device."""
+    """Entries by request."""
     result: dict[str, list[TokenLogprobs]] = {}
     row = 0
     for prompt in prompts:

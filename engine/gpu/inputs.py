@@ -32,6 +32,8 @@ class MixedStep:
     position_S: Tensor
     """Of the token that is drawn."""
     prompts: list[PromptRows]
+    next_P: Tensor
+    """Of each row of `prompts` the token that came next."""
 
 
 def decode_inputs(
@@ -83,10 +85,11 @@ def mixed_inputs(
         flat.add(one, number)
     (
         ids_T, position_T, starts_N1, context_N, row_N, length_N,
-        sampled, prompt, row_S, position_S, hole, fill,
+        sampled, prompt, next_P, row_S, position_S, hole, fill,
     ) = uploader.upload(
         flat.ids, flat.positions, flat.starts, flat.contexts, flat.rows, flat.lengths,
-        flat.sampled, flat.prompt, flat.sampled_rows, flat.sampled_positions, flat.holes, flat.fills,
+        flat.sampled, flat.prompt, flat.next_ids,
+        flat.sampled_rows, flat.sampled_positions, flat.holes, flat.fills,
     )  # fmt: skip
     if flat.holes:
         ids_T.index_copy_(0, hole, rows.last_R.index_select(0, fill))
@@ -107,7 +110,7 @@ def mixed_inputs(
         slots_T=block_T * block_size + position_T % block_size,
     )
     wanted_W = torch.cat((sampled, prompt))
-    return MixedStep(ids_T, ragged, wanted_W, row_S, position_S, flat.prompts)
+    return MixedStep(ids_T, ragged, wanted_W, row_S, position_S, flat.prompts, next_P)
 
 
 class _Flat:
@@ -116,7 +119,7 @@ class _Flat:
     def __init__(self) -> None:
         self.ids, self.positions, self.starts = array("q"), array("i"), array("i", [0])
         self.contexts, self.rows, self.lengths = array("i"), array("q"), array("q")
-        self.sampled, self.prompt = array("q"), array("q")
+        self.sampled, self.prompt, self.next_ids = array("q"), array("q"), array("q")
         self.sampled_rows, self.sampled_positions = array("q"), array("q")
         self.holes, self.fills = array("q"), array("q")
         self.prompts: list[PromptRows] = []
@@ -142,4 +145,6 @@ class _Flat:
         if request.params.prompt_logprobs is not None and one.start < request.num_prompt - 1:
             last = min(end, request.num_prompt - 1)
             self.prompt.extend(range(first, first + last - one.start))
-            self.prompts.append(PromptRows(request, request.token_ids[one.start + 1 : last + 1]))
+            next_ids = request.token_ids[one.start + 1 : last + 1]
+            self.next_ids.extend(next_ids)
+            self.prompts.append(PromptRows(request, next_ids))

@@ -15,7 +15,6 @@ from ..errors import DoesNotFit
 from ..estimator import MemoryPlan, show_bytes
 from ..layers.decoder import Decoder
 from ..layers.rotary import Rotary
-from ..runner import Picker
 from .cuda_graphs import CudaCapture
 from .device import CudaDevice, Device, HostDevice
 from .graphs import GraphCapture, capture_sizes
@@ -35,7 +34,6 @@ class Parts:
 
     model: Decoder
     rotary: Rotary
-    sampler: Picker
     kv_shape: KVShape
     """`num_blocks` as estimated."""
 
@@ -69,7 +67,7 @@ def build(
     shape = replace(parts.kv_shape, num_blocks=plan.num_blocks + 1)
     cache = parts.model.ops.make_kv_cache(shape, device.torch_device)
     sizes = DeviceSizes(plan.block_size, plan.num_blocks, plan.context, plan.max_running)
-    return DeviceRunner(parts.model, parts.rotary, cache, parts.sampler, device, sizes, capture, graphs_bytes)
+    return DeviceRunner(parts.model, parts.rotary, cache, device, sizes, capture, graphs_bytes)
 
 
 def fit_pool(

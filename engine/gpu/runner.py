@@ -21,16 +21,15 @@ from llmbox.kernels.ragged import Ragged
 from ..layers.decoder import Decoder
 from ..layers.forward import Forward
 from ..layers.rotary import Rotary
-from ..messages import TokenLogprobs
 from ..parallel.device_draw import device_sampler
-from ..runner import Picker, prompt_logprobs
 from ..step import ScheduledRequest, StepPlan, StepResult
 from ..step_batch import begun_blocks
 from ..turns import share
 from .device import Device, Event
 from .graphs import DecodeGraphs, GraphCapture
 from .hand_back import HandBack
-from .inputs import decode_inputs, mixed_inputs
+from .inputs import MixedStep, decode_inputs, mixed_inputs
+from .prompt_logprobs import PromptNumbers, prompt_numbers
 from .rows import Rows
 from .sampler import DeviceSampler, Drawing
 from .upload import Uploader
@@ -51,7 +50,7 @@ class Launched:
     drawing: Drawing | None
     numbers_SC: Tensor | None
     """On the host, of use once the event has been."""
-    prompt_logprobs: dict[str, list[TokenLogprobs]]
+    prompts: PromptNumbers | None = None
 
     def wait(self) -> None:
         self.event.wait()
@@ -63,14 +62,13 @@ class DeviceRunner:
         model: Decoder,
         rotary: Rotary,
         cache: KVCache,
-        sampler: Picker,
         device: Device,
         sizes: DeviceSizes,
         capture: GraphCapture | None = None,
         graphs_bytes: int = 0,
     ) -> None:
-        """`sampler` serves log-probabilities of prompts only. `capture` None: no graphs."""
-        self._model, self._rotary, self._cache, self._sampler = model, rotary, cache, sampler
+        """`capture` None: no graphs."""
+        self._model, self._rotary, self._cache = model, rotary, cache
         self._rank = model.rank
         self._ops, self._device, self._sizes = model.ops, device, sizes
         self._windows = set(model.config.windows)
@@ -120,10 +118,11 @@ class DeviceRunner:
 
     def collect(self, handle: Launched) -> StepResult:
         handle.event.wait()
+        told = handle.prompts.read() if handle.prompts is not None else {}
         if handle.drawing is None or handle.numbers_SC is None:
-            return StepResult(prompt_logprobs=handle.prompt_logprobs)
+            return StepResult(prompt_logprobs=told)
         tokens, failed = handle.drawing.read(handle.numbers_SC.tolist())
-        return StepResult(tokens, handle.prompt_logprobs, failed)
+        return StepResult(tokens, told, failed)
 
     @property
     def urgent_capture(self) -> int | None:
@@ -166,16 +165,23 @@ class DeviceRunner:
         else:
             self._decode(size)
         row_S, end_S = self._decoding_2R[:, :count]
-        return self._finish(self._hidden_RE[:count], planned, numbers, row_S, end_S, {})
+        return self._finish(self._hidden_RE[:count], planned, numbers, row_S, end_S)
 
     def _launch_mixed(self, planned: Sequence[ScheduledRequest], numbers: Sequence[int]) -> Launched:
         step = mixed_inputs(planned, numbers, self._rows, self._uploader, self._sizes.block_size)
         hidden_WE = self._model.hidden(self._forward(step.ids_T, step.ragged), step.wanted_W)
         count = len(step.row_S)
-        told = prompt_logprobs(self._model, self._sampler, hidden_WE[count:], step.prompts)
+        told = self._tell_prompts(hidden_WE[count:], step)
         if not count:
             return Launched(self._device.record(), None, None, told)
         return self._finish(hidden_WE[:count], planned, numbers, step.row_S, step.position_S, told)
+
+    def _tell_prompts(self, hidden_PE: Tensor, step: MixedStep) -> PromptNumbers | None:
+        if not step.prompts or not self._rank.layout.is_last:
+            return None
+        vocab_size = self._model.config.vocab_size
+        numbers_PC = prompt_numbers(self._model, hidden_PE, step.next_P, step.prompts, vocab_size)
+        return PromptNumbers(step.prompts, self._to_host(numbers_PC))
 
     def _finish(
         self,
@@ -184,22 +190,26 @@ class DeviceRunner:
         numbers: Sequence[int],
         row_S: Tensor,
         position_S: Tensor,
-        told: dict[str, list[TokenLogprobs]],
+        told: PromptNumbers | None = None,
     ) -> Launched:
         layout = self._rank.layout
         if not layout.is_last:
             if layout.is_first:
                 sampled = (number for row, number in zip(planned, numbers, strict=True) if row.samples)
                 self._hand_back.expect(row_S, sampled)
-            return Launched(self._device.record(), None, None, told)
+            return Launched(self._device.record(), None, None)
         requests = [row.request for row in planned if row.samples]
         drawing = self._draw.draw(self._model.logits(hidden_SE), requests, row_S, position_S)
         if not layout.is_first:
             self._hand_back.send(drawing.ids_S)
-        numbers_SC = drawing.numbers_SC
-        host = self._device.host_memory(numbers_SC.numel(), torch.float64).view(numbers_SC.shape)
-        self._device.copy(numbers_SC, host)
-        return Launched(self._device.record(), drawing, host, told)
+        host_SC = self._to_host(drawing.numbers_SC)
+        return Launched(self._device.record(), drawing, host_SC, told)
+
+    def _to_host(self, numbers: Tensor) -> Tensor:
+        """Float64, there once an event after it has been."""
+        host = self._device.host_memory(numbers.numel(), torch.float64).view(numbers.shape)
+        self._device.copy(numbers, host)
+        return host
 
     def _decode(self, size: int) -> None:
         """One row each of the first `size` sequences, hidden states to `_hidden_RE`: what graphs capture."""

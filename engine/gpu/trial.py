@@ -18,6 +18,8 @@ DRAWS: Final[tuple[dict[str, Any], ...]] = ({}, {"top_k": 20}, {"top_p": 0.9})
 """Ranks that share the logits draw each its way."""
 RULED: Final[dict[str, Any]] = {"top_p": 0.9, "repetition_penalty": 1.1}
 """With rules the kernels that draw are others."""
+TOLD: Final[dict[str, Any]] = {"prompt_logprobs": 20}
+"""As many alternatives as HTTP lets a request ask for."""
 
 
 def trial_steps(plan: MemoryPlan, row_counts: Sequence[int]) -> Iterator[StepPlan]:
@@ -61,9 +63,11 @@ def _sequence_length(plan: MemoryPlan) -> int:
 
 
 def long_prompt(plan: MemoryPlan) -> StepPlan:
-    """The end of the longest prompt: attention may take memory for its whole context."""
+    """The end of the longest prompt: attention may take memory for its whole context. Log-probabilities are
+    told of all its tokens, for which the last states of all are kept.
+    """
     end = plan.context - 1
-    return StepPlan([sequence(plan, end, min(end, plan.step_tokens), "long")])
+    return StepPlan([sequence(plan, end, min(end, plan.step_tokens), "long", **TOLD)])
 
 
 def decoding(plan: MemoryPlan, count: int, **draws: Any) -> StepPlan:

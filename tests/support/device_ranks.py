@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.core import Engine
@@ -28,6 +27,7 @@ from llmbox.engine.parallel.serve import serve_launches
 from llmbox.engine.parallel.watch import Watch
 from llmbox.engine.step import StepPlan
 from support.late_device import FakeCapture, LateDevice
+from support.no_questions import NoQuestions
 from support.rank_threads import Stage, ThreadCollective
 
 
@@ -68,14 +68,13 @@ class OneRank:
         self.runner.collect = lambda handle: collect(handle.future.result())
 
     def forbid_questions(self) -> None:
-        """From now on a draw may not look at what is on the device."""
-        draw = self.runner._draw.draw
-
-        def blind(*args: Any) -> Any:
-            with NoQuestions():
-                return draw(*args)
-
-        self.runner._draw.draw = blind
+        """From now on a launch may not look at what is on the device, but for the forward pass, whose
+        attention is the reference's: it looks.
+        """
+        runner, questions = self.runner, NoQuestions()
+        runner.launch_sized = questions.during(runner.launch_sized)
+        runner._forward = questions.but_for(runner._forward)
+        runner._model.hidden = questions.but_for(runner._model.hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +83,6 @@ class Computing:
 
     def wait(self) -> None:
         self.future.result().wait()
-
-
-class NoQuestions(TorchDispatchMode):
-    """Refuses operations whose results the host must see, or whose size follows from numbers."""
-
-    ASKING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.split(".")[0]
-        assert name not in self.ASKING, name
-        return func(*args, **(kwargs or {}))
 
 
 class ThreadCrew:
@@ -141,6 +129,7 @@ class ThreadCrew:
             rank.errors.append(error)
             for stage in self._stages:
                 stage.barrier.abort()
+                stage.end()
         finally:
             link.close()
 

@@ -124,7 +124,6 @@ def device_engine(
         local._model,
         local._rotary,
         local._model.ops.make_kv_cache(shape, torch.device("cpu")),
-        local._sampler,
         device or LateDevice(),
         DeviceSizes(pool.block_size, pool.num_blocks, info.context_window, info.max_running),
         capture,

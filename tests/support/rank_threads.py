@@ -45,6 +45,7 @@ class Stage:
 def _taken(queue: Queue) -> Any:
     sent = queue.get(timeout=20)
     if sent is None:
+        queue.put(None)  # whoever asks next hears of it too
         raise RankLost("a stage has ended")
     return sent
 

@@ -9,6 +9,7 @@ from llmbox.engine.gpu.runner import DeviceRunner
 from llmbox.engine.pipeline import OneAtATime
 from support.late_device import FakeCapture, LateDevice, device_engine
 from support.mixes import drawn, told
+from support.no_questions import NoQuestions
 from support.real_engines import ask, load, run, tokens
 from support.tiny_models import make_tiny_model
 
@@ -72,6 +73,28 @@ def test_the_next_step_is_launched_before_results_are_waited_for(model):
     assert len(engine._launched) == 1
 
 
+@pytest.mark.parametrize("budget", [8, 200], ids=["chunks", "whole"])
+@pytest.mark.parametrize("top", [0, 3])
+def test_prompt_logprobs_come_as_late_as_tokens(model, budget, top):
+    """A chunk that draws nothing has them to tell, a whole prompt more than are computed at once."""
+    options = {"token_budget": budget, "max_running": 3}
+    requests = [
+        ask("short", [7, 5, 9], 3, prompt_logprobs=top),
+        ask("long", range(3, 103), 3, prompt_logprobs=top),
+        ask("silent", range(9, 30), 3),
+    ]
+    device, questions = LateDevice(), NoQuestions()
+    engine = device_engine(model, device, **options)
+    runner = engine._runner
+    runner._forward = questions.but_for(runner._forward)  # the reference's attention looks
+    runner._model.hidden = questions.but_for(runner._model.hidden)
+    runner.launch_sized = questions.during(runner.launch_sized)
+    expected, seen = run(load(model, **options), requests), run(engine, requests)
+    for request in requests:
+        assert told(seen[request.request_id]) == told(expected[request.request_id])
+    assert device.waits == engine.stats().steps
+
+
 def test_rules_that_read_the_last_token_find_it_on_the_device(model):
     """Four tokens are all there is, so that every rule bites; the last one is never known at a launch."""
     rules = {"allowed_token_ids": (20, 21, 22, 23), "temperature": 1.0}
@@ -109,7 +132,7 @@ def test_a_broken_row_fails_alone(model):
     with torch.inference_mode():
         table[300] = torch.nan
     good = ask("good", [5, 6, 7], 6)
-    outputs = run(engine, [good, ask("bad", [5, 300, 7], 6)])
+    outputs = run(engine, [good, ask("bad", [5, 300, 7], 6, prompt_logprobs=2)])
     assert outputs["bad"][-1].error_code == "invalid_logits"
     assert "NaN" in outputs["bad"][-1].error_message
     again = run(engine, [ask(f"again{n}", range(5, 60), 6) for n in range(20)])

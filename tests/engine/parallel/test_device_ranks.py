@@ -211,7 +211,7 @@ def test_rows_fail_alone(model):
 
 
 def test_what_a_launch_does_asks_the_device_nothing(model):
-    """All ways to draw in one step."""
+    """All ways to draw in one step, and log-probabilities of more rows than are computed at once."""
     ways = [
         {},
         {"temperature": 1.0},
@@ -221,8 +221,16 @@ def test_what_a_launch_does_asks_the_device_nothing(model):
         {"logprobs": 2},
     ]
     requests = [ask(f"r{n}", [5, 6, 7], 6, **{"temperature": 0.8, **way}) for n, way in enumerate(ways)]
+    requests += [
+        ask("greedy", [5, 6, 7], 6),
+        ask("told", range(3, 150), 2, prompt_logprobs=2),
+        ask("told briefly", [7, 5, 9], 2, prompt_logprobs=0),
+    ]
+    expected = run(load(model), requests)
     with device_ranks(model, tp=2) as (engine, ranks):
         for rank in ranks:
             rank.forbid_questions()
-        run(engine, [*requests, ask("greedy", [5, 6, 7], 6)])
+        seen = run(engine, requests)
     assert len(ranks[0].sizes) > 5
+    for request in requests:
+        assert told(seen[request.request_id]) == told(expected[request.request_id])
