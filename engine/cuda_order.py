@@ -1,7 +1,7 @@
 """The machine's GPUs by the numbers that CUDA gives them.
 
-NVML counts along the bus, as nvidia-smi does; CUDA begins with the fastest unless CUDA_DEVICE_ORDER says
-otherwise. Only their names (UUIDs) tell which is which.
+`machine.py` owns the order, and an engine process tells CUDA of it before that starts (`name_gpus`). Where
+CUDA was there first, its own order counts: only names (UUIDs) tell which is which.
 """
 
 from collections.abc import Sequence

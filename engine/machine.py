@@ -42,7 +42,7 @@ class Memory:
 @dataclass(frozen=True, slots=True)
 class Gpu:
     index: int
-    """Index among the devices visible to this process."""
+    """Its number here and for CUDA: see `name_gpus`."""
     name: str
     uuid: str
     total: int
@@ -141,6 +141,17 @@ def read_gpus() -> tuple[tuple[Gpu, ...], str | None]:
     return gpus, None if gpus else "no NVIDIA device is visible (see CUDA_VISIBLE_DEVICES)"
 
 
+def name_gpus() -> None:
+    """CUDA numbers them as `read_gpus` does from now on, in this process and those that it starts.
+
+    To be called before CUDA starts. Left alone CUDA begins with what it takes for the fastest, the driver
+    along the bus: a model would go to another card than the one that it was measured for.
+    """
+    gpus, _ = read_gpus()
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in gpus)
+
+
 def _read_gpus(nvml: Any, index: int) -> list[Gpu]:
     """One, or the slices that it is divided into."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -173,7 +184,8 @@ def _bandwidth(nvml: Any, handle: Any) -> float | None:
 
 
 def _visible(gpus: list[Gpu]) -> tuple[Gpu, ...]:
-    """Those that CUDA_VISIBLE_DEVICES names, in its order; CUDA stops reading at the first wrong entry.
+    """Those that CUDA_VISIBLE_DEVICES names, by the numbers of nvidia-smi or UUIDs, in its order; CUDA stops
+    reading at the first wrong entry. All where nothing is named, those with the fastest memory first.
 
     CUDA sees no more than one slice of a divided GPU, and then no other GPU.
     """
@@ -181,6 +193,8 @@ def _visible(gpus: list[Gpu]) -> tuple[Gpu, ...]:
     chosen = gpus if wanted is None else _named(wanted.split(","), gpus)
     if part := next((gpu for gpu in chosen if gpu.is_slice), None):
         chosen = [part]
+    elif wanted is None:
+        chosen = sorted(gpus, key=lambda gpu: -(gpu.bandwidth or 0.0))
     return tuple(replace(gpu, index=place) for place, gpu in enumerate(chosen))
 
 

@@ -23,6 +23,7 @@ from .ending import end
 from .errors import EngineError
 from .lifeline import bind_to_parent, log_to_stderr
 from .light_torch import import_torch
+from .machine import name_gpus
 from .messages import (
     AbortRequest,
     AddRequest,
@@ -152,6 +153,7 @@ def _first_message(channel: Channel) -> ToEngine:
 
 def _import_engine() -> Load:
     """Imports torch and opens the kernels while `Start` is still on its way, or long before."""
+    name_gpus()
     import_torch()
     from .loader import load_engine, open_kernels  # noqa: PLC0415 - a fake engine must do without torch
 

@@ -6,7 +6,7 @@ import pytest
 
 from llmbox.engine import machine
 from llmbox.engine.cgroup import cpu_quota, memory_left
-from llmbox.engine.machine import read_cpu, read_gpus, read_machine, read_memory
+from llmbox.engine.machine import name_gpus, read_cpu, read_gpus, read_machine, read_memory
 
 # ---------------------------------------------------------------------------- this machine
 
@@ -171,6 +171,36 @@ def test_visible_devices(gpus, visible, names):
     assert [gpu.name for gpu in found] == names
     assert [gpu.index for gpu in found] == list(range(len(names)))
     assert bool(names) == (reason is None)
+
+
+def test_the_fastest_memory_comes_first_where_nobody_chose(gpus):
+    """As a small card for screens often has the first slot."""
+    widths = [64, 384, 384]
+    unequal = {"count": 3, "nvmlDeviceGetMemoryBusWidth": widths.__getitem__}
+    assert [gpu.name for gpu in gpus(**unequal)[0]] == ["GPU 1", "GPU 2", "GPU 0"]
+    assert [gpu.name for gpu in gpus("0,1", **unequal)[0]] == ["GPU 0", "GPU 1"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "named"), [(None, "1 2 0"), ("2,0", "2 0"), ("GPU-0", "0"), ("2,9", "2")]
+)
+def test_cuda_is_told_which_gpus_there_are_in_which_order(gpus, monkeypatch, visible, named):
+    """Its own order is another one: what is measured here would run there on another card."""
+    options = {"count": 3, "nvmlDeviceGetMemoryBusWidth": [64, 384, 384].__getitem__}
+    found, _ = gpus(visible, **options)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")  # to be put back
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    name_gpus()
+    told = os.environ["CUDA_VISIBLE_DEVICES"]
+    assert told == ",".join(f"GPU-{number}aaaa" for number in named)
+    assert gpus(told, **options)[0] == found, "and whoever is started from here sees the same"
+
+
+def test_where_no_gpu_is_seen_cuda_is_told_nothing(gpus):
+    gpus("7", count=1)
+    name_gpus()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
 
 
 def test_unknown_bandwidth(gpus):

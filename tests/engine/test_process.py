@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from llmbox.engine import loader, process
 from llmbox.engine import messages as m
 from llmbox.engine.channel import Channel, DaemonGone
 from llmbox.engine.config import EngineConfig
@@ -133,3 +134,12 @@ def test_a_message_out_of_turn_is_an_error(ends):
     daemon.sendall(encode(m.Start(config=CONFIG)))
     with pytest.raises(ValueError, match="out of turn"):
         serve(FakeEngine(CONFIG, FakeOptions()), Channel(engine_end))
+
+
+def test_gpus_are_named_before_torch_could_start_cuda(monkeypatch):
+    done = []
+    monkeypatch.setattr(process, "name_gpus", lambda: done.append("named"))
+    monkeypatch.setattr(process, "import_torch", lambda: done.append("torch"))
+    monkeypatch.setattr(loader, "open_kernels", lambda: done.append("kernels"))
+    assert process._import_engine() is loader.load_engine
+    assert done == ["named", "torch", "kernels"]
