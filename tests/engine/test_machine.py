@@ -193,7 +193,7 @@ def test_cuda_is_told_which_gpus_there_are_in_which_order(gpus, monkeypatch, vis
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     name_gpus()
     told = os.environ["CUDA_VISIBLE_DEVICES"]
-    assert told == ",".join(f"GPU-{number}aaaa" for number in named)
+    assert told == ",".join(f"GPU-{number}aaaa" for number in named.split())
     assert gpus(told, **options)[0] == found, "and whoever is started from here sees the same"
 
 
