@@ -60,6 +60,7 @@ class LimitSettings:
     connections: int = key(4096, "Most open connections.", low=8, high=1_000_000)
     json_depth: int = key(32, "Deepest nesting of a JSON body.", low=4, high=512)
     messages: int = key(2048, "Most messages of one chat request.", low=1, high=1_000_000)
+    tools: int = key(128, "Most tools of one chat request.", low=1, high=100_000)
     stop_strings: int = key(16, "Most stop strings of one request.", low=1, high=1024)
     stop_string_bytes: int = key(256, "Longest stop string.", low=1, high=65_536)
     logit_bias: int = key(1024, "Most entries of logit_bias.", low=1, high=1_000_000)

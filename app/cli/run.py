@@ -76,8 +76,13 @@ class Talk:
         """Streams the answer to stdout. Ctrl-C ends the answer and keeps what there is of it."""
         self._messages.append({"role": "user", "content": question})
         pieces: list[str] = []
+        thoughts = _Thoughts()
         try:
-            for piece in self._stream():
+            for thought, piece in self._stream():
+                if thought:
+                    thoughts.show(piece)
+                    continue
+                thoughts.end()
                 pieces.append(piece)
                 sys.stdout.write(piece)
                 sys.stdout.flush()
@@ -85,13 +90,15 @@ class Talk:
             self._messages.pop()
             raise
         finally:
+            thoughts.end()
             if pieces and not pieces[-1].endswith("\n"):
                 sys.stdout.write("\n")
                 sys.stdout.flush()
             if pieces:
                 self._messages.append({"role": "assistant", "content": "".join(pieces)})
 
-    def _stream(self) -> Iterator[str]:
+    def _stream(self) -> Iterator[tuple[bool, str]]:
+        """Pieces of text, and whether each is a thought."""
         if self._chat:
             path = "/v1/chat/completions"
             body: dict[str, Any] = {"messages": self._system + self._messages}
@@ -110,10 +117,30 @@ class Talk:
                         log=str(self._program.paths.log_file),
                     )
                 for choice in chunk["choices"]:
-                    piece = choice["delta"].get("content") if self._chat else choice["text"]
-                    if piece:
-                        yield piece
+                    delta = choice["delta"] if self._chat else {"content": choice["text"]}
+                    if thought := delta.get("reasoning_content"):
+                        yield True, thought
+                    if piece := delta.get("content"):
+                        yield False, piece
         raise CliError("the answer broke off", "the stream ended early", "llmbox status", Exit.UNREACHABLE)
+
+
+class _Thoughts:
+    """What a model writes before its answer: dim, on stderr, where somebody watches."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def show(self, piece: str) -> None:
+        if output.is_live():
+            self._shown = True
+            sys.stderr.write(f"\x1b[2m{piece}\x1b[0m" if output.has_colour() else piece)
+            sys.stderr.flush()
+
+    def end(self) -> None:
+        if self._shown:
+            output.say("\n")
+        self._shown = False
 
 
 def _ensure_loaded(program: Program, model: str) -> dict[str, Any]:

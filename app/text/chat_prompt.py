@@ -27,6 +27,7 @@ class Chat:
     """What a template sees. Message contents are strings."""
 
     messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -157,13 +158,14 @@ async def render_chat(
 def _job(
     template: str, special_tokens: dict[str, str], control: ControlTokens, chat: Chat
 ) -> tuple[Markers, bytes]:
-    spoken = json.dumps([chat.messages, chat.template_kwargs], ensure_ascii=False)
+    spoken = json.dumps([chat.messages, chat.tools, chat.template_kwargs], ensure_ascii=False)
     markers = Markers.absent_from(template + spoken)
     # What the model itself wrote earlier may hold tokens such as </think>, which templates look for.
     messages = [control.mark(m, markers, every=m["role"] != "assistant") for m in chat.messages]
     if chat.continue_final_message:
         messages[-1]["content"] += markers.tail + " "
-    variables: dict[str, Any] = special_tokens | {"tools": None, "documents": None}
+    tools = control.mark(chat.tools, markers, every=True)
+    variables: dict[str, Any] = special_tokens | {"tools": tools, "documents": None}
     variables |= control.mark(chat.template_kwargs, markers, every=True)
     variables |= {"messages": messages, "add_generation_prompt": chat.add_generation_prompt}
     return markers, job(template, variables)

@@ -25,6 +25,7 @@ from .chat_prompt import (
 from .detokenizer import Detokenizer, decode
 from .template_pool import TemplatePool
 from .token_bytes import TokenBytes
+from .tool_calls import tool_syntax
 
 END_OF_TURN = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<end_of_turn>",
@@ -83,9 +84,30 @@ class ModelText:
                 code="no_chat_template",
                 param="messages",
             )
+        self._check_tools(chat)
         if self.system is not None and all(message["role"] != "system" for message in chat.messages):
             chat = replace(chat, messages=[{"role": "system", "content": self.system}, *chat.messages])
         return await render_chat(pool, self.chat_template, self.special_tokens, self.control, chat)
+
+    def _check_tools(self, chat: Chat) -> None:
+        """What the template would leave out is refused."""
+        if tool_syntax(self.chat_template) is not None:
+            return
+        if chat.tools:
+            raise _no_tools("tools")
+        for i, message in enumerate(chat.messages):
+            if message["role"] == "tool" or message.get("tool_calls"):
+                raise _no_tools(f"messages[{i}].{'role' if message['role'] == 'tool' else 'tool_calls'}")
+
+
+def _no_tools(param: str) -> ApiError:
+    return ApiError(
+        400,
+        "This model cannot call tools: its chat template has no place for them, or a form that is not read "
+        "here. Qwen2.5, Qwen3, Llama 3.1 and Mistral Instruct models can.",
+        code="tools_not_supported",
+        param=param,
+    )
 
 
 def load_model_text(path: Path) -> ModelText:

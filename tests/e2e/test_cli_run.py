@@ -13,6 +13,7 @@ import pytest
 
 from llmbox.app.errors import Exit
 from support.cli_box import PATIENCE, Box, box, until
+from support.tokenizers_zoo import CHATML, byte_level, write_text_files
 
 __all__ = ["box"]
 
@@ -119,5 +120,18 @@ def test_ctrl_c_stops_an_answer_and_the_request_behind_it(box: Box):
         chat.type("\x04")
         assert chat.process.wait(timeout=PATIENCE) == 0
         until(lambda: not box.api("status")["open_requests"])
+    finally:
+        chat.close()
+
+
+def test_thoughts_are_shown_to_people_and_are_no_part_of_the_answer(box: Box):
+    tokenizer = byte_level()
+    script = tokenizer.encode("<think>\nhm\n</think>\n\nyes").ids
+    model = box.model(script=script, vocab_size=tokenizer.get_vocab_size())
+    write_text_files(model, tokenizer, CHATML + "{#- </think> -#}")
+    assert box.run("run", model, "hello").out == "yes\n"
+    chat = Terminal(box.command("run", "tiny", "hello"), {**box.environ, "TERM": "xterm"})
+    try:
+        assert "\x1b[2mhm\x1b[0m" in chat.expect("yes").replace("\x1b[0m\x1b[2m", "")
     finally:
         chat.close()

@@ -97,7 +97,6 @@ BOTH = [
     ({"guided_choice": ["a"]}, "guided_choice"),
     ({"guided_grammar": "a"}, "guided_grammar"),
     ({"thinking_token_budget": 5}, "thinking_token_budget"),
-    ({"include_reasoning": False}, "include_reasoning"),
     ({"service_tier": "flex"}, "service_tier"),
     ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
     ({"use_beam_search": True}, "use_beam_search"),
@@ -117,7 +116,10 @@ CHAT_ONLY = [
         "messages[0].content[0].type",
     ),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+        "messages[0].tool_calls[0].function",
+    ),
     ({"messages": HELLO * 2}, "messages"),  # the template wants turns to alternate
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -139,6 +141,7 @@ CHAT_ONLY = [
     ({"echo": True}, "echo"),
 ]
 PLAIN_ONLY = [
+    ({"include_reasoning": False}, "include_reasoning"),
     ({"prompt": []}, "prompt"),
     ({"prompt": ""}, "prompt"),
     ({"prompt": [[]]}, "prompt"),

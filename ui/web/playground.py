@@ -23,17 +23,18 @@ PARAMETERS: Final = (
     ("seed", "Seed", ""),
 )
 """Numbers: field of the API, label, value at first. What is empty is left to the model."""
-_ASKED_FOR: Final = (("response_format", "JSON schemas"), ("tools", "Tools"))
+_ASKED_FOR: Final = (("response_format", "JSON schemas"),)
 """What people look for in a playground, by the field that would carry it."""
 
 
 def missing() -> list[tuple[str, str]]:
-    """(name, why) of what this page would offer if the API had it."""
+    """(name, why) of what people may look for on this page."""
     lacking = [
         (name, f"the API refuses {field}, with 400")
         for field, name in _ASKED_FOR
         if not is_supported(ChatCompletionRequest, field)
     ]
+    lacking.append(("Tools", "this page has no place for them; the API takes them"))
     return [*lacking, ("Embeddings", "the API has no such route; no model here makes any")]
 
 

@@ -1,9 +1,9 @@
 """POST /v1/chat/completions: request to generation, deltas to answer or chunks."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from msgspec import UNSET
 
 from llmbox.engine.messages import TokenLogprobs
@@ -12,21 +12,21 @@ from ...engines.loaded_model import LoadedModel
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Delta, Generation
 from ...gateway.open_request import OpenRequest
+from ...text.answer_parts import AnswerParser
 from ...text.chat_prompt import Chat
 from ...text.off_loop import off_loop
-from ..sse import data_event
+from .chat_parts import Parsing, call_id, final_reason, reasoning_tokens
 from .context import Call, Heading
-from .fields import ChatCompletionRequest, Message
+from .fields import ChatCompletionRequest, Message, Tool
 from .logprobs import chat_logprobs, prompt_logprobs
 from .messages import build_chat
 from .prepared import Prepared
 from .responses import (
+    CalledFunction,
     ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
     ChatCompletion,
-    ChatDelta,
     ChatMessage,
+    ChatToolCall,
     CompletionUsage,
 )
 from .sampling import (
@@ -41,8 +41,9 @@ from .sampling import (
 from .unsupported import refuse_unsupported, unknown_fields
 
 
+@dataclass(frozen=True, slots=True)
 class ChatCall(Prepared[ChatCompletionRequest]):
-    __slots__ = ()
+    parsing: Parsing
 
     @property
     def wants_logprobs(self) -> bool:
@@ -57,20 +58,22 @@ async def prepare_chat(call: Call, body: ChatCompletionRequest) -> ChatCall:
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "it is only allowed when 'logprobs' is true")
     stop = stop_strings(body, call.limits)
-    chat = build_chat(body, call.limits.messages)
+    chat = build_chat(body, call.limits)
     model = await call.find_model(body.model)
     logprobs = Logprobs((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
     params = sampling_params(body, model, call.limits, logprobs)
+    rendered = await model.text.render_chat(call.gateway.templates, chat)
+    parsing = Parsing.of(body, model.text, chat, rendered)
     generation = Generation(
         id=public_id("chatcmpl", body.request_id, call.exchange, call.gateway),
         endpoint=call.endpoint,
         model=model,
-        prompts=[await chat_ids(call.gateway, model, chat)],
+        prompts=[await off_loop(len(rendered.marked), rendered.ids)],
         params=params,
         max_tokens=max_tokens,
         n=body.n or 1,
         stop=stop,
-        skip_special=body.skip_special_tokens is not False,
+        skip_special=body.skip_special_tokens is not False and not parsing.needs_special(model.text),
         seed_drawn=body.seed is None,
         priority=call.caller.priority(body.priority or 0),
         cache_salt=call.caller.cache_namespace(body.cache_salt or ""),
@@ -82,7 +85,7 @@ async def prepare_chat(call: Call, body: ChatCompletionRequest) -> ChatCall:
         stream=bool(body.stream),
         max_tokens_param=max_tokens_param,
     )
-    return ChatCall(body, generation, _warnings(call, body))
+    return ChatCall(body, generation, _warnings(call, body), parsing)
 
 
 async def chat_ids(gateway: Gateway, model: LoadedModel, chat: Chat) -> list[int]:
@@ -101,125 +104,50 @@ async def complete_chat(gateway: Gateway, chat: ChatCall) -> ChatCompletion:
 
 
 def _answer(opened: OpenRequest, chat: ChatCall, parts: list[list[Delta]]) -> ChatCompletion:
-    heading = _heading(opened, chat)
+    heading = heading_of(opened, chat)
     body, prompt = chat.body, chat.generation.prompts[0]
+    parsers = [chat.parsing.parser() for _ in parts]
     return ChatCompletion(
         id=heading.id,
         created=heading.created,
         model=heading.model,
         system_fingerprint=heading.system_fingerprint,
-        choices=[_choice(index, deltas, chat) for index, deltas in enumerate(parts)],
-        usage=CompletionUsage.of(opened.usage),
+        choices=[_choice(index, deltas, chat, parsers[index]) for index, deltas in enumerate(parts)],
+        usage=CompletionUsage.of(opened.usage, reasoning_tokens(opened, parsers)),
         prompt_token_ids=prompt if body.return_token_ids else UNSET,
         prompt_logprobs=_prompt_logprobs(parts[0], chat),
         **chat.extras(),
     )
 
 
-async def stream_chat(gateway: Gateway, chat: ChatCall) -> AsyncGenerator[bytes, None]:
-    """Framed events: role first, one finish chunk a choice, then usage where asked for."""
-    with gateway.open(chat.generation) as opened:
-        chunks = _Chunks(opened, chat)
-        for index in range(len(opened.sequences)):
-            yield chunks.first(index)
-        unfinished = len(opened.sequences)
-        async for delta in opened.deltas():
-            unfinished -= delta.finish_reason is not None
-            if event := chunks.event(delta, last=unfinished == 0):
-                yield event
-    if chunks.with_usage:
-        yield chunks.usage()
-
-
-class _Chunks:
-    """Chunks of one stream. The common one (text and nothing else) is glued from parts encoded once."""
-
-    def __init__(self, opened: OpenRequest, chat: ChatCall) -> None:
-        self._opened = opened
-        self._chat = chat
-        heading = _heading(opened, chat)
-        self.with_usage = chat.usage_at_end
-        self._running_usage = chat.usage_in_chunks
-        self._tokens = chat.generation.model.text.tokens
-        self._base = ChatChunk(
-            id=heading.id,
-            created=heading.created,
-            model=heading.model,
-            system_fingerprint=heading.system_fingerprint,
-            choices=[],
-            usage=None if self.with_usage else UNSET,
-        )
-        self._plain = not (chat.wants_logprobs or chat.body.return_token_ids or self._running_usage)
-        self._glue = [self._glued(index) for index in range(len(opened.sequences))]
-
-    def first(self, index: int) -> bytes:
-        delta = ChatDelta(role="assistant", content="", refusal=None)
-        chunk = self._chunk(ChatChunkChoice(index=index, delta=delta))
-        if self._chat.body.return_token_ids and index == 0:
-            chunk.prompt_token_ids = self._chat.generation.prompts[0]
-        return data_event(chunk)
-
-    def event(self, delta: Delta, *, last: bool) -> bytes:
-        """Empty where there is nothing to say yet."""
-        if delta.finish_reason is None:
-            if not delta.text and self._plain:
-                return b""
-            if self._plain:
-                before, after = self._glue[delta.index]
-                return before + msgspec.json.encode(delta.text) + after
-            return self._full(delta)
-        said = b""
-        if delta.text or delta.entries or (delta.token_ids and not self._plain):
-            said = self._full(delta)
-        return said + self._finish(delta, last=last)
-
-    def usage(self) -> bytes:
-        self._base.choices = []
-        self._base.usage = CompletionUsage.of(self._opened.usage)
-        for name, value in self._chat.extras().items():
-            setattr(self._base, name, value)
-        return data_event(self._base)
-
-    def _finish(self, delta: Delta, *, last: bool) -> bytes:
-        choice = ChatChunkChoice(index=delta.index, delta=ChatDelta(), finish_reason=delta.finish_reason)
-        chunk = self._chunk(choice)
-        if last and not self.with_usage:
-            for name, value in self._chat.extras().items():
-                setattr(chunk, name, value)
-        return data_event(chunk)
-
-    def _full(self, delta: Delta) -> bytes:
-        choice = ChatChunkChoice(index=delta.index, delta=ChatDelta(content=delta.text))
-        if self._chat.wants_logprobs:
-            choice.logprobs = chat_logprobs(delta.entries, self._tokens)
-        if self._chat.body.return_token_ids:
-            choice.token_ids = delta.token_ids
-        return data_event(self._chunk(choice))
-
-    def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
-        chunk = msgspec.structs.replace(self._base, choices=[choice])
-        if self._running_usage:
-            chunk.usage = CompletionUsage.of(self._opened.usage_now())
-        return chunk
-
-    def _glued(self, index: int) -> tuple[bytes, bytes]:
-        mark = "\x00"
-        event = data_event(self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(content=mark))))
-        before, _, after = event.partition(msgspec.json.encode(mark))
-        return before, after
-
-
-def _choice(index: int, deltas: list[Delta], chat: ChatCall) -> ChatChoice:
+def _choice(index: int, deltas: list[Delta], chat: ChatCall, parser: AnswerParser) -> ChatChoice:
     entries = [entry for delta in deltas for entry in delta.entries]
     reason = deltas[-1].finish_reason
     assert reason is not None
     return ChatChoice(
         index=index,
-        message=ChatMessage(content="".join(delta.text for delta in deltas)),
+        message=_message(index, "".join(delta.text for delta in deltas), chat, parser),
         logprobs=chat_logprobs(entries, chat.generation.model.text.tokens) if chat.wants_logprobs else None,
-        finish_reason=reason,
+        finish_reason=final_reason(reason, parser),
         token_ids=[i for delta in deltas for i in delta.token_ids] if chat.body.return_token_ids else UNSET,
     )
+
+
+def _message(index: int, text: str, chat: ChatCall, parser: AnswerParser) -> ChatMessage:
+    parts = parser.push(text)
+    parts.add(parser.finish())
+    message = ChatMessage(content=None if parts.calls and not parts.content else parts.content)
+    if parts.calls:
+        message.tool_calls = [
+            ChatToolCall(
+                id=call_id(chat.generation.id, index, number),
+                function=CalledFunction(call.name, call.arguments),
+            )
+            for number, call in enumerate(parts.calls)
+        ]
+    if parts.reasoning and chat.parsing.tells_thoughts:
+        message.reasoning_content = message.reasoning = parts.reasoning
+    return message
 
 
 def _prompt_logprobs(deltas: Sequence[Delta], chat: ChatCall) -> Any:
@@ -230,7 +158,7 @@ def _prompt_logprobs(deltas: Sequence[Delta], chat: ChatCall) -> Any:
     return prompt_logprobs(entries, chat.generation.model.text.tokens, chat.generation.prompts[0], top)
 
 
-def _heading(opened: OpenRequest, chat: ChatCall) -> Heading:
+def heading_of(opened: OpenRequest, chat: ChatCall) -> Heading:
     return Heading.of(chat.generation.id, opened.created, chat.body.model, chat.generation.model)
 
 
@@ -248,6 +176,10 @@ def _warnings(call: Call, body: ChatCompletionRequest) -> list[str]:
     found = call.warnings(type(body))
     for message in call.plain["messages"]:
         found += unknown_fields(Message, message, "messages[].")
+    for tool in call.plain.get("tools") or ():
+        found += unknown_fields(Tool, tool, "tools[].")
+    if any(tool.function.strict for tool in body.tools or ()):
+        found.append("'tools[].function.strict' has no effect: arguments are what the model writes.")
     options = body.stream_options
     if options is not None and options.include_obfuscation:
         found.append("'stream_options.include_obfuscation' has no effect.")

@@ -23,6 +23,7 @@ CountOrZero = Annotated[int, Meta(ge=0, lt=2**31)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31, description="Lower is served first.")]
 Name = Annotated[str, Meta(max_length=512)]
+ToolName = Annotated[str, Meta(min_length=1, max_length=256)]
 Salt = Annotated[str, Meta(min_length=1, max_length=512)]
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:\-]{1,128}\Z")]
 Later = Annotated[Any, Meta(description="Not supported yet: a value other than the default gets 400.")]
@@ -92,6 +93,40 @@ class ContentPart(Struct, kw_only=True):
     refusal: str | None = None
 
 
+class FunctionCall(Struct, kw_only=True):
+    name: ToolName
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+class ToolCall(Struct, kw_only=True):
+    function: FunctionCall
+    id: Name | None = None
+    type: Literal["function"] = "function"
+
+
+class Function(Struct, kw_only=True):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema."""
+    strict: bool | None = None
+
+
+class Tool(Struct, kw_only=True):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Struct, kw_only=True):
+    name: ToolName
+
+
+class NamedTool(Struct, kw_only=True):
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class Message(Struct, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
@@ -99,8 +134,8 @@ class Message(Struct, kw_only=True):
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: Later = None
-    tool_call_id: Later = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Name | None = None
     function_call: Later = None
     audio: Later = None
 
@@ -113,13 +148,15 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """`required` and a tool by name get 400."""
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
     chat_template: Never = None
     documents: Never = None
     echo: Never = None
-    tools: Later = None
-    tool_choice: Later = None
-    parallel_tool_calls: Later = None
     functions: Later = None
     function_call: Later = None
     reasoning_effort: Later = None
@@ -151,8 +188,8 @@ class TokenizeRequest(Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+    tools: list[Tool] | None = None
     chat_template: Never = None
-    tools: Later = None
 
 
 class DetokenizeRequest(Struct, kw_only=True):

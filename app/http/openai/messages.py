@@ -1,17 +1,23 @@
 """Messages of a request as a chat template sees them; what it must not see is refused by name."""
 
+import contextlib
+import json
 from typing import Any
 
+import msgspec
+
 from ...errors import ApiError
+from ...settings import LimitSettings
 from ...text.chat_prompt import Chat
-from .fields import ContentPart, Message
+from .fields import ContentPart, Message, Tool, ToolCall
 from .sampling import invalid
 
 _TEMPLATE_OWN = {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
 
 
-def build_chat(body: Any, most: int) -> Chat:
-    """Messages as a template sees them. `body` has the fields that chat and tokenize share."""
+def build_chat(body: Any, limits: LimitSettings) -> Chat:
+    """Messages and tools as a template sees them. `body` has the fields that chat and tokenize share."""
+    most = limits.messages
     if not body.messages:
         raise invalid("messages", "there must be at least one message")
     if len(body.messages) > most:
@@ -27,17 +33,51 @@ def build_chat(body: Any, most: int) -> Chat:
     if own := _TEMPLATE_OWN & kwargs.keys():
         raise invalid("chat_template_kwargs", f"{min(own)!r} cannot be set here")
     return Chat(
-        messages=messages, add_generation_prompt=add, continue_final_message=continues, template_kwargs=kwargs
+        messages=messages,
+        tools=_tools(body, limits.tools),
+        add_generation_prompt=add,
+        continue_final_message=continues,
+        template_kwargs=kwargs,
     )
+
+
+def _tools(body: Any, most: int) -> list[dict[str, Any]] | None:
+    """None where none are offered, `tool_choice: "none"` included."""
+    tools: list[Tool] = body.tools or []
+    choice = getattr(body, "tool_choice", None)
+    if choice in (None, "none", "auto"):
+        if choice == "auto" and not tools:
+            raise invalid("tool_choice", "it is only allowed when 'tools' are given")
+    else:
+        raise ApiError(
+            400,
+            "The value of 'tool_choice' is not supported. A call cannot be forced yet: use 'auto' or 'none'.",
+            code="unsupported_parameter",
+            param="tool_choice",
+        )
+    if len(tools) > most:
+        raise invalid("tools", f"at most {most} tools are allowed")
+    if choice == "none" or not tools:
+        return None
+    return [{"type": "function", "function": _function(tool)} for tool in tools]
+
+
+def _function(tool: Tool) -> dict[str, Any]:
+    told = msgspec.structs.asdict(tool.function)
+    del told["strict"]
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def _message(index: int, message: Message) -> dict[str, Any]:
     at = f"messages[{index}]"
-    if message.role in {"tool", "function"}:
+    if message.role == "function":
         raise ApiError(
-            400, "Tool messages are not supported yet.", code="unsupported_parameter", param=f"{at}.role"
+            400,
+            "Messages of the role 'function' are not supported: its successor is 'tool'.",
+            code="unsupported_parameter",
+            param=f"{at}.role",
         )
-    for name in ("tool_calls", "tool_call_id", "function_call", "audio"):
+    for name in ("function_call", "audio"):
         if getattr(message, name) not in (None, []):
             raise ApiError(
                 400,
@@ -48,7 +88,9 @@ def _message(index: int, message: Message) -> dict[str, Any]:
     # Templates know the older name of the role.
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": _content(at, message)}
-    for name in ("name", "reasoning_content"):
+    if message.tool_calls:
+        plain["tool_calls"] = [_called(call) for call in message.tool_calls]
+    for name in ("name", "reasoning_content", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value
     if message.reasoning is not None:
@@ -56,8 +98,20 @@ def _message(index: int, message: Message) -> dict[str, Any]:
     return plain
 
 
+def _called(call: ToolCall) -> dict[str, Any]:
+    """Templates write arguments as JSON themselves, so they get the object."""
+    arguments: Any = call.function.arguments
+    with contextlib.suppress(ValueError, RecursionError):
+        parsed = json.loads(arguments)
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id or "", "type": "function", "function": function}
+
+
 def _content(at: str, message: Message) -> str:
     content = message.content
+    if message.tool_calls and not content:
+        return ""
     if content is None:
         if message.role == "assistant" and message.refusal is not None:
             return message.refusal

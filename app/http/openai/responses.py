@@ -29,13 +29,13 @@ class CompletionUsage(Struct):
     completion_tokens_details: CompletionTokensDetails
 
     @classmethod
-    def of(cls, usage: Usage) -> "CompletionUsage":
+    def of(cls, usage: Usage, reasoning_tokens: int = 0) -> "CompletionUsage":
         return cls(
             usage.prompt_tokens,
             usage.output_tokens,
             usage.prompt_tokens + usage.output_tokens,
             PromptTokensDetails(usage.cached_tokens),
-            CompletionTokensDetails(),
+            CompletionTokensDetails(reasoning_tokens),
         )
 
 
@@ -80,11 +80,26 @@ class Extras(Struct, kw_only=True):
     warnings: list[str] | UnsetType = UNSET
 
 
+class CalledFunction(Struct):
+    name: str
+    arguments: str
+
+
+class ChatToolCall(Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: str | None = None
     annotations: list[Any] = field(default_factory=list)
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    """What the model thought before it answered, where it does that; `reasoning` is the same."""
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):
@@ -108,10 +123,27 @@ class ChatCompletion(Extras, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
+class FunctionDelta(Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(Struct, kw_only=True):
+    """`id`, `type` and the name come once, then pieces of the arguments."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class ChatDelta(Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     refusal: str | UnsetType | None = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, kw_only=True):

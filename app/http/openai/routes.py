@@ -11,7 +11,8 @@ from ...text.off_loop import off_loop
 from ..disconnect import while_connected
 from ..guard import Access
 from ..sse import EventStreamResponse
-from .chat import chat_ids, complete_chat, prepare_chat, stream_chat
+from .chat import chat_ids, complete_chat, prepare_chat
+from .chat_stream import stream_chat
 from .completions import complete, prepare_completion, stream_completion
 from .context import Call, HttpRequest
 from .fields import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -82,7 +83,7 @@ async def tokenize(request: HttpRequest, data: Annotated[TokenizeRequest, Body()
     refuse_unsupported(data)
     if (data.prompt is None) == (data.messages is None):
         raise invalid("prompt", "exactly one of 'prompt' and 'messages' is needed")
-    chat = build_chat(data, call.limits.messages) if data.messages is not None else None
+    chat = build_chat(data, call.limits) if data.messages is not None else None
     model = await call.find_model(data.model)
     if chat is not None:
         ids = await chat_ids(call.gateway, model, chat)

@@ -9,9 +9,7 @@ from ...errors import ApiError
 from .fields import Later, Never
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
     "functions": ([],),
-    "tool_choice": ("none",),
     "function_call": ("none",),
     "response_format": ({"type": "text"},),
     "store": (False,),

@@ -19,13 +19,22 @@ form?.addEventListener("submit", async (event) => {
     body: JSON.stringify({
       model,
       messages: [{ role: "user", content: message }],
-      max_tokens: 200,
+      max_tokens: 1000, // thoughts come first
       stream: true,
       stream_options: { include_usage: true },
     }),
   });
   try {
-    await answerOf(request, (text) => answer.append(text), (line) => measure.replaceChildren(line));
+    let thinking = false;
+    const say = (text) => {
+      if (thinking) answer.textContent = "";
+      thinking = false;
+      answer.append(text);
+    };
+    const think = () => {
+      if (!answer.textContent) [answer.textContent, thinking] = ["It thinks …", true];
+    };
+    await answerOf(request, say, (line) => measure.replaceChildren(line), think);
   } catch (error) {
     answer.textContent = error.message;
     answer.classList.add("failure");

@@ -36,8 +36,9 @@ function measure(seen) {
   return line;
 }
 
-// Calls `say` with each piece of text and, however it ends, `told` with a line about its speed. The whole text.
-export async function answerOf(request, say, told) {
+// Calls `say` with each piece of text, `think` with those of thoughts and, however it ends, `told` with a line about
+// its speed. The whole text.
+export async function answerOf(request, say, told, think = () => {}) {
   const seen = { begun: performance.now(), first: 0, last: 0, usage: null, reason: "", id: "", seed: undefined };
   const response = await fetch(request);
   if (!response.ok) throw new Error((await response.json()).error.message);
@@ -47,9 +48,13 @@ export async function answerOf(request, say, told) {
       if (event.error) throw new Error(event.error.message);
       const choice = event.choices?.[0];
       const text = choice?.delta?.content ?? choice?.text ?? "";
-      if (text) {
+      const thought = choice?.delta?.reasoning_content ?? "";
+      if (text || thought) {
         seen.first ||= performance.now();
         seen.last = performance.now();
+      }
+      if (thought) think(thought);
+      if (text) {
         whole += text;
         say(text);
       }

@@ -61,12 +61,15 @@ class Pane {
         body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
         signal,
       });
-      const said = (text) => {
+      const into = (find) => (text) => {
         const following = this.talk.scrollHeight - this.talk.scrollTop - this.talk.clientHeight < 40;
-        turn.querySelector(".what").textContent += text;
+        find().textContent += text;
         if (following) this.talk.scrollTop = this.talk.scrollHeight;
       };
-      const answer = await answerOf(request, said, (line) => turn.append(line));
+      const what = turn.querySelector(".what");
+      const said = into(() => what);
+      const thought = into(() => thoughts(turn, what));
+      const answer = await answerOf(request, said, (line) => turn.append(line), thought);
       if (body.messages) this.messages.push({ role: "user", content: question }, { role: "assistant", content: answer });
       return true;
     } catch (error) {
@@ -78,6 +81,17 @@ class Pane {
       this.talk.scrollTop = this.talk.scrollHeight;
     }
   }
+}
+
+// Made with the first thought; closed, they take one line.
+function thoughts(turn, what) {
+  if (!turn.querySelector(".thoughts")) {
+    const made = document.createElement("details");
+    made.className = "thoughts";
+    made.innerHTML = "<summary>Thoughts</summary><p></p>";
+    what.before(made);
+  }
+  return turn.querySelector(".thoughts p");
 }
 
 function paragraph(kind, text) {

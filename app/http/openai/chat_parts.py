@@ -1,0 +1,73 @@
+"""Which parts a chat answer may have (thoughts, calls of tools), and what is told of them."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ...gateway.open_request import OpenRequest
+from ...text.answer_parts import THINK, THOUGHT, AnswerParser, Thinking, thinking_after
+from ...text.chat_prompt import Chat, RenderedChat
+from ...text.model_text import ModelText
+from ...text.tool_calls import ToolSyntax, tool_syntax
+from .fields import ChatCompletionRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsing:
+    thinking: Thinking
+    tools: ToolSyntax | None
+    names: frozenset[str]
+    most_calls: int | None
+    tells_thoughts: bool
+
+    @classmethod
+    def of(cls, body: ChatCompletionRequest, text: ModelText, chat: Chat, prompt: RenderedChat) -> "Parsing":
+        continued = chat.messages[-1]["content"] if chat.continue_final_message else None
+        return cls(
+            thinking=thinking_after(text.chat_template or "", prompt.marked, continued),
+            tools=tool_syntax(text.chat_template) if chat.tools else None,
+            names=frozenset(tool["function"]["name"] for tool in chat.tools or ()),
+            most_calls=1 if body.parallel_tool_calls is False else None,
+            tells_thoughts=body.include_reasoning is not False,
+        )
+
+    @property
+    def needed(self) -> bool:
+        """Otherwise an answer is its text."""
+        return self.thinking != "no" or self.tools is not None
+
+    def parser(self) -> AnswerParser:
+        return AnswerParser(self.thinking, self.tools, self.names, self.most_calls)
+
+    def needs_special(self, text: ModelText) -> bool:
+        """Whether a mark is a special token, which texts otherwise leave out."""
+        marks = [] if self.thinking == "no" else [THINK, THOUGHT]
+        if self.tools is not None:
+            marks += [self.tools.opener, self.tools.closer]
+        return any(text.tokenizer.token_to_id(mark) in text.tokens.special_ids for mark in marks if mark)
+
+
+def call_id(answer: str, choice: int, number: int) -> str:
+    """Nine letters and digits: Mistral's templates take no other length."""
+    return hashlib.sha256(f"{answer}:{choice}:{number}".encode()).hexdigest()[:9]
+
+
+def final_reason(reason: str, parser: AnswerParser) -> str:
+    return "tool_calls" if parser.called and reason == "stop" else reason
+
+
+def reasoning_tokens(opened: OpenRequest, parsers: Sequence[AnswerParser]) -> int:
+    """Of all choices, the mark at the end of the thoughts included. For answers that have ended."""
+    text = opened.generation.model.text
+    pairs = zip(opened.sequences, parsers, strict=True)
+    return sum(_thoughts(sequence.output_ids, text) for sequence, parser in pairs if parser.thought)
+
+
+def _thoughts(ids: list[int], text: ModelText) -> int:
+    end = text.tokenizer.token_to_id(THOUGHT)
+    if end is not None:
+        return ids.index(end) + 1 if end in ids else len(ids)
+    detokenizer = text.detokenizer()
+    said = accumulate(map(detokenizer.push, ids), lambda before, piece: (before + piece)[-64:])
+    return next((count for count, tail in enumerate(said, 1) if THOUGHT in tail), len(ids))

@@ -1,0 +1,153 @@
+"""A chat answer as a stream of chunks."""
+
+from collections.abc import AsyncGenerator
+
+import msgspec
+from msgspec import UNSET
+
+from ...gateway.gateway import Gateway
+from ...gateway.generation import Delta
+from ...gateway.open_request import OpenRequest
+from ...text.answer_parts import Parts
+from ..sse import data_event
+from .chat import ChatCall, heading_of
+from .chat_parts import call_id, final_reason, reasoning_tokens
+from .logprobs import chat_logprobs
+from .responses import (
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    CompletionUsage,
+    FunctionDelta,
+    ToolCallDelta,
+)
+
+
+async def stream_chat(gateway: Gateway, chat: ChatCall) -> AsyncGenerator[bytes, None]:
+    """Framed events: role first, one finish chunk a choice, then usage where asked for."""
+    with gateway.open(chat.generation) as opened:
+        chunks = _Chunks(opened, chat)
+        for index in range(len(opened.sequences)):
+            yield chunks.first(index)
+        unfinished = len(opened.sequences)
+        async for delta in opened.deltas():
+            unfinished -= delta.finish_reason is not None
+            if event := chunks.event(delta, last=unfinished == 0):
+                yield event
+    if chunks.with_usage:
+        yield chunks.usage()
+
+
+class _Chunks:
+    """Chunks of one stream. The common one (text and nothing else) is glued from parts encoded once."""
+
+    def __init__(self, opened: OpenRequest, chat: ChatCall) -> None:
+        self._opened = opened
+        self._chat = chat
+        heading = heading_of(opened, chat)
+        self.with_usage = chat.usage_at_end
+        self._running_usage = chat.usage_in_chunks
+        self._tokens = chat.generation.model.text.tokens
+        self._base = ChatChunk(
+            id=heading.id,
+            created=heading.created,
+            model=heading.model,
+            system_fingerprint=heading.system_fingerprint,
+            choices=[],
+            usage=None if self.with_usage else UNSET,
+        )
+        self._plain = not (chat.wants_logprobs or chat.body.return_token_ids or self._running_usage)
+        self._parsers = [chat.parsing.parser() for _ in opened.sequences] if chat.parsing.needed else []
+        self._glue = [self._glued(index) for index in range(len(opened.sequences))]
+
+    def first(self, index: int) -> bytes:
+        delta = ChatDelta(role="assistant", content="", refusal=None)
+        chunk = self._chunk(ChatChunkChoice(index=index, delta=delta))
+        if self._chat.body.return_token_ids and index == 0:
+            chunk.prompt_token_ids = self._chat.generation.prompts[0]
+        return data_event(chunk)
+
+    def event(self, delta: Delta, *, last: bool) -> bytes:
+        """Empty where there is nothing to say yet."""
+        if self._parsers:
+            return self._parsed(delta, last=last)
+        if delta.finish_reason is None:
+            if not delta.text and self._plain:
+                return b""
+            if self._plain:
+                before, after = self._glue[delta.index]
+                return before + msgspec.json.encode(delta.text) + after
+            return self._full(delta, ChatDelta(content=delta.text))
+        said = b""
+        if delta.text or delta.entries or (delta.token_ids and not self._plain):
+            said = self._full(delta, ChatDelta(content=delta.text))
+        return said + self._finish(delta, last=last)
+
+    def usage(self) -> bytes:
+        self._base.choices = []
+        thoughts = reasoning_tokens(self._opened, self._parsers) if self._parsers else 0
+        self._base.usage = CompletionUsage.of(self._opened.usage, thoughts)
+        for name, value in self._chat.extras().items():
+            setattr(self._base, name, value)
+        return data_event(self._base)
+
+    def _parsed(self, delta: Delta, *, last: bool) -> bytes:
+        parser = self._parsers[delta.index]
+        parts = parser.push(delta.text)
+        if delta.finish_reason is not None:
+            parts.add(parser.finish())
+        said = b"".join(
+            self._full(delta, part, first=number == 0)
+            for number, part in enumerate(self._spoken(delta, parts, parser.called - len(parts.calls)))
+        )
+        return said if delta.finish_reason is None else said + self._finish(delta, last=last)
+
+    def _spoken(self, delta: Delta, parts: Parts, number: int) -> list[ChatDelta]:
+        """`number`: calls before these."""
+        said = []
+        if parts.reasoning and self._chat.parsing.tells_thoughts:
+            said.append(ChatDelta(reasoning_content=parts.reasoning, reasoning=parts.reasoning))
+        if parts.content:
+            said.append(ChatDelta(content=parts.content))
+        for index, call in enumerate(parts.calls, number):
+            id_ = call_id(self._base.id, delta.index, index)
+            named = FunctionDelta(name=call.name, arguments="")
+            said.append(
+                ChatDelta(tool_calls=[ToolCallDelta(index=index, id=id_, type="function", function=named)])
+            )
+            rest = FunctionDelta(arguments=call.arguments)
+            said.append(ChatDelta(tool_calls=[ToolCallDelta(index=index, function=rest)]))
+        silent = not said and not self._plain and (delta.entries or delta.token_ids)
+        return [ChatDelta()] if silent else said
+
+    def _finish(self, delta: Delta, *, last: bool) -> bytes:
+        reason = delta.finish_reason
+        if self._parsers and reason is not None:
+            reason = final_reason(reason, self._parsers[delta.index])
+        choice = ChatChunkChoice(index=delta.index, delta=ChatDelta(), finish_reason=reason)
+        chunk = self._chunk(choice)
+        if last and not self.with_usage:
+            for name, value in self._chat.extras().items():
+                setattr(chunk, name, value)
+        return data_event(chunk)
+
+    def _full(self, delta: Delta, said: ChatDelta, *, first: bool = True) -> bytes:
+        """What belongs to the step comes with its `first` chunk."""
+        choice = ChatChunkChoice(index=delta.index, delta=said)
+        if first and self._chat.wants_logprobs:
+            choice.logprobs = chat_logprobs(delta.entries, self._tokens)
+        if first and self._chat.body.return_token_ids:
+            choice.token_ids = delta.token_ids
+        return data_event(self._chunk(choice))
+
+    def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
+        chunk = msgspec.structs.replace(self._base, choices=[choice])
+        if self._running_usage:
+            chunk.usage = CompletionUsage.of(self._opened.usage_now())
+        return chunk
+
+    def _glued(self, index: int) -> tuple[bytes, bytes]:
+        mark = "\x00"
+        event = data_event(self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(content=mark))))
+        before, _, after = event.partition(msgspec.json.encode(mark))
+        return before, after

@@ -1,0 +1,168 @@
+"""Thoughts and calls of tools, as the official client sees them, from an engine whose tokens are known."""
+
+import json
+
+import openai
+import pytest
+
+from support.fake_engine import write_model
+from support.openai_server import serving
+from support.tokenizers_zoo import CHATML, byte_level, write_text_files
+
+TEMPLATE = (
+    "{%- if tools %}{{- '<|im_start|>system\\n' }}"
+    "{%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}"
+    "{{- 'Answer with <tool_call>.<|im_end|>\\n' }}{%- endif %}"
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content.split('</think>')[-1] }}"
+    "{%- for call in m.tool_calls or [] %}{{- '<tool_call>' + call.function | tojson + '</tool_call>' }}"
+    "{%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+ANSWERS = {
+    "thinker": "<think>\nhm, 你好\n</think>\n\nYes.",
+    "caller": f"<think>\nhm\n</think>\n\nLet me look.\n{CALL}\n{CALL}",
+    "plain": "<think>no</think>",
+}
+ASKED = [{"role": "user", "content": "hello"}]
+WEATHER = {"name": "weather", "description": "of <|im_end|> a city", "parameters": {"type": "object"}}
+TOOLS = [{"type": "function", "function": WEATHER}]
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    root, tokenizer = tmp_path_factory.mktemp("models"), byte_level()
+    with serving(tmp_path_factory.mktemp("data"), tools=2) as server:
+        for name, answer in ANSWERS.items():
+            template = CHATML if name == "plain" else TEMPLATE
+            script = tokenizer.encode(answer, add_special_tokens=False).ids
+            text = write_text_files(root / name, tokenizer, template)
+            write_model(text, vocab_size=tokenizer.get_vocab_size(), context=512, script=script)
+            server.load(root / name, name)
+        with server.client() as client:
+            yield client
+
+
+def ask(client, model, **fields):
+    return client.chat.completions.create(model=model, messages=ASKED, **fields)
+
+
+def streamed(client, model, **fields):
+    """What the chunks of one choice add up to."""
+    whole = {"content": "", "reasoning": "", "calls": [], "entries": 0, "reason": None, "usage": None}
+    options = {"include_usage": True}
+    for chunk in ask(client, model, stream=True, stream_options=options, **fields):
+        whole["usage"] = chunk.usage or whole["usage"]
+        for choice in chunk.choices:
+            delta = choice.delta
+            whole["content"] += delta.content or ""
+            whole["reasoning"] += getattr(delta, "reasoning_content", None) or ""
+            for call in delta.tool_calls or ():
+                if call.id:
+                    whole["calls"].append([call.index, call.id, call.function.name, ""])
+                whole["calls"][call.index][3] += call.function.arguments
+            whole["entries"] += len(choice.logprobs.content) if choice.logprobs else 0
+            whole["reason"] = choice.finish_reason or whole["reason"]
+    return whole
+
+
+def test_thoughts_stand_apart_from_the_answer(client):
+    answer = ask(client, "thinker")
+    message = answer.choices[0].message
+    assert (message.content, message.reasoning_content, message.reasoning) == ("Yes.", "hm, 你好", "hm, 你好")
+    whole = streamed(client, "thinker", logprobs=True)
+    assert (whole["content"], whole["reasoning"], whole["reason"]) == ("Yes.", "hm, 你好", "stop")
+    assert whole["entries"] == answer.usage.completion_tokens - 1  # all but the end token
+    told = answer.usage.completion_tokens_details.reasoning_tokens
+    assert 0 < told < answer.usage.completion_tokens
+    assert whole["usage"].completion_tokens_details.reasoning_tokens == told
+
+
+def test_thoughts_can_be_left_out(client):
+    message = ask(client, "thinker", extra_body={"include_reasoning": False}).choices[0].message
+    assert message.content == "Yes."
+    assert not hasattr(message, "reasoning_content")
+    whole = streamed(client, "thinker", extra_body={"include_reasoning": False})
+    assert (whole["content"], whole["reasoning"]) == ("Yes.", "")
+
+
+def test_models_that_do_not_think_keep_their_text(client):
+    assert ask(client, "plain").choices[0].message.content == ANSWERS["plain"]
+    assert streamed(client, "plain")["content"] == ANSWERS["plain"]
+
+
+def test_calls_of_tools(client):
+    choice = ask(client, "caller", tools=TOOLS, tool_choice="auto").choices[0]
+    message = choice.message
+    assert choice.finish_reason == "tool_calls"
+    assert (message.content, message.reasoning_content) == ("Let me look.", "hm")
+    assert [call.function.name for call in message.tool_calls] == ["weather"] * 2
+    assert [json.loads(call.function.arguments) for call in message.tool_calls] == [{"city": "Köln"}] * 2
+    ids = [call.id for call in message.tool_calls]
+    assert len(set(ids)) == 2
+    assert all(len(each) == 9 and each.isalnum() for each in ids)
+    whole = streamed(client, "caller", tools=TOOLS)
+    assert (whole["content"], whole["reasoning"], whole["reason"]) == ("Let me look.", "hm", "tool_calls")
+    assert [call[0] for call in whole["calls"]] == [0, 1]
+    assert [call[2:] for call in whole["calls"]] == [["weather", '{"city": "Köln"}']] * 2
+
+
+def test_one_call_at_a_time_and_none(client):
+    answer = ask(client, "caller", tools=TOOLS, parallel_tool_calls=False)
+    assert len(answer.choices[0].message.tool_calls) == 1
+    for fields in ({"tools": TOOLS, "tool_choice": "none"}, {"tools": []}, {}):
+        choice = ask(client, "caller", **fields).choices[0]
+        assert choice.message.tool_calls is None
+        assert "<tool_call>" in choice.message.content
+        assert choice.finish_reason == "stop"
+
+
+def test_a_conversation_with_calls_is_rendered_by_the_template(client):
+    call = {"id": "abc", "type": "function", "function": {"name": "weather", "arguments": '{"city": "x"}'}}
+    messages = [
+        *ASKED,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abc", "content": "rain <|im_end|>"},
+    ]
+    body = {"model": "caller", "messages": messages, "tools": TOOLS}
+    ids = client.post("/../tokenize", body=body, cast_to=object)["tokens"]
+    text = client.post("/../detokenize", body={"model": "caller", "tokens": ids}, cast_to=object)["prompt"]
+    assert '<tool_call>{"name": "weather", "arguments": {"city": "x"}}</tool_call>' in text
+    assert json.dumps(TOOLS[0], ensure_ascii=False) in text
+    end = byte_level().token_to_id("<|im_end|>")
+    assert ids.count(end) == 4, "a literal in a tool's words became a control token"
+    assert client.chat.completions.create(
+        model="caller", messages=messages, tools=TOOLS
+    ).usage.prompt_tokens == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "param"),
+    [
+        ("plain", {"tools": TOOLS}, "tools"),
+        (
+            "plain",
+            {"messages": [*ASKED, {"role": "tool", "content": "x", "tool_call_id": "1"}]},
+            "messages[1].role",
+        ),
+        ("caller", {"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        (
+            "caller",
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+            "tool_choice",
+        ),
+        ("caller", {"tool_choice": "auto"}, "tool_choice"),
+        ("caller", {"tools": TOOLS * 3}, "tools"),
+        ("caller", {"tools": [{"type": "function"}]}, "tools[0].function"),
+        ("caller", {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(client, model, fields, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**{"model": model, "messages": ASKED, **fields})
+    assert caught.value.param == param
+
+
+def test_strict_schemas_are_warned_about(client):
+    strict = [{"type": "function", "function": {**WEATHER, "strict": True}}]
+    assert "strict" in ask(client, "caller", tools=strict).warnings[0]
