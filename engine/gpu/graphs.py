@@ -45,13 +45,14 @@ class DecodeGraphs:
         most: int,
         budget_bytes: int,
         *,
-        shared: bool = False,
+        agree: Callable[[bool], bool] | None = None,
     ) -> None:
         """For steps of up to `most` rows. No more is captured once `budget_bytes` are used up.
 
-        `shared`: other ranks run the same at the same time.
+        `agree`: where other ranks capture the same at the same time, whether all could: NCCL wants its sums
+        in a graph on all ranks or on none.
         """
-        self._shared = shared
+        self._agree = agree
         self._capture = capture
         self._budget = budget_bytes
         self._body = body
@@ -94,10 +95,20 @@ class DecodeGraphs:
         return self._usable and self._capture.bytes_taken < self._budget
 
     def capture(self, size: int) -> None:
-        """Inputs must be those of rows that do no harm. A failure ends the use of graphs, nothing else.
-
-        But where a shared warm-up breaks, others wait for sums that were not made: that is raised.
+        """Inputs must be those of rows that do no harm. A failure ends the use of graphs, on all ranks, and
+        nothing else. But where a shared warm-up breaks, others wait for sums that were not made: it raises.
         """
+        replay, problem = self._try(size)
+        agreed = self._agree is None or self._agree(replay is not None)
+        if replay is not None and agreed:
+            self._replays[size] = replay
+            return
+        self._usable = False
+        self._replays.clear()
+        log.warning("CUDA graphs are off: capturing %d rows failed: %s", size, problem)
+
+    def _try(self, size: int) -> tuple[Callable[[], None] | None, object]:
+        """The replay, or None; and what is said where it is not used."""
         warm = False
 
         def body() -> None:
@@ -106,13 +117,11 @@ class DecodeGraphs:
             warm = True
 
         try:
-            self._replays[size] = self._capture.capture(body)
+            return self._capture.capture(body), "another rank could not"
         except Exception as error:  # drivers and compilers; all works without graphs
-            if self._shared and not warm:
+            if self._agree is not None and not warm:
                 raise
-            self._usable = False
-            self._replays.clear()
-            log.warning("CUDA graphs are off: capturing %d rows failed: %s", size, error)
+            return None, error
 
     def has(self, size: int) -> bool:
         return size in self._replays

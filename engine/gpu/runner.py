@@ -89,8 +89,9 @@ class DeviceRunner:
         self._ops.clear_blocks(cache, [sizes.num_blocks])
         self.graphs = None
         if capture is not None:
-            shared, most = self._rank.layout.ranks > 1, share(sizes.max_running, self.stages)
-            self.graphs = DecodeGraphs(capture, self._decode, most, graphs_bytes, shared=shared)
+            agree = self._rank.collective.agree if self._rank.layout.ranks > 1 else None
+            most = share(sizes.max_running, self.stages)
+            self.graphs = DecodeGraphs(capture, self._decode, most, graphs_bytes, agree=agree)
 
     def launch(self, plan: StepPlan) -> Launched:
         if (urgent := self.urgent_capture) is not None:

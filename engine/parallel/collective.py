@@ -14,7 +14,7 @@ from torch import Tensor
 from .deal import dealt
 from .fused_sum import FusedSum
 from .layout import Layout
-from .oneshot import OneShotSum
+from .oneshot import OneShotSum, all_agree
 from .rank import OnItsWay
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -34,6 +34,7 @@ class TorchCollective:
         stage: dist.ProcessGroup,
         *,
         ordered: bool,
+        device: torch.device,
         back: dist.ProcessGroup | None = None,
         one_shot: OneShotSum | None = None,
         fused: FusedSum | None = None,
@@ -42,6 +43,7 @@ class TorchCollective:
         where there are stages, one of all ranks for `hand_back` alone: what goes over one group takes turns.
         """
         self._layout = layout
+        self._device = device
         self._stage = stage
         self._back = back
         self._ordered = ordered
@@ -94,6 +96,9 @@ class TorchCollective:
         """In the order of ranks, always."""
         assert self._fused is not None
         return self._fused(x_TE, residual_TE, weight_E, eps)
+
+    def agree(self, works: bool) -> bool:
+        return all_agree(None, self._device, works)
 
     def hand_back(self, x: Tensor) -> OnItsWay:
         assert x.is_contiguous()

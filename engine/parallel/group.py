@@ -56,7 +56,9 @@ def join(
     if joined and layout.tp > 1 and not ordered:
         # Fused sums are in order too, but the norm behind them is another kernel than the one for prompts.
         one_shot, fused = OneShotSum.prepare(stage, device), FusedSum.prepare(stage, device)
-    return TorchCollective(layout, stage, ordered=ordered, back=back, one_shot=one_shot, fused=fused)
+    return TorchCollective(
+        layout, stage, ordered=ordered, device=device, back=back, one_shot=one_shot, fused=fused
+    )
 
 
 def stage_group(layout: Layout) -> dist.ProcessGroup:

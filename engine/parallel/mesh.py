@@ -114,6 +114,9 @@ class MeshCollective:
     def sum_add_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         raise NotImplementedError
 
+    def agree(self, works: bool) -> bool:
+        raise NotImplementedError  # asked after captures, and there are none on CPUs
+
     def hand_back(self, x: Tensor) -> OnItsWay:
         """What was sent lies in the socket, which has room for that of more steps than are ever on their way;
         it is read when it is waited for.

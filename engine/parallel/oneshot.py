@@ -88,8 +88,8 @@ def shared_memory(size: int, group: dist.ProcessGroup, device: torch.device) -> 
     return buffer, memory.rendezvous(buffer, group)
 
 
-def all_agree(group: dist.ProcessGroup, device: torch.device, works: bool) -> bool:
-    """Whether it works on every rank of the group."""
+def all_agree(group: dist.ProcessGroup | None, device: torch.device, works: bool) -> bool:
+    """Whether it works on every rank of the group; None: of all stages."""
     agreed = torch.tensor([int(works)], device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
     return bool(int(agreed))

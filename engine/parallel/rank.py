@@ -54,6 +54,10 @@ class Collective(Protocol):
         """`sum`, then `Ops.add_rms_norm`."""
         ...
 
+    def agree(self, works: bool) -> bool:
+        """Whether it does on all ranks of all stages, which call it between steps. Waits for the device."""
+        ...
+
     def hand_back(self, x: Tensor) -> OnItsWay:
         """From the last stage to the first, into this: called by both. Neither waits here, nor for what else
         they exchange; `x` is left alone until it is there.

@@ -35,6 +35,19 @@ class Stage:
         self.parts: dict[int, Tensor] = {}
         self.inboxes = [Queue() for _ in range(tp)]
         self.returns = [Queue() for _ in range(tp)]
+        self._votes: dict[int, bool] = {}
+        self._all: threading.Barrier | None = None
+        self._lock = threading.Lock()
+
+    def vote(self, rank: int, ranks: int, works: bool) -> bool:
+        """Of all ranks, at the first stage."""
+        with self._lock:
+            self._all = self._all or threading.Barrier(ranks, timeout=20)
+        self._votes[rank] = works
+        self._all.wait()
+        agreed = all(self._votes.values())
+        self._all.wait()
+        return agreed
 
     def end(self) -> None:
         """Whoever waits for what another stage will not send hears of it."""
@@ -88,6 +101,9 @@ class ThreadCollective:
     def sum_add_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         self.fused += 1
         return REFERENCE.add_rms_norm(sum_in_order(self.gather(x_TE)), residual_TE, weight_E, eps)
+
+    def agree(self, works: bool) -> bool:
+        return self._stages[0].vote(self._layout.rank, self._layout.ranks, works)
 
     def hand_back(self, x: Tensor) -> OnItsWay:
         way = self._stages[0].returns[self._layout.tp_rank]

@@ -44,6 +44,8 @@ def stages(rank, ranks):
     ids = torch.tensor([rank, 7]) if layout.stage else torch.zeros(2, dtype=torch.int64)
     together.hand_back(ids).wait()
     assert ids.tolist() == [rank % 2 + 2, 7]
+    assert together.agree(True)
+    assert not together.agree(rank != 3)
     leave()
 
 def right(x_TE, residual_TE, weight_E, eps, group, compile_only=False):
@@ -106,7 +108,8 @@ def fused(rank, ranks):
         found = fused_sum.FusedSum.prepare(group, cpu)
         assert (found is None) == (runs != (right, right)), runs
         if found is not None:
-            together = collective.TorchCollective(Layout(ranks, 1, rank), group, ordered=True, fused=found)
+            layout = Layout(ranks, 1, rank)
+            together = collective.TorchCollective(layout, group, ordered=True, device=cpu, fused=found)
             assert together.fuses(3, 1024, torch.bfloat16)
             assert not together.fuses(300, 1024, torch.bfloat16), "too large"
             residual = torch.ones_like(x)

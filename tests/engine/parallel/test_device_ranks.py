@@ -160,17 +160,19 @@ def test_graphs_are_captured_on_all_ranks_between_the_same_steps(model):
     assert ranks[0].capture.replays == ranks[1].capture.replays > WANTED
 
 
-def test_a_rank_without_graphs_runs_the_same_rows_as_they_are(model):
+@pytest.mark.parametrize("cut", [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}], ids=str)
+def test_where_one_rank_cannot_capture_none_has_graphs(model, cut):
+    """What NCCL does is in a graph on all ranks that meet there, or on none."""
     requests = [ask(f"r{n}", range(n + 3, n + 20), 9, temperature=0.9, seed=n) for n in range(3)]
-    with device_ranks(model, tp=2, max_running=8) as (engine, _):
-        expected = tokens(engine, requests)
-    with device_ranks(model, graphs=True, fail_at={1: 1}, tp=2, max_running=8) as (engine, ranks):
+    expected = tokens(load(model, max_running=8), requests)
+    with device_ranks(model, graphs=True, fail_at={1: 1}, **cut, max_running=8) as (engine, ranks):
         while engine.prepare():
             pass
         assert tokens(engine, requests) == expected
-    assert ranks[0].capture.replays > 0
-    assert ranks[1].capture.replays == 0
-    assert max(ranks[1].sizes) == 4, "filled up as rank 0 says"
+    assert [rank.capture.bytes_taken for rank in ranks] == [2, 1, 2, 2][: len(ranks)]
+    assert {rank.capture.replays for rank in ranks} == {0}
+    assert not any(rank.runner.graphs.has(rank.runner.graphs._sizes[-1]) for rank in ranks)
+    assert {rank.runner.next_capture for rank in ranks} == {None}
 
 
 def test_a_rank_whose_warm_up_breaks_ends(model, monkeypatch):
