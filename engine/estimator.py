@@ -6,13 +6,14 @@ out of memory later.
     total = weights + workspace + KV
     weights   = parameters · bytes of the weights' dtype, or see `weights_bytes` when quantised
     KV        = blocks · block size · 2 · layers · kv_heads · (head_dim · bytes of the KV dtype, or
-                head_dim + 4 where a scale stands beside each head)
+                head_dim + 4 where a scale stands beside each head); head_dim as the C++ kernels pad it
     workspace = see `workspace_bytes` in memory_use.py
 """
 
 from dataclasses import replace
 from typing import cast
 
+from llmbox.kernels.cpu.kv_width import kv_width
 from llmbox.kernels.quant import QUANTS
 
 from .config import Dtype, EngineConfig, KVDtype, QuantChoice
@@ -128,7 +129,9 @@ class _Planner:
             shape, budget.device, config, native_kernels=budget.native_kernels
         )
         self.weights = weights_bytes(shape, self.dtype, QUANTS.get(config.quant))
-        self.block_bytes = config.block_size * shape.kv_bytes_per_token(self.kv_dtype)
+        width = kv_width(shape.head_dim, self.kv_dtype, budget.level) if self._is_native else None
+        self.kv_bytes_per_token = shape.kv_bytes_per_token(self.kv_dtype, width)
+        self.block_bytes = config.block_size * self.kv_bytes_per_token
         self.max_running = config.max_running or _default_max_running(budget, config)
         self.token_budget = config.token_budget or _default_token_budget(shape, budget, self.max_running)
         self.notes: list[str] = []
@@ -155,7 +158,7 @@ class _Planner:
             quant=self.config.quant,
             weights_bytes=self.weights,
             workspace_bytes=workspace,
-            kv_bytes_per_token=self.shape.kv_bytes_per_token(self.kv_dtype),
+            kv_bytes_per_token=self.kv_bytes_per_token,
             block_size=self.config.block_size,
             num_blocks=min(room, self._pool_blocks(context)),
             budget_bytes=have,

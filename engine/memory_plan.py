@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llmbox.kernels.cpu.build import native_expected
-from llmbox.kernels.cpu.levels import usable_levels
+from llmbox.kernels.cpu.levels import LEVELS, usable_levels
 
 from .config import Dtype, KVDtype, QuantChoice
 from .machine import Machine
@@ -21,6 +21,8 @@ class MemoryBudget:
     cores: int = 1
     native_kernels: bool = False
     """Whether the C++ kernels run, whose results do not depend on the batch in any dtype."""
+    level: str = LEVELS[-1].name
+    """Of instructions, that they are compiled for."""
     core_flops: float = 30e9
     """What a core sustains in matrix products, within a factor of two: only sizes the default step."""
     more_gpus: tuple[int, ...] = ()
@@ -48,6 +50,7 @@ class MemoryBudget:
             available=available,
             cores=cores,
             native_kernels=True,
+            level=usable_levels()[0].name,
             core_flops=usable_levels()[0].flops,
         )
 

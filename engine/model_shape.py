@@ -35,6 +35,8 @@ class ModelShape:
     """The one table that a rank holds is for input alone: the output head is on another."""
     quant: str | None = None
     """Format of the checkpoint, where it holds rounded weights."""
+    wide_params: int = 0
+    """Of linears in layers that such a checkpoint keeps wide."""
     exact_params: int | None = None
     """Counted from the safetensors headers, where those are at hand; else the closed form is used."""
 
@@ -62,7 +64,11 @@ class ModelShape:
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         return attention + bias + norms + 3 * self.hidden * self.ffn
 
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        """K and V of all layers. A sliding window does not shrink it: a request keeps all its blocks."""
-        head = self.head_dim + 4 if dtype in SCALED_KV else self.head_dim * DTYPE_BYTES[dtype]
+    def kv_bytes_per_token(self, dtype: str, width: int | None = None) -> int:
+        """K and V of all layers. A sliding window does not shrink it: a request keeps all its blocks.
+
+        `width`: numbers that kernels keep for a head, where they pad it.
+        """
+        numbers = width or self.head_dim
+        head = numbers + 4 if dtype in SCALED_KV else numbers * DTYPE_BYTES[dtype]
         return 2 * self.layers * self.kv_heads * head

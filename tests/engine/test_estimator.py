@@ -69,6 +69,21 @@ def test_kv_bytes_per_token():
         assert QWEN_3_600M.kv_bytes_per_token(one_byte) == 2 * 28 * 8 * (128 + 4)
 
 
+def test_heads_are_counted_as_wide_as_the_kernels_keep_them():
+    odd = replace(TINY, head_dim=80, dtype="bfloat16")
+
+    def kept(level, native=True, **config):
+        budget = MemoryBudget(device="cpu", available=8 * GB, cores=2, native_kernels=native, level=level)
+        planned = estimate(odd, budget, EngineConfig(model_path="m", name="m", **config))
+        assert planned.kv_bytes <= planned.budget_bytes - planned.weights_bytes - planned.workspace_bytes
+        return planned.kv_bytes_per_token // (2 * TINY.layers * TINY.kv_heads)
+
+    assert kept("amx") == 96 * 2, "whole tiles"
+    assert kept("avx512-bf16") == 80 * 2
+    assert kept("amx", kv_dtype="int8") == 80 + 4
+    assert kept("amx", native=False, dtype="bfloat16") == 80 * 2
+
+
 def test_int8_keys_and_values_leave_room_for_more_tokens():
     plain, small = plan(LLAMA_3_8B, 24 * GB, "cuda"), plan(LLAMA_3_8B, 24 * GB, "cuda", kv_dtype="int8")
     assert small.kv_dtype == "int8"
