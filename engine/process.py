@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
@@ -22,7 +23,7 @@ from .config import EngineConfig
 from .ending import end
 from .errors import EngineError
 from .lifeline import bind_to_parent, log_to_stderr
-from .light_torch import import_torch
+from .light_torch import WHOLE, import_torch
 from .machine import name_gpus
 from .messages import (
     AbortRequest,
@@ -76,8 +77,8 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
     log_to_stderr()
     bind_to_parent(options.parent)
     try:
-        channel = _adopt(options.fd)
-        return _run(channel, load or _import_engine())
+        engine = load or _import_engine(options.fd)
+        return _run(_adopt(options.fd), engine)
     except DaemonGone:
         return EXIT_OK
     except Exception:
@@ -151,10 +152,18 @@ def _first_message(channel: Channel) -> ToEngine:
     return messages[0]
 
 
-def _import_engine() -> Load:
+def _import_engine(fd: int) -> Load:
     """Imports torch and opens the kernels while `Start` is still on its way, or long before."""
     name_gpus()
-    import_torch()
+    try:
+        import_torch()
+    except Exception as error:
+        if WHOLE in os.environ:
+            raise
+        log.warning("torch cannot be imported in part, all of it is imported instead: %r", error)
+        os.environ[WHOLE] = "1"
+        os.set_inheritable(fd, True)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - this program once more
     from .loader import load_engine, open_kernels  # noqa: PLC0415 - a fake engine must do without torch
 
     open_kernels()
