@@ -144,7 +144,20 @@ def _indivisible(shape: ModelShape, tp: int, quant: Quant | None) -> str:
                 f"{quant.name} weights round groups of {quant.group} inputs, and a part of {where} "
                 f"has {size}: take another --quant or --tp"
             )
-    return ""
+    return _cut_blocks(shape, tp, quant)
+
+
+def _cut_blocks(shape: ModelShape, tp: int, quant: Quant | None) -> str:
+    """Blocks rounded at load would hold keys and values both. Those of a checkpoint keep their scales."""
+    if tp == 1 or quant is None or quant.kind != "blocks" or shape.quant is not None:
+        return ""
+    rows = max(1, shape.kv_heads // tp) * shape.head_dim
+    if rows % quant.group == 0:
+        return ""
+    return (
+        f"{quant.name} weights round blocks of {quant.group} outputs, and a part of the keys has {rows}: "
+        "take another --quant or --tp"
+    )
 
 
 def _words(numbers: list[int]) -> str:

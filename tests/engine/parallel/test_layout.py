@@ -93,3 +93,17 @@ def test_groups_of_quantised_weights_are_not_cut():
             check_layout(shape, 4, 1, QUANTS[name])
     check_layout(shape, 4, 1, QUANTS["int8-g32"])
     check_layout(shape, 4, 1, QUANTS["fp8"])
+
+
+def test_blocks_are_not_rounded_over_keys_and_values():
+    """Where a rank's part of the keys is less than one: those of a checkpoint have their scales already."""
+    quant, narrow = QUANTS["fp8-block"], replace(SHAPE, heads=64, head_dim=64)
+    for tp in (1, 2, 4):
+        check_layout(narrow, tp, 1, quant)
+    with pytest.raises(
+        ParallelError, match=r"fp8-block.* 128 outputs, and a part of the keys has 64: .*1, 2 or 4"
+    ):
+        check_layout(narrow, 8, 1, quant)
+    check_layout(narrow, 8, 1, QUANTS["fp8"])
+    check_layout(replace(narrow, quant="fp8-block"), 8, 1, quant)
+    check_layout(SHAPE, 16, 1, quant)  # whole heads, copied
