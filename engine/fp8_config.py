@@ -1,9 +1,12 @@
 """What config.json says of E4M3 weights that others wrote: which of our formats it is, or why none. No torch.
 
     "quant_method": "fp8"                  AutoFP8, transformers, DeepSeek-V3, Qwen3-FP8
+    "quant_method": "fbgemm_fp8"           transformers, Llama 3.1 405B
     "quant_method": "compressed-tensors"   llm-compressor
+    "quant_method": "modelopt"             NVIDIA Model Optimizer
 
-Only what decides is read; how scales are called and shaped is in `rounded.py`.
+Only what decides is read; how scales are called and shaped is in `rounded.py`. Lists of what is kept wide do
+not decide: `kept_wide.py`.
 """
 
 from typing import Any
@@ -21,13 +24,19 @@ def read_fp8(raw: dict[str, Any]) -> str:
     size, scheme = raw.get("weight_block_size"), raw.get("activation_scheme", "dynamic")
     require(raw.get("fmt", "e4m3") == "e4m3", f"8-bit floats of fmt {raw.get('fmt')!r}, only e4m3 is known")
     require(scheme in ("dynamic", "static"), f"activation_scheme {scheme!r}, known are dynamic and static")
-    for key in ("modules_to_not_convert", "ignored_layers"):
-        refuse_kept_linears(raw.get(key), key)
     if size is None:
         return DYNAMIC if scheme == "dynamic" else STATIC
     require(size == SIZE, f"weight_block_size {size!r}, only blocks of 128 x 128 are known")
     require(scheme == "dynamic", "blocks of 128 x 128 with static activations, only dynamic ones are known")
     return BLOCKS
+
+
+def read_modelopt(raw: dict[str, Any]) -> str:
+    """Raises NotReadable."""
+    known = {"FP8": STATIC, "FP8_PER_CHANNEL_PER_TOKEN": DYNAMIC}
+    name = raw.get("quant_algo")
+    require(isinstance(name, str) and name in known, f"modelopt weights of quant_algo {name!r}")
+    return known[str(name)]
 
 
 def read_compressed(raw: dict[str, Any]) -> str:
@@ -37,11 +46,9 @@ def read_compressed(raw: dict[str, Any]) -> str:
     sparsity = raw.get("sparsity_config") or {}
     require(isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense", "sparse weights")
     require(not raw.get("transform_config"), "weights that were transformed (transform_config)")
-    refuse_kept_linears(raw.get("ignore"), "ignore")
     found = list(groups.values()) if isinstance(groups, dict) else []
     require(len(found) == 1 and isinstance(found[0], dict), "config_groups of other than one group")
     (group,) = found
-    require(group.get("targets") == ["Linear"], "targets other than Linear")
     require(not group.get("output_activations"), "rounded output_activations")
     weights, rows = group.get("weights"), group.get("input_activations")
     require(rows is not None, "8-bit weights for rows that are not rounded (no input_activations)")
@@ -71,13 +78,6 @@ def read_schemes(weights: dict[str, Any], rows: dict[str, Any]) -> str:
         return DYNAMIC
     require(dynamic is False and over == "tensor", "static input_activations of other than one scale")
     return STATIC
-
-
-def refuse_kept_linears(names: Any, key: str) -> None:
-    """What a pattern keeps is found when its tensor is read."""
-    require(names is None or isinstance(names, list), f"{key} that is no list")
-    kept = [str(name) for name in names or [] if "_proj" in str(name)]
-    require(not kept, f"{key}: linears of a layer that are kept wide, as {(kept or [''])[0][:100]!r}")
 
 
 def require(holds: bool, problem: str) -> None:

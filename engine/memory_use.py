@@ -28,7 +28,7 @@ def weights_bytes(shape: ModelShape, dtype: str, quant: Quant | None) -> int:
     head = shape.table_params
     head_bytes = size if shape.no_head else quant.head_bytes(size)
     kept = shape.params - shape.matmul_params
-    return int(kept * size + head * head_bytes) + layers_bytes(shape, quant)
+    return int(kept * size + head * head_bytes) + layers_bytes(shape, quant, size)
 
 
 def workspace_bytes(

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmbox.kernels.quant import QUANTS
+
 from .config import Dtype
 from .config_fields import Fields
 from .errors import ModelError, UnsupportedArchitecture
 from .fp8_config import NotReadable
+from .kept_wide import wide_params
 from .model_shape import ModelShape
 from .rope_config import RopeConfig, parse_rope
 from .rounded import read_entry
@@ -49,6 +52,8 @@ class ModelConfig:
     rope: RopeConfig
     quant: str | None = None
     """Format of a checkpoint that holds rounded weights (`rounded.py`)."""
+    wide_params: int = 0
+    """Of linears that it keeps wide (`kept_wide.py`), where its files are there."""
 
     @property
     def context_limit(self) -> int:
@@ -90,6 +95,7 @@ class ModelConfig:
             qk_norm=self.qk_norm,
             exact_params=self.num_parameters,
             quant=self.quant,
+            wide_params=self.wide_params,
         )
 
 
@@ -132,7 +138,8 @@ def parse_config(path: Path | str) -> ModelConfig:
         qk_norm=model_type == "qwen3",
         windows=layer_windows(fields, model_type, layers),
         rope=parse_rope(fields, head_dim, positions),
-        quant=stored_format(fields),
+        quant=(quant := stored_format(fields)),
+        wide_params=wide_params(Path(path)) if quant is not None and QUANTS[quant].is_float else 0,
     )
 
 

@@ -19,14 +19,17 @@ def is_fine(name: str, layers: int) -> bool:
     return found is not None and _has_more_bits(int(found[1]), layers)
 
 
-def layers_bytes(shape: ModelShape, quant: Quant) -> int:
-    """Of all weights that every token is multiplied with but the head."""
+def layers_bytes(shape: ModelShape, quant: Quant, wide: int) -> int:
+    """Of all weights that every token is multiplied with but the head. `wide`: of one that is kept so."""
     params = shape.matmul_params - shape.table_params
     fine = 0
     if quant.is_mixed:
         layers = sum(_has_more_bits(layer, shape.layers) for layer in range(shape.layers))
         fine = layers * shape.hidden * shape.ffn
-    return int((params - fine) * quant.bytes_per_weight + fine * quant.head.bytes_per_weight)
+    kept = shape.wide_params
+    return int(
+        (params - fine - kept) * quant.bytes_per_weight + fine * quant.head.bytes_per_weight + kept * wide
+    )
 
 
 def _has_more_bits(layer: int, layers: int) -> bool:

@@ -21,7 +21,8 @@ def decode_tokens_per_second(
     weight_bytes = shape.matmul_params * DTYPE_BYTES[dtype]
     if quant is not None:
         head = shape.table_params
-        weight_bytes = int(head * quant.head_bytes(DTYPE_BYTES[dtype])) + layers_bytes(shape, quant)
+        wide = DTYPE_BYTES[dtype]
+        weight_bytes = int(head * quant.head_bytes(wide)) + layers_bytes(shape, quant, wide)
     return rows * bandwidth / (weight_bytes + rows * seen * shape.kv_bytes_per_token(kv_dtype))
 
 

@@ -17,20 +17,23 @@ Others write E4M3 (`fp8_config.py`), a weight is its number times its scale. F32
     NAME.input_scale        [] or [1], where activations are static: x is about its number times this
     NAME.activation_scale   the same by another name
 
-All linears of the layers are so, tables and head stay as they were. No torch here.
+Linears of the layers are so, but those that are kept wide (`kept_wide.py`); tables and head stay as they
+were. No torch here.
 """
 
 from typing import Any
 
 from llmbox.kernels.quant import QUANTS, Kind, Quant
 
-from .fp8_config import NotReadable, read_compressed, read_fp8
+from .fp8_config import DYNAMIC, NotReadable, read_compressed, read_fp8, read_modelopt
 
 METHOD = "llmbox"
 SCALE, STEP = "_scale", "_step"
 SCALES = (SCALE, "_scale_inv")
 """Behind the name of a rounded tensor; the second of E4M3 only."""
 INPUT_SCALES = ("input_scale", "activation_scale")
+BOUNDS = (".input_scale_ub", ".activation_scale_ub")
+"""Ends of names of the largest scale that rows may have, in others' kernels: here each has its own."""
 OF_KEYS_AND_VALUES = (".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
 """Ends of names of scales that a checkpoint offers for an 8-bit cache: ours has one for each token."""
 INTEGERS = {"I8": 1, "U8": 1}
@@ -57,8 +60,12 @@ def read_entry(raw: Any) -> str:
     match method:
         case "fp8":
             return read_fp8(raw)
+        case "fbgemm_fp8":
+            return DYNAMIC
         case "compressed-tensors":
             return read_compressed(raw)
+        case "modelopt":
+            return read_modelopt(raw)
         case _ if method == METHOD and name in FORMATS:
             if raw.get("version") == version_of(QUANTS[name]):
                 return str(name)

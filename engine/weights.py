@@ -9,7 +9,7 @@ memory in use beyond the model is one fused linear and one tensor of it.
 
 import ctypes
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -22,14 +22,15 @@ from llmbox.kernels.quant import Quant
 
 from .checkpoint import list_tensors
 from .errors import ModelError
+from .kept_wide import holds_floats, is_kept_wide
 from .parallel.layout import Part
 from .parallel.rank import ALONE, Rank
 from .read_rounded import read_rounded
-from .rounded import OF_KEYS_AND_VALUES, SCALES, STEP
+from .rounded import BOUNDS, OF_KEYS_AND_VALUES, SCALES, STEP
 from .safetensors_header import FETCH_AGAIN, TensorEntry, shown
 from .tensor_bytes import DTYPES, ROUNDED_DTYPES, byte_runs, read_fully, refuse_non_finite
 
-NOT_NEEDED = (".rotary_emb.inv_freq", *OF_KEYS_AND_VALUES)
+NOT_NEEDED = (".rotary_emb.inv_freq", *OF_KEYS_AND_VALUES, *BOUNDS)
 """Ends of names. Older checkpoints store the first; it is computed from config.json."""
 TOLD_EVERY = 1 << 20
 """Bytes between two reports of progress, where a tensor is read in many small runs."""
@@ -146,6 +147,7 @@ class Checkpoint:
         self.device = device
         self._directory = directory
         self._entries = list_tensors(directory)
+        self._of_floats = holds_floats(self._entries)
         self._progress = progress
         self._keeper = keeper
         self._done = self._told = 0
@@ -158,6 +160,8 @@ class Checkpoint:
         return vector
 
     def packed(self, asked: Asked) -> PackedLinear:
+        if self._of_floats and asked.kind == "linear" and is_kept_wide(asked.outputs, self._entries):
+            asked = replace(asked, kind="head")  # which such formats leave wide
         stored = self.ops.packing or self.ops.stored
         quant = None if stored is None else stored.format(asked.kind)
         entry = self._entries.get(f"{next(iter(asked.outputs))}.weight")
@@ -165,8 +169,11 @@ class Checkpoint:
         if stored is not None and quant is not None and (rounded or quant.in_checkpoints_only):
             packed, bias_O = self._pack_rounded(asked, stored, quant)
         elif rounded:
-            what = "rounded weights are not what config.json says"
-            raise ModelError(f"{self._directory}: {what}; {FETCH_AGAIN}")
+            assert entry is not None
+            raise ModelError(
+                f"{entry.file}: tensor {shown(entry.name)} is {entry.dtype}, but the quantization_config of "
+                f"config.json does not say so, or it is no linear of a layer; {FETCH_AGAIN}"
+            )
         else:
             packed, bias_O = self._pack(asked)
         if self._keeper is not None:

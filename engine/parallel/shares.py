@@ -27,7 +27,9 @@ def rank_shape(shape: ModelShape, tp: int, pp: int) -> ModelShape:
     in_layers = shape.params - tables - shape.hidden
     more = max(0, in_layers - shape.layers * shape.layer_params)
     # Biases that the closed form does not know, on every rank: too much rather than too little.
-    return replace(part, exact_params=part.params + -(-more // pp))
+    # What is kept wide may all be in one stage.
+    wide = min(-(-shape.wide_params // tp), part.layers * part.layer_params)
+    return replace(part, exact_params=part.params + -(-more // pp), wide_params=wide)
 
 
 @dataclass(frozen=True, slots=True)

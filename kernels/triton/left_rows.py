@@ -2,7 +2,8 @@
 
 They are found by the identity of the wide result. Where all linears want the same format, each norm and gate
 leaves that. Where each linear has a scale of its own (a checkpoint with static activations), which one reads
-what a norm or gate makes shows in the first step: until then linears round their rows, to the same bits.
+what a norm or gate makes shows in the first step: until then linears round their rows, to the same bits. In
+that step it also shows what a wide linear reads, for which nothing is left from then on.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from .linear import Floats8, Linear
+from .linear import Floats8, Linear, Plain
 from .quantise import RowFormat, Rows8
 
 
@@ -20,6 +21,8 @@ class LeftRows:
         self._for_all = row_format
         self._learned: dict[int, RowFormat] = {}
         """By the identity of a norm's weight, or of the linear before a gate: those stay with the model."""
+        self._unread: set[int] = set()
+        """The same of those whose results wide linears read."""
         self._wide: Callable[[], Tensor | None] = lambda: None
         self._eight: Rows8 | None = None
         self._format: RowFormat | None = None
@@ -29,7 +32,8 @@ class LeftRows:
 
     def format_of(self, maker: int) -> RowFormat | None:
         """What is to be left by the norm of that weight, by the gate after that linear."""
-        return self._for_all or self._learned.get(maker)
+        for_all = None if maker in self._unread else self._for_all
+        return for_all or self._learned.get(maker)
 
     def keep(self, wide: Tensor, eight: Rows8 | None, maker: int) -> Tensor:
         self._wide, self._eight, self._maker = ref(wide), eight, maker
@@ -40,6 +44,9 @@ class LeftRows:
         """What was left of `x`, if it was, as `packed` wants it."""
         if self._wide() is not x:
             return None
+        if isinstance(packed, Plain):
+            self._unread.add(self._maker)
+            return None
         if not isinstance(packed, Floats8) or packed.given is None:
             return self._eight
         if self._format is not None and self._format.given is packed.given:
@@ -49,8 +56,7 @@ class LeftRows:
         return None
 
     def multiplied(self, packed: Linear, out: Tensor) -> Tensor:
-        if self._for_all is None:
-            self._product, self._product_of = ref(out), id(packed)
+        self._product, self._product_of = ref(out), id(packed)
         return out
 
     def maker_of(self, product: Tensor) -> int:

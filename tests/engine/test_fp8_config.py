@@ -20,6 +20,12 @@ def blocks(**rows: Any) -> dict[str, Any]:
     return entry
 
 
+def targeting(*targets: str) -> dict[str, Any]:
+    entry = compressed()
+    entry["config_groups"]["group_0"]["targets"] = list(targets)
+    return entry
+
+
 @pytest.mark.parametrize(
     ("entry", "name"),
     [
@@ -33,6 +39,13 @@ def blocks(**rows: Any) -> dict[str, Any]:
         (compressed("channel", "token"), "fp8-dynamic"),
         (compressed("tensor", "tensor", ignore=["re:.*lm_head", "model.norm"]), "fp8-dynamic"),
         (compressed(sparsity_config={"format": "dense"}, transform_config={}), "fp8-dynamic"),
+        (BY_TENSOR | {"ignored_layers": ["model.layers.0.mlp.down_proj"]}, "fp8-static"),
+        (ENTRY | {"modules_to_not_convert": ["lm_head", "model.layers.0", "mlp.gate"]}, "fp8-block"),
+        (compressed(ignore=["re:.*down_proj$", "model.layers.3.self_attn.o_proj"]), "fp8-dynamic"),
+        (targeting("re:.*mlp.*"), "fp8-dynamic"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "fp8-dynamic"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}, "fp8-static"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "fp8-dynamic"),
     ],
 )
 def test_what_is_read(entry: dict[str, Any], name: str) -> None:
@@ -51,25 +64,22 @@ def changed(part: str, **change: Any) -> dict[str, Any]:
     [
         (None, "not an object"),
         ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
-        ({"quant_method": "fbgemm_fp8"}, "'fbgemm_fp8'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'"),
+        ({"quant_method": "modelopt", "quant_algo": ["FP8"]}, "quant_algo"),
         ({"quant_method": "llmbox", "version": 2, "format": "int5"}, "'llmbox' and format 'int5'"),
         ({"quant_method": "llmbox", "version": 1, "format": "int4"}, "int4 weights of another version"),
         ({"quant_method": "llmbox", "version": 2, "format": "int8"}, "int8 weights of another version"),
         (BY_TENSOR | {"activation_scheme": "sometimes"}, "activation_scheme 'sometimes'"),
         (BY_TENSOR | {"activation_scheme": ["static"]}, "activation_scheme"),
         (BY_TENSOR | {"fmt": "e5m2"}, "e5m2"),
-        (BY_TENSOR | {"ignored_layers": ["model.layers.0.mlp.down_proj"]}, r"ignored_layers.*layers\.0"),
-        (BY_TENSOR | {"modules_to_not_convert": "lm_head"}, "no list"),
         (BY_TENSOR | {"weight_block_size": [64, 64]}, r"\[64, 64\]"),
         (ENTRY | {"activation_scheme": "static"}, "128 x 128 with static"),
         (compressed(format="pack-quantized"), "'pack-quantized'"),
         (compressed(format="int-quantized"), "'int-quantized'"),
         (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparse"),
         (compressed(transform_config={"config_groups": {"u": 1}}), "transformed"),
-        (compressed(ignore=["model.layers.3.self_attn.o_proj"]), r"ignore: .*o_proj"),
         (compressed(config_groups={}), "one group"),
         (compressed(config_groups={"a": {}, "b": {}}), "one group"),
-        (compressed(config_groups={"a": {"targets": ["re:.*mlp.*"]}}), "targets"),
         (compressed("group"), "'group'"),
         (compressed("block"), "block_structure None"),
         (blocks(strategy="token"), "128 inputs"),

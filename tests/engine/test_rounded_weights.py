@@ -136,7 +136,6 @@ def test_blocks_of_others_are_read(tmp_path: Path, scales: torch.dtype) -> None:
         {"weight_block_size": [64, 128]},
         {"activation_scheme": "static"},
         {"fmt": "e5m2"},
-        {"modules_to_not_convert": ["model.layers.0.self_attn.q_proj"]},
         {"quant_method": "gptq"},
     ],
     ids=str,

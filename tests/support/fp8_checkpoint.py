@@ -3,6 +3,7 @@ a scale for each tensor or output, as AutoFP8, llm-compressor and transformers d
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,19 @@ ENTRY: dict[str, Any] = {
 }
 
 
-def round_to_blocks(directory: Path, scales: torch.dtype = torch.float32, **entry: Any) -> dict[str, Tensor]:
-    """What the rounded weights stand for, by name, in float32."""
+def linears(weights: Mapping[str, Tensor], keeps: Sequence[str]) -> list[str]:
+    """Names of weights to round: of all linears but those with one of these in their names."""
+    found = [name for name in weights if name.endswith("_proj.weight")]
+    return [name for name in found if not any(kept in name for kept in keeps)]
+
+
+def round_to_blocks(
+    directory: Path, scales: torch.dtype = torch.float32, keeps: Sequence[str] = (), **entry: Any
+) -> dict[str, Tensor]:
+    """What the rounded weights stand for, by name, in float32. `keeps`: see `linears`."""
     weights = load_file(directory / "model.safetensors")
     wide = {}
-    for name in [name for name in weights if name.endswith("_proj.weight")]:
+    for name in linears(weights, keeps):
         numbers, inverse = rounded(weights[name].float())
         inverse = inverse.to(scales)
         weights[name], weights[name + "_scale_inv"] = numbers, inverse
@@ -67,15 +76,17 @@ def round_by_output(
     scales: torch.dtype = torch.float32,
     given: dict[str, float] | None = None,
     names: tuple[str, str] = ("weight_scale", "input_scale"),
+    keeps: Sequence[str] = (),
 ) -> dict[str, Tensor]:
     """What the rounded weights stand for, by name, in float32.
 
     `shape` of a scale, -1 where it has the outputs: () or (1,) give one to a tensor. `given`: scales of
-    activations by the end of a linear's name, of all that are not there 0.05; None: there are none.
+    activations by the end of a linear's name, of all that are not there 0.05; None: there are none. `keeps`:
+    see `linears`.
     """
     weights = load_file(directory / "model.safetensors")
     wide = {}
-    for name in [name for name in weights if name.endswith("_proj.weight")]:
+    for name in linears(weights, keeps):
         weight, linear = weights[name].float(), name.removesuffix(".weight")
         most = weight.abs().amax(1, keepdim=True) if -1 in shape else weight.abs().amax()
         scale = (most / 448).to(scales)

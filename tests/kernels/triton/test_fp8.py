@@ -13,7 +13,7 @@ from llmbox.kernels.packing import Rounded
 from llmbox.kernels.quant import QUANTS
 from llmbox.kernels.reference.eight_bits import in_given_scale
 from llmbox.kernels.reference.rounded import rounded_ops
-from llmbox.kernels.triton import choice, linear, scaled_mm
+from llmbox.kernels.triton import choice, linear, rms_norm, scaled_mm, silu_mul
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.choice import Choice, sharing_of, why_not
 from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, Blocks8, Floats8, Linear, Plain
@@ -141,6 +141,37 @@ def test_from_the_second_step_on_norms_and_gates_leave_rows_of_a_linears_own_sca
     # Not what is left for another.
     assert torch.equal(ops.linear(other, wide), ops.linear(other, wide.clone()))
     assert len(rounded) == 6
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-dynamic"])
+def test_from_the_second_step_on_nothing_is_left_for_wide_linears(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Of a checkpoint that keeps some: one after a norm, one after a gate."""
+    ops = triton_ops(CPU, torch.float32, QUANTS[name])
+    norms = [torch.rand(128) + 0.5 for _ in range(2)]
+    eight = blocks8 if name == "fp8-block" else floats8
+    linears = [eight(256, 128), Plain(torch.randn(256, 128), None)]
+    downs = [Plain(torch.randn(128, 128), None), eight(128, 128)]
+    left = []
+
+    def noting(made: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: left.append(args[-1]) or made(*args)
+
+    monkeypatch.setattr(rms_norm, "norm_rows", noting(norm_rows))
+    monkeypatch.setattr(silu_mul, "gate_rows", noting(gate_rows))
+
+    def step(x: Tensor) -> Tensor:
+        for norm, up, down in zip(norms, linears, downs, strict=True):
+            x = ops.linear(down, ops.silu_mul(ops.linear(up, ops.rms_norm(x, norm, 1e-6))))
+        return x
+
+    x = torch.randn(3, 128)
+    first = step(x)
+    assert None not in left
+    left.clear()
+    assert torch.equal(step(x), first)
+    assert [found is None for found in left] == [False, True, True, False]
 
 
 # ------------------------------------------------------------------ which way a linear takes
