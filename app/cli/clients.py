@@ -76,6 +76,9 @@ def _codex(at: Endpoint) -> dict[str, Any]:
 
 def _claude(at: Endpoint) -> dict[str, Any]:
     told = {"ANTHROPIC_BASE_URL": at.root, "ANTHROPIC_MODEL": at.model}
+    # It asks for small tasks under names of Anthropic's, and for 32,000 tokens unless told.
+    told |= {f"ANTHROPIC_DEFAULT_{size}_MODEL": at.model for size in ("OPUS", "SONNET", "HAIKU")}
+    told["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = "8192"
     return {"env": told if at.needs_key else {**told, "ANTHROPIC_AUTH_TOKEN": NO_KEY}}
 
 

@@ -19,6 +19,7 @@ from ..control.control import Control, Failure
 from ..control.model_request import ModelRequest
 from ..control.running import Running
 from ..http.admin import admin_router
+from ..http.anthropic import anthropic_router
 from ..http.app import create_app
 from ..http.openai import openai_router
 from ..http.server import serve
@@ -42,7 +43,7 @@ async def serve_until_stopped(
     settings = plan.loaded.settings
     services = compose(settings, plan.paths, (plan.parts or real_parts)(), first)
     control = Control(services, running, plan.loaded, plan.reload, plan.begun_with, plan.checks)
-    app = create_app(services, [openai_router, admin_router, *_panel()])
+    app = create_app(services, [openai_router, anthropic_router, admin_router, *_panel()])
     app.state.control = control
     _handle_signals(control)
     gc.freeze()  # what was imported stays: collections need not look at it

@@ -36,6 +36,11 @@ class Sequence:
         """Ids that were fed. A stop string ends them: the engine may have gone on for a moment."""
         return self.stream.output_ids[: self.output_tokens]
 
+    @property
+    def stop_string(self) -> str | None:
+        """The one that ended the answer."""
+        return None if self._stops is None else self._stops.matched
+
     def feed(self, output: RequestOutput) -> Delta:
         """For outputs that are no `error` and no `abort`. A complete stop string ends the engine's work."""
         if self._silent:

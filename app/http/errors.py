@@ -1,4 +1,7 @@
-"""One place where exceptions become answers: OpenAI's error object, for every route and every status."""
+"""One place where exceptions become answers, for every route and every status.
+
+OpenAI's error object, except on Anthropic's routes, whose clients know theirs only.
+"""
 
 import http
 import logging
@@ -19,6 +22,15 @@ class ClientGone(Exception):  # noqa: N818 - nothing went wrong on our side
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_ROUTES = ("/v1/messages", "/v1/messages/count_tokens")
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _MESSAGES = {
     404: "There is no such route. The routes are listed at /openapi.json.",
     405: "This route does not support the request's method.",
@@ -51,8 +63,17 @@ def error_type(status: int) -> str:
     return "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
 
 
-def encode_error(error: ApiError) -> bytes:
-    return msgspec.json.encode(error.body())
+def encode_error(error: ApiError, path: str = "") -> bytes:
+    """In the shape that clients of the route at `path` know."""
+    return msgspec.json.encode(_anthropic(error) if path in _ANTHROPIC_ROUTES else error.body())
+
+
+def _anthropic(error: ApiError) -> dict[str, Any]:
+    """Their two keys, and our code and field beside them."""
+    other = "api_error" if error.status >= 500 else "invalid_request_error"
+    kind = _ANTHROPIC_TYPES.get(error.status, other)
+    told = {"type": kind, "message": error.message, "code": error.code, "param": error.param}
+    return {"type": "error", "error": told}
 
 
 def answer(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
@@ -66,7 +87,10 @@ def answer(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]
             exc_info=error,
         )
     return Response(
-        encode_error(told), status_code=told.status, headers=told.headers, media_type="application/json"
+        encode_error(told, request.scope["path"]),
+        status_code=told.status,
+        headers=told.headers,
+        media_type="application/json",
     )
 
 

@@ -131,7 +131,7 @@ class _Exchange:
         """Answers with the error if nothing was sent yet."""
         if self.started:
             return
-        body = encode_error(error)
+        body = encode_error(error, self.scope["path"])
         headers = [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
         headers += [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await self.send({"type": "http.response.start", "status": error.status, "headers": headers})

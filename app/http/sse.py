@@ -8,7 +8,7 @@ except an append and a wake-up, because at many streams the daemon shares its co
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,10 @@ def data_event(value: Any) -> bytes:
     return b"data: %b\n\n" % _encode(value)
 
 
+def error_event(error: ApiError) -> bytes:
+    return b"data: %b\n\n" % encode_error(error)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamOptions:
     """`first_comment` and `keep_alive` are seconds of silence; `buffer_bytes` bounds unsent events
@@ -50,6 +54,7 @@ class StreamOptions:
     keep_alive: float = 4.5
     buffer_bytes: int | None = None
     last: bytes = DONE
+    error: Callable[[ApiError], bytes] = error_event
     endless: bool = False
 
 
@@ -167,7 +172,7 @@ class EventStream:
             raise self._error
         parts, self._buffer = self._buffer, []
         if self._error:
-            parts.append(b"data: %b\n\n" % encode_error(self._error))
+            parts.append(self._options.error(self._error))
         if not self._started:
             await self._start(send)
         body = b"".join((*parts, self._options.last))

@@ -60,7 +60,8 @@ def body_of(record: RequestRecord, content: Content | None) -> dict[str, Any]:
 
 
 def is_chat(record: RequestRecord) -> bool:
-    return "chat" in record.endpoint
+    """Messages of Anthropic's API are kept as the chat requests that they were translated into."""
+    return "chat" in record.endpoint or "messages" in record.endpoint
 
 
 def _path(record: RequestRecord) -> str:

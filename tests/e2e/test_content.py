@@ -116,6 +116,17 @@ def test_a_stop_string_and_a_client_that_leaves(place: Place):
     assert content.outputs[0] != ""
 
 
+def test_a_message_of_anthropics_api_is_kept_and_replayed_as_a_chat(place: Place):
+    body = {"model": "tiny", "max_tokens": 12, "messages": [{"role": "user", "content": SAID}]}
+    told = place.client.post("/messages", body=body, cast_to=object)
+    record, content, _ = place.find(told["id"])
+    assert record.endpoint == "/v1/messages"
+    assert SAID in content.body
+    assert content.outputs == [told["content"][0]["text"]]
+    again = place.replay(told["id"])
+    assert (again.equal, again.outputs) == (True, content.outputs)
+
+
 def begun(stream: Any) -> Any:
     """Read until some of the answer is there."""
     text = ""

@@ -50,8 +50,11 @@ class ChatCall(Prepared[ChatCompletionRequest]):
         return bool(self.body.logprobs)
 
 
-async def prepare_chat(call: Call, body: ChatCompletionRequest) -> ChatCall:
-    """Raises ApiError for everything that can be known before the engine has it."""
+async def prepare_chat(call: Call, body: ChatCompletionRequest, prefix: str = "chatcmpl") -> ChatCall:
+    """Raises ApiError for everything that can be known before the engine has it.
+
+    `prefix`: of the answer's id.
+    """
     refuse_unsupported(body)
     check_common(body, call.limits)
     max_tokens, max_tokens_param = _max_tokens(body)
@@ -65,7 +68,7 @@ async def prepare_chat(call: Call, body: ChatCompletionRequest) -> ChatCall:
     rendered = await model.text.render_chat(call.gateway.templates, chat)
     parsing = Parsing.of(body, model.text, chat, rendered)
     generation = Generation(
-        id=public_id("chatcmpl", body.request_id, call.exchange, call.gateway),
+        id=public_id(prefix, body.request_id, call.exchange, call.gateway),
         endpoint=call.endpoint,
         model=model,
         prompts=[await off_loop(len(rendered.marked), rendered.ids)],

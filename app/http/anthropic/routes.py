@@ -1,0 +1,86 @@
+"""The Anthropic dialect's routes."""
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+import msgspec
+from litestar import Response, Router, post
+from litestar.params import Body
+
+from ...errors import ApiError
+from ..disconnect import while_connected
+from ..guard import Access
+from ..openai.chat import ChatCall, chat_ids, prepare_chat
+from ..openai.context import Call, HttpRequest
+from ..openai.fields import ChatCompletionRequest
+from ..openai.messages import build_chat
+from ..openai.unsupported import refuse_unsupported, unknown_fields
+from ..sse import EventStreamResponse, StreamOptions
+from .answers import Message, TokenCount, error_event
+from .fields import CountTokensRequest, MessagesRequest
+from .messages import complete_message, stream_message
+from .translate import chat_fields, prompt_fields
+
+_STREAM = StreamOptions(last=b"", error=error_event)
+
+
+@post(
+    "/v1/messages",
+    status_code=200,
+    opt={"access": Access.INFER},
+    name="messages",
+    operation_id="createMessage",
+)
+async def messages(request: HttpRequest, data: Annotated[MessagesRequest, Body()]) -> Response[Message]:
+    """The model's next message, as Anthropic's API gives it; server-sent events with `stream`."""
+    call = await Call.of(request)
+    with call.recording_refusals():
+        chat = await _prepared(call, data)
+    if data.stream:
+        return EventStreamResponse(stream_message(call.gateway, chat), _STREAM)
+    return Response(await while_connected(request.receive, complete_message(call.gateway, chat)))
+
+
+@post(
+    "/v1/messages/count_tokens",
+    status_code=200,
+    opt={"access": Access.INFER},
+    name="count_tokens",
+    operation_id="countTokens",
+)
+async def count_tokens(request: HttpRequest, data: Annotated[CountTokensRequest, Body()]) -> TokenCount:
+    """How many tokens the prompt of such a message would have."""
+    call = await Call.of(request)
+    refuse_unsupported(data)
+    body = _chat_request(prompt_fields(data))
+    model = await call.find_model(body.model)
+    chat = build_chat(body, call.limits)
+    return TokenCount(len(await chat_ids(call.gateway, model, chat)))
+
+
+async def _prepared(call: Call, data: MessagesRequest) -> ChatCall:
+    """The request is kept, where it is, as the chat request that it is translated into."""
+    refuse_unsupported(data)
+    warnings = _warnings(call, data)
+    plain = chat_fields(data)
+    translated = replace(call, plain=plain, body=msgspec.json.encode(plain))
+    chat = await prepare_chat(translated, _chat_request(plain), prefix="msg")
+    return replace(chat, warnings=[*warnings, *chat.warnings])
+
+
+def _chat_request(plain: dict[str, Any]) -> ChatCompletionRequest:
+    try:
+        return msgspec.convert(plain, ChatCompletionRequest)
+    except msgspec.ValidationError as error:  # bounds that are the chat's own
+        raise ApiError(400, f"Invalid value: {error}.", code="invalid_value") from None
+
+
+def _warnings(call: Call, data: MessagesRequest) -> list[str]:
+    found = unknown_fields(type(data), call.plain)
+    thinking = data.thinking
+    if thinking is not None and thinking.budget_tokens is not None:
+        found.append("'thinking.budget_tokens' has no effect: thoughts end when the model ends them.")
+    return found
+
+
+anthropic_router = Router(path="/", route_handlers=[messages, count_tokens], tags=["Anthropic"])
