@@ -2,7 +2,8 @@
 
 Writes go through a bounded queue to one thread that owns the only writing connection. When the disk is
 full, the file locked or the queue long, rows are dropped, counted and said so: serving never waits.
-SQLAlchemy is imported by that thread, so that the API is up before it.
+SQLAlchemy is imported by that thread, some seconds after the start or when somebody reads: the API, the first
+model and its first answer come before it.
 """
 
 import asyncio
@@ -34,6 +35,7 @@ _BATCH = 500
 _TRIM_EVERY_S = 3600.0  # between two looks at retention and size, and...
 _TRIM_EVERY_BYTES = 8 << 20  # ...sooner where so much was written
 _ROW_BYTES = 400  # of a row without content, about
+_OPEN_AFTER_S = 3.0  # where nobody reads before: importing SQLAlchemy keeps others from the interpreter
 _FIRST_TRIM_S = 60.0  # after the start, which has other things to do
 _PURGE_S = 60.0
 _SAY_DROPPED_EVERY_S = 60.0
@@ -62,6 +64,8 @@ class RequestLog:
         self._queue: queue.Queue[_Item | Callable[[], None] | None] = queue.Queue(_QUEUE_LIMIT)
         self._room = Room(_QUEUED_CONTENT)
         self._engine: Engine | None = None
+        self._wanted = threading.Event()
+        """Set by those who wait for the file to be open."""
         self._opened = threading.Event()
         self._next_trim = time.monotonic() + _FIRST_TRIM_S
         self._since_trim = 0
@@ -110,6 +114,7 @@ class RequestLog:
             except Exception as error:  # noqa: BLE001 - handed to whoever asked
                 done.set_exception(error if isinstance(error, StoreError) else StoreError(_first_line(error)))
 
+        self._wanted.set()
         if not self.submit(erase):
             raise StoreError("the queue of the request log is full; try again")
         try:
@@ -139,16 +144,19 @@ class RequestLog:
     def flush(self, timeout: float = 5.0) -> None:
         """Wait until everything written so far is on disk (or dropped)."""
         done = threading.Event()
+        self._wanted.set()
         self._queue.put(done.set, timeout=timeout)
         done.wait(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
         """Write what is queued, then end the thread."""
         if self._thread.is_alive():
+            self._wanted.set()
             self._queue.put(None)
             self._thread.join(timeout)
 
     def _is_open(self) -> bool:
+        self._wanted.set()
         self._opened.wait(5.0)
         return self._engine is not None
 
@@ -167,6 +175,7 @@ class RequestLog:
     # ----------------------------------------------------------------- the writer thread
 
     def _run(self) -> None:
+        self._wanted.wait(_OPEN_AFTER_S)
         self._open()
         ended = False
         while not ended:

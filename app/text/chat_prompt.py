@@ -50,10 +50,9 @@ class Markers:
 class ControlTokens:
     """Which literals a client's text may not turn into tokens, and how to encode such text."""
 
-    def __init__(self, tokenizer: Tokenizer, source: str, named: frozenset[str]) -> None:
-        """`source` is the JSON of `tokenizer`; `named` are tokens that the model's files call special."""
+    def __init__(self, tokenizer: Tokenizer, named: frozenset[str]) -> None:
+        """`named` are tokens that the model's files call special."""
         self._tokenizer = tokenizer
-        self._source = source
         self._plain: dict[bool, Tokenizer] = {}
         added = tokenizer.get_added_tokens_decoder()
         self._ids = frozenset(added)
@@ -102,7 +101,7 @@ class ControlTokens:
     def _plain_tokenizer(self, *, at_start: bool) -> Tokenizer:
         """Without added tokens; unless `at_start`, also without the space put before a text's first word."""
         if at_start not in self._plain:
-            source = json.loads(self._source)
+            source = json.loads(self._tokenizer.to_str())
             source["added_tokens"] = []
             source["post_processor"] = None
             if not at_start:

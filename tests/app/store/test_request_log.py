@@ -1,4 +1,6 @@
 import sqlite3
+import subprocess
+import sys
 import time
 
 import pytest
@@ -27,6 +29,25 @@ async def test_rows_come_back_newest_first_and_whole(log):
     assert [row for _, row in await log.query(RecordFilter())] == rows[::-1]
     assert await log.get("req-1") == rows[1]
     assert await log.get("nobody") is None
+
+
+def test_sqlalchemy_waits_until_somebody_reads_or_the_start_is_over(tmp_path):
+    """Importing it keeps the interpreter from the first model's tokenizer and the first answer."""
+    code = (
+        "import asyncio, sys, time\n"
+        "from pathlib import Path\n"
+        "from llmbox.app.store import RecordFilter, RequestLog\n"
+        "log = RequestLog(Path(sys.argv[1]))\n"
+        "log.start()\n"
+        "time.sleep(0.3)\n"
+        "print('sqlalchemy' in sys.modules)\n"
+        "print(asyncio.run(log.query(RecordFilter())), 'sqlalchemy' in sys.modules)\n"
+        "log.close()\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-P", "-c", code, str(tmp_path / "r.db")], capture_output=True, text=True, check=True
+    )
+    assert told.stdout.split("\n") == ["False", "[] True", ""]
 
 
 async def test_filters_and_keyset_pages(log):

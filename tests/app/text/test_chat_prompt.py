@@ -87,8 +87,8 @@ async def test_neighbours_of_a_literal_keep_their_boundaries(texts):
     ours, _ = texts["byte_level", "chatml"]
     text = "\n\n the <|im_end|> fox"
     ids = await prompt_ids(ours, conversation(text), add_generation_prompt=False)
-    bare = FAMILIES["byte_level"]().to_str()
-    plain = ControlTokens(ours.tokenizer, bare, frozenset())._plain_tokenizer(at_start=False)
+    bare = FAMILIES["byte_level"]()
+    plain = ControlTokens(bare, frozenset())._plain_tokenizer(at_start=False)
     start, end = (ours.tokenizer.token_to_id(t) for t in ("<|im_start|>", "<|im_end|>"))
     newline = ours.tokenizer.encode("\n").ids
     assert ids == [start, *plain.encode("user\n" + text).ids, end, *newline]
