@@ -52,6 +52,7 @@ class Sample(Protocol):
 
 
 RotateAndWrite = Callable[[Tensor, Tensor | None, float, Tensor, Tensor, KVCache, int, AttentionPlan], Tensor]
+NormBy = Callable[[Callable[[Any], tuple[Tensor, Any]], Tensor], Tensor]
 ForwardBody = Callable[[Any], tuple[Tensor, ...]]
 """Of one `StepInputs`."""
 
@@ -144,6 +145,11 @@ class Ops:
     states: Callable[[str, Tensor, int, torch.dtype], Tensor] = _empty_states
     """(name, any tensor of T rows, width, dtype) -> [T, width] of undefined content for `call` to fill. New
     tensor for each name."""
+
+    norm_by: NormBy = lambda norm, _weight: norm(None)[0]
+    """(norm, its weight_E): `add_rms_norm` that another kernel does, as together with the sum of ranks.
+    `norm` takes how the linear that is next wants its rows, or None, and gives the norm and those rows, or
+    None."""
 
     kv_dtypes: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, torch.float16})
     """That `make_kv_cache` takes."""

@@ -6,6 +6,7 @@ in an order of its own, so that an element's sum depends on where in the batch i
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,10 +93,12 @@ class TorchCollective:
     def fuses(self, rows: int, width: int, dtype: torch.dtype) -> bool:
         return self._fused is not None and self._fused.takes(rows, width, dtype)
 
-    def sum_add_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    def sum_add_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, row_format: Any
+    ) -> tuple[Tensor, Any]:
         """In the order of ranks, always."""
         assert self._fused is not None
-        return self._fused(x_TE, residual_TE, weight_E, eps)
+        return self._fused(x_TE, residual_TE, weight_E, eps, row_format)
 
     def agree(self, works: bool) -> bool:
         return all_agree(None, self._device, works)

@@ -23,12 +23,12 @@ log = logging.getLogger("llmbox.engine")
 
 
 class FusedSum:
-    def __init__(self, run: Callable[..., Tensor], peers: Any) -> None:
-        """`run` is `sum_add_norm`, `peers` its `Peers`: ROWS rows, halves of BUFFER_BYTES."""
+    def __init__(self, run: Callable[..., tuple[Tensor, Any]], peers: Any) -> None:
+        """`run` is `sum_norm_rows`, `peers` its `Peers`: ROWS rows, halves of BUFFER_BYTES."""
         self._run = run
         self._peers = peers
         self._kind: tuple[int, torch.dtype] | None = None
-        """Width and dtype of all sums: see `sum_add_norm`."""
+        """Width and dtype of all sums: see `sum_norm_rows`."""
 
     @classmethod
     def prepare(cls, group: dist.ProcessGroup, device: torch.device) -> "FusedSum | None":
@@ -58,16 +58,18 @@ class FusedSum:
             and row_bytes % _WORD == 0
         )
 
-    def __call__(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        """See `sum_add_norm`."""
+    def __call__(
+        self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, row_format: Any
+    ) -> tuple[Tensor, Any]:
+        """See `sum_norm_rows`."""
         kind = x_TE.shape[1], x_TE.dtype
         assert self._kind in {None, kind}
         self._kind = kind
-        return self._run(x_TE, residual_TE, weight_E, eps, self._peers)
+        return self._run(x_TE, residual_TE, weight_E, eps, row_format, self._peers)
 
     def compile(self, device: torch.device) -> None:
         x_TE = torch.zeros(_TRIAL, device=device, dtype=torch.bfloat16)
-        self._run(x_TE, torch.zeros_like(x_TE), x_TE[0], _EPS, self._peers, compile_only=True)
+        self._run(x_TE, torch.zeros_like(x_TE), x_TE[0], _EPS, None, self._peers, compile_only=True)
 
     def agrees_with_nccl(self, group: dist.ProcessGroup, device: torch.device) -> bool:
         """Twice on every rank, whatever comes of it: both halves are used, and nobody waits for another."""
@@ -80,7 +82,7 @@ class FusedSum:
         total_TE = x_TE.float()
         dist.all_reduce(total_TE, group=group)
         total_TE += residual_TE.float()
-        out_TE = self._run(x_TE, residual_TE, torch.ones_like(x_TE[0]), _EPS, self._peers)
+        out_TE, _ = self._run(x_TE, residual_TE, torch.ones_like(x_TE[0]), _EPS, None, self._peers)
         wanted_TE = total_TE * torch.rsqrt(total_TE.square().mean(-1, keepdim=True) + _EPS)
         return close(residual_TE, total_TE) and close(out_TE, wanted_TE)
 
@@ -91,14 +93,14 @@ def close(found: Tensor, wanted: Tensor) -> bool:
 
 def _over_symmetric_memory(
     group: dist.ProcessGroup, device: torch.device
-) -> tuple[Callable[..., Tensor], Any]:
+) -> tuple[Callable[..., tuple[Tensor, Any]], Any]:
     from . import sum_norm  # noqa: PLC0415 - needs Triton
 
     buffer, handle = shared_memory(2 * BUFFER_BYTES + 4 * ROWS * group.size(), group, device)
     buffer.zero_()
     starts = [address + getattr(handle, "offset", 0) for address in handle.buffer_ptrs]
     flags = [start + 2 * BUFFER_BYTES for start in starts]
-    return sum_norm.sum_add_norm, sum_norm.Peers(
+    return sum_norm.sum_norm_rows, sum_norm.Peers(
         rank=group.rank(),
         buffers_t=torch.tensor(starts, device=device),
         flags_t=torch.tensor(flags, device=device),

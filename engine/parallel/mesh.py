@@ -16,6 +16,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,7 +112,9 @@ class MeshCollective:
     def fuses(self, _rows: int, _width: int, _dtype: torch.dtype) -> bool:
         return False
 
-    def sum_add_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    def sum_add_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, row_format: Any
+    ) -> tuple[Tensor, Any]:
         raise NotImplementedError
 
     def agree(self, works: bool) -> bool:

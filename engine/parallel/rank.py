@@ -1,6 +1,7 @@
 """What the layers know of the others: which part of the model is here, and how results are exchanged."""
 
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -50,8 +51,10 @@ class Collective(Protocol):
         """Whether `sum_add_norm` is there for tensors of this shape: the same answer on all ranks."""
         ...
 
-    def sum_add_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        """`sum`, then `Ops.add_rms_norm`."""
+    def sum_add_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, row_format: Any
+    ) -> tuple[Tensor, Any]:
+        """`sum`, then `Ops.add_rms_norm`; and the rows that `Ops.norm_by` wants, or None."""
         ...
 
     def agree(self, works: bool) -> bool:
@@ -103,7 +106,8 @@ class Rank:
     def add_norm(self, ops: Ops, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """`Ops.add_rms_norm` of what `partial` gave."""
         if self._leaves_sum(len(x_TE), x_TE.shape[1], x_TE.dtype):
-            return self.collective.sum_add_norm(x_TE, residual_TE, weight_E, eps)
+            norm = partial(self.collective.sum_add_norm, x_TE, residual_TE, weight_E, eps)
+            return ops.norm_by(norm, weight_E)
         return ops.add_rms_norm(x_TE, residual_TE, weight_E, eps)
 
     def complete(self, ops: Ops, x_TE: Tensor) -> Tensor:

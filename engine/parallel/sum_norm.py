@@ -1,4 +1,5 @@
-"""What ranks sum, the residual added and the norm of it, in one kernel over memory that all have mapped.
+"""What ranks sum, the residual added and the norm of it, quantised too where an 8-bit linear is next, in one
+kernel over memory that all have mapped.
 
 A layer has two sums, each followed by `add_rms_norm`: apart they are two kernels and five crossings of a
 GPU's memory, here one kernel that keeps the row in registers. Decoding has few rows: there launches count.
@@ -22,6 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmbox.kernels.triton.kv_cache import LARGEST
+from llmbox.kernels.triton.quantise import RowFormat, Rows8, given_to, group_in
+from llmbox.kernels.triton.rms_norm import store_norm
 from llmbox.kernels.triton.tiles import power_of_two, warps_for
 
 
@@ -41,16 +45,22 @@ class Peers:
     """This rank's, kept."""
 
 
-def sum_add_norm(
+def sum_add_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, peers: Peers) -> Tensor:
+    return sum_norm_rows(x_TE, residual_TE, weight_E, eps, None, peers)[0]
+
+
+def sum_norm_rows(
     x_TE: Tensor,
     residual_TE: Tensor,
     weight_E: Tensor,
     eps: float,
+    row_format: RowFormat | None,
     peers: Peers,
     *,
     compile_only: bool = False,
-) -> Tensor:
-    """Adds the sum of all ranks' x to residual in place -> RMS norm of it, a new tensor.
+) -> tuple[Tensor, Rows8 | None]:
+    """Adds the sum of all ranks' x to residual in place -> RMS norm of it, a new tensor; with `row_format`
+    also quantised, bit by bit as `norm_rows` does.
 
     Over the same peers always of one width and dtype: what two calls write must lie in the same places.
     """
@@ -61,10 +71,16 @@ def sum_add_norm(
     assert rows * width <= half
     assert rows <= len(peers.epochs_R)
     out_TE = torch.empty_like(x_TE)
+    eight = None if row_format is None else Rows8.empty(rows, width, row_format, x_TE.device)
+    block = power_of_two(width)
     launch = partial(sum_norm_kernel.warmup, grid=(rows,)) if compile_only else sum_norm_kernel[(rows,)]
     launch(
         out_TE,
         residual_TE,
+        out_TE if eight is None else eight.numbers,
+        weight_E if eight is None else eight.scales,
+        0 if eight is None else eight.scales.stride(1),
+        given_to(row_format, weight_E if eight is None else eight.scales),
         x_TE,
         weight_E,
         peers.buffers_t,
@@ -75,16 +91,23 @@ def sum_add_norm(
         RANK=peers.rank,
         RANKS=len(peers.buffers_t),
         WIDTH=width,
-        BLOCK=power_of_two(width),
+        BLOCK=block,
+        GROUP=group_in(block, row_format),
+        LARGEST=1.0 if row_format is None else LARGEST[row_format.dtype],
+        GIVEN=row_format is not None and row_format.given is not None,
         num_warps=warps_for(width),
     )
-    return out_TE
+    return out_TE, eight
 
 
-@triton.jit  # type: ignore[untyped-decorator] # it has no types
+@triton.jit(do_not_specialize=["step"])  # type: ignore[untyped-decorator] # it has no types
 def sum_norm_kernel(
     out: tl.tensor,
     residual: tl.tensor,
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    step: tl.tensor,
+    given: tl.tensor,
     x: tl.tensor,
     weight: tl.tensor,
     buffers: tl.tensor,
@@ -96,6 +119,9 @@ def sum_norm_kernel(
     RANKS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
+    GIVEN: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -125,8 +151,9 @@ def sum_norm_kernel(
     added = summed + tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     stored = added.to(residual.dtype.element_ty)
     tl.store(residual + place, stored, mask=inside)
-    values = stored.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
-    weights = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, (values * inverse * weights).to(out.dtype.element_ty), mask=inside)
+    values, long_row = stored.to(tl.float32), row.to(tl.int64)
+    store_norm(
+        out, numbers, scales, step, given, weight, values, long_row, eps,
+        WIDTH, BLOCK, GROUP, LARGEST, GIVEN,
+    )  # fmt: skip
     tl.store(epochs + row, epoch)

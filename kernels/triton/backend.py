@@ -17,6 +17,7 @@ from .candidates import candidates
 from .choice import Choice
 from .left_rows import LeftRows
 from .linear import Blocks8, Floats8, Integers, Integers8, Linear, Plain
+from .quantise import RowFormat, Rows8
 from .sample import sample
 from .tiles import ROW_COUNTS, has_fp8
 from .weights import group_codes, pack_fp8, pack_fp8_blocks, pack_grouped, scales_of_blocks
@@ -68,6 +69,7 @@ class Backend:
             logits=self.linear,
             rms_norm=self.rms_norm,
             add_rms_norm=self.add_rms_norm,
+            norm_by=self.norm_by,
             rotary=heads.rotary,
             silu_mul=self.silu_mul,
             make_kv_cache=kv_cache.make_kv_cache,
@@ -120,6 +122,11 @@ class Backend:
     def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         wanted = self._left.format_of(id(weight_E))
         return self._left.keep(*rms_norm.norm_rows(x_TE, residual_TE, weight_E, eps, wanted), id(weight_E))
+
+    def norm_by(
+        self, norm: Callable[[RowFormat | None], tuple[Tensor, Rows8 | None]], weight_E: Tensor
+    ) -> Tensor:
+        return self._left.keep(*norm(self._left.format_of(id(weight_E))), id(weight_E))
 
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
         maker = self._left.maker_of(gate_up_T2F)

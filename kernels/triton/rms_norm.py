@@ -86,6 +86,31 @@ def norm_kernel(
         stored = added.to(residual.dtype.element_ty)  # the norm reads what later layers will read
         tl.store(place, stored, mask=inside)
         values = stored.to(tl.float32)
+    store_norm(
+        out, numbers, scales, step, given, weight, values, row, eps, WIDTH, BLOCK, GROUP, LARGEST, GIVEN
+    )
+
+
+@triton.jit
+def store_norm(
+    out: tl.tensor,
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    step: tl.tensor,
+    given: tl.tensor,
+    weight: tl.tensor,
+    values: tl.tensor,
+    row: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
+    GIVEN: tl.constexpr,
+) -> None:
+    """The norm of a row of float32 `values`, those beyond WIDTH zeros; with GROUP also quantised."""
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
     inverse = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
     weights = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     normed = (values * inverse * weights).to(out.dtype.element_ty)

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from llmbox.engine.parallel.sum_norm import Peers, sum_add_norm
+from llmbox.engine.parallel.sum_norm import Peers, sum_norm_rows
 from llmbox.kernels.quant import QUANTS
 from llmbox.kernels.ragged import KVShape, Ragged
 from llmbox.kernels.rows import DecodeInputs, DecodeRows, RuleRows, SampleRows
@@ -18,7 +18,7 @@ from llmbox.kernels.triton import gemm, gemm_8_bits
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.dequantise import dequantise
 from llmbox.kernels.triton.gemm_experts import experts_product
-from llmbox.kernels.triton.linear import FP8_ROWS, rows_for
+from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, rows_for
 from llmbox.kernels.triton.quantise import quantise_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
 from llmbox.kernels.triton.silu_mul import gate_rows
@@ -171,7 +171,8 @@ def sums_and_norms(ranks: int, hidden: int, dtype: torch.dtype = BF16) -> None:
     addresses = zeros(ranks, dtype=I64)
     peers = Peers(1, addresses, addresses, zeros(8, dtype=I32), 1 << 18)
     x = zeros(4, hidden, dtype=dtype)
-    sum_add_norm(x, x, zeros(hidden, dtype=dtype), 1e-5, peers, compile_only=True)
+    for row_format in (None, FP8_ROWS, FP8_BLOCKS):
+        sum_norm_rows(x, x, zeros(hidden, dtype=dtype), 1e-5, row_format, peers, compile_only=True)
 
 
 # ---------------------------------------------------------------------------- what is compiled

@@ -98,9 +98,11 @@ class ThreadCollective:
     def fuses(self, rows: int, _width: int, _dtype: torch.dtype) -> bool:
         return rows <= self._fused_rows
 
-    def sum_add_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    def sum_add_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, _row_format: Any
+    ) -> tuple[Tensor, Any]:
         self.fused += 1
-        return REFERENCE.add_rms_norm(sum_in_order(self.gather(x_TE)), residual_TE, weight_E, eps)
+        return REFERENCE.add_rms_norm(sum_in_order(self.gather(x_TE)), residual_TE, weight_E, eps), None
 
     def agree(self, works: bool) -> bool:
         return self._stages[0].vote(self._layout.rank, self._layout.ranks, works)

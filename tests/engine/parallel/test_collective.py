@@ -48,17 +48,18 @@ def stages(rank, ranks):
     assert not together.agree(rank != 3)
     leave()
 
-def right(x_TE, residual_TE, weight_E, eps, group, compile_only=False):
+def right(x_TE, residual_TE, weight_E, eps, row_format, group, compile_only=False):
     if not compile_only:
         total = x_TE.float()
         dist.all_reduce(total, group=group)
         residual_TE += total.bfloat16()
         total = residual_TE.float()
-        return (total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)).bfloat16()
+        normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)
+        return normed.bfloat16(), row_format
 
 def wrong(x_TE, residual_TE, *rest, **options):
     right(x_TE, residual_TE, *rest, **options)
-    return residual_TE
+    return residual_TE, None
 
 def refused(*_, **options):
     raise OSError("no compiler")
@@ -113,7 +114,8 @@ def fused(rank, ranks):
             assert together.fuses(3, 1024, torch.bfloat16)
             assert not together.fuses(300, 1024, torch.bfloat16), "too large"
             residual = torch.ones_like(x)
-            out = together.sum_add_norm(x, residual, torch.ones(1024), 1e-5)
+            out, eight = together.sum_add_norm(x, residual, torch.ones(1024), 1e-5, "rows of 8 bits")
+            assert eight == "rows of 8 bits"
             assert (float(residual[0, 0]), float(out[2, 9])) == (4.0, 1.0)
     leave()
 

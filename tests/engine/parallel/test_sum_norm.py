@@ -13,10 +13,14 @@ from support.triton_interpreter import turn_on
 turn_on()
 
 from llmbox.engine.parallel.collective import sum_in_order
-from llmbox.engine.parallel.sum_norm import Peers, sum_add_norm
+from llmbox.engine.parallel.sum_norm import Peers, sum_add_norm, sum_norm_rows
 from llmbox.kernels.reference import REFERENCE
+from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS
+from llmbox.kernels.triton.quantise import RowFormat, quantise_rows
+from llmbox.kernels.triton.rms_norm import norm_rows
 
 ROWS, ROOM = 5, 1024
+GIVEN = FP8_ROWS._replace(given=torch.tensor([0.02]))
 
 
 class Group:
@@ -64,6 +68,23 @@ def test_every_rank_finds_the_ordered_sum_its_residual_and_the_norm(ranks, rows,
             torch.testing.assert_close(out, wanted)
 
 
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (4, 200)])
+@pytest.mark.parametrize("row_format", [FP8_ROWS, FP8_BLOCKS, GIVEN, RowFormat(torch.int8, 128)])
+def test_rows_for_the_next_linear_are_those_of_a_pass_of_their_own(rows, width, row_format):
+    group, weight = Group(3, torch.float32), torch.randn(width)
+    parts = [torch.randn(rows, width) for _ in range(3)]
+    parts[1][0, 5] = 1000.0
+    residual = torch.randn(rows, width)
+    for rank in range(3):
+        group.others_tell(rank, parts)
+        given = parts[rank], residual.clone(), weight, 1e-5
+        out, eight = sum_norm_rows(*given, row_format, group.peers(rank))
+        wanted = norm_rows(sum_in_order(parts), residual.clone(), weight, 1e-5, None)[0]
+        assert torch.equal(out, wanted)
+        for ours, theirs in zip(eight, quantise_rows(wanted, row_format), strict=True):
+            assert torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+
+
 def test_halves_take_turns_and_all_ranks_are_told():
     group = Group(3, torch.float32)
     parts = [torch.full((2, 8), float(rank)) for rank in range(3)]
@@ -95,20 +116,24 @@ def test_epochs_may_wrap_around_and_a_rank_may_be_one_call_ahead(ahead):
 COMPILE = """
 import torch
 from support.triton_compile import compiling, zeros
-from llmbox.engine.parallel.sum_norm import Peers, sum_add_norm
+from llmbox.engine.parallel.sum_norm import Peers, sum_norm_rows
+from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS
+GIVEN = FP8_ROWS._replace(given=torch.ones(1))
 with compiling() as kernels:
-    for ranks, width in ((2, 4096), (8, 8192)):
+    rounded = ((2, 4096, each) for each in (FP8_ROWS, FP8_BLOCKS, GIVEN))
+    for ranks, width, row_format in ((2, 4096, None), (8, 8192, None), *rounded):
         addresses = torch.zeros(ranks, dtype=torch.int64)
         peers = Peers(1, addresses, addresses, torch.zeros(8, dtype=torch.int32), 1 << 18)
+        x, weight = zeros(4, width), zeros(width)
         for only in (True, False):
-            sum_add_norm(zeros(4, width), zeros(4, width), zeros(width), 1e-5, peers, compile_only=only)
+            sum_norm_rows(x, zeros(4, width), weight, 1e-5, row_format, peers, compile_only=only)
 for kernel in kernels:
     text = kernel.asm["ptx"]
     written, told, known = (text.index(word) for word in ("st.global.v4", "sys.release", "sys.acquire"))
     assert "bar.sync" in text[written:told]
     assert "bar.sync" in text[known:text.rindex("ld.global.v4")]
     assert "global.b16" not in text, "rows move in whole words"
-assert len(kernels) == 2
+assert len(kernels) == 5
 """
 
 

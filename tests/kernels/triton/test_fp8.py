@@ -17,7 +17,7 @@ from llmbox.kernels.triton import choice, linear, rms_norm, scaled_mm, silu_mul
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.choice import Choice, sharing_of, why_not
 from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, Blocks8, Floats8, Linear, Plain
-from llmbox.kernels.triton.quantise import Rows8, quantise_rows
+from llmbox.kernels.triton.quantise import RowFormat, Rows8, quantise_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
 from llmbox.kernels.triton.silu_mul import gate_rows
 from support.numbers import assert_near
@@ -141,6 +141,24 @@ def test_from_the_second_step_on_norms_and_gates_leave_rows_of_a_linears_own_sca
     # Not what is left for another.
     assert torch.equal(ops.linear(other, wide), ops.linear(other, wide.clone()))
     assert len(rounded) == 6
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-dynamic"])
+def test_a_norm_of_another_kernel_leaves_rows_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Unless it cannot: then the linear rounds them."""
+    ops = triton_ops(CPU, torch.float32, QUANTS[name])
+    packed = blocks8(256, 128) if name == "fp8-block" else floats8(256, 128)
+    x, weight = torch.randn(3, 128), torch.rand(128)
+    rounded: list[int] = []
+    monkeypatch.setattr(linear, "quantise_rows", lambda *args: rounded.append(0) or quantise_rows(*args))
+
+    def norm(row_format: RowFormat | None) -> tuple[Tensor, Rows8 | None]:
+        return norm_rows(x, None, weight, 1e-6, row_format)
+
+    expected = ops.linear(packed, ops.norm_by(lambda _: norm(None), weight))
+    assert len(rounded) == 1
+    assert torch.equal(ops.linear(packed, ops.norm_by(norm, weight)), expected)
+    assert len(rounded) == 1
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "fp8-dynamic"])
