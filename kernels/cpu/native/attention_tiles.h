@@ -29,76 +29,81 @@ struct TileRows {
     TileRows from(int word) const { return {upper + word, lower + word, stride}; }
 };
 
-// Two B tiles and the bytes from row to row.
+// A B tile and the bytes from row to row.
 struct TileColumns {
-    const uint8_t *left, *right;
+    const uint8_t* data;
     size_t stride;
 };
 
-// The intrinsics want their registers spelt out.
-template <class E, bool LOWER> INLINE void multiply_square() {
-    if constexpr (E::PACK == 2) {
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if constexpr (LOWER) {
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-    } else {
-        _tile_dpbsud(0, 4, 6);
-        _tile_dpbsud(1, 4, 7);
-        _tile_dpbsud(2, 5, 6);
-        _tile_dpbsud(3, 5, 7);
-    }
+// The intrinsics want their registers spelt out. Few of them (tiles.h).
+template <class E> INLINE void multiply_first() {
+    if constexpr (E::PACK == 2) _tile_dpbf16ps(0, 4, 6);
+    else _tile_dpbsud(0, 4, 6);
+}
+template <class E> INLINE void multiply_second() {
+    if constexpr (E::PACK == 2) _tile_dpbf16ps(1, 4, 6);
+    else _tile_dpbsud(1, 4, 6);
 }
 
-// C += rows * columns.
-template <class E, bool LOWER> INLINE void add_product(TileRows rows, TileColumns columns) {
+// C += both tiles of rows * one of columns.
+template <class E> INLINE void add_down(TileRows rows, TileColumns columns) {
+    _tile_loadd(6, columns.data, columns.stride);
     _tile_loadd(4, rows.upper, rows.stride);
-    _tile_loadd(6, columns.left, columns.stride);
-    _tile_loadd(7, columns.right, columns.stride);
-    if constexpr (LOWER) _tile_loadd(5, rows.lower, rows.stride);
-    multiply_square<E, LOWER>();
+    multiply_first<E>();
+    _tile_loadd(4, rows.lower, rows.stride);
+    multiply_second<E>();
 }
 
-// The same with registers that few rows leave free, so that these can have a shape of their own.
-INLINE void add_short_product(TileRows rows, TileColumns columns) {
+// C += the upper rows * two tiles of columns.
+INLINE void add_across(TileRows rows, TileColumns left, TileColumns right) {
+    _tile_loadd(4, rows.upper, rows.stride);
+    _tile_loadd(6, left.data, left.stride);
+    multiply_first<BF16>();
+    _tile_loadd(6, right.data, right.stride);
+    multiply_second<BF16>();
+}
+
+// The same with the other registers, which can have a shape of their own.
+INLINE void add_short_across(TileRows rows, TileColumns left, TileColumns right) {
     _tile_loadd(5, rows.upper, rows.stride);
-    _tile_loadd(7, columns.left, columns.stride);
+    _tile_loadd(7, left.data, left.stride);
     _tile_dpbf16ps(0, 5, 7);
-    _tile_loadd(7, columns.right, columns.stride);
+    _tile_loadd(7, right.data, right.stride);
     _tile_dpbf16ps(1, 5, 7);
-}
-
-INLINE void add_long_product(TileRows rows, TileColumns columns) {
-    _tile_loadd(4, rows.upper, rows.stride);
-    _tile_loadd(6, columns.left, columns.stride);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(6, columns.right, columns.stride);
-    _tile_dpbf16ps(1, 4, 6);
 }
 
 INLINE void bring(const uint8_t* from, size_t bytes) {
     for (size_t line = 0; line < bytes; line += 64) prefetch_to_l2(from + line);
 }
 
-// Scores of `strips` strips, in pairs. With `first` their values are brought meanwhile.
-template <class E, bool LOWER, class T>
-INLINE void multiply_key_tiles(TileRows rows, int steps, const Chunk<E>& chunk, int strips, bool first, T* upper,
+// Scores of `strips` strips for both tiles of rows. With `first` their values are brought meanwhile.
+template <class E, class T>
+INLINE void multiply_keys_down(TileRows rows, int steps, const Chunk<E>& chunk, int strips, bool first, T* upper,
                                T* lower) {
+    for (int s = 0; s < strips; s++) {
+        clear_sums();
+        for (int i = 0; i < steps; i++) {
+            const size_t at = i * TILE_BYTES;
+            if (first) bring(chunk.values[s] + at, TILE_BYTES);
+            add_down<E>(rows.from(i * TILE_WORDS), {chunk.keys[s] + at, ROW_BYTES});
+        }
+        store_sums(upper + s * STRIP, lower + s * STRIP, Chunk<E>::SLOTS);
+    }
+}
+
+// For one tile of rows, two strips at once.
+INLINE void multiply_keys_across(TileRows rows, int steps, const Chunk<BF16>& chunk, int strips, bool first, float* to) {
     for (int s = 0; s < strips; s += 2) {
-        clear_sums<LOWER>();
+        clear_sums();
         for (int i = 0; i < steps; i++) {
             const size_t at = i * TILE_BYTES;
             if (first) {
                 bring(chunk.values[s] + at, TILE_BYTES);
                 bring(chunk.values[s + 1] + at, TILE_BYTES);
             }
-            const TileColumns keys{chunk.keys[s] + at, chunk.keys[s + 1] + at, 64};
-            if constexpr (E::PACK == 2 && !LOWER) add_long_product(rows.from(i * TILE_WORDS), keys);
-            else add_product<E, LOWER>(rows.from(i * TILE_WORDS), keys);
+            add_across(rows.from(i * TILE_WORDS), {chunk.keys[s] + at, ROW_BYTES}, {chunk.keys[s + 1] + at, ROW_BYTES});
         }
-        store_sums<LOWER>(upper + s * STRIP, lower + s * STRIP, Chunk<E>::SLOTS);
+        store_sums(to + s * STRIP, to + (s + 1) * STRIP, Chunk<BF16>::SLOTS);
     }
 }
 
@@ -120,33 +125,46 @@ template <> struct TileProducts<BF16> {
     static NOINLINE void score(const Work<BF16>& work, Band band, const Part& chunk, Tiles& tiles) {
         float* to = work.scores + band.row * Part::SLOTS;
         const TileRows rows{work.q.row(band.row), work.q.row(band.row + TILE_ROWS), 4u * work.q.part};
+        const int steps = work.q.part / TILE_WORDS;
         shape<LOWER>(tiles, band.rows, TILE_WORDS);
         finish_stores();
-        multiply_key_tiles<BF16, LOWER>(rows, work.q.part / TILE_WORDS, chunk, band.strips, band.first, to,
-                                        to + TILE_ROWS * Part::SLOTS);
+        if constexpr (LOWER) {
+            float* lower = to + TILE_ROWS * Part::SLOTS;
+            multiply_keys_down<BF16>(rows, steps, chunk, band.strips, band.first, to, lower);
+        } else {
+            multiply_keys_across(rows, steps, chunk, band.strips, band.first, to);
+            _tile_zero(4);  // as if never written (tiles.h)
+            _tile_zero(6);
+        }
     }
 
-    // Two columns of tiles for one strip after the other. Brings the keys of `next` meanwhile, if any.
+    // One strip after the other. Brings the keys of `next` meanwhile, if any.
     template <bool LOWER>
     static NOINLINE void add(const Work<BF16>& work, Band band, const Part& chunk, const Part* next, Tiles& tiles) {
+        constexpr int COLUMNS = LOWER ? TILE_WORDS : 2 * TILE_WORDS;
         const TileRows rows{work.p.row(band.row), work.p.row(band.row + TILE_ROWS), 4u * work.p.part};
-        float *upper = work.out + band.row * work.dim, *lower = upper + TILE_ROWS * work.dim;
+        const size_t stride = 4u * work.dim;
+        float* upper = work.out + band.row * work.dim;
         shape<LOWER>(tiles, band.rows, WORDS);
         finish_stores();
-        for (int d = 0; d < work.dim; d += 2 * TILE_WORDS) {
-            const size_t column = 4 * static_cast<size_t>(d), share = 4 * 2 * TILE_WORDS * WORDS;
-            load_sums<LOWER>(upper + d, lower + d, work.dim);
+        for (int d = 0; d < work.dim; d += COLUMNS) {
+            const size_t column = 4 * static_cast<size_t>(d);
+            float *first = upper + d, *second = first + (LOWER ? TILE_ROWS * work.dim : TILE_WORDS);
+            load_sums(first, second, work.dim);
             for (int s = 0; s < band.strips; s++) {
-                const uint8_t* left = chunk.values[s] + column;
-                const TileColumns values{left, left + 4 * TILE_WORDS, 4u * work.dim};
-                if (next) bring(next->keys[s] + column * WORDS, share);
-                if constexpr (LOWER) add_product<BF16, true>(rows.from(s * WORDS), values);
-                else add_short_product(rows.from(s * WORDS), values);
+                const uint8_t* values = chunk.values[s] + column;
+                if (next) bring(next->keys[s] + column * WORDS, 4 * COLUMNS * WORDS);
+                if constexpr (LOWER) add_down<BF16>(rows.from(s * WORDS), {values, stride});
+                else add_short_across(rows.from(s * WORDS), {values, stride}, {values + ROW_BYTES, stride});
             }
-            store_sums<LOWER>(upper + d, lower + d, work.dim);
+            store_sums(first, second, work.dim);
         }
         for (int s = band.strips; next && s < Part::STRIPS; s++)
             bring(next->keys[s], static_cast<size_t>(STRIP) * work.dim * sizeof(bf16));
+        if constexpr (!LOWER) {
+            _tile_zero(5);
+            _tile_zero(7);
+        }
     }
 };
 
@@ -174,8 +192,8 @@ template <> struct TileProducts<INT8> {
         int32_t *high = work.sums, *low = high + TILE_ROWS * SLOTS;
         tiles.shape(TILE_ROWS, TILE_ROWS);
         finish_stores();
-        multiply_key_tiles<INT8, true>(both(work.q, band.row), work.q.part / TILE_WORDS, chunk, band.strips,
-                                       band.first, high, low);
+        multiply_keys_down<INT8>(both(work.q, band.row), work.q.part / TILE_WORDS, chunk, band.strips, band.first, high,
+                                 low);
         for (int r = 0; r < band.rows; r++) {
             float* to = work.scores + (band.row + r) * SLOTS;
             const int32_t offset = work.q.packed[band.row + r].offset;
@@ -191,14 +209,13 @@ template <> struct TileProducts<INT8> {
         int32_t *high = work.sums, *low = high + TILE_ROWS * dim;
         tiles.shape(TILE_ROWS, TILE_ROWS);
         finish_stores();
-        for (int d = 0; d < dim; d += 2 * TILE_WORDS) {
-            clear_sums<true>();
+        for (int d = 0; d < dim; d += TILE_WORDS) {
+            clear_sums();
             for (int g = 0; g < groups; g++) {
-                const uint8_t* left = work.values + 4 * (static_cast<size_t>(g) * TILE_WORDS * dim + d);
-                add_product<INT8, true>(both(work.p, band.row).from(g * TILE_WORDS),
-                                        {left, left + 4 * TILE_WORDS, 4u * dim});
+                const uint8_t* values = work.values + 4 * (static_cast<size_t>(g) * TILE_WORDS * dim + d);
+                add_down<INT8>(both(work.p, band.row).from(g * TILE_WORDS), {values, 4u * dim});
             }
-            store_sums<true>(high + d, low + d, dim);
+            store_sums(high + d, low + d, dim);
         }
         for (int r = 0; r < band.rows; r++) {
             const auto [factor, offset] = work.p.packed[band.row + r];

@@ -200,6 +200,7 @@ protected:
         for (int item = runs_.take(member.index); item >= 0; item = runs_.take(member.index)) {
             const int panel = item / blocks, row = item % blocks * block;
             const int rows = std::min(step.rows - row, block);
+            bring(panel, row, rows);
             multiply(panel, row, rows, tile, member);
             write(panel, row, rows, tile);
         }
@@ -207,6 +208,14 @@ protected:
 
 private:
     static int row_blocks(const Step& step) { return ceil_div(step.rows, ROW_BLOCK); }
+
+    // What will be written: lines far apart, each of which is read from memory first.
+    void bring(int panel, int row, int rows) const {
+        for (int r = 0; r < rows; r++) {
+            const auto* to = reinterpret_cast<const uint8_t*>(out_ + (row + r) * out_stride_ + panel * PANEL);
+            for (size_t i = 0; i < PANEL * sizeof(Out); i += 64) prefetch_to_l2(to + i);
+        }
+    }
 
     void write(int panel, int row, int rows, const float* tile) {
         const int column = panel * PANEL, columns = std::min(PANEL, shape_.outputs - column);

@@ -34,77 +34,85 @@ struct RowTiles {
     }
 };
 
-// `rows` of x, at most 16, with all 64 columns: sums[rows][PANEL] (+)= x * weights over `words` words.
-INLINE void multiply_wide(const uint8_t* weights, int words, RowTiles x, float* sums, bool fresh, Prefetch next) {
+// Both products below call this four times for each 16 words: of many requests at once the core forgets some.
+INLINE void bring(Prefetch& next) {
+    for (size_t offset = 0; offset < next.step; offset += 64) prefetch_to_l2(next.at + offset);
+    next.at += next.step;
+}
+constexpr int BRINGS = 4;
+
+// Up to 16 rows of x with two tiles of columns: sums[rows][32 of PANEL] (+)= x * weights over `words` words.
+INLINE void multiply_across(const uint8_t* weights, int words, RowTiles x, float* sums, bool fresh, Prefetch next) {
     if (fresh) clear_sums();
-    else load_sums(sums, sums + 2 * TILE_WORDS, PANEL);
+    else load_sums(sums, sums + TILE_WORDS, PANEL);
     for (int w = 0; w < words; w += TILE_WORDS, weights += TILE_STEP, x.data += x.across) {
+        bring(next);
         _tile_loadd(4, x.data, x.stride);
+        bring(next);
         _tile_loadd(6, weights, ROW_BYTES);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, weights + TILE_BYTES, ROW_BYTES);
-        _tile_dpbf16ps(1, 4, 7);
-        for (size_t offset = 0; offset < next.step; offset += 64) prefetch_to_l2(next.at + offset);
-        next.at += next.step;
-        _tile_loadd(6, weights + 2 * TILE_BYTES, ROW_BYTES);
-        _tile_dpbf16ps(2, 4, 6);
-        _tile_loadd(7, weights + 3 * TILE_BYTES, ROW_BYTES);
-        _tile_dpbf16ps(3, 4, 7);
+        bring(next);
+        _tile_loadd(6, weights + TILE_BYTES, ROW_BYTES);
+        bring(next);
+        _tile_dpbf16ps(1, 4, 6);
     }
-    store_sums(sums, sums + 2 * TILE_WORDS, PANEL);
+    store_sums(sums, sums + TILE_WORDS, PANEL);
 }
 
-// 16 rows and up to 16 more, with 32 columns.
-INLINE void multiply_square(const uint8_t* weights, int words, RowTiles x, float* sums, bool fresh, Prefetch next) {
+// 16 rows and up to 16 more (FULL: as many) with one tile of columns.
+template <bool FULL>
+INLINE void multiply_down(const uint8_t* weights, int words, RowTiles x, float* sums, bool fresh, Prefetch next) {
     float* lower = sums + TILE_ROWS * PANEL;
     if (fresh) clear_sums();
     else load_sums(sums, lower, PANEL);
     for (int w = 0; w < words; w += TILE_WORDS, weights += TILE_STEP, x.data += x.across) {
-        _tile_loadd(4, x.data, x.stride);
+        bring(next);
         _tile_loadd(6, weights, ROW_BYTES);
+        bring(next);
+        _tile_loadd(4, x.data, x.stride);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, x.data + x.down, x.stride);
-        _tile_dpbf16ps(2, 5, 6);
-        for (size_t offset = 0; offset < next.step; offset += 64) prefetch_to_l2(next.at + offset);
-        next.at += next.step;
-        _tile_loadd(7, weights + TILE_BYTES, ROW_BYTES);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
+        bring(next);
+        if constexpr (FULL) {
+            _tile_loadd(4, x.data + x.down, x.stride);
+            bring(next);
+            _tile_dpbf16ps(1, 4, 6);
+        } else {
+            _tile_loadd(5, x.data + x.down, x.stride);
+            bring(next);
+            _tile_dpbf16ps(1, 5, 6);
+        }
     }
     store_sums(sums, lower, PANEL);
 }
 
 // sums[rows][PANEL] = x * panel. `words` is a multiple of 16.
 inline void multiply_panel(Tiles& tiles, const uint8_t* panel, int words, RowTiles x, int rows, float* sums) {
-    if (rows <= TILE_ROWS) {
-        tiles.shape(rows, rows);
-        multiply_wide(panel, words, x, sums, true, {panel + 2 * TILE_STEP, TILE_STEP});
-        return;
-    }
-    // As in gemm.h: all rows visit a slice before the next one. Long ones, as sums go to memory between them.
-    constexpr int slice = 512;
-    const int turns = 2 * ceil_div(rows, 2 * TILE_ROWS);
+    // As in gemm.h all rows visit a slice before the next one, which is prefetched meanwhile. 32 rows of a slice stay
+    // in the L1 cache for all columns. Sums go to memory between slices.
+    constexpr int pair = 2 * TILE_ROWS;
+    const int slice = rows <= TILE_ROWS ? 512 : 256;
+    const int last = rows % pair;
+    const int turns = rows / pair * TILES_ACROSS + (last > TILE_ROWS ? TILES_ACROSS : last ? TILES_ACROSS / 2 : 0);
+    const size_t step = round_up(ceil_div(TILE_STEP, turns * BRINGS), 64);
     for (int word = 0; word < words; word += slice) {
         const int count = std::min(slice, words - word);
         const uint8_t* weights = panel + word * PANEL_STRIDE;
         const uint8_t *coming = weights + count * PANEL_STRIDE, *end = coming + count * PANEL_STRIDE;
-        const size_t step = round_up(ceil_div(TILE_STEP, turns), 64);
-        for (int tile = 0; tile < TILES_ACROSS; tile += 2)
-            for (int row = 0; row < rows; row += 2 * TILE_ROWS) {
-                const int upper = std::min(TILE_ROWS, rows - row);
-                const int lower = std::min(TILE_ROWS, rows - row - upper);
+        for (int row = 0; row < rows; row += pair) {
+            const int upper = std::min(TILE_ROWS, rows - row);
+            const int lower = std::min(TILE_ROWS, rows - row - upper);
+            tiles.shape(upper, lower ? lower : upper);
+            for (int tile = 0; tile < TILES_ACROSS; tile += lower ? 1 : 2) {
                 const Prefetch next = {coming, coming < end ? step : 0};
-                coming += step * (count / TILE_WORDS);
+                coming += next.step * BRINGS * (count / TILE_WORDS);
+                const uint8_t* columns = weights + tile * TILE_BYTES;
                 float* to = sums + row * PANEL + tile * TILE_WORDS;
                 const RowTiles from = x.from(row, word);
-                if (lower) {
-                    tiles.shape(upper, lower);
-                    multiply_square(weights + tile * TILE_BYTES, count, from, to, word == 0, next);
-                } else if (tile == 0) {
-                    tiles.shape(upper, upper);
-                    multiply_wide(weights, count, from, to, word == 0, next);
-                }
+                if (!lower) multiply_across(columns, count, from, to, word == 0, next);
+                else if (lower == TILE_ROWS) multiply_down<true>(columns, count, from, to, word == 0, next);
+                else multiply_down<false>(columns, count, from, to, word == 0, next);
             }
+        }
     }
 }
 

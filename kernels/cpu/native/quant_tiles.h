@@ -53,13 +53,20 @@ template <int WORDS> struct BlockProducts {
         _tile_zero(1);
         UNROLL for (int w = 0; w < WORDS; w += TILE_WORDS) {
             _tile_loadd(4, values + 4 * w, 4 * WORDS);
+            bring();
             _tile_loadd(6, codes + w * PANEL_STRIDE, PANEL_STRIDE);
             _tile_dpbssd(0, 4, 6);
-            _tile_loadd(7, codes + w * PANEL_STRIDE + 64, PANEL_STRIDE);
-            _tile_dpbssd(1, 4, 7);
+            bring();
+            _tile_loadd(6, codes + w * PANEL_STRIDE + 64, PANEL_STRIDE);
+            _tile_dpbssd(1, 4, 6);
         }
         codes += groups.codes_step;
         values += QuantRows::BLOCK * 4 * WORDS;
+    }
+
+    // Twice for each load of rows: of many requests at once the core forgets some.
+    static constexpr int BRINGS = 2 * ceil_div(WORDS, TILE_WORDS);
+    INLINE void bring() {
         for (size_t offset = 0; offset < next.step; offset += 64) prefetch_stream(next.at + offset);
         next.at += next.step;
     }
@@ -180,7 +187,7 @@ inline void multiply_tiles(const QuantLinear& linear, int panel, const QuantRows
             }
         }
         asm volatile("" ::: "memory");  // the compiler does not know what tile loads read
-        const int turns = count * ceil_div(rows, TILE_ROWS) * (PANEL / BLOCK_COLUMNS);
+        const int turns = count * ceil_div(rows, TILE_ROWS) * (PANEL / BLOCK_COLUMNS) * BlockProducts<WORDS>::BRINGS;
         const size_t step = round_up(ceil_div(static_cast<int>(end - coming), turns), 64);
         multiply_slice<WORDS>(groups, x, row, rows, tile, scratch.sums, {coming, step});
     }

@@ -4,11 +4,16 @@
 // which is how panels (gemm.h) and strips (kv_cache.h) lie in memory anyway. Every number of C is one sum over the
 // words in ascending order, whatever the other rows are (Intel SDM, TDPBF16PS and TDPBSUD).
 //
-// Registers of this project: 0 .. 3 are C, 4 and 5 A, 6 and 7 B. The rows of 0, 1 and 4 are one number, those of
-// 2, 3 and 5 another.
+// Registers of this project: 0 and 1 are C, 4 and 5 A, 6 and 7 B. The rows of 0 and 4 are one number, those of 1 and
+// 5 another.
 //
 // A tile is loaded fastest where its 16 rows are one piece of 1 KB and the next tile follows: cores look ahead in
 // one direction.
+//
+// A loop writes few registers, and rather loads one again: a core renames what it writes from a small file of tiles
+// that its two hardware threads share. While the other thread has tiles of its own (it may be somebody else's
+// machine) a product with its loads takes 28 ns if a loop writes all eight registers, 17 if six, 13 if four; alone
+// 6.5 with any (docs/cpu-kernels.md). A register that was cleared or configured and not written takes no place.
 #pragma once
 
 #include "simd.h"
@@ -60,7 +65,7 @@ public:
             const bool a = i == 4 || i == 5, b = i > 5;
             const int inner = i % 2 ? second : words;
             config.bytes[i] = static_cast<uint16_t>(a ? 4 * inner : 64);
-            config.rows[i] = static_cast<uint8_t>(b ? inner : i == 2 || i == 3 || i == 5 ? lower : upper);
+            config.rows[i] = static_cast<uint8_t>(b ? inner : i % 2 ? lower : upper);
         }
         // The intrinsics of GCC 12 name 8 bytes of it, those of tile loads none: without this the rest may stay
         // unwritten.
@@ -72,31 +77,18 @@ private:
     int upper_ = 0, lower_ = 0, words_ = 0, second_ = 0;
 };
 
-// The four C, or with !ALL the first two: `first` and the 16 columns right of it, `second` likewise. `stride` numbers
-// from row to row.
-template <bool ALL = true> INLINE void clear_sums() {
+// The two C. `stride`: numbers from row to row.
+INLINE void clear_sums() {
     _tile_zero(0);
     _tile_zero(1);
-    if constexpr (ALL) {
-        _tile_zero(2);
-        _tile_zero(3);
-    }
 }
-template <bool ALL = true, class T> INLINE void load_sums(const T* first, const T* second, size_t stride) {
+template <class T> INLINE void load_sums(const T* first, const T* second, size_t stride) {
     _tile_loadd(0, first, 4 * stride);
-    _tile_loadd(1, first + TILE_WORDS, 4 * stride);
-    if constexpr (ALL) {
-        _tile_loadd(2, second, 4 * stride);
-        _tile_loadd(3, second + TILE_WORDS, 4 * stride);
-    }
+    _tile_loadd(1, second, 4 * stride);
 }
-template <bool ALL = true, class T> INLINE void store_sums(T* first, T* second, size_t stride) {
+template <class T> INLINE void store_sums(T* first, T* second, size_t stride) {
     _tile_stored(0, first, 4 * stride);
-    _tile_stored(1, first + TILE_WORDS, 4 * stride);
-    if constexpr (ALL) {
-        _tile_stored(2, second, 4 * stride);
-        _tile_stored(3, second + TILE_WORDS, 4 * stride);
-    }
+    _tile_stored(1, second, 4 * stride);
 }
 
 // The intrinsics of tile loads name no memory: what is stored before this is there for them.
