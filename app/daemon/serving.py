@@ -22,6 +22,7 @@ from ..http.admin import admin_router
 from ..http.anthropic import anthropic_router
 from ..http.app import create_app
 from ..http.openai import openai_router
+from ..http.openai_responses import responses_router
 from ..http.server import serve
 from ..services import Services
 from .leftovers import name_leftovers
@@ -43,7 +44,8 @@ async def serve_until_stopped(
     settings = plan.loaded.settings
     services = compose(settings, plan.paths, (plan.parts or real_parts)(), first)
     control = Control(services, running, plan.loaded, plan.reload, plan.begun_with, plan.checks)
-    app = create_app(services, [openai_router, anthropic_router, admin_router, *_panel()])
+    dialects = [openai_router, responses_router, anthropic_router]
+    app = create_app(services, [*dialects, admin_router, *_panel()])
     app.state.control = control
     _handle_signals(control)
     gc.freeze()  # what was imported stays: collections need not look at it

@@ -60,8 +60,8 @@ def body_of(record: RequestRecord, content: Content | None) -> dict[str, Any]:
 
 
 def is_chat(record: RequestRecord) -> bool:
-    """Messages of Anthropic's API are kept as the chat requests that they were translated into."""
-    return "chat" in record.endpoint or "messages" in record.endpoint
+    """Requests of other dialects are kept as the chat requests that they were translated into."""
+    return any(name in record.endpoint for name in ("chat", "messages", "responses"))
 
 
 def _path(record: RequestRecord) -> str:

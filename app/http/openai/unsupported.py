@@ -23,6 +23,8 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "documents": ([],),
+    "truncation": ("disabled",),
+    "background": (False,),
 }
 """Values that ask for what happens anyway. null and absence always do."""
 
@@ -33,6 +35,7 @@ _REASONS = {
     "service_tier": "There is one tier: 'default'.",
     "modalities": "Only text is generated.",
     "include_stop_str_in_output": "Stop strings are never part of the output.",
+    "truncation": "Prompts are never cut: one over the context gets an error instead.",
     "echo": "Only /v1/completions can echo its prompt.",
 }
 

@@ -1,0 +1,107 @@
+"""The response object and its items."""
+
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType, field
+
+from ...gateway.generation import Usage
+from .fields import ResponseRequest
+
+
+class InputDetails(Struct):
+    cached_tokens: int
+
+
+class OutputDetails(Struct):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+    @classmethod
+    def of(cls, usage: Usage, reasoning_tokens: int) -> "ResponseUsage":
+        return cls(
+            usage.prompt_tokens,
+            InputDetails(usage.cached_tokens),
+            usage.output_tokens,
+            OutputDetails(reasoning_tokens),
+            usage.prompt_tokens + usage.output_tokens,
+        )
+
+
+class ResponseObject(Struct, kw_only=True):
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    model: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    incomplete_details: dict[str, str] | None = None
+    error: None = None
+    output: list[dict[str, Any]] = field(default_factory=list)
+    """Items: `reasoning`, `message`, `function_call`."""
+    usage: ResponseUsage | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    tool_choice: str
+    tools: list[dict[str, Any]]
+    temperature: float
+    top_p: float
+    text: dict[str, Any] = field(default_factory=lambda: {"format": {"type": "text"}})
+    reasoning: dict[str, Any]
+    background: Literal[False] = False
+    previous_response_id: None = None
+    service_tier: Literal["default"] = "default"
+    store: Literal[False] = False
+    truncation: Literal["disabled"] = "disabled"
+    user: str | None
+    seed: int | UnsetType = UNSET
+    """Ours: drawn for this request."""
+    warnings: list[str] | UnsetType = UNSET
+    """Ours: what was ignored."""
+
+
+def tools_of(request: ResponseRequest) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "function",
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": tool.parameters,
+            "strict": False,
+        }
+        for tool in request.tools or ()
+    ]
+
+
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def message_item(id_: str, text: str | None, *, whole: bool = True) -> dict[str, Any]:
+    """None: nothing is there yet."""
+    status = ("completed" if whole else "incomplete") if text is not None else "in_progress"
+    content = [] if text is None else [text_part(text)]
+    return {"id": id_, "type": "message", "status": status, "role": "assistant", "content": content}
+
+
+def reasoning_item(id_: str, text: str | None) -> dict[str, Any]:
+    content = [] if text is None else [{"type": "reasoning_text", "text": text}]
+    return {"id": id_, "type": "reasoning", "summary": [], "content": content}
+
+
+def call_item(id_: str, call_id: str, name: str, arguments: str | None) -> dict[str, Any]:
+    return {
+        "id": id_,
+        "type": "function_call",
+        "status": "in_progress" if arguments is None else "completed",
+        "call_id": call_id,
+        "name": name,
+        "arguments": arguments or "",
+    }

@@ -1,0 +1,181 @@
+"""From a chat that is generated to a response: as events, whose last one holds it whole."""
+
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import msgspec
+
+from ...errors import ApiError
+from ...gateway.gateway import Gateway
+from ...gateway.open_request import OpenRequest
+from ...text.answer_parts import Parts
+from ..openai.chat import ChatCall, heading_of
+from ..openai.chat_parts import call_id, reasoning_tokens
+from .answers import (
+    ResponseObject,
+    ResponseUsage,
+    call_item,
+    message_item,
+    reasoning_item,
+    text_part,
+    tools_of,
+)
+from .fields import ResponseRequest
+
+Event = dict[str, Any]
+
+
+async def complete_response(gateway: Gateway, chat: ChatCall, request: ResponseRequest) -> ResponseObject:
+    with gateway.open(chat.generation) as opened:
+        writer = Writer(opened, chat, request)
+        pieces = [delta.text async for delta in opened.deltas()]
+    for _ in (*writer.say("".join(pieces)), *writer.finish()):
+        pass
+    return writer.response()
+
+
+async def stream_response(
+    gateway: Gateway, chat: ChatCall, request: ResponseRequest
+) -> AsyncGenerator[bytes, None]:
+    with gateway.open(chat.generation) as opened:
+        writer = Writer(opened, chat, request)
+        yield _framed(writer.begin())
+        async for delta in opened.deltas():
+            if said := _framed(writer.say(delta.text)):
+                yield said
+    yield _framed(writer.finish())
+
+
+def error_event(error: ApiError) -> bytes:
+    told = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+    return b"event: error\ndata: %b\n\n" % msgspec.json.encode(told)
+
+
+def _framed(events: Iterator[Event]) -> bytes:
+    return b"".join(
+        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event)) for event in events
+    )
+
+
+class Writer:
+    """Items one after another: each is begun, filled and ended before the next."""
+
+    def __init__(self, opened: OpenRequest, chat: ChatCall, request: ResponseRequest) -> None:
+        self._opened, self._chat, self._request = opened, chat, request
+        self._parser = chat.parsing.parser()
+        self._done: list[dict[str, Any]] = []
+        self._open = ""
+        """Kind of the item that is being filled: `message`, `reasoning` or none."""
+        self._texts: list[str] = []
+        self._number = 0
+
+    def begin(self) -> Iterator[Event]:
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=self.response())
+
+    def say(self, text: str) -> Iterator[Event]:
+        before = self._parser.called
+        return self._parts(self._parser.push(text), before)
+
+    def finish(self) -> Iterator[Event]:
+        before = self._parser.called
+        yield from self._parts(self._parser.finish(), before)
+        yield from self._close()
+        response = self.response()
+        yield self._event(f"response.{response.status}", response=response)
+
+    def response(self) -> ResponseObject:
+        """As far as it is. Its sampling numbers are those that were used."""
+        heading, params = heading_of(self._opened, self._chat), self._chat.generation.params
+        request, ended = self._request, self._opened.sequences[0].finish_reason
+        made = ResponseObject(
+            id=heading.id,
+            created_at=heading.created,
+            model=heading.model,
+            status="in_progress" if ended is None else "incomplete" if ended == "length" else "completed",
+            output=list(self._done),
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            metadata=request.metadata or {},
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            tool_choice="none" if request.tool_choice == "none" else "auto",
+            tools=tools_of(request),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            reasoning={"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
+            user=request.user,
+        )
+        if ended is not None:
+            made.usage = ResponseUsage.of(
+                self._opened.usage_now(), reasoning_tokens(self._opened, [self._parser])
+            )
+            extras = self._chat.extras()
+            made.seed, made.warnings = extras["seed"], extras["warnings"]
+            if ended == "length":
+                made.incomplete_details = {"reason": "max_output_tokens"}
+        return made
+
+    def _parts(self, parts: Parts, number: int) -> Iterator[Event]:
+        """`number`: calls before these."""
+        if parts.reasoning:
+            yield from self._fill("reasoning", parts.reasoning)
+        if parts.content:
+            yield from self._fill("message", parts.content)
+        for index, call in enumerate(parts.calls, number):
+            yield from self._close()
+            id_, called = self._id("fc"), call_id(self._chat.generation.id, 0, index)
+            place = {"item_id": id_, "output_index": len(self._done)}
+            yield self._item("added", call_item(id_, called, call.name, None))
+            yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
+            yield self._event(
+                "response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments
+            )
+            yield from self._end(call_item(id_, called, call.name, call.arguments))
+
+    def _fill(self, kind: str, text: str) -> Iterator[Event]:
+        if self._open != kind:
+            yield from self._close()
+            self._open = kind
+            item = message_item if kind == "message" else reasoning_item
+            yield self._item("added", item(self._id(kind), None))
+            yield self._event("response.content_part.added", **self._place(), part=self._part(""))
+        self._texts.append(text)
+        logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        yield self._event(f"response.{self._text_name()}.delta", **self._place(), delta=text, **logprobs)
+
+    def _close(self) -> Iterator[Event]:
+        if not self._open:
+            return
+        text, place = "".join(self._texts), self._place()
+        logprobs: dict[str, Any] = {"logprobs": []} if self._open == "message" else {}
+        yield self._event(f"response.{self._text_name()}.done", **place, text=text, **logprobs)
+        yield self._event("response.content_part.done", **place, part=self._part(text))
+        whole = self._opened.sequences[0].finish_reason != "length"
+        id_, kind = place["item_id"], self._open
+        item = message_item(id_, text, whole=whole) if kind == "message" else reasoning_item(id_, text)
+        yield from self._end(item)
+        self._open, self._texts = "", []
+
+    def _end(self, item: dict[str, Any]) -> Iterator[Event]:
+        yield self._item("done", item)
+        self._done.append(item)
+
+    def _item(self, what: str, item: dict[str, Any]) -> Event:
+        return self._event(f"response.output_item.{what}", output_index=len(self._done), item=item)
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._id(self._open), "output_index": len(self._done), "content_index": 0}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return text_part(text) if self._open == "message" else {"type": "reasoning_text", "text": text}
+
+    def _text_name(self) -> str:
+        return "output_text" if self._open == "message" else "reasoning_text"
+
+    def _id(self, kind: str) -> str:
+        prefix = {"message": "msg", "reasoning": "rs"}.get(kind, kind)
+        return f"{prefix}_{self._chat.generation.id.removeprefix('resp-')}_{len(self._done)}"
+
+    def _event(self, kind: str, /, **data: Any) -> Event:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **data}
