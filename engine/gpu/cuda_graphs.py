@@ -12,10 +12,11 @@ class CudaCapture:
     cuBLAS keeps a workspace for each stream that it was ever used on, of 32 MiB on Hopper.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        """`stream`: one that others have used before."""
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.bytes_taken = 0
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:

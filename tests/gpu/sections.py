@@ -278,7 +278,7 @@ def idle_clocks(report: Report) -> None:
         import pynvml
 
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+        handle = pynvml.nvmlDeviceGetHandleByUUID(this_gpu())
         time.sleep(4)
         clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
         watts = pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3
@@ -286,6 +286,13 @@ def idle_clocks(report: Report) -> None:
         report.row(("idle for 4 s", f"{clock} MHz, {watts:.0f} W", f"utilisation {used} %"))
     except Exception as error:  # noqa: BLE001 - a driver may refuse any of these
         report.row(("idle for 4 s", "not available", str(error)[:80]))
+
+
+def this_gpu() -> str:
+    """Its UUID: the driver's numbers are others than CUDA's."""
+    from llmbox.engine.cuda_order import cuda_machine
+
+    return cuda_machine().gpus[torch.cuda.current_device()].uuid
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from gpu import check, checking, engine_speed, sections
 from gpu.checks import Check, Setting
 from gpu.report import Report
+from llmbox.engine import cuda_order
 from llmbox.engine.errors import DoesNotFit
 
 
@@ -118,3 +120,25 @@ def test_a_section_that_says_nothing_more_is_stopped(monkeypatch: pytest.MonkeyP
     check.run_section(report, "continuous", 1.0, [])
     assert report.lines == ["begun", "\ncontinuous: stopped, out of time."]
     assert not report.failures
+
+
+def test_idle_clocks_are_those_of_the_gpu_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver counts along the bus, CUDA as it likes."""
+    asked: list[str] = []
+    driver = SimpleNamespace(
+        NVML_CLOCK_SM=1,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=asked.append,
+        nvmlDeviceGetClockInfo=lambda *_: 345,
+        nvmlDeviceGetPowerUsage=lambda _: 72_000,
+        nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=0),
+    )
+    gpus = [SimpleNamespace(uuid=uuid) for uuid in ("GPU-a", "GPU-b")]
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    monkeypatch.setattr(cuda_order, "cuda_machine", lambda: SimpleNamespace(gpus=gpus))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(sections.time, "sleep", lambda _: None)
+    report = Report(100.0)
+    sections.idle_clocks(report)
+    assert asked == ["GPU-b"]
+    assert "345 MHz, 72 W" in report.lines[-1]

@@ -2,8 +2,11 @@
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 import torch
+
+from llmbox.engine.gpu.cuda_graphs import CudaCapture
 
 Call = Callable[[], object]
 CALLS = 8
@@ -33,22 +36,20 @@ def record(calls: Sequence[Call]) -> Call:
         for n in range(CALLS):
             calls[n % len(calls)]()
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
-            run()
+        replay = CudaCapture(torch.device("cuda", torch.cuda.current_device()), side()).capture(run)
     except RuntimeError:
         torch.cuda.synchronize()
         return run
-    graph.replay()
+    replay()
     torch.cuda.synchronize()
-    return graph.replay
+    return replay
+
+
+@cache
+def side() -> torch.cuda.Stream:
+    """One for all captures: libraries keep memory for each stream that they were ever used on."""
+    return torch.cuda.Stream()
 
 
 def peaks() -> dict[str, float]:

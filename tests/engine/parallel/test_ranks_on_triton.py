@@ -23,6 +23,8 @@ from triton.runtime import interpreter
 
 from llmbox.kernels.triton.backend import triton_ops
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SIZES = {
     "hidden_size": 64,
