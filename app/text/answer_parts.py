@@ -52,7 +52,7 @@ class AnswerParser:
         """Calls that were given out."""
         self._tools = tools
         self._names = names
-        self._most = most_calls
+        self._most = most_calls if tools is None else most_calls or tools.most
         begins: dict[Thinking, _Place] = {"no": "text", "may": "start", "inside": "thoughts"}
         self._place: _Place = begins[thinking]
         self._held = ""

@@ -23,14 +23,16 @@ class ToolSyntax:
     closer: str = ""
     bare: bool = False
     """A call may also be an answer that is JSON from its first character, without the opener."""
+    most: int | None = None
+    """Calls in one answer; a template that takes no more back would refuse the conversation."""
 
 
 HERMES = ToolSyntax("<tool_call>", "</tool_call>")
 """Hermes, Qwen2.5, Qwen3: one JSON object between the marks."""
 MISTRAL = ToolSyntax("[TOOL_CALLS]")
 """A list of JSON objects after the mark."""
-LLAMA = ToolSyntax("<|python_tag|>", bare=True)
-"""Llama 3.1 and later: JSON objects, mostly without the mark."""
+LLAMA = ToolSyntax("<|python_tag|>", bare=True, most=1)
+"""Llama 3.1 and later: one JSON object, mostly without the mark."""
 
 
 def tool_syntax(template: str | None) -> ToolSyntax | None:
@@ -41,7 +43,7 @@ def tool_syntax(template: str | None) -> ToolSyntax | None:
         return HERMES
     if MISTRAL.opener in template:
         return MISTRAL
-    return LLAMA if '"parameters"' in template and LLAMA.opener in template else None
+    return LLAMA if '"parameters"' in template and "ipython" in template else None
 
 
 def parse_calls(written: str, names: frozenset[str] | None = None) -> list[ToolCall] | None:

@@ -58,7 +58,7 @@ def test_thoughts(text, thinking, reasoning, content):
         (f"[TOOL_CALLS] [{CALL}, {CALL}]", MISTRAL, "", 2),
         (f"[TOOL_CALLS]{CALL} what", MISTRAL, f"[TOOL_CALLS]{CALL} what", 0),
         (CALL.replace("arguments", "parameters"), LLAMA, "", 1),
-        (f"<|python_tag|>{CALL}; {CALL}", LLAMA, "", 2),
+        (f"<|python_tag|>{CALL}; {CALL}", LLAMA, "", 1),  # its template takes back no more
         ('{"name": "other", "parameters": {}}', LLAMA, '{"name": "other", "parameters": {}}', 0),
         ('{"answer": 1}', LLAMA, '{"answer": 1}', 0),
         (f"It is {CALL}", LLAMA, f"It is {CALL}", 0),
@@ -104,7 +104,7 @@ def test_arguments_as_text_and_with_line_breaks():
     [
         ("{% if tools %}<tool_call>{% endif %}", HERMES),
         ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", MISTRAL),
-        ('{% if tools %}{"name": x, "parameters": y}<|python_tag|>{% endif %}', LLAMA),
+        ('{% if tools %}{"name": x, "parameters": y}{% endif %}ipython', LLAMA),
         ("{% if tools %}<tool_call><function=x>{% endif %}", None),
         ("{{ messages }}", None),
         (None, None),
