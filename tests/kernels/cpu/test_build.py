@@ -4,6 +4,7 @@ import ctypes
 import logging
 import multiprocessing
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -214,3 +215,22 @@ def test_a_level_that_the_system_denies_gives_way_to_the_next(
         assert f"no kernels for cpu {usable_levels()[0].name}" in caplog.text
     finally:
         load_backend.cache_clear()
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 100])
+def test_every_source_is_in_one_part_whatever_the_cores(cores: int) -> None:
+    parts = compiling.deal(cores)
+    sources = sorted(compiling.SOURCES.glob("*.cpp"))
+    assert sorted(source for part in parts for source in part) == sources
+    assert len(parts) == min(cores, len(sources))
+    work = [sum(compiling.SECONDS.get(source.stem, 1.0) for source in part) for part in parts]
+    assert max(work) <= max(sum(work) / len(parts) * 1.25, *compiling.SECONDS.values())
+
+
+def test_all_sources_can_be_one_part(tmp_path: Path) -> None:
+    """A machine with one core compiles them so."""
+    whole = tmp_path / "whole.cpp"
+    (part,) = compiling.deal(1)
+    whole.write_text("".join(f'#include "{source}"\n' for source in part))
+    command = [*compiling.find_compiler(), *compiling.FLAGS, "-fsyntax-only", str(whole)]
+    assert subprocess.run(command, capture_output=True, text=True, check=False).stderr == ""
