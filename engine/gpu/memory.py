@@ -27,13 +27,13 @@ class MemoryMeter(Protocol):
     def reset_peak(self) -> None: ...
 
     def runtime(self) -> int:
-        """What this process took that is no tensor: context, kernels, library workspaces."""
+        """What this process took that is no tensor: kernels, libraries' own memory. Not the context."""
         ...
 
 
 class CudaMeter:
     def __init__(self, device: torch.device, free_before: int) -> None:
-        """`free_before`: of the GPU, before this process used it. What other processes take meanwhile counts
+        """`free_before`: of the GPU, once this process had opened it. What other processes take meanwhile counts
         as ours: better too little KV memory than too much.
         """
         self._device = device

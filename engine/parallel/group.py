@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import FileStore
 from .collective import TorchCollective
 from .fused_sum import FusedSum
 from .layout import Layout
-from .oneshot import OneShotSum
+from .oneshot import OneShotSum, all_agree
 
 STUCK_SECONDS = 600
 """An exchange that takes longer ends the process. Ranks that die or stop are noticed long before."""
@@ -53,7 +53,8 @@ def join(
     back = dist.new_group(timeout=timedelta(seconds=STUCK_SECONDS)) if layout.pp > 1 else None
     dist.barrier()
     one_shot = fused = None
-    if joined and layout.tp > 1 and not ordered:
+    # Each asks its driver: where one is told nothing, the others may not wait for it in what follows.
+    if layout.tp > 1 and not ordered and all_agree(stage, device, joined):
         # Fused sums are in order too, but the norm behind them is another kernel than the one for prompts.
         one_shot, fused = OneShotSum.prepare(stage, device), FusedSum.prepare(stage, device)
     return TorchCollective(

@@ -53,3 +53,17 @@ def test_nccl_is_left_to_the_end_of_the_process(monkeypatch, backend, left):
     monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append(backend))
     group.leave()
     assert len(done) == left
+
+
+@pytest.mark.parametrize("others_are", [True, False])
+def test_kernels_that_wait_for_each_other_are_prepared_by_all_of_a_stage_or_none(
+    notes, monkeypatch, tmp_path, others_are
+):
+    """A driver may tell one of them nothing of its links."""
+    asked, prepared = [], []
+    monkeypatch.setattr(group, "all_agree", lambda *told: asked.append(told) or others_are)
+    for each in (group.OneShotSum, group.FusedSum):
+        monkeypatch.setattr(each, "prepare", lambda stage, _device: prepared.append(stage))
+    group.join(Layout(2, 1, 0), GPU, tmp_path / "store", ordered=False, joined=True)
+    assert asked == [("world", GPU, True)]
+    assert prepared == ["world"] * (2 if others_are else 0)
