@@ -123,7 +123,7 @@ async def _levels(
         work = uniform(prompts, count, level, options["prompt"], options["output_tokens"])
         result = await run(target, work)
         rows.append((level, summarise(result), result.errors))
-        output.say(f"{level} streams: {result.output_rate:.1f} tok/s")
+        output.say(f"{level} {'stream' if level == 1 else 'streams'}: {result.output_rate:.1f} tok/s")
     return rows
 
 

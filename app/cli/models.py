@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +11,9 @@ from . import output
 from .lazy import Command
 from .program import Program, pass_program
 from .pull import summary
+
+if TYPE_CHECKING:
+    from ..catalog import DiskModel
 
 
 @click.command(cls=Command)
@@ -73,8 +76,8 @@ def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
                 model.ref.name,
                 output.size(model.size),
                 model.architecture or "-",
-                "loaded" if str(model.ref.path) in loaded else "" if model.servable else "no safetensors",
-                time.strftime("%Y-%m-%d", time.localtime(model.modified)),
+                _state(model, loaded=str(model.ref.path) in loaded),
+                time.strftime("%Y-%m-%d", time.localtime(model.modified)) if model.modified else "-",
                 ", ".join(aliases.get(model.ref.name, [])),
             )
             for model in found
@@ -83,6 +86,13 @@ def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
             (row["model"], output.size(row["total"] or None), "-", summary(row), "", "") for row in coming
         ]
         output.table(("NAME", "SIZE", "ARCHITECTURE", "STATE", "MODIFIED", "ALIASES"), table, right=(1,))
+
+
+def _state(model: "DiskModel", *, loaded: bool) -> str:
+    state = "loaded" if loaded else ""
+    if not model.ref.path.is_dir():
+        return "loaded, its files are gone" if loaded else "its files are gone"
+    return state if state or model.servable else "no safetensors"
 
 
 @click.command(cls=Command)

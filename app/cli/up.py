@@ -1,6 +1,7 @@
 """`llmbox up`."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ def up(
     if as_json:
         output.write_json("up", {**_summary(started, ready, waited=wait), "sign_in": panel})
     else:
-        _print(started.running, ready, panel, waited=wait)
+        _print(program, started.running, ready, panel, waited=wait)
     if open_panel:
         _open(panel)
 
@@ -154,23 +155,26 @@ def _context(model: Mapping[str, Any]) -> int | None:
     return info["context_window"] if info else None
 
 
-def _print(running: Running, models: Sequence[Mapping[str, Any]], panel: str, *, waited: bool) -> None:
+def _print(
+    program: Program, running: Running, models: Sequence[Mapping[str, Any]], panel: str, *, waited: bool
+) -> None:
+    llmbox = shlex.join(["llmbox", *program.location_flags])
     output.write(f"llmbox is up (pid {running.pid})")
     output.write(f"  API     {running.url}/v1")
     output.write(f"  Panel   {panel}")
     output.write("          (signs one browser in, once, within 15 minutes)")
     if not waited:
-        output.write("  Models  loading; follow with llmbox ps")
+        output.write(f"  Models  loading; follow with {llmbox} ps")
         return
     words = [f"{m['name']} (context {_context(m)} tokens)" for m in models]
-    output.write(f"  Models  {', '.join(words) or 'none; load one with llmbox load MODEL'}")
+    output.write(f"  Models  {', '.join(words) or 'none; load one with {llmbox} load MODEL'}")
     if models:
         output.write("")
         output.write("Try it:")
         output.write(_curl(running, models[0]))
-        output.write(f"  llmbox run {models[0]['name']}")
+        output.write(f"  {llmbox} run {models[0]['name']}")
     output.write("")
-    output.write("Watch it: llmbox top    Stop it: llmbox down")
+    output.write(f"Watch it: {llmbox} top    Stop it: {llmbox} down")
 
 
 def _curl(running: Running, model: Mapping[str, Any]) -> str:

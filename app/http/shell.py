@@ -86,7 +86,7 @@ class _Exchange:
         self._finished = False
         self._began = time.perf_counter()
         self._receive, self._send = receive, send
-        self._room = body_bytes
+        self._limit = self._room = body_bytes
         self._body_done = False
         self._drain = drain
         self._head = scope["method"] == "HEAD"
@@ -109,7 +109,7 @@ class _Exchange:
             self._room -= len(message.get("body", b""))
             self._body_done = not message.get("more_body", False)
             if self._room < 0:
-                raise _too_large()
+                raise _too_large(self._limit)
         elif not self._body_done:
             raise ClientGone
         return message
@@ -160,7 +160,7 @@ def _check_body(headers: dict[bytes, bytes], limit: int) -> bytes | None:
     if not length.isdigit():
         raise ApiError(400, "The Content-Length header is not a number.", "invalid_header")
     if len(length) > 18 or int(length) > limit:
-        raise _too_large()
+        raise _too_large(limit)
     if int(length) == 0 and b"transfer-encoding" not in headers:
         return None
     kind, _, parameters = headers.get(b"content-type", b"").partition(b";")
@@ -177,5 +177,6 @@ def _unsupported(message: str) -> ApiError:
     return ApiError(415, message, "unsupported_media_type")
 
 
-def _too_large() -> ApiError:
-    return ApiError(413, "The request body is too large.", "request_too_large", None, error_type(413))
+def _too_large(limit: int) -> ApiError:
+    message = f"The request body is too large: at most {limit:,} bytes are taken (limits.body_bytes)."
+    return ApiError(413, message, "request_too_large", None, error_type(413))

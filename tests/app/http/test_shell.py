@@ -195,6 +195,8 @@ async def test_body_size_is_bounded_with_and_without_content_length() -> None:
             known = await http.post("/echo", content=body, headers=headers)
             chunked = await http.post("/echo", content=chunks(body), headers=headers)
             assert (known.status_code, chunked.status_code) == (status, status)
+            told = [answer.json()["error"]["message"] for answer in (known, chunked) if status == 413]
+            assert all("1,024 bytes" in message for message in told)
         for length in ("9" * 30, "-1", "1e3", "1_0"):
             request = http.build_request("POST", "/echo", headers=headers)
             request.headers["Content-Length"] = length

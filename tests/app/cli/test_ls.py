@@ -1,0 +1,16 @@
+"""`llmbox ls` of models whose files have left."""
+
+from pathlib import Path
+
+from support.cli_call import Call, FakeClient, call, home
+
+__all__ = ["call", "home"]
+
+
+def test_a_model_in_memory_whose_folder_is_gone_is_told_so(call: Call, tmp_path: Path):
+    loaded = [{"name": "gone", "path": str(tmp_path / "gone"), "aliases": []}]
+    daemon = FakeClient({"/admin/api/models": {"models": loaded}, "/admin/api/downloads": {"downloads": []}})
+    done = call("ls", client=daemon)
+    (row,) = [line for line in done.out.splitlines() if line.startswith("gone")]
+    assert "loaded, its files are gone" in row
+    assert "1970" not in row
