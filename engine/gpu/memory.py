@@ -33,8 +33,8 @@ class MemoryMeter(Protocol):
 
 class CudaMeter:
     def __init__(self, device: torch.device, free_before: int) -> None:
-        """`free_before`: of the GPU, once this process had opened it. What other processes take meanwhile counts
-        as ours: better too little KV memory than too much.
+        """`free_before`: of the GPU, once this process had opened it. What other processes take meanwhile
+        counts as ours: better too little KV memory than too much.
         """
         self._device = device
         self._free_before = free_before
