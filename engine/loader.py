@@ -175,6 +175,8 @@ def take_cores(threads: int, layout: Layout, device: torch.device) -> int:
 def memory_budget(device: torch.device) -> MemoryBudget:
     machine = cuda_machine() if device.type == "cuda" else read_machine()
     if device.type == "cuda":
+        if len(machine.gpus) > 1:  # torch would open the first one, which may not be ours in the end
+            return MemoryBudget.of(machine, "cuda")
         free, _total = torch.cuda.mem_get_info(device)
         if not machine.gpus:  # no NVML: what torch says of the first one is all there is to know
             return MemoryBudget(device="cuda", available=free, cores=machine.cpu.cores)

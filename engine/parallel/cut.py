@@ -1,9 +1,9 @@
 """Into how many parts a model is cut, and on which GPUs they go. No torch.
 
-A model that fits on one GPU stays there: other models want the rest, and one GPU waits for nobody. One that
-does not is shared by as few NVLink peers as it takes. Between GPUs that hang on PCIe it is cut into stages:
-a stage hands on two rows of hidden states a token, a shared layer sums twice over all its ranks. Peers share
-a stage where there are some.
+A model that fits on one GPU stays there, on the first that has room: other models want the rest, and one GPU
+waits for nobody. One that does not is shared by as few NVLink peers as it takes. Between GPUs that hang on
+PCIe it is cut into stages: a stage hands on two rows of hidden states a token, a shared layer sums twice over
+all its ranks. Peers share a stage where there are some.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,7 +43,11 @@ def cuts(
         yield _asked(shape, nvlink, num_gpus, config, device)
         return
     quant = QUANTS.get(config.quant)
-    yield Cut(gpus=(0,), reason=f"on one of {num_gpus} GPUs: the rest is for others" if num_gpus > 1 else "")
+    for gpu in range(num_gpus):  # others may have filled the first ones
+        where = f"on GPU {gpu}, " if gpu else "on "
+        yield Cut(
+            gpus=(gpu,), reason=f"{where}one of {num_gpus} GPUs: the rest is for others" * (num_gpus > 1)
+        )
     for size in range(2, max(map(len, nvlink), default=1) + 1):
         if can_split(shape, size, 1, quant):
             gpus = _peers(nvlink, size)

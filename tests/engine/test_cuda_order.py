@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmbox.engine import cuda_order
+from llmbox.engine import cuda_order, loader
 from llmbox.engine.cuda_order import cuda_machine, in_order
 from llmbox.engine.machine import Gpu, Machine, read_machine
 
@@ -49,3 +49,14 @@ def test_torch_is_asked(monkeypatch, told, first):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _number: SimpleNamespace(**told))
     assert named(cuda_machine())[0] == first
+
+
+@pytest.mark.parametrize(("count", "free", "opened"), [(0, 70, 1), (1, 70, 1), (2, 90, 0)])
+def test_of_several_gpus_none_is_opened_to_measure_it(monkeypatch, count, free, opened):
+    """A context takes memory where it is, and the model may go to another GPU."""
+    asked = []
+    monkeypatch.setattr(loader, "cuda_machine", lambda: machine(*["GPU-a", "GPU-b"][:count]))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(device) or (70, 100))
+    found = loader.memory_budget(torch.device("cuda"))
+    assert (found.available, len(found.more_gpus)) == (free, max(0, count - 1))
+    assert len(asked) == opened

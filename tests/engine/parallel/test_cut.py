@@ -51,6 +51,12 @@ def test_what_fits_on_one_gpu_stays_there():
     assert chosen(budget(8, 140 * GB, range(8)), tp=1) == (alone, "")
 
 
+def test_what_others_have_filled_is_left_to_them():
+    have = replace(budget(4, 140 * GB, range(4)), available=9 * GB, more_gpus=(70 * GB, 140 * GB, 140 * GB))
+    cut, reason = chosen(have)
+    assert (cut, reason) == ((1, 1, (2,)), "on GPU 2, one of 4 GPUs: the rest is for others")
+
+
 def test_else_as_few_nvlink_peers_as_it_takes():
     cut, reason = chosen(budget(8, 60 * GB, range(8)))
     assert cut == (2, 1, (0, 1))
