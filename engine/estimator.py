@@ -76,15 +76,20 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
         rank_budget = replace(budget, available=budget.available // cut.ranks, cores=cores)
     quants = {quant: replace(rank_config, quant=quant) for quant in ("none", "int8", "int4")}
     tries = list(quants.values()) if config.quant == "auto" else [rank_config]
+    why_rounded = ""
     for attempt in tries:
         part = rank_shape(shape, cut.tp, cut.pp)
         try:
             plan = _Planner(part, rank_budget, attempt, cut.pp).plan()
-        except DoesNotFit:
+        except DoesNotFit as error:
             if attempt is tries[-1]:
                 raise
+            why_rounded = why_rounded or str(error).partition(" (")[0]
             continue
         notes = (cut.reason, *plan.notes) if cut.reason else plan.notes
+        if config.quant == "auto":
+            choice = f"{plan.quant}, as without rounding {why_rounded}" if why_rounded else "none: it fits"
+            notes += (f"quant auto took {choice}",)
         if budget.device == "cpu" and 1 < budget.cores < cut.ranks:
             notes += (f"{cut.ranks} ranks share {budget.cores} cores and wait for each other: ask for fewer",)
         return replace(plan, tp=cut.tp, pp=cut.pp, gpus=cut.gpus, notes=notes)

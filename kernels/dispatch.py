@@ -13,6 +13,7 @@ from .cpu.cores import pick_cores
 from .cpu.levels import usable_levels
 from .cpu.load import backend_name, load_backend
 from .cpu.weights import DTYPES, KV_DTYPES
+from .names import BEST_CPU, TRITON
 from .onednn import ONEDNN, supports
 from .ops import Ops
 from .quant import Quant
@@ -21,9 +22,6 @@ from .reference import REFERENCE
 log = logging.getLogger(__name__)
 
 TORCH_BACKENDS = {ops.name: ops for ops in (ONEDNN, REFERENCE)}
-TRITON = "triton"
-BEST_CPU = "cpu"
-"""Stands for the best instruction set of this machine."""
 
 
 class UnknownBackend(ValueError):  # noqa: N818 - named for what the user reads
@@ -64,8 +62,7 @@ def select_ops(
             raise QuantUnavailable(f"LLMBOX_KERNELS={asked} cannot run {quant.name} weights")
         return TORCH_BACKENDS[asked]
     if asked and asked not in {BEST_CPU, *backends()}:
-        names = ", ".join([BEST_CPU, *backends()])
-        raise UnknownBackend(f"LLMBOX_KERNELS: unknown kernels {asked!r}; use one of {names}")
+        raise UnknownBackend(f"LLMBOX_KERNELS: unknown kernels {asked!r}; llmbox doctor says which there are")
     if runs_native(device, dtype, kv_dtype or dtype):
         try:
             return start(load_backend(asked or BEST_CPU), threads, quant)

@@ -20,6 +20,7 @@ from llmbox.kernels.cpu.cache_folder import KERNEL_CACHE
 from llmbox.kernels.cpu.compiling import NativeUnavailable, find_compiler
 from llmbox.kernels.cpu.levels import Level, usable_levels
 from llmbox.kernels.cpu.prebuilt import find_prebuilt
+from llmbox.kernels.names import known_kernels
 
 from ..catalog import hub_cache, on_disk
 from ..daemon.instance import find_running
@@ -99,7 +100,11 @@ def check_machine(_: Program) -> Iterator[Finding]:
 def check_kernels(program: Program) -> Iterator[Finding]:
     """Which library the CPU kernels run from: one that came along, or one compiled here."""
     if asked := os.environ.get("LLMBOX_KERNELS"):
-        yield Finding("kernels", "note", f"LLMBOX_KERNELS asks for {asked!r}")
+        if asked in known_kernels():
+            yield Finding("kernels", "note", f"LLMBOX_KERNELS asks for {asked!r}")
+        else:
+            fix = f"unset LLMBOX_KERNELS, or set it to one of: {', '.join(known_kernels())}"
+            yield Finding("kernels", "failed", f"LLMBOX_KERNELS asks for {asked!r}: not known here", fix)
         return
     best, *others = usable_levels()
     path, problem = find_prebuilt(best)

@@ -386,3 +386,15 @@ def test_automatic_quantisation_takes_the_first_that_fits():
     assert chosen(sizes[1].total_bytes - GB // 10) == "int4"
     with pytest.raises(DoesNotFit):
         chosen(GB // 8)
+
+
+def test_what_automatic_quantisation_took_is_said_with_the_reason():
+    def notes(memory, quant="auto"):
+        return plan(QWEN_3_600M, memory, quant=quant, memory_bytes=memory, context=512, kv_tokens=512).notes
+
+    assert notes(8 * GB) == ("quant auto took none: it fits",)
+    assert notes(8 * GB, "none") == ()
+    need = plan(QWEN_3_600M, 64 * GB, quant="none", context=512, kv_tokens=512).total_bytes
+    (said,) = notes(need - GB // 5)
+    needs, has = show_bytes(need), show_bytes(need - GB // 5)
+    assert said == f"quant auto took int8, as without rounding the model needs {needs} and has {has}"

@@ -22,10 +22,11 @@ def asked(number: int, suffix: str) -> AddRequest:
     return replace(message, request_id=f"r{number}{suffix}")
 
 
-async def test_killed_in_mid_stream_the_tokens_are_the_same(tmp_path):
+@pytest.mark.parametrize("quant", ["none", "int8", "int4"])
+async def test_killed_in_mid_stream_the_tokens_are_the_same(tmp_path, quant):
     make_tiny_model(tmp_path)
     config = EngineConfig(
-        model_path=str(tmp_path), name="tiny", device="cpu", memory_bytes=256 << 20, threads=1
+        model_path=str(tmp_path), name="tiny", device="cpu", memory_bytes=256 << 20, threads=1, quant=quant
     )
     supervisor = Supervisor(config, SupervisorOptions(deaths=DeathLimits(pauses=(0.0,))))
     try:

@@ -10,6 +10,8 @@ from llmbox.kernels.cpu import compiling, prebuilt
 from llmbox.kernels.cpu.cache_folder import KERNEL_CACHE
 from llmbox.kernels.cpu.levels import usable_levels
 from llmbox.kernels.cpu.sealed import seal
+from llmbox.kernels.dispatch import backends
+from llmbox.kernels.names import BEST_CPU, TRITON, known_kernels
 
 BEST, LEAST = usable_levels()[0], usable_levels()[-1]
 
@@ -19,6 +21,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of prebuilt libraries; the cache is empty."""
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
     monkeypatch.setenv(KERNEL_CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))  # where they go without a cache
     monkeypatch.delenv("LLMBOX_KERNELS", raising=False)
     return tmp_path
 
@@ -72,3 +75,16 @@ def test_without_a_compiler(folder, monkeypatch):
         bring(LEAST)
         (found,) = told()
         assert found.message.endswith(f"the prebuilt C++ kernels for {LEAST.name} run on the CPU")
+
+
+def test_kernels_that_nobody_knows_are_said_once_with_those_there_are(folder, monkeypatch):
+    monkeypatch.setenv("LLMBOX_KERNELS", "fast")
+    (finding,) = told()
+    assert (finding.status, finding.message) == ("failed", "LLMBOX_KERNELS asks for 'fast': not known here")
+    assert finding.fix == f"unset LLMBOX_KERNELS, or set it to one of: {', '.join(known_kernels())}"
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    assert told() == [Finding("kernels", "note", "LLMBOX_KERNELS asks for 'reference'")]
+
+
+def test_names_are_those_that_the_engine_takes():
+    assert set(known_kernels()) - {BEST_CPU, TRITON} == set(backends()) - {TRITON}
