@@ -1,7 +1,7 @@
 """From a plan for several ranks to a runner: workers and rank 0 load side by side, then all join."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -10,6 +10,7 @@ import torch
 from ..config import EngineConfig
 from ..cuda_order import cuda_machine
 from ..ending import before_end
+from ..errors import DeviceError
 from ..estimator import MemoryPlan
 from ..gpu.runner import DeviceRunner
 from ..pipeline import OverlappingRunner
@@ -26,6 +27,8 @@ from .watch import Watch
 class Loaded(Protocol):
     """`loader.Share`."""
 
+    @property
+    def backend(self) -> str: ...
     @property
     def measured(self) -> int | None: ...
     def finish(self, agree: Callable[[int], int]) -> tuple[Any, MemoryPlan]: ...
@@ -58,6 +61,8 @@ class Ranks:
             rank = Rank(self._crew.layout)
             mine = load(rank, told)
             others = roll_call.all()
+            if self._plan.device == "cuda":
+                refuse_other_kernels([mine.backend, *(each["backend"] for each in others)])
             self._watch = Watch(self._crew.workers)
             self._meet(rank)
         except BaseException:
@@ -100,6 +105,18 @@ class Ranks:
         """Of the engine: no library meets a half-gone interpreter."""
         self._close()
         leave()
+
+
+def refuse_other_kernels(backends: Sequence[str]) -> None:
+    """Of all ranks. What is exchanged to draw a token follows from the kernels that draw: with others a rank
+    would wait for what nobody sends. Raises DeviceError.
+    """
+    for rank, name in enumerate(backends):
+        if name != backends[0]:
+            raise DeviceError(
+                f"rank {rank} can run other kernels ({name}) than rank 0 ({backends[0]}): the log says why, "
+                "and LLMBOX_KERNELS=reference takes the same on all"
+            )
 
 
 def choose(plan: MemoryPlan) -> Over:

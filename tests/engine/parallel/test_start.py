@@ -1,0 +1,49 @@
+"""What rank 0 finds out before it lets ranks meet."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import DeviceError
+from llmbox.engine.parallel import start
+from llmbox.engine.parallel.layout import Layout
+
+
+class Crew:
+    """Workers that have loaded with kernels of these names."""
+
+    layout = Layout(2, 1, 0)
+    closed = 0
+    workers = ()
+
+    def __init__(self, *backends):
+        self._told = [{"backend": backend, "measured": None} for backend in backends]
+
+    def start(self, *_):
+        return SimpleNamespace(hear=lambda: None, all=lambda: self._told)
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "refused"),
+    [("cuda", "reference", True), ("cuda", "triton", False), ("cpu", "reference", False)],
+)
+def test_ranks_on_gpus_that_run_other_kernels_do_not_meet(monkeypatch, device, backend, refused):
+    """They would exchange other things to draw a token."""
+    crew, met = Crew(backend), []
+    monkeypatch.setattr(start, "Crew", lambda _: crew)
+    monkeypatch.setattr(start, "before_end", lambda _: None)
+    monkeypatch.setattr(start, "Watch", lambda _: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(start.Ranks, "_meet", lambda *_: met.append(True))
+    config = EngineConfig(model_path="none", name="m")
+    ranks = start.Ranks(config, SimpleNamespace(device=device), crew.layout)
+    mine = SimpleNamespace(backend="triton", measured=None)
+    if refused:
+        with pytest.raises(DeviceError, match=r"rank 1 can run other kernels \(reference\) than rank 0"):
+            ranks.load(lambda *_: mine, lambda *_: None)
+    else:
+        assert ranks.load(lambda *_: mine, lambda *_: None) == (mine, None)
+    assert (bool(met), crew.closed) == (not refused, int(refused))
