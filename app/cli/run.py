@@ -86,6 +86,10 @@ class Talk:
                 pieces.append(piece)
                 sys.stdout.write(piece)
                 sys.stdout.flush()
+            thoughts.end()
+            if thoughts.seen and not pieces:
+                output.say("The model's answer ended in its thoughts. --max-tokens N gives it more room.")
+                self._messages.append({"role": "assistant", "content": ""})
         except CliError:
             self._messages.pop()
             raise
@@ -129,9 +133,11 @@ class _Thoughts:
     """What a model writes before its answer: dim, on stderr, where somebody watches."""
 
     def __init__(self) -> None:
+        self.seen = False
         self._shown = False
 
     def show(self, piece: str) -> None:
+        self.seen = True
         if output.is_live():
             self._shown = True
             sys.stderr.write(f"\x1b[2m{piece}\x1b[0m" if output.has_colour() else piece)

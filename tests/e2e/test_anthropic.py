@@ -1,6 +1,7 @@
 """Anthropic's Messages API, from an engine whose tokens are known."""
 
 import json
+import time
 
 import httpx
 import pytest
@@ -40,6 +41,9 @@ def server(tmp_path_factory):
             text = write_text_files(root / name, tokenizer, CHATML if name == "plain" else TEMPLATE)
             write_model(text, vocab_size=tokenizer.get_vocab_size(), context=1024, script=script)
             server.load(root / name, name)
+        slow = write_text_files(root / "slow", tokenizer)
+        write_model(slow, vocab_size=300, context=1024, script=[72, 73], step_delay=0.03)
+        server.load(slow, "slow")
         yield server
 
 
@@ -216,6 +220,38 @@ def test_errors_have_anthropics_shape(http, fields, status, kind, word):
     assert told["type"] == "error"
     assert told["error"]["type"] == kind
     assert word in told["error"]["message"]
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error_event(server, http):
+    body = {"model": "slow", **ASKED, "max_tokens": 900, "stream": True}
+    with http.stream("POST", "/v1/messages", json=body) as answer:
+        lines = answer.iter_lines()
+        while "text_delta" not in next(lines):
+            pass
+        server.call(cancel_all(server))
+        rest = [line for line in lines if line]
+    assert rest[-2] == "event: error"
+    told = json.loads(rest[-1].removeprefix("data: "))
+    assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
+    assert told["error"]["code"] == "request_cancelled"
+
+
+def test_a_client_that_leaves_ends_its_request(server, http):
+    body = {"model": "slow", **ASKED, "max_tokens": 900, "stream": True}
+    with http.stream("POST", "/v1/messages", json=body) as answer:
+        lines = answer.iter_lines()
+        while "text_delta" not in next(lines):
+            pass
+        assert len(server.services.gateway.in_flight()) == 1
+    deadline = time.monotonic() + 60
+    while server.services.gateway.in_flight():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+async def cancel_all(server):
+    for each in server.services.gateway.in_flight():
+        server.services.gateway.cancel(each.id)
 
 
 def test_what_is_ignored_is_told(http):

@@ -130,6 +130,9 @@ def test_thoughts_are_shown_to_people_and_are_no_part_of_the_answer(box: Box):
     model = box.model(script=script, vocab_size=tokenizer.get_vocab_size())
     write_text_files(model, tokenizer, CHATML + "{#- </think> -#}")
     assert box.run("run", model, "hello").out == "yes\n"
+    short = box.run("run", "tiny", "hello", "--max-tokens", "4")
+    assert (short.code, short.out) == (0, "")
+    assert "--max-tokens" in short.err
     chat = Terminal(box.command("run", "tiny", "hello"), {**box.environ, "TERM": "xterm"})
     try:
         assert "\x1b[2mhm\x1b[0m" in chat.expect("yes").replace("\x1b[0m\x1b[2m", "")

@@ -24,7 +24,7 @@ TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object"
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory):
+def server(tmp_path_factory):
     root, tokenizer = tmp_path_factory.mktemp("models"), byte_level()
     with serving(tmp_path_factory.mktemp("data")) as server:
         for name, answer in ANSWERS.items():
@@ -32,8 +32,16 @@ def client(tmp_path_factory):
             text = write_text_files(root / name, tokenizer, CHATML if name == "plain" else TEMPLATE)
             write_model(text, vocab_size=tokenizer.get_vocab_size(), context=1024, script=script)
             server.load(root / name, name)
-        with server.client() as client:
-            yield client
+        slow = write_text_files(root / "slow", tokenizer)
+        write_model(slow, vocab_size=300, context=1024, script=[72, 73], step_delay=0.03)
+        server.load(slow, "slow")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with server.client() as client:
+        yield client
 
 
 def told(response) -> list[tuple]:
@@ -146,6 +154,21 @@ def test_what_cannot_be_done_is_refused(client, fields, param):
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**{"model": "plain", "input": "hello", **fields})
     assert caught.value.param == param
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error_event(server, client):
+    events = client.responses.create(model="slow", input="hello", stream=True, max_output_tokens=900)
+    while next(events).type != "response.output_text.delta":
+        pass
+    server.call(cancel_all(server))
+    last = list(events)[-1]
+    assert (last.type, last.code) == ("error", "request_cancelled")
+    assert not server.services.gateway.in_flight()
+
+
+async def cancel_all(server):
+    for each in server.services.gateway.in_flight():
+        server.services.gateway.cancel(each.id)
 
 
 def test_harmless_fields_pass_and_ignored_ones_are_told(client):
