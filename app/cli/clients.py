@@ -40,6 +40,8 @@ class Guide:
     environment: Callable[[Endpoint], dict[str, str]] = field(default=lambda _: {})
     run: Callable[[Endpoint], str]
     """What to do next."""
+    agent: bool = False
+    """It works by calling tools, and fills a long context."""
 
 
 def key_or_none(at: Endpoint) -> str:
@@ -102,6 +104,7 @@ GUIDES: dict[str, Guide] = {
         ),
         settings=_opencode,
         run=lambda at: f"opencode --model llmbox/{at.model}",
+        agent=True,
     ),
     "continue": Guide(
         title="Continue (VS Code, JetBrains)",
@@ -127,6 +130,7 @@ GUIDES: dict[str, Guide] = {
         kind="toml",
         settings=_codex,
         run=lambda _: "codex",
+        agent=True,
     ),
     "claude": Guide(
         title="Claude Code",
@@ -137,5 +141,6 @@ GUIDES: dict[str, Guide] = {
         settings=_claude,
         environment=lambda at: {"ANTHROPIC_AUTH_TOKEN": f"${KEY_VARIABLE}"} if at.needs_key else {},
         run=lambda _: "claude",
+        agent=True,
     ),
 }

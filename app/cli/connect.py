@@ -114,6 +114,9 @@ def _print(program: Program, guide: Guide, at: Endpoint, *, quiet: bool) -> None
 def _hint(guide: Guide, at: Endpoint) -> None:
     if at.needs_key:
         output.say(f"It needs a key: export {KEY_VARIABLE}=$(llmbox key add NAME)")
+    if guide.agent:
+        output.say(f"{guide.title} needs a model that calls tools, with a context of some 30,000 tokens:")
+        output.say("Qwen2.5, Qwen3, Llama 3.1 and later, Mistral Instruct can; choose with --model NAME")
     output.say(f"Then: {guide.run(at)}")
 
 

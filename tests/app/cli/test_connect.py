@@ -40,6 +40,11 @@ def test_what_a_client_needs_is_printed_on_stdout_alone(call: Call):
     assert "aider --model openai/qwen" in done.err
 
 
+def test_coding_agents_are_told_what_model_they_need(call: Call):
+    assert "calls tools" in call("connect", "opencode", client=daemon()).err
+    assert "calls tools" not in call("connect", "aider", client=daemon()).err
+
+
 def test_json_names_file_settings_and_model(call: Call, home: Path):
     done = call("connect", "opencode", "--model", "org/other", "--json", client=daemon())
     told = json.loads(done.out)
