@@ -7,7 +7,7 @@ from pathlib import Path
 @dataclass(frozen=True, slots=True)
 class ProcessState:
     letter: str
-    """R, S, D (waits for a disk), T (stopped), Z."""
+    """R (runs, or waits for a core), S, D (waits for a disk), T (stopped), Z."""
     ticks: int
     """Processor time, in hundredths of a second."""
 
@@ -16,8 +16,9 @@ class ProcessState:
         return self.letter == "T"
 
     @property
-    def waits_for_disk(self) -> bool:
-        return self.letter == "D"
+    def waits_for_machine(self) -> bool:
+        """For a disk, or for a core that others have: it goes on by itself."""
+        return self.letter in {"D", "R"}
 
 
 def read_state(pid: int) -> ProcessState | None:

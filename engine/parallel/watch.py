@@ -143,7 +143,7 @@ class _Look:
         states = {rank: read_state(pid) for pid, rank in {os.getpid(): 0, **ranks}.items()}
         known = {rank: state for rank, state in states.items() if state is not None}
         self._stopped = [rank for rank, state in known.items() if state.is_stopped]
-        self._waits_for_disk = any(state.waits_for_disk for state in known.values())
+        self._waits_for_machine = any(state.waits_for_machine for state in known.values())
         self._used = sum(state.ticks for state in known.values())
         self.stopped = self.still = 0
 
@@ -154,7 +154,7 @@ class _Look:
         if self._stopped:
             self.stopped = before.stopped + 1
         # The watching itself costs a hundredth of a second now and then.
-        if self._used <= before._used + 1 and not self._waits_for_disk:  # noqa: SLF001 - the same class
+        if self._used <= before._used + 1 and not self._waits_for_machine:  # noqa: SLF001 - the same class
             self.still = before.still + 1
 
     @property

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmbox.engine.parallel import watch as watch_module
+from llmbox.engine.parallel.process_state import ProcessState
 from llmbox.engine.parallel.roll_call import Worker
 from llmbox.engine.parallel.watch import Watch
 
@@ -87,6 +88,18 @@ def test_a_step_in_which_nobody_works_is_told(start, monkeypatch):
     with watch.step():
         assert ends.called.wait(10)
     assert ends.calls == [("no rank has used the processor for a while in one step", False)]
+    watch.close()
+
+
+@pytest.mark.parametrize(("letter", "ends"), [("S", True), ("R", False), ("D", False)])
+def test_a_rank_that_gets_no_core_is_not_one_that_stands_still(start, monkeypatch, letter, ends):
+    """Others may have all of them for long."""
+    monkeypatch.setattr(watch_module, "STILL_TICKS", 3)
+    monkeypatch.setattr(watch_module, "read_state", lambda _: ProcessState(letter, 7))
+    seen = Ends()
+    watch = Watch([start()], seen, TICK)
+    with watch.step():
+        assert seen.called.wait(10 if ends else 20 * TICK) == ends
     watch.close()
 
 
