@@ -23,8 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmbox.kernels.triton.kv_cache import LARGEST
-from llmbox.kernels.triton.quantise import RowFormat, Rows8, given_to, group_in
+from llmbox.kernels.triton.quantise import RowFormat, Rows8, left_arguments, left_constants
 from llmbox.kernels.triton.rms_norm import store_norm
 from llmbox.kernels.triton.tiles import power_of_two, warps_for
 
@@ -77,10 +76,7 @@ def sum_norm_rows(
     launch(
         out_TE,
         residual_TE,
-        out_TE if eight is None else eight.numbers,
-        weight_E if eight is None else eight.scales,
-        0 if eight is None else eight.scales.stride(1),
-        given_to(row_format, weight_E if eight is None else eight.scales),
+        *left_arguments(eight, row_format, out_TE),
         x_TE,
         weight_E,
         peers.buffers_t,
@@ -92,9 +88,7 @@ def sum_norm_rows(
         RANKS=len(peers.buffers_t),
         WIDTH=width,
         BLOCK=block,
-        GROUP=group_in(block, row_format),
-        LARGEST=1.0 if row_format is None else LARGEST[row_format.dtype],
-        GIVEN=row_format is not None and row_format.given is not None,
+        **left_constants(block, row_format),
         num_warps=warps_for(width),
     )
     return out_TE, eight

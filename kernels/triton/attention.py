@@ -10,78 +10,48 @@ pieces of FIXED_SPLIT tokens from their beginning, whose results are folded in o
 walked them all or several shared them.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ragged import Ragged
-from . import tiles
-from .attention_reduce import MOST_SPLITS, reduce_splits
-from .attention_sdpa import all_are_long, attend_gathered
+from . import attention_plan
+from .attention_plan import Plan, num_splits
+from .attention_reduce import reduce_splits
+from .attention_sdpa import attend_gathered
 from .attention_tile import attend, fold, piece_size
+from .eight_heads import Result, fits_heads, store_eight_heads
 from .kv_cache import Cache, how_widened
+from .quantise import RowFormat, Rows8
 from .tiles import Tile, decode_tile, fixed_tile, power_of_two, prefill_tile
 
 LOG2_E = 1.4426950408889634
-LEAST_SPLIT = 128
-"""Tokens: shorter pieces would cost more in the reduction than they win."""
-WAVES = 16
-"""Programs a multiprocessor that decoding aims at: with three resident, the last to end are a small part."""
-FIXED_SPLIT = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """`decoding` of the sequences, the first ones, have one row each; `longest` bounds their contexts.
-    `sdpa`: the others go through PyTorch's kernels.
-    """
-
-    ragged: Ragged
-    window: int | None
-    decoding: int
-    longest: int
-    fixed: bool
-    sdpa: bool = False
-
-
-def plan_attention(
-    ragged: Ragged,
-    cache: Cache,
-    window: int | None,
-    *,
-    fixed: bool = False,
-    sdpa_from: int | None = None,
-) -> Plan:
-    """`sdpa_from`: tokens from which on prompts may leave these kernels; None: they never do."""
-    decoding = next((n for n, rows in enumerate(ragged.query_lens) if rows != 1), len(ragged.query_lens))
-    longest = ragged.block_tables_NB.shape[1] * ragged.block_size
-    sdpa = window is None and not fixed and all_are_long(ragged.query_lens[decoding:], sdpa_from)
-    return Plan(ragged, window, decoding, longest, fixed, sdpa and not cache.quantised)
 
 
 def attention(q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float) -> Tensor:
+    return attend_rows(q_THD, cache, layer, plan, scale, None)[0]
+
+
+def attend_rows(
+    q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float, row_format: RowFormat | None
+) -> tuple[Tensor, Rows8 | None]:
+    """The result; also quantised, where programs that have heads of a row can (`fits_heads`)."""
     rows, heads, head_dim = q_THD.shape
     out_THD = torch.empty((rows, heads, head_dim), dtype=q_THD.dtype, device=q_THD.device)
+    eight = None
+    if row_format is not None and fits_heads(row_format, head_dim) and not plan.sdpa:
+        eight = Rows8.empty(rows, heads * head_dim, row_format, q_THD.device)
+    result = Result(out_THD, eight, row_format)
     if plan.decoding:
-        decode(out_THD, q_THD, cache, layer, plan, scale)
+        decode(result, q_THD, cache, layer, plan, scale)
     if plan.sdpa:
         attend_gathered(out_THD, q_THD, cache, layer, plan.ragged, plan.decoding, scale)
     elif rows > plan.decoding:
-        prefill(out_THD, q_THD, cache, layer, plan, scale)
-    return out_THD.flatten(1)
+        prefill(result, q_THD, cache, layer, plan, scale)
+    return out_THD.flatten(1), eight
 
 
-def num_splits(plan: Plan, kv_heads: int, device: torch.device) -> int:
-    if plan.fixed:
-        return -(-plan.longest // FIXED_SPLIT)
-    wanted = -(-WAVES * tiles.multiprocessors(device) // (plan.decoding * kv_heads))
-    return max(1, min(wanted, MOST_SPLITS, -(-plan.longest // LEAST_SPLIT)))
-
-
-def decode(out_THD: Tensor, q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float) -> None:
+def decode(result: Result, q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float) -> None:
     _, heads, head_dim = q_THD.shape
     kv_heads = cache.k.shape[2]
     group = heads // kv_heads
@@ -89,19 +59,18 @@ def decode(out_THD: Tensor, q_THD: Tensor, cache: Cache, layer: int, plan: Plan,
     tile = pick(q_THD.device, head_dim, q_THD.element_size(), cache.k.element_size())
     tile_rows = max(tile.rows, power_of_two(group))
     splits = num_splits(plan, kv_heads, q_THD.device)
-    partial = out_THD
-    sums = cache.k_scale
+    pieces, sums = result, cache.k_scale
     if splits > 1:
         size = (plan.decoding, heads, splits)
-        partial = torch.empty((*size, head_dim), dtype=torch.float32, device=q_THD.device)
+        pieces = Result(torch.empty((*size, head_dim), dtype=torch.float32, device=q_THD.device))
         sums = torch.empty((*size, 2), dtype=torch.float32, device=q_THD.device)
     grid = (kv_heads, splits, plan.decoding)
-    launch(grid, tile, tile_rows, partial, sums, q_THD, cache, layer, plan, scale, splits, decoding=True)
+    launch(grid, tile, tile_rows, pieces, sums, q_THD, cache, layer, plan, scale, splits, decoding=True)
     if splits > 1:
-        reduce_splits(out_THD, partial, sums, fixed=plan.fixed)
+        reduce_splits(result, pieces.out, sums, fixed=plan.fixed)
 
 
-def prefill(out_THD: Tensor, q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float) -> None:
+def prefill(result: Result, q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float) -> None:
     rows, heads, head_dim = q_THD.shape
     kv_heads = cache.k.shape[2]
     group = heads // kv_heads
@@ -111,14 +80,14 @@ def prefill(out_THD: Tensor, q_THD: Tensor, cache: Cache, layer: int, plan: Plan
     tokens = tile_rows // group
     sequences = len(plan.ragged.query_lens) - plan.decoding
     grid = ((rows - plan.decoding) // tokens + sequences, kv_heads)
-    launch(grid, tile, tile_rows, out_THD, cache.k_scale, q_THD, cache, layer, plan, scale, 1, decoding=False)
+    launch(grid, tile, tile_rows, result, cache.k_scale, q_THD, cache, layer, plan, scale, 1, decoding=False)
 
 
 def launch(
     grid: tuple[int, ...],
     tile: Tile,
     tile_rows: int,
-    out: Tensor,
+    result: Result,
     sums: Tensor,
     q_THD: Tensor,
     cache: Cache,
@@ -133,8 +102,9 @@ def launch(
     assert q_THD.stride(2) == 1
     head_dim, kv_heads = q_THD.shape[2], cache.k.shape[2]
     attention_kernel[grid](
-        out,
+        result.out,
         sums,
+        *result.arguments,
         q_THD,
         cache.k[layer],
         cache.v[layer],
@@ -160,11 +130,12 @@ def launch(
         PAGE=ragged.block_size,
         DECODING=decoding,
         SPLIT=splits > 1,
-        LEAST_SPLIT=LEAST_SPLIT,
-        FIXED_SPLIT=FIXED_SPLIT if plan.fixed else 0,
+        LEAST_SPLIT=attention_plan.LEAST_SPLIT,
+        FIXED_SPLIT=attention_plan.FIXED_SPLIT if plan.fixed else 0,
         WINDOW=plan.window is not None,
         QUANTISED=how_widened(cache, q_THD.dtype),
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
+        **result.constants(head_dim),
         num_warps=tile.warps,
         num_stages=tile.stages,
         enable_fp_fusion=not plan.fixed,
@@ -172,12 +143,16 @@ def launch(
 
 
 @triton.jit(
-    do_not_specialize=["decoding_sequences", "sequences", "table_row", "window", "splits"],
+    do_not_specialize=["step", "decoding_sequences", "sequences", "table_row", "window", "splits"],
     do_not_specialize_on_alignment=["starts", "contexts", "tables"],
 )
 def attention_kernel(
     out: tl.tensor,
     sums: tl.tensor,
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    step: tl.tensor,
+    given: tl.tensor,
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
@@ -208,6 +183,9 @@ def attention_kernel(
     WINDOW: tl.constexpr,
     QUANTISED: tl.constexpr,
     PRECISION: tl.constexpr,
+    EIGHT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    GIVEN: tl.constexpr,
 ) -> None:
     TOKENS: tl.constexpr = ROWS // GROUP
     if DECODING:
@@ -296,5 +274,12 @@ def attention_kernel(
         tl.store(sums + place * 2 + 1, total, mask=real)
     else:
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # nothing seen: a free row, which is 0
-        place = (first_row + token).to(tl.int64) * (kv_heads * GROUP) + member
-        tl.store(out + place[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), mask=stored)
+        result = acc.to(out.dtype.element_ty)
+        row_place = (first_row + token).to(tl.int64)
+        place = row_place * (kv_heads * GROUP) + member
+        tl.store(out + place[:, None] * D + d[None, :], result, mask=stored)
+        if EIGHT:
+            store_eight_heads(
+                numbers, scales, step, given, result, row_place, member, kv_heads * GROUP, real,
+                ROWS, D, D_PAD, EIGHT, LARGEST, GIVEN,
+            )  # fmt: skip

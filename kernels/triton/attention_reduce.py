@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention_tile import fold
+from .eight_heads import Result, store_eight_heads
 from .tiles import power_of_two
 
 MOST_SPLITS = 64
@@ -12,16 +13,17 @@ MOST_SPLITS = 64
 
 
 def reduce_splits(
-    out_THD: Tensor,
+    result: Result,
     partial_NHSD: Tensor,
     sums_NHS2: Tensor,
     *,
     fixed: bool,
 ) -> None:
-    """The first N rows of `out_THD` from the pieces. `fixed`: in order, as one program would have."""
+    """The first N rows of the result from the pieces. `fixed`: in order, as one program would have."""
     sequences, heads, splits, head_dim = partial_NHSD.shape
     reduce_kernel[(heads, sequences)](
-        out_THD,
+        result.out,
+        *result.arguments,
         partial_NHSD,
         sums_NHS2,
         splits,
@@ -29,14 +31,19 @@ def reduce_splits(
         D_PAD=power_of_two(head_dim),
         SPLITS=MOST_SPLITS,
         FIXED=fixed,
+        **result.constants(head_dim),
         num_warps=4,
         enable_fp_fusion=not fixed,
     )
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["step", "splits"])
 def reduce_kernel(
     out: tl.tensor,
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    step: tl.tensor,
+    given: tl.tensor,
     partial: tl.tensor,
     sums: tl.tensor,
     splits: tl.tensor,
@@ -44,6 +51,9 @@ def reduce_kernel(
     D_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
     FIXED: tl.constexpr,
+    EIGHT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    GIVEN: tl.constexpr,
 ) -> None:
     head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     place = sequence * tl.num_programs(0) + head
@@ -73,4 +83,11 @@ def reduce_kernel(
         )
         total = tl.sum(total_S * weight, 0)
         result = tl.sum(acc_SD * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + place * D + d, result.to(out.dtype.element_ty), mask=d < D)
+    rounded = result.to(out.dtype.element_ty)
+    tl.store(out + place * D + d, rounded, mask=d < D)
+    if EIGHT:
+        one = tl.arange(0, 1)
+        store_eight_heads(
+            numbers, scales, step, given, tl.reshape(rounded, (1, D_PAD)), sequence + one, head + one,
+            tl.num_programs(0), one == 0, 1, D, D_PAD, EIGHT, LARGEST, GIVEN,
+        )  # fmt: skip

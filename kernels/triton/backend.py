@@ -13,6 +13,7 @@ from ..quant import Kind, Quant
 from ..ragged import Ragged
 from . import attention, edit, embedding, heads, kv_cache, linear, part_weights, rms_norm, silu_mul
 from .advance import advance
+from .attention_plan import Plan, plan_attention
 from .candidates import candidates
 from .choice import Choice
 from .left_rows import LeftRows
@@ -75,7 +76,7 @@ class Backend:
             make_kv_cache=kv_cache.make_kv_cache,
             plan_attention=self.plan_attention,
             write_kv=heads.write_kv,
-            attention=attention.attention,
+            attention=self.attention,
             copy_blocks=kv_cache.copy_blocks,
             clear_blocks=kv_cache.clear_blocks,
             graph=same,
@@ -132,8 +133,13 @@ class Backend:
         maker = self._left.maker_of(gate_up_T2F)
         return self._left.keep(*silu_mul.gate_rows(gate_up_T2F, self._left.format_of(maker)), maker)
 
-    def plan_attention(self, ragged: Ragged, cache: kv_cache.Cache, window: int | None) -> attention.Plan:
-        return attention.plan_attention(ragged, cache, window, fixed=self.fixed, sdpa_from=self.sdpa_from)
+    def plan_attention(self, ragged: Ragged, cache: kv_cache.Cache, window: int | None) -> Plan:
+        return plan_attention(ragged, cache, window, fixed=self.fixed, sdpa_from=self.sdpa_from)
+
+    def attention(self, q_THD: Tensor, cache: kv_cache.Cache, layer: int, plan: Plan, scale: float) -> Tensor:
+        maker = ~layer  # no identity of an object
+        wanted = self._left.format_of(maker)
+        return self._left.keep(*attention.attend_rows(q_THD, cache, layer, plan, scale, wanted), maker)
 
     def _chosen(self, packed: Linear) -> Linear:
         return self._choice.of(packed) if self.scaled_mm else packed

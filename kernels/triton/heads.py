@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention import Plan
+from .attention_plan import Plan
 from .kv_cache import LARGEST, Cache
 from .quantise import eight_bits, magnitude, row_scale
 from .tiles import power_of_two

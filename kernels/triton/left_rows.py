@@ -1,9 +1,9 @@
-"""Rows that norms and gates leave in 8 bits too, for the linear that reads them next.
+"""Rows that norms, gates and attention leave in 8 bits too, for the linear that reads them next.
 
-They are found by the identity of the wide result. Where all linears want the same format, each norm and gate
-leaves that. Where each linear has a scale of its own (a checkpoint with static activations), which one reads
-what a norm or gate makes shows in the first step: until then linears round their rows, to the same bits. In
-that step it also shows what a wide linear reads, for which nothing is left from then on.
+They are found by the identity of the wide result. Where all linears want the same format, each of them leaves
+that. Where each linear has a scale of its own (a checkpoint with static activations), which one reads what
+shows in the first step: until then linears round their rows, to the same bits. In that step it also shows
+what a wide linear reads, for which nothing is left from then on.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 the one scale that a checkpoint gives for all rows of a linear.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -81,6 +81,26 @@ def quantise_rows(x_TI: Tensor, row_format: RowFormat) -> Rows8:
             num_warps=warps_for(block),
         )
     return eight
+
+
+def left_arguments(
+    eight: Rows8 | None, row_format: RowFormat | None, other: Tensor
+) -> tuple[Tensor, Tensor, int, Tensor]:
+    """What kernels that also quantise take as numbers, scales, step and given. `other` is there to be passed
+    where they do not.
+    """
+    if eight is None:
+        return other, other, 0, other
+    return *eight, eight.scales.stride(1), given_to(row_format, eight.scales)
+
+
+def left_constants(block: int, row_format: RowFormat | None) -> dict[str, Any]:
+    """The same of their constants, where programs have `block` columns."""
+    return {
+        "GROUP": group_in(block, row_format),
+        "LARGEST": 1.0 if row_format is None else LARGEST[row_format.dtype],
+        "GIVEN": row_format is not None and row_format.given is not None,
+    }
 
 
 def given_to(row_format: RowFormat | None, other: Tensor) -> Tensor:

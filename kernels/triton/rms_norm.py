@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kv_cache import LARGEST
-from .quantise import RowFormat, Rows8, given_to, group_in, store_eight_bits
+from .quantise import RowFormat, Rows8, left_arguments, left_constants, store_eight_bits
 from .tiles import power_of_two, warps_for
 
 
@@ -38,10 +37,7 @@ def norm_rows(
         norm_kernel[(rows,)](
             out_TE,
             out_TE if residual_TE is None else residual_TE,
-            out_TE if eight is None else eight.numbers,
-            weight_E if eight is None else eight.scales,
-            0 if eight is None else eight.scales.stride(1),
-            given_to(row_format, weight_E if eight is None else eight.scales),
+            *left_arguments(eight, row_format, out_TE),
             x_TE,
             weight_E,
             x_TE.stride(0),
@@ -49,9 +45,7 @@ def norm_rows(
             WIDTH=width,
             BLOCK=block,
             RESIDUAL=residual_TE is not None,
-            GROUP=group_in(block, row_format),
-            LARGEST=1.0 if row_format is None else LARGEST[row_format.dtype],
-            GIVEN=row_format is not None and row_format.given is not None,
+            **left_constants(block, row_format),
             num_warps=warps_for(width),
         )
     return out_TE, eight

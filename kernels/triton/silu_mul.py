@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kv_cache import LARGEST
-from .quantise import RowFormat, Rows8, given_to, group_in, store_eight_bits
+from .quantise import RowFormat, Rows8, left_arguments, left_constants, store_eight_bits
 from .tiles import power_of_two, warps_for
 
 BLOCK = 2048
@@ -29,17 +28,12 @@ def gate_rows(gate_up_T2F: Tensor, row_format: RowFormat | None) -> tuple[Tensor
     if rows:
         silu_kernel[(rows, triton.cdiv(width, block))](
             out_TF,
-            out_TF if eight is None else eight.numbers,
-            out_TF if eight is None else eight.scales,
-            0 if eight is None else eight.scales.stride(1),
-            given_to(row_format, out_TF if eight is None else eight.scales),
+            *left_arguments(eight, row_format, out_TF),
             gate_up_T2F,
             gate_up_T2F.stride(0),
             WIDTH=width,
             BLOCK=block,
-            GROUP=group_in(block, row_format),
-            LARGEST=1.0 if row_format is None else LARGEST[row_format.dtype],
-            GIVEN=row_format is not None and row_format.given is not None,
+            **left_constants(block, row_format),
             num_warps=warps_for(width) if whole else 8,
         )
     return out_TF, eight

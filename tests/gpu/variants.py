@@ -15,11 +15,12 @@ from llmbox.kernels.quant import QUANTS
 from llmbox.kernels.ragged import KVShape, Ragged
 from llmbox.kernels.rows import DecodeInputs, DecodeRows, RuleRows, SampleRows
 from llmbox.kernels.triton import gemm, gemm_8_bits
+from llmbox.kernels.triton.attention import attend_rows
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.dequantise import dequantise
 from llmbox.kernels.triton.gemm_experts import experts_product
 from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, rows_for
-from llmbox.kernels.triton.quantise import quantise_rows
+from llmbox.kernels.triton.quantise import RowFormat, quantise_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
 from llmbox.kernels.triton.silu_mul import gate_rows
 from llmbox.kernels.triton.weights import pack_grouped
@@ -46,8 +47,11 @@ def attention(
     window: int | None = None,
     deterministic: bool = False,
     blocks: Sequence[int] = (64,),
+    leaves: RowFormat | None = None,
 ) -> None:
-    """Steps of two decoding rows and a prompt of 30; contexts may have as many blocks as that says."""
+    """Steps of two decoding rows and a prompt of 30; contexts may have as many blocks as that says. `leaves`:
+    rows of 8 bits beside the result.
+    """
     ops = triton_ops(CPU, dtype, deterministic=deterministic)
     query, kv = heads
     cache = ops.make_kv_cache(KVShape(2, 64, 16, kv, head_dim, kv_dtype or dtype, dtype), CPU)
@@ -67,7 +71,7 @@ def attention(
         plan = ops.plan_attention(ragged, cache, window)
         for weight in (norm, None):
             q = ops.rotate_and_write(qkv, weight, 1e-6, angles, angles, cache, 1, plan)
-        ops.attention(q, cache, 1, plan, 0.1)
+        attend_rows(q, cache, 1, plan, 0.1, leaves)
     ops.write_kv(cache, 1, qkv[:, :kv], qkv[:, kv : 2 * kv], plan)
     ops.copy_blocks(cache, [(1, 2)])
 
@@ -184,6 +188,7 @@ def few(capability: tuple[int, int]) -> Iterator[Group]:
         yield "attention", attention
         yield "attention", partial(attention, deterministic=True)
         yield "attention", partial(attention, FP8)
+        yield from left_by_attention()
         for quant in (None, "fp8", "w8a8", "fp8-block"):
             yield "rows", partial(rows, quant)
         yield "rows", given_rows
@@ -208,9 +213,21 @@ def few(capability: tuple[int, int]) -> Iterator[Group]:
         yield "linears", partial(linears, "fp8-block", (1, 300))
 
 
+def left_by_attention() -> Iterator[Group]:
+    for row_format in (FP8_BLOCKS, FP8_ROWS._replace(given=zeros(1, dtype=F32))):
+        yield "attention", partial(attention, leaves=row_format)
+
+
 def every(capability: tuple[int, int]) -> Iterator[Group]:
     fp8 = capability >= (8, 9)
     yield from attentions(fp8)
+    if fp8:
+        yield from left_by_attention()
+    for fixed in (False, True):
+        for head_dim in (128, 256):
+            leaves = RowFormat(I8, 128)
+            name = f"attention {head_dim}, int8 rows{', fixed' * fixed}"
+            yield name, partial(attention, head_dim=head_dim, leaves=leaves, deterministic=fixed)
     made_here = {name: quant for name, quant in QUANTS.items() if not quant.in_checkpoints_only}
     quants = [name for name, quant in made_here.items() if fp8 or not quant.is_float]
     for quant in quants:

@@ -18,6 +18,7 @@ from support.triton_variants import noted_variants
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 384,
+    "head_dim": 128,
     "num_hidden_layers": 1,
     "vocab_size": 500,
     "max_position_embeddings": 4096,

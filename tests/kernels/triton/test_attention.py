@@ -5,7 +5,7 @@ import torch
 
 from llmbox.kernels.dispatch import UnknownBackend, sdpa_from
 from llmbox.kernels.ragged import Ragged
-from llmbox.kernels.triton import attention
+from llmbox.kernels.triton import attention, attention_plan
 from llmbox.kernels.triton.backend import triton_ops
 from support.numbers import assert_near
 from support.paged import CPU, PagedStep
@@ -39,17 +39,17 @@ def test_eight_bit_keys_and_values(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_long_contexts_are_split(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    monkeypatch.setattr(attention, "LEAST_SPLIT", 32)
+    monkeypatch.setattr(attention_plan, "LEAST_SPLIT", 32)
     step = PagedStep([(150, 1), (1, 1), (64, 1)], heads=(4, 1))
     plan = OPS.plan_attention(step.ragged([(150, 151), (1, 2), (64, 65)]), None, window)
-    assert attention.num_splits(plan, 1, CPU) > 2
+    assert attention_plan.num_splits(plan, 1, CPU) > 2
     assert_near(step.attend(OPS, window), step.exact(window))
 
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_one_row_one_result(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     """Alone or in a prompt, split or walked by one program: the same bits."""
-    monkeypatch.setattr(attention, "FIXED_SPLIT", 32)
+    monkeypatch.setattr(attention_plan, "FIXED_SPLIT", 32)
     prompt = PagedStep([(0, 75)], heads=(2, 1))
     whole = prompt.attend(FIXED, window)
     assert_near(whole, prompt.exact(window))
