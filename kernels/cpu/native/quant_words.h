@@ -50,18 +50,27 @@ struct WideSteps {
     }
 };
 
-// One group of int4 as the bytes of int8, plus FLIP. `coming` is brought meanwhile, a line for two that are read.
+// int4 as the bytes of int8, plus FLIP: 16 inputs, the `step`th of their group, of the `part`th 16 (8, 4) outputs.
+template <uint32_t FLIP>
+INLINE void widen_piece(const uint8_t* codes, const uint8_t* steps, int step, int part, uint8_t* to) {
+    const size_t column = part * static_cast<size_t>(LANES * 4);
+    const WideSteps wide = steps ? WideSteps::load<FLIP>(steps + step / 4 * PANEL_STRIDE + column, step)
+                                 : WideSteps::plain<FLIP>();
+    codes += step * 2 * PANEL_STRIDE + column;
+    to += step * 4 * PANEL_STRIDE + column;
+    Words words[4];
+    wide.widen(codes, words);
+    wide.widen(codes + PANEL_STRIDE, words + 2);
+    UNROLL for (int w = 0; w < 4; w++) store_as(to + w * PANEL_STRIDE, words[w]);
+}
+
+// A whole group. `coming` is brought meanwhile, a line for two that are read.
 template <uint32_t FLIP>
 INLINE void widen_group(const uint8_t* codes, const uint8_t* steps, int group, uint8_t* to, const uint8_t* coming) {
-    for (int s = 0; s < group / STEP_INPUTS; s++, codes += 2 * PANEL_STRIDE, to += 4 * PANEL_STRIDE)
-        for (size_t i = 0; i < PANEL_STRIDE; i += LANES * 4) {
-            const WideSteps wide =
-                steps ? WideSteps::load<FLIP>(steps + s / 4 * PANEL_STRIDE + i, s) : WideSteps::plain<FLIP>();
-            Words words[4];
-            wide.widen(codes + i, words);
-            wide.widen(codes + PANEL_STRIDE + i, words + 2);
-            prefetch_stream(coming), coming += 64;
-            UNROLL for (int w = 0; w < 4; w++) store_as(to + w * PANEL_STRIDE + i, words[w]);
+    for (int step = 0; step < group / STEP_INPUTS; step++)
+        for (int part = 0; part < PANEL / LANES; part++, coming += 64) {
+            prefetch_stream(coming);
+            widen_piece<FLIP>(codes, steps, step, part, to);
         }
 }
 
