@@ -76,6 +76,7 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
     options = parser.parse_args(argv)
     log_to_stderr()
     bind_to_parent(options.parent)
+    gc.disable()  # until all is imported, as that stays
     try:
         engine = load or _import_engine(options.fd)
         return _run(_adopt(options.fd), engine)
@@ -123,6 +124,8 @@ def _handle(engine: Engine, channel: Channel, message: ToEngine) -> RequestOutpu
 
 
 def _run(channel: Channel, load: Load) -> int:
+    gc.freeze()
+    gc.enable()
     setproctitle("llmbox: engine (waits for a model)")
     first = _first_message(channel)
     if not isinstance(first, Start):
@@ -136,7 +139,7 @@ def _run(channel: Channel, load: Load) -> int:
         channel.send(LoadFailed(code=error.code, message=str(error)))
         channel.drain(5.0)
         return EXIT_LOAD_FAILED
-    # What imports and loading left behind lives as long as the process: the collector need not walk it.
+    # What loading left behind lives as long as the process, as imports do: the collector need not walk it.
     gc.freeze()
     log.info("%s is ready after %.1f s", first.config.name, time.monotonic() - started)
     channel.send(Ready(info=engine.info))

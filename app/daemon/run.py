@@ -4,6 +4,7 @@ The sockets listen before the large imports: a client that comes early waits for
 refused.
 """
 
+import gc
 import logging
 import os
 import socket
@@ -54,6 +55,7 @@ class Plan:
 
 def run_daemon(plan: Plan) -> None:
     """Serves until told to stop. Raises CliError when it cannot begin or no model can be served."""
+    gc.disable()  # until all is imported, as that stays
     plan.paths.create()
     settings = plan.loaded.settings
     with InstanceLock(plan.paths) as lock:
@@ -71,6 +73,8 @@ def run_daemon(plan: Plan) -> None:
 
             from .serving import serve_until_stopped  # noqa: PLC0415 - half a second of imports
 
+            gc.freeze()
+            gc.enable()
             asyncio.run(serve_until_stopped(plan, running, [*tcp, unix], first))
         finally:
             log.info("stopped")

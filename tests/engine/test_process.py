@@ -141,5 +141,5 @@ def test_gpus_are_named_before_torch_could_start_cuda(monkeypatch):
     monkeypatch.setattr(process, "name_gpus", lambda: done.append("named"))
     monkeypatch.setattr(process, "import_torch", lambda: done.append("torch"))
     monkeypatch.setattr(loader, "open_kernels", lambda: done.append("kernels"))
-    assert process._import_engine() is loader.load_engine
+    assert process._import_engine(-1) is loader.load_engine
     assert done == ["named", "torch", "kernels"]
