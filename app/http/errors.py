@@ -1,6 +1,6 @@
 """One place where exceptions become answers, for every route and every status.
 
-OpenAI's error object, except on Anthropic's routes, whose clients know theirs only.
+OpenAI's error object, except on Anthropic's and Ollama's routes, whose clients know theirs only.
 """
 
 import http
@@ -22,6 +22,7 @@ class ClientGone(Exception):  # noqa: N818 - nothing went wrong on our side
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_OLLAMA_ROUTES = ("/api/version", "/api/tags", "/api/chat", "/api/generate")
 _ANTHROPIC_ROUTES = ("/v1/messages", "/v1/messages/count_tokens")
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -65,6 +66,8 @@ def error_type(status: int) -> str:
 
 def encode_error(error: ApiError, path: str = "") -> bytes:
     """In the shape that clients of the route at `path` know."""
+    if path in _OLLAMA_ROUTES:
+        return msgspec.json.encode({"error": error.message})
     return msgspec.json.encode(_anthropic(error) if path in _ANTHROPIC_ROUTES else error.body())
 
 

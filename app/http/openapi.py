@@ -32,6 +32,19 @@ _ANSWER = {
     "description": "An error object",
     "content": {"application/json": {"schema": {"$ref": f"{_SCHEMAS}Error"}}},
 }
+_TEXT_ANSWER = {
+    "description": "An error, as Ollama tells it",
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["error"],
+                "properties": {"error": {"type": "string"}},
+            }
+        }
+    },
+}
+_LINES = {"schema": {"type": "string", "description": "Lines of JSON, the last one with `done`."}}
 _EVENTS = {"schema": {"type": "string", "description": "Server-sent events, the last one `[DONE]`."}}
 _EVERYWHERE = ("401", "403", "404", "405", "408", "421", "431", "500", "503")
 _WITH_BODY = ("413", "415", "429")
@@ -85,9 +98,12 @@ def _structs(field: FieldDefinition) -> Iterator[type[msgspec.Struct]]:
 def _add_answers(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
     responses = operation["responses"]
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
-    responses["400"] = _ANSWER  # Litestar describes its own
+    ollama = "Ollama" in operation.get("tags", ())
+    answer = _TEXT_ANSWER if ollama else _ANSWER
+    responses["400"] = answer  # Litestar describes its own
     for status in (*_EVERYWHERE, *(_WITH_BODY if body else ())):
-        responses.setdefault(status, _ANSWER)
+        responses.setdefault(status, answer)
     fields = schemas.get(body.get("$ref", "").removeprefix(_SCHEMAS), {}).get("properties", {})
     if "stream" in fields:
-        responses["200"]["content"]["text/event-stream"] = _EVENTS
+        streamed = ("application/x-ndjson", _LINES) if ollama else ("text/event-stream", _EVENTS)
+        responses["200"]["content"][streamed[0]] = streamed[1]

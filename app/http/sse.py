@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": ping\n\n"
 _HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),
 ]
@@ -55,6 +54,9 @@ class StreamOptions:
     buffer_bytes: int | None = None
     last: bytes = DONE
     error: Callable[[ApiError], bytes] = error_event
+    comment: bytes = COMMENT
+    """Said in silence; empty where the format has no comments."""
+    content_type: bytes = b"text/event-stream; charset=utf-8"
     endless: bool = False
 
 
@@ -180,15 +182,16 @@ class EventStream:
 
     async def _start(self, send: Send) -> None:
         self._started = True
-        await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+        headers = [(b"content-type", self._options.content_type), *_HEADERS]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def _keep_alive(self) -> None:
         """One timer a stream: looks when the last write was instead of being re-armed by every event."""
         silence = self._loop.time() - self._last_write
         wait = self._options.keep_alive - silence
         if wait <= 0 or not self._started:
-            if not self._buffer:
-                self._buffer.append(COMMENT)
+            if not self._buffer and self._options.comment:
+                self._buffer.append(self._options.comment)
                 self._notify()
             wait = self._options.keep_alive
         self._timer = self._loop.call_later(wait, self._keep_alive)

@@ -8,6 +8,8 @@ from ..store.content import Content
 from ..store.record import RequestRecord
 
 PROMPT = "…"
+_CHATS = ("chat", "messages", "responses", "generate")
+"""In the routes of chats and of what is translated into them."""
 _OF_THE_CLIENT = {
     "model", "messages", "prompt", "stream", "stream_options", "temperature", "top_p", "max_tokens",
     "max_completion_tokens", "seed", "presence_penalty", "frequency_penalty", "n", "stop", "logit_bias",
@@ -61,7 +63,7 @@ def body_of(record: RequestRecord, content: Content | None) -> dict[str, Any]:
 
 def is_chat(record: RequestRecord) -> bool:
     """Requests of other dialects are kept as the chat requests that they were translated into."""
-    return any(name in record.endpoint for name in ("chat", "messages", "responses"))
+    return any(name in record.endpoint for name in _CHATS)
 
 
 def _path(record: RequestRecord) -> str:

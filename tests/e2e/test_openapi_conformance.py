@@ -26,12 +26,16 @@ READING = [
     ("GET", "/ready"),
     ("GET", "/metrics"),
     ("GET", "/version"),
+    ("GET", "/api/version"),
+    ("GET", "/api/tags"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model_id}"),
 ]
 WRITING = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/api/chat"),
+    ("POST", "/api/generate"),
     ("POST", "/v1/responses"),
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
@@ -82,7 +86,7 @@ def test_answers_are_as_promised(schema: Any, method: str, path: str, mode: Gene
     def check(case: Case) -> None:
         answer = case.call(timeout=20)
         case.validate_response(answer, checks=CHECKS)
-        if answer.status_code >= 400:
+        if answer.status_code >= 400 and not path.startswith("/api/"):
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
     check()

@@ -13,6 +13,7 @@ import openai
 from llmbox.app.daemon.parts import Parts, compose
 from llmbox.app.http.anthropic import anthropic_router
 from llmbox.app.http.app import create_app
+from llmbox.app.http.ollama import ollama_router
 from llmbox.app.http.openai import openai_router
 from llmbox.app.http.openai_responses import responses_router
 from llmbox.app.http.server import serve
@@ -68,7 +69,7 @@ def serving(data: Path, launch: Launch | None = None, **limits: Any) -> Iterator
     services = asyncio.run_coroutine_threadsafe(compose_on_loop(), loop).result(30)
     sockets = listen_tcp("127.0.0.1", 0)
     server = Server(loop, services, sockets[0].getsockname()[1])
-    app = create_app(services, [openai_router, responses_router, anthropic_router])
+    app = create_app(services, [openai_router, responses_router, anthropic_router, ollama_router])
     done = asyncio.run_coroutine_threadsafe(
         serve(app, sockets, limits=services.settings.limits, drain=services.drain, drain_timeout=1.0), loop
     )

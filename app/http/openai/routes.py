@@ -63,14 +63,14 @@ async def completions(
 @get("/v1/models", opt={"access": Access.KNOWN}, name="models", operation_id="listModels")
 async def models(request: HttpRequest) -> ModelList:
     """Every model that may be asked for, aliases included: loaded, or loaded by the request that names it."""
-    return ModelList(data=await _models(await Call.of(request)))
+    return ModelList(data=await listed_models(await Call.of(request)))
 
 
 @get("/v1/models/{model_id:path}", opt={"access": Access.KNOWN}, name="model", operation_id="retrieveModel")
 async def model(request: HttpRequest, model_id: Annotated[str, Parameter()]) -> Model:
     """One of them; ids may contain slashes."""
     wanted = model_id.removeprefix("/")
-    for found in await _models(await Call.of(request)):
+    for found in await listed_models(await Call.of(request)):
         if found.id == wanted:
             return found
     raise ApiError(404, f"The model {wanted!r} does not exist here.", code="model_not_found", param="model")
@@ -113,7 +113,7 @@ async def detokenize(request: HttpRequest, data: Annotated[DetokenizeRequest, Bo
     return Detokenized(prompt=text)
 
 
-async def _models(call: Call) -> list[Model]:
+async def listed_models(call: Call) -> list[Model]:
     shown = _loaded(call)
     known = {model.id for model in shown}
     offers = [] if call.services.offers is None else await call.services.offers()

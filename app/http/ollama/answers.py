@@ -1,0 +1,105 @@
+"""Answers of Ollama's API: lines of JSON, or one object."""
+
+import json
+from collections.abc import AsyncGenerator
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import msgspec
+
+from ...errors import ApiError
+from ...gateway.gateway import Gateway
+from ...gateway.open_request import OpenRequest
+from ...text.answer_parts import Parts
+from ..errors import encode_error
+from ..openai.chat import ChatCall
+
+Kind = Literal["chat", "generate"]
+
+
+def stamp(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def line(value: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(value) + b"\n"
+
+
+def error_line(error: ApiError) -> bytes:
+    return encode_error(error, "/api/chat") + b"\n"
+
+
+class Teller:
+    """Words of one answer in the shape of a route."""
+
+    def __init__(self, kind: Kind, model: str, opened: OpenRequest, chat: ChatCall) -> None:
+        self._kind: Kind = kind
+        self._opened, self._chat = opened, chat
+        self._head = {"model": model, "created_at": stamp(opened.timeline.created)}
+
+    def part(self, parts: Parts) -> dict[str, Any]:
+        thoughts = parts.reasoning if self._chat.parsing.tells_thoughts else ""
+        said: dict[str, Any] = {"thinking": thoughts} if thoughts else {}
+        if self._kind == "generate":
+            return {**self._head, "response": parts.content, **said, "done": False}
+        if parts.calls:
+            said["tool_calls"] = [
+                {"function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+                for call in parts.calls
+            ]
+        message = {"role": "assistant", "content": parts.content, **said}
+        return {**self._head, "message": message, "done": False}
+
+    def end(self, parts: Parts) -> dict[str, Any]:
+        """Times are nanoseconds."""
+        clock, usage = self._opened.timeline, self._opened.usage_now()
+        begun = clock.scheduled if clock.scheduled is not None else clock.arrived
+        first = clock.first_token if clock.first_token is not None else begun
+        last = clock.last_token if clock.last_token is not None else first
+        told = {
+            **self.part(parts),
+            "done": True,
+            "done_reason": self._opened.sequences[0].finish_reason,
+            "total_duration": _nanoseconds(last - clock.arrived),
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": _nanoseconds(first - begun),
+            "eval_count": usage.output_tokens,
+            "eval_duration": _nanoseconds(last - first),
+        }
+        return told | ({"warnings": self._chat.warnings} if self._chat.warnings else {})
+
+
+async def complete(gateway: Gateway, chat: ChatCall, kind: Kind, model: str) -> dict[str, Any]:
+    parser = chat.parsing.parser()
+    with gateway.open(chat.generation) as opened:
+        pieces = [delta.text async for delta in opened.deltas()]
+    parts = parser.push("".join(pieces))
+    parts.add(parser.finish())
+    return Teller(kind, model, opened, chat).end(parts)
+
+
+async def stream(gateway: Gateway, chat: ChatCall, kind: Kind, model: str) -> AsyncGenerator[bytes, None]:
+    parser = chat.parsing.parser()
+    with gateway.open(chat.generation) as opened:
+        teller = Teller(kind, model, opened, chat)
+        async for delta in opened.deltas():
+            parts = parser.push(delta.text)
+            if parts.reasoning or parts.content or parts.calls:
+                yield line(teller.part(parts))
+    rest = parser.finish()
+    if rest.reasoning or rest.content or rest.calls:
+        yield line(teller.part(rest))
+    yield line(teller.end(Parts()))
+
+
+def loaded(kind: Kind, model: str, now: float) -> dict[str, Any]:
+    """To a request that only loads."""
+    said: dict[str, Any] = (
+        {"response": ""} if kind == "generate" else {"message": {"role": "assistant", "content": ""}}
+    )
+    return {"model": model, "created_at": stamp(now), **said, "done": True, "done_reason": "load"}
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)

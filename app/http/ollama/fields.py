@@ -1,0 +1,83 @@
+"""Types and ranges of Ollama's fields."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from ..openai.fields import (
+    Later,
+    Name,
+    Never,
+    Penalty,
+    Probability,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    Tool,
+    ToolName,
+    TopP,
+)
+
+
+class Options(Struct, kw_only=True):
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    min_p: Probability | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    num_predict: Annotated[int, Meta(ge=-2, lt=2**31)] | None = None
+    """Below 1: what the context leaves."""
+    num_ctx: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    """Has no effect: the window is that of the load."""
+
+
+class CalledFunction(Struct, kw_only=True):
+    name: ToolName
+    arguments: dict[str, Any]
+
+
+class Call(Struct, kw_only=True):
+    function: CalledFunction
+
+
+class ChatMessage(Struct, kw_only=True):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str | None = None
+    images: Never = None
+    tool_calls: list[Call] | None = None
+    tool_name: str | None = None
+
+
+class Common(Struct, kw_only=True):
+    model: Name
+    options: Options | None = None
+    stream: bool | None = None
+    """Absent: true, as with Ollama."""
+    think: bool | Literal["low", "medium", "high"] | None = None
+    format: Later = None
+    keep_alive: Any = None
+    """Has no effect: `memory.ttl` and `llmbox load --ttl` decide."""
+
+
+class ChatRequest(Common, kw_only=True):
+    """Without messages the model is loaded."""
+
+    messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = None
+
+
+class GenerateRequest(Common, kw_only=True):
+    """Without a prompt the model is loaded."""
+
+    prompt: str | None = None
+    system: str | None = None
+    suffix: Never = None
+    template: Never = None
+    raw: Later = None
+    images: Never = None
+    context: Never = None

@@ -1,0 +1,70 @@
+"""Requests of Ollama's API as the chat requests that mean the same."""
+
+import json
+from typing import Any
+
+import msgspec
+
+from ...errors import ApiError
+from .fields import ChatMessage, ChatRequest, Common, GenerateRequest
+
+_SAME = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
+
+
+def chat_fields(request: ChatRequest) -> dict[str, Any]:
+    body = _common(request)
+    body["messages"] = _messages(request.messages or [])
+    if request.tools:
+        body["tools"] = msgspec.to_builtins(request.tools)
+    return body
+
+
+def generate_fields(request: GenerateRequest) -> dict[str, Any]:
+    body = _common(request)
+    system = [{"role": "system", "content": request.system}] if request.system else []
+    body["messages"] = [*system, {"role": "user", "content": request.prompt or ""}]
+    return body
+
+
+def _common(request: Common) -> dict[str, Any]:
+    """Names may come with Ollama's tag."""
+    body: dict[str, Any] = {"model": request.model.removesuffix(":latest")}
+    options = request.options
+    if options is not None:
+        given = {name: getattr(options, name) for name in _SAME}
+        given["top_k"] = options.top_k or None
+        given["repetition_penalty"] = options.repeat_penalty
+        given["max_tokens"] = options.num_predict if (options.num_predict or 0) > 0 else None
+        body |= {name: value for name, value in given.items() if value is not None}
+    if request.think is not None:
+        body["chat_template_kwargs"] = {"enable_thinking": request.think is not False}
+        body["include_reasoning"] = request.think is not False
+    return body
+
+
+def _messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Ollama's calls have no ids, and some templates want them: results answer calls in their order."""
+    made: list[dict[str, Any]] = []
+    waiting: list[str] = []
+    calls = 0
+    for number, message in enumerate(messages):
+        if message.images:
+            raise ApiError(
+                400, "Images are not supported: this model reads text.", param=f"messages[{number}].images"
+            )
+        plain: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.thinking is not None:
+            plain["reasoning_content"] = message.thinking
+        for call in message.tool_calls or ():
+            id_, calls = f"call{calls:05}", calls + 1
+            waiting.append(id_)
+            arguments = json.dumps(call.function.arguments, ensure_ascii=False)
+            function = {"name": call.function.name, "arguments": arguments}
+            plain.setdefault("tool_calls", []).append({"id": id_, "type": "function", "function": function})
+        if message.role == "tool":
+            if message.tool_name is not None:
+                plain["name"] = message.tool_name
+            if waiting:
+                plain["tool_call_id"] = waiting.pop(0)
+        made.append(plain)
+    return made
