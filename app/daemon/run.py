@@ -55,7 +55,6 @@ class Plan:
 
 def run_daemon(plan: Plan) -> None:
     """Serves until told to stop. Raises CliError when it cannot begin or no model can be served."""
-    gc.disable()  # until all is imported, as that stays
     plan.paths.create()
     settings = plan.loaded.settings
     with InstanceLock(plan.paths) as lock:
@@ -69,15 +68,21 @@ def run_daemon(plan: Plan) -> None:
         log.info("llmbox %s, pid %d, listens on %s", __version__, running.pid, running.url)
         first = _first_engine(plan)  # imports torch while we import what serves
         try:
-            import asyncio  # noqa: PLC0415
-
-            from .serving import serve_until_stopped  # noqa: PLC0415 - half a second of imports
-
-            gc.freeze()
-            gc.enable()
-            asyncio.run(serve_until_stopped(plan, running, [*tcp, unix], first))
+            _serve(plan, running, [*tcp, unix], first)
         finally:
             log.info("stopped")
+
+
+def _serve(plan: Plan, running: Running, sockets: Sequence[socket.socket], first: Spawned | None) -> None:
+    gc.disable()  # what is imported stays
+    try:
+        import asyncio  # noqa: PLC0415
+
+        from .serving import serve_until_stopped  # noqa: PLC0415 - half a second of imports
+    finally:
+        gc.freeze()
+        gc.enable()
+    asyncio.run(serve_until_stopped(plan, running, sockets, first))
 
 
 def _first_engine(plan: Plan) -> Spawned | None:

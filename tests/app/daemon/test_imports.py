@@ -1,11 +1,10 @@
 """The collector rests while a daemon and its engines import, and works afterwards."""
 
 import gc
-from types import SimpleNamespace
 
 import pytest
 
-from llmbox.app.daemon import run
+from llmbox.app.daemon import run, serving
 from llmbox.engine import process
 from llmbox.engine.channel import DaemonGone
 
@@ -18,17 +17,15 @@ def collecting():
     gc.enable()
 
 
-class Created(Exception):  # noqa: N818
-    pass
+def test_a_daemon_serves_with_it(collecting, monkeypatch):
+    async def look(*_):
+        seen.append((gc.isenabled(), gc.get_freeze_count() > 1000))
 
-
-def test_a_daemon_begins_without(collecting):
-    def create():
-        raise Created
-
-    with pytest.raises(Created):
-        run.run_daemon(SimpleNamespace(paths=SimpleNamespace(create=create)))
-    assert not gc.isenabled()
+    seen = []
+    monkeypatch.setattr(serving, "serve_until_stopped", look)
+    gc.disable()
+    run._serve(None, None, [], None)
+    assert seen == [(True, True)]
 
 
 def test_an_engine_waits_for_its_model_with_it(collecting):
