@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..rows import SampleRows
+from .maxima import CHUNK, best_of_chunks, chunk_maxima, told_best
 from .ordered import ordered
-from .sample import CHUNK, LOWEST, maxima_kernel
+from .sample import LOWEST
 from .threshold import above, find
 
 FILL = tl.constexpr(1024)
@@ -24,9 +25,8 @@ def candidates(logits_RV: Tensor, rows: SampleRows, count: int, first_id: int) -
     out_RK = torch.empty((rows_, count), dtype=torch.int64, device=logits_RV.device)
     if not rows_:
         return out_RK
-    chunks = triton.cdiv(vocabulary, CHUNK)
-    maxima = torch.empty((rows_, chunks), dtype=torch.float32, device=logits_RV.device)
-    maxima_kernel[(rows_, chunks)](maxima, logits_RV, logits_RV.stride(0), vocabulary, CHUNK=CHUNK)
+    maxima = chunk_maxima(logits_RV)
+    chunks = maxima.shape[1]
     candidates_kernel[(rows_,)](
         out_RK,
         logits_RV,
@@ -66,11 +66,8 @@ def candidates_kernel(
     x = logits + s * row_stride
     most = maxima + s * chunks
     mine = out + s * room
-    c = tl.arange(0, CHUNKS)
-    tops = tl.load(most + c, mask=c < chunks, other=float("-inf"))
-    broken = tl.max((tops != tops).to(tl.int32), 0)  # noqa: PLR0124
-    best = tl.max(tops, 0)
-    best = tl.where(broken > 0, float("nan"), tl.where(best == 0.0, 0.0, best))
+    best, broken = best_of_chunks(most, chunks, CHUNKS)
+    best = told_best(best, broken)
     written = tl.full((), 0, tl.int64)
     if tl.abs(best) < float("inf"):
         k = tl.where(tl.load(temperatures + s) < 1e-5, 1, tl.load(ks + s)).to(tl.int64)

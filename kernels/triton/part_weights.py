@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..rows import SampleRows
+from .maxima import CHUNK
 from .ordered import weights
-from .sample import CHUNK, noise_of
+from .sample import noise_of
 
 ROWS = 128
 

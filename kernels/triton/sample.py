@@ -19,10 +19,10 @@ from torch import Tensor
 from ..rows import RuleRows, Sampled, SampleRows
 from .edit import IS_ONLY_LISTED, edit
 from .listed import largest_in_list, logit_in_list, put_back
+from .maxima import CHUNK, best_of_chunks, chunk_maxima, told_best
 from .ordered import ordered, value_of, weights
 from .threshold import above, find, pick, ties_before
 
-CHUNK = 4096
 LOWEST = tl.constexpr(-2139095041)
 """`ordered` of minus infinity."""
 
@@ -44,9 +44,8 @@ def sample(logits_RV: Tensor, rows: SampleRows, rules: RuleRows | None = None) -
         return out
     if rules is not None:
         edit(logits_RV, rows.position, rules)
-    chunks = triton.cdiv(vocabulary, CHUNK)
-    maxima = torch.empty((count, chunks), dtype=torch.float32, device=device)
-    maxima_kernel[(count, chunks)](maxima, logits_RV, logits_RV.stride(0), vocabulary, CHUNK=CHUNK)
+    maxima = chunk_maxima(logits_RV)
+    chunks = maxima.shape[1]
     listed = (maxima, maxima, maxima, maxima, 0)
     if rules is not None:
         listed = (rules.row_S, rules.facts_R5, rules.marks_3N, rules.values_3N, rules.marks_3N.shape[1])
@@ -76,18 +75,6 @@ def sample(logits_RV: Tensor, rows: SampleRows, rules: RuleRows | None = None) -
         num_warps=8,
     )
     return out
-
-
-@triton.jit
-def maxima_kernel(
-    maxima: tl.tensor, logits: tl.tensor, row_stride: tl.tensor, vocabulary: tl.tensor, CHUNK: tl.constexpr
-) -> None:
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    v = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row * row_stride + v, mask=v < vocabulary, other=float("-inf")).to(tl.float32)
-    broken = tl.max((x != x).to(tl.int32), 0)  # noqa: PLR0124 - a maximum would pass over NaN
-    most = tl.where(broken > 0, float("nan"), tl.max(x, 0))
-    tl.store(maxima + row * tl.num_programs(1) + chunk, most)
 
 
 @triton.jit(
@@ -127,10 +114,7 @@ def sample_kernel(
     s = tl.program_id(0).to(tl.int64)
     x = logits + s * row_stride
     most = maxima + s * chunks
-    c = tl.arange(0, CHUNKS)
-    tops = tl.load(most + c, mask=c < chunks, other=float("-inf"))
-    broken = tl.max((tops != tops).to(tl.int32), 0)  # noqa: PLR0124
-    raw_best = tl.max(tops, 0)
+    raw_best, broken = best_of_chunks(most, chunks, CHUNKS)
     best = raw_best
     if LISTED:
         rule_row = tl.load(rule_rows + s)
@@ -149,8 +133,7 @@ def sample_kernel(
     else:
         drawn_from = (x, most, vocabulary, chunks, x, x, 0)
         given = drawn_from
-    raw_best = tl.where(broken > 0, float("nan"), tl.where(raw_best == 0.0, 0.0, raw_best))
-    best = tl.where(broken > 0, float("nan"), tl.where(best == 0.0, 0.0, best))
+    raw_best, best = told_best(raw_best, broken), told_best(best, broken)
     tl.store(bests + s, best)
     tl.store(raw_bests + s, raw_best)
     temperature = tl.load(temperatures + s)
