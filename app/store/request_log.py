@@ -36,6 +36,7 @@ _TRIM_EVERY_S = 3600.0  # between two looks at retention and size, and...
 _TRIM_EVERY_BYTES = 8 << 20  # ...sooner where so much was written
 _ROW_BYTES = 400  # of a row without content, about
 _OPEN_AFTER_S = 3.0  # where nobody reads before: importing SQLAlchemy keeps others from the interpreter
+_OPENS_WITHIN_S = 15.0  # from then on, on a busy machine
 _FIRST_TRIM_S = 60.0  # after the start, which has other things to do
 _PURGE_S = 60.0
 _SAY_DROPPED_EVERY_S = 60.0
@@ -157,16 +158,17 @@ class RequestLog:
 
     def _is_open(self) -> bool:
         self._wanted.set()
-        self._opened.wait(5.0)
+        self._opened.wait(_OPENS_WITHIN_S)
         return self._engine is not None
 
     def _read(self, run: "Callable[[ModuleType, Engine], T]") -> T:
+        if not self._is_open() or self._engine is None:
+            raise StoreError("the file cannot be opened; the daemon's log says why")
+        # Now that it is imported: two threads that import SQLAlchemy at once may find half a module.
         from sqlalchemy.exc import DatabaseError  # noqa: PLC0415
 
         from . import queries  # noqa: PLC0415
 
-        if not self._is_open() or self._engine is None:
-            raise StoreError("the file cannot be opened; the daemon's log says why")
         try:
             return run(queries, self._engine)
         except DatabaseError as error:

@@ -50,6 +50,27 @@ def test_sqlalchemy_waits_until_somebody_reads_or_the_start_is_over(tmp_path):
     assert told.stdout.split("\n") == ["False", "[] True", ""]
 
 
+def test_only_the_writer_imports_sqlalchemy(tmp_path):
+    """Two threads that import it at once may each find half of its modules."""
+    code = (
+        "import asyncio, sys\n"
+        "from pathlib import Path\n"
+        "from llmbox.app.store import RecordFilter, RequestLog, request_log\n"
+        "request_log._OPENS_WITHIN_S = 0.1\n"
+        "RequestLog._open = lambda self: None\n"
+        "log = RequestLog(Path(sys.argv[1]))\n"
+        "log.start()\n"
+        "try:\n"
+        "    asyncio.run(log.query(RecordFilter()))\n"
+        "except request_log.StoreError:\n"
+        "    print('sqlalchemy' in sys.modules)\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-P", "-c", code, str(tmp_path / "r.db")], capture_output=True, text=True, check=True
+    )
+    assert told.stdout == "False\n"
+
+
 async def test_filters_and_keyset_pages(log):
     for i in range(10):
         log.write(
