@@ -12,9 +12,9 @@ def test_the_environment_can_force_a_backend(monkeypatch: pytest.MonkeyPatch) ->
         assert select_ops(CPU, torch.float32).name.split(" (")[0] == name
 
 
-def test_an_unknown_backend_is_refused_with_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLMBOX_KERNELS", "cuda13")
-    with pytest.raises(UnknownBackend, match=r"'cuda13'.*reference"):
+    with pytest.raises(UnknownBackend, match=r"'cuda13'; llmbox doctor says which there are"):
         select_ops(CPU, torch.float32)
 
 
