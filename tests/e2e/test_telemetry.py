@@ -92,7 +92,9 @@ def test_wrong_questions_get_named_errors(box: Box):
 
 def test_a_daemon_that_nobody_watches_is_idle(box: Box):
     box.serve(box.model())
-    assert box.run("requests").code == 0  # opens the request log, which a daemon else does seconds after its start
+    assert (
+        box.run("requests").code == 0
+    )  # opens the request log, which a daemon else does seconds after its start
     daemon = psutil.Process(box.running.pid)
     used = -1.0
     while (now := sum(daemon.cpu_times()[:2])) > used + 0.01:  # the last work of the start

@@ -37,7 +37,9 @@ def test_every_dtype_generates(model: Path, dtype: str) -> None:
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
 def test_kv_may_have_a_dtype_of_its_own(model: Path, kv_dtype: str) -> None:
     engine = load(model, kv_dtype=kv_dtype)
-    assert engine.info.kv_bytes_per_token in {2 * 2 * 2 * width * 2 for width in (16, 32)}, "as the kernels pad it"
+    assert engine.info.kv_bytes_per_token in {2 * 2 * 2 * width * 2 for width in (16, 32)}, (
+        "as the kernels pad it"
+    )
     assert len(tokens(engine, [ask("a", [5, 6, 7], 20)])["a"]) == 20
 
 
