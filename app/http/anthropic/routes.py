@@ -1,19 +1,16 @@
 """The Anthropic dialect's routes."""
 
-from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 from litestar import Response, Router, post
 from litestar.params import Body
 
-from ...errors import ApiError
 from ..disconnect import while_connected
 from ..guard import Access
-from ..openai.chat import ChatCall, chat_ids, prepare_chat
+from ..openai.chat import ChatCall, chat_ids
 from ..openai.context import Call, HttpRequest
-from ..openai.fields import ChatCompletionRequest
 from ..openai.messages import build_chat
+from ..openai.translated import chat_request, prepare_translated
 from ..openai.unsupported import refuse_unsupported, unknown_fields
 from ..sse import EventStreamResponse, StreamOptions
 from .answers import Message, TokenCount, error_event
@@ -52,27 +49,15 @@ async def count_tokens(request: HttpRequest, data: Annotated[CountTokensRequest,
     """How many tokens the prompt of such a message would have."""
     call = await Call.of(request)
     refuse_unsupported(data)
-    body = _chat_request(prompt_fields(data))
+    body = chat_request(prompt_fields(data))
     model = await call.find_model(body.model)
     chat = build_chat(body, call.limits)
     return TokenCount(len(await chat_ids(call.gateway, model, chat)))
 
 
 async def _prepared(call: Call, data: MessagesRequest) -> ChatCall:
-    """The request is kept, where it is, as the chat request that it is translated into."""
     refuse_unsupported(data)
-    warnings = _warnings(call, data)
-    plain = chat_fields(data)
-    translated = replace(call, plain=plain, body=msgspec.json.encode(plain))
-    chat = await prepare_chat(translated, _chat_request(plain), prefix="msg")
-    return replace(chat, warnings=[*warnings, *chat.warnings])
-
-
-def _chat_request(plain: dict[str, Any]) -> ChatCompletionRequest:
-    try:
-        return msgspec.convert(plain, ChatCompletionRequest)
-    except msgspec.ValidationError as error:  # bounds that are the chat's own
-        raise ApiError(400, f"Invalid value: {error}.", code="invalid_value") from None
+    return await prepare_translated(call, chat_fields(data), _warnings(call, data), "msg")
 
 
 def _warnings(call: Call, data: MessagesRequest) -> list[str]:

@@ -4,17 +4,15 @@ import time
 from dataclasses import replace
 from typing import Annotated, Any
 
-import msgspec
 from litestar import Response, Router, get, post
 from litestar.params import Body
 
-from ...errors import ApiError
 from ..disconnect import while_connected
 from ..guard import Access
-from ..openai.chat import ChatCall, prepare_chat
+from ..openai.chat import ChatCall
 from ..openai.context import Call, HttpRequest
-from ..openai.fields import ChatCompletionRequest
 from ..openai.routes import listed_models
+from ..openai.translated import prepare_translated
 from ..openai.unsupported import refuse_unsupported, unknown_fields
 from ..sse import EventStreamResponse, StreamOptions
 from .answers import Kind, complete, error_line, loaded, stamp, stream
@@ -90,16 +88,8 @@ async def _answered(
 
 
 async def _prepared(call: Call, data: Common, plain: dict[str, Any]) -> ChatCall:
-    """The request is kept, where it is, as the chat request that it is translated into."""
     refuse_unsupported(data)
-    warnings = _warnings(call, data)
-    try:
-        body = msgspec.convert(plain, ChatCompletionRequest)
-    except msgspec.ValidationError as error:  # bounds that are the chat's own
-        raise ApiError(400, f"Invalid value: {error}.", code="invalid_value") from None
-    translated = replace(call, plain=plain, body=msgspec.json.encode(plain))
-    chat = await prepare_chat(translated, body, prefix="ollama")
-    return replace(chat, warnings=[*warnings, *chat.warnings])
+    return await prepare_translated(call, plain, _warnings(call, data), "ollama")
 
 
 def _warnings(call: Call, data: Common) -> list[str]:

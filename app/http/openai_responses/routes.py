@@ -3,16 +3,15 @@
 from dataclasses import replace
 from typing import Annotated
 
-import msgspec
 from litestar import Response, Router, post
 from litestar.params import Body
 
 from ...errors import ApiError
 from ..disconnect import while_connected
 from ..guard import Access
-from ..openai.chat import ChatCall, prepare_chat
+from ..openai.chat import ChatCall
 from ..openai.context import Call, HttpRequest
-from ..openai.fields import ChatCompletionRequest
+from ..openai.translated import prepare_translated
 from ..openai.unsupported import refuse_unsupported, unknown_fields
 from ..sse import EventStreamResponse, StreamOptions
 from .answers import ResponseObject
@@ -45,7 +44,6 @@ async def responses(
 
 
 async def _prepared(call: Call, data: ResponseRequest) -> ChatCall:
-    """The request is kept, where it is, as the chat request that it is translated into."""
     refuse_unsupported(data)
     if data.text is not None and data.text.format is not None and data.text.format.type != "text":
         raise ApiError(
@@ -54,19 +52,12 @@ async def _prepared(call: Call, data: ResponseRequest) -> ChatCall:
             code="unsupported_parameter",
             param="text.format",
         )
-    warnings = _warnings(call, data)
-    plain = chat_fields(data)
     try:
-        body = msgspec.convert(plain, ChatCompletionRequest)
-    except msgspec.ValidationError as error:  # bounds that are the chat's own
-        raise ApiError(400, f"Invalid value: {error}.", code="invalid_value") from None
-    translated = replace(call, plain=plain, body=msgspec.json.encode(plain))
-    try:
-        chat = await prepare_chat(translated, body, prefix="resp")
+        chat = await prepare_translated(call, chat_fields(data), _warnings(call, data), "resp")
     except ApiError as error:
         raise _in_our_words(error) from None
     generation = replace(chat.generation, prompt_param="input", max_tokens_param="max_output_tokens")
-    return replace(chat, generation=generation, warnings=[*warnings, *chat.warnings])
+    return replace(chat, generation=generation)
 
 
 def _in_our_words(error: ApiError) -> ApiError:
