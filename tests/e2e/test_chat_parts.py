@@ -5,9 +5,8 @@ import json
 import openai
 import pytest
 
-from support.fake_engine import write_model
 from support.openai_server import serving
-from support.tokenizers_zoo import CHATML, byte_level, write_text_files
+from support.tokenizers_zoo import byte_level
 
 TEMPLATE = (
     "{%- if tools %}{{- '<|im_start|>system\\n' }}"
@@ -31,14 +30,9 @@ TOOLS = [{"type": "function", "function": WEATHER}]
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
-    root, tokenizer = tmp_path_factory.mktemp("models"), byte_level()
+    root = tmp_path_factory.mktemp("models")
     with serving(tmp_path_factory.mktemp("data"), tools=2) as server:
-        for name, answer in ANSWERS.items():
-            template = CHATML if name == "plain" else TEMPLATE
-            script = tokenizer.encode(answer, add_special_tokens=False).ids
-            text = write_text_files(root / name, tokenizer, template)
-            write_model(text, vocab_size=tokenizer.get_vocab_size(), context=512, script=script)
-            server.load(root / name, name)
+        server.load_scripted(root, ANSWERS, TEMPLATE, context=512)
         with server.client() as client:
             yield client
 

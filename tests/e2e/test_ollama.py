@@ -5,9 +5,7 @@ import json
 import httpx
 import pytest
 
-from support.fake_engine import write_model
 from support.openai_server import serving
-from support.tokenizers_zoo import CHATML, byte_level, write_text_files
 
 TEMPLATE = (
     "{%- if tools %}{{- '<|im_start|>system\\n' + tools | tojson + '<tool_call><|im_end|>\\n' }}{%- endif %}"
@@ -25,13 +23,9 @@ CALLED = {"function": {"name": "weather", "arguments": {"city": "Köln"}}}
 
 @pytest.fixture(scope="module")
 def http(tmp_path_factory):
-    root, tokenizer = tmp_path_factory.mktemp("models"), byte_level()
+    root = tmp_path_factory.mktemp("models")
     with serving(tmp_path_factory.mktemp("data")) as server:
-        for name, answer in ANSWERS.items():
-            script = tokenizer.encode(answer, add_special_tokens=False).ids
-            text = write_text_files(root / name, tokenizer, CHATML if name == "plain" else TEMPLATE)
-            write_model(text, vocab_size=tokenizer.get_vocab_size(), context=1024, script=script)
-            server.load(root / name, name)
+        server.load_scripted(root, ANSWERS, TEMPLATE)
         with httpx.Client(base_url=server.url, timeout=60) as http:
             yield http
 

@@ -7,7 +7,7 @@ import pytest
 
 from support.fake_engine import write_model
 from support.openai_server import serving
-from support.tokenizers_zoo import CHATML, byte_level, write_text_files
+from support.tokenizers_zoo import byte_level, write_text_files
 
 TEMPLATE = (
     "{%- if tools %}{{- '<|im_start|>system\\n' + tools | tojson + '<tool_call><|im_end|>\\n' }}{%- endif %}"
@@ -25,14 +25,10 @@ TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    root, tokenizer = tmp_path_factory.mktemp("models"), byte_level()
+    root = tmp_path_factory.mktemp("models")
     with serving(tmp_path_factory.mktemp("data")) as server:
-        for name, answer in ANSWERS.items():
-            script = tokenizer.encode(answer, add_special_tokens=False).ids
-            text = write_text_files(root / name, tokenizer, CHATML if name == "plain" else TEMPLATE)
-            write_model(text, vocab_size=tokenizer.get_vocab_size(), context=1024, script=script)
-            server.load(root / name, name)
-        slow = write_text_files(root / "slow", tokenizer)
+        server.load_scripted(root, ANSWERS, TEMPLATE)
+        slow = write_text_files(root / "slow", byte_level())
         write_model(slow, vocab_size=300, context=1024, script=[72, 73], step_delay=0.03)
         server.load(slow, "slow")
         yield server

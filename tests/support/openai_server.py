@@ -24,7 +24,8 @@ from llmbox.app.settings import LimitSettings, Settings
 from llmbox.app.text.model_text import load_model_text
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.spawn import Launch
-from support.fake_engine import fake_launch
+from support.fake_engine import fake_launch, write_model
+from support.tokenizers_zoo import CHATML, byte_level, write_text_files
 
 T = TypeVar("T")
 
@@ -43,6 +44,15 @@ class Server:
     def load(self, directory: Path, name: str, *, alias: str | None = None, **config: Any) -> None:
         settings = EngineConfig(model_path=str(directory), name=name, **config)
         self.call(self.services.engines.load(settings, alias=alias))
+
+    def load_scripted(self, root: Path, answers: dict[str, str], template: str, context: int = 1024) -> None:
+        """A model under each name that always answers with that text; the one named `plain` has ChatML."""
+        tokenizer = byte_level()
+        for name, answer in answers.items():
+            text = write_text_files(root / name, tokenizer, CHATML if name == "plain" else template)
+            script = tokenizer.encode(answer, add_special_tokens=False).ids
+            write_model(text, vocab_size=tokenizer.get_vocab_size(), context=context, script=script)
+            self.load(root / name, name)
 
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, **options)
