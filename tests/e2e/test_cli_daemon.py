@@ -14,7 +14,7 @@ import pytest
 
 from llmbox.app.cli.client import ApiRefusal, Client
 from llmbox.app.errors import CliError, Exit
-from support.cli_box import Box, box, is_alive, until
+from support.cli_box import Box, box, interrupt, is_alive, until
 
 __all__ = ["box"]
 
@@ -304,7 +304,7 @@ def test_the_request_log_is_shown_followed_and_filtered(box: Box):
     following = box.spawn("requests", "-f", "-q")
     assert following.stdout is not None
     assert following.stdout.readline() != ""
-    following.send_signal(signal.SIGINT)
+    interrupt(following)
     following.communicate(timeout=90)
     assert following.returncode == 130
     stats = box.run("stats", "--json").json
@@ -371,7 +371,7 @@ def test_watching_and_following_until_interrupted(box: Box):
         if command[0] == "logs":
             box.run("unload", "tiny")
         assert child.stdout.readline() != ""
-        child.send_signal(signal.SIGINT)
+        interrupt(child)
         _, err = child.communicate(timeout=90)
         assert (child.returncode, err.strip()) == (130, "")
 

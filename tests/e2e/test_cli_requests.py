@@ -1,7 +1,6 @@
 """`llmbox requests` and what it can do with one request, against a daemon with the fake engine."""
 
 import json
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import httpx
 import pytest
 
 from llmbox.app.errors import Exit
-from support.cli_box import Box, until
+from support.cli_box import Box, interrupt, until
 
 SAID = "mombasa-said"
 
@@ -126,7 +125,7 @@ def test_filters_and_follow(place: Place):
     refused = following.stdout.readline().strip()
     last = place.ask(place.quiet)
     assert following.stdout.readline().strip() == last["id"]
-    following.send_signal(signal.SIGINT)
+    interrupt(following)
     following.communicate(timeout=90)
     errors = place.box.run("requests", "--errors", "--json").json["requests"]
     assert [row["id"] for row in errors] == [refused]

@@ -4,7 +4,6 @@ import os
 import pty
 import re
 import select
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from llmbox.app.errors import Exit
-from support.cli_box import PATIENCE, Box, box, until
+from support.cli_box import PATIENCE, Box, box, interrupt, until
 from support.tokenizers_zoo import CHATML, byte_level, write_text_files
 
 __all__ = ["box"]
@@ -95,7 +94,7 @@ def test_a_chat_in_a_terminal(box: Box, chat: Terminal):
     chat.type("/help\n")
     chat.expect("/bye")
     chat.expect(">>> ")
-    chat.process.send_signal(signal.SIGINT)
+    interrupt(chat.process)
     chat.expect("ends the chat")
     chat.expect(">>> ")
     chat.type("/bye\n")
@@ -114,7 +113,7 @@ def test_ctrl_c_stops_an_answer_and_the_request_behind_it(box: Box):
         chat.expect(">>> ")
         chat.type("hello\n")
         chat.expect("ij")
-        chat.process.send_signal(signal.SIGINT)
+        interrupt(chat.process)
         chat.expect("stopped")
         chat.expect(">>> ")
         chat.type("\x04")

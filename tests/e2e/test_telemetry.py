@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from llmbox.app.cli.client import ApiRefusal, Client
-from support.cli_box import Box, box, until
+from support.cli_box import Box, box, interrupt, until
 
 __all__ = ["box"]
 
@@ -45,7 +45,7 @@ def test_ticks_history_log_and_findings_of_a_daemon(box: Box):
     assert blocks["cells"][0][1] >= 1  # live blocks of the first cell
     assert sum(run[0] for run in blocks["cells"]) == 10
     assert [mark["kind"] for mark in client.get("/admin/api/marks")["marks"]] == ["load"]
-    asking.send_signal(signal.SIGINT)
+    interrupt(asking)
     asking.communicate(timeout=90)
 
 

@@ -138,6 +138,21 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
+def interrupt(process: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> None:
+    """Ctrl-C, once the process waits for something or is gone, as it is when a person presses it.
+
+    readline sees a signal when its wait for a key is broken: one that comes before, but after the prompt,
+    is seen with the next key only.
+    """
+    until(lambda: _state(process.pid) in "SZ")
+    process.send_signal(signal.SIGINT)
+
+
+def _state(pid: int) -> str:
+    """The main thread's state, as in proc(5): R runs, S waits, Z is gone."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def is_alive(pid: int) -> bool:
     """Zombies are dead."""
     try:

@@ -15,7 +15,7 @@ import time
 import pytest
 
 from llmbox.app.errors import Exit
-from support.cli_box import Box, box, until
+from support.cli_box import Box, box, interrupt, until
 
 __all__ = ["box"]
 
@@ -146,7 +146,7 @@ def test_a_daemon_under_load_in_a_real_terminal(box: Box, terminal, tmp_path):
     assert b"\x1b[?1049l" in child.output, "the terminal is given back"
     assert termios.tcgetattr(child.slave) == child.before
     for each in asking:
-        each.send_signal(signal.SIGINT)
+        interrupt(each)
         each.communicate(timeout=90)
     again = terminal("top", "--replay", str(recording))
     # A slow machine may draw only the recording's last moments.
