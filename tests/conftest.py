@@ -1,6 +1,7 @@
 """Set-up of the whole suite."""
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -11,3 +12,8 @@ os.environ.setdefault(
 )
 # Triton reads it as it is imported, by whichever test comes first. Here its kernels run in its interpreter.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# In the background of a script, and under `nohup`, these are ignored, and children inherit that: daemons and
+# commands that tests start must meet Ctrl-C and a closed terminal as a person's do.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)

@@ -30,7 +30,7 @@ class Watched(Protocol):
 
     def ping(self) -> None: ...
     def processor_seconds(self) -> float | None:
-        """Used so far; None when it cannot be told, or the process waits for a disk: taken as busy."""
+        """Used so far; None when it cannot be told, or it waits for a disk or a core: taken as busy."""
         ...
 
     def stuck(self, reason: str) -> None: ...
@@ -99,8 +99,9 @@ class Watchdog:
 
 
 def processor_seconds(pid: int) -> float | None:
+    """None for one that is gone, or of which a thread waits for a disk, or for a core that others have."""
     stat = _stat(pid)
-    if stat is None or stat[0] == "D":
+    if stat is None or any(thread[0] in {"D", "R"} for thread in _threads(pid)):
         return None
     return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -120,10 +121,18 @@ def oom_kills() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
-def _stat(pid: int) -> list[str] | None:
+def _threads(pid: int) -> list[list[str]]:
+    try:
+        names = [thread.name for thread in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:
+        return []
+    return [stat for name in names if (stat := _stat(f"{pid}/task/{name}")) is not None]
+
+
+def _stat(process: int | str) -> list[str] | None:
     """/proc/PID/stat from the state letter on; utime and stime are then fields 11 and 12."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     return text.rpartition(")")[2].split()

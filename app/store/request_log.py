@@ -142,7 +142,7 @@ class RequestLog:
 
         return await asyncio.to_thread(run)
 
-    def flush(self, timeout: float = 5.0) -> None:
+    def flush(self, timeout: float = 60.0) -> None:
         """Wait until everything written so far is on disk (or dropped)."""
         done = threading.Event()
         self._wanted.set()

@@ -10,15 +10,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from llmbox.app.cli import client, starter
 from llmbox.app.cli.program import Program
 from llmbox.app.main import main
+
+PATIENCE = 90.0
+"""Seconds: what a person would not wait for, but tests on a machine that others fill must."""
 
 
 def fake_parts():
     from llmbox.app.daemon.parts import Parts
+    from llmbox.app.store import request_log
     from llmbox.app.text.model_text import load_model_text
     from support.fake_engine import fake_launch
 
+    request_log._OPENS_WITHIN_S = PATIENCE
     return Parts(fake_launch(), load_model_text, fake_gpus(os.environ.get("FAKE_NVML")))
 
 
@@ -36,4 +42,5 @@ def fake_gpus(kind):
 
 
 if __name__ == "__main__":
+    client.TIMEOUT = starter.START_TIMEOUT = PATIENCE
     main(program=Program(command=[sys.executable, "-P", __file__], parts=fake_parts))

@@ -1,8 +1,13 @@
 """Ticks by hand: who is given up, after how many, and who is not."""
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
-from llmbox.app.engines.watchdog import Watchdog, WatchLimits
+from llmbox.app.engines.watchdog import Watchdog, WatchLimits, processor_seconds
+from support.cli_box import until
 
 LIMITS = WatchLimits(tick=2.5, unready_ticks=2, stuck_ticks=4, busy_ticks=20)
 
@@ -86,3 +91,27 @@ async def test_at_rest_nothing_ticks(watch):
     dog = watch(Engine())
     dog.rest()
     assert dog._timer is None
+
+
+@pytest.mark.parametrize(
+    ("code", "is_known"),
+    [
+        ("import signal; signal.pause()", True),
+        ("while True: pass", False),
+        ("import threading\ndef spin():\n  while True: pass\nthreading.Thread(target=spin).start()", False),
+    ],
+)  # fmt: skip
+def test_who_waits_for_a_core_is_not_taken_for_one_that_uses_none(code, is_known):
+    child = subprocess.Popen(
+        [sys.executable, "-S", "-c", f"print(flush=True)\n{code}"], stdout=subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        until(lambda: (processor_seconds(child.pid) is not None) is is_known)
+        child.send_signal(signal.SIGSTOP)
+        until(lambda: processor_seconds(child.pid) is not None)  # whatever it did: stopped, it uses none
+    finally:
+        child.kill()
+        child.communicate()
+    assert processor_seconds(child.pid) is None
