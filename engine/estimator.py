@@ -18,6 +18,7 @@ from llmbox.kernels.quant import QUANTS
 
 from .config import Dtype, EngineConfig, KVDtype, QuantChoice
 from .errors import DeviceError, DoesNotFit
+from .gpu.graphs import capture_sizes
 from .memory_plan import MemoryBudget, MemoryPlan, show_bytes
 from .memory_use import weights_bytes, workspace_bytes
 from .model_shape import DTYPE_BYTES, ModelShape
@@ -224,7 +225,14 @@ class _Planner:
             rows=rows,
             max_running=self.max_running,
             native_threads=self.config.threads or self.budget.cores if self._is_native else None,
+            graphs=self._graphs(),
         )
+
+    def _graphs(self) -> int:
+        """How many there are room for at most."""
+        if self.budget.device == "cpu" or not self.config.cuda_graphs or self.config.overlap is False:
+            return 0
+        return len(capture_sizes(share(self.max_running, self.stages)))
 
     @property
     def _is_native(self) -> bool:

@@ -23,10 +23,12 @@ from .cuda_order import cuda_machine
 from .errors import DeviceError, EngineError
 from .estimator import MemoryBudget, MemoryPlan, estimate
 from .gpu.load import Agree, Parts, make_device_runner
+from .gpu.opened import open_gpu
 from .gpu.runner import DeviceRunner
 from .layers.rotary import Rotary
 from .load_weights import WeightsWanted, load_weights
 from .machine import read_machine
+from .memory_use import CUDA_CONTEXT
 from .messages import ModelInfo, Progress
 from .model_config import ModelConfig, parse_config
 from .parallel.crew import share as share_of
@@ -93,8 +95,7 @@ def load_share(
     """This rank's part of the model, ready to run. Raises ModelError or DeviceError."""
     layout, directory = rank.layout, Path(config.model_path)
     model_config = parse_config(directory)
-    device = rank_device(plan, layout)
-    free_before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    device, free_before = rank_device(plan, layout)
     threads = take_cores(config.threads or read_machine().cpu.cores, layout, device)
     torch.set_num_threads(threads)
     dtype, kv_dtype = TORCH_DTYPES[plan.dtype], KV_DTYPES[plan.kv_dtype]
@@ -153,12 +154,12 @@ def resolve_device(asked: str) -> torch.device:
     return torch.device("cuda" if available and asked != "cpu" else "cpu")
 
 
-def rank_device(plan: MemoryPlan, layout: Layout) -> torch.device:
+def rank_device(plan: MemoryPlan, layout: Layout) -> tuple[torch.device, int]:
+    """And the bytes that were free on a GPU before this process had anything there."""
     if plan.device == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", plan.gpus[layout.rank])
-    torch.cuda.set_device(device)
-    return device
+        return torch.device("cpu"), 0
+    gpu = plan.gpus[layout.rank]
+    return torch.device("cuda", gpu), open_gpu(gpu)
 
 
 def take_cores(threads: int, layout: Layout, device: torch.device) -> int:
@@ -175,12 +176,10 @@ def take_cores(threads: int, layout: Layout, device: torch.device) -> int:
 def memory_budget(device: torch.device) -> MemoryBudget:
     machine = cuda_machine() if device.type == "cuda" else read_machine()
     if device.type == "cuda":
-        if len(machine.gpus) > 1:  # torch would open the first one, which may not be ours in the end
+        if machine.gpus:  # torch would open the first one, which may not be ours in the end
             return MemoryBudget.of(machine, "cuda")
-        free, _total = torch.cuda.mem_get_info(device)
-        if not machine.gpus:  # no NVML: what torch says of the first one is all there is to know
-            return MemoryBudget(device="cuda", available=free, cores=machine.cpu.cores)
-        return replace(MemoryBudget.of(machine, "cuda"), available=free)
+        free, _total = torch.cuda.mem_get_info(device)  # all there is to know; plans have the context in them
+        return MemoryBudget(device="cuda", available=free + CUDA_CONTEXT, cores=machine.cpu.cores)
     return replace(MemoryBudget.of(machine, "cpu"), native_kernels=native_ready())
 
 

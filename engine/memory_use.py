@@ -14,8 +14,15 @@ NATIVE_SCRATCH = MIB
 PROMPT_LOGPROB_ROWS = 64
 """Rows of prompt logits made at once."""
 
-_CUDA_RUNTIME = 512 * MIB
-# Context, kernels and library workspaces, taken by CUDA itself.
+CUDA_CONTEXT = 512 * MIB
+"""What a process takes of each GPU that it opens, before the first tensor: what is planned with until it is
+measured (`gpu/opened.py`). PyTorch's users report 300 MB with modules loaded when first used, as CUDA does
+since 11.7 (github.com/pytorch/pytorch/issues/107667), and 200 to 700 MB by card (issues/28113).
+"""
+_CUDA_LIBRARIES = 32 * MIB
+# The workspace that torch gives cuBLAS on Hopper; 8 MiB elsewhere (torch: "cuBLAS workspaces").
+_GRAPH_POOL = 192 * MIB
+_GRAPH = 8 * MIB
 _CPU_RUNTIME = 20 * MIB
 # Measured: tests/bench/fit_error.py.
 
@@ -40,6 +47,7 @@ def workspace_bytes(
     rows: int,
     max_running: int,
     native_threads: int | None = None,
+    graphs: int = 0,
 ) -> int:
     """Everything that is neither weights nor KV, at the worst moment of a step of `rows` tokens.
 
@@ -53,6 +61,7 @@ def workspace_bytes(
     logits       (max_running + PROMPT_LOGPROB_ROWS) · vocab · (4 + b), and the sampler's integers: 32 bytes a
                  vocabulary entry for each row it takes at once
     runtime      what CUDA takes for itself; on a CPU what the allocator keeps and the interpreter grows by
+    graphs       what is kept for so many of them
     """
     size = DTYPE_BYTES[dtype]
     inner = max(2 * (shape.heads + shape.kv_heads) * shape.head_dim, 3 * shape.ffn)
@@ -65,5 +74,10 @@ def workspace_bytes(
     sampled = max_running + PROMPT_LOGPROB_ROWS
     at_once = PROMPT_LOGPROB_ROWS if device == "cuda" else 1
     logits = shape.vocab * (sampled * (4 + size) + at_once * 32)
-    runtime = _CUDA_RUNTIME if device == "cuda" else _CPU_RUNTIME
-    return activations + scores + gathered + positions + logits + runtime
+    runtime = CUDA_CONTEXT + _CUDA_LIBRARIES if device == "cuda" else _CPU_RUNTIME
+    return activations + scores + gathered + positions + logits + runtime + graphs_reserve(graphs)
+
+
+def graphs_reserve(sizes: int) -> int:
+    """For that many graphs: the largest one's activations, and what a graph's own nodes take."""
+    return _GRAPH_POOL + sizes * _GRAPH if sizes else 0

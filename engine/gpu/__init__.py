@@ -1,6 +1,7 @@
 """The runner for devices that work on their own: see docs/gpu-engine.md for how a step flows through it.
 
-while loading   load.py       from weights to a runner whose KV memory fits
+while loading   opened.py     what is free before this process takes anything
+                load.py       from weights to a runner whose KV memory fits
                 trial.py      steps that serve nobody; memory.py: what they took
 in a step       runner.py     launches and collects
                 rows.py       what stays on the device of each request; upload.py: what changed, in one copy

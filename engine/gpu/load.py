@@ -15,10 +15,11 @@ from ..errors import DoesNotFit
 from ..estimator import MemoryPlan, show_bytes
 from ..layers.decoder import Decoder
 from ..layers.rotary import Rotary
+from ..memory_use import graphs_reserve
 from .cuda_graphs import CudaCapture
 from .device import CudaDevice, Device, HostDevice
 from .graphs import GraphCapture, capture_sizes
-from .memory import CudaMeter, Measured, MemoryMeter, graphs_reserve
+from .memory import CudaMeter, Measured, MemoryMeter
 from .runner import DeviceRunner, DeviceSizes
 from .trial import trial_blocks, trial_steps
 

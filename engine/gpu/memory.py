@@ -4,13 +4,9 @@ budget = weights + workspace (peak of a step of the largest size) + runtime + gr
 """
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
-
-MIB: Final = 1 << 20
-_GRAPH_POOL: Final = 192 * MIB
-_GRAPH: Final = 8 * MIB
 
 
 class MemoryMeter(Protocol):
@@ -27,14 +23,14 @@ class MemoryMeter(Protocol):
     def reset_peak(self) -> None: ...
 
     def runtime(self) -> int:
-        """What this process took that is no tensor: kernels, libraries' own memory. Not the context."""
+        """What this process took that is no tensor: its context, kernels, libraries' own memory."""
         ...
 
 
 class CudaMeter:
     def __init__(self, device: torch.device, free_before: int) -> None:
-        """`free_before`: of the GPU, once this process had opened it. What other processes take meanwhile
-        counts as ours: better too little KV memory than too much.
+        """`free_before`: of `open_gpu`. What other processes take meanwhile counts as ours: better too little
+        KV memory than too much.
         """
         self._device = device
         self._free_before = free_before
@@ -71,8 +67,3 @@ class Measured:
     def blocks(self, budget: int, block_bytes: int, wanted: int) -> int:
         """KV blocks that fit beside it, the spare one not counted; below 1: none."""
         return min(wanted, (budget - self.total) // block_bytes - 1)
-
-
-def graphs_reserve(sizes: int) -> int:
-    """For that many graphs: the largest one's activations, and what a graph's own nodes take."""
-    return _GRAPH_POOL + sizes * _GRAPH if sizes else 0

@@ -9,6 +9,7 @@ import torch
 from llmbox.engine import cuda_order, loader
 from llmbox.engine.cuda_order import cuda_machine, in_order
 from llmbox.engine.machine import Gpu, Machine, read_machine
+from llmbox.engine.memory_use import CUDA_CONTEXT
 
 
 def machine(*uuids, nvlink=()):
@@ -51,8 +52,8 @@ def test_torch_is_asked(monkeypatch, told, first):
     assert named(cuda_machine())[0] == first
 
 
-@pytest.mark.parametrize(("count", "free", "opened"), [(0, 70, 1), (1, 70, 1), (2, 90, 0)])
-def test_of_several_gpus_none_is_opened_to_measure_it(monkeypatch, count, free, opened):
+@pytest.mark.parametrize(("count", "free", "opened"), [(0, 70 + CUDA_CONTEXT, 1), (1, 90, 0), (2, 90, 0)])
+def test_no_gpu_is_opened_to_measure_it_where_nvml_tells(monkeypatch, count, free, opened):
     """A context takes memory where it is, and the model may go to another GPU."""
     asked = []
     monkeypatch.setattr(loader, "cuda_machine", lambda: machine(*["GPU-a", "GPU-b"][:count]))

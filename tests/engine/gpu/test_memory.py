@@ -1,15 +1,21 @@
 """The KV pool is what a trial step leaves of the budget."""
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DoesNotFit
 from llmbox.engine.estimator import MemoryPlan
 from llmbox.engine.gpu.load import fit_pool, run_trials
-from llmbox.engine.gpu.memory import Measured, graphs_reserve
+from llmbox.engine.gpu.memory import CudaMeter, Measured
+from llmbox.engine.gpu.opened import open_gpu
 from llmbox.engine.gpu.trial import DRAWS, trial_step, trial_steps
+from llmbox.engine.memory_use import CUDA_CONTEXT, graphs_reserve
+from support.fake_nvml import FakeGpu, FakeNvml
 
 PLAN = MemoryPlan(
     device="cuda", dtype="bfloat16", kv_dtype="bfloat16", quant="none", weights_bytes=1000,
@@ -149,3 +155,54 @@ def test_trial_sequences_leave_their_rows():
     assert count == len(seen)
     assert all(all(row) for row in seen)
     assert all(row.admission != row.request.admissions for row in left)
+
+
+class Card:
+    """One GPU as the driver and torch see it: the first call that needs memory makes a context of 400."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, nvml: bool = True) -> None:
+        self.gpu = FakeGpu(total=10_000, used=1000)
+        self.opened = False
+        self.tensors = 0
+        fake = FakeNvml([self.gpu], init_error=None if nvml else "NVMLError_LibraryNotFound")
+        monkeypatch.setitem(sys.modules, "pynvml", fake)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        cuda = {
+            "device_count": lambda: 1,
+            "get_device_properties": lambda _: SimpleNamespace(uuid="1234"),
+            "set_device": lambda _: self.open(),
+            "mem_get_info": lambda _: (self.open(), (self.gpu.total - self.gpu.used, self.gpu.total))[1],
+            "memory_reserved": lambda _: self.tensors,
+        }
+        for name, call in cuda.items():
+            monkeypatch.setattr(torch.cuda, name, call)
+
+    def open(self) -> None:
+        self.gpu.used += 0 if self.opened else 400
+        self.opened = True
+
+    def take(self, tensors: int, others: int) -> None:
+        self.gpu.used += tensors + others
+        self.tensors += tensors
+
+
+def test_the_context_counts_as_memory_taken(monkeypatch: pytest.MonkeyPatch):
+    card = Card(monkeypatch)
+    free = open_gpu(0)
+    card.take(2000, 150)
+    assert (free, CudaMeter(torch.device("cuda", 0), free).runtime()) == (9000, 400 + 150)
+
+
+def test_without_nvml_the_context_is_what_is_planned_with(monkeypatch: pytest.MonkeyPatch):
+    card = Card(monkeypatch, nvml=False)
+    free = open_gpu(0)
+    card.take(2000, 150)
+    assert CudaMeter(torch.device("cuda", 0), free).runtime() == CUDA_CONTEXT + 150
+
+
+def test_a_gpu_that_was_open_before_has_no_context_to_pay_for(monkeypatch: pytest.MonkeyPatch):
+    card = Card(monkeypatch)
+    card.open()
+    free = open_gpu(0)
+    card.take(2000, 150)
+    assert CudaMeter(torch.device("cuda", 0), free).runtime() == 150
