@@ -43,6 +43,8 @@ class EngineConfig:
     """Ranks that share every layer; None: as the GPUs and their links suggest, 1 on a CPU."""
     pp: int | None = None
     """Stages of layers, each on `tp` ranks; None as above."""
+    gpus: tuple[int, ...] | None = None
+    """Visible GPUs that were chosen for it among those that other models are on; None: chosen at load."""
     batching: Batching = "continuous"
     prefix_cache: bool = True
     chunked_prefill: bool = True

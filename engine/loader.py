@@ -248,6 +248,7 @@ def model_info(
         measured_weights_bytes=measured,
         tp=plan.tp,
         pp=plan.pp,
+        gpus=tuple(plan.gpus),
         worker_pids=tuple(worker_pids),
         notes=plan.notes,
     )

@@ -104,6 +104,8 @@ class ModelInfo:
     tp: int = 1
     pp: int = 1
     """Ranks that share each layer, and stages. Sizes are of all ranks together."""
+    gpus: tuple[int, ...] = ()
+    """Visible GPU of each rank."""
     worker_pids: tuple[int, ...] = ()
     """Processes of the ranks after the first."""
     notes: tuple[str, ...] = ()

@@ -8,7 +8,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DoesNotFit
 from llmbox.engine.estimator import show_bytes
 from llmbox.engine.machine import read_machine
+from llmbox.engine.messages import ModelInfo
 
 from ..catalog import ModelRef
-from ..engines.budget import Place, device_of, total_budget
+from ..engines.budget import Place, budgets, device_of
 from ..engines.loaded_model import LoadedModel
 from ..engines.manager import EngineManager
-from ..engines.room import NoRoom, Resident, expired, make_room, next_look
+from ..engines.room import NoRoom, Resident, expired, find_room, next_look
 from ..errors import ApiError
 from ..events import Events
 from ..registry import Alias, Registry
@@ -44,11 +46,13 @@ class World:
     loads_file: Path | None = None
     clock: Callable[[], float] = time.monotonic
     device: Callable[[str], Place] = lambda asked: device_of(read_machine(), asked)
-    budget: Callable[[Place, float | None], int] = lambda device, gb: total_budget(read_machine(), device, gb)
-    sizes: Callable[[EngineConfig, int, int], Sizes | None] = lambda config, budget, ours: sizes(
-        config, read_machine(), budget, ours
+    budgets: Callable[[Place, float | None], tuple[int, ...]] = lambda device, gb: budgets(
+        read_machine(), device, gb
     )
-    """Of a config, within a budget, given the bytes that our models hold."""
+    sizes: Callable[[EngineConfig, tuple[int, ...], Mapping[int, int]], Sizes | None] = (
+        lambda config, budgets, ours: sizes(config, read_machine(), budgets, ours)
+    )
+    """Of a config, within the budget of each memory, given the bytes that our models hold there."""
 
 
 class Residency:
@@ -59,8 +63,8 @@ class Residency:
         self._events = events
         self._world = world
         self._admitting = asyncio.Lock()
-        self._promised: dict[str, int] = {}
-        """Bytes given to models that are being loaded."""
+        self._promised: dict[str, tuple[Place, Mapping[int, int]]] = {}
+        """Bytes of each memory given to models that are being loaded."""
         self._wanted: dict[str, asyncio.Task[LoadedModel]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._leaving: set[asyncio.Task[None]] = set()
@@ -159,33 +163,35 @@ class Residency:
 
     async def _admit(self, config: EngineConfig) -> EngineConfig:
         async with self._admitting:
-            device, budget = await asyncio.to_thread(self._place, config)
-            residents = self.residents(device, but=config.name)
-            ours = sum(each.size for each in residents)
+            device, have = await asyncio.to_thread(self._place, config)
+            ours: Counter[int] = Counter()
+            for each in self.residents(device, but=config.name):
+                ours.update(each.takes)
             try:
-                size = await asyncio.to_thread(self._world.sizes, config, budget, ours)
+                size = await asyncio.to_thread(self._world.sizes, config, have, ours)
             except DoesNotFit as error:
                 raise ApiError(400, str(error), "does_not_fit") from error
             if size is None:
                 return config
-            room = make_room(size.need, budget, self.residents(device, but=config.name))
+            room = find_room(size.wishes, size.have, self.residents(device, but=config.name))
             if isinstance(room, NoRoom):
                 raise _no_room(config.name, room)
             for name in room.evict:
                 await self._evict(name, f"to make room for {config.name}")
-            share = min(size.want, room.free)
-            self._promised[config.name] = share
+            wanted = next(wish.want for wish in size.wishes if wish.places == room.places)
+            share = min(wanted, room.free)
+            self._promised[config.name] = device, dict.fromkeys(room.places, share)
             log.info(
                 "%s gets %s of the %s for models on %s",
                 config.name,
-                *map(show_bytes, (share, budget)),
-                device,
+                *map(show_bytes, (share, min(have[place] for place in room.places))),
+                device if device == "cpu" else f"each of its GPUs ({', '.join(map(str, room.places))})",
             )
-            return replace(config, memory_bytes=share)
+            return replace(config, memory_bytes=share, gpus=room.places if device == "cuda" else None)
 
-    def _place(self, config: EngineConfig) -> tuple[Place, int]:
+    def _place(self, config: EngineConfig) -> tuple[Place, tuple[int, ...]]:
         device = self._world.device(config.device)
-        return device, self._world.budget(device, self._world.settings().memory.budget)
+        return device, self._world.budgets(device, self._world.settings().memory.budget)
 
     def residents(self, device: str | None = None, *, but: str = "") -> list[Resident]:
         """Models in memory, and those on their way with what was promised to them."""
@@ -194,15 +200,15 @@ class Residency:
             info, state = model.supervisor.info, model.supervisor.state
             if info is None or state == "failed" or (device is not None and info.device != device):
                 continue
-            size = info.weights_bytes + info.kv_bytes + info.workspace_bytes
-            found.append(Resident(model.name, size, model.busy, model.pinned, model.idle_since, model.ttl))
+            takes = _takes(info)
+            found.append(Resident(model.name, takes, model.busy, model.pinned, model.idle_since, model.ttl))
         loading = {supervisor.name for supervisor in self._engines.loading()}
         for name in [name for name in self._promised if name not in loading]:
             del self._promised[name]
         found += [
-            Resident(name, size, busy=True, pinned=False, idle_since=0.0)
-            for name, size in self._promised.items()
-            if name != but
+            Resident(name, takes, busy=True, pinned=False, idle_since=0.0)
+            for name, (place, takes) in self._promised.items()
+            if name != but and device in {None, place}
         ]
         return found
 
@@ -211,7 +217,7 @@ class Residency:
         if model is None:
             return
         info = model.supervisor.info
-        freed = 0 if info is None else info.weights_bytes + info.kv_bytes + info.workspace_bytes
+        freed = 0 if info is None else sum(_takes(info).values())
         await self._engines.unload(name)
         log.info("%s leaves memory %s: %s freed", name, reason, show_bytes(freed))
         self._events.publish("model.evicted", {"model": name, "reason": reason, "freed": freed})
@@ -255,6 +261,13 @@ class Residency:
             await asyncio.wait(tasks)
         if self._timer is not None:
             self._timer.cancel()
+
+
+def _takes(info: ModelInfo) -> dict[int, int]:
+    """Bytes of each memory: a CPU's ranks share one, a GPU holds one rank."""
+    total = info.weights_bytes + info.kv_bytes + info.workspace_bytes
+    places = info.gpus if info.device == "cuda" and info.gpus else (0,)
+    return dict.fromkeys(places, total // len(places))
 
 
 def _no_room(name: str, room: NoRoom) -> ApiError:

@@ -22,6 +22,15 @@ def total_budget(machine: Machine, device: Place, gigabytes: float | None) -> in
     return int(have * share) if gigabytes is None else min(int(gigabytes * 1e9), have)
 
 
+def budgets(machine: Machine, device: Place, gigabytes: float | None) -> tuple[int, ...]:
+    """Bytes of each memory of this kind: of every GPU on its own, or of the one that all CPUs share."""
+    if device == "cpu":
+        return (total_budget(machine, device, gigabytes),)
+    asked = None if gigabytes is None else int(gigabytes * 1e9)
+    totals = (gpu.total for gpu in machine.gpus)
+    return tuple(int(total * CUDA_SHARE) if asked is None else min(asked, total) for total in totals)
+
+
 def device_of(machine: Machine, asked: str) -> Place:
     """Where a model would run."""
     return "cuda" if asked == "cuda" or (asked == "auto" and machine.gpus) else "cpu"

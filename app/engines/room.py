@@ -1,6 +1,9 @@
-"""Several models in one memory: who leaves for whom, and when. Pure functions over plain facts."""
+"""Several models in a machine's memories: who leaves for whom, and when. Pure functions over plain facts.
 
-from collections.abc import Iterable
+A memory is that of one GPU, or the one that all CPUs share. Each is a ledger of its own.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -9,8 +12,8 @@ class Resident:
     """A model in memory, or on its way there."""
 
     name: str
-    size: int
-    """Bytes."""
+    takes: Mapping[int, int]
+    """Bytes of each memory, by its number."""
     busy: bool
     pinned: bool
     idle_since: float
@@ -18,13 +21,29 @@ class Resident:
     ttl: float | None = None
     """Idle seconds after which it leaves; None keeps it."""
 
+    @property
+    def size(self) -> int:
+        return sum(self.takes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Memories that a model could go to, and what it would take of each of them."""
+
+    places: tuple[int, ...]
+    need: int
+    """Bytes without which it would have to lower its context or refuse: one request of full context."""
+    want: int
+    """Bytes that it takes when there is room."""
+
 
 @dataclass(frozen=True, slots=True)
 class Room:
+    places: tuple[int, ...]
     evict: tuple[str, ...]
     """In this order."""
     free: int
-    """Bytes of the budget that nobody takes once they are gone."""
+    """Bytes of the budget that nobody takes once they are gone, in the fullest of the places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +55,47 @@ class NoRoom:
     """Busy or pinned models without which it would fit; empty when it never fits."""
 
 
-def make_room(need: int, budget: int, residents: Iterable[Resident]) -> Room | NoRoom:
-    """The least recently used idle models leave, and no more of them than it takes."""
+def find_room(wishes: Sequence[Wish], budgets: Sequence[int], residents: Iterable[Resident]) -> Room | NoRoom:
+    """The first place where nobody has to leave and all that is wanted is free; else the freest of those. If
+    there is none, the one whose models have gone unused for longest.
+    """
     everybody = list(residents)
-    free = budget - sum(each.size for each in everybody)
-    movable = sorted((r for r in everybody if not r.busy and not r.pinned), key=lambda r: r.idle_since)
+    found = [(wish, make_room(wish, budgets, everybody)) for wish in wishes]
+    rooms = [(wish, room) for wish, room in found if isinstance(room, Room)]
+    if not rooms:
+        refusals = [room for _, room in found if isinstance(room, NoRoom)]
+        return max(refusals, key=lambda no: (bool(no.blockers), no.have - no.need))
+    untouched = [(wish, room) for wish, room in rooms if not room.evict]
+    if untouched:
+        return max(untouched, key=lambda each: min(each[0].want, each[1].free) - each[0].want)[1]
+    idle_since = {each.name: each.idle_since for each in everybody}
+    return min(rooms, key=lambda each: max(idle_since[name] for name in each[1].evict))[1]
+
+
+def make_room(wish: Wish, budgets: Sequence[int], residents: Iterable[Resident]) -> Room | NoRoom:
+    """The least recently used idle models of these places leave, and no more of them than it takes."""
+    here = [each for each in residents if any(each.takes.get(place) for place in wish.places)]
+    free = {place: budgets[place] - sum(r.takes.get(place, 0) for r in here) for place in wish.places}
+    movable = sorted((r for r in here if not r.busy and not r.pinned), key=lambda r: r.idle_since)
     leaving: list[Resident] = []
     for each in movable:
-        if free >= need:
-            break
-        leaving.append(each)
-        free += each.size
-    if free < need:
-        blockers = tuple(r.name for r in everybody if r.busy or r.pinned) if need <= budget else ()
-        return NoRoom(need, free, blockers)
+        if any(free[place] < wish.need and each.takes.get(place) for place in wish.places):
+            leaving.append(each)
+            free = _after(free, each)
+    if min(free.values()) < wish.need:
+        ever = wish.need <= min(budgets[place] for place in wish.places)
+        blockers = tuple(r.name for r in here if r.busy or r.pinned) if ever else ()
+        return NoRoom(wish.need, min(free.values()), blockers)
     for each in reversed(leaving.copy()):  # a large one may have made the small ones before it unnecessary
-        if free - each.size >= need:
+        without = {place: free[place] - each.takes.get(place, 0) for place in free}
+        if min(without.values()) >= wish.need:
             leaving.remove(each)
-            free -= each.size
-    return Room(tuple(each.name for each in leaving), free)
+            free = without
+    return Room(wish.places, tuple(each.name for each in leaving), min(free.values()))
+
+
+def _after(free: Mapping[int, int], leaves: Resident) -> dict[int, int]:
+    return {place: size + leaves.takes.get(place, 0) for place, size in free.items()}
 
 
 def expired(now: float, residents: Iterable[Resident]) -> list[str]:

@@ -194,7 +194,7 @@ def system_fingerprint(model: LoadedModel) -> str:
 @lru_cache(maxsize=64)
 def _fingerprint(config: EngineConfig, info: ModelInfo | None) -> str:
     facts = {} if info is None else asdict(info)
-    for varying in ("load_seconds", "measured_weights_bytes", "worker_pids"):
+    for varying in ("load_seconds", "measured_weights_bytes", "gpus", "worker_pids"):
         facts.pop(varying, None)
     told = msgspec.json.encode([__version__, asdict(config), facts], order="sorted")
     return "fp_" + hashlib.sha256(told).hexdigest()[:12]

@@ -6,7 +6,7 @@ PCIe it is cut into stages: a stage hands on two rows of hidden states a token, 
 all its ranks. Peers share a stage where there are some.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,9 +38,30 @@ def cuts(
     config: EngineConfig,
     device: Literal["cpu", "cuda"],
 ) -> Iterator[Cut]:
-    """What to try, in this order; what was asked for is the only one. ParallelError if it cannot be."""
+    """What to try, in this order: sets of GPUs for one cut follow each other. A cut that was asked for is the
+    only one, and so are the GPUs of `config`. ParallelError if it cannot be.
+    """
+    all_cuts = _all_cuts(shape, nvlink, num_gpus, config, device)
+    if config.gpus is None or device == "cpu":
+        yield from all_cuts
+        return
+    here = [cut for cut in all_cuts if set(cut.gpus) == set(config.gpus)]
+    if not here:
+        raise ParallelError(
+            f"a place on GPUs {_named(tuple(config.gpus))} was chosen, {num_gpus} can be seen"
+        )
+    yield from here
+
+
+def _all_cuts(
+    shape: ModelShape,
+    nvlink: tuple[frozenset[int], ...],
+    num_gpus: int,
+    config: EngineConfig,
+    device: Literal["cpu", "cuda"],
+) -> Iterator[Cut]:
     if config.tp is not None or config.pp is not None or device == "cpu":
-        yield _asked(shape, nvlink, num_gpus, config, device)
+        yield from _asked(shape, nvlink, num_gpus, config, device)
         return
     quant = QUANTS.get(config.quant)
     for gpu in range(num_gpus):  # others may have filled the first ones
@@ -50,17 +71,18 @@ def cuts(
         )
     for size in range(2, max(map(len, nvlink), default=1) + 1):
         if can_split(shape, size, 1, quant):
-            gpus = _peers(nvlink, size)
-            yield Cut(size, 1, gpus, f"shared by {size} GPUs, which are NVLink peers: {_named(gpus)}")
+            for gpus in _peers(nvlink, size):
+                yield Cut(size, 1, gpus, f"shared by {size} GPUs, which are NVLink peers: {_named(gpus)}")
     for size in range(2, num_gpus + 1):
         for tp in range(size // 2, 1, -1):
-            gpus = _stages_of_peers(nvlink, tp, size // tp)
-            if size % tp == 0 and gpus and can_split(shape, tp, size // tp, quant):
+            if size % tp == 0 and can_split(shape, tp, size // tp, quant):
                 told = f"{_told(tp, size // tp)} that are NVLink peers"
-                yield Cut(tp, size // tp, gpus, f"{told}, on GPUs {_named(gpus)}")
+                for gpus in _stages_of_peers(nvlink, tp, size // tp):
+                    yield Cut(tp, size // tp, gpus, f"{told}, on GPUs {_named(gpus)}")
         if can_split(shape, 1, size, quant):
-            gpus = tuple(range(size))
-            yield Cut(1, size, gpus, f"cut into {size} stages, on GPUs {_named(gpus)}: {_why_stages(nvlink)}")
+            for gpus in _runs(range(num_gpus), size):
+                told = f"cut into {size} stages, on GPUs {_named(gpus)}"
+                yield Cut(1, size, gpus, f"{told}: {_why_stages(nvlink)}")
 
 
 def _asked(
@@ -69,23 +91,26 @@ def _asked(
     num_gpus: int,
     config: EngineConfig,
     device: Literal["cpu", "cuda"],
-) -> Cut:
+) -> Iterator[Cut]:
     tp, pp = config.tp or 1, config.pp or 1
     check_layout(shape, tp, pp, QUANTS.get(config.quant))
     asked = f"{_told(tp, pp)}, as asked" if tp * pp > 1 else ""
     if device == "cpu":
-        return Cut(tp, pp, reason=asked)
+        yield Cut(tp, pp, reason=asked)
+        return
     if tp * pp > num_gpus:
         raise ParallelError(
             f"--tp {tp} and --pp {pp} want {tp * pp} GPUs, and {num_gpus} can be seen: ask for fewer, or "
             "look at CUDA_VISIBLE_DEVICES"
         )
-    gpus = (_stages_of_peers(nvlink, tp, pp) if tp > 1 else ()) or tuple(range(tp * pp))
-    if not asked:
-        return Cut(gpus=gpus)
-    slow = tp > 1 and not all(are_joined(gpus[i : i + tp], nvlink) for i in range(0, tp * pp, tp))
-    remark = ", which are no NVLink peers: sums go over PCIe, --pp may be faster" if slow else ""
-    return Cut(tp, pp, gpus, f"{asked}, on GPUs {_named(gpus)}{remark}")
+    peers = _stages_of_peers(nvlink, tp, pp) if tp > 1 else []
+    for gpus in peers or _runs(range(num_gpus), tp * pp):
+        if not asked:
+            yield Cut(gpus=gpus)
+            continue
+        slow = tp > 1 and not peers
+        remark = ", which are no NVLink peers: sums go over PCIe, --pp may be faster" if slow else ""
+        yield Cut(tp, pp, gpus, f"{asked}, on GPUs {_named(gpus)}{remark}")
 
 
 def _told(tp: int, pp: int) -> str:
@@ -107,20 +132,30 @@ def are_joined(gpus: Sequence[int], nvlink: tuple[frozenset[int], ...]) -> bool:
     return any(set(gpus) <= island for island in nvlink)
 
 
-def _peers(nvlink: tuple[frozenset[int], ...], size: int) -> tuple[int, ...]:
-    """Of the smallest island that has so many; empty if none has."""
-    fitting = [island for island in nvlink if len(island) >= size]
-    fitting.sort(key=len)
-    return tuple(sorted(fitting[0])[:size]) if fitting else ()
+def _runs(gpus: Iterable[int], size: int) -> list[tuple[int, ...]]:
+    """So many that follow each other, side by side; the last one overlaps where it does not come out even."""
+    each = tuple(gpus)
+    if len(each) < size:
+        return []
+    starts = [*range(0, len(each) - size + 1, size)]
+    if starts[-1] != len(each) - size:
+        starts.append(len(each) - size)
+    return [each[start : start + size] for start in starts]
 
 
-def _stages_of_peers(nvlink: tuple[frozenset[int], ...], tp: int, pp: int) -> tuple[int, ...]:
-    """So many stages of so many peers each, one after the other; empty where there are too few peers."""
+def _peers(nvlink: tuple[frozenset[int], ...], size: int) -> list[tuple[int, ...]]:
+    """Sets of so many, those of the smallest islands first."""
+    return [gpus for island in sorted(nvlink, key=len) for gpus in _runs(sorted(island), size)]
+
+
+def _stages_of_peers(nvlink: tuple[frozenset[int], ...], tp: int, pp: int) -> list[tuple[int, ...]]:
+    """So many stages of so many peers each, one after the other; none where there are too few peers."""
     if pp == 1:
         return _peers(nvlink, tp)
     islands = [sorted(island) for island in sorted(nvlink, key=min)]
     stages = [island[i : i + tp] for island in islands for i in range(0, len(island) - tp + 1, tp)]
-    return tuple(gpu for stage in stages[:pp] for gpu in stage) if len(stages) >= pp else ()
+    places = _runs(range(len(stages)), pp)
+    return [tuple(gpu for stage in run for gpu in stages[stage]) for run in places]
 
 
 def _why_stages(nvlink: tuple[frozenset[int], ...]) -> str:

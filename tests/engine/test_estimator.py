@@ -286,7 +286,7 @@ def test_more_memory_never_gives_less(shape, budget, config, extra):
 
 
 def whole_requests(plan):
-    """Of full context, at once: parts of requests are nothing to compare when a context fills no whole block."""
+    """Of full context, at once: parts say nothing where a context fills no whole block."""
     return plan.num_blocks // -(-plan.context // plan.block_size)
 
 

@@ -289,7 +289,8 @@ def _info(config: EngineConfig, options: FakeOptions, max_running: int) -> Model
     return ModelInfo(
         name=config.name,
         architecture="fake",
-        device="cpu",
+        device="cpu" if config.gpus is None else "cuda",
+        gpus=config.gpus or (),
         dtype="float32",
         kv_dtype="float32",
         backend="fake",

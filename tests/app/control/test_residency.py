@@ -1,7 +1,7 @@
 """Several models in one memory, with fake engines: loads on request, evictions, time to live, pins."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,9 @@ import pytest
 from llmbox.app.catalog import ModelRef
 from llmbox.app.control.residency import Residency, World
 from llmbox.app.control.sizes import Sizes, least_bytes, sizes
+from llmbox.app.engines.budget import Place, budgets
 from llmbox.app.engines.manager import EngineManager
+from llmbox.app.engines.room import Wish
 from llmbox.app.errors import ApiError
 from llmbox.app.events import Events
 from llmbox.app.registry import Alias, Registry
@@ -21,7 +23,7 @@ from llmbox.app.text.model_text import load_model_text
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DoesNotFit
 from llmbox.engine.estimator import MemoryBudget, estimate
-from llmbox.engine.machine import Cpu, Machine, Memory
+from llmbox.engine.machine import Cpu, Gpu, Machine, Memory
 from llmbox.engine.model_config import parse_config
 from support.engines import read, request
 from support.fake_engine import fake_launch, write_model
@@ -38,6 +40,8 @@ class House:
         self.now = 100.0
         self.settings = Settings()
         self.need: dict[str, int] = {}
+        self.budgets: tuple[int, ...] = (40_000,)
+        self.device: Place = "cpu"
         self.registry = Registry(folder / "models.json")
         self.events = Events()
         self.engines = EngineManager(load_model_text, fake_launch())
@@ -46,8 +50,8 @@ class House:
             find=self.find,
             registry=self.registry,
             clock=lambda: self.now,
-            device=lambda _: "cpu",
-            budget=lambda _device, gb: 40_000 if gb is None else int(gb * 1e9),
+            device=lambda _: self.device,
+            budgets=lambda _device, gb: self.budgets if gb is None else (int(gb * 1e9),),
             sizes=self.sizes,
         )
         self.residency = Residency(self.engines, self.events, world)
@@ -63,11 +67,21 @@ class House:
         place = self.folder / "models" / name
         return ModelRef(name, place, "hub") if place.is_dir() else None
 
-    def sizes(self, config: EngineConfig, budget: int, ours: int) -> Sizes | None:
+    def sizes(self, config: EngineConfig, budgets: tuple[int, ...], ours: Mapping[int, int]) -> Sizes | None:
         need = self.need.get(config.name, SIZE)
         if need > 10**6:
-            raise DoesNotFit(f"needs {need} and has {budget}")
-        return Sizes("cpu", need, need)
+            raise DoesNotFit(f"needs {need} and has {budgets}")
+        ranks = config.tp or 1
+        places = [tuple(range(i, i + ranks)) for i in range(0, len(budgets) - ranks + 1, ranks)]
+        return Sizes(self.device, tuple(Wish(each, need // ranks, need // ranks) for each in places), budgets)
+
+    def config(self, name: str) -> EngineConfig:
+        return EngineConfig(model_path=str(self.folder / "models" / name), name=name)
+
+    def gpus(self, name: str) -> tuple[int, ...] | None:
+        model = self.engines.find(name)  # `get` would be a use
+        assert model is not None
+        return model.supervisor.admitted.gpus
 
     async def ask(self, name: str) -> None:
         """One request from its beginning to its end, in a task of its own."""
@@ -258,6 +272,69 @@ async def test_pinning_what_is_not_there(tmp_path: Path):
         assert refused.value.status == 404
 
 
+async def test_each_gpu_is_filled_on_its_own(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        house.device, house.budgets = "cuda", (20_000, 20_000)
+        await house.ask("a")
+        await house.ask("b")
+        assert [house.gpus(name) for name in "ab"] == [(0,), (1,)]
+        await house.ask("a")
+        await house.ask("c")
+        assert house.names == ["a", "c"]
+        assert house.gpus("c") == (1,)
+
+
+async def test_a_model_on_two_gpus_takes_from_both(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        house.device, house.budgets = "cuda", (20_000, 20_000, 20_000)
+        shared = EngineConfig(model_path=str(house.folder / "models/a"), name="a", tp=2)
+        await house.engines.load(shared)
+        (resident,) = house.residency.residents()
+        assert resident.takes == {0: SIZE // 2, 1: SIZE // 2}
+        await house.ask("b")
+        assert house.gpus("b") == (2,)
+        await house.ask("c")
+        assert house.names == ["b", "c"]
+        assert house.told("model.evicted") == [{"model": "a", "reason": "to make room for c", "freed": SIZE}]
+
+
+async def test_what_is_loaded_on_gpus_takes_no_memory_of_the_machine(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        house.model("a", load_delay=0.2)
+        house.device = "cuda"
+        loading = asyncio.ensure_future(house.engines.load(house.config("a")))
+        while not house.residency.residents("cuda"):  # noqa: ASYNC110 - promised as its engine starts
+            await asyncio.sleep(0.01)
+        assert house.residency.residents("cpu") == []
+        await loading
+        assert [each.name for each in house.residency.residents("cuda")] == ["a"]
+        assert house.residency.residents("cpu") == []
+
+
+def test_each_gpu_has_a_budget_and_what_others_hold_there_is_not_counted_on(tmp_path: Path):
+    for name, data in model_files().items():
+        (tmp_path / name).write_bytes(data)
+    gb = 10**9
+    cards = [Gpu(n, f"card {n}", f"GPU-{n}", size * gb, free * gb, None) for n, size, free in CARDS]
+    machine = Machine(
+        Cpu("test", 2, 4, ()), Memory(8 * gb, 4 * gb, limited_by_cgroup=False), tuple(cards), None
+    )
+    assert budgets(machine, "cuda", None) == (9 * gb, 36 * gb, 36 * gb)
+    assert budgets(machine, "cuda", 12.0) == (10 * gb, 12 * gb, 12 * gb)
+    config = EngineConfig(model_path=str(tmp_path), name="x", device="cuda")
+    found = sizes(config, machine, budgets(machine, "cuda", None), {1: 3 * gb})
+    assert found is not None
+    assert found.have == (8 * gb, 8 * gb, 36 * gb)
+    assert [wish.places for wish in found.wishes] == [(0,), (1,), (2,)]
+    pairs = sizes(replace(config, tp=2), machine, budgets(machine, "cuda", None), {})
+    assert pairs is not None
+    assert [wish.places for wish in pairs.wishes] == [(0, 1), (1, 2)]
+
+
+CARDS = ((0, 10, 8), (1, 40, 5), (2, 40, 39))
+"""Number, GB in all, GB free."""
+
+
 def test_sizes_are_the_engines_own_estimate(tmp_path: Path):
     for name, data in model_files().items():
         (tmp_path / name).write_bytes(data)
@@ -265,18 +342,19 @@ def test_sizes_are_the_engines_own_estimate(tmp_path: Path):
         Cpu("test", 2, 4, ()), Memory(8_000_000_000, 4_000_000_000, limited_by_cgroup=False), (), None
     )
     config = EngineConfig(model_path=str(tmp_path), name="x", device="cpu")
-    found = sizes(config, machine, 6_000_000_000, 1_000_000_000)
+    found = sizes(config, machine, (6_000_000_000,), {0: 1_000_000_000})
     plan = estimate(
         parse_config(tmp_path).shape(),
         replace(MemoryBudget.of(machine, "cpu"), available=5_000_000_000),
         config,
     )
-    assert found == Sizes("cpu", least_bytes(plan), plan.total_bytes)
-    share = replace(config, memory_bytes=found.need)
+    wish = Wish((0,), least_bytes(plan), plan.total_bytes)
+    assert found == Sizes("cpu", (wish,), (5_000_000_000,))
+    share = replace(config, memory_bytes=wish.need)
     small = estimate(
         parse_config(tmp_path).shape(), replace(MemoryBudget.of(machine, "cpu"), available=10**10), share
     )
     assert small.context == plan.context
-    assert sizes(replace(config, model_path=str(tmp_path / "none")), machine, 10**9, 0) is None
+    assert sizes(replace(config, model_path=str(tmp_path / "none")), machine, (10**9,), {}) is None
     with pytest.raises(DoesNotFit):
-        sizes(config, machine, 1_000_000, 0)
+        sizes(config, machine, (1_000_000,), {})

@@ -3,26 +3,46 @@
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from llmbox.app.engines.room import NoRoom, Resident, Room, expired, make_room, next_look
+from llmbox.app.engines.room import (
+    NoRoom,
+    Resident,
+    Room,
+    Wish,
+    expired,
+    find_room,
+    make_room,
+    next_look,
+)
 
 
-def model(name: str, size: int, idle_since: float = 0.0, **facts) -> Resident:
-    return Resident(name, size, **{"busy": False, "pinned": False, "idle_since": idle_since, **facts})
+def model(name: str, takes: int | dict[int, int], idle_since: float = 0.0, **facts) -> Resident:
+    takes = takes if isinstance(takes, dict) else {0: takes}
+    return Resident(name, takes, **{"busy": False, "pinned": False, "idle_since": idle_since, **facts})
+
+
+def room(evict: tuple[str, ...], free: int, *places: int) -> Room:
+    return Room(places or (0,), evict, free)
+
+
+def wish(need: int, *places: int, want: int | None = None) -> Wish:
+    return Wish(places or (0,), need, want or need)
 
 
 @pytest.mark.parametrize(
     ("need", "residents", "wanted"),
     [
-        (100, [], Room((), 100)),
-        (60, [model("a", 40)], Room((), 60)),
-        (61, [model("a", 40)], Room(("a",), 100)),
-        (40, [model("new", 40, 9), model("old", 40, 1)], Room(("old",), 60)),
-        (80, [model("new", 40, 9), model("old", 40, 1)], Room(("old", "new"), 100)),
-        (40, [model("old", 40, busy=True), model("new", 40, 9)], Room(("new",), 60)),
-        (40, [model("old", 40, pinned=True), model("new", 40, 9)], Room(("new",), 60)),
+        (100, [], room((), 100)),
+        (60, [model("a", 40)], room((), 60)),
+        (61, [model("a", 40)], room(("a",), 100)),
+        (40, [model("new", 40, 9), model("old", 40, 1)], room(("old",), 60)),
+        (80, [model("new", 40, 9), model("old", 40, 1)], room(("old", "new"), 100)),
+        (40, [model("old", 40, busy=True), model("new", 40, 9)], room(("new",), 60)),
+        (40, [model("old", 40, pinned=True), model("new", 40, 9)], room(("new",), 60)),
         # The older of the two need not leave when the one after it frees enough.
-        (70, [model("small", 10, 1), model("large", 70, 2)], Room(("large",), 90)),
+        (70, [model("small", 10, 1), model("large", 70, 2)], room(("large",), 90)),
         (70, [model("a", 80, busy=True)], NoRoom(70, 20, ("a",))),
         (70, [model("a", 40, busy=True), model("b", 40, pinned=True)], NoRoom(70, 20, ("a", "b"))),
         (70, [model("a", 40, busy=True), model("b", 40)], NoRoom(70, 60, ("a",))),
@@ -31,7 +51,7 @@ def model(name: str, size: int, idle_since: float = 0.0, **facts) -> Resident:
     ],
 )
 def test_one_decision(need: int, residents: list[Resident], wanted: Room | NoRoom):
-    assert make_room(need, 100, residents) == wanted
+    assert make_room(wish(need), [100], residents) == wanted
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -49,7 +69,7 @@ def test_whatever_is_there(seed: int):
     ]
     need, budget = draw.randint(1, 120), 100
     by_name = {each.name: each for each in residents}
-    outcome = make_room(need, budget, residents)
+    outcome = make_room(wish(need), [budget], residents)
     if isinstance(outcome, NoRoom):
         stuck = sum(each.size for each in residents if each.busy or each.pinned)
         assert budget - stuck < need
@@ -59,6 +79,75 @@ def test_whatever_is_there(seed: int):
     free = budget - sum(each.size for each in residents if each not in leaving)
     assert free == outcome.free >= need
     assert all(free - each.size < need for each in leaving)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "residents", "wanted"),
+    [
+        # The first that is free; one that has room enough only for the least comes after one that has more.
+        ([wish(60, 0), wish(60, 1)], [], room((), 100, 0)),
+        ([wish(60, 0), wish(60, 1)], [model("a", {0: 50})], room((), 100, 1)),
+        ([wish(30, 0, want=80), wish(30, 1, want=80)], [model("a", {0: 50})], room((), 100, 1)),
+        ([wish(30, 0, want=80)], [model("a", {0: 50})], room((), 50, 0)),
+        # What stands on one GPU frees nothing on another.
+        ([wish(60, 1)], [model("a", {0: 90}, 1), model("b", {1: 90}, 9)], room(("b",), 100, 1)),
+        ([wish(60, 1)], [model("a", {0: 90}), model("b", {1: 90}, busy=True)], NoRoom(60, 10, ("b",))),
+        # Where somebody has to leave, it is who was not used for longest.
+        ([wish(60, 0), wish(60, 1)], [model("a", {0: 90}, 9), model("b", {1: 90}, 1)], room(("b",), 100, 1)),
+        # A model on two GPUs takes from both, and gives back to both.
+        ([wish(40, 0, 1)], [model("a", {0: 70}, 1), model("b", {1: 70}, 2)], room(("a", "b"), 100, 0, 1)),
+        ([wish(40, 0, 1)], [model("a", {1: 70})], room(("a",), 100, 0, 1)),
+        ([wish(40, 0, 1), wish(40, 2, 3)], [model("a", {1: 70})], room((), 100, 2, 3)),
+        ([wish(40, 0)], [model("both", {0: 70, 1: 70})], room(("both",), 100, 0)),
+        ([wish(101, 0), wish(101, 1)], [model("a", {0: 5}, busy=True)], NoRoom(101, 100, ())),
+    ],
+)
+def test_gpus_are_ledgers_of_their_own(wishes, residents, wanted):
+    assert find_room(wishes, [100] * 4, residents) == wanted
+
+
+@st.composite
+def crowds(draw):
+    gpus = draw(st.integers(1, 4))
+    sets = st.sets(st.integers(0, gpus - 1), min_size=1)
+    residents = [
+        model(
+            f"m{number}",
+            dict.fromkeys(draw(sets), draw(st.integers(1, 60))),
+            draw(st.floats(0, 9)),
+            busy=draw(st.booleans()),
+            pinned=draw(st.booleans()),
+        )
+        for number in range(draw(st.integers(0, 6)))
+    ]
+    need = draw(st.integers(1, 120))
+    wishes = [wish(need, *draw(sets), want=need + 20) for _ in range(draw(st.integers(1, 4)))]
+    return wishes, [draw(st.integers(50, 150)) for _ in range(gpus)], residents
+
+
+@given(crowds())
+def test_no_gpu_is_ever_promised_twice(crowd):
+    wishes, budgets, residents = crowd
+    found = find_room(wishes, budgets, residents)
+
+    def free(place, gone=()):
+        return budgets[place] - sum(r.takes.get(place, 0) for r in residents if r.name not in gone)
+
+    def stuck(place):
+        return sum(r.takes.get(place, 0) for r in residents if r.busy or r.pinned)
+
+    if isinstance(found, NoRoom):
+        assert all(any(budgets[p] - stuck(p) < each.need for p in each.places) for each in wishes)
+        return
+    chosen = next(each for each in wishes if each.places == found.places)
+    leaving = [each for each in residents if each.name in found.evict]
+    assert not any(each.busy or each.pinned for each in leaving)
+    assert min(free(place, found.evict) for place in found.places) == found.free >= chosen.need
+    for name in found.evict:  # nobody leaves who could have stayed
+        others = set(found.evict) - {name}
+        assert any(free(place, others) < chosen.need for place in found.places)
+    if found.evict:
+        assert all(any(free(p) < each.need for p in each.places) for each in wishes)
 
 
 def test_time_to_live():

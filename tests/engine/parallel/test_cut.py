@@ -9,7 +9,7 @@ from llmbox.engine import machine as machine_module
 from llmbox.engine import nvlink as nvlink_module
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DoesNotFit, ParallelError
-from llmbox.engine.estimator import MemoryBudget, estimate
+from llmbox.engine.estimator import MemoryBudget, estimate, plans
 from llmbox.engine.machine import read_machine
 from llmbox.engine.model_shape import ModelShape
 from llmbox.engine.nvlink import islands, peers
@@ -104,6 +104,35 @@ def test_what_was_asked_for_is_done_and_remarked_upon():
     cut, reason = chosen(budget(4, 140 * GB, (0, 1), (2, 3)), tp=2, pp=2)
     assert cut == (2, 2, (0, 1, 2, 3))
     assert reason == "cut into 2 stages of 2 ranks, as asked, on GPUs 0, 1, 2 and 3"
+
+
+def places(have, **options):
+    return [plan.gpus for plan in plans(QWEN3_32B, have, replace(CONFIG, **options))]
+
+
+@pytest.mark.parametrize(
+    ("have", "options", "wanted"),
+    [
+        (budget(3, 140 * GB), {}, [(0,), (1,), (2,)]),
+        (budget(3, 140 * GB), {"tp": 1}, [(0,), (1,), (2,)]),
+        (budget(8, 60 * GB, range(8)), {}, [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        (budget(6, 60 * GB, (0, 1, 2, 3), (4, 5)), {"tp": 2}, [(4, 5), (0, 1), (2, 3)]),
+        (budget(5, 60 * GB), {}, [(0, 1), (2, 3), (3, 4)]),
+        (budget(8, 30 * GB, (0, 2), (1, 3), (4, 6), (5, 7)), {}, [(0, 2, 1, 3), (4, 6, 5, 7)]),
+        (replace(budget(3, 140 * GB), available=9 * GB), {}, [(1,), (2,)]),
+    ],
+)
+def test_the_same_cut_has_other_places(have, options, wanted):
+    assert places(have, **options) == wanted
+
+
+@pytest.mark.parametrize(("gpus", "cut"), [((5,), (1, 1)), ((2, 3), (2, 1)), ((0, 1, 2, 3), (4, 1))])
+def test_a_place_that_was_chosen_is_taken(gpus, cut):
+    (plan,) = plans(QWEN3_32B, budget(8, 140 * GB, range(8)), replace(CONFIG, gpus=gpus))
+    assert (plan.gpus, (plan.tp, plan.pp)) == (gpus, cut)
+    assert "as asked" not in " ".join(plan.notes)
+    with pytest.raises(ParallelError, match="was chosen, 1 can be seen"):
+        plans(QWEN3_32B, budget(1, 140 * GB), replace(CONFIG, gpus=(5,)))
 
 
 def test_more_ranks_than_gpus_and_models_for_no_machine():
