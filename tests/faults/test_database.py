@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from support.cli_box import Box, box, until
+from support.cli_box import PATIENCE, Box, box, until
 
 __all__ = ["box"]
 
@@ -26,7 +26,7 @@ def ask(box: Box) -> int:
     request = urllib.request.Request(
         f"{running.url}/v1/completions", body, {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=20) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
         return int(json.load(answer)["usage"]["completion_tokens"])
 
 

@@ -62,7 +62,7 @@ async def test_connections_over_the_limit_are_told() -> None:
         assert b"too_many_connections" in answer
         for _, writer in held:
             writer.close()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while not (await server.send(server.get("/health", "Connection: close"))).startswith(OK):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
@@ -102,7 +102,7 @@ def test_a_process_without_descriptors_serves_again_when_some_are_free() -> None
         env={"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.stdout.strip() == "HTTP/1.1 200 OK", done.stderr[-2000:]

@@ -53,7 +53,7 @@ def test_kill_9_again_and_again(box: Box, hub: StubHub):
         share = draw.random()
 
         def reached(share: float = share) -> bool:
-            rows = client.get("/admin/api/downloads")["downloads"]
+            rows = box.api("downloads")["downloads"]
             return (
                 not rows or rows[0]["state"] == "ready" or rows[0]["done"] > share * (rows[0]["total"] or 9e9)
             )

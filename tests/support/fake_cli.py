@@ -1,7 +1,7 @@
 """The real command line and daemon around the fake engine: `python -P tests/support/fake_cli.py ARGS`.
 
 A daemon that it starts in the background is this program again. `FAKE_NVML` puts made-up GPUs
-into it: `fine`, `hang` (every read takes 30 s), `lost` or `errors`.
+into it: `fine`, `hang` (every read takes 10 minutes), `lost` or `errors`.
 """
 
 import os

@@ -53,7 +53,7 @@ class FakeNvml:
 
     def _call(self, name: str, gpu: FakeGpu, *arguments: Any) -> Any:
         if self.hang is not None:
-            self.hang.wait(30)
+            self.hang.wait(600)
         if gpu.lost:
             raise pynvml.NVMLError_GpuIsLost
         if name in self.not_available:

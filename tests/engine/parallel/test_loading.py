@@ -10,7 +10,7 @@ from llmbox.engine.ending import finish
 from llmbox.engine.errors import EngineError
 from llmbox.engine.parallel import crew, roll_call
 from llmbox.engine.parallel.link import RankLost
-from llmbox.engine.repacked import environment
+from llmbox.engine.repacked import environment, source
 from llmbox.kernels.dispatch import native_ready
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
@@ -21,8 +21,9 @@ WORKER = """
 import os, runpy, signal, sys, time
 import torch
 import llmbox.engine.loader as loader
-from llmbox.engine.repacked import cache
+from llmbox.engine.repacked import cache, source
 
+source.END_S = 60.0
 load_share, write = loader.load_share, cache.write
 
 def failing(config, plan, rank, progress):
@@ -103,6 +104,8 @@ def test_all_ranks_finish_writing_what_they_packed_before_they_end(
     model, workers, monkeypatch, tmp_path, cut
 ):
     """A first run that is shorter than the write; the second load reads no checkpoint."""
+    monkeypatch.setattr(crew, "_END_SECONDS", 60.0)
+    monkeypatch.setattr(source, "END_S", 60.0)
     folder = tmp_path / "repacked"
     for name, value in environment.variables(folder, 1.0).items():
         monkeypatch.setenv(name, value)

@@ -14,6 +14,7 @@ from llmbox.engine.parallel import watch as watch_module
 from llmbox.engine.parallel.process_state import ProcessState
 from llmbox.engine.parallel.roll_call import Worker
 from llmbox.engine.parallel.watch import Watch
+from support.cli_box import PATIENCE, is_alive, until
 
 TICK = 0.02
 
@@ -52,7 +53,7 @@ def test_a_rank_that_dies_is_told_at_once_also_without_a_step(start, number, out
     ends, workers = Ends(), [start(), start()]
     watch = Watch(workers, ends, TICK)
     workers[1].process.send_signal(number)
-    assert ends.called.wait(10)
+    assert ends.called.wait(PATIENCE)
     ((reason, from_outside),) = ends.calls
     assert words in reason
     assert from_outside is outside
@@ -60,11 +61,12 @@ def test_a_rank_that_dies_is_told_at_once_also_without_a_step(start, number, out
 
 
 def test_the_rank_that_died_first_is_told_not_those_that_followed(start):
-    ends, workers = Ends(), [start("import sys; sys.stdin.read()"), start()]
+    ends, workers = Ends(), [start(), start()]
+    for worker, number in zip(workers, (signal.SIGTERM, signal.SIGKILL), strict=True):
+        worker.process.send_signal(number)
+        until(lambda pid=worker.process.pid: not is_alive(pid))
     watch = Watch(workers, ends, TICK)
-    workers[1].process.send_signal(signal.SIGKILL)
-    workers[0].process.send_signal(signal.SIGINT)
-    assert ends.called.wait(10)
+    assert ends.called.wait(PATIENCE)
     assert ends.calls == [("rank 2 was killed by signal 9", True)]
     watch.close()
 
@@ -76,7 +78,7 @@ def test_a_stopped_rank_is_told_while_a_step_waits_for_it(start):
     time.sleep(20 * TICK)
     assert not ends.calls, "nobody waits for it"
     with watch.step():
-        assert ends.called.wait(10)
+        assert ends.called.wait(PATIENCE)
     assert ends.calls == [("rank 2 was stopped", True)]
     watch.close()
 
@@ -86,7 +88,7 @@ def test_a_step_in_which_nobody_works_is_told(start, monkeypatch):
     ends = Ends()
     watch = Watch([start()], ends, 0.2)
     with watch.step():
-        assert ends.called.wait(10)
+        assert ends.called.wait(PATIENCE)
     assert ends.calls == [("no rank has used the processor for a while in one step", False)]
     watch.close()
 
@@ -99,7 +101,7 @@ def test_a_rank_that_gets_no_core_is_not_one_that_stands_still(start, monkeypatc
     seen = Ends()
     watch = Watch([start()], seen, TICK)
     with watch.step():
-        assert seen.called.wait(10 if ends else 20 * TICK) == ends
+        assert seen.called.wait(PATIENCE if ends else 20 * TICK) == ends
     watch.close()
 
 
@@ -121,10 +123,13 @@ def test_it_sleeps_when_nothing_runs(start):
     watch = Watch([start()], Ends(), TICK)
     with watch.step():
         time.sleep(5 * TICK)
-    time.sleep(10 * TICK)
-    before = _switches(watch)
-    time.sleep(20 * TICK)
-    assert _switches(watch) == before
+
+    def sleeps() -> bool:
+        before = _switches(watch)
+        time.sleep(20 * TICK)
+        return _switches(watch) == before
+
+    until(sleeps)  # it may be late to see that the step is over
     watch.close()
 
 
