@@ -3,7 +3,7 @@
     "quant_method": "fp8"                  AutoFP8, transformers, DeepSeek-V3, Qwen3-FP8
     "quant_method": "fbgemm_fp8"           transformers, Llama 3.1 405B
     "quant_method": "compressed-tensors"   llm-compressor
-    "quant_method": "modelopt"             NVIDIA Model Optimizer
+    "quant_method": "modelopt"             NVIDIA Model Optimizer; older ones in hf_quant_config.json alone
 
 Only what decides is read; how scales are called and shaped is in `rounded.py`. Lists of what is kept wide do
 not decide: `kept_wide.py`.
@@ -32,23 +32,44 @@ def read_fp8(raw: dict[str, Any]) -> str:
 
 
 def read_modelopt(raw: dict[str, Any]) -> str:
-    """Raises NotReadable."""
+    """Raises NotReadable. Where layers are listed one by one, all of them must be of one algorithm."""
     known = {"FP8": STATIC, "FP8_PER_CHANNEL_PER_TOKEN": DYNAMIC}
-    name = raw.get("quant_algo")
+    name, layers = raw.get("quant_algo"), raw.get("quantized_layers")
+    if name == "MIXED_PRECISION" and isinstance(layers, dict):
+        names = {str(each.get("quant_algo") if isinstance(each, dict) else each) for each in layers.values()}
+        require(
+            len(names) == 1, f"modelopt weights that mix {' and '.join(sorted(names)) or 'no algorithms'}"
+        )
+        (name,) = names
     require(isinstance(name, str) and name in known, f"modelopt weights of quant_algo {name!r}")
     return known[str(name)]
+
+
+def modelopt_entry(raw: dict[str, Any]) -> dict[str, Any] | None:
+    """Of an hf_quant_config.json: what config.json would say. None where only the cache is rounded."""
+    told = raw.get("quantization")
+    require(isinstance(told, dict), "hf_quant_config.json without an object `quantization`")
+    assert isinstance(told, dict)
+    return None if told.get("quant_algo") is None else {"quant_method": "modelopt", **told}
 
 
 def read_compressed(raw: dict[str, Any]) -> str:
     """Raises NotReadable."""
     form, groups = raw.get("format"), raw.get("config_groups")
-    require(form in ("float-quantized", "naive-quantized"), f"compressed-tensors of format {form!r}")
     sparsity = raw.get("sparsity_config") or {}
     require(isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense", "sparse weights")
     require(not raw.get("transform_config"), "weights that were transformed (transform_config)")
     found = list(groups.values()) if isinstance(groups, dict) else []
-    require(len(found) == 1 and isinstance(found[0], dict), "config_groups of other than one group")
-    (group,) = found
+    require(bool(found) and all(isinstance(each, dict) for each in found), "config_groups without a group")
+    formats = {read_group(each, each.get("format") or form) for each in found}
+    # Which linears are of which group is of no interest then: a scale's shape is seen in the files.
+    require(len(formats) == 1, f"config_groups that mix {' and '.join(sorted(formats))}")
+    return formats.pop()
+
+
+def read_group(group: dict[str, Any], form: Any) -> str:
+    """`form`: its own, or that of all where a checkpoint has only one."""
+    require(form in ("float-quantized", "naive-quantized"), f"compressed-tensors of format {form!r}")
     require(not group.get("output_activations"), "rounded output_activations")
     weights, rows = group.get("weights"), group.get("input_activations")
     require(rows is not None, "8-bit weights for rows that are not rounded (no input_activations)")

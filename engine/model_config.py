@@ -10,11 +10,11 @@ from llmbox.kernels.quant import QUANTS
 from .config import Dtype
 from .config_fields import Fields
 from .errors import ModelError, UnsupportedArchitecture
-from .fp8_config import NotReadable
+from .fp8_config import NotReadable, modelopt_entry
 from .kept_wide import wide_params
 from .model_shape import ModelShape
 from .rope_config import RopeConfig, parse_rope
-from .rounded import read_entry
+from .rounded import MODELOPT_FILE, read_entry
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -138,7 +138,7 @@ def parse_config(path: Path | str) -> ModelConfig:
         qk_norm=model_type == "qwen3",
         windows=layer_windows(fields, model_type, layers),
         rope=parse_rope(fields, head_dim, positions),
-        quant=(quant := stored_format(fields)),
+        quant=(quant := stored_format(fields, Path(path))),
         wide_params=wide_params(Path(path)) if quant is not None and QUANTS[quant].is_float else 0,
     )
 
@@ -182,10 +182,13 @@ def refuse_unsupported(fields: Fields) -> None:
         raise fields.error(f"hidden_act {fields.raw['hidden_act']!r} is not supported, only 'silu'")
 
 
-def stored_format(fields: Fields) -> str | None:
+def stored_format(fields: Fields, directory: Path) -> str | None:
     """Of a checkpoint whose weights are rounded."""
     entry = fields.raw.get("quantization_config")
+    beside = directory / MODELOPT_FILE
     try:
+        if entry is None and beside.is_file():
+            entry = modelopt_entry(read_json(beside))
         return None if entry is None else read_entry(entry)
     except NotReadable as error:
         raise fields.error(

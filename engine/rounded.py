@@ -28,6 +28,8 @@ from llmbox.kernels.quant import QUANTS, Kind, Quant
 from .fp8_config import DYNAMIC, NotReadable, read_compressed, read_fp8, read_modelopt
 
 METHOD = "llmbox"
+MODELOPT_FILE = "hf_quant_config.json"
+"""Where older versions of NVIDIA's Model Optimizer say it, and config.json does not."""
 SCALE, STEP = "_scale", "_step"
 SCALES = (SCALE, "_scale_inv")
 """Behind the name of a rounded tensor; the second of E4M3 only."""

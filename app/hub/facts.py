@@ -12,6 +12,7 @@ from pathlib import Path
 from llmbox.engine.checkpoint import list_tensors
 from llmbox.engine.errors import EngineError
 from llmbox.engine.model_config import ModelConfig, parse_config
+from llmbox.engine.rounded import MODELOPT_FILE
 from llmbox.engine.safetensors_header import TensorEntry, entries_of, load_json, refuse_overlaps
 
 from ..catalog import ModelRef
@@ -73,9 +74,11 @@ def remote_facts(hub: Hub, repo: str, revision: str | None) -> Facts:
 def remote_config(hub: Hub, listing: Listing) -> ModelConfig:
     """Raises HubError `unsupported_model` for what the engine would refuse."""
     choose_config(listing)
-    raw = hub.read_json(listing, "config.json", CONFIG_LIMIT)
+    names = [name for name in ("config.json", MODELOPT_FILE) if listing.file(name) is not None]
+    found = {name: hub.read_json(listing, name, CONFIG_LIMIT) for name in names}
     with tempfile.TemporaryDirectory(prefix="llmbox-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(raw))
+        for name, raw in found.items():
+            (Path(folder) / name).write_text(json.dumps(raw))
         try:
             return parse_config(Path(folder))
         except EngineError as error:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from llmbox.engine.rounded import MODELOPT_FILE
+
 from . import errors
 from .errors import HubError
 from .web import Web
@@ -23,6 +25,7 @@ INDEX_LIMIT = 50_000_000
 CONFIG_LIMIT = 4_000_000
 SMALL_FILES = (
     "config.json",
+    MODELOPT_FILE,
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",

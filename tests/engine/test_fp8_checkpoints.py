@@ -1,5 +1,6 @@
 """E4M3 weights with a scale for each tensor or output: read exactly, cut exactly, refused when broken."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -199,3 +200,55 @@ def test_they_need_a_gpu(tmp_path: Path, entry: dict[str, Any], given: dict[str,
         load(model)
     with pytest.raises(DeviceError, match=r"this checkpoint holds fp8-.*, int4 was asked for"):
         load(model, quant="int4")
+
+
+MODELOPT = {
+    "producer": {"name": "modelopt"},
+    "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+}
+
+
+def move_beside(model: Path, told: Any) -> None:
+    """As older versions of Model Optimizer leave it: config.json knows nothing."""
+    raw = json.loads((model / "config.json").read_text())
+    raw.pop("quantization_config", None)
+    (model / "config.json").write_text(json.dumps(raw))
+    (model / "hf_quant_config.json").write_text(json.dumps(told))
+
+
+def test_a_checkpoint_of_model_optimizer_that_says_so_in_its_own_file_alone(tmp_path: Path) -> None:
+    model = tiny(tmp_path)
+    wide = round_by_output(model, {"quant_method": "modelopt", "quant_algo": "FP8"}, given={})
+    said = part_of(model, {Q: Part.whole(96)}, Part.whole(120))
+    move_beside(model, MODELOPT)
+    assert parse_config(model).quant == "fp8-static"
+    found = part_of(model, {Q: Part.whole(96)}, Part.whole(120))
+    assert torch.equal(found.floats(), wide[f"{Q}.weight"])
+    assert found.given is not None
+    assert said.given is not None
+    assert torch.equal(found.given, said.given)
+
+
+def test_a_rounded_cache_alone_rounds_no_weights_and_other_algorithms_are_refused(tmp_path: Path) -> None:
+    model = tiny(tmp_path)
+    move_beside(model, {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}})
+    assert parse_config(model).quant is None
+    for told, says in (({"quantization": {"quant_algo": "NVFP4"}}, "'NVFP4'"), ({}, "without an object")):
+        move_beside(model, told)
+        with pytest.raises(ModelError, match=says):
+            parse_config(model)
+
+
+def test_linears_of_several_groups_are_read_as_their_files_say(tmp_path: Path) -> None:
+    """Attention with a scale for each output, MLP with one for each tensor."""
+    model = tiny(tmp_path)
+    groups = {"a": compressed("channel"), "b": compressed("tensor")}
+    entry = compressed(
+        config_groups={name: each["config_groups"]["group_0"] for name, each in groups.items()}
+    )
+    wide = round_by_output(model, entry, shape=(-1, 1), keeps=["mlp"])
+    wide |= round_by_output(model, entry, shape=(), keeps=["self_attn"])
+    for name, outputs in ((Q, 96), (UP, 90)):
+        got = part_of(model, {name: Part.whole(outputs)}, Part.whole(120))
+        assert torch.equal(got.floats(), wide[f"{name}.weight"])
+    assert parse_config(model).wide_params == 0

@@ -26,6 +26,25 @@ def targeting(*targets: str) -> dict[str, Any]:
     return entry
 
 
+def several(*entries: dict[str, Any]) -> dict[str, Any]:
+    """One checkpoint of the groups of all, each for linears of its own."""
+    found = [each["config_groups"]["group_0"] for each in entries]
+    groups = {f"group_{n}": each | {"targets": [f"re:.*layers.{n}.*"]} for n, each in enumerate(found)}
+    return compressed(config_groups=groups)
+
+
+def with_own_format(form: str, *entries: dict[str, Any]) -> dict[str, Any]:
+    entry = several(*entries) | {"format": "mixed-precision"}
+    groups = entry["config_groups"]
+    return entry | {"config_groups": {name: each | {"format": form} for name, each in groups.items()}}
+
+
+def layered(*algorithms: str) -> dict[str, Any]:
+    """As Model Optimizer writes where layers may differ."""
+    layers = {f"model.layers.{n}.mlp.up_proj": {"quant_algo": each} for n, each in enumerate(algorithms)}
+    return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+
+
 @pytest.mark.parametrize(
     ("entry", "name"),
     [
@@ -46,6 +65,11 @@ def targeting(*targets: str) -> dict[str, Any]:
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "fp8-dynamic"),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}, "fp8-static"),
         ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "fp8-dynamic"),
+        (layered("FP8", "FP8"), "fp8-static"),
+        (several(compressed("tensor"), compressed("channel")), "fp8-dynamic"),
+        (several(compressed("tensor", "static"), compressed("channel", "static")), "fp8-static"),
+        (several(blocks(), blocks()), "fp8-block"),
+        (with_own_format("float-quantized", compressed(), compressed("channel")), "fp8-dynamic"),
     ],
 )
 def test_what_is_read(entry: dict[str, Any], name: str) -> None:
@@ -78,8 +102,16 @@ def changed(part: str, **change: Any) -> dict[str, Any]:
         (compressed(format="int-quantized"), "'int-quantized'"),
         (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparse"),
         (compressed(transform_config={"config_groups": {"u": 1}}), "transformed"),
-        (compressed(config_groups={}), "one group"),
-        (compressed(config_groups={"a": {}, "b": {}}), "one group"),
+        (compressed(config_groups={}), "without a group"),
+        (compressed(config_groups={"a": {}, "b": 1}), "without a group"),
+        (several(compressed(), compressed("tensor", "static")), "mix fp8-dynamic and fp8-static"),
+        (several(blocks(), compressed("channel")), "mix fp8-block and fp8-dynamic"),
+        (several(compressed(), compressed("group")), "'group'"),
+        (with_own_format("nvfp4-pack-quantized", compressed()), "'nvfp4-pack-quantized'"),
+        (several(compressed()) | {"format": "mixed-precision"}, "'mixed-precision'"),
+        (layered("FP8", "NVFP4"), "mix FP8 and NVFP4"),
+        (layered(), "no algorithms"),
+        (layered("NVFP4"), "quant_algo 'NVFP4'"),
         (compressed("group"), "'group'"),
         (compressed("block"), "block_structure None"),
         (blocks(strategy="token"), "128 inputs"),

@@ -191,6 +191,12 @@ def test_config_and_weights_that_disagree_are_noted(hub: StubHub):
     assert "config.json describes" in facts(hub).notes[0]
 
 
+def test_what_model_optimizer_says_in_its_own_file_is_read_as_well(hub: StubHub):
+    told = {"quantization": {"quant_algo": "FP8"}}
+    hub.repos[NAME].files["hf_quant_config.json"] = json.dumps(told).encode()
+    assert facts(hub).config.quant == "fp8-static"
+
+
 @pytest.mark.parametrize(
     "header",
     [b"", b"\xff" * 8, (20).to_bytes(8, "little") + b"not json", b"\x02" + bytes(7) + b"[]", bytes(3000)],
