@@ -64,6 +64,9 @@ class LimitSettings:
     stop_strings: int = key(16, "Most stop strings of one request.", low=1, high=1024)
     stop_string_bytes: int = key(256, "Longest stop string.", low=1, high=65_536)
     logit_bias: int = key(1024, "Most entries of logit_bias.", low=1, high=1_000_000)
+    grammar_bytes: int = key(
+        65_536, "Largest schema, regex, choice or grammar of one request.", low=64, high=1_000_000
+    )
     choices: int = key(16, "Largest n (answers of one request).", low=1, high=1024)
     queue: int = key(512, "Requests that may wait for a model; one more gets 429.", low=1, high=1_000_000)
     stream_buffer_bytes: int = key(

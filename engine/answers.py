@@ -3,6 +3,7 @@
 Stop strings are the daemon's business: it knows the text.
 """
 
+from .errors import GrammarError
 from .messages import RequestOutput
 from .request import Request
 from .step import SampledToken
@@ -39,3 +40,11 @@ def error_answer(request: Request, code: str, message: str) -> RequestOutput:
     return RequestOutput(
         request_id=request.request_id, finish_reason="error", error_code=code, error_message=message
     )
+
+
+def failed_answer(request: Request, message: str) -> RequestOutput:
+    """To a row that gave no token, for the reason that the sampler tells or for one that is behind it."""
+    problem = None if request.constraint is None else request.constraint.problem
+    if problem is not None:
+        return error_answer(request, GrammarError.code, problem)
+    return error_answer(request, "invalid_logits", message)

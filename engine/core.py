@@ -7,8 +7,17 @@ from typing import Any
 
 from .answers import error_answer, finish_reason
 from .block_map import block_map
-from .errors import DoesNotFit
-from .messages import AddRequest, BlockMap, EngineStats, ModelInfo, RequestOutput, StepOutputs
+from .errors import DoesNotFit, GrammarError
+from .grammar import Grammars
+from .messages import (
+    AddRequest,
+    BlockMap,
+    EngineStats,
+    ModelInfo,
+    RequestOutput,
+    StepOutputs,
+    Vocabulary,
+)
 from .pipeline import OverlappingRunner, pipeline_of
 from .request import Request
 from .scheduler import Scheduler
@@ -29,6 +38,7 @@ class Engine:
         self._pipeline = pipeline_of(runner)
         self._launched: deque[tuple[StepPlan, Any]] = deque()
         """Steps that the runner has not given back yet, oldest first."""
+        self._grammars = Grammars(info.vocab_size)
         self._clock = clock
         self._steps = 0
         self._step_seconds = 0.0
@@ -47,6 +57,7 @@ class Engine:
         worked = bool(self._launched)
         plan = self._scheduler.schedule(self._pipeline)
         try:
+            _mask(plan)
             if plan:
                 self._launched.append((plan, self._runner.launch(plan)))
             outputs = self._take_results() if self._is_full or not plan else []
@@ -62,6 +73,10 @@ class Engine:
         """For moments without work: makes later steps faster. False once nothing is left to prepare."""
         return self._runner.prepare()
 
+    def learn(self, vocabulary: Vocabulary) -> None:
+        """Grammars are made of these tokens. Before the first request that has one."""
+        self._grammars.learn(vocabulary)
+
     def add(self, message: AddRequest) -> RequestOutput | None:
         """Queue a request; an output only if it ends here: refused, or complete before it was resumed."""
         request = Request(
@@ -76,8 +91,10 @@ class Engine:
         if (reason := finish_reason(request)) is not None:
             return RequestOutput(request_id=request.request_id, finish_reason=reason)
         try:
+            if request.params.grammar is not None:
+                request.constraint = self._grammars.constraint(request.params, request.num_prompt)
             self._scheduler.add(request)
-        except DoesNotFit as error:
+        except (DoesNotFit, GrammarError) as error:
             return error_answer(request, error.code, str(error))
         return None
 
@@ -128,3 +145,11 @@ class Engine:
             self._scheduler.discard(launched)
         self._scheduler.discard(plan)
         self._launched.clear()
+
+
+def _mask(plan: StepPlan) -> None:
+    """Before the step is launched: all tokens of these requests are known, see `Scheduler`."""
+    for row in plan.rows:
+        request = row.request
+        if request.constraint is not None and row.samples:
+            request.mask = request.constraint.allowed(request.token_ids)

@@ -41,6 +41,18 @@ class AddRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """What token ids stand for. Told before the first request that has a grammar."""
+
+    data: bytes
+    """UTF-8 of all tokens, one after the other."""
+    sizes: list[int]
+    """Bytes of each."""
+    special: list[int]
+    """Ids that are no text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AbortRequest:
     request_id: str
 
@@ -252,5 +264,5 @@ class BlockMap:
     """Cached blocks given away since the engine started, as others needed them."""
 
 
-ToEngine = Start | AddRequest | AbortRequest | Ping | AskBlocks | Shutdown
+ToEngine = Start | Vocabulary | AddRequest | AbortRequest | Ping | AskBlocks | Shutdown
 ToDaemon = Progress | Ready | LoadFailed | StepOutputs | Pong | BlockMap

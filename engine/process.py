@@ -42,6 +42,7 @@ from .messages import (
     Start,
     StepOutputs,
     ToEngine,
+    Vocabulary,
 )
 
 EXIT_OK: Final = 0
@@ -58,6 +59,7 @@ class Engine(Protocol):
     def info(self) -> ModelInfo: ...
     @property
     def has_work(self) -> bool: ...
+    def learn(self, vocabulary: Vocabulary) -> None: ...
     def add(self, message: AddRequest) -> RequestOutput | None: ...
     def abort(self, request_id: str) -> RequestOutput | None: ...
     def step(self) -> StepOutputs: ...
@@ -112,6 +114,8 @@ def _handle(engine: Engine, channel: Channel, message: ToEngine) -> RequestOutpu
     match message:
         case AddRequest():
             return engine.add(message)
+        case Vocabulary():
+            engine.learn(message)
         case AbortRequest():
             return engine.abort(message.request_id)
         case Ping():

@@ -11,6 +11,7 @@ num_computed, and num_pending is 0. The last token's logits give the next token.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .grammar import Constraint
 from .messages import TokenLogprobs
 from .prefix_history import PrefixEnd
 from .sampling import SamplingParams
@@ -48,6 +49,10 @@ class Request:
     """Prefix-cache chain hash of each full block of `token_ids`, as far as it was needed."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Collected over the chunks of the prompt until the first output takes them along."""
+    constraint: Constraint | None = None
+    """The way through its grammar, where it has one; written by the engine's core, as is:"""
+    mask: bytes | None = None
+    """Which ids its next token may be (`Constraint.allowed`), for the step that draws it."""
     answered: bool = False
     """Whether the first output was given."""
 
@@ -82,6 +87,11 @@ class Request:
     def num_unknown(self) -> int:
         """How many of those a device knows alone."""
         return max(0, self.num_pending - 1)
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether the host must know its last token before the next is drawn: a grammar reads it."""
+        return self.params.grammar is not None
 
     @property
     def is_ending(self) -> bool:

@@ -25,6 +25,10 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences whose last token is forbidden right after the tokens before it."""
     allowed_token_ids: tuple[int, ...] | None = None
+    grammar: str | None = None
+    """What the answer must follow, in llguidance's JSON; `app/text/grammars.py` makes it."""
+    thinking: str = "no"
+    """Where thoughts may precede what follows the grammar: `may`, or `inside` where they have begun."""
     min_tokens: int = 0
     """Stop tokens are forbidden until this many tokens have been produced."""
     stop_token_ids: tuple[int, ...] = ()

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from .answers import error_answer, finish_reason, token_answer
+from .answers import failed_answer, finish_reason, token_answer
 from .block_pool import BlockPool
 from .block_tables import BlockTables
 from .messages import RequestOutput
@@ -128,12 +128,14 @@ class Scheduler:
         return plan
 
     def _by_phase(self) -> tuple[list[Request], list[Request]]:
-        """Running requests with one token left to compute, known or not, and those with more."""
+        """Running requests with one token left to compute, known or not, and those with more. One that
+        must know its last token waits for it.
+        """
         decoding, prompts = [], []
         for request in self._running.values():
             if request.num_remaining > 1:
                 prompts.append(request)
-            elif not (request.num_pending and request.is_ending):
+            elif not request.num_pending or not (request.is_ending or request.needs_all_tokens):
                 decoding.append(request)
         return decoding, prompts
 
@@ -231,7 +233,7 @@ class Scheduler:
             request_id = request.request_id
             if request_id in result.failed:
                 self._remove(request, suspect=True)
-                outputs.append(error_answer(request, "invalid_logits", result.failed[request_id]))
+                outputs.append(failed_answer(request, result.failed[request_id]))
                 continue
             if request_id in result.prompt_logprobs and request.num_output == 0:
                 request.prompt_logprobs += result.prompt_logprobs[request_id]

@@ -31,6 +31,7 @@ _TAGS: Final[dict[type, int]] = {
     messages.Ping: 0x04,
     messages.Shutdown: 0x05,
     messages.AskBlocks: 0x06,
+    messages.Vocabulary: 0x07,
     messages.Progress: 0x81,
     messages.Ready: 0x82,
     messages.LoadFailed: 0x83,

@@ -24,6 +24,7 @@ from llmbox.engine.messages import (
     StepOutputs,
     ToDaemon,
     ToEngine,
+    Vocabulary,
 )
 from llmbox.engine.parallel.link import RankLost
 from llmbox.engine.spawn import Launch, Spawned, spawn
@@ -70,6 +71,9 @@ class Supervisor:
         self.stats = EngineStats()
         """Of the running engine: its counters start again with each restart."""
         self.progress: Progress | None = None
+        self.vocabulary: Vocabulary | None = None
+        """Set before the first request that has a grammar: each engine is told before it gets one."""
+        self._taught: EngineLife | None = None
         self.restarts = 0
         self._options = options or SupervisorOptions()
         self._pace = Pace(self._options.clock)
@@ -269,8 +273,14 @@ class Supervisor:
         self._requests.engine_ready()
 
     def _tell(self, message: ToEngine) -> None:
-        if self._life is not None:
-            self._life.tell(message)
+        if self._life is None:
+            return
+        has_grammar = isinstance(message, AddRequest) and message.params.grammar is not None
+        if has_grammar and self._taught is not self._life:
+            assert self.vocabulary is not None
+            self._life.tell(self.vocabulary)
+            self._taught = self._life
+        self._life.tell(message)
 
     # ------------------------------------------------------------------ what the watchdog calls
 

@@ -20,6 +20,7 @@ from ..settings import Settings
 from ..store import RequestLog
 from ..store.content import ContentDraft
 from ..store.record import RequestRecord
+from ..text.grammar_pool import GrammarPool
 from ..text.template_pool import TemplatePool
 from .callers import Callers
 from .generation import Generation
@@ -45,6 +46,7 @@ class Gateway:
         self.engines = engines
         self.limits = settings.limits
         self.templates = TemplatePool()
+        self.grammars = GrammarPool()
         self._log = log
         self._metrics = metrics
         self._observer = observer or Unobserved()
@@ -99,6 +101,7 @@ class Gateway:
     async def close(self) -> None:
         self._callers.close()
         await self.templates.close()
+        await self.grammars.close()
 
     def _submit(self, generation: Generation) -> OpenRequest:
         supervisor = generation.model.supervisor
@@ -257,7 +260,7 @@ def _params_json(generation: Generation) -> str:
     told = {name: value for name, value in asdict(generation.params).items() if value != plain[name]}
     told.pop("seed", None)
     told["max_tokens"] = generation.max_tokens
-    for name in ("bad_words", "logit_bias", "allowed_token_ids", "stop_token_ids"):
+    for name in ("bad_words", "logit_bias", "allowed_token_ids", "stop_token_ids", "grammar"):
         if name in told:
             told[name] = len(told[name])
     if generation.stop:

@@ -1,22 +1,16 @@
 """Renders chat templates in a process of its own: `python -P -m llmbox.app.text.template_worker`.
 
 Jinja's sandbox keeps a template from Python's insides, but not from `'a' * 10**9` or an endless loop, so the
-process lives under limits and the daemon may kill it at any moment. Imports nothing of llmbox.
+process lives under limits and the daemon may kill it at any moment (`worker.py`).
 
-Frames on stdin and stdout: 4 bytes of length (little-endian), then JSON.
-in:  {"template": str, "variables": {...}}
-out: "ready" once, then {"text": str} or {"error": str} for each
+job:    {"template": str, "variables": {...}}
+answer: {"text": str} or {"error": str}
 """
 
 import json
-import os
-import resource
-import signal
-import sys
-from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, BinaryIO
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -24,9 +18,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
-from setproctitle import setproctitle
 
-CPU_SECONDS = 1.0
+from .worker import run_worker
+
 MEMORY_BYTES = 256 << 20
 OUTPUT_CHARS = 8 << 20
 
@@ -111,48 +105,5 @@ def answer(message: dict[str, Any]) -> dict[str, str]:
         return {"error": (str(error) or type(error).__name__)[:500]}
 
 
-def limit_process() -> None:
-    for kind, limit in (
-        (resource.RLIMIT_AS, MEMORY_BYTES),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NPROC, 0),
-        (resource.RLIMIT_NOFILE, 16),
-    ):
-        resource.setrlimit(kind, (limit, limit))
-
-
-def read_frame(stream: BinaryIO) -> Any | None:
-    head = stream.read(4)
-    if len(head) < 4:
-        return None
-    return json.loads(stream.read(int.from_bytes(head, "little")))
-
-
-def write_frame(stream: BinaryIO, value: Any) -> None:
-    data = json.dumps(value).encode()
-    stream.write(len(data).to_bytes(4, "little") + data)
-    stream.flush()
-
-
-def serve(stdin: BinaryIO, stdout: BinaryIO, arm: Callable[[float], Any]) -> None:
-    """`arm(seconds)` starts the CPU alarm of one job, whose default action ends the process; 0 stops it."""
-    write_frame(stdout, "ready")
-    while (message := read_frame(stdin)) is not None:
-        arm(CPU_SECONDS)
-        reply = answer(message)
-        arm(0)
-        write_frame(stdout, reply)
-
-
-def main() -> None:
-    setproctitle("llmbox: template worker")
-    stdout = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    limit_process()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C of a foreground daemon is the daemon's to handle
-    serve(sys.stdin.buffer, stdout, lambda seconds: signal.setitimer(signal.ITIMER_PROF, seconds))
-
-
 if __name__ == "__main__":
-    main()
+    run_worker("template worker", answer, MEMORY_BYTES)

@@ -51,8 +51,12 @@ class TokenBytes:
         """Bytes inside a text. Ids that the tokenizer does not know (padding of the vocabulary) are empty."""
         data = self._cache.get(token_id)
         if data is None:
-            data = self._cache[token_id] = self._make(token_id, first=False)
+            data = self._cache[token_id] = self.made(token_id)
         return data
+
+    def made(self, token_id: int) -> bytes:
+        """As `inner`, for whoever asks for all of them once."""
+        return self._make(token_id, first=False)
 
     def first(self, token_id: int) -> bytes:
         return self._make(token_id, first=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from llmbox.kernels.rows import COUNTS, RuleRows
 
 from ..request import Request
-from ..sampler.rules import may_change_logits
+from ..sampler.rules import has_rules
 from ..step_batch import move
 from .rule_entries import Entries, entries_of, words_of
 from .upload import Uploader
@@ -64,7 +64,7 @@ class RuleLists:
         """The row has a new owner."""
         if (old := self._places.pop(row, None)) is not None:
             self._free.setdefault(old.size, []).append(old.start)
-        if not may_change_logits(request.params):
+        if not has_rules(request.params):
             if old is not None:
                 self._changes.append(_Write(row, 0, None, request))
             return
@@ -97,7 +97,7 @@ class RuleLists:
 
     def of(self, row_S: Tensor, last_R: Tensor, requests: Sequence[Request]) -> RuleRows | None:
         """For `Ops.sample`; None where no request has rules."""
-        if not any(may_change_logits(request.params) for request in requests):
+        if not any(has_rules(request.params) for request in requests):
             return None
         starts_S1, last_W, id_W = self._words(requests)
         return RuleRows(

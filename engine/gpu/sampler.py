@@ -17,7 +17,7 @@ from llmbox.kernels.rows import Sampled, SampleRows
 from ..messages import TokenLogprobs
 from ..request import Request
 from ..sampler.ranking import best_of
-from ..sampler.rules import RequestRules, RuleBook, apply_rules
+from ..sampler.rules import FORBIDDEN, RequestRules, RuleBook, apply_rules, mask_bits
 from ..sampler.sampler import problem_of
 from ..sampler.weights import log_total
 from ..sampling import SamplingParams
@@ -28,6 +28,8 @@ from .rows import Rows
 from .rule_lists import RuleLists
 
 FEWEST_CANDIDATES = 256
+_MASKED_AT_ONCE = 16
+"""Rows: bounds what masks and copies of logits take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,41 @@ class DeviceSampler:
         assert self.rows.rules is not None
         rules = self.rows.rules.of(row_S, self.rows.last_R, requests)
         sampled = self._ops.sample(raw_SV, self.rows.sampling(row_S, position_S), rules)
+        masked = [place for place, request in enumerate(requests) if request.mask is not None]
+        for start in range(0, len(masked), _MASKED_AT_ONCE):
+            self._mask_rows(
+                sampled, masked[start : start + _MASKED_AT_ONCE], raw_SV, requests, row_S, position_S
+            )
         return Chosen(sampled.ids, sampled.raw_best, sampled.best, sampled)
+
+    def _mask_rows(
+        self,
+        sampled: Sampled,
+        places: list[int],
+        raw_SV: Tensor,
+        requests: Sequence[Request],
+        row_S: Tensor,
+        position_S: Tensor,
+    ) -> None:
+        """Draw these rows once more, from what their grammars leave. The kernel knows no masks, and has
+        counted their last tokens already: it does so once for each position.
+        """
+        assert self._ops.sample is not None
+        assert self.rows.rules is not None
+        chosen = [requests[place] for place in places]
+        place_M = move(torch.tensor(places), raw_SV.device)
+        bits = mask_bits([request.mask for request in chosen if request.mask is not None])
+        raw_MV = raw_SV.index_select(0, place_M)
+        left_MV = move(bits, raw_SV.device)[:, : raw_SV.shape[1]] > 0
+        row_M, position_M = row_S[place_M], position_S[place_M]
+        rules = self.rows.rules.of(row_M, self.rows.last_R, chosen)
+        masked_MV = raw_MV.masked_fill(~left_MV, FORBIDDEN)
+        drawn = self._ops.sample(masked_MV, self.rows.sampling(row_M, position_M), rules)
+        told = facts(raw_MV, drawn.ids)
+        sampled.ids.index_copy_(0, place_M, drawn.ids)
+        sampled.best.index_copy_(0, place_M, drawn.best)
+        for name in ("logit", "total", "rank"):
+            getattr(sampled, name).index_copy_(0, place_M, getattr(told, name))
 
     def _by_torch(
         self, raw_SV: Tensor, requests: Sequence[Request], row_S: Tensor, position_S: Tensor

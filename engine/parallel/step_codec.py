@@ -19,8 +19,10 @@ from ..step import SampledToken, ScheduledRequest, StepPlan, StepResult
 from .link import NUMBER, Frame
 
 _DEFAULTS = SamplingParams(max_tokens=0)
-_ROW = 8
-# Integers of a row: number, start, tokens, samples, admission, pending, new ids, new blocks.
+_ROW = 9
+# Integers of a row: number, start, tokens, samples, admission, pending, new ids, new blocks, mask.
+_MASK_UNIT = 4
+# Bytes of a mask that one integer holds.
 _GRAPH = "graph"
 _GONE = -1
 """Admission of a mirror that has left: runners find its state by that."""
@@ -73,14 +75,16 @@ class StepEncoder:
         return [self._told.pop(key).number for key in gone]
 
     def _row(self, numbers: "array[int]", row: ScheduledRequest, known: _Told) -> None:
-        """See `_ROW`; the new ids and the new blocks follow."""
+        """See `_ROW`; the new ids, the new blocks and the mask follow."""
         request = row.request
         ids = request.token_ids[known.tokens :]
         added = request.block_table[known.blocks :]
         numbers.extend((known.number, row.start, row.num_tokens, row.samples, row.admission))
-        numbers.extend((request.num_pending, len(ids), len(added)))
+        mask = _as_numbers(request.mask) if row.samples else array(NUMBER)
+        numbers.extend((request.num_pending, len(ids), len(added), len(mask)))
         numbers.extend(ids)
         numbers.extend(added)
+        numbers.extend(mask)
         known.tokens += len(ids)
         known.blocks += len(added)
 
@@ -98,8 +102,9 @@ class StepDecoder:
         return StepPlan([self._row(numbers, frame.body) for _ in range(rows)], pairs)
 
     def _row(self, numbers: Iterable[int], new: dict[str, Any]) -> ScheduledRequest:
-        number, start, tokens, samples, admission, pending, num_ids, added = islice(numbers, _ROW)
+        number, start, tokens, samples, admission, pending, num_ids, added, mask = islice(numbers, _ROW)
         ids, blocks = list(islice(numbers, num_ids)), list(islice(numbers, added))
+        allowed = array(NUMBER, islice(numbers, mask)).tobytes()
         request = self._requests.get(number)
         if request is None:
             request = self._requests[number] = _introduced(new[str(number)], ids)
@@ -107,12 +112,21 @@ class StepDecoder:
             request.token_ids += ids
         request.block_table += blocks
         request.admissions, request.num_pending = admission, pending
+        request.mask = allowed or None
         return ScheduledRequest(request, start, tokens, bool(samples), admission)
 
 
 def decode_graph(frame: Frame) -> int:
     """The size that rank 0 fills this step up to; 0: it runs as it is."""
     return int(frame.body.get(_GRAPH, 0))
+
+
+def _as_numbers(mask: bytes | None) -> "array[int]":
+    """Filled up with ids that are not there: samplers read as many bits as the vocabulary has."""
+    told = array(NUMBER)
+    if mask is not None:
+        told.frombytes(mask + bytes(-len(mask) % _MASK_UNIT))
+    return told
 
 
 def _introduction(request: Request) -> list[Any]:

@@ -40,10 +40,12 @@ class RequestRules:
         bias = {i: value for i, value in params.logit_bias.items() if 0 <= i < vocab_size}
         self.bias_ids = torch.tensor(list(bias), dtype=torch.int64)
         self.bias_values = torch.tensor(list(bias.values()), dtype=torch.float32)
-        self.allowed: Tensor | None = None
+        self._listed: Tensor | None = None
         if params.allowed_token_ids is not None:
             allowed = _inside(sorted(set(params.allowed_token_ids)), vocab_size)
-            self.allowed = torch.tensor(allowed, dtype=torch.int64)
+            self._listed = torch.tensor(allowed, dtype=torch.int64)
+        self.allowed = self._listed
+        """Ids that may come next, ascending; None: all."""
         self._stop_ids = _inside(params.stop_token_ids, vocab_size)
         self._bad_words = [word for word in params.bad_words if word and 0 <= word[-1] < vocab_size]
 
@@ -53,6 +55,8 @@ class RequestRules:
         self.lacks_last = self.request.num_unknown == 1
         if self.counts is not None:
             self.counts.catch_up(self.request)
+        if self.request.mask is not None:
+            self.allowed = masked_ids(self.request.mask, self._listed)
         penalised = self.counts is not None and (len(self.counts) > 0 or self.lacks_last)
         fixed = self.allowed is not None or len(self.bias_ids) > 0
         return penalised or fixed or bool(self._bad_words) or self._too_short()
@@ -119,6 +123,11 @@ class RuleBook:
 
 
 def may_change_logits(params: SamplingParams) -> bool:
+    return params.grammar is not None or has_rules(params)
+
+
+def has_rules(params: SamplingParams) -> bool:
+    """Whether there is more than a grammar."""
     return bool(
         params.penalises
         or params.logit_bias
@@ -126,6 +135,18 @@ def may_change_logits(params: SamplingParams) -> bool:
         or params.allowed_token_ids is not None
         or (params.min_tokens and params.stop_token_ids)
     )
+
+
+def mask_bits(masks: Sequence[bytes]) -> Tensor:
+    """uint8 [masks, 8 · bytes], 1 where an id may come next; see `Constraint.allowed`. Masks of one size."""
+    bytes_MB = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).view(len(masks), -1)
+    return ((bytes_MB[:, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)
+
+
+def masked_ids(mask: bytes, listed: Tensor | None) -> Tensor:
+    """Ascending; of `listed` those that the mask allows."""
+    bit_V = mask_bits([mask])[0]
+    return bit_V.nonzero()[:, 0] if listed is None else listed[bit_V[listed] > 0]
 
 
 def _inside(ids: Iterable[int], vocab_size: int) -> list[int]:

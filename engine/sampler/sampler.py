@@ -31,7 +31,9 @@ _ROWS_AT_ONCE = {"cpu": 1, "cuda": 64}
 # On CPU a row and its weights stay in the core's cache; on a GPU this bounds the int64 scratch space.
 
 BROKEN = "the model produced NaN or infinite logits for this request"
-NOTHING_LEFT = "no token is left to choose: allowed_token_ids, bad_words and min_tokens forbid every one"
+NOTHING_LEFT = (
+    "no token is left to choose: allowed_token_ids, bad_words, min_tokens and the grammar forbid every one"
+)
 
 
 class _Method(NamedTuple):

@@ -192,7 +192,12 @@ def test_results_of_tools_go_back(http):
         ({"max_tokens": 10_000}, 400, "invalid_request_error", "context"),
         ({"temperature": 5}, 400, "invalid_request_error", "temperature"),
         (TOOLS, 400, "invalid_request_error", "tools"),
-        ({**TOOLS, "tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice"),
+        (
+            {**TOOLS, "tool_choice": {"type": "tool", "name": "x"}},
+            400,
+            "invalid_request_error",
+            "tool_choice",
+        ),
         (
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
             400,

@@ -139,10 +139,10 @@ def test_a_conversation_with_calls_is_rendered_by_the_template(client):
             {"messages": [*ASKED, {"role": "tool", "content": "x", "tool_call_id": "1"}]},
             "messages[1].role",
         ),
-        ("caller", {"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ("caller", {"tool_choice": "required"}, "tool_choice"),
         (
             "caller",
-            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "clock"}}},
             "tool_choice",
         ),
         ("caller", {"tool_choice": "auto"}, "tool_choice"),

@@ -114,7 +114,7 @@ def test_models_and_version(http):
     [
         ("/api/chat", {"model": "nobody"}, 404, "nobody"),
         ("/api/chat", {"options": {"temperature": 9}}, 400, "temperature"),
-        ("/api/chat", {"format": "json"}, 400, "format"),
+        ("/api/chat", {"format": "xml"}, 400, "format"),
         ("/api/chat", {"tools": TOOLS}, 400, "tools"),
         ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, 400, "Images"),
         ("/api/chat", {"options": {"num_predict": 9999}}, 400, "context"),

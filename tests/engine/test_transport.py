@@ -20,6 +20,8 @@ PARAMS = SamplingParams(
     allowed_token_ids=(1, 2),
     stop_token_ids=(7,),
     logprobs=2,
+    grammar="{}",
+    thinking="may",
 )
 LOGPROBS = m.TokenLogprobs(token_id=1, logprob=-0.25, rank=1, top=[(1, -0.25), (2, -1.5)])
 STATS = m.EngineStats(running=1, steps=2, step_seconds=0.5)
@@ -35,6 +37,7 @@ TO_ENGINE = [
     m.Ping(nonce=1),
     m.AskBlocks(),
     m.Shutdown(),
+    m.Vocabulary(data=b"ab\xff", sizes=[2, 0, 1], special=[1]),
 ]
 TO_DAEMON = [
     m.Progress(phase="weights", done=1, total=2**40),

@@ -30,6 +30,7 @@ from llmbox.engine.messages import (
     RequestOutput,
     StepOutputs,
     TokenLogprobs,
+    Vocabulary,
 )
 from llmbox.engine.parallel.link import RankLost
 from llmbox.engine.process import main
@@ -157,6 +158,9 @@ class FakeEngine:
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
 
     def add(self, message: AddRequest) -> RequestOutput | None:
         needed = len(message.prompt_ids) + message.params.max_tokens

@@ -6,8 +6,6 @@ from litestar import Response, get
 from litestar.params import FromQuery
 
 from llmbox.app.http.admin.models import describe_all
-from llmbox.app.http.openai.fields import ChatCompletionRequest
-from llmbox.app.http.openai.unsupported import is_supported
 
 from .render import PanelRequest, page, panel_of
 
@@ -23,19 +21,12 @@ PARAMETERS: Final = (
     ("seed", "Seed", ""),
 )
 """Numbers: field of the API, label, value at first. What is empty is left to the model."""
-_ASKED_FOR: Final = (("response_format", "JSON schemas"),)
-"""What people look for in a playground, by the field that would carry it."""
-
-
-def missing() -> list[tuple[str, str]]:
-    """(name, why) of what people may look for on this page."""
-    lacking = [
-        (name, f"the API refuses {field}, with 400")
-        for field, name in _ASKED_FOR
-        if not is_supported(ChatCompletionRequest, field)
-    ]
-    lacking.append(("Tools", "this page has no place for them; the API takes them"))
-    return [*lacking, ("Embeddings", "the API has no such route; no model here makes any")]
+MISSING: Final = (
+    ("JSON schemas", "this page has no place for them; the API takes response_format"),
+    ("Tools", "this page has no place for them; the API takes them"),
+    ("Embeddings", "the API has no such route; no model here makes any"),
+)
+"""(name, why) of what people may look for on this page."""
 
 
 @get("/playground", sync_to_thread=False, name="panel_playground")
@@ -52,6 +43,6 @@ def playground_page(
         chosen=model,
         other=other,
         parameters=PARAMETERS,
-        missing=missing(),
+        missing=MISSING,
         url=panel.control.running.url,
     )

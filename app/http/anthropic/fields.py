@@ -74,8 +74,6 @@ class ToolParam(Struct, kw_only=True):
 
 
 class ToolChoice(Struct, kw_only=True):
-    """`any` and `tool` get 400."""
-
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
     disable_parallel_tool_use: bool | None = None
@@ -88,6 +86,11 @@ class Thinking(Struct, kw_only=True):
 
 class Metadata(Struct, kw_only=True):
     user_id: str | None = None
+
+
+class OutputFormat(Struct, kw_only=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
 
 
 class CountTokensRequest(Struct, kw_only=True):
@@ -112,4 +115,4 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     container: Later = None
-    output_format: Later = None
+    output_format: OutputFormat | None = None

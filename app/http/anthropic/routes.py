@@ -57,7 +57,9 @@ async def count_tokens(request: HttpRequest, data: Annotated[CountTokensRequest,
 
 async def _prepared(call: Call, data: MessagesRequest) -> ChatCall:
     refuse_unsupported(data)
-    return await prepare_translated(call, chat_fields(data), _warnings(call, data), "msg")
+    return await prepare_translated(
+        call, chat_fields(data), _warnings(call, data), "msg", {"response_format": "output_format"}
+    )
 
 
 def _warnings(call: Call, data: MessagesRequest) -> list[str]:

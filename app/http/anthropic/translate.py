@@ -40,7 +40,7 @@ def prompt_fields(request: CountTokensRequest) -> dict[str, Any]:
 def chat_fields(request: MessagesRequest) -> dict[str, Any]:
     body = prompt_fields(request)
     thinks: bool = body["chat_template_kwargs"]["enable_thinking"]
-    given = {
+    given: dict[str, Any] = {
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
         "top_p": request.top_p,
@@ -50,6 +50,8 @@ def chat_fields(request: MessagesRequest) -> dict[str, Any]:
         "user": request.metadata.user_id if request.metadata else None,
         "include_reasoning": thinks,
     }
+    if (asked := request.output_format) is not None:
+        given["response_format"] = {"type": "json_schema", "json_schema": {"schema": asked.schema}}
     body |= {name: value for name, value in given.items() if value is not None}
     if request.tools and (choice := request.tool_choice) is not None:
         named = {"type": "function", "function": {"name": choice.name or "-"}}

@@ -59,7 +59,8 @@ class Common(Struct, kw_only=True):
     stream: bool | None = None
     """Absent: true, as with Ollama."""
     think: bool | Literal["low", "medium", "high"] | None = None
-    format: Later = None
+    format: str | dict[str, Any] | None = None
+    """`json`, or a JSON schema."""
     keep_alive: Any = None
     """Has no effect: `memory.ttl` and `llmbox load --ttl` decide."""
 

@@ -89,7 +89,9 @@ async def _answered(
 
 async def _prepared(call: Call, data: Common, plain: dict[str, Any]) -> ChatCall:
     refuse_unsupported(data)
-    return await prepare_translated(call, plain, _warnings(call, data), "ollama")
+    return await prepare_translated(
+        call, plain, _warnings(call, data), "ollama", {"response_format": "format"}
+    )
 
 
 def _warnings(call: Call, data: Common) -> list[str]:

@@ -36,10 +36,25 @@ def _common(request: Common) -> dict[str, Any]:
         given["repetition_penalty"] = options.repeat_penalty
         given["max_tokens"] = options.num_predict if (options.num_predict or 0) > 0 else None
         body |= {name: value for name, value in given.items() if value is not None}
+    if (asked := request.format) not in (None, ""):
+        body["response_format"] = _format(asked)
     if request.think is not None:
         body["chat_template_kwargs"] = {"enable_thinking": request.think is not False}
         body["include_reasoning"] = request.think is not False
     return body
+
+
+def _format(asked: Any) -> dict[str, Any]:
+    if asked == "json":
+        return {"type": "json_object"}
+    if isinstance(asked, str):
+        raise ApiError(
+            400,
+            "Invalid value for 'format': it is 'json' or a JSON schema.",
+            code="invalid_value",
+            param="format",
+        )
+    return {"type": "json_schema", "json_schema": {"schema": asked}}
 
 
 def _messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:

@@ -38,6 +38,7 @@ from .sampling import (
     sampling_params,
     stop_strings,
 )
+from .structured import constrained, unknown_inside, wanted_answer, wanted_calls
 from .unsupported import refuse_unsupported, unknown_fields
 
 
@@ -61,12 +62,15 @@ async def prepare_chat(call: Call, body: ChatCompletionRequest, prefix: str = "c
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "it is only allowed when 'logprobs' is true")
     stop = stop_strings(body, call.limits)
+    answer = wanted_answer(body, call.limits)
     chat = build_chat(body, call.limits)
     model = await call.find_model(body.model)
     logprobs = Logprobs((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
     params = sampling_params(body, model, call.limits, logprobs)
     rendered = await model.text.render_chat(call.gateway.templates, chat)
     parsing = Parsing.of(body, model.text, chat, rendered)
+    calls = wanted_calls(body, chat.tools, parsing.tools)
+    params = await constrained(params, answer, calls, parsing.thinking, model, call.gateway)
     generation = Generation(
         id=public_id(prefix, body.request_id, call.exchange, call.gateway),
         endpoint=call.endpoint,
@@ -181,7 +185,8 @@ def _warnings(call: Call, body: ChatCompletionRequest) -> list[str]:
         found += unknown_fields(Message, message, "messages[].")
     for tool in call.plain.get("tools") or ():
         found += unknown_fields(Tool, tool, "tools[].")
-    if any(tool.function.strict for tool in body.tools or ()):
+    found += unknown_inside(call.plain)
+    if any(tool.function.strict for tool in body.tools or ()) and body.tool_choice in (None, "auto"):
         found.append("'tools[].function.strict' has no effect: arguments are what the model writes.")
     options = body.stream_options
     if options is not None and options.include_obfuscation:

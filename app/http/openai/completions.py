@@ -27,6 +27,7 @@ from .sampling import (
     sampling_params,
     stop_strings,
 )
+from .structured import constrained, unknown_inside, wanted_answer
 from .unsupported import refuse_unsupported
 
 CompletionCall = Prepared[CompletionRequest]
@@ -42,12 +43,14 @@ async def prepare_completion(call: Call, body: CompletionRequest) -> CompletionC
     # No output at all makes sense only for the log-probabilities of the echoed prompt.
     check_max_tokens("max_tokens", body.max_tokens, 0 if body.echo else 1, body)
     stop = stop_strings(body, call.limits)
+    answer = wanted_answer(body, call.limits)
     model = await call.find_model(body.model)
     wanted = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         wanted = max(wanted or 0, body.logprobs)
     params = sampling_params(body, model, call.limits, Logprobs(body.logprobs, wanted))
     prompts = await _prompts(body, model, call.limits)
+    params = await constrained(params, answer, None, "no", model, call.gateway)
     generation = Generation(
         id=public_id("cmpl", body.request_id, call.exchange, call.gateway),
         endpoint=call.endpoint,
@@ -70,7 +73,7 @@ async def prepare_completion(call: Call, body: CompletionRequest) -> CompletionC
         stream=bool(body.stream),
         prompt_param="prompt",
     )
-    return Prepared(body, generation, call.warnings(type(body)))
+    return Prepared(body, generation, call.warnings(type(body)) + unknown_inside(call.plain))
 
 
 async def complete(gateway: Gateway, call: CompletionCall) -> Completion:

@@ -37,6 +37,34 @@ class StreamOptions(Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
+class JsonSchema(Struct, kw_only=True):
+    name: Name | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Answers always follow the schema."""
+
+
+class ResponseFormat(Struct, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
+    """With `json_object`, as llama.cpp takes it."""
+
+
+class StructuredOutputs(Struct, kw_only=True):
+    """One of these."""
+
+    json: str | dict[str, Any] | None = None
+    """A JSON schema."""
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """Lark's notation, or llama.cpp's (GBNF)."""
+    json_object: bool | None = None
+    structural_tag: Later = None
+
+
 class GenerationFields(Struct, kw_only=True):
     """What chat and plain completions have in common. null is the same as absent."""
 
@@ -75,13 +103,13 @@ class GenerationFields(Struct, kw_only=True):
     service_tier: Never = None
     include_reasoning: Later = None
     thinking_token_budget: Later = None
-    structured_outputs: Later = None
-    guided_json: Later = None
-    guided_regex: Later = None
-    guided_choice: Later = None
-    guided_grammar: Later = None
-    guided_json_object: Later = None
-    response_format: Later = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    response_format: ResponseFormat | None = None
     use_beam_search: Never = None
     include_stop_str_in_output: Never = None
     truncate_prompt_tokens: Never = None
@@ -150,7 +178,6 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    """`required` and a tool by name get 400."""
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
 

@@ -9,7 +9,7 @@ import msgspec
 from ...errors import ApiError
 from ...settings import LimitSettings
 from ...text.chat_prompt import Chat
-from .fields import ContentPart, Message, Tool, ToolCall
+from .fields import ContentPart, Message, NamedTool, Tool, ToolCall
 from .sampling import invalid
 
 _TEMPLATE_OWN = {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
@@ -45,16 +45,10 @@ def _tools(body: Any, most: int) -> list[dict[str, Any]] | None:
     """None where none are offered, `tool_choice: "none"` included."""
     tools: list[Tool] = body.tools or []
     choice = getattr(body, "tool_choice", None)
-    if choice in (None, "none", "auto"):
-        if choice == "auto" and not tools:
-            raise invalid("tool_choice", "it is only allowed when 'tools' are given")
-    else:
-        raise ApiError(
-            400,
-            "The value of 'tool_choice' is not supported. A call cannot be forced yet: use 'auto' or 'none'.",
-            code="unsupported_parameter",
-            param="tool_choice",
-        )
+    if choice not in (None, "none") and not tools:
+        raise invalid("tool_choice", "it is only allowed when 'tools' are given")
+    if isinstance(choice, NamedTool) and all(t.function.name != choice.function.name for t in tools):
+        raise invalid("tool_choice", f"there is no tool {choice.function.name!r} in 'tools'")
     if len(tools) > most:
         raise invalid("tools", f"at most {most} tools are allowed")
     if choice == "none" or not tools:

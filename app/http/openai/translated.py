@@ -1,5 +1,6 @@
 """Requests of other dialects, as the chat requests that mean the same."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +20,19 @@ def chat_request(plain: dict[str, Any]) -> ChatCompletionRequest:
         raise ApiError(400, f"Invalid value: {error}.", code="invalid_value") from None
 
 
-async def prepare_translated(call: Call, plain: dict[str, Any], warnings: list[str], prefix: str) -> ChatCall:
-    """Where requests are kept, this one is kept as `plain`; `warnings` are of its own dialect."""
+async def prepare_translated(
+    call: Call, plain: dict[str, Any], warnings: list[str], prefix: str, names: Mapping[str, str]
+) -> ChatCall:
+    """Where requests are kept, this one is kept as `plain`; `warnings` are of its own dialect, as are
+    `names`, by those of the chat's fields.
+    """
     translated = replace(call, plain=plain, body=msgspec.json.encode(plain))
-    chat = await prepare_chat(translated, chat_request(plain), prefix=prefix)
+    try:
+        chat = await prepare_chat(translated, chat_request(plain), prefix=prefix)
+    except ApiError as error:
+        name = names.get(error.param or "")
+        if name is not None:
+            error.message = error.message.replace(f"'{error.param}'", f"'{name}'")
+            error.param = name
+        raise
     return replace(chat, warnings=[*warnings, *chat.warnings])

@@ -11,13 +11,11 @@ from .fields import Later, Never
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
-    "response_format": ({"type": "text"},),
     "store": (False,),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "verbosity": ("medium",),
     "include_reasoning": (True,),
-    "guided_json_object": (False,),
     "use_beam_search": (False,),
     "include_stop_str_in_output": (False,),
     "echo": (False,),
@@ -52,11 +50,6 @@ def refuse_unsupported(request: msgspec.Struct) -> None:
                 code="unsupported_parameter",
                 param=name,
             )
-
-
-def is_supported(kind: type[msgspec.Struct], name: str) -> bool:
-    """Whether a field does anything here."""
-    return name in kind.__struct_fields__ and name not in _refusable(kind)
 
 
 def unknown_fields(kind: type[msgspec.Struct], plain: dict[str, Any], inside: str = "") -> list[str]:

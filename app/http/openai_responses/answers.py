@@ -2,10 +2,11 @@
 
 from typing import Any, Literal
 
+import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
 from ...gateway.generation import Usage
-from .fields import ResponseRequest
+from .fields import FunctionChoice, ResponseRequest
 
 
 class InputDetails(Struct):
@@ -49,11 +50,11 @@ class ResponseObject(Struct, kw_only=True):
     max_output_tokens: int | None
     metadata: dict[str, str]
     parallel_tool_calls: bool
-    tool_choice: str
+    tool_choice: str | dict[str, str]
     tools: list[dict[str, Any]]
     temperature: float
     top_p: float
-    text: dict[str, Any] = field(default_factory=lambda: {"format": {"type": "text"}})
+    text: dict[str, Any]
     reasoning: dict[str, Any]
     background: Literal[False] = False
     previous_response_id: None = None
@@ -65,6 +66,19 @@ class ResponseObject(Struct, kw_only=True):
     """Ours: drawn for this request."""
     warnings: list[str] | UnsetType = UNSET
     """Ours: what was ignored."""
+
+
+def choice_of(request: ResponseRequest) -> str | dict[str, str]:
+    choice = request.tool_choice
+    if isinstance(choice, FunctionChoice):
+        return {"type": "function", "name": choice.name}
+    return choice or "auto"
+
+
+def text_of(request: ResponseRequest) -> dict[str, Any]:
+    asked = request.text.format if request.text is not None else None
+    told = {"type": "text"} if asked is None else msgspec.structs.asdict(asked)
+    return {"format": {name: value for name, value in told.items() if value is not None}}
 
 
 def tools_of(request: ResponseRequest) -> list[dict[str, Any]]:

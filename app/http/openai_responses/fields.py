@@ -57,6 +57,11 @@ class Reasoning(Struct, kw_only=True):
 
 class TextFormat(Struct, kw_only=True):
     type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Answers always follow the schema."""
 
 
 class TextOptions(Struct, kw_only=True):
@@ -76,11 +81,9 @@ class ResponseRequest(Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
-    """`required` and a function by name get 400."""
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
-    """A format other than `text` gets 400."""
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None

@@ -6,7 +6,6 @@ from typing import Annotated
 from litestar import Response, Router, post
 from litestar.params import Body
 
-from ...errors import ApiError
 from ..disconnect import while_connected
 from ..guard import Access
 from ..openai.chat import ChatCall
@@ -19,7 +18,11 @@ from .events import complete_response, error_event, stream_response
 from .fields import FunctionTool, ResponseRequest
 from .translate import chat_fields
 
-_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
 _STREAM = StreamOptions(last=b"", error=error_event)
 
 
@@ -45,28 +48,9 @@ async def responses(
 
 async def _prepared(call: Call, data: ResponseRequest) -> ChatCall:
     refuse_unsupported(data)
-    if data.text is not None and data.text.format is not None and data.text.format.type != "text":
-        raise ApiError(
-            400,
-            f"The format {data.text.format.type!r} is not supported yet: answers are text.",
-            code="unsupported_parameter",
-            param="text.format",
-        )
-    try:
-        chat = await prepare_translated(call, chat_fields(data), _warnings(call, data), "resp")
-    except ApiError as error:
-        raise _in_our_words(error) from None
+    chat = await prepare_translated(call, chat_fields(data), _warnings(call, data), "resp", _NAMES)
     generation = replace(chat.generation, prompt_param="input", max_tokens_param="max_output_tokens")
     return replace(chat, generation=generation)
-
-
-def _in_our_words(error: ApiError) -> ApiError:
-    """Fields under the names that this API has for them."""
-    if error.param in _NAMES:
-        name = _NAMES[error.param]
-        error.message = error.message.replace(f"'{error.param}'", f"'{name}'")
-        error.param = name
-    return error
 
 
 def _warnings(call: Call, data: ResponseRequest) -> list[str]:

@@ -32,6 +32,7 @@ def chat_fields(request: ResponseRequest) -> dict[str, Any]:
         "stream": request.stream,
         "tools": [_tool(tool) for tool in request.tools or ()] or None,
         "tool_choice": _choice(request),
+        "response_format": _format(request),
         "parallel_tool_calls": request.parallel_tool_calls,
         "metadata": request.metadata,
         "user": request.user,
@@ -50,6 +51,15 @@ def _choice(request: ResponseRequest) -> Any:
     if isinstance(choice, FunctionChoice):
         return {"type": "function", "function": {"name": choice.name}}
     return None if choice == "auto" and not request.tools else choice
+
+
+def _format(request: ResponseRequest) -> dict[str, Any] | None:
+    asked = request.text.format if request.text is not None else None
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return {"type": "json_object"}
+    return {"type": "json_schema", "json_schema": {"name": asked.name, "schema": asked.schema}}
 
 
 def _tool(tool: FunctionTool) -> dict[str, Any]:

@@ -24,6 +24,9 @@ class Mirroring(FakeOverlappingRunner):
         self.mirrors = {}
 
     def execute(self, plan):
+        for row in plan.rows:
+            if row.request.params.seed % 2 and row.samples:
+                row.request.mask = bytes([row.end % 256]) * 5
         frame = self.encoder.encode(plan)
         self.most = max(self.most, len(frame.encode()))
         mirrored = self.decoder.decode(Frame(frame.kind, frame.body, frame.numbers))
@@ -38,6 +41,10 @@ class Mirroring(FakeOverlappingRunner):
             for name in ("request_id", "token_ids", "block_table", "params", "num_prompt", "num_pending"):
                 assert getattr(row.request, name) == getattr(mirror.request, name), name
             assert mirror.request is not row.request
+            if row.samples and row.request.mask is not None:
+                assert mirror.request.mask == row.request.mask + bytes(3)  # whole integers
+            else:
+                assert mirror.request.mask is None
             self.mirrors[mirror.request] = row.request, row.admission
         for mirror, (request, admission) in self.mirrors.items():
             runs = request.admissions == admission

@@ -1,0 +1,196 @@
+"""Fields that say what an answer must follow, as a grammar for the engine."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llmbox.engine.sampling import SamplingParams
+
+from ...engines.loaded_model import LoadedModel
+from ...gateway.gateway import Gateway
+from ...settings import LimitSettings
+from ...text.answer_parts import Thinking
+from ...text.grammars import Grammar, calls, choice, grammars, json_schema, regex, vocabulary, written
+from ...text.off_loop import off_loop
+from ...text.tool_calls import ToolSyntax
+from .fields import ChatCompletionRequest, GenerationFields, NamedTool, ResponseFormat, StructuredOutputs
+from .sampling import invalid
+from .unsupported import refuse_unsupported, unknown_fields
+
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an answer must follow, and the field that says so."""
+
+    param: str
+    grammar: Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Tools as the template was shown them. `forced`: the answer is a call; otherwise it may be one."""
+
+    tools: Sequence[dict[str, Any]]
+    syntax: ToolSyntax
+    forced: bool
+    several: bool
+
+
+def wanted_answer(fields: GenerationFields, limits: LimitSettings) -> Answer | None:
+    """Raises ApiError 400."""
+    found = [
+        Answer(param, grammar)
+        for param, grammar in _given(fields, limits.grammar_bytes)
+        if grammar is not None
+    ]
+    if len(found) > 1:
+        raise invalid(found[1].param, f"an answer cannot also follow '{found[0].param}'")
+    if not found:
+        return None
+    _check_others(fields, found[0].param)
+    return found[0]
+
+
+def wanted_calls(
+    body: ChatCompletionRequest, tools: Sequence[dict[str, Any]] | None, syntax: ToolSyntax | None
+) -> Calls | None:
+    """`tools` that are offered, and how the model calls them. Raises ApiError 400."""
+    if not tools or syntax is None:
+        return None
+    named = body.tool_choice
+    forced = named not in (None, "auto")
+    if forced:
+        _check_others(body, "tool_choice")
+    if isinstance(named, NamedTool):
+        tools = [tool for tool in tools if tool["function"]["name"] == named.function.name]
+    several = not isinstance(named, NamedTool) and body.parallel_tool_calls is not False and syntax.most != 1
+    return Calls(tools, syntax, forced, several)
+
+
+async def constrained(
+    params: SamplingParams,
+    answer: Answer | None,
+    of_calls: Calls | None,
+    thinking: Thinking,
+    model: LoadedModel,
+    gateway: Gateway,
+) -> SamplingParams:
+    """`params` with the grammar, checked. Raises ApiError 400."""
+    if answer is None and (of_calls is None or not of_calls.forced):
+        return params
+    param = "tool_choice" if answer is None else answer.param
+    if not params.stop_token_ids:
+        raise invalid(param, "this model has no token that ends an answer")
+    made: list[Grammar] = []
+    if of_calls is not None:
+        made = calls(model.text, of_calls.syntax, of_calls.tools, several=of_calls.several)
+        if of_calls.forced:
+            answer, param = None, "tools"
+    wanted = grammars(None if answer is None else answer.grammar, made)
+    grammar = await gateway.grammars.compiled(wanted, param)
+    await _teach(model)
+    return replace(params, grammar=grammar, thinking=thinking)
+
+
+def unknown_inside(plain: dict[str, Any]) -> list[str]:
+    """Warnings for what stands in these fields and means nothing here."""
+    found: list[str] = []
+    for name, kind in (("response_format", ResponseFormat), ("structured_outputs", StructuredOutputs)):
+        found += unknown_fields(kind, plain.get(name) or {}, f"{name}.")
+    return found
+
+
+async def _teach(model: LoadedModel) -> None:
+    """Its engines get the vocabulary with the first request that has a grammar."""
+    supervisor = model.supervisor
+    if supervisor.vocabulary is None:
+        assert supervisor.info is not None
+        size = supervisor.info.vocab_size
+        supervisor.vocabulary = await off_loop(size, lambda: vocabulary(model.text, size))
+
+
+def _check_others(fields: GenerationFields, param: str) -> None:
+    """These ask for an answer that goes on where the grammar has ended."""
+    if fields.ignore_eos:
+        raise invalid("ignore_eos", f"it cannot be combined with '{param}'")
+    if fields.min_tokens:
+        raise invalid("min_tokens", f"it cannot be combined with '{param}'")
+
+
+def _given(fields: GenerationFields, most: int) -> list[tuple[str, Grammar | None]]:
+    """Every field that may say something, and what it says."""
+    given = [
+        ("response_format", _of_format(fields.response_format, most)),
+        ("guided_json", _schema("guided_json", fields.guided_json, most)),
+        ("guided_regex", _regex("guided_regex", fields.guided_regex, most)),
+        ("guided_choice", _choice("guided_choice", fields.guided_choice, most)),
+        ("guided_grammar", _grammar("guided_grammar", fields.guided_grammar, most)),
+        ("guided_json_object", json_schema(_ANY_OBJECT) if fields.guided_json_object else None),
+    ]
+    if (outputs := fields.structured_outputs) is not None:
+        refuse_unsupported(outputs)
+        at = "structured_outputs"
+        given += [
+            (f"{at}.json", _schema(f"{at}.json", outputs.json, most)),
+            (f"{at}.regex", _regex(f"{at}.regex", outputs.regex, most)),
+            (f"{at}.choice", _choice(f"{at}.choice", outputs.choice, most)),
+            (f"{at}.grammar", _grammar(f"{at}.grammar", outputs.grammar, most)),
+            (f"{at}.json_object", json_schema(_ANY_OBJECT) if outputs.json_object else None),
+        ]
+    return given
+
+
+def _of_format(asked: ResponseFormat | None, most: int) -> Grammar | None:
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return _schema("response_format", asked.schema or _ANY_OBJECT, most)
+    if asked.json_schema is None:
+        raise invalid("response_format", "the type 'json_schema' needs 'json_schema'")
+    return _schema("response_format", asked.json_schema.schema or _ANY_OBJECT, most)
+
+
+def _schema(param: str, schema: str | dict[str, Any] | None, most: int) -> Grammar | None:
+    if schema is None:
+        return None
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    _check_size(param, text, most)
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            raise invalid(param, "it is not JSON") from None
+    if not isinstance(schema, dict):
+        raise invalid(param, "a schema is a JSON object")
+    return json_schema(schema)
+
+
+def _regex(param: str, pattern: str | None, most: int) -> Grammar | None:
+    if pattern is None:
+        return None
+    _check_size(param, pattern, most)
+    return regex(pattern)
+
+
+def _choice(param: str, texts: list[str] | None, most: int) -> Grammar | None:
+    if texts is None:
+        return None
+    _check_size(param, "".join(texts), most)
+    if not all(texts) or not texts:
+        raise invalid(param, "there must be at least one text, and none may be empty")
+    return choice(texts)
+
+
+def _grammar(param: str, grammar: str | None, most: int) -> Grammar | None:
+    if grammar is None:
+        return None
+    _check_size(param, grammar, most)
+    return written(grammar)
+
+
+def _check_size(param: str, text: str, most: int) -> None:
+    if len(text.encode("utf-8", "replace")) > most:
+        raise invalid(param, f"it has at most {most} bytes")

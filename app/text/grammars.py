@@ -1,0 +1,87 @@
+"""What answers must follow, in llguidance's terms: a list of grammars, of which the first begins.
+
+Texts may be written in any tokens (`no_forcing`): what comes next depends on the text so far alone.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from llmbox.engine.messages import Vocabulary
+
+from .model_text import ModelText
+from .tool_calls import HERMES, MISTRAL, ToolSyntax
+
+Grammar = dict[str, Any]
+WHITE_SPACE = r"[ \t\r\n]{0,40}"
+"""Between the parts of JSON. Without a bound weak models write nothing else."""
+
+
+def json_schema(schema: dict[str, Any]) -> Grammar:
+    return {"json_schema": {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}}
+
+
+def regex(pattern: str) -> Grammar:
+    r"""The whole answer matches; `\d`, `\w` and `\s` are of ASCII."""
+    return {"regex": pattern}
+
+
+def choice(texts: Sequence[str]) -> Grammar:
+    return {"lark_grammar": "start: " + " | ".join(map(_quoted, texts))}
+
+
+def written(grammar: str) -> Grammar:
+    """Lark's notation or llama.cpp's (GBNF)."""
+    return {"gbnf": grammar}
+
+
+def calls(
+    text: ModelText, syntax: ToolSyntax, tools: Sequence[dict[str, Any]], *, several: bool
+) -> list[Grammar]:
+    """Calls of these tools as the model writes them, arguments by their schemas; one, or `several`."""
+    found: list[Grammar] = [
+        {
+            "name": f"arguments{number}",
+            **json_schema(tool["function"].get("parameters") or {"type": "object"}),
+        }
+        for number, tool in enumerate(tools)
+    ]
+    field = "parameters" if syntax.bare else "arguments"
+    names = [_quoted(f'{{"name": {json.dumps(tool["function"]["name"])}, "{field}": ') for tool in tools]
+    call = " | ".join(f'{name} @arguments{number} "}}"' for number, name in enumerate(names))
+    lark = f"start: {_around(text, syntax, several=several)}\ncall: {call}"
+    return [{"name": "calls", "lark_grammar": lark}, *found]
+
+
+def grammars(answer: Grammar | None, of_calls: Sequence[Grammar] = ()) -> list[Grammar]:
+    """The answer, or calls, or either."""
+    starts = (["@answer"] if answer is not None else []) + (["@calls"] if of_calls else [])
+    top: Grammar = {"lark_grammar": f'%llguidance {{"no_forcing": true}}\nstart: {" | ".join(starts)}'}
+    return [top, *([] if answer is None else [{"name": "answer", **answer}]), *of_calls]
+
+
+def vocabulary(text: ModelText, vocab_size: int) -> Vocabulary:
+    """Takes some tenths of a second for a large one."""
+    tokens = [text.tokens.made(i) for i in range(min(vocab_size, text.vocab_size))]
+    special = text.tokens.special_ids.union(text.eos_token_ids)
+    return Vocabulary(data=b"".join(tokens), sizes=[len(token) for token in tokens], special=sorted(special))
+
+
+def _around(text: ModelText, syntax: ToolSyntax, *, several: bool) -> str:
+    if syntax == HERMES:
+        one = f'{_mark(text, syntax.opener)} "\\n" call "\\n" {_mark(text, syntax.closer)}'
+        return f'{one} ("\\n" {one})*' if several else one
+    if syntax == MISTRAL:
+        rest = '(", " call)*' if several else ""
+        return f'{_mark(text, syntax.opener)} "[" call {rest} "]"'
+    return "call"
+
+
+def _mark(text: ModelText, mark: str) -> str:
+    """Special tokens have no text in grammars."""
+    token = text.tokenizer.token_to_id(mark)
+    return f"<[{token}]>" if token is not None and token in text.tokens.special_ids else _quoted(mark)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,63 @@
+"""What worker processes have in common: frames, limits, and the loop over jobs. Imports nothing of llmbox.
+
+Frames on stdin and stdout: 4 bytes of length (little-endian), then JSON.
+in:  {...}, one job
+out: "ready" once, then an object of texts for each, with "error" where there is no answer
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from setproctitle import setproctitle
+
+CPU_SECONDS = 1.0
+Answer = Callable[[dict[str, Any]], dict[str, str]]
+
+
+def limit_process(memory: int) -> None:
+    for kind, limit in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NPROC, 0),
+        (resource.RLIMIT_NOFILE, 16),
+    ):
+        resource.setrlimit(kind, (limit, limit))
+
+
+def read_frame(stream: BinaryIO) -> Any | None:
+    head = stream.read(4)
+    if len(head) < 4:
+        return None
+    return json.loads(stream.read(int.from_bytes(head, "little")))
+
+
+def write_frame(stream: BinaryIO, value: Any) -> None:
+    data = json.dumps(value).encode()
+    stream.write(len(data).to_bytes(4, "little") + data)
+    stream.flush()
+
+
+def serve(stdin: BinaryIO, stdout: BinaryIO, answer: Answer, arm: Callable[[float], Any]) -> None:
+    """`arm(seconds)` starts the CPU alarm of one job, whose default action ends the process; 0 stops it."""
+    write_frame(stdout, "ready")
+    while (message := read_frame(stdin)) is not None:
+        arm(CPU_SECONDS)
+        reply = answer(message)
+        arm(0)
+        write_frame(stdout, reply)
+
+
+def run_worker(title: str, answer: Answer, memory: int) -> None:
+    """`memory`: bytes that the process may have."""
+    setproctitle(f"llmbox: {title}")
+    stdout = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    limit_process(memory)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C of a foreground daemon is the daemon's to handle
+    serve(sys.stdin.buffer, stdout, answer, lambda seconds: signal.setitimer(signal.ITIMER_PROF, seconds))

@@ -1,0 +1,256 @@
+"""Answers that must follow a grammar: every one does, and none depends on how it was computed."""
+
+import json
+import re
+from dataclasses import replace
+
+import jsonschema_rs
+import pytest
+
+from support.grammars import (
+    BREAK,
+    CHOICE,
+    EOS,
+    JSON,
+    REGEX,
+    SCHEMA,
+    TEXTS,
+    THINK,
+    THOUGHT,
+    constrained,
+    learned,
+    text_of,
+    wrapped,
+)
+from support.late_device import FakeCapture, device_engine
+from support.mixes import told
+from support.real_engines import ask, load, run, tokens
+from support.tiny_models import make_tiny_model
+from support.triton_interpreter import turn_on
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("qwen3"), tokenizer=False)
+
+
+def mixed(count=12):
+    """Requests with and without grammars, of all ways to draw."""
+    ways = [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 5, "top_p": 0.9},
+        {"logprobs": 3, "repetition_penalty": 1.3},
+        {"min_p": 0.1, "logit_bias": {TEXT_A: 5.0}},
+        {"allowed_token_ids": tuple(range(320)), "bad_words": ((TEXT_A,),)},
+    ]
+    grammars = [JSON, REGEX, CHOICE, None]
+    return [
+        constrained(f"r{n}", grammars[n % 4], prompt=range(5, 12 + 3 * n), seed=n, **ways[n % len(ways)])
+        if grammars[n % 4]
+        else ask(f"r{n}", range(5, 12 + 3 * n), 20, temperature=0.9, seed=n, logprobs=2)
+        for n in range(count)
+    ]
+
+
+TEXT_A = 3 + ord("a")
+
+
+def answer(engine, request):
+    outputs = run(engine, [request])[request.request_id]
+    assert outputs[-1].finish_reason == "stop", outputs[-1]
+    ids = [i for output in outputs for i in output.token_ids]
+    assert ids[-1] == EOS
+    return ids
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+def test_answers_follow_their_grammar(model, kernels, monkeypatch):
+    monkeypatch.setenv("LLMBOX_KERNELS", kernels)
+    engine = learned(load(model))
+    validator = jsonschema_rs.validator_for(SCHEMA)
+    seen = set()
+    for seed in range(12):
+        value = json.loads(text_of(answer(engine, constrained("json", JSON, seed=seed))))
+        validator.validate(value)
+        assert re.fullmatch(
+            rb"[a-c]{2,4}-[0-9]{1,9}x", text_of(answer(engine, constrained("rx", REGEX, seed=seed)))
+        )
+        seen.add(text_of(answer(engine, constrained("choice", CHOICE, seed=seed))))
+    assert len(seen) > 1
+    assert seen <= {b"red", b"green", b"great"}
+
+
+def test_greedy_answers_follow_too(model):
+    assert text_of(answer(learned(load(model)), constrained("a", CHOICE, temperature=0.0))) in {
+        b"red",
+        b"green",
+        b"great",
+    }
+
+
+OPTIONS = [
+    {},
+    {"max_running": 1},
+    {"max_running": 3, "token_budget": 9},
+    {"kv_tokens": 240, "context": 200, "block_size": 4},
+    {"prefix_cache": False, "chunked_prefill": False},
+]
+NAMES = ["plain", "alone", "chunks", "preempted", "no cache"]
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLMBOX_KERNELS", "reference")
+        return run(learned(load(model)), mixed())
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
+@pytest.mark.parametrize("graphs", [None, False, True], ids=["in turn", "ahead", "graphs"])
+def test_answers_depend_on_the_request_alone(model, expected, options, graphs, monkeypatch):
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    if graphs is None:
+        engine = learned(load(model, **options))
+    else:
+        engine = learned(device_engine(model, capture=FakeCapture() if graphs else None, **options))
+        while engine.prepare():
+            pass
+    seen = run(engine, mixed())
+    assert {name: told(outputs) for name, outputs in seen.items()} == {
+        name: told(outputs) for name, outputs in expected.items()
+    }
+    engine._scheduler.check()
+    if "kv_tokens" in options:
+        assert engine.stats().preemptions > 0
+
+
+def test_only_requests_with_a_grammar_wait_for_their_tokens(model, monkeypatch):
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    engine = learned(device_engine(model))
+    engine.add(constrained("held", REGEX))
+    engine.add(ask("free", range(5, 12), 8))
+    steps = []
+    while engine.has_work and len(steps) < 8:
+        engine.step()
+        if engine._launched:
+            steps.append({row.request.request_id for row in engine._launched[-1][0].rows})
+    assert sum("free" in step for step in steps) >= 7
+    assert sum("held" in step for step in steps) == 4
+
+
+@pytest.mark.parametrize("cut", [1, 5, 17])
+def test_a_resumed_answer_goes_on_as_it_would_have(model, cut):
+    request = constrained("a", JSON, seed=3)
+    whole = answer(learned(load(model)), request)
+    rest = answer(learned(load(model)), replace(request, output_ids=whole[:cut]))
+    assert whole[:cut] + rest == whole
+
+
+def test_tokens_that_do_not_follow_fail_that_request_alone(model):
+    engine = learned(load(model))
+    wrong = replace(constrained("wrong", CHOICE), output_ids=[3 + ord("z")])
+    seen = run(engine, [wrong, constrained("right", CHOICE)])
+    assert seen["wrong"][-1].error_code == "grammar_error"
+    assert "does not follow" in seen["wrong"][-1].error_message
+    assert seen["right"][-1].finish_reason == "stop"
+    assert not engine.has_work
+
+
+def test_max_tokens_cuts(model):
+    outputs = run(learned(load(model)), [constrained("a", JSON, 4)])["a"]
+    assert outputs[-1].finish_reason == "length"
+    assert sum(len(output.token_ids) for output in outputs) == 4
+
+
+def test_a_broken_grammar_is_refused(model):
+    engine = learned(load(model))
+    outputs = run(engine, [constrained("a", wrapped({"lark_grammar": "start: nothing"}))])["a"]
+    assert outputs[-1].error_code == "grammar_error"
+    assert not engine.has_work
+
+
+def test_one_that_grows_too_complex_fails_alone(model):
+    """Every b doubles what may come: more states than a grammar may have."""
+    grammar = wrapped({"lark_grammar": "start: /[ab]*a[ab]{400}c/"})
+    engine = learned(load(model))
+    seen = run(engine, [constrained("a", grammar, 180), constrained("b", CHOICE)])
+    assert seen["a"][-1].finish_reason in {"error", "length"}
+    assert seen["b"][-1].finish_reason == "stop"
+
+
+def test_any_stop_token_ends_an_answer(model):
+    engine = learned(load(model))
+    ends = {
+        run(engine, [constrained("a", CHOICE, seed=seed, stop_token_ids=(2, 1))])["a"][-1].stop_token_id
+        for seed in range(12)
+    }
+    assert ends == {1, 2}
+
+
+def test_thoughts_come_before_what_follows_the_grammar(model):
+    engine = learned(load(model))
+    bias = {THOUGHT: 9.0, BREAK: 1.0, EOS: 30.0}
+    gaps = set()
+    for seed in range(16):
+        ids = answer(engine, constrained("a", CHOICE, 200, seed=seed, thinking="inside", logit_bias=bias))
+        end = ids.index(THOUGHT)
+        rest = ids[end + 1 :]
+        gaps.add(rest[0] == BREAK)
+        assert text_of(rest).lstrip(b"\n") in {b"red", b"green", b"great"}
+    assert gaps == {True, False}
+
+
+def test_an_answer_may_begin_with_thoughts(model):
+    engine = learned(load(model))
+    bias = {THOUGHT: 9.0, THINK: 3.0}
+    kinds = set()
+    for seed in range(16):
+        ids = answer(engine, constrained("a", CHOICE, 200, seed=seed, thinking="may", logit_bias=bias))
+        kinds.add(ids[0] == THINK)
+        rest = ids[ids.index(THOUGHT) + 1 :] if ids[0] == THINK else ids
+        assert text_of(rest).lstrip(b"\n") in {b"red", b"green", b"great"}
+    assert kinds == {True, False}
+
+
+def test_the_end_of_thoughts_takes_nothing_of_the_answer_along(model):
+    """`>x` after `</think` would end the thoughts and begin the answer in one token."""
+    spelled = tuple(3 + byte for byte in b"</think")
+    engine = learned(load(model))
+    request = constrained(
+        "a", CHOICE, thinking="inside", logit_bias={TEXTS.index(b">x"): 90.0, 3 + ord(">"): 60.0}
+    )
+    ids = answer(engine, replace(request, output_ids=list(spelled)))
+    assert ids[0] == 3 + ord(">")
+    assert text_of(ids[1:]).lstrip(b"\n") in {b"red", b"green", b"great"}
+
+
+def test_forks_have_grammars_of_their_own(model):
+    engine = learned(load(model))
+    first = constrained("a", JSON, seed=1, prompt=range(5, 40))
+    alone = {n: tokens(learned(load(model)), [replace(first, request_id=n)])[n] for n in "ab"}
+    assert tokens(engine, [first, replace(first, request_id="b", fork_of="a")]) == alone
+
+
+@pytest.mark.slow
+def test_the_kernels_of_a_gpu_draw_the_same(tmp_path, monkeypatch):
+    """Rules, log-probabilities and rows without a grammar in the same step."""
+    small = make_tiny_model(tmp_path, tokenizer=False, num_hidden_layers=1)
+    requests = [
+        constrained("plain", CHOICE, 4),
+        constrained("ruled", REGEX, 4, seed=2, logprobs=2, repetition_penalty=1.4, top_p=0.9),
+        constrained("greedy", JSON, 4, temperature=0.0),
+        ask("free", range(5, 12), 4, temperature=0.9, seed=3, logprobs=1, presence_penalty=0.5),
+    ]
+    options = {"dtype": "float32", "max_running": 4, "token_budget": 64}
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    wanted = run(learned(load(small, **options)), requests)
+    turn_on()
+    monkeypatch.setenv("LLMBOX_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
+    engine = learned(device_engine(small, **options))
+    assert engine._runner._ops.sample is not None
+    seen = run(engine, requests)
+    assert {name: told(outputs) for name, outputs in seen.items()} == {
+        name: told(outputs) for name, outputs in wanted.items()
+    }
