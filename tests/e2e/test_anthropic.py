@@ -1,11 +1,11 @@
 """Anthropic's Messages API, from an engine whose tokens are known."""
 
 import json
-import time
 
 import httpx
 import pytest
 
+from support.cli_box import until
 from support.fake_engine import write_model
 from support.openai_server import serving
 from support.tokenizers_zoo import byte_level, write_text_files
@@ -38,7 +38,7 @@ def server(tmp_path_factory):
     with serving(tmp_path_factory.mktemp("data")) as server:
         server.load_scripted(root, ANSWERS, TEMPLATE)
         slow = write_text_files(root / "slow", byte_level())
-        write_model(slow, vocab_size=300, context=1024, script=[72, 73], step_delay=0.03)
+        write_model(slow, vocab_size=300, context=1024, script=[72, 73], step_delay=0.01, hold_at=99)
         server.load(slow, "slow")
         yield server
 
@@ -244,10 +244,7 @@ def test_a_client_that_leaves_ends_its_request(server, http):
         while "text_delta" not in next(lines):
             pass
         assert len(server.services.gateway.in_flight()) == 1
-    deadline = time.monotonic() + 60
-    while server.services.gateway.in_flight():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not server.services.gateway.in_flight())
 
 
 async def cancel_all(server):

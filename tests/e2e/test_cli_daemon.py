@@ -1,5 +1,6 @@
 """The daemon's life as a user of the command line meets it, with the fake engine behind it."""
 
+import contextlib
 import json
 import os
 import signal
@@ -12,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from llmbox.app.cli.client import ApiRefusal, Client
+from llmbox.app.cli.client import ApiRefusal
 from llmbox.app.errors import CliError, Exit
 from support.cli_box import Box, box, interrupt, is_alive, until
+from support.fake_engine import GO_FILE
 
 __all__ = ["box"]
 
@@ -174,10 +176,13 @@ def test_killed_daemons_leave_no_engine_and_the_next_start_is_clean(box: Box):
 
 
 def test_sigterm_lets_open_requests_finish(box: Box):
-    child = box.serve(box.model(step_delay=0.05, script=[72, 73]))
+    model = box.model(hold_at=5, script=[72, 73])
+    child = box.serve(model)
     asking = box.spawn("run", "tiny", "hello", "--max-tokens", "60")
     until(lambda: box.api("status")["open_requests"] == 1)
     child.send_signal(signal.SIGTERM)
+    until(lambda: is_draining(box))
+    (model / GO_FILE).touch()
     out, err = asking.communicate(timeout=90)
     assert asking.returncode == 0, err
     assert len(out.strip()) == 60
@@ -185,7 +190,7 @@ def test_sigterm_lets_open_requests_finish(box: Box):
 
 
 def test_a_second_sigterm_stops_at_once_and_says_so_to_clients(box: Box):
-    child = box.serve(box.model(step_delay=0.05, script=[72, 73]))
+    child = box.serve(box.model(hold_at=5, script=[72, 73]))
     asking = box.spawn("run", "tiny", "hello", "--max-tokens", "4000")
     until(lambda: box.api("status")["open_requests"] == 1)
     child.send_signal(signal.SIGTERM)
@@ -283,11 +288,8 @@ def test_systemd_is_told(box: Box, tmp_path: Path):
 
 def test_processes_can_be_read_in_ps(box: Box):
     child = box.serve(box.model())
-    titles = {
-        Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
-        for pid in [child.pid, *engine_pids(child.pid)]
-    }
-    assert titles == {b"llmbox: daemon", b"llmbox: engine tiny"}
+    wanted = {b"llmbox: daemon", b"llmbox: engine tiny"}
+    until(lambda: {title(pid) for pid in [child.pid, *engine_pids(child.pid)]} == wanted)  # no spare any more
 
 
 def test_the_request_log_is_shown_followed_and_filtered(box: Box):
@@ -312,7 +314,7 @@ def test_the_request_log_is_shown_followed_and_filtered(box: Box):
 
 
 def test_a_running_request_can_be_cancelled(box: Box):
-    box.serve(box.model(step_delay=0.05, script=[72, 73]))
+    box.serve(box.model(hold_at=5, script=[72, 73]))
     asking = box.spawn("run", "tiny", "hello", "--max-tokens", "4000")
     until(lambda: box.api("requests")["in_flight"])
     (live,) = box.run("requests", "--json").json["in_flight"]
@@ -349,7 +351,7 @@ def test_the_admin_api_is_closed_on_tcp(box: Box):
 
 def test_events_tell_of_models_and_can_be_replayed(box: Box):
     box.serve(box.model())
-    client = Client(box.paths)
+    client = box.client
     with client.stream("GET", "/admin/api/events") as stream:
         client.post("/admin/api/models/unload", {"model": "tiny"})
         kind, data = next(event for event in stream.events() if event[0] != "tick")
@@ -378,7 +380,7 @@ def test_watching_and_following_until_interrupted(box: Box):
 
 def test_wrong_admin_requests_get_named_errors(box: Box):
     box.serve(box.model())
-    client = Client(box.paths)
+    client = box.client
     wrong = (
         ({"model": "org/absent"}, 404, "not on this disk"),
         ({"model": "../x/y/z"}, 404, "no directory"),
@@ -406,7 +408,14 @@ def is_draining(box: Box) -> bool:
 
 def engine_pids(daemon: int) -> list[int]:
     children = Path(f"/proc/{daemon}/task/{daemon}/children").read_text().split()
-    return [int(pid) for pid in children if b"engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [int(pid) for pid in children if b"engine" in title(int(pid))]
+
+
+def title(pid: int) -> bytes:
+    """Nothing for a process that is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
+    return b""
 
 
 def is_quiet(pid: int, seconds: float) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import urllib.error
 import urllib.request
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from llmbox.app.errors import Exit
-from support.cli_box import Box, box, until
+from support.cli_box import PATIENCE, Box, box, until
 
 __all__ = ["box"]
 
@@ -29,7 +30,7 @@ def post(box: Box, path: str, body: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(
         running.url + path, data, {"Content-Type": "application/json"}, method="POST"
     )
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
         return json.load(answer)
 
 
@@ -95,11 +96,11 @@ def test_pin_ttl_and_ps(served: Box):
     assert served.run("load", "builtin", "--ttl", "3600").code == 0
     row = next(model for model in served.api("models")["models"] if model["name"] == "builtin")
     assert row["ttl_s"] == 3600
-    assert 3500 < row["expires_s"] <= 3600
+    assert 3300 < row["expires_s"] <= 3600
     assert served.run("pin", "builtin").code == 0
     assert "pinned" in served.run("ps").out
     assert served.run("unpin", "builtin").code == 0
-    assert "59 min" in served.run("ps").out
+    assert re.search(r"\b5[5-9] min", served.run("ps").out)
 
 
 def test_an_alias_carries_its_parameters_over_one_load(served: Box):

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.cli.client import Client
 from llmbox.app.errors import Exit
-from support.cli_box import Box, box, is_alive, until
+from support.cli_box import PATIENCE, Box, box, is_alive, until
 from support.hub_models import CONFIG, model_files
 from support.hub_stub import StubHub, StubRepo, stub_hub
 
@@ -76,7 +75,7 @@ def test_kill_9_in_the_middle_of_a_pull_is_resumed_and_never_ready_early(box: Bo
     hub.hold_after = 49_152
     child = box.serve()
     assert box.run("pull", NAME, "--no-wait").code == 0
-    client = Client(box.paths)
+    client = box.client
     until(lambda: client.get("/admin/api/downloads")["downloads"][0]["done"] > 40_000)
     running = box.running
     assert running is not None
@@ -85,7 +84,7 @@ def test_kill_9_in_the_middle_of_a_pull_is_resumed_and_never_ready_early(box: Bo
     assert box.run("show", NAME).code == Exit.NOT_FOUND
     hub.go_on.set()
     box.serve()
-    until(lambda: client.get("/admin/api/downloads")["downloads"][0]["state"] == "ready")
+    until(lambda: [row["state"] for row in client.get("/admin/api/downloads")["downloads"]] == ["ready"])
     ranges = [seen.headers.get("Range") for seen in hub.requests("cdn", "model.safetensors")]
     assert ranges[0] is None
     assert int(ranges[-1].removeprefix("bytes=").rstrip("-")) >= 16_384
@@ -163,7 +162,7 @@ def test_two_clients_wait_for_one_download(box: Box, hub: StubHub):
     hub.chunk_pause = 0.02
     box.serve()
     pulls = [box.spawn("pull", NAME, "--json") for _ in range(2)]
-    assert [pull.wait(60) for pull in pulls] == [0, 0]
+    assert [pull.wait(PATIENCE) for pull in pulls] == [0, 0]
     assert len(hub.requests("cdn", "model.safetensors")) == 1
     running = box.running
     assert running is not None

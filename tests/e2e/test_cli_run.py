@@ -107,7 +107,7 @@ def test_a_chat_in_a_terminal(box: Box, chat: Terminal):
 
 
 def test_ctrl_c_stops_an_answer_and_the_request_behind_it(box: Box):
-    box.serve(box.model(script=[72, 73], step_delay=0.05))
+    box.serve(box.model(script=[72, 73], hold_at=9))
     chat = Terminal(box.command("run", "tiny", "--max-tokens", "4000"), {**box.environ, "TERM": "xterm"})
     try:
         chat.expect(">>> ")

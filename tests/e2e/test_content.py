@@ -17,6 +17,7 @@ from llmbox.app.requests.replay import Replayed, replay
 from llmbox.app.security.identity import LOCAL, Identity
 from llmbox.app.security.keys import Key, KeySpec
 from llmbox.app.security.sessions import Session
+from support.cli_box import until
 from support.fake_engine import write_model
 from support.openai_server import Server, serving
 from support.tokenizers_zoo import byte_level, write_text_files
@@ -194,10 +195,14 @@ def test_a_locked_log_never_delays_an_answer(place: Place):
     place.services.request_log.flush()
     other = sqlite3.connect(place.services.request_log.path, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
-    started = time.monotonic()
-    for _ in range(3):
-        place.ask(place.client, SAID)
-    assert time.monotonic() - started < 4.0, "one wait for the lock takes 5 s"
+
+    def answers_at_once() -> bool:
+        started = time.monotonic()
+        for _ in range(3):
+            place.ask(place.client, SAID)
+        return time.monotonic() - started < 4.0
+
+    until(answers_at_once)  # one wait for the lock takes 5 s, a busy machine as long
     other.execute("ROLLBACK")
 
 

@@ -13,14 +13,14 @@ from urllib.error import HTTPError
 import openai
 import pytest
 
-from llmbox.app.cli.client import ApiRefusal, Client
+from llmbox.app.cli.client import ApiRefusal
 from llmbox.app.cli.program import Program
 from llmbox.app.cli.sign_in import sign_in_link
 from llmbox.app.errors import Exit
 from llmbox.app.security.key_store import KeyStore
 from llmbox.app.security.keys import Key, KeySpec
 from llmbox.app.store.record import RecordFilter
-from support.cli_box import Box, box, until
+from support.cli_box import PATIENCE, Box, box, until
 from support.fake_engine import write_model
 from support.openai_server import Server, serving
 from support.tokenizers_zoo import byte_level, write_text_files
@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     models = tmp_path_factory.mktemp("models")
     tokenizer = byte_level()
     size = tokenizer.get_vocab_size()
-    for name, options in {"alpha": {}, "beta": {}, "slow": {"step_delay": 0.03}}.items():
+    for name, options in {"alpha": {}, "beta": {}, "slow": {"step_delay": 0.01, "hold_at": 100}}.items():
         write_model(write_text_files(models / name, tokenizer), vocab_size=size, **options)
     with serving(tmp_path_factory.mktemp("data")) as server:
         server.load(models / "alpha", "alpha", alias="first")
@@ -162,7 +162,7 @@ def test_an_answer_in_one_piece_ends_with_its_key_too(server: Server) -> None:
         until(server.services.gateway.in_flight)
         server.services.security.keys.remove("laptop")
         with pytest.raises(openai.AuthenticationError, match="revoked"):
-            answer.result(20)
+            answer.result(PATIENCE)
 
 
 def test_tokens_a_minute(server: Server) -> None:
@@ -258,7 +258,7 @@ def test_beyond_this_machine_only_with_a_key(box: Box) -> None:
 
 def test_keys_by_the_admin_api_and_a_sign_in_link(box: Box) -> None:
     box.serve(box.model())
-    client = Client(box.paths)
+    client = box.client
     made = client.post("/admin/api/keys", {"name": "phone", "scopes": ["admin"], "rpm": 9})
     secret = made["secret"]
     assert made["key"]["display"] in secret + "…" or secret.startswith(made["key"]["display"][:-1])

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from support.cli_box import Box, box, until
+from support.cli_box import PATIENCE, Box, box, until
 from support.hub_models import model_files
 from support.hub_stub import StubHub, StubRepo, stub_hub
 
@@ -51,7 +51,7 @@ def test_from_nothing_to_a_chat_and_a_live_view(box: Box, hub: StubHub):
     done = box.run("up")
     assert done.code == 0, done.err
     links = re.findall(r"http://\S+", done.out)
-    with urllib.request.urlopen(links[1], timeout=20) as page:
+    with urllib.request.urlopen(links[1], timeout=PATIENCE) as page:
         assert "Sign in" in page.read().decode()
     assert box.run("run", "builtin", "What is a KV cache?").out.strip()
     for line in commands():
@@ -82,7 +82,7 @@ def watched(box: Box) -> str:
     )
     os.close(theirs)
     shown = ""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     os.write(ours, b"3")
     while HUB_NAME not in shown and time.monotonic() < deadline:
         if select.select([ours], [], [], 0.2)[0]:
@@ -90,7 +90,7 @@ def watched(box: Box) -> str:
         else:
             os.write(ours, b"3")
     os.write(ours, b"q")
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE
     while child.poll() is None and time.monotonic() < end:
         if select.select([ours], [], [], 0.1)[0]:
             try:

@@ -1,7 +1,6 @@
 """The official client against the daemon's HTTP side, with an engine whose tokens are known."""
 
 import asyncio
-import time
 
 import openai
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from llmbox.app.gateway.seeds import choice_seed
 from llmbox.app.text.model_text import load_model_text
 from llmbox.engine.sampling import SamplingParams
+from support.cli_box import PATIENCE, until
 from support.fake_engine import FakeOptions, expected_tokens, write_model
 from support.openai_server import Server, serving
 from support.tokenizers_zoo import byte_level, llama2, write_text_files
@@ -27,7 +27,7 @@ def models(tmp_path_factory):
     for name, options in {
         "random": {"vocab_size": size},
         "scripted": {"vocab_size": size, "script": script},
-        "slow": {"vocab_size": size, "step_delay": 0.03},
+        "slow": {"vocab_size": size, "step_delay": 0.01, "hold_at": 100},
     }.items():
         write_model(write_text_files(root / name, tokenizer), context=CONTEXT, **options)
     other = llama2()
@@ -78,13 +78,6 @@ def live(server: Server) -> list:
         return server.services.gateway.in_flight()
 
     return server.call(ask())
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # --------------------------------------------------------------------------- shapes
@@ -213,7 +206,7 @@ def test_stop_strings_end_the_text_before_them(client, stop, shown, stream):
 def test_a_stop_string_ends_the_engines_work(server, client):
     chat(client, model="scripted", max_tokens=400, stop="quick", extra_body={"ignore_eos": True})
     supervisor = server.services.engines.get("scripted").supervisor
-    wait_until(lambda: supervisor.stats.running == 0 and supervisor.open_requests == 0)
+    until(lambda: supervisor.stats.running == 0 and supervisor.open_requests == 0)
 
 
 def test_stop_strings_wait_for_min_tokens(client, text):
@@ -421,7 +414,7 @@ def test_models_are_listed_with_their_context(client):
 def test_tokenize_and_detokenize(server, text):
     import httpx
 
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
         body = http.post(
             "/tokenize", json={"model": "spm", "prompt": "the", "return_token_strs": True}
         ).json()
@@ -469,8 +462,8 @@ def test_a_client_that_leaves_ends_the_work(server):
     supervisor = server.services.engines.get("slow").supervisor
     for stream in (True, False):
         asyncio.run(leave(stream))
-        wait_until(lambda: not live(server) and supervisor.open_requests == 0)
-    wait_until(lambda: supervisor.stats.running == 0)
+        until(lambda: not live(server) and supervisor.open_requests == 0)
+    until(lambda: supervisor.stats.running == 0)
 
 
 def test_requests_in_flight_can_be_seen_and_cancelled(server, client):
@@ -490,7 +483,7 @@ def test_requests_in_flight_can_be_seen_and_cancelled(server, client):
     with pytest.raises(openai.APIError) as caught:
         list(seen)
     assert caught.value.code == "request_cancelled"
-    assert not live(server)
+    until(lambda: not live(server))
 
 
 def test_finished_refused_and_abandoned_requests_are_logged(server, client):

@@ -4,13 +4,13 @@ import math
 import os
 import signal
 import threading
-import time
 
 import pytest
 import torch
 
 from llmbox.app.text.model_text import load_model_text
 from llmbox.engine.spawn import Launch
+from support.cli_box import until
 from support.openai_server import serving
 from support.real_engines import hf_model, hf_tokens
 from support.tiny_models import make_tiny_model
@@ -137,10 +137,7 @@ def test_many_clients_at_once_get_what_each_would_get_alone(client):
 
 def test_nothing_is_left_open(server):
     supervisor = server.services.engines.get("tiny").supervisor
-    deadline = time.monotonic() + 60
-    while supervisor.stats.blocks_used and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert supervisor.open_requests == 0
+    until(lambda: not supervisor.stats.blocks_used and supervisor.open_requests == 0)
 
 
 def test_the_log_tells_why_the_prefix_cache_had_no_more(server, client):

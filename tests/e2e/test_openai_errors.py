@@ -6,6 +6,7 @@ import httpx
 import openai
 import pytest
 
+from support.cli_box import PATIENCE
 from support.fake_engine import write_model
 from support.openai_server import serving
 from support.tokenizers_zoo import LLAMA2, byte_level, write_text_files
@@ -22,7 +23,7 @@ def server(tmp_path_factory):
     tokenizer = byte_level()
     options = {"vocab_size": tokenizer.get_vocab_size(), "context": CONTEXT}
     write_model(write_text_files(root / "one", tokenizer, LLAMA2), **options)
-    write_model(write_text_files(root / "bare", tokenizer, None), **options, max_running=2, step_delay=0.05)
+    write_model(write_text_files(root / "bare", tokenizer, None), **options, max_running=2, hold_at=5)
     with serving(tmp_path_factory.mktemp("data"), queue=2) as server:
         server.load(root / "one", "one")
         server.load(root / "bare", "bare")
@@ -31,7 +32,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def http(server):
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
         yield http
         assert http.post(CHAT, json={"model": "one", "messages": HELLO, "max_tokens": 2}).status_code == 200
 
@@ -261,10 +262,10 @@ def test_error_objects_mid_stream(server, tmp_path):
         write_text_files(tmp_path / "dying", tokenizer),
         vocab_size=tokenizer.get_vocab_size(),
         context=CONTEXT,
-        step_delay=0.02,
+        hold_at=9,
     )
     server.load(tmp_path / "dying", "dying")
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
         body = {"model": "dying", "prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}
         with http.stream("POST", PLAIN, json=body) as answer:
             lines = answer.iter_lines()
@@ -276,7 +277,7 @@ def test_error_objects_mid_stream(server, tmp_path):
 
 
 def test_the_api_description_has_the_routes_and_their_ranges(server):
-    document = httpx.get(server.url + "/openapi.json").json()
+    document = httpx.get(server.url + "/openapi.json", timeout=PATIENCE).json()
     assert {CHAT, PLAIN, "/v1/models", "/tokenize", "/detokenize"} <= document["paths"].keys()
     schema = document["components"]["schemas"]["ChatCompletionRequest"]["properties"]
     assert "temperature" in schema

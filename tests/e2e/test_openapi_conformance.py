@@ -15,6 +15,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from support.cli_box import PATIENCE
 from support.fake_engine import write_model
 from support.openai_server import Server, serving
 from support.tokenizers_zoo import LLAMA2, byte_level, write_text_files
@@ -64,7 +65,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def schema(server: Server) -> Any:
-    return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    return schemathesis.openapi.from_url(f"{server.url}/openapi.json", timeout=PATIENCE)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_answers_are_as_promised(schema: Any, method: str, path: str, mode: Gene
     )
     @given(case=operation.as_strategy(mode))
     def check(case: Case) -> None:
-        answer = case.call(timeout=20)
+        answer = case.call(timeout=PATIENCE)
         case.validate_response(answer, checks=CHECKS)
         if answer.status_code >= 400 and not path.startswith("/api/"):
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}

@@ -5,6 +5,7 @@ import json
 import openai
 import pytest
 
+from support.cli_box import until
 from support.fake_engine import write_model
 from support.openai_server import serving
 from support.tokenizers_zoo import byte_level, write_text_files
@@ -29,7 +30,7 @@ def server(tmp_path_factory):
     with serving(tmp_path_factory.mktemp("data")) as server:
         server.load_scripted(root, ANSWERS, TEMPLATE)
         slow = write_text_files(root / "slow", byte_level())
-        write_model(slow, vocab_size=300, context=1024, script=[72, 73], step_delay=0.03)
+        write_model(slow, vocab_size=300, context=1024, script=[72, 73], step_delay=0.01, hold_at=99)
         server.load(slow, "slow")
         yield server
 
@@ -159,7 +160,7 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event(server, client):
     server.call(cancel_all(server))
     last = list(events)[-1]
     assert (last.type, last.code) == ("error", "request_cancelled")
-    assert not server.services.gateway.in_flight()
+    until(lambda: not server.services.gateway.in_flight())
 
 
 async def cancel_all(server):

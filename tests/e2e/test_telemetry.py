@@ -8,15 +8,15 @@ import time
 import psutil
 import pytest
 
-from llmbox.app.cli.client import ApiRefusal, Client
+from llmbox.app.cli.client import ApiRefusal
 from support.cli_box import Box, box, interrupt, until
 
 __all__ = ["box"]
 
 
 def test_ticks_history_log_and_findings_of_a_daemon(box: Box):
-    box.serve(box.model(step_delay=0.02, script=[72, 73]))
-    client = Client(box.paths)
+    box.serve(box.model(hold_at=20, script=[72, 73]))
+    client = box.client
     asking = box.spawn("run", "tiny", "hello", "--max-tokens", "4000")
     until(lambda: box.api("requests")["in_flight"])
     with client.stream("GET", "/admin/api/events", headers={"Last-Event-ID": "0"}) as stream:
@@ -51,7 +51,7 @@ def test_ticks_history_log_and_findings_of_a_daemon(box: Box):
 
 def test_evictions_refusals_and_restarts_leave_marks(box: Box):
     daemon = box.serve(box.model())
-    client = Client(box.paths)
+    client = box.client
     (engine,) = client.get("/admin/api/tick")["engines"]
     os.kill(engine["pid"], signal.SIGKILL)
     until(lambda: box.api("models")["models"][0]["restarts"] == 1 and box.is_ready())
@@ -60,12 +60,12 @@ def test_evictions_refusals_and_restarts_leave_marks(box: Box):
     daemon.send_signal(signal.SIGTERM)
     daemon.communicate(timeout=90)
     box.serve(box.model())
-    assert len(Client(box.paths).get("/admin/api/marks")["marks"]) == 4
+    assert len(box.client.get("/admin/api/marks")["marks"]) == 4
 
 
 def test_what_is_on_disk_and_whether_it_fits(box: Box):
     box.serve(box.model())
-    client = Client(box.paths)
+    client = box.client
     (builtin,) = (model for model in client.get("/admin/api/disk")["models"] if model["ref"] == "builtin")
     assert builtin["size"] > 1_000_000
     assert builtin["servable"] is True
@@ -78,7 +78,7 @@ def test_what_is_on_disk_and_whether_it_fits(box: Box):
 
 def test_wrong_questions_get_named_errors(box: Box):
     box.serve(box.model())
-    client = Client(box.paths)
+    client = box.client
     for path, words in (
         ("telemetry?step=7", "1, 10, 60"),
         ("telemetry?since=-5", "Unix seconds"),

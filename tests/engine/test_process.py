@@ -20,7 +20,7 @@ CONFIG = EngineConfig(model_path="none", name="fake")
 @pytest.fixture
 def ends():
     ours, theirs = socket.socketpair()
-    ours.settimeout(10)
+    ours.settimeout(60)
     with ours, theirs:
         yield ours, theirs
 
@@ -48,7 +48,7 @@ def test_a_full_socket_does_not_block_and_nothing_is_lost(ends):
         received += read(daemon, reader)
         if not waiting.is_alive():
             channel.receive(block=False)
-    waiting.join(10)
+    waiting.join(60)
     assert not waiting.is_alive()
     assert [message.nonce for message in received] == list(range(sent))
     assert not channel.congested
@@ -86,7 +86,7 @@ def test_a_burst_is_read_between_two_steps_and_answers_share_one_message(ends):
     while not any(isinstance(x, m.StepOutputs) and x.stats.output_tokens == 2 for x in received):
         received += read(daemon, reader)
     daemon.sendall(encode(m.Shutdown()))
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert isinstance(received[0], m.Pong)
     steps = [x for x in received if isinstance(x, m.StepOutputs)]
@@ -123,7 +123,7 @@ def test_idle_moments_prepare_and_then_sleep(ends):
         daemon.sendall(encode(m.Ping(nonce=number)))
         assert len(read(daemon, reader)) == 1
     daemon.sendall(encode(m.Shutdown()))
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert engine.prepared == 3, "until there was nothing left, and never again"
     assert channel.reads <= 2 + 3 + 1, "a read for each thing prepared and each message: no spinning"

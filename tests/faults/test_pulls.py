@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from llmbox.app.catalog import resolve
-from llmbox.app.cli.client import Client
 from llmbox.app.errors import CliError, Exit
 from support.cli_box import Box, box, until
 from support.hub_models import model_files
@@ -46,7 +45,7 @@ def test_kill_9_again_and_again(box: Box, hub: StubHub):
     """At random moments: at once, in the middle, and about the time when the snapshot appears."""
     hub.chunk_pause = 0.02
     draw = random.Random(7)
-    client = Client(box.paths)
+    client = box.client
     box.serve()
     assert box.run("pull", NAME, "--no-wait").code == 0
     for _ in range(4):

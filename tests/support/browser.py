@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from support.cli_box import PATIENCE
 from support.panel_box import Panel
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +69,7 @@ def browser() -> Iterator:
 def session(panel: Panel, browser) -> dict:
     """Signed in by the printed link, as a person would."""
     context = browser.new_context()
+    context.set_default_timeout(PATIENCE * 1000)
     page = context.new_page()
     page.goto(panel.sign_in_link())
     page.get_by_role("button", name="Sign in").click()
@@ -80,7 +82,7 @@ def session(panel: Panel, browser) -> dict:
 @pytest.fixture
 def window(panel: Panel, browser, session) -> Iterator[Window]:
     context = browser.new_context(storage_state=session, viewport={"width": 1280, "height": 860})
-    context.set_default_timeout(60_000)
+    context.set_default_timeout(PATIENCE * 1000)
     opened = Window(panel, context.new_page())
     yield opened
     context.close()

@@ -44,11 +44,15 @@ class PatientClient(Client):
     def get(self, path: str) -> dict[str, Any]:
         return self._call("GET", path, None, PATIENCE)
 
+    def post(self, path: str, body: object, timeout: float | None = PATIENCE) -> dict[str, Any]:
+        return self._call("POST", path, body, timeout)
+
 
 class Box:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.paths = find_paths(folder / "data")
+        self.client = PatientClient(self.paths)
         self.environ = {
             **{
                 name: value
@@ -107,10 +111,10 @@ class Box:
 
     def api(self, name: str) -> dict[str, Any]:
         """An answer of the admin API, without the price of a process."""
-        return PatientClient(self.paths).get(f"/admin/api/{name}")
+        return self.client.get(f"/admin/api/{name}")
 
     def is_ready(self) -> bool:
-        return Client(self.paths).is_up() and self.api("status")["ready"]
+        return self.client.is_up() and self.api("status")["ready"]
 
     def model(self, name: str = "tiny", **options: Any) -> Path:
         folder = self.folder / "models" / name

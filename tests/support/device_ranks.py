@@ -117,7 +117,7 @@ class ThreadCrew:
     def close(self) -> None:
         self.dismiss()
         for thread in self._threads:
-            thread.join(20)
+            thread.join(90)
             assert not thread.is_alive()
 
     def _serve(self, number: int, link: Link, rank: OneRank) -> None:

@@ -13,7 +13,7 @@ from llmbox.app.engines.token_stream import TokenStream
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.messages import AddRequest, RequestOutput
 from llmbox.engine.sampling import SamplingParams
-from support.fake_engine import expected_tokens, fake_launch, write_model
+from support.fake_engine import GO_FILE, expected_tokens, fake_launch, write_model
 
 
 def config(directory: Path, name: str = "fake", **options: Any) -> EngineConfig:
@@ -32,6 +32,11 @@ async def supervised(
         yield subject
     finally:
         await subject.stop()
+
+
+def go_on(directory: Path, name: str = "fake") -> None:
+    """What `hold_at` holds of the model goes on."""
+    (directory / name / GO_FILE).touch()
 
 
 def request(number: int, max_tokens: int = 64, **changes: Any) -> AddRequest:

@@ -20,11 +20,16 @@ PATIENCE = 90.0
 
 def fake_parts():
     from llmbox.app.daemon.parts import Parts
+    from llmbox.app.engines.block_asker import BlockAsker
     from llmbox.app.store import request_log
+    from llmbox.app.telemetry.poller import Poller
     from llmbox.app.text.model_text import load_model_text
     from support.fake_engine import fake_launch
 
     request_log._OPENS_WITHIN_S = PATIENCE
+    BlockAsker.ask.__defaults__ = (PATIENCE,)
+    if os.environ.get("FAKE_NVML") != "hang":
+        Poller.__init__.__kwdefaults__["timeout"] = PATIENCE
     return Parts(fake_launch(), load_model_text, fake_gpus(os.environ.get("FAKE_NVML")))
 
 
@@ -43,4 +48,5 @@ def fake_gpus(kind):
 
 if __name__ == "__main__":
     client.TIMEOUT = starter.START_TIMEOUT = PATIENCE
+    client.Client.post.__defaults__ = (PATIENCE,)
     main(program=Program(command=[sys.executable, "-P", __file__], parts=fake_parts))

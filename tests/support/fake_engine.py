@@ -38,6 +38,7 @@ from llmbox.engine.sampling import SamplingParams
 from llmbox.engine.spawn import Launch
 
 OPTIONS_FILE = "fake_engine.json"
+GO_FILE = "go"
 
 
 class FakeOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -50,6 +51,9 @@ class FakeOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     script: list[int] | None = None
     """Output these tokens instead of hashes, then the first stop id (or to the end of max_tokens, cyclic)."""
     step_delay: float = 0.0
+    hold_at: int | None = None
+    """A request with this many output tokens gets no more until the model's folder holds the file `go`: for
+    tests that look at something under way, however long they are kept from the processor."""
     load_delay: float = 0.0
     load_error: tuple[str, str] | None = None
     """(`bad_model` or `does_not_fit`, message)."""
@@ -148,6 +152,7 @@ def expected_tokens(
 class FakeEngine:
     def __init__(self, config: EngineConfig, options: FakeOptions) -> None:
         self._options = options
+        self._go = Path(config.model_path) / GO_FILE
         self._block_size = config.block_size
         self._max_running = config.max_running or options.max_running
         self._waiting: dict[str, Sequence_] = {}
@@ -185,11 +190,20 @@ class FakeEngine:
         self._misbehave()
         time.sleep(self._options.step_delay)
         self._steps += 1
-        outputs = [output for s in list(self._running.values()) if (output := self._advance(s))]
+        held = self._held()
+        if held == self._running.keys():
+            time.sleep(0.02)
+        free = [s for name, s in self._running.items() if name not in held]
+        outputs = [output for s in free if (output := self._advance(s))]
         return StepOutputs(outputs=outputs, stats=self.stats())
 
     def prepare(self) -> bool:
         return False
+
+    def _held(self) -> set[str]:
+        limit = self._options.hold_at
+        held = {name for name, s in self._running.items() if limit is not None and len(s.output) >= limit}
+        return set() if held and self._go.exists() else held
 
     def stats(self) -> EngineStats:
         used = sum(-(-s.length // self._block_size) for s in self._running.values())

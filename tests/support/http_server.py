@@ -36,7 +36,7 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def running(
-    handlers: Sequence[Any] = (), *, app: Any = None, drain_timeout: float = 5.0, **limits: Any
+    handlers: Sequence[Any] = (), *, app: Any = None, drain_timeout: float = 60.0, **limits: Any
 ) -> AsyncIterator[Running]:
     services = fake_services(**limits)
     sockets = listen_tcp("127.0.0.1", 0)
@@ -55,4 +55,4 @@ async def running(
     finally:
         services.drain.begin()
         services.drain.begin()
-        await asyncio.wait_for(task, 30)
+        await asyncio.wait_for(task, 90)

@@ -24,10 +24,13 @@ from llmbox.app.settings import LimitSettings, Settings
 from llmbox.app.text.model_text import load_model_text
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.spawn import Launch
+from support.cli_box import PATIENCE
 from support.fake_engine import fake_launch, write_model
 from support.tokenizers_zoo import CHATML, byte_level, write_text_files
 
 T = TypeVar("T")
+LOADING = 400.0
+"""Seconds that a model may take: a real engine's first one compiles the kernels, beside other tests."""
 
 
 class Server:
@@ -39,7 +42,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(LOADING)
 
     def load(self, directory: Path, name: str, *, alias: str | None = None, **config: Any) -> None:
         settings = EngineConfig(model_path=str(directory), name=name, **config)
@@ -76,7 +79,7 @@ def serving(data: Path, launch: Launch | None = None, **limits: Any) -> Iterator
         services.request_log.start()
         return services
 
-    services = asyncio.run_coroutine_threadsafe(compose_on_loop(), loop).result(30)
+    services = asyncio.run_coroutine_threadsafe(compose_on_loop(), loop).result(PATIENCE)
     sockets = listen_tcp("127.0.0.1", 0)
     server = Server(loop, services, sockets[0].getsockname()[1])
     app = create_app(services, [openai_router, responses_router, anthropic_router, ollama_router])
@@ -88,11 +91,11 @@ def serving(data: Path, launch: Launch | None = None, **limits: Any) -> Iterator
     finally:
         loop.call_soon_threadsafe(services.drain.begin)
         loop.call_soon_threadsafe(services.drain.begin)
-        done.result(30)
+        done.result(PATIENCE)
         services.security.close()
         server.call(services.engines.close())
         server.call(services.gateway.close())
         services.request_log.close()
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(PATIENCE)
         loop.close()

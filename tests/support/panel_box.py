@@ -6,8 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from llmbox.app.cli.client import Client
-from support.cli_box import Box, until
+from support.cli_box import PATIENCE, Box, until
 from support.hub_models import model_files
 from support.hub_stub import StubHub, StubRepo, stub_hub
 
@@ -19,7 +18,8 @@ class Panel:
         self.box, self.hub = box, hub
         hub.repos["org/little"] = StubRepo(model_files())
         box.environ["HF_ENDPOINT"] = hub.url
-        box.serve(box.model(step_delay=0.02, vocab_size=480, script=[72, 101, 108, 108, 111, 32] * 4))
+        hello = [72, 101, 108, 108, 111, 32]
+        box.serve(box.model(step_delay=0.02, hold_at=500, vocab_size=480, script=hello * 4))
 
     @property
     def url(self) -> str:
@@ -27,12 +27,12 @@ class Panel:
         return self.box.running.url
 
     def sign_in_link(self) -> str:
-        link: str = Client(self.box.paths).post("/admin/api/signin-link", {})["url"]
+        link: str = self.box.client.post("/admin/api/signin-link", {})["url"]
         return link
 
     def client(self) -> httpx.Client:
         """A browser without scripts: keeps cookies, follows redirects."""
-        return httpx.Client(base_url=self.url, follow_redirects=True, timeout=60)
+        return httpx.Client(base_url=self.url, follow_redirects=True, timeout=PATIENCE)
 
     def sign_in(self) -> httpx.Client:
         client = self.client()
@@ -42,7 +42,7 @@ class Panel:
 
     def complete(self, max_tokens: int = 6) -> None:
         body = {"model": "tiny", "prompt": "hello", "max_tokens": max_tokens}
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=PATIENCE)
         assert answer.status_code == 200
         self.logged(answer.json()["id"])
 

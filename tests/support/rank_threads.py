@@ -31,7 +31,7 @@ class Stage:
     """What the ranks of one stage share."""
 
     def __init__(self, tp: int) -> None:
-        self.barrier = threading.Barrier(tp, timeout=20)
+        self.barrier = threading.Barrier(tp, timeout=90)
         self.parts: dict[int, Tensor] = {}
         self.inboxes = [Queue() for _ in range(tp)]
         self.returns = [Queue() for _ in range(tp)]
@@ -42,7 +42,7 @@ class Stage:
     def vote(self, rank: int, ranks: int, works: bool) -> bool:
         """Of all ranks, at the first stage."""
         with self._lock:
-            self._all = self._all or threading.Barrier(ranks, timeout=20)
+            self._all = self._all or threading.Barrier(ranks, timeout=90)
         self._votes[rank] = works
         self._all.wait()
         agreed = all(self._votes.values())
@@ -56,7 +56,7 @@ class Stage:
 
 
 def _taken(queue: Queue) -> Any:
-    sent = queue.get(timeout=20)
+    sent = queue.get(timeout=90)
     if sent is None:
         queue.put(None)  # whoever asks next hears of it too
         raise RankLost("a stage has ended")

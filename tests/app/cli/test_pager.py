@@ -28,7 +28,7 @@ def shown(rows: int, tmp_path: Path, **environ: str) -> str:
     )
     os.close(theirs)
     data = b""
-    while select.select([ours], [], [], 20)[0]:
+    while select.select([ours], [], [], 90)[0]:
         try:
             piece = os.read(ours, 4096)
         except OSError:
@@ -36,7 +36,7 @@ def shown(rows: int, tmp_path: Path, **environ: str) -> str:
         if not piece:
             break
         data += piece
-    child.wait(20)
+    child.wait(90)
     os.close(ours)
     return data.decode()
 

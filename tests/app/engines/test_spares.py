@@ -11,7 +11,7 @@ from llmbox.app.engines import spares as module
 from llmbox.app.engines.spares import Spares
 from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
 from llmbox.engine.spawn import Launch, Spawned, spawn
-from support.engines import assert_undisturbed, config, is_running, kill, request, until
+from support.engines import assert_undisturbed, config, go_on, is_running, kill, request, until
 from support.fake_engine import fake_launch
 
 
@@ -34,13 +34,14 @@ async def ready(spares: Spares) -> int:
 
 async def test_a_restart_takes_the_spare_and_another_follows(tmp_path: Path) -> None:
     spares = Spares(fake_launch(), keep=True)
-    subject = Supervisor(config(tmp_path, step_delay=0.002), SupervisorOptions(spares=spares))
+    subject = Supervisor(config(tmp_path, step_delay=0.002, hold_at=400), SupervisorOptions(spares=spares))
     try:
         await subject.start()
         waiting = await ready(spares)
         stream = subject.submit(request(1, 500))
         await until(lambda: len(stream.output_ids) > 3)
         kill(subject)
+        go_on(tmp_path)
         await assert_undisturbed([stream])
         assert stream.resumes == 1
         assert subject.pid == waiting

@@ -12,6 +12,7 @@ from llmbox.engine.spawn import Launch
 from support.engines import (
     assert_undisturbed,
     config,
+    go_on,
     kill,
     read,
     read_all,
@@ -43,7 +44,7 @@ async def test_a_refused_request_ends_with_the_engines_reason(tmp_path):
 
 
 async def test_cancel_frees_at_once_and_disturbs_nobody(tmp_path):
-    async with supervised(tmp_path, step_delay=0.005, max_running=4) as supervisor:
+    async with supervised(tmp_path, step_delay=0.005, max_running=4, hold_at=50) as supervisor:
         streams = [supervisor.submit(request(i, 100)) for i in range(8)]
         await until(lambda: streams[0].output_ids)
         await stand_still(supervisor)
@@ -53,6 +54,7 @@ async def test_cancel_frees_at_once_and_disturbs_nobody(tmp_path):
         left = [stream.output_ids[:] for stream in streams[1::2]]
         kill(supervisor, signal.SIGCONT)
         await until(lambda: supervisor.stats.running + supervisor.stats.waiting == 4)
+        go_on(tmp_path)
         for _, last in await read_all(streams[1::2]):
             assert last.finish_reason == "abort"
         await assert_undisturbed(streams[0::2])
@@ -150,13 +152,14 @@ async def test_forks_keep_their_sibling_only_where_it_is(tmp_path):
 
 
 async def test_first_facts_are_told_once_even_across_a_death(tmp_path):
-    async with supervised(tmp_path, step_delay=0.005) as supervisor:
+    async with supervised(tmp_path, step_delay=0.005, hold_at=200) as supervisor:
         params = SamplingParams(max_tokens=300, prompt_logprobs=1, logprobs=0)
         stream = supervisor.submit(request(1, params=params))
         first = await anext(stream)
         assert len(first.prompt_logprobs) == len(stream.request.prompt_ids)
         assert first.cached_tokens == 0
         kill(supervisor)
+        go_on(tmp_path)
         rest = [output async for output in stream]
         assert stream.resumes == 1
         assert all(o.prompt_logprobs is o.cached_tokens is o.scheduled_at is None for o in rest)

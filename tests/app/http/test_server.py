@@ -85,7 +85,7 @@ async def test_three_sockets_share_the_loop_and_only_one_is_local(tmp_path: Path
         assert b'{"local":true}' in await reader.read()
         writer.close()
         services.drain.begin()
-        await asyncio.wait_for(task, 30)
+        await asyncio.wait_for(task, 90)
 
 
 async def test_small_writes_are_sent_at_once() -> None:
@@ -173,9 +173,9 @@ async def test_offers_of_other_protocols_lose_nothing(extra: str) -> None:
             for piece in pieces:
                 writer.write(piece)
                 await asyncio.sleep(0.01)
-            await asyncio.wait_for(reader.readuntil(b"whole"), 30)
+            await asyncio.wait_for(reader.readuntil(b"whole"), 90)
             writer.write(server.get("/health"))
-            await asyncio.wait_for(reader.readuntil(b'{"status":"ok"}'), 30)
+            await asyncio.wait_for(reader.readuntil(b'{"status":"ok"}'), 90)
             writer.close()
 
 
@@ -195,9 +195,9 @@ async def test_a_client_that_leaves_stops_the_work(path: str) -> None:
     async with running(hanging.handlers) as server:
         _, writer = await server.connect()
         writer.write(server.get(path))
-        await asyncio.wait_for(hanging.entered.wait(), 30)
+        await asyncio.wait_for(hanging.entered.wait(), 90)
         writer.transport.abort()
-        await asyncio.wait_for(hanging.stopped.wait(), 30)
+        await asyncio.wait_for(hanging.stopped.wait(), 90)
 
 
 @pytest.mark.parametrize("path", ["/stream", "/answer"])
@@ -207,16 +207,16 @@ async def test_a_drain_lets_open_work_finish(path: str) -> None:
         reader, writer = await server.connect()
         idle_reader, _ = await server.connect()
         writer.write(server.get(path))
-        await asyncio.wait_for(hanging.entered.wait(), 30)
+        await asyncio.wait_for(hanging.entered.wait(), 90)
         server.services.drain.begin()
-        assert await asyncio.wait_for(idle_reader.read(), 30) == b""
+        assert await asyncio.wait_for(idle_reader.read(), 90) == b""
         told = await server.send(server.get("/ready"))
         assert told.startswith(b"HTTP/1.1 503 ")
         assert b"draining" in told
         hanging.release.set()
-        answer = await asyncio.wait_for(reader.read(), 30)
+        answer = await asyncio.wait_for(reader.read(), 90)
         assert b"last" in answer or b"whole answer" in answer
-        await asyncio.wait_for(server.task, 30)
+        await asyncio.wait_for(server.task, 90)
         with pytest.raises(OSError):
             await server.connect()
         writer.close()
@@ -229,17 +229,17 @@ async def test_work_that_outlives_the_drain_ends_with_an_error(path: str, hurry:
     async with running(hanging.handlers, drain_timeout=60 if hurry else 0.05) as server:
         reader, writer = await server.connect()
         writer.write(server.get(path))
-        await asyncio.wait_for(hanging.entered.wait(), 30)
+        await asyncio.wait_for(hanging.entered.wait(), 90)
         server.services.drain.begin()
         if hurry:
             server.services.drain.begin()
-        answer = await asyncio.wait_for(reader.read(), 30)
+        answer = await asyncio.wait_for(reader.read(), 90)
         assert b'"code":"shutting_down"' in answer
         if path == "/stream":
             assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         else:
             assert answer.startswith(b"HTTP/1.1 503 ")
-        await asyncio.wait_for(server.task, 30)
+        await asyncio.wait_for(server.task, 90)
         assert hanging.stopped.is_set()
         writer.close()
 
@@ -260,7 +260,7 @@ async def test_a_flowing_reader_cannot_hold_the_end() -> None:
     async with running([flood], drain_timeout=0.1) as server:
         sock = socket.create_connection(("127.0.0.1", server.port))
         sock.sendall(server.get("/flood"))
-        await asyncio.wait_for(flowing.wait(), 30)
+        await asyncio.wait_for(flowing.wait(), 90)
         server.services.drain.begin()
-        await asyncio.wait_for(server.task, 30)
+        await asyncio.wait_for(server.task, 90)
         sock.close()

@@ -40,7 +40,7 @@ class Connection:
     async def wait_for_bodies(self, count: int) -> None:
         while len(self.bodies) < count:
             self.news.clear()
-            await asyncio.wait_for(self.news.wait(), 30)
+            await asyncio.wait_for(self.news.wait(), 90)
 
     @property
     def bodies(self) -> list[bytes]:
@@ -230,6 +230,6 @@ async def test_an_endless_stream_ends_when_the_drain_begins() -> None:
     source.queue.put_nowait(b"data: 1\n\n")
     await settle()
     drain.begin()
-    await asyncio.wait_for(task, 30)
+    await asyncio.wait_for(task, 90)
     assert connection.text == b"data: 1\n\n"
     assert connection.finished

@@ -36,7 +36,8 @@ def test_sqlalchemy_waits_until_somebody_reads_or_the_start_is_over(tmp_path):
     code = (
         "import asyncio, sys, time\n"
         "from pathlib import Path\n"
-        "from llmbox.app.store import RecordFilter, RequestLog\n"
+        "from llmbox.app.store import RecordFilter, RequestLog, request_log\n"
+        "request_log._OPEN_AFTER_S = request_log._OPENS_WITHIN_S = 3600.0\n"
         "log = RequestLog(Path(sys.argv[1]))\n"
         "log.start()\n"
         "time.sleep(0.3)\n"
@@ -99,7 +100,7 @@ def test_rows_survive_a_restart(tmp_path):
         log = RequestLog(tmp_path / "requests.db")
         log.start()
         log.write(record(i))
-        log.close()
+        log.close(60)
     assert sqlite3.connect(tmp_path / "requests.db").execute("SELECT count(*) FROM request").fetchone() == (
         2,
     )

@@ -3,9 +3,11 @@
 import asyncio
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmbox.app.engines.block_asker import BlockAsker
 from llmbox.app.telemetry.blocks import picture
 from llmbox.engine.messages import BlockHolder, BlockMap, BlockRun
 from support.engines import kill, request, supervised, until
@@ -67,8 +69,15 @@ def test_choices_of_a_request_are_told_under_its_own_id():
     assert made.holders == [BlockHolder(request_id="req", blocks=10, shared=3)]
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """An engine may wait for a core longer than people wait for a map."""
+    monkeypatch.setattr(BlockAsker.ask, "__defaults__", (60.0,))
+
+
+@pytest.mark.usefixtures("patient")
 async def test_several_who_ask_share_one_answer(tmp_path):
-    async with supervised(tmp_path, step_delay=0.01) as supervisor:
+    async with supervised(tmp_path, hold_at=20) as supervisor:
         stream = supervisor.submit(request(1, 500))
         await until(lambda: stream.output_ids)
         first, second = await asyncio.gather(supervisor.block_map(), supervisor.block_map())
@@ -77,11 +86,12 @@ async def test_several_who_ask_share_one_answer(tmp_path):
         assert first.runs[0].state == "live"
 
 
+@pytest.mark.usefixtures("patient")
 async def test_who_asks_an_engine_that_dies_is_answered(tmp_path):
     async with supervised(tmp_path) as supervisor:
         asking = asyncio.create_task(supervisor.block_map())
         kill(supervisor)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(90):
             await asking
             await until(lambda: supervisor.state == "ready" and supervisor.restarts == 1)
             assert (await supervisor.block_map()) is not None

@@ -60,7 +60,7 @@ class Scene:
         self.latencies = Latencies()
         self.poller = Poller(
             self.engines, self.gateway, self.events, History(FakeStore()), self.latencies,
-            gpus=GpuReader(nvml or FakeNvml()), host=HostReader(tmp_path), **options,
+            gpus=GpuReader(nvml or FakeNvml()), host=HostReader(tmp_path), timeout=60.0, **options,
         )  # fmt: skip
 
 

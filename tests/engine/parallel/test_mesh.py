@@ -96,7 +96,7 @@ def test_a_rank_that_is_gone_ends_the_wait_of_the_others():
     for end in third._sockets.values():
         end.close()
     for thread in waiting:
-        thread.join(10)
+        thread.join(60)
     assert len(failures) == 2
 
 

@@ -115,17 +115,17 @@ def test_bad_flags(box: Box, terminal, tmp_path):
             assert child.ended() in {Exit.USAGE, Exit.UNREACHABLE}
         else:
             assert child.ended() == Exit.USAGE
-            assert words in child.text
+            until(lambda child=child, words=words: words in child.text)
 
 
 def test_no_daemon(terminal):
     child = terminal("top")
     assert child.ended() == Exit.UNREACHABLE
-    assert "llmbox up" in child.text
+    until(lambda: "llmbox up" in child.text)
 
 
 def test_a_daemon_under_load_in_a_real_terminal(box: Box, terminal, tmp_path):
-    box.serve(box.model(step_delay=0.02, script=[72, 73]))
+    box.serve(box.model(step_delay=0.02, hold_at=100, script=[72, 73]))
     asking = [box.spawn("run", "tiny", "hello", "--max-tokens", "4000") for _ in range(2)]
     until(lambda: len(box.api("requests")["in_flight"]) == 2)
     recording = tmp_path / "recording"
@@ -143,7 +143,7 @@ def test_a_daemon_under_load_in_a_real_terminal(box: Box, terminal, tmp_path):
     until(lambda: len(box.api("requests")["in_flight"]) == 1)
     child.press("q")
     assert child.ended() == 0
-    assert b"\x1b[?1049l" in child.output, "the terminal is given back"
+    until(lambda: b"\x1b[?1049l" in child.output)  # the terminal is given back
     assert termios.tcgetattr(child.slave) == child.before
     for each in asking:
         interrupt(each)

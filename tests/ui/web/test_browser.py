@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from support.browser import SHOTS, WIDTHS, Window, needs_browser, serious_problems
+from support.cli_box import PATIENCE
 
 PAGES = {
     "first-run": "/admin/first-run",
@@ -91,11 +92,11 @@ def test_a_key_lives_and_ends(window: Window):
     secret = page.locator("#secret").text_content()
     auth = {"Authorization": f"Bearer {secret}"}
     models = f"{window.panel.url}/v1/models"
-    assert httpx.get(models, headers=auth).status_code == 200
+    assert httpx.get(models, headers=auth, timeout=PATIENCE).status_code == 200
     page.once("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Revoke phone").click()
     page.get_by_text("There are no keys.").wait_for()
-    assert httpx.get(models, headers=auth).status_code == 401
+    assert httpx.get(models, headers=auth, timeout=PATIENCE).status_code == 401
 
 
 def test_settings_show_what_changes_before_it_does(window: Window):

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from support.cli_box import until
+from support.cli_box import PATIENCE, until
 
 ROOT = Path(__file__).parents[3]
 PAGES = [
@@ -101,7 +101,7 @@ def test_every_link_of_every_page_leads_somewhere(panel, signed_in):
 
 @pytest.mark.parametrize("path", [*PAGES, "/admin/live/overview", "/admin/requests.csv"])
 def test_without_a_sign_in_there_is_only_the_way_in(panel, path):
-    with httpx.Client(base_url=panel.url) as stranger:
+    with httpx.Client(base_url=panel.url, timeout=PATIENCE) as stranger:
         answer = stranger.get(path)
         assert (answer.status_code, answer.headers["location"]) == (303, "/admin/signin")
         fragment = stranger.get(path, headers={"HX-Request": "true"})

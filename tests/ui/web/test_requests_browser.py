@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from support.browser import SHOTS, WIDTHS, Window, needs_browser, serious_problems
-from support.cli_box import until
+from support.cli_box import PATIENCE, until
 from support.panel_box import Panel
 
 pytestmark = needs_browser
@@ -26,7 +26,7 @@ def keys(panel: Panel) -> dict[str, str]:
 @pytest.fixture
 def second(panel: Panel) -> Iterator[str]:
     """Another model, slow enough to be stopped."""
-    model = panel.box.model("second", step_delay=0.1, vocab_size=480, script=[66, 121, 101, 32] * 30)
+    model = panel.box.model("second", hold_at=20, vocab_size=480, script=[66, 121, 101, 32] * 30)
     assert panel.box.run("load", model).code == 0
     until(lambda: {each["state"] for each in panel.box.api("models")["models"]} == {"ready"})
     yield "second"
@@ -166,7 +166,7 @@ def test_an_answer_is_stopped_by_button_and_by_key(window: Window, second: str):
         until(page.locator(".turn.answer .what").last.text_content)
         stop()
         page.get_by_role("button", name="Send").wait_for()
-        assert page.get_by_text("Stopped.").last.is_visible()
+        page.get_by_text("Stopped.").last.wait_for()
     until(lambda: not window.panel.box.api("requests")["in_flight"])
 
     def statuses() -> list[int]:
@@ -180,11 +180,12 @@ def test_what_is_not_there_is_said_in_the_page(window: Window):
     page = window.page
     field, value = "response_format", {"type": "json_schema"}
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], field: value}
-    refused = httpx.post(f"{window.panel.url}/v1/chat/completions", json=body)
+    refused = httpx.post(f"{window.panel.url}/v1/chat/completions", json=body, timeout=PATIENCE)
     assert refused.json()["error"]["param"] == field
     assert page.get_by_text(f"the API takes {field}").is_visible()
     assert page.get_by_text("the API takes them").is_visible()
-    assert httpx.post(f"{window.panel.url}/v1/embeddings", json={"input": "x"}).status_code == 404
+    unknown = httpx.post(f"{window.panel.url}/v1/embeddings", json={"input": "x"}, timeout=PATIENCE)
+    assert unknown.status_code == 404
     page.get_by_label("Top p").fill("7")
     page.get_by_label("Prompt", exact=True).fill("x")
     page.get_by_role("button", name="Send").click()

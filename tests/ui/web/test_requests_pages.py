@@ -5,7 +5,7 @@ import sqlite3
 
 import httpx
 
-from support.cli_box import until
+from support.cli_box import PATIENCE, until
 
 
 def test_a_replay_works_without_scripts(panel, signed_in):
@@ -14,6 +14,7 @@ def test_a_replay_works_without_scripts(panel, signed_in):
         f"{panel.url}/v1/completions",
         json={"model": "tiny", "prompt": "hello", "max_tokens": 5},
         headers={"Authorization": f"Bearer {secret}"},
+        timeout=PATIENCE,
     ).json()
     until(lambda: answer["id"] in {row["id"] for row in panel.box.api("requests")["requests"]})
     page = signed_in.get(f"/admin/requests/{answer['id']}").text
