@@ -2,6 +2,9 @@
 
 A worker that the CPU alarm ended, or that burnt its time, met a job that is too expensive: an error.
 One that died or stopped for another reason is replaced and the job tried once more, all within 2 s.
+
+Seconds are counted in ticks in which the worker could have gone on: one that waits for a core that others
+have, or stood still with the whole machine, is not to blame (the processor time of a job is bounded anyway).
 """
 
 import asyncio
@@ -11,6 +14,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +24,11 @@ ATTEMPT_SECONDS = 1.2
 TOTAL_SECONDS = 2.0
 START_SECONDS = 10.0
 """For a new worker to come up: a tenth of a second, but not on a machine that is short of processors."""
+LONGEST_SECONDS = 60.0
+"""For anything, also where others have every core."""
 MUCH_CPU = 0.1
 """Ordinary jobs take some milliseconds."""
+_TICK = 0.1
 _TOO_EXPENSIVE = "it takes more than 1 s of computing"
 
 
@@ -65,8 +72,7 @@ class WorkerPool:
         reply: dict[str, str] | None = None
         expensive = False
         try:
-            async with asyncio.timeout(seconds):
-                reply = await _exchange(worker, job)
+            reply = await _within(seconds, worker, _exchange(worker, job))
         except TimeoutError:
             expensive = _cpu_seconds(worker.pid) - used > MUCH_CPU
         except (OSError, asyncio.IncompleteReadError):
@@ -88,12 +94,27 @@ async def _start(module: str) -> Process:
         start_new_session=True,
     )  # fmt: skip
     try:
-        async with asyncio.timeout(START_SECONDS):
-            await _read(worker)
+        await _within(START_SECONDS, worker, _read(worker))
     except BaseException:
         await _end(worker)
         raise
     return worker
+
+
+async def _within(seconds: float, worker: Process, work: Coroutine[Any, Any, Any]) -> Any:
+    """What `work` gives. Raises TimeoutError once the worker had that long and could have gone on."""
+    task = asyncio.ensure_future(work)
+    left, ticks = round(seconds / _TICK), round(LONGEST_SECONDS / _TICK)
+    try:
+        while left > 0 and ticks > 0:
+            done, _ = await asyncio.wait({task}, timeout=_TICK)
+            if done:
+                return task.result()
+            ticks -= 1
+            left -= 0 if _waits_for_core(worker.pid) else 1
+        raise TimeoutError
+    finally:
+        task.cancel()
 
 
 async def _exchange(worker: Process, job: bytes) -> dict[str, str]:
@@ -119,12 +140,23 @@ async def _end(worker: Process) -> None:
 
 def _cpu_seconds(pid: int) -> float:
     """CPU time of a process so far."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def _waits_for_core(pid: int) -> bool:
+    """It would run, or does: then its CPU alarm ends it."""
+    fields = _stat(pid)
+    return bool(fields) and fields[0] == "R"
+
+
+def _stat(pid: int) -> list[str]:
+    """/proc/PID/stat from the state letter on; empty for a process that is gone."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
     except OSError:
-        return 0.0
-    fields = stat.rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return []
+    return text.rpartition(")")[2].split()
 
 
 def _no_worker() -> ApiError:
