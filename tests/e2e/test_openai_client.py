@@ -27,7 +27,7 @@ def models(tmp_path_factory):
     for name, options in {
         "random": {"vocab_size": size},
         "scripted": {"vocab_size": size, "script": script},
-        "slow": {"vocab_size": size, "step_delay": 0.01, "hold_at": 100},
+        "slow": {"vocab_size": size, "step_delay": 0.03, "hold_at": 350},
     }.items():
         write_model(write_text_files(root / name, tokenizer), context=CONTEXT, **options)
     other = llama2()
