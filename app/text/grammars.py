@@ -10,7 +10,7 @@ from typing import Any
 from llmbox.engine.messages import Vocabulary
 
 from .model_text import ModelText
-from .tool_calls import HERMES, MISTRAL, ToolSyntax
+from .tool_calls import ToolSyntax
 
 Grammar = dict[str, Any]
 WHITE_SPACE = r"[ \t\r\n]{0,40}"
@@ -68,10 +68,11 @@ def vocabulary(text: ModelText, vocab_size: int) -> Vocabulary:
 
 
 def _around(text: ModelText, syntax: ToolSyntax, *, several: bool) -> str:
-    if syntax == HERMES:
+    """As models do it: `HERMES`, `MISTRAL` and `LLAMA` in `tool_calls.py`."""
+    if syntax.closer:
         one = f'{_mark(text, syntax.opener)} "\\n" call "\\n" {_mark(text, syntax.closer)}'
         return f'{one} ("\\n" {one})*' if several else one
-    if syntax == MISTRAL:
+    if not syntax.bare:
         rest = '(", " call)*' if several else ""
         return f'{_mark(text, syntax.opener)} "[" call {rest} "]"'
     return "call"
