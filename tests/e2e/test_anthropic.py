@@ -5,7 +5,7 @@ import json
 import httpx
 import pytest
 
-from support.cli_box import until
+from support.cli_box import PATIENCE, until
 from support.fake_engine import write_model
 from support.openai_server import serving
 from support.tokenizers_zoo import byte_level, write_text_files
@@ -45,7 +45,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def http(server):
-    with httpx.Client(base_url=server.url, timeout=60) as http:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
         yield http
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from llmbox.app.cli.client import ApiRefusal
 from llmbox.app.errors import CliError, Exit
-from support.cli_box import Box, box, interrupt, is_alive, until
+from support.cli_box import PATIENCE, Box, box, interrupt, is_alive, until
 from support.fake_engine import GO_FILE
 
 __all__ = ["box"]
@@ -97,7 +97,7 @@ def test_a_second_daemon_is_refused_with_pid_and_port(box: Box):
 def test_two_at_once_leave_one(box: Box):
     model = box.model()
     starts = [box.spawn("up", model, "--json") for _ in range(3)]
-    ends = [(start.communicate(timeout=120), start.returncode) for start in starts]
+    ends = [(start.communicate(timeout=300), start.returncode) for start in starts]
     assert [code for _, code in ends] == [0, 0, 0], ends
     assert len({json.loads(out)["pid"] for (out, _), _ in ends}) == 1
     assert sum(json.loads(out)["started"] for (out, _), _ in ends) == 1
@@ -183,10 +183,10 @@ def test_sigterm_lets_open_requests_finish(box: Box):
     child.send_signal(signal.SIGTERM)
     until(lambda: is_draining(box))
     (model / GO_FILE).touch()
-    out, err = asking.communicate(timeout=90)
+    out, err = asking.communicate(timeout=PATIENCE)
     assert asking.returncode == 0, err
     assert len(out.strip()) == 60
-    assert child.wait(timeout=90) == 0
+    assert child.wait(timeout=PATIENCE) == 0
 
 
 def test_a_second_sigterm_stops_at_once_and_says_so_to_clients(box: Box):
@@ -196,8 +196,8 @@ def test_a_second_sigterm_stops_at_once_and_says_so_to_clients(box: Box):
     child.send_signal(signal.SIGTERM)
     until(lambda: is_draining(box))  # two signals at once are one
     child.send_signal(signal.SIGTERM)
-    assert child.wait(timeout=90) == 0
-    _, err = asking.communicate(timeout=90)
+    assert child.wait(timeout=PATIENCE) == 0
+    _, err = asking.communicate(timeout=PATIENCE)
     assert asking.returncode == Exit.FAILED
     assert "shutting down" in err
 
@@ -270,17 +270,17 @@ def test_an_idle_daemon_uses_no_processor_time(box: Box):
 def test_systemd_is_told(box: Box, tmp_path: Path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
-        manager.settimeout(90)
+        manager.settimeout(PATIENCE)
         child = box.spawn("serve", box.model(), NOTIFY_SOCKET=str(tmp_path / "notify"))
         assert manager.recv(1000).startswith(b"READY=1")
         until(box.paths.sign_in_file.exists)
         link = box.paths.sign_in_file.read_text().strip()
         assert box.paths.sign_in_file.stat().st_mode & 0o777 == 0o600
-        with urllib.request.urlopen(link, timeout=90) as page:
+        with urllib.request.urlopen(link, timeout=PATIENCE) as page:
             assert page.status == 200
         child.terminate()
         assert manager.recv(1000) == b"STOPPING=1"
-    printed, _ = child.communicate(timeout=90)
+    printed, _ = child.communicate(timeout=PATIENCE)
     assert link.partition("token=")[2] not in printed  # the journal has other readers
     assert str(box.paths.sign_in_file) in printed
     assert not box.paths.sign_in_file.exists()
@@ -307,7 +307,7 @@ def test_the_request_log_is_shown_followed_and_filtered(box: Box):
     assert following.stdout is not None
     assert following.stdout.readline() != ""
     interrupt(following)
-    following.communicate(timeout=90)
+    following.communicate(timeout=PATIENCE)
     assert following.returncode == 130
     stats = box.run("stats", "--json").json
     assert stats["total"]["output_tokens"] == 12
@@ -319,7 +319,7 @@ def test_a_running_request_can_be_cancelled(box: Box):
     until(lambda: box.api("requests")["in_flight"])
     (live,) = box.run("requests", "--json").json["in_flight"]
     assert box.run("requests", "cancel", live["id"]).code == 0
-    _, err = asking.communicate(timeout=90)
+    _, err = asking.communicate(timeout=PATIENCE)
     assert asking.returncode == Exit.FAILED
     assert "cancelled" in err
     assert box.run("requests", "cancel", live["id"]).code == Exit.NOT_FOUND
@@ -333,7 +333,7 @@ def test_a_closed_pipe_is_no_error(box: Box):
         text=True,
         env=box.environ,
         check=False,
-        timeout=120,
+        timeout=300,
     )
     assert shell.returncode == 0
     assert shell.stderr == ""
@@ -374,7 +374,7 @@ def test_watching_and_following_until_interrupted(box: Box):
             box.run("unload", "tiny")
         assert child.stdout.readline() != ""
         interrupt(child)
-        _, err = child.communicate(timeout=90)
+        _, err = child.communicate(timeout=PATIENCE)
         assert (child.returncode, err.strip()) == (130, "")
 
 

@@ -74,7 +74,9 @@ def test_a_request_as_curl_and_as_python_gives_the_same_answer(place: Place, tmp
     texts = [choice["text"] for choice in answer["choices"]]
     curl = place.box.run("requests", "show", answer["id"], "--curl").out
     environ = {"PATH": "/usr/bin:/bin", "LLMBOX_API_KEY": place.secret}
-    done = subprocess.run(["bash", "-c", curl], capture_output=True, env=environ, check=True, timeout=90)
+    done = subprocess.run(
+        ["bash", "-c", curl], capture_output=True, env=environ, check=True, timeout=PATIENCE
+    )
     assert [choice["text"] for choice in json.loads(done.stdout)["choices"]] == texts
     program = place.box.run("requests", "show", answer["id"], "--python").out
     file = tmp_path / "again.py"
@@ -84,7 +86,7 @@ def test_a_request_as_curl_and_as_python_gives_the_same_answer(place: Place, tmp
         capture_output=True,
         env={**place.box.environ, **environ},
         check=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.stdout.decode().strip() == repr(texts)
 
@@ -126,7 +128,7 @@ def test_filters_and_follow(place: Place):
     last = place.ask(place.quiet)
     assert following.stdout.readline().strip() == last["id"]
     interrupt(following)
-    following.communicate(timeout=90)
+    following.communicate(timeout=PATIENCE)
     errors = place.box.run("requests", "--errors", "--json").json["requests"]
     assert [row["id"] for row in errors] == [refused]
 

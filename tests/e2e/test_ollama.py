@@ -5,6 +5,7 @@ import json
 import httpx
 import pytest
 
+from support.cli_box import PATIENCE
 from support.openai_server import serving
 
 TEMPLATE = (
@@ -26,7 +27,7 @@ def http(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     with serving(tmp_path_factory.mktemp("data")) as server:
         server.load_scripted(root, ANSWERS, TEMPLATE)
-        with httpx.Client(base_url=server.url, timeout=60) as http:
+        with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
             yield http
 
 

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from llmbox.app.cli.client import ApiRefusal
-from support.cli_box import Box, box, interrupt, until
+from support.cli_box import PATIENCE, Box, box, interrupt, until
 
 __all__ = ["box"]
 
@@ -46,7 +46,7 @@ def test_ticks_history_log_and_findings_of_a_daemon(box: Box):
     assert sum(run[0] for run in blocks["cells"]) == 10
     assert [mark["kind"] for mark in client.get("/admin/api/marks")["marks"]] == ["load"]
     interrupt(asking)
-    asking.communicate(timeout=90)
+    asking.communicate(timeout=PATIENCE)
 
 
 def test_evictions_refusals_and_restarts_leave_marks(box: Box):
@@ -58,7 +58,7 @@ def test_evictions_refusals_and_restarts_leave_marks(box: Box):
     kinds = [mark["kind"] for mark in client.get("/admin/api/marks")["marks"]]
     assert kinds == ["load", "restart", "load"]
     daemon.send_signal(signal.SIGTERM)
-    daemon.communicate(timeout=90)
+    daemon.communicate(timeout=PATIENCE)
     box.serve(box.model())
     assert len(box.client.get("/admin/api/marks")["marks"]) == 4
 

@@ -27,7 +27,7 @@ assert tokens
 def test_the_engine_runs_without_numpy(tmp_path):
     model = make_tiny_model(tmp_path / "m")
     done = subprocess.run(
-        [sys.executable, "-P", "-c", SCRIPT, model], capture_output=True, text=True, timeout=120
+        [sys.executable, "-P", "-c", SCRIPT, model], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -42,5 +42,5 @@ import llmbox.engine.core, llmbox.engine.loader, llmbox.engine.runner, llmbox.ke
 
 def test_the_model_path_imports_nothing_of_the_server():
     """A machine with torch and the checkpoint libraries alone can run the engine."""
-    done = subprocess.run([sys.executable, "-P", "-c", BARE], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-P", "-c", BARE], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -57,6 +57,6 @@ logging.warning("told")
 end(3)
 """
     ran = subprocess.run(
-        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=300, check=False
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (3, "done\n", "told\n")

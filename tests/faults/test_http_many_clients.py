@@ -102,7 +102,7 @@ def test_a_process_without_descriptors_serves_again_when_some_are_free() -> None
         env={"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.stdout.strip() == "HTTP/1.1 200 OK", done.stderr[-2000:]

@@ -23,7 +23,7 @@ from support.fake_engine import write_model
 from support.tokenizers_zoo import byte_level, write_text_files
 
 FAKE_CLI = Path(__file__).with_name("fake_cli.py")
-PATIENCE = 90.0
+PATIENCE = 180.0
 """Seconds until a condition that should come in milliseconds counts as missed."""
 
 
@@ -83,7 +83,7 @@ class Box:
             capture_output=True,
             text=True,
             env={**self.environ, **environ},
-            timeout=120,
+            timeout=300,
             check=False,
         )
         assert not done.stderr.startswith("Traceback"), done.stderr

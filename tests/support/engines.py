@@ -67,7 +67,7 @@ async def read(stream: TokenStream) -> tuple[list[int], RequestOutput]:
 
 
 async def read_all(streams: list[TokenStream]) -> list[tuple[list[int], RequestOutput]]:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(300):
         return await asyncio.gather(*(read(stream) for stream in streams))
 
 
@@ -77,7 +77,7 @@ async def assert_undisturbed(streams: list[TokenStream]) -> None:
         assert tokens == undisturbed(stream)
 
 
-async def until(condition: Any, seconds: float = 60.0) -> None:
+async def until(condition: Any, seconds: float = 180.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - conditions of any kind
             await asyncio.sleep(0.005)

@@ -14,7 +14,7 @@ from llmbox.app.cli import client, starter
 from llmbox.app.cli.program import Program
 from llmbox.app.main import main
 
-PATIENCE = 90.0
+PATIENCE = 180.0
 """Seconds: what a person would not wait for, but tests on a machine that others fill must."""
 
 

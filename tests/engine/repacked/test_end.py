@@ -48,7 +48,7 @@ def test_an_end_during_the_write(tmp_path: Path, how: str, kept: int) -> None:
         [sys.executable, "-P", "-c", PROGRAM, str(model), str(folder), how],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

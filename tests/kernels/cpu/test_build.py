@@ -86,7 +86,7 @@ def test_two_processes_at_once(tiny: Path) -> None:
     children = [fork.Process(target=build_and_report, args=(results,)) for _ in range(3)]
     for child in children:
         child.start()
-    assert [results.get(timeout=60) for _ in children] == [42, 42, 42]
+    assert [results.get(timeout=300) for _ in children] == [42, 42, 42]
     for child in children:
         child.join()
     assert sorted(path.suffix for path in tiny.iterdir()) == [".lock", ".so"]

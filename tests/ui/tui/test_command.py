@@ -15,7 +15,7 @@ import time
 import pytest
 
 from llmbox.app.errors import Exit
-from support.cli_box import Box, box, interrupt, until
+from support.cli_box import PATIENCE, Box, box, interrupt, until
 
 __all__ = ["box"]
 
@@ -60,7 +60,7 @@ class Terminal:
         os.write(self.master, keys.encode())
 
     def ended(self) -> int:
-        return self.child.wait(90)
+        return self.child.wait(PATIENCE)
 
     def close(self) -> None:
         if self.child.poll() is None:
@@ -147,7 +147,7 @@ def test_a_daemon_under_load_in_a_real_terminal(box: Box, terminal, tmp_path):
     assert termios.tcgetattr(child.slave) == child.before
     for each in asking:
         interrupt(each)
-        each.communicate(timeout=90)
+        each.communicate(timeout=PATIENCE)
     again = terminal("top", "--replay", str(recording))
     # A slow machine may draw only the recording's last moments.
     until(lambda: "replay" in again.text and re.search("[12] in flight", again.text))
@@ -203,7 +203,7 @@ def test_a_terminal_that_closes(box: Box, terminal):
     child = terminal("top")
     until(lambda: "Devices" in child.text)
     child.child.send_signal(signal.SIGHUP)
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + PATIENCE
     while child.child.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)

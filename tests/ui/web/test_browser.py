@@ -33,7 +33,7 @@ def test_a_request_appears_by_itself_and_can_be_cancelled(window: Window):
     page.get_by_text("live", exact=True).wait_for()
     page.get_by_text("Nothing is in flight.").wait_for()
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 3000, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{window.panel.url}/v1/completions", json=body, timeout=120) as answer:
+    with httpx.stream("POST", f"{window.panel.url}/v1/completions", json=body, timeout=300) as answer:
         page.get_by_role("button", name="Cancel").click()
         page.get_by_text("Cancelled cmpl-").wait_for()
         text = answer.read().decode()

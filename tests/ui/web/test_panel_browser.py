@@ -14,7 +14,7 @@ pytestmark = needs_browser
 def busy(panel):
     """A request in flight for as long as the test runs."""
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 3000, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{panel.url}/v1/completions", json=body, timeout=120) as answer:
+    with httpx.stream("POST", f"{panel.url}/v1/completions", json=body, timeout=300) as answer:
         reader = threading.Thread(target=lambda: list(answer.iter_raw()), daemon=True)
         reader.start()
         yield

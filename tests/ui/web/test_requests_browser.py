@@ -36,7 +36,7 @@ def second(panel: Panel) -> Iterator[str]:
 def ask(panel: Panel, secret: str) -> str:
     body = {"model": "tiny", "prompt": SAID, "max_tokens": 8, "stop": ["zz"], "n": 2}
     headers = {"Authorization": f"Bearer {secret.strip()}"}
-    answer = httpx.post(f"{panel.url}/v1/completions", json=body, headers=headers, timeout=120)
+    answer = httpx.post(f"{panel.url}/v1/completions", json=body, headers=headers, timeout=300)
     request_id: str = answer.json()["id"]
     until(lambda: request_id in {row["id"] for row in panel.box.api("requests")["requests"]})
     return request_id

@@ -35,7 +35,7 @@ def test_what_runs_is_shown_while_the_log_cannot_be_read(panel, signed_in):
     other = sqlite3.connect(panel.box.paths.request_db, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
     try:
-        with httpx.stream("POST", f"{panel.url}/v1/completions", json=body, timeout=120):
+        with httpx.stream("POST", f"{panel.url}/v1/completions", json=body, timeout=300):
             page = signed_in.get("/admin/requests")
             assert page.status_code == 200
             assert "The request log cannot be read now: " in page.text
