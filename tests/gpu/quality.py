@@ -6,6 +6,7 @@ brings along): prompts are rendered here, without the daemon's processes for tha
 
 import gc
 import json
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -70,9 +71,20 @@ def table(report: Report, load: Callable[[str, str], Engine], formats: Sequence[
         if report.left < LEAST_SECONDS:
             report.skipped(len(formats) - number)
             return
-        found = measure(load(quant, kv), sequences)
+        try:
+            found = measure(load(quant, kv), sequences)
+        except Exception as error:  # noqa: BLE001 - the other formats still say something
+            traceback.print_exc()
+            report.failed(
+                f"{quant} weights, {kv} keys and values: {type(error).__name__}: {str(error)[:300]}"
+            )
+            found = None
         gc.collect()  # the next engine needs this one's memory
         torch.cuda.empty_cache()
+        if found is None and plain is None:
+            return  # with nothing to compare with the others say nothing
+        if found is None:
+            continue
         plain = plain or found
         loss, of = found.perplexity / plain.perplexity - 1, f"of {len(IN_SCOPE)}"
         same = sum(map(str.__eq__, found.answers, plain.answers))

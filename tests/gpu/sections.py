@@ -10,7 +10,6 @@ import json
 import os
 import runpy
 import statistics
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 
 from gpu import beside
 from gpu.bars import SGLANG, decode_bar
+from gpu.idle import idle_clocks
 from gpu.report import Report
 from gpu.shapes import SHAPES, prompt_operations
 
@@ -195,11 +195,13 @@ def figures(
 ) -> None:
     """`full`: all of them. `big`: the 8B shape, of which the bars are."""
     report.table("work", "figure", "note")
-    decoding(report, engine, shape, peaks, full=full, big=big)
-    prompts(report, engine, shape, peaks, full=full)
+    left_out = decoding(report, engine, shape, peaks, full=full, big=big)
+    left_out += prompts(report, engine, shape, peaks, full=full)
     if full:
-        loads(report, engine, big=big)
+        left_out += loads(report, engine, big=big)
         idle_clocks(report)
+    if left_out:
+        report.say(f"\nLeft out for want of memory or time: {', '.join(left_out)}.")
 
 
 def decoding(
@@ -210,15 +212,17 @@ def decoding(
     *,
     full: bool,
     big: bool,
-) -> None:
-    """Floors are of what a step reads: all weights but an input table that is no head."""
+) -> list[str]:
+    """What was left out. Floors are of what a step reads: all weights but an input table that is no head."""
     from gpu.engine_speed import add, run
 
     table = 0 if shape["tie_word_embeddings"] else 2 * shape["vocab_size"] * shape["hidden_size"]
     weights = engine.info.weights_bytes - table
     loads = [(batch, SHORT) for batch in (BATCHES if full else (1, 64))] + [(1, LONG)] * full
+    left_out = []
     for batch, context in loads:
         if not has_room(engine, batch, context + OUTPUT) or report.left < 5:
+            left_out.append(f"decode {batch} x {context}")
             continue
         done = run(engine, add(engine, batch, context, OUTPUT, f"d{batch}-{context}-"))
         middle = context + OUTPUT // 2
@@ -229,6 +233,7 @@ def decoding(
         if big and batch == 1:
             note += f", bar {decode_bar(middle):.2f} ms"
         report.row((f"decode {batch} x {context}", f"{batch / step:.0f} tok/s", note))
+    return left_out
 
 
 def has_room(engine: Any, requests: int, tokens: int) -> bool:
@@ -240,59 +245,52 @@ def has_room(engine: Any, requests: int, tokens: int) -> bool:
 
 def prompts(
     report: Report, engine: Any, shape: dict[str, Any], peaks: dict[str, float], *, full: bool
-) -> None:
+) -> list[str]:
+    """What was left out."""
     from gpu.engine_speed import add, run
 
+    left_out = []
     for tokens in PROMPTS if full else (4096,):
         if not has_room(engine, 1, tokens + 1) or report.left < 5:
+            left_out.append(f"prompt of {tokens}")
             continue
         walls = [run(engine, add(engine, 1, tokens, 1, f"p{tokens}-{n}")).wall for n in range(3)]
         wall = statistics.median(walls)
         rate = prompt_operations(shape, tokens) / wall
         note = f"{rate / 1e12:.0f} TFLOP/s ({rate / peaks['bf16']:.0%} of the measured bf16 peak)"
         report.row((f"prompt of {tokens}", f"{tokens / wall:.0f} tok/s", note))
+    return left_out
 
 
-def loads(report: Report, engine: Any, *, big: bool) -> None:
-    """Of many requests. Where there is no room for all at once, some wait: the figure says how many rows."""
+def loads(report: Report, engine: Any, *, big: bool) -> list[str]:
+    """Of many requests; what was left out. Where there is no room for all at once, some wait: the figure says
+    how many rows.
+    """
     from gpu.engine_speed import add, first_token_under_load, run
 
+    left_out = []
+    what = f"{beside.REQUESTS} requests of {beside.PROMPT} in, {beside.OUTPUT} out"
     if report.left > 10:
         done = run(engine, add(engine, beside.REQUESTS, beside.PROMPT, beside.OUTPUT, "beside"))
-        what = f"{beside.REQUESTS} requests of {beside.PROMPT} in, {beside.OUTPUT} out"
         report.row((what, f"{done.tokens / done.wall:.0f} tok/s", "as continuous batching below"))
+    else:
+        left_out.append(what)
     busy = min(64, engine.info.max_running - 1)
+    what = f"prompt of {LATE} while {busy} decode"
     if report.left > 10 and has_room(engine, busy, 256 + 400) and has_room(engine, 1, LATE + 2):
         took = first_token_under_load(engine, busy, LATE)
-        report.row((f"prompt of {LATE} while {busy} decode", f"{took * 1e3:.0f} ms", "to the first token"))
+        report.row((what, f"{took * 1e3:.0f} ms", "to the first token"))
+    else:
+        left_out.append(what)
+    what = "256 requests of 1024 in, 1024 out"
     if big and report.left > 60 and has_room(engine, 256, 2048):
         done = run(engine, add(engine, 256, 1024, 1024, "bar"))
         rate = done.tokens / done.wall
         note = ", ".join(f"{rate / bar:.0%} of {name}" for name, bar in SGLANG.items())
-        report.row(("256 requests of 1024 in, 1024 out", f"{rate:.0f} tok/s", note))
-
-
-def idle_clocks(report: Report) -> None:
-    """With the engine loaded and nothing to do."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(this_gpu())
-        time.sleep(4)
-        clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
-        watts = pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3
-        used = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
-        report.row(("idle for 4 s", f"{clock} MHz, {watts:.0f} W", f"utilisation {used} %"))
-    except Exception as error:  # noqa: BLE001 - a driver may refuse any of these
-        report.row(("idle for 4 s", "not available", str(error)[:80]))
-
-
-def this_gpu() -> str:
-    """Its UUID: the driver's numbers are others than CUDA's."""
-    from llmbox.engine.cuda_order import cuda_machine
-
-    return cuda_machine().gpus[torch.cuda.current_device()].uuid
+        report.row((what, f"{rate:.0f} tok/s", note))
+    elif big:
+        left_out.append(what)
+    return left_out
 
 
 if __name__ == "__main__":

@@ -68,6 +68,20 @@ def test_rows_are_compared_with_the_first_and_what_is_broken_fails() -> None:
 
 
 @pytest.mark.usefixtures("_fakes")
+@pytest.mark.parametrize(("absent", "rows"), [("fp8", ["none", "broken"]), ("none", [])])
+def test_a_format_that_breaks_hides_no_other(absent: str, rows: list[str]) -> None:
+    def load(quant: str, _kv: str) -> Any:
+        if quant == absent:
+            raise RuntimeError("an illegal memory access")
+        return Fake(quant)
+
+    report = Report(100.0)
+    quality.table(report, load, [("none", "auto"), ("fp8", "auto"), ("broken", "auto")])
+    assert [line.split(" | ")[0].strip("| ") for line in report.lines[2:] if line.startswith("| ")] == rows
+    assert f"{absent} weights, auto keys and values: RuntimeError: an illegal" in report.failures[0]
+
+
+@pytest.mark.usefixtures("_fakes")
 def test_the_section_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "has_fp8", lambda _: False)
     assert quality.of_gpu() == [("none", "auto"), ("w8a8", "auto"), *quality.ALSO_ON_CPUS]

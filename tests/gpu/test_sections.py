@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpu import check, checking, engine_speed, sections
+from gpu import check, checking, engine_speed, idle, sections
 from gpu.checks import Check, Setting
 from gpu.report import Report
 from llmbox.engine import cuda_order
@@ -137,8 +137,8 @@ def test_idle_clocks_are_those_of_the_gpu_that_was_measured(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     monkeypatch.setattr(cuda_order, "cuda_machine", lambda: SimpleNamespace(gpus=gpus))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(sections.time, "sleep", lambda _: None)
+    monkeypatch.setattr(idle.time, "sleep", lambda _: None)
     report = Report(100.0)
-    sections.idle_clocks(report)
+    idle.idle_clocks(report)
     assert asked == ["GPU-b"]
     assert "345 MHz, 72 W" in report.lines[-1]

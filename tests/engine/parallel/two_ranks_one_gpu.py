@@ -1,7 +1,8 @@
 """Two ranks of `sum_add_norm` on one GPU, a stream each, that really wait for each other, also from graphs.
 
-Each rank's kernel runs alone before, over what the other would have told: loading a kernel may wait for the
-device, and a device on which a rank waits for one that is not launched yet never gets done.
+Each rank's kernel runs alone before, over what the other would have told, and so does its graph: loading a
+kernel or a graph's first launch may wait for the device, and a device on which a rank waits for one that is
+not launched yet never gets done.
 """
 
 import torch
@@ -39,6 +40,9 @@ def main() -> None:
     for rank, graph in enumerate(graphs):
         with torch.cuda.graph(graph, stream=streams[rank]):
             run(rank)
+        flags[rank].fill_(2)
+        graph.replay()
+        torch.cuda.synchronize()
     for turn in range(200):
         for each in (*x, residual[0]):
             each.copy_(torch.randn_like(each))
