@@ -44,7 +44,8 @@ class LateDevice:
             destination.fill_(torch.nan)
 
     def record(self) -> "LateEvent":
-        return LateEvent(self, len(self.under_way), self.under_way)
+        # In one operation: a thread that answers may wait for an older event, and empty the list, meanwhile.
+        return LateEvent(self, self.under_way[-1:])
 
     def _is_host(self, tensor: Tensor) -> bool:
         pointer = tensor.untyped_storage().data_ptr()
@@ -69,8 +70,9 @@ class Arrival:
 
 
 class LateEvent:
-    def __init__(self, device: LateDevice, count: int, under_way: list[Callable[[], None]]) -> None:
-        self._device, self._end = device, under_way[count - 1] if count else None
+    def __init__(self, device: LateDevice, last: list[Callable[[], None]]) -> None:
+        """`last`: what was given to the device before it; nothing where all of that is done."""
+        self._device, self._end = device, next(iter(last), None)
 
     def wait(self) -> None:
         self._device.waits += 1

@@ -12,6 +12,7 @@ import torch
 from llmbox.engine.gpu.graphs import WANTED
 from llmbox.engine.parallel.link import RankLost
 from support.device_ranks import device_ranks
+from support.late_device import LateDevice
 from support.mixes import drawn, told
 from support.real_engines import ask, load, run, tokens
 from support.tiny_models import make_tiny_model
@@ -236,3 +237,21 @@ def test_what_a_launch_does_asks_the_device_nothing(model):
     assert len(ranks[0].sizes) > 5
     for request in requests:
         assert told(seen[request.request_id]) == told(expected[request.request_id])
+
+
+class EmptiedMeanwhile(list):
+    """Another thread waits for all of it as soon as somebody has asked how much there is."""
+
+    def __len__(self):
+        count = super().__len__()
+        self.clear()
+        return count
+
+
+def test_an_event_is_recorded_while_a_thread_that_answers_waits_for_an_older_one():
+    """Only with stages a thread answers: a fault of the late device, seen once as a rank that had failed."""
+    device = LateDevice()
+    device.under_way = EmptiedMeanwhile([lambda: None])
+    event = device.record()
+    event.wait()
+    assert device.waits == 1
