@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from .link import RankLost
 from .process_state import read_state
 from .roll_call import Worker
 
@@ -26,6 +27,8 @@ STILL_TICKS: Final = 30
 watchdog ends the process (`group.STUCK_SECONDS`)."""
 _CRASHED: Final = 70
 _EXPLANATION_SECONDS: Final = 1.0
+_LOST_SECONDS: Final = 15.0
+"""From the end of its socket to that of its process: for that it needs a core, and others may have them."""
 _FOLLOWERS_SECONDS: Final = 0.05
 # Ranks that were waiting for one that died end as well: the first of all is to be told.
 
@@ -77,6 +80,9 @@ class Watch:
         with self.step():
             try:
                 yield
+            except RankLost:
+                self._thread.join(_LOST_SECONDS)
+                raise
             except Exception:
                 self.wait_for_end()
                 raise

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmbox.engine.parallel import watch as watch_module
+from llmbox.engine.parallel.link import RankLost
 from llmbox.engine.parallel.process_state import ProcessState
 from llmbox.engine.parallel.roll_call import Worker
 from llmbox.engine.parallel.watch import Watch
@@ -68,6 +69,19 @@ def test_the_rank_that_died_first_is_told_not_those_that_followed(start):
     watch = Watch(workers, ends, TICK)
     assert ends.called.wait(PATIENCE)
     assert ends.calls == [("rank 2 was killed by signal 9", True)]
+    watch.close()
+
+
+def test_a_lost_rank_whose_process_takes_long_to_end_is_waited_for(start):
+    """Its socket is closed, and the step fails of that: the engine must end as the rank does, not before."""
+    ends, worker = Ends(), start()
+    watch = Watch([worker], ends)
+    dying = threading.Timer(1.5, worker.process.kill)
+    dying.start()
+    with pytest.raises(RankLost), watch.guarding():
+        raise RankLost("the other rank closed its end")
+    assert ends.calls == [("rank 1 was killed by signal 9", True)]
+    dying.join()
     watch.close()
 
 
