@@ -40,6 +40,13 @@ runpy.run_module("llmbox.engine.worker", run_name="__main__")
 
 
 @pytest.fixture
+def children():
+    """-> those that this test has now; other tests of this process may have left some."""
+    before = psutil.Process().children()
+    return lambda: [child for child in psutil.Process().children() if child not in before]
+
+
+@pytest.fixture
 def model(tmp_path):
     return make_tiny_model(tmp_path / "model", tokenizer=False)
 
@@ -64,22 +71,22 @@ def workers(monkeypatch):
         ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed while loading"),
     ],
 )
-def test_a_rank_that_fails_is_told_and_takes_the_load_with_it(model, workers, cut, failure, words):
+def test_a_rank_that_fails_is_told_and_takes_the_load_with_it(model, workers, children, cut, failure, words):
     workers(f"if rank.layout.rank == 1: {failure}\n    else: time.sleep(30)")
     with pytest.raises(EngineError, match=words) as failed:
         load(model, **cut)
     assert failed.value.code == RankLost.code
-    assert not psutil.Process().children()
+    assert not children()
 
 
-def test_rank_0_does_not_finish_its_own_load_for_nothing(model, workers, monkeypatch):
+def test_rank_0_does_not_finish_its_own_load_for_nothing(model, workers, children, monkeypatch):
     """It looks whenever it has read something."""
     workers("raise MemoryError('none')")
     read = []
 
     def slowly(done, total):
         read.append(done)
-        (worker,) = psutil.Process().children()
+        (worker,) = children()
         while worker.status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
 
@@ -89,19 +96,19 @@ def test_rank_0_does_not_finish_its_own_load_for_nothing(model, workers, monkeyp
     assert len(read) == 1
 
 
-def test_a_rank_that_is_stopped_is_not_waited_for(model, workers, monkeypatch):
+def test_a_rank_that_is_stopped_is_not_waited_for(model, workers, children, monkeypatch):
     monkeypatch.setattr(roll_call, "STOPPED_SECONDS", 0.5)
     monkeypatch.setattr(roll_call, "_TICK", 0.1)
     workers("os.kill(os.getpid(), signal.SIGSTOP)")
     with pytest.raises(RankLost, match="rank 1 was stopped before it was loaded"):
         load(model, pp=2)
-    assert not psutil.Process().children()
+    assert not children()
 
 
 @pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
 @pytest.mark.parametrize("cut", [{"tp": 2}, {"pp": 2}], ids=str)
 def test_all_ranks_finish_writing_what_they_packed_before_they_end(
-    model, workers, monkeypatch, tmp_path, cut
+    model, workers, children, monkeypatch, tmp_path, cut
 ):
     """A first run that is shorter than the write; the second load reads no checkpoint."""
     monkeypatch.setattr(crew, "_END_SECONDS", 60.0)
@@ -119,4 +126,4 @@ def test_all_ranks_finish_writing_what_they_packed_before_they_end(
     monkeypatch.setattr("llmbox.engine.weights.Checkpoint.take_into", None)
     assert tokens(load(model, **cut), asked) == first
     finish()
-    assert not psutil.Process().children()
+    assert not children()
