@@ -48,7 +48,8 @@ IN_ORDER: Final = ("torch._functorch.predispatch", "torch.export", "torch._meta_
 WHOLE: Final = "LLMBOX_WHOLE_TORCH"
 """Set where the light import failed."""
 _NUMPY: Final = "numpy"
-_NVIDIA: Final = Path("/dev/nvidiactl")
+_NVIDIA: Final = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""Where there is a GPU that CUDA may find: of the driver, and what Windows lends to Linux in it (WSL 2)."""
 
 
 def import_torch() -> None:
@@ -56,7 +57,7 @@ def import_torch() -> None:
 
     Whatever is raised, torch is not imported and cannot be in this process.
     """
-    if "torch" in sys.modules or _NVIDIA.exists() or WHOLE in os.environ:
+    if "torch" in sys.modules or any(map(Path.exists, _NVIDIA)) or WHOLE in os.environ:
         return
     collects = gc.isenabled()
     gc.disable()  # fifty thousand objects are made, and all of them stay
