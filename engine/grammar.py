@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 THINK, THOUGHT = b"<think>", b"</think>"
 _BREAKS = (b"\n", b"\n\n")
+_SLICES: Final = [r'[^"\\\x00-\x1F\x7F]{1,10}', r'[^"\\\x00-\x1F\x7F]+']
+"""Tokens of these kinds are looked at together inside JSON's strings: same masks, a quarter of the time."""
 _KEPT: Final = 32
 """Grammars that stay compiled: clients send the same ones again and again."""
 _Place = Literal["start", "thoughts", "gap", "answer"]
@@ -65,7 +67,7 @@ class Tokens:
     def tree(self) -> "LLTokenizer":
         from llguidance import LLTokenizer, TokenizerWrapper  # noqa: PLC0415
 
-        return LLTokenizer(TokenizerWrapper(_Source(self)), slices=[])
+        return LLTokenizer(TokenizerWrapper(_Source(self)), slices=_SLICES)
 
     @cached_property
     def spilling(self) -> list[int]:
@@ -114,7 +116,7 @@ class Grammars:
 
             found = LLMatcher(tokens.tree, grammar, log_level=0, limits=parser_limits())
             if found.is_error():
-                raise GrammarError(f"The grammar cannot be compiled: {found.get_error()}")
+                raise GrammarError(f"The grammar cannot be compiled: {_told(found)}")
             self._compiled[grammar] = found
             if len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
@@ -171,7 +173,7 @@ class Constraint:
             and self.problem is None
             and not self._matcher.consume_token(token)
         ):
-            self.problem = f"The answer does not follow its grammar: {self._matcher.get_error()}"
+            self.problem = f"The answer does not follow its grammar: {_told(self._matcher)}"
 
     def _in_thoughts(self) -> bytes:
         mask = bytearray(b"\xff" * _bytes_of(self._tokens.size))
@@ -187,7 +189,7 @@ class Constraint:
             return mask
         found = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            self.problem = f"The grammar is too complex to follow: {self._matcher.get_error()}"
+            self.problem = f"The grammar is too complex to follow: {_told(self._matcher)}"
             return mask
         mask[:] = found[: len(mask)]
         _clear_after(mask, self._tokens.size)
@@ -195,6 +197,10 @@ class Constraint:
         if found[end // 8] >> end % 8 & 1:
             _set(mask, self._stops)
         return mask
+
+
+def _told(matcher: "LLMatcher") -> str:
+    return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
 
 
 def _bytes_of(bits: int) -> int:

@@ -23,6 +23,7 @@ _LARGEST = torch.finfo(torch.float32).max
 FORBIDDEN = float("-inf")
 _NO_IDS = torch.empty(0, dtype=torch.int64)
 _NO_COUNTS = torch.empty(0)
+_EIGHT = torch.arange(8, dtype=torch.uint8)
 
 
 class RequestRules:
@@ -140,13 +141,21 @@ def has_rules(params: SamplingParams) -> bool:
 def mask_bits(masks: Sequence[bytes]) -> Tensor:
     """uint8 [masks, 8 · bytes], 1 where an id may come next; see `Constraint.allowed`. Masks of one size."""
     bytes_MB = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).view(len(masks), -1)
-    return ((bytes_MB[:, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)
+    return ((bytes_MB[:, :, None] >> _EIGHT) & 1).flatten(1)
 
 
 def masked_ids(mask: bytes, listed: Tensor | None) -> Tensor:
-    """Ascending; of `listed` those that the mask allows."""
-    bit_V = mask_bits([mask])[0]
-    return bit_V.nonzero()[:, 0] if listed is None else listed[bit_V[listed] > 0]
+    """Ascending; of `listed` those that the mask allows. Where a mask leaves few ids, zeros are passed over
+    by eights.
+    """
+    if listed is not None:
+        return listed[mask_bits([mask])[0][listed] > 0]
+    byte_B = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
+    place_P = byte_B.nonzero()[:, 0]
+    if len(place_P) > len(byte_B) // 8:
+        return mask_bits([mask])[0].nonzero()[:, 0]
+    bit_P8 = (byte_B[place_P, None] >> _EIGHT) & 1
+    return (place_P[:, None] * 8 + _EIGHT)[bit_P8 > 0]
 
 
 def _inside(ids: Iterable[int], vocab_size: int) -> list[int]:

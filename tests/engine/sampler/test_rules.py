@@ -1,4 +1,5 @@
 import math
+import random
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from llmbox.engine.sampler.rules import RequestRules, apply_rules
+from llmbox.engine.sampler.rules import RequestRules, apply_rules, masked_ids
 from support.sampling import make_request, plain_distribution
 
 torch.set_num_threads(1)
@@ -184,3 +185,15 @@ def test_penalties_start_with_the_first_output_token():
     assert not rules.refresh()
     request.token_ids.append(9)
     assert rules.refresh()
+
+
+@pytest.mark.parametrize("size", [1, 40, 4001])
+def test_ids_of_a_mask_are_its_bits(size):
+    """Full ones and sparse ones are read in different ways."""
+    rng = random.Random(size)
+    for kinds in ([255, 3], [0, 0, 129], [0] * 40 + [1, 200]):
+        mask = bytes(rng.choice(kinds) for _ in range(size))
+        wanted = [i for i in range(8 * size) if mask[i // 8] >> i % 8 & 1]
+        assert masked_ids(mask, None).tolist() == wanted
+        listed = torch.arange(0, 8 * size, 3)
+        assert masked_ids(mask, listed).tolist() == [i for i in wanted if i % 3 == 0]
