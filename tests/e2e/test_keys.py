@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     models = tmp_path_factory.mktemp("models")
     tokenizer = byte_level()
     size = tokenizer.get_vocab_size()
-    for name, options in {"alpha": {}, "beta": {}, "slow": {"step_delay": 0.03, "hold_at": 1500}}.items():
+    for name, options in {"alpha": {}, "beta": {}, "slow": {"step_delay": 0.03}}.items():
         write_model(write_text_files(models / name, tokenizer), vocab_size=size, **options)
     with serving(tmp_path_factory.mktemp("data")) as server:
         server.load(models / "alpha", "alpha", alias="first")
@@ -139,7 +139,7 @@ def test_what_runs_ends_with_its_key_and_others_go_on(server: Server, how: Calla
     store = server.services.security.keys
     _, client = make(server)
     _, other = make(server, "desk")
-    options = {"model": "slow", "stream": True, "max_tokens": 3000}
+    options = {"model": "slow", "stream": True, "max_tokens": 1000}
     ends, stays = iter(chat(client, **options)), iter(chat(other, **options))
     next(ends)
     name = next(stays).id
@@ -158,7 +158,7 @@ def test_what_runs_ends_with_its_key_and_others_go_on(server: Server, how: Calla
 def test_an_answer_in_one_piece_ends_with_its_key_too(server: Server) -> None:
     _, client = make(server)
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(lambda: chat(client, model="slow", max_tokens=3000))
+        answer = pool.submit(lambda: chat(client, model="slow", max_tokens=1000))
         until(server.services.gateway.in_flight)
         server.services.security.keys.remove("laptop")
         with pytest.raises(openai.AuthenticationError, match="revoked"):
