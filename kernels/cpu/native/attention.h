@@ -9,7 +9,7 @@
 #include <optional>
 
 #include "attention_op.h"
-#include "attention_tiles.h"
+#include "attention_bands.h"
 #include "dtypes.h"
 
 namespace llmbox {
@@ -86,7 +86,7 @@ private:
     }
 
     Walk walk_of(const Step& step, const Tile& tile) const {
-        const int position = position_of(step, tile), seen = oldest(position);
+        const int position = position_of(step, tile), seen = Sights{position, 1, window_}.oldest(0);
         const int32_t* table = step.block_tables + static_cast<int64_t>(tile.sequence) * step.table_width;
         const int first = strip_of(step, seen) / STRIPS * STRIPS;  // whole chunks, from the beginning on
         return {table, tile.head, first, strip_of(step, position + tile.tokens - 1) + 1};
@@ -122,63 +122,30 @@ private:
 
     void add_tiled(const Work<E>& work, const Chunk<E>& chunk, const Chunk<E>& next, int position,
                    Member& member) const {
-        if constexpr (Tiled::POSSIBLE)
+        const Sights sights{position, group_, window_};
+        if constexpr (Tiled::OWN_SOFTMAX) {
+            Tiled::add_chunk(work, chunk, next, sights, scale_ * LOG2_E, member.tiles);
+        } else if constexpr (Tiled::POSSIBLE) {
             // From the last rows on: they see all that others see, and bring it.
             for (int row = (work.rows - 1) / Tiled::BAND * Tiled::BAND; row >= 0; row -= Tiled::BAND) {
                 const int rows = std::min(Tiled::BAND, work.rows - row);
-                const int strips = strips_seen(chunk, position + (row + rows - 1) / group_);
-                const Band band{row, rows, strips, row + rows == work.rows};
-                if (strips == 0) break;
-                if (rows > Work<E>::ROWS) add_band<true>(work, band, chunk, next, position, member.tiles);
-                else add_band<false>(work, band, chunk, next, position, member.tiles);
-            }
-    }
-
-    template <bool LOWER>
-    void add_band(const Work<E>& work, const Band& band, const Chunk<E>& chunk, const Chunk<E>& next, int position,
-                  Tiles& tiles) const {
-        const int end = band.row + band.rows;
-        Tiled::template score<LOWER>(work, band, chunk, tiles);
-        soften_rows(work, band.row, end, chunk, position);
-        if (!W::SCALED) rescale(work, band.row, end);
-        Tiled::template add<LOWER>(work, band, chunk, band.first ? &next : nullptr, tiles);
-    }
-
-    // Whole pairs.
-    static int strips_seen(const Chunk<E>& chunk, int newest) {
-        int strips = 0;
-        for (int s = 0; s < STRIPS; s++)
-            if (chunk.counts[s] > 0 && chunk.positions[s] <= newest) strips = s + 1;
-        return round_up(strips, 2);
-    }
-
-    NOINLINE void soften_rows(const Work<E>& work, int row, int end, const Chunk<E>& chunk, int position) const {
-        const int last = position + (end - 1) / group_;
-        const Sight of_all{oldest(last), position + row / group_};
-        const float factor = scale_ * 1.44269504f;
-        if (all_seen(chunk, of_all)) {
-            for (; row < end; row++) soften<E, false>(work, row, chunk, cache_.codes_bytes, factor, of_all);
-        } else {
-            for (; row < end; row++) {
-                const int newest = position + row / group_;
-                soften<E, true>(work, row, chunk, cache_.codes_bytes, factor, {oldest(newest), newest});
+                const Band band{row, rows, strips_seen(chunk, sights.newest(row + rows - 1)), row + rows == work.rows};
+                if (band.strips == 0) break;
+                Tiled::score(work, band, chunk, member.tiles);
+                soften_rows(work, row, row + rows, chunk, position);
+                Tiled::add(work, band, chunk, band.first ? &next : nullptr, member.tiles);
             }
         }
     }
 
-    int oldest(int position) const { return window_ ? std::max(0, position - window_ + 1) : 0; }
-
-    static bool all_seen(const Chunk<E>& chunk, Sight sight) {
-        bool all = chunk.positions[0] >= sight.oldest && chunk.positions[STRIPS - 1] + STRIP <= sight.newest + 1;
-        for (int count : chunk.counts) all &= count == STRIP;
-        return all;
-    }
-
-    static NOINLINE void rescale(const Work<E>& work, int row, int end) {
-        for (; row < end; row++) {
-            if (work.scale[row] == 1) continue;
-            float* out = work.out + row * work.dim;
-            for (int d = 0; d < work.dim; d += LANES) store(out + d, load(out + d) * splat(work.scale[row]));
+    NOINLINE void soften_rows(const Work<E>& work, int row, int end, const Chunk<E>& chunk, int position) const {
+        const Sights sights{position, group_, window_};
+        const Sight common = sights.common(row, end);
+        const float factor = scale_ * LOG2_E;
+        if (all_seen(chunk, common)) {
+            for (; row < end; row++) soften<E, false>(work, row, chunk, cache_.codes_bytes, factor, common);
+        } else {
+            for (; row < end; row++) soften<E, true>(work, row, chunk, cache_.codes_bytes, factor, sights.of(row));
         }
     }
 

@@ -16,7 +16,7 @@ template <class E> struct Walked {
 };
 #if LLMBOX_TILES
 template <> struct Walked<BF16> {
-    static constexpr int STRIPS = 8, ROWS = 128;
+    static constexpr int STRIPS = 8, ROWS = 256;
 };
 template <> struct Walked<INT8> {
     static constexpr int STRIPS = 8, ROWS = 128;

@@ -8,6 +8,7 @@
 
 namespace llmbox {
 
+constexpr float LOG2_E = 1.44269504f;
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 // 2^x, relative error below 2e-7; 0 for -infinity, NaN for NaN.
@@ -75,6 +76,31 @@ template <class E> struct Work {
 struct Sight {
     int oldest, newest;
 };
+
+// The rows of a tile: `group` of each token, from the token at `position` on. A window of 0 has no end.
+struct Sights {
+    int position, group, window;
+
+    int newest(int row) const { return position + row / group; }
+    int oldest(int row) const { return window ? std::max(0, newest(row) - window + 1) : 0; }
+    Sight of(int row) const { return {oldest(row), newest(row)}; }
+    // What all of them see.
+    Sight common(int row, int end) const { return {oldest(end - 1), newest(row)}; }
+};
+
+template <class E> bool all_seen(const Chunk<E>& chunk, Sight sight) {
+    bool all = chunk.positions[0] >= sight.oldest && chunk.positions[Chunk<E>::STRIPS - 1] + STRIP <= sight.newest + 1;
+    for (int count : chunk.counts) all &= count == STRIP;
+    return all;
+}
+
+// Up to the last that a row sees, in whole pairs.
+template <class E> int strips_seen(const Chunk<E>& chunk, int newest) {
+    int strips = 0;
+    for (int s = 0; s < Chunk<E>::STRIPS; s++)
+        if (chunk.counts[s] > 0 && chunk.positions[s] <= newest) strips = s + 1;
+    return round_up(strips, 2);
+}
 
 // Lanes from .. to - 1; the others count as never seen.
 INLINE Floats only(Floats scores, int from, int to) {
