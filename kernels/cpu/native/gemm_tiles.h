@@ -154,11 +154,11 @@ private:
         constexpr int NUMBERS = TILE_WORDS * BF16::PACK;
         const bf16* from = x_ + row * x_stride_;
         to += row % TILE_ROWS * ROW_BYTES;
-        for (int i = 0; i < linear_.inputs; i += NUMBERS, to += TILE_BYTES) {
-            const int count = std::min(NUMBERS, linear_.inputs - i);
-            if (count < NUMBERS) memset(to, 0, ROW_BYTES);
-            memcpy(to, from + i, count * sizeof(bf16));
-        }
+        const int whole = linear_.inputs / NUMBERS * NUMBERS;
+        for (int i = 0; i < whole; i += NUMBERS, to += TILE_BYTES) store_as(to, load_as<Words>(from + i));
+        if (whole == linear_.inputs) return;
+        memset(to, 0, ROW_BYTES);
+        memcpy(to, from + whole, (linear_.inputs - whole) * sizeof(bf16));
     }
 
     const Linear& linear_;

@@ -106,9 +106,11 @@ public:
 private:
     // Inputs: more for many rows, which have their sums and x in the L2 cache.
     static constexpr int SLICE = 128, LONG_SLICE = 256, LONG_FROM = 65;
-    static constexpr int STEPS = ceil_div(WORDS, TILE_WORDS);
+    // A group comes in steps of a tile each for every 16 outputs.
+    static constexpr int STEPS = ceil_div(WORDS, TILE_WORDS), STEP_WORDS = WORDS / STEPS, PARTS = PANEL / TILE_WORDS;
+    static constexpr size_t STEP_BYTES = STEP_WORDS * PANEL_STRIDE;
 
-    // Bytes of int4, a piece after the other: 16 inputs (STEP_INPUTS) of 16 outputs.
+    // Bytes of int4, a piece after the other: what one tile holds.
     struct Widening {
         const uint8_t* from;  // the first group
         size_t group_bytes, codes_offset;
@@ -118,11 +120,13 @@ private:
         int left = 0, share = 0;
 
         INLINE void some(int count) {
-            constexpr unsigned PIECES = PANEL / LANES, TO_GROUP = WORDS * 4 / STEP_INPUTS * PIECES;
             for (count = std::min(count, left), left -= count; count; count--, piece++) {
-                const uint8_t* group = from + piece / TO_GROUP * group_bytes;
-                widen_piece<0>(group + codes_offset, steps ? group + 2 * PANEL : nullptr, piece % TO_GROUP / PIECES,
-                               piece % PIECES, to + piece / TO_GROUP * (WORDS * PANEL_STRIDE));
+                const unsigned step = piece / PARTS, group = step / STEPS, column = piece % PARTS * ROW_BYTES;
+                const uint8_t* at = from + group * group_bytes + column;
+                const uint8_t* codes = at + codes_offset + step % STEPS * (STEP_BYTES / 2);
+                const FourSteps four = steps ? FourSteps::load<0>(at + 2 * PANEL + step % STEPS * PANEL_STRIDE)
+                                             : FourSteps::plain<0>();
+                widen_piece<STEP_WORDS * 4 / STEP_INPUTS>(codes, four, 0, to + step * STEP_BYTES + column);
             }
         }
     };
@@ -134,8 +138,8 @@ private:
         const int count = std::max(0, std::min(slice_, linear_.groups - first));
         if (BITS == 8) return {at(first) + linear_.codes_offset, linear_.group_bytes, first, count};
         uint8_t* to = scratch_.codes + first / slice_ % 2 * slice_ * (WORDS * PANEL_STRIDE);
-        constexpr int TO_GROUP = WORDS * 4 / STEP_INPUTS * (PANEL / LANES);
-        widening_ = {at(first), linear_.group_bytes, linear_.codes_offset, to, linear_.steps != 0, 0, count * TO_GROUP};
+        const int pieces = count * STEPS * PARTS;
+        widening_ = {at(first), linear_.group_bytes, linear_.codes_offset, to, linear_.steps, 0, pieces};
         return {to, WORDS * PANEL_STRIDE, first, count};
     }
 
@@ -151,15 +155,27 @@ private:
             prefetch_to_l2(coming_);
     }
 
+    // What the 16 rows after these will read of x: too much for the L1 cache while all rows pass through it.
+    INLINE void plan_x(const int8_t* values, int block) {
+        constexpr int SHARE = TILE_ROWS * WORDS * 4 / ACROSS;
+        coming_x_ = values + static_cast<size_t>(x_.groups) * x_.group * TILE_ROWS + block % ACROSS * SHARE;
+    }
+    INLINE void bring_x(int quarter) const {
+        constexpr int LINES = TILE_ROWS * WORDS * 4 / ACROSS / QUARTERS / 64;
+        if (rows_ < LONG_FROM) return;
+        UNROLL for (int i = 0; i < LINES; i++) prefetch(coming_x_ + (quarter * LINES + i) * 64);
+    }
+
     INLINE void run_unit(const TileGroups& groups, int block, int g) {
         const int row = block / ACROSS * TILE_ROWS, column = block % ACROSS * BLOCK_COLUMNS;
         const int group = groups.first + g;
         const size_t cell = x_.cell(row_ + row, group);
         const uint8_t* codes = groups.codes + g * groups.codes_step + 4 * column;
         const int8_t* values = x_.values + cell * x_.group;
+        plan_x(values, block);
         int32_t* sums = scratch_.sums + (units_++ & 1) * BLOCK_SUMS;
         clear_sums();
-        UNROLL for (int s = 0; s < STEPS; s++, values += ROW_BYTES, codes += TILE_WORDS * PANEL_STRIDE) {
+        UNROLL for (int s = 0; s < STEPS; s++, values += ROW_BYTES, codes += STEP_BYTES) {
             _tile_loadd(4, values, 4 * WORDS);
             _tile_loadd(6, codes, PANEL_STRIDE);
             _tile_dpbssd(0, 4, 6);
@@ -177,6 +193,7 @@ private:
 
     INLINE void work_beside(int quarter) {
         bring();
+        bring_x(quarter);
         before_.add_quarter(quarter);
         if (BITS == 4) widening_.some(widening_.share);
     }
@@ -191,6 +208,7 @@ private:
     UnitSums before_{};
     const uint8_t *coming_ = nullptr, *end_ = nullptr;
     size_t step_ = 0;
+    const int8_t* coming_x_ = nullptr;
     unsigned units_ = 0;
 };
 

@@ -15,32 +15,41 @@ struct Groups {
 typedef uint16_t Halves __attribute__((vector_size(LANES * 4)));
 typedef uint8_t Octets __attribute__((vector_size(LANES * 4)));
 
-// Byte i of each word, four times.
-INLINE Words spread_byte(Words words, int i) {
 #if defined(__AVX512BW__)
-    Words places = splat(static_cast<uint32_t>(i) * 0x01010101u);
-    UNROLL for (int word = 0; word < LANES; word++) places[word] += word % 4 * 0x04040404u;
-    return (Words)_mm512_shuffle_epi8((__m512i)words, (__m512i)places);
+// Shuffles of bytes inside words; 0x80 makes a zero.
+struct BytePlaces {
+    alignas(64) uint32_t halves[LANES], bytes[LANES];
+    constexpr explicit BytePlaces(uint32_t i) : halves{}, bytes{} {
+        for (uint32_t word = 0; word < LANES; word++) {
+            const uint32_t byte = word % 4 * 4 + i;
+            halves[word] = byte * 0x00010001u | 0x80008000u, bytes[word] = byte * 0x01010101u;
+        }
+    }
+};
+inline constexpr BytePlaces PLACES[4] = {BytePlaces(0), BytePlaces(1), BytePlaces(2), BytePlaces(3)};
+#endif
+
+// Byte `i` of each word at both halves of it, or four times.
+INLINE Words byte_in_halves(Words words, int i) {
+#if defined(__AVX512BW__)
+    return (Words)_mm512_shuffle_epi8((__m512i)words, load_as<__m512i>(PLACES[i].halves));
 #else
-    const Words byte = words >> static_cast<uint32_t>(8 * i) & splat(0xffu), two = byte | byte << 8;
-    return two | two << 16;
+    const Words byte = words >> static_cast<uint32_t>(8 * i) & splat(0xffu);
+    return byte | byte << 16;
+#endif
+}
+INLINE Words byte_in_bytes(Words words, int i) {
+#if defined(__AVX512BW__)
+    return (Words)_mm512_shuffle_epi8((__m512i)words, load_as<__m512i>(PLACES[i].bytes));
+#else
+    const Words both = byte_in_halves(words, i);
+    return both | both << 8;
 #endif
 }
 
-// Steps and zeros of 16 (8, 4) outputs, as what halves of bytes are multiplied by and what is taken off then.
+// What half bytes of 16 inputs of 16 (8, 4) outputs are multiplied by, and what is taken off then.
 struct WideSteps {
-    Words step, zero;  // step in both 16 bits of a word, zero in its four bytes
-
-    // Those of byte `s % 4` of each word. FLIP: 0x80 adds 128 to the bytes that come out.
-    template <uint32_t FLIP> static INLINE WideSteps load(const uint8_t* from, int s) {
-        const Words all = spread_byte(load_as<Words>(from), s % 4), low = splat(0x000f000fu);
-        const Words step = all & low, z = all >> 4 & low;
-        const Halves zero = (Halves)step * ((Halves)z + (Halves)splat(0x00080008u)) >> 1;
-        return {step, ((Words)zero | (Words)zero << 8) ^ splat(FLIP * 0x01010101u)};
-    }
-    template <uint32_t FLIP> static INLINE WideSteps plain() {
-        return {splat((PLAIN_STEP & 15) * 0x00010001u), splat((8 ^ FLIP) * 0x01010101u)};
-    }
+    Words step, zero;  // step in both halves of a word, zero in its four bytes
 
     // Two words of each output. A product of two half bytes stays in its byte.
     INLINE void widen(const uint8_t* from, Words* to) const {
@@ -50,18 +59,35 @@ struct WideSteps {
     }
 };
 
-// int4 as the bytes of int8, plus FLIP: 16 inputs, the `step`th of their group, of the `part`th 16 (8, 4) outputs.
-template <uint32_t FLIP>
-INLINE void widen_piece(const uint8_t* codes, const uint8_t* steps, int step, int part, uint8_t* to) {
-    const size_t column = part * static_cast<size_t>(LANES * 4);
-    const WideSteps wide = steps ? WideSteps::load<FLIP>(steps + step / 4 * PANEL_STRIDE + column, step)
-                                 : WideSteps::plain<FLIP>();
-    codes += step * 2 * PANEL_STRIDE + column;
-    to += step * 4 * PANEL_STRIDE + column;
-    Words words[4];
-    wide.widen(codes, words);
-    wide.widen(codes + PANEL_STRIDE, words + 2);
-    UNROLL for (int w = 0; w < 4; w++) store_as(to + w * PANEL_STRIDE, words[w]);
+// Those of four times 16 inputs: a byte of a word for each.
+struct FourSteps {
+    Words step, zero;
+
+    // FLIP: 0x80 adds 128 to the bytes that come out.
+    template <uint32_t FLIP> static INLINE FourSteps load(const uint8_t* from) {
+        const Words all = load_as<Words>(from), low = splat(0x0f0f0f0fu), even = splat(0x00ff00ffu);
+        const Words step = all & low, eight = (all >> 4 & low) + splat(0x08080808u);
+        const Halves evens = (Halves)(step & even) * (Halves)(eight & even) >> 1;
+        const Halves odds = (Halves)(step >> 8 & even) * (Halves)(eight >> 8 & even) >> 1;
+        return {step, ((Words)evens | (Words)odds << 8) ^ splat(FLIP * 0x01010101u)};
+    }
+    template <uint32_t FLIP> static INLINE FourSteps plain() {
+        return {splat((PLAIN_STEP & 15) * 0x01010101u), splat((8 ^ FLIP) * 0x01010101u)};
+    }
+    INLINE WideSteps at(int i) const { return {byte_in_halves(step, i), byte_in_bytes(zero, i)}; }
+};
+
+// int4 as bytes: COUNT times 16 inputs, those from the `first` of `four` on, of 16 (8, 4) outputs.
+template <int COUNT> INLINE void widen_piece(const uint8_t* codes, const FourSteps& four, int first, uint8_t* to) {
+    UNROLL for (int i = 0; i < COUNT; i++) {
+        const WideSteps wide = four.at(first + i);
+        Words words[4];
+        wide.widen(codes, words);
+        wide.widen(codes + PANEL_STRIDE, words + 2);
+        UNROLL for (int w = 0; w < 4; w++) store_as(to + w * PANEL_STRIDE, words[w]);
+        codes += 2 * PANEL_STRIDE;
+        to += 4 * PANEL_STRIDE;
+    }
 }
 
 // A whole group. `coming` is brought meanwhile, a line for two that are read.
@@ -69,8 +95,11 @@ template <uint32_t FLIP>
 INLINE void widen_group(const uint8_t* codes, const uint8_t* steps, int group, uint8_t* to, const uint8_t* coming) {
     for (int step = 0; step < group / STEP_INPUTS; step++)
         for (int part = 0; part < PANEL / LANES; part++, coming += 64) {
+            const size_t column = part * static_cast<size_t>(LANES * 4);
+            const FourSteps four = steps ? FourSteps::load<FLIP>(steps + step / 4 * PANEL_STRIDE + column)
+                                         : FourSteps::plain<FLIP>();
             prefetch_stream(coming);
-            widen_piece<FLIP>(codes, steps, step, part, to);
+            widen_piece<1>(codes + step * 2 * PANEL_STRIDE + column, four, step % 4, to + step * 4 * PANEL_STRIDE + column);
         }
 }
 
@@ -78,7 +107,6 @@ INLINE void widen_group(const uint8_t* codes, const uint8_t* steps, int group, u
 template <int BITS> struct Codes;
 template <> struct Codes<8> {
     static constexpr int WORDS = 1;
-    INLINE void steps(const uint8_t*, int) {}
     INLINE void load(const uint8_t* from, Words* to) const {
         to[0] = load_as<Words>(from);
         if (!INT8_FLIP) to[0] ^= splat(0x80808080u);
@@ -86,8 +114,8 @@ template <> struct Codes<8> {
 };
 template <> struct Codes<4> {
     static constexpr int WORDS = 2;
-    WideSteps wide = WideSteps::plain<0x80>();
-    INLINE void steps(const uint8_t* from, int s) { wide = WideSteps::load<0x80>(from, s); }
+    FourSteps four = FourSteps::plain<0x80>();
+    WideSteps wide;
     INLINE void load(const uint8_t* from, Words* to) const { wide.widen(from, to); }
 };
 
@@ -113,9 +141,14 @@ INLINE void multiply_groups(const Groups& groups, const QuantRows& x, int row, f
             const Prefetch coming = column ? Prefetch{} : next;  // the first columns bring it all
             const uint8_t* ahead = coming.at;
             for (int k = 0; k < x.group; k += STEP_INPUTS) {
-                if (BITS == 4 && steps)
-                    UNROLL for (int v = 0; v < VECTORS; v++)
-                        codes[v].steps(steps + k / (4 * STEP_INPUTS) * PANEL_STRIDE + v * LANES * 4, k / STEP_INPUTS);
+                if constexpr (BITS == 4) {
+                    const int step = k / STEP_INPUTS;
+                    UNROLL for (int v = 0; v < VECTORS; v++) {
+                        if (steps && step % 4 == 0)
+                            codes[v].four = FourSteps::load<0x80>(steps + step / 4 * PANEL_STRIDE + v * LANES * 4);
+                        codes[v].wide = codes[v].four.at(step % 4);
+                    }
+                }
                 UNROLL for (int part = 0; part < STEP_INPUTS; part += 4 * WORDS) {
                     Words weights[VECTORS][WORDS];
                     UNROLL for (int v = 0; v < VECTORS; v++) codes[v].load(from + v * LANES * 4, weights[v]);
