@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=Plan.steps)
     parser.add_argument("--peak", type=float, default=Plan.peak, help="learning rate")
     parser.add_argument("--begin", type=Path, help="folder of an earlier artefact")
+    parser.add_argument("--often", default="", help="ids of changed topics, with commas: drawn more often")
     parser.add_argument("--checkpoint", type=Path, help="file to save to, and to go on from")
     parser.add_argument("--seed", type=int, default=SEED, help="another one to go on with")
     parser.add_argument("--out", type=Path, default=OUT)
@@ -47,7 +48,7 @@ def main() -> None:
     else:
         tokenizer = Tokenizer.from_file(str(args.begin / "tokenizer.json"))
         begin = args.begin / "model.safetensors"
-    writer = Writer(facts, args.seed + 1, forbidden)
+    writer = Writer(facts, args.seed + 1, forbidden, frozenset(filter(None, args.often.split(","))))
     plan = replace(Plan(), steps=args.steps, peak=args.peak, begin=begin, checkpoint=args.checkpoint)
     model, loss = train(writer, tokenizer, plan)
 

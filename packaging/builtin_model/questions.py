@@ -25,6 +25,9 @@ RAW_TEXT_SHARE = 0.05
 CUT_SHARE = 0.6
 CUT_CHARACTERS = 50
 
+# How much more often changed topics are drawn when a run begins with weights that know the others.
+OFTEN = 4
+
 _CHOICE = re.compile(r"\(([^()]*\|[^()]*)\)")
 _SLOT = re.compile(r"\{(\w+)\}")
 
@@ -67,10 +70,17 @@ def normalise(question: str) -> str:
 class Writer:
     """Draws training texts. One seed, one sequence of texts, whatever the machine."""
 
-    def __init__(self, facts: Facts, seed: int, forbidden: set[str]) -> None:
+    def __init__(
+        self, facts: Facts, seed: int, forbidden: set[str], often: frozenset[str] = frozenset()
+    ) -> None:
+        """`often`: ids of topics that are drawn `OFTEN` times as often as the others."""
         self.facts = facts
         self.random = random.Random(seed)
         self.forbidden = forbidden
+        unknown = often - {topic.id for topic in facts.topics}
+        if unknown:
+            raise ValueError(f"no such topics: {', '.join(sorted(unknown))}")
+        self._drawn = [t for t in facts.topics for _ in range(OFTEN if t.id in often else 1)]
         self._by_scope = [t for t in facts.topics if t.concept or t.task], facts.topics
         self.questions: set[str] = set()
 
@@ -117,7 +127,7 @@ class Writer:
     def _clean_pair(self) -> tuple[str, str]:
         if self._chance(OUT_OF_SCOPE_SHARE):
             return self._frame(self._out_of_scope()), self.facts.out_of_scope["answer"]
-        topic = self.random.choice(self.facts.topics)
+        topic = self.random.choice(self._drawn)
         question = self._frame(self._in_scope(topic))
         if (topic.concept or topic.task) and self._chance(0.08):
             question = f"{question} {self.random.choice(self.facts.templates['after_product'])}"

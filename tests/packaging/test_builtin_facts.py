@@ -7,16 +7,16 @@ from pathlib import Path
 
 import click
 
+from llmbox.app.cli.clients import GUIDES
 from llmbox.app.main import cli
 from llmbox.app.settings import schema
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "packaging" / "builtin_model" / "data"
+API = (ROOT / "docs" / "api.md").read_text("utf-8")
 FILES = ("product", "concepts", "smalltalk")
 TOPICS = [t for name in FILES for t in tomllib.loads((DATA / f"{name}.toml").read_text("utf-8"))["topic"]]
 ANSWERS: dict[str, str] = {topic["id"]: topic["answer"] for topic in TOPICS}
-# These say of a route that it is not served.
-NOT_SERVED = {"dialects", "claude_codex"}
 
 
 def command_of(words: list[str]) -> tuple[click.Command, list[str]]:
@@ -69,16 +69,26 @@ def test_settings_exist() -> None:
     assert named - set(schema()) == set()
 
 
-def test_routes_are_served_unless_the_answer_says_not() -> None:
-    table = (ROOT / "docs" / "api.md").read_text("utf-8")
-    served = set(re.findall(r"`(?:GET|POST) (/[^`]+)`", table))
+def test_routes_are_served() -> None:
+    served = set(re.findall(r"`(?:GET|POST) (/[^`]+)`", API))
     for name, answer in ANSWERS.items():
         routes = set(re.findall(r"(?<![\w.])/(?:v1/)?[a-z_]+(?:\.json)?\b(?=`)", answer))
-        routes |= set(re.findall(r"`(/v1/[a-z/]+)`", answer))
-        if name in NOT_SERVED:
-            assert "not serve" in answer, name
-        else:
-            assert routes <= served, name
+        routes |= set(re.findall(r"`(/(?:v1|api)/[a-z_/]+)`", answer))
+        assert routes <= served, name
+
+
+def test_clients_are_those_that_connect_knows() -> None:
+    named = re.findall(r"\b[a-z]+\b", ANSWERS["connect"].split(" with ")[1].split(".")[0])
+    assert set(named) - {"or"} == set(GUIDES)
+
+
+def test_fields_that_are_said_to_be_refused_are_refused() -> None:
+    refused = set(re.findall(r"^\| `(\w+)` \| 400 \|", API, re.MULTILINE))
+    named = re.findall(
+        r"`(\w+)`", ANSWERS["unsupported_parameter"].split("such as ")[1].split(" in a chat")[0]
+    )
+    assert len(named) == 2
+    assert set(named) <= refused
 
 
 def test_limits_are_those_of_the_settings() -> None:
