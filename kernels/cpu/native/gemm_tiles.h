@@ -102,6 +102,7 @@ inline void multiply_panel(Tiles& tiles, const uint8_t* panel, int words, RowTil
             const int upper = std::min(TILE_ROWS, rows - row);
             const int lower = std::min(TILE_ROWS, rows - row - upper);
             tiles.shape(upper, lower ? lower : upper);
+            give_back_unused();
             for (int tile = 0; tile < TILES_ACROSS; tile += lower ? 1 : 2) {
                 const Prefetch next = {coming, coming < end ? step : 0};
                 coming += next.step * BRINGS * (count / TILE_WORDS);

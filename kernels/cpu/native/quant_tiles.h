@@ -95,6 +95,7 @@ public:
             plan_prefetch(groups);
             widening_.share = ceil_div(widening_.left, blocks_ * groups.count * QUARTERS);
             finish_stores();
+            give_back_unused();
             for (int block = 0; block < blocks_; block++)
                 for (int g = 0; g < groups.count; g++) run_unit(groups, block, g);
             while (widening_.left) widening_.some(1);
