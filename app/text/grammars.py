@@ -14,8 +14,8 @@ from .tool_calls import ToolSyntax
 
 Grammar = dict[str, Any]
 WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
-"""Between the parts of JSON: none, a blank, or a new line with its indent. Weak models write nothing else where they
-may."""
+"""Between the parts of JSON: none, a blank, or a new line with its indent. Weak models write nothing else
+where they may."""
 
 
 def json_schema(schema: dict[str, Any]) -> Grammar:
