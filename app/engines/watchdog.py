@@ -7,10 +7,11 @@ one that uses none is stopped or stuck.
 """
 
 import asyncio
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from llmbox.engine.process_state import read_state, thread_states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,16 +101,16 @@ class Watchdog:
 
 def processor_seconds(pid: int) -> float | None:
     """None for one that is gone, or of which a thread waits for a disk, or for a core that others have."""
-    stat = _stat(pid)
-    if stat is None or any(thread[0] in {"D", "R"} for thread in _threads(pid)):
+    state = read_state(pid)
+    if state is None or any(thread.waits_for_machine for thread in thread_states(pid)):
         return None
-    return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+    return state.seconds
 
 
 def is_stopped(pid: int) -> bool:
     """Whether somebody sent it SIGSTOP."""
-    stat = _stat(pid)
-    return stat is not None and stat[0] == "T"
+    state = read_state(pid)
+    return state is not None and state.is_stopped
 
 
 def oom_kills() -> int:
@@ -119,20 +120,3 @@ def oom_kills() -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
-
-
-def _threads(pid: int) -> list[list[str]]:
-    try:
-        names = [thread.name for thread in Path(f"/proc/{pid}/task").iterdir()]
-    except OSError:
-        return []
-    return [stat for name in names if (stat := _stat(f"{pid}/task/{name}")) is not None]
-
-
-def _stat(process: int | str) -> list[str] | None:
-    """/proc/PID/stat from the state letter on; utime and stime are then fields 11 and 12."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return text.rpartition(")")[2].split()

@@ -15,8 +15,9 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any
+
+from llmbox.engine.process_state import read_state
 
 from ..errors import ApiError
 
@@ -140,23 +141,14 @@ async def _end(worker: Process) -> None:
 
 def _cpu_seconds(pid: int) -> float:
     """CPU time of a process so far."""
-    fields = _stat(pid)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+    state = read_state(pid)
+    return 0.0 if state is None else state.seconds
 
 
 def _waits_for_core(pid: int) -> bool:
     """It would run, or does: then its CPU alarm ends it."""
-    fields = _stat(pid)
-    return bool(fields) and fields[0] == "R"
-
-
-def _stat(pid: int) -> list[str]:
-    """/proc/PID/stat from the state letter on; empty for a process that is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()
+    state = read_state(pid)
+    return state is not None and state.letter == "R"
 
 
 def _no_worker() -> ApiError:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..errors import EngineError
+from ..process_state import read_state
 from .link import Link, RankLost
-from .process_state import read_state
 
 STOPPED_SECONDS: Final = 5.0
 """Of a worker that somebody stopped (SIGSTOP) while others wait for it."""

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from ..process_state import read_state
 from .link import RankLost
-from .process_state import read_state
 from .roll_call import Worker
 
 TICK: Final = 1.0

@@ -18,6 +18,7 @@ from llmbox.app.cli.client import Client
 from llmbox.app.control.running import Running
 from llmbox.app.daemon.instance import is_locked, read_pid_file
 from llmbox.app.paths import find_paths
+from llmbox.engine.process_state import read_state
 from llmbox.kernels.cpu.cache_folder import KERNEL_CACHE
 from support.fake_engine import write_model
 from support.tokenizers_zoo import byte_level, write_text_files
@@ -148,13 +149,8 @@ def interrupt(process: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> Non
     readline sees a signal when its wait for a key is broken: one that comes before, but after the prompt,
     is seen with the next key only.
     """
-    until(lambda: _state(process.pid) in "SZ")
+    until(lambda: (state := read_state(process.pid)) is not None and state.letter in "SZ")
     process.send_signal(signal.SIGINT)
-
-
-def _state(pid: int) -> str:
-    """The main thread's state, as in proc(5): R runs, S waits, Z is gone."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def is_alive(pid: int) -> bool:

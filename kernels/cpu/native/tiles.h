@@ -51,11 +51,9 @@ public:
     }
 
     // The rows of the two halves, and how many words of A and B count. Contents are lost if that changes.
-    // `second`: the words of registers 5 and 7, where they differ.
-    void shape(int upper, int lower, int words = TILE_WORDS, int second = 0) {
-        if (!second) second = words;
-        if (upper == upper_ && lower == lower_ && words == words_ && second == second_) return;
-        upper_ = upper, lower_ = lower, words_ = words, second_ = second;
+    void shape(int upper, int lower, int words = TILE_WORDS) {
+        if (upper == upper_ && lower == lower_ && words == words_) return;
+        upper_ = upper, lower_ = lower, words_ = words;
         struct {
             uint8_t palette = 1, start = 0, unused[14] = {};
             uint16_t bytes[16] = {};
@@ -63,9 +61,8 @@ public:
         } config;
         for (int i = 0; i < 8; i++) {
             const bool a = i == 4 || i == 5, b = i > 5;
-            const int inner = i % 2 ? second : words;
-            config.bytes[i] = static_cast<uint16_t>(a ? 4 * inner : 64);
-            config.rows[i] = static_cast<uint8_t>(b ? inner : i % 2 ? lower : upper);
+            config.bytes[i] = static_cast<uint16_t>(a ? 4 * words : 64);
+            config.rows[i] = static_cast<uint8_t>(b ? words : i % 2 ? lower : upper);
         }
         // The intrinsics of GCC 12 name 8 bytes of it, those of tile loads none: without this the rest may stay
         // unwritten.
@@ -74,7 +71,7 @@ public:
     }
 
 private:
-    int upper_ = 0, lower_ = 0, words_ = 0, second_ = 0;
+    int upper_ = 0, lower_ = 0, words_ = 0;
 };
 
 // The two C. `stride`: numbers from row to row.

@@ -12,9 +12,9 @@ import pytest
 
 from llmbox.engine.parallel import watch as watch_module
 from llmbox.engine.parallel.link import RankLost
-from llmbox.engine.parallel.process_state import ProcessState
 from llmbox.engine.parallel.roll_call import Worker
 from llmbox.engine.parallel.watch import Watch
+from llmbox.engine.process_state import ProcessState
 from support.cli_box import PATIENCE, is_alive, until
 
 TICK = 0.02
