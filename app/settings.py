@@ -9,6 +9,11 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
+ORIGIN = (
+    r"https?://(?:[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?",
+    "origins such as https://chat.example or http://localhost:3000; '*' is not one: name each",
+)
+
 Scalar = bool | int | float | str | tuple[str, ...] | None
 
 
@@ -18,10 +23,14 @@ def key(
     *,
     low: float | None = None,
     high: float | None = None,
+    each: tuple[str, str] | None = None,
     live: bool = False,
 ) -> Any:
-    """`live` keys take effect on reload (SIGHUP); the others at the next start."""
-    return field(default=default, metadata={"doc": doc, "low": low, "high": high, "live": live})
+    """`live` keys take effect on reload (SIGHUP); the others at the next start.
+
+    `each`: what the entries of a list must match, and how that is called.
+    """
+    return field(default=default, metadata={"doc": doc, "low": low, "high": high, "each": each, "live": live})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +40,12 @@ class ServerSettings:
     models: tuple[str, ...] = key(("builtin",), "Models loaded at start when the command names none.")
     allowed_hosts: tuple[str, ...] = key(
         (), "Further names that a Host header may carry, as host or host:port."
+    )
+    cors_origins: tuple[str, ...] = key(
+        (),
+        "Origins of web pages whose scripts browsers let use the API, as https://host or http://host:port; "
+        "the panel and the admin API never.",
+        each=ORIGIN,
     )
     require_key: bool = key(
         False,
@@ -277,6 +292,7 @@ class Key:
     doc: str
     low: float | None
     high: float | None
+    each: tuple[str, str] | None
     live: bool
 
     @property
@@ -319,6 +335,7 @@ def schema() -> dict[str, Key]:
                 doc=meta["doc"],
                 low=meta["low"],
                 high=meta["high"],
+                each=meta["each"],
                 live=meta["live"],
             )
     return keys

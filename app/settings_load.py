@@ -7,6 +7,7 @@ check_value      one value of any of them: type, choices, range
 A key or value that cannot be right is an error that names its place and the nearest valid key.
 """
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -134,6 +135,10 @@ def check_value(row: Key, value: object, place: str, *, from_text: bool = False)
         inside = (row.low is None or converted >= row.low) and (row.high is None or converted <= row.high)
         if not inside:  # NaN is inside of nothing
             raise _bad(row, place, f"must be between {_number(row.low)} and {_number(row.high)}, not {value}")
+    if row.each is not None and isinstance(converted, tuple):
+        pattern, words = row.each
+        if bad := [item for item in converted if not re.fullmatch(pattern, item)]:
+            raise _bad(row, place, f"holds {words}; not {bad[0]!r}")
     return converted
 
 

@@ -12,6 +12,7 @@ from litestar.types import ControllerRouterHandler, Receive, Scope, Send
 
 from ..services import Services
 from .common_routes import common_routes
+from .cors import Cors
 from .errors import answer
 from .guard import Access, default_deny
 from .openapi import document
@@ -46,7 +47,8 @@ class App(Litestar):
             request_max_body_size=None,  # the shell counts
         )
         hosts = HostList(services.settings.server.allowed_hosts)
-        self.shell = Shell(super().__call__, hosts, limits.body_bytes, services.drain)
+        cors = Cors(services.settings.server.cors_origins)
+        self.shell = Shell(super().__call__, hosts, limits.body_bytes, services.drain, cors)
 
     @staticmethod
     def _get_default_plugins(plugins: list[PluginProtocol]) -> list[PluginProtocol]:

@@ -17,9 +17,12 @@ INDEX = """\
 llmbox serves language models from this machine.
 
 OpenAI-compatible API   /v1  (chat/completions, completions, models)
+Ollama's API            /api (chat, generate, tags, ps, show)
 API description         /openapi.json
 Health                  /health, /ready, /metrics, /version
 """
+OLLAMA = "Ollama is running"
+"""What Ollama's clients look for, to the letter."""
 
 
 class Health(msgspec.Struct):
@@ -37,9 +40,9 @@ class Version(msgspec.Struct):
 
 
 @get("/", media_type=MediaType.TEXT, sync_to_thread=False, opt={"access": Access.LIVENESS}, name="index")
-def index() -> str:
-    """What runs here, for people."""
-    return INDEX
+def index(request: Request[Any, Any, State]) -> str:
+    """What runs here, for people; to programs what Ollama's clients look for."""
+    return INDEX if "text/html" in request.headers.get("accept", "") else OLLAMA
 
 
 @get("/health", sync_to_thread=False, opt={"access": Access.LIVENESS}, name="health")

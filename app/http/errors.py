@@ -22,7 +22,7 @@ class ClientGone(Exception):  # noqa: N818 - nothing went wrong on our side
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_OLLAMA_ROUTES = ("/api/version", "/api/tags", "/api/chat", "/api/generate")
+_OLLAMA_ROUTES = "/api/"
 _ANTHROPIC_ROUTES = ("/v1/messages", "/v1/messages/count_tokens")
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -66,7 +66,7 @@ def error_type(status: int) -> str:
 
 def encode_error(error: ApiError, path: str = "") -> bytes:
     """In the shape that clients of the route at `path` know."""
-    if path in _OLLAMA_ROUTES:
+    if path.startswith(_OLLAMA_ROUTES):
         return msgspec.json.encode({"error": error.message})
     return msgspec.json.encode(_anthropic(error) if path in _ANTHROPIC_ROUTES else error.body())
 

@@ -12,6 +12,7 @@ from litestar.types import ASGIApp, Message, Receive, Send
 
 from ..drain import Drain, shutting_down
 from ..errors import ApiError
+from .cors import Cors, Header, is_preflight, preflight_headers, readable_by
 from .errors import ClientGone, encode_error, error_type, to_api_error
 from .forms import FORM
 from .origin import HostList, check_host, check_origin
@@ -38,9 +39,12 @@ _SECURITY = [
 class Shell:
     """Host, Origin, Content-Type, body size, request id, security headers, HEAD, the last error handler."""
 
-    def __init__(self, app: ASGIApp, hosts: HostList, body_bytes: int, drain: Drain) -> None:
+    def __init__(
+        self, app: ASGIApp, hosts: HostList, body_bytes: int, drain: Drain, cors: Cors | None = None
+    ) -> None:
         self._app = app
         self._hosts = hosts
+        self._cors = cors or Cors()
         self._body_bytes = body_bytes
         self._drain = drain
 
@@ -50,7 +54,9 @@ class Shell:
             return
         exchange = _Exchange(scope, receive, send, self._body_bytes, self._drain)
         try:
-            self._screen(scope, exchange)
+            if (preflight := self._screen(scope, exchange)) is not None:
+                await exchange.answer(204, b"", preflight)
+                return
             await self._app(exchange.scope, exchange.receive, exchange.send)
         except ClientGone:
             pass
@@ -63,11 +69,19 @@ class Shell:
                 logger.exception("request %s failed", exchange.request_id)
             await exchange.fail(to_api_error(error))
 
-    def _screen(self, scope: Any, exchange: "_Exchange") -> None:
+    def _screen(self, scope: Any, exchange: "_Exchange") -> list[Header] | None:
+        """The answer's headers where it is a browser's question before a request of an allowed page."""
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         check_host(self._hosts, scope, hosts)
-        check_origin(self._hosts, scope, exchange.headers)
+        origin = self._cors.allowed(scope["path"], exchange.headers)
+        if origin is None:
+            check_origin(self._hosts, scope, exchange.headers)
+        else:
+            add_headers(exchange.scope, lambda: readable_by(origin))
+            if is_preflight(scope["method"], exchange.headers):
+                return preflight_headers(exchange.headers)
         exchange.scope["state"][FORM] = _check_body(exchange.headers, self._body_bytes) == _FORM_TYPE
+        return None
 
 
 def add_headers(scope: Any, make: Callable[[], Iterable[tuple[bytes, bytes]]]) -> None:
@@ -134,7 +148,11 @@ class _Exchange:
         body = encode_error(error, self.scope["path"])
         headers = [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
         headers += [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await self.answer(error.status, body, headers)
+
+    async def answer(self, status: int, body: bytes, headers: list[Header]) -> None:
+        """Without asking the application."""
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
         await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _with_own(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

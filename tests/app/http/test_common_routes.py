@@ -6,10 +6,17 @@ from support.http_app import client, fake_services, make_app
 
 async def test_index_says_what_runs_here() -> None:
     async with client(make_app()) as http:
-        answer = await http.get("/")
+        answer = await http.get("/", headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
     assert answer.headers["content-type"].startswith("text/plain")
     assert "llmbox" in answer.text
     assert "/v1" in answer.text
+
+
+async def test_programs_are_told_what_ollamas_clients_look_for() -> None:
+    async with client(make_app()) as http:
+        answer, head = await http.get("/"), await http.head("/")
+    assert (answer.status_code, answer.text) == (200, "Ollama is running")
+    assert (head.status_code, head.content) == (200, b"")
 
 
 async def test_readiness_names_its_cause() -> None:
