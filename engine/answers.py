@@ -5,12 +5,15 @@ Stop strings are the daemon's business: it knows the text.
 
 from .errors import GrammarError
 from .messages import RequestOutput
+from .pooled_sums import as_vector
 from .request import Request
 from .step import SampledToken
 
 
 def finish_reason(request: Request) -> str | None:
     """`stop`, `length` or None. Admission proved prompt + max_tokens <= context: that limit needs no rule."""
+    if request.pools:
+        return None
     params, outputs = request.params, request.num_output
     # The sampler forbids stop tokens among the first `min_tokens`.
     if request.token_ids[-1] in params.stop_token_ids and outputs > params.min_tokens:
@@ -26,14 +29,27 @@ def token_answer(request: Request, sampled: SampledToken, reason: str | None) ->
     if reason == "stop":
         answer.stop_token_id = sampled.token_id
     if not request.answered:
-        request.answered = True
-        answer.cached_tokens = request.num_cached
-        answer.looked_up_tokens = request.num_looked_up
-        answer.prefix_end = request.prefix_end
-        answer.scheduled_at = request.scheduled_at
+        _tell_first(request, answer)
         if request.params.prompt_logprobs is not None and request.num_output == 1:
             answer.prompt_logprobs = [None, *request.prompt_logprobs]
     return answer
+
+
+def pooled_answer(request: Request) -> RequestOutput:
+    """The vector of the whole prompt, whose sums are there."""
+    rows = request.num_prompt if request.params.pooling == "mean" else 1
+    vector = as_vector(request.pooled, rows)
+    answer = RequestOutput(request_id=request.request_id, finish_reason="stop", vector=vector)
+    _tell_first(request, answer)
+    return answer
+
+
+def _tell_first(request: Request, answer: RequestOutput) -> None:
+    request.answered = True
+    answer.cached_tokens = request.num_cached
+    answer.looked_up_tokens = request.num_looked_up
+    answer.prefix_end = request.prefix_end
+    answer.scheduled_at = request.scheduled_at
 
 
 def error_answer(request: Request, code: str, message: str) -> RequestOutput:

@@ -147,7 +147,7 @@ class BlockTables:
         if not self.pool.caching:
             return "off"
         if _needs_all_rows(request):
-            return "prompt_logprobs"
+            return "pooling" if request.pools else "prompt_logprobs"
         size, usable = self.pool.block_size, self._usable_blocks(request)
         found = hits // size
         if found == usable:
@@ -178,7 +178,7 @@ class BlockTables:
         if request.num_cached is None:
             request.num_cached = min(hits, request.num_prompt)
             request.prefix_end = end = self._prefix_end(request, hits)
-            if end not in {"off", "prompt_logprobs"}:
+            if end not in {"off", "prompt_logprobs", "pooling"}:
                 whole = self._usable_blocks(request) * self.pool.block_size
                 request.num_looked_up = min(whole, request.num_prompt)
             self.prefix_queries += request.num_prompt if self.pool.caching else 0
@@ -190,5 +190,9 @@ class BlockTables:
 
 
 def _needs_all_rows(request: Request) -> bool:
-    """Log-probabilities of the prompt come from computing it; they leave with the first token."""
+    """Log-probabilities of the prompt come from computing it; they leave with the first token. So do vectors
+    of more rows than the last.
+    """
+    if request.pools:
+        return request.params.pooling != "last"
     return request.params.prompt_logprobs is not None and request.num_output == 0

@@ -175,6 +175,8 @@ class RequestOutput:
     operator, never for the client."""
     scheduled_at: float | None = None
     """CLOCK_MONOTONIC seconds when prefill began; sent with the first output."""
+    vector: bytes | None = None
+    """Of the prompt, where `SamplingParams.pooling` asks for it: little-endian float32, of any length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,11 +3,14 @@
 from collections import OrderedDict
 from typing import Final, Literal, TypeVar
 
-PrefixEnd = Literal["off", "prompt_logprobs", "short", "complete", "new", "diverged", "evicted", "namespace"]
+PrefixEnd = Literal[
+    "off", "prompt_logprobs", "pooling", "short", "complete", "new", "diverged", "evicted", "namespace"
+]
 """Why the cache gave no more of a prompt.
 
     off               the cache is off
     prompt_logprobs   they come from computing the whole prompt
+    pooling           a vector of all rows comes from computing them
     short             no whole block before the last token, whose logits are wanted
     complete          every block that was looked up was there
     new               nobody computed such a first block

@@ -49,6 +49,8 @@ class Request:
     """Prefix-cache chain hash of each full block of `token_ids`, as far as it was needed."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Collected over the chunks of the prompt until the first output takes them along."""
+    pooled: list[int] = field(default_factory=list)
+    """Sums of states over the chunks of the prompt (`pooling.py`), where its vector is wanted."""
     constraint: Constraint | None = None
     """The way through its grammar, where it has one; written by the engine's core, as is:"""
     mask: bytes | None = None
@@ -87,6 +89,11 @@ class Request:
     def num_unknown(self) -> int:
         """How many of those a device knows alone."""
         return max(0, self.num_pending - 1)
+
+    @property
+    def pools(self) -> bool:
+        """It draws no token, and ends with the last row of its prompt."""
+        return self.params.pooling is not None
 
     @property
     def needs_all_tokens(self) -> bool:

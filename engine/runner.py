@@ -16,6 +16,7 @@ from .layers.forward import Forward
 from .layers.rotary import Rotary
 from .memory_use import PROMPT_LOGPROB_ROWS
 from .messages import TokenLogprobs
+from .pooling import read_sums, sum_states
 from .request import Request
 from .step import SampledToken, ScheduledRequest, StepPlan, StepResult
 from .step_batch import PromptRows, StepBatch, build_batch
@@ -60,7 +61,16 @@ class ModelRunner:
         hidden_RE = self._model.hidden(self._forward(batch), batch.wanted_R)
         tokens, failed = self._sample(hidden_RE, batch)
         told = prompt_logprobs(self._model, self._sampler, hidden_RE[len(batch.sampling) :], batch.prompts)
-        return StepResult(tokens, told, failed)
+        result = StepResult(tokens, told, failed)
+        if batch.pooled and self._model.is_last:
+            self._pool(hidden_RE, batch, result)
+        return result
+
+    def _pool(self, hidden_RE: Tensor, batch: StepBatch, result: StepResult) -> None:
+        count = sum(rows.count for rows in batch.pooled)
+        sums, failed = read_sums(sum_states(hidden_RE[-count:], batch.pooled), batch.pooled)
+        result.pooled.update(sums)
+        result.failed.update(failed)
 
     def _forward(self, batch: StepBatch) -> Forward:
         cos_TD, sin_TD = self._rotary.rows(batch.ragged.positions_T)

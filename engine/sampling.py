@@ -1,6 +1,10 @@
 """What one request asks of the sampler. Plain data: crosses the process boundary as it is."""
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+Pooling = Literal["last", "mean", "cls"]
+"""Which rows of a text its vector is the mean of: the last, all, or the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,8 @@ class SamplingParams:
     logprobs: int | None = None
     """How many alternatives to report beside the chosen token; None reports nothing."""
     prompt_logprobs: int | None = None
+    pooling: Pooling | None = None
+    """Draw no token: a vector of the prompt is wanted. Then `max_tokens` is 0."""
 
     @property
     def penalises(self) -> bool:

@@ -13,10 +13,11 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from .answers import failed_answer, finish_reason, token_answer
+from .answers import failed_answer, finish_reason, pooled_answer, token_answer
 from .block_pool import BlockPool
 from .block_tables import BlockTables
 from .messages import RequestOutput
+from .pooled_sums import add_up
 from .request import Request
 from .scheduler_config import SchedulerConfig
 from .step import SampledToken, ScheduledRequest, StepPlan, StepResult
@@ -133,8 +134,10 @@ class Scheduler:
         """
         decoding, prompts = [], []
         for request in self._running.values():
-            if request.num_remaining > 1:
+            if request.num_remaining > 1 or (request.pools and request.num_remaining):
                 prompts.append(request)
+            elif request.pools:
+                continue
             elif not request.num_pending or not (request.is_ending or request.needs_all_tokens):
                 decoding.append(request)
         return decoding, prompts
@@ -211,6 +214,7 @@ class Scheduler:
         """Back to its place by arrival; its tokens so far become a prompt to compute."""
         self._stop_running(request, suspect=suspect)
         request.prompt_logprobs.clear()
+        request.pooled.clear()
         self._waiting.push(request)
 
     def _stop_running(self, request: Request, *, suspect: bool) -> None:
@@ -237,11 +241,16 @@ class Scheduler:
                 continue
             if request_id in result.prompt_logprobs and request.num_output == 0:
                 request.prompt_logprobs += result.prompt_logprobs[request_id]
+            if request_id in result.pooled:
+                add_up(request.pooled, result.pooled[request_id])
             request.num_computed = end = row.start + row.num_tokens
             if row.start // size != end // size:
                 self.tables.publish(request, row.start)
             if row.samples:
                 outputs.append(self._append(request, result.tokens[request_id]))
+            elif request.pools and end == request.num_tokens:
+                self._remove(request)
+                outputs.append(pooled_answer(request))
         self._end_fork_waits()
         return outputs
 
@@ -289,9 +298,10 @@ class Scheduler:
 
 def _planned(request: Request, tokens: int, remaining: int) -> ScheduledRequest:
     """The next `tokens` of the `remaining` ones, booked as launched."""
-    row = ScheduledRequest(request, request.num_scheduled, tokens, tokens == remaining, request.admissions)
+    samples = tokens == remaining and not request.pools
+    row = ScheduledRequest(request, request.num_scheduled, tokens, samples, request.admissions)
     request.num_scheduled += tokens
-    if tokens == remaining:
+    if samples:
         request.num_pending += 1
     return row
 

@@ -1,5 +1,6 @@
 """What one step is (`StepPlan`, scheduler to runner) and what it gave (`StepResult`, runner to scheduler)."""
 
+from array import array
 from dataclasses import dataclass, field
 
 from .messages import TokenLogprobs
@@ -17,7 +18,8 @@ class ScheduledRequest:
     start: int
     num_tokens: int
     samples: bool
-    """Whether the last row's logits give a new token (otherwise the prompt goes on next step)."""
+    """Whether the last row's logits give a new token (otherwise the prompt goes on next step, or a vector
+    is wanted and no token)."""
     admission: int = 0
     """`request.admissions` when it was scheduled."""
 
@@ -61,4 +63,6 @@ class StepResult:
     """For requests that asked: entries of the prompt positions `start + 1 .. end` computed in this step
     (the logprob of prompt token i comes from the row of token i - 1)."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Rows that cannot be sampled (NaN in logits): message by request."""
+    """Rows that cannot be sampled or pooled (NaN): message by request."""
+    pooled: dict[str, "array[int]"] = field(default_factory=dict)
+    """Sums of the states of this step's rows (`pooling.py`), of requests whose vector is wanted."""

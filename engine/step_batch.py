@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llmbox.kernels.ragged import Ragged
 
+from .pooling import PooledRows, pooled_rows
 from .request import Request
 from .step import ScheduledRequest
 
@@ -30,18 +31,21 @@ class StepBatch:
     ids_T: Tensor
     ragged: Ragged
     wanted_R: Tensor | None
-    """Rows whose logits are wanted: those that sample, then prompt rows. None: all rows sample, in order."""
+    """Rows whose states are wanted: those that sample, prompt rows, pooled rows. None: all rows sample, in
+    order."""
     sampling: list[Request]
     prompts: list[PromptRows]
+    pooled: list[PooledRows]
     fresh_blocks: list[int]
     """See `begun_blocks`."""
 
 
 def build_batch(rows: Sequence[ScheduledRequest], block_size: int, device: torch.device) -> StepBatch:
     ids, positions, starts = array("q"), array("i"), array("i", [0])
-    sampled_rows, prompt_rows = array("q"), array("q")
+    sampled_rows, prompt_rows, vector_rows = array("q"), array("q"), array("q")
     sampling: list[Request] = []
     prompts: list[PromptRows] = []
+    pooled: list[PooledRows] = []
     for row in rows:
         request, first = row.request, starts[-1]
         ids.extend(request.token_ids[row.start : row.end])
@@ -54,13 +58,18 @@ def build_batch(rows: Sequence[ScheduledRequest], block_size: int, device: torch
             end = min(row.end, request.num_prompt - 1)
             prompt_rows.extend(range(first, first + end - row.start))
             prompts.append(PromptRows(request, request.token_ids[row.start + 1 : end + 1]))
-    wanted = None if len(sampling) == starts[-1] and not prompts else sampled_rows + prompt_rows
+        if request.pools and (own := pooled_rows(row)):
+            vector_rows.extend(range(first + own.start, first + own.stop))
+            pooled.append(PooledRows(request, len(own)))
+    all_sample = len(sampling) == starts[-1] and not prompts
+    wanted = None if all_sample else sampled_rows + prompt_rows + vector_rows
     return StepBatch(
         ids_T=to_device(ids, device),
         ragged=ragged(rows, starts, positions, block_size, device),
         wanted_R=None if wanted is None else to_device(wanted, device),
         sampling=sampling,
         prompts=prompts,
+        pooled=pooled,
         fresh_blocks=begun_blocks(rows, block_size),
     )
 

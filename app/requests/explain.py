@@ -9,6 +9,7 @@ from ..store.record import RequestRecord
 _MORE = {
     "off": "The prefix cache is off for this model.",
     "prompt_logprobs": "prompt_logprobs was asked for: those come from computing the whole prompt.",
+    "pooling": "A vector of all tokens was asked for: that comes from computing all of them.",
     "short": "The prompt has no whole block before its last token, so there was nothing to look up.",
     "new": "No prompt that begins like this one had been computed.",
     "namespace": "Another key, or another cache_salt, had computed the same beginning. "
@@ -17,6 +18,7 @@ _MORE = {
 _BRIEF = {
     "off": "cache off",
     "prompt_logprobs": "computed for prompt_logprobs",
+    "pooling": "computed for the mean",
     "short": "too short",
     "complete": "all found",
     "new": "nothing like it",

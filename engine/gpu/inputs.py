@@ -14,6 +14,7 @@ from llmbox.kernels.ops import Ops
 from llmbox.kernels.ragged import Ragged
 from llmbox.kernels.rows import DecodeInputs, DecodeRows
 
+from ..pooling import PooledRows, pooled_rows
 from ..step import ScheduledRequest
 from ..step_batch import PromptRows
 from .rows import Rows
@@ -27,13 +28,14 @@ class MixedStep:
     ids_T: Tensor
     ragged: Ragged
     wanted_W: Tensor
-    """Rows whose logits are wanted: those that sample, then those of `prompts`."""
+    """Rows whose states are wanted: those that sample, those of `prompts`, those of `pooled`."""
     row_S: Tensor
     position_S: Tensor
     """Of the token that is drawn."""
     prompts: list[PromptRows]
     next_P: Tensor
     """Of each row of `prompts` the token that came next."""
+    pooled: list[PooledRows]
 
 
 def decode_inputs(
@@ -85,10 +87,10 @@ def mixed_inputs(
         flat.add(one, number)
     (
         ids_T, position_T, starts_N1, context_N, row_N, length_N,
-        sampled, prompt, next_P, row_S, position_S, hole, fill,
+        sampled, prompt, vector, next_P, row_S, position_S, hole, fill,
     ) = uploader.upload(
         flat.ids, flat.positions, flat.starts, flat.contexts, flat.rows, flat.lengths,
-        flat.sampled, flat.prompt, flat.next_ids,
+        flat.sampled, flat.prompt, flat.vector, flat.next_ids,
         flat.sampled_rows, flat.sampled_positions, flat.holes, flat.fills,
     )  # fmt: skip
     if flat.holes:
@@ -109,8 +111,8 @@ def mixed_inputs(
         positions_T=position_T,
         slots_T=block_T * block_size + position_T % block_size,
     )
-    wanted_W = torch.cat((sampled, prompt))
-    return MixedStep(ids_T, ragged, wanted_W, row_S, position_S, flat.prompts, next_P)
+    wanted_W = torch.cat((sampled, prompt, vector))
+    return MixedStep(ids_T, ragged, wanted_W, row_S, position_S, flat.prompts, next_P, flat.pooled)
 
 
 class _Flat:
@@ -120,9 +122,11 @@ class _Flat:
         self.ids, self.positions, self.starts = array("q"), array("i"), array("i", [0])
         self.contexts, self.rows, self.lengths = array("i"), array("q"), array("q")
         self.sampled, self.prompt, self.next_ids = array("q"), array("q"), array("q")
+        self.vector = array("q")
         self.sampled_rows, self.sampled_positions = array("q"), array("q")
         self.holes, self.fills = array("q"), array("q")
         self.prompts: list[PromptRows] = []
+        self.pooled: list[PooledRows] = []
 
     def add(self, one: ScheduledRequest, number: int) -> None:
         request, first, end = one.request, self.starts[-1], one.end
@@ -148,3 +152,6 @@ class _Flat:
             next_ids = request.token_ids[one.start + 1 : last + 1]
             self.next_ids.extend(next_ids)
             self.prompts.append(PromptRows(request, next_ids))
+        if request.pools and (own := pooled_rows(one)):
+            self.vector.extend(range(first + own.start, first + own.stop))
+            self.pooled.append(PooledRows(request, len(own)))

@@ -22,6 +22,7 @@ from ..layers.decoder import Decoder
 from ..layers.forward import Forward
 from ..layers.rotary import Rotary
 from ..parallel.device_draw import device_sampler
+from ..pooling import PooledRows, read_sums, sum_states
 from ..step import ScheduledRequest, StepPlan, StepResult
 from ..step_batch import begun_blocks
 from ..turns import share
@@ -45,12 +46,30 @@ class DeviceSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """What a step tells besides its tokens; on the host, of use once its event has been."""
+
+    prompts: PromptNumbers | None = None
+    pooled: Sequence[PooledRows] = ()
+    sums_KE: Tensor | None = None
+    """See `sum_states`."""
+
+    def read(self) -> StepResult:
+        result = StepResult(prompt_logprobs=self.prompts.read() if self.prompts is not None else {})
+        if self.sums_KE is not None:
+            sums, failed = read_sums(self.sums_KE, self.pooled)
+            result.pooled.update(sums)
+            result.failed.update(failed)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
 class Launched:
     event: Event
     drawing: Drawing | None
     numbers_SC: Tensor | None
     """On the host, of use once the event has been."""
-    prompts: PromptNumbers | None = None
+    told: Told | None = None
 
     def wait(self) -> None:
         self.event.wait()
@@ -119,11 +138,12 @@ class DeviceRunner:
 
     def collect(self, handle: Launched) -> StepResult:
         handle.event.wait()
-        told = handle.prompts.read() if handle.prompts is not None else {}
-        if handle.drawing is None or handle.numbers_SC is None:
-            return StepResult(prompt_logprobs=told)
-        tokens, failed = handle.drawing.read(handle.numbers_SC.tolist())
-        return StepResult(tokens, told, failed)
+        result = handle.told.read() if handle.told is not None else StepResult()
+        if handle.drawing is not None and handle.numbers_SC is not None:
+            tokens, failed = handle.drawing.read(handle.numbers_SC.tolist())
+            result.tokens.update(tokens)
+            result.failed.update(failed)
+        return result
 
     @property
     def urgent_capture(self) -> int | None:
@@ -172,17 +192,24 @@ class DeviceRunner:
         step = mixed_inputs(planned, numbers, self._rows, self._uploader, self._sizes.block_size)
         hidden_WE = self._model.hidden(self._forward(step.ids_T, step.ragged), step.wanted_W)
         count = len(step.row_S)
-        told = self._tell_prompts(hidden_WE[count:], step)
+        told = self._tell(hidden_WE[count:], step)
         if not count:
             return Launched(self._device.record(), None, None, told)
         return self._finish(hidden_WE[:count], planned, numbers, step.row_S, step.position_S, told)
 
-    def _tell_prompts(self, hidden_PE: Tensor, step: MixedStep) -> PromptNumbers | None:
-        if not step.prompts or not self._rank.layout.is_last:
+    def _tell(self, hidden_PE: Tensor, step: MixedStep) -> Told | None:
+        """P: rows of prompts, then pooled rows."""
+        if not (step.prompts or step.pooled) or not self._rank.layout.is_last:
             return None
-        vocab_size = self._model.config.vocab_size
-        numbers_PC = prompt_numbers(self._model, hidden_PE, step.next_P, step.prompts, vocab_size)
-        return PromptNumbers(step.prompts, self._to_host(numbers_PC))
+        prompts, sums_KE, count = None, None, len(step.next_P)
+        if step.prompts:
+            vocab_size = self._model.config.vocab_size
+            numbers_PC = prompt_numbers(self._model, hidden_PE[:count], step.next_P, step.prompts, vocab_size)
+            prompts = PromptNumbers(step.prompts, self._to_host(numbers_PC))
+        if step.pooled:  # integers of 64 bits travel as the floats that have the same bits
+            sums_KE = self._to_host(sum_states(hidden_PE[count:], step.pooled).view(torch.float64))
+            sums_KE = sums_KE.view(torch.int64)
+        return Told(prompts, step.pooled, sums_KE)
 
     def _finish(
         self,
@@ -191,7 +218,7 @@ class DeviceRunner:
         numbers: Sequence[int],
         row_S: Tensor,
         position_S: Tensor,
-        told: PromptNumbers | None = None,
+        told: Told | None = None,
     ) -> Launched:
         layout = self._rank.layout
         if not layout.is_last:

@@ -169,6 +169,7 @@ def encode_result(result: StepResult) -> Frame:
             name: [asdict(entry) for entry in entries] for name, entries in result.prompt_logprobs.items()
         },
         "failed": result.failed,
+        "pooled": {name: sums.tolist() for name, sums in result.pooled.items()},
     }
     return Frame("result", told)
 
@@ -178,7 +179,8 @@ def decode_result(frame: Frame) -> StepResult:
     logprobs = {name: _logprobs(told) for name, told in body["logprobs"].items()}
     tokens = {name: SampledToken(token, logprobs.get(name)) for name, token in body["tokens"].items()}
     prompts = {name: [_logprobs(told) for told in entries] for name, entries in body["prompts"].items()}
-    return StepResult(tokens, prompts, body["failed"])
+    pooled = {name: array("q", told) for name, told in body["pooled"].items()}
+    return StepResult(tokens, prompts, body["failed"], pooled)
 
 
 def _logprobs(told: dict[str, Any]) -> TokenLogprobs:
