@@ -9,16 +9,26 @@ from .safetensors_header import FETCH_AGAIN, TensorEntry, read_header, shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_INSIDE, _TABLE = "model.", "embed_tokens.weight"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def list_tensors(directory: Path) -> dict[str, TensorEntry]:
-    """Every tensor by name. Raises ModelError for what is missing, damaged or refused."""
+    """Every tensor, by its name in a whole model. Raises ModelError for what is missing, damaged, refused."""
     if (directory / SINGLE).exists():
-        return read_header(directory / SINGLE)
+        return _full_names(read_header(directory / SINGLE))
     if (directory / INDEX).exists():
-        return read_shards(directory)
+        return _full_names(read_shards(directory))
     raise ModelError(no_weights(directory))
+
+
+def _full_names(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """A transformer that was stored without its head calls its tensors by shorter names."""
+    if f"{_INSIDE}{_TABLE}" in entries or _TABLE not in entries:
+        return entries
+    return {
+        name if name.startswith("lm_head.") else f"{_INSIDE}{name}": entry for name, entry in entries.items()
+    }
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -37,6 +37,7 @@ from .parallel.rank import ALONE, Rank
 from .parallel.sampler import rank_sampler
 from .parallel.start import Ranks
 from .pipeline import OneAtATime, OverlappingRunner
+from .pooling_config import read_pooling
 from .runner import ModelRunner
 from .sampler import Sampler
 from .scheduler import Scheduler
@@ -226,6 +227,7 @@ def model_info(
     measured: int | None,
     worker_pids: list[int],
 ) -> ModelInfo:
+    pooling = read_pooling(Path(config.model_path), generates=model.has_head)
     return ModelInfo(
         name=config.name,
         architecture=model.model_type,
@@ -251,4 +253,8 @@ def model_info(
         gpus=tuple(plan.gpus),
         worker_pids=tuple(worker_pids),
         notes=plan.notes,
+        hidden_size=model.hidden_size,
+        pooling=pooling.pooling,
+        pooling_problem=pooling.problem,
+        generates=model.has_head and not pooling.is_declared,
     )

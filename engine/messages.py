@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from .config import EngineConfig
 from .prefix_history import PrefixEnd
-from .sampling import SamplingParams
+from .sampling import Pooling, SamplingParams
 
 # --------------------------------------------------------------------------- daemon -> engine
 
@@ -122,6 +122,14 @@ class ModelInfo:
     """Processes of the ranks after the first."""
     notes: tuple[str, ...] = ()
     """What was decided or lowered at load, and why."""
+    hidden_size: int = 0
+    """Numbers of a vector."""
+    pooling: Pooling = "mean"
+    """How its vectors are made, as its folder declares or for want of that."""
+    pooling_problem: str = ""
+    """Why it makes none; empty where it does."""
+    generates: bool = True
+    """It makes text, and not only vectors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,16 +1,16 @@
 """config.json -> ModelConfig: what a model is. No torch: the daemon reads it too."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from llmbox.kernels.quant import QUANTS
 
+from .backbone import has_head, with_head
 from .config import Dtype
 from .config_fields import Fields
-from .errors import ModelError, UnsupportedArchitecture
+from .errors import UnsupportedArchitecture
 from .fp8_config import NotReadable, modelopt_entry
+from .json_file import read_json
 from .kept_wide import wide_params
 from .model_shape import ModelShape
 from .rope_config import RopeConfig, parse_rope
@@ -43,6 +43,7 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     tie_word_embeddings: bool
+    """Or there is no head at all."""
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
@@ -54,6 +55,8 @@ class ModelConfig:
     """Format of a checkpoint that holds rounded weights (`rounded.py`)."""
     wide_params: int = 0
     """Of linears that it keeps wide (`kept_wide.py`), where its files are there."""
+    has_head: bool = True
+    """Without one it makes vectors, and no text."""
 
     @property
     def context_limit(self) -> int:
@@ -118,6 +121,7 @@ def parse_config(path: Path | str) -> ModelConfig:
     if layers > MAX_LAYERS:
         raise fields.error(f"num_hidden_layers {layers} is beyond anything known ({MAX_LAYERS})")
     positions = fields.integer("max_position_embeddings")
+    head = has_head(fields, Path(path))
     bias = model_type in {"llama", "qwen3"} and fields.flag("attention_bias", default=False)
     return ModelConfig(
         model_type=model_type,
@@ -131,7 +135,8 @@ def parse_config(path: Path | str) -> ModelConfig:
         head_dim=head_dim,
         max_position_embeddings=positions,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+        tie_word_embeddings=not head or fields.flag("tie_word_embeddings", default=False),
+        has_head=head,
         qkv_bias=bias or model_type == "qwen2",
         o_bias=bias,
         mlp_bias=model_type == "llama" and fields.flag("mlp_bias", default=False),
@@ -143,20 +148,6 @@ def parse_config(path: Path | str) -> ModelConfig:
     )
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise ModelError(f"{file} is missing: is this a Hugging Face model directory?") from None
-    except OSError as error:
-        raise ModelError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file} is not valid JSON ({error}): fetch it again") from None
-    if not isinstance(raw, dict):
-        raise ModelError(f"{file} must hold a JSON object")
-    return raw
-
-
 def supported_model_type(fields: Fields) -> str:
     if fields.raw.get("auto_map"):
         raise fields.error(
@@ -165,8 +156,8 @@ def supported_model_type(fields: Fields) -> str:
         )
     names = fields.raw.get("architectures") or []
     for name in names if isinstance(names, list) else [names]:
-        if isinstance(name, str) and name in ARCHITECTURES:
-            return ARCHITECTURES[name]
+        if isinstance(name, str) and with_head(name) in ARCHITECTURES:
+            return ARCHITECTURES[with_head(name)]
     model_type = fields.raw.get("model_type")
     if not names and model_type in ARCHITECTURES.values():
         return str(model_type)
@@ -180,6 +171,8 @@ def refuse_unsupported(fields: Fields) -> None:
     """What would be computed wrongly must not load."""
     if fields.text("hidden_act", "silu") != "silu":
         raise fields.error(f"hidden_act {fields.raw['hidden_act']!r} is not supported, only 'silu'")
+    if fields.raw.get("use_bidirectional_attention") or fields.raw.get("is_causal") is False:
+        raise fields.error("attention in both directions is not supported, only to tokens before")
 
 
 def stored_format(fields: Fields, directory: Path) -> str | None:

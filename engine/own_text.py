@@ -4,9 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .config import EngineConfig
+from .json_file import read_json
 from .loader import load_engine
 from .messages import AddRequest
-from .model_config import parse_config, read_json
+from .model_config import parse_config
 from .perplexity import config_for
 from .sampling import SamplingParams
 

@@ -29,12 +29,14 @@ from llmbox.kernels.reference import REFERENCE
 from .calibration import Calibration
 from .checkpoint import INDEX, list_tensors
 from .errors import DeviceError, EngineError, ModelError
+from .json_file import read_json
 from .loader import load_engine
 from .machine import read_cpu
-from .model_config import ModelConfig, parse_config, read_json
+from .model_config import ModelConfig, parse_config
 from .models import build_model
 from .own_text import write_text
 from .perplexity import config_for, perplexity, sequences_of
+from .pooling_config import POOLING_FILE
 from .quantizer import Quantizer, TensorError
 from .rounded import FORMATS, entry_in_config
 from .shards import ShardWriter
@@ -162,6 +164,9 @@ def take_along(source: Path, target: Path) -> None:
             continue
         if not file.name.startswith(".") and file.stat().st_size <= LARGEST_COPY:
             shutil.copyfile(file, target / file.name)
+    if (source / POOLING_FILE).is_file():
+        (target / POOLING_FILE).parent.mkdir()
+        shutil.copyfile(source / POOLING_FILE, target / POOLING_FILE)
 
 
 def sync(folder: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from llmbox.engine.pooling_config import MODULES_FILE, POOLING_FILE
 from llmbox.engine.rounded import MODELOPT_FILE
 
 from . import errors
@@ -36,6 +37,8 @@ SMALL_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    MODULES_FILE,
+    POOLING_FILE,
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -92,7 +95,7 @@ class Hub:
             info = self._api().model_info(repo, revision=revision, files_metadata=True, timeout=30)
             if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
                 raise HubError("hub_error", f"the hub answers nonsense for {what}", "no commit id in it")
-            files = tuple(_file(item) for item in info.siblings or () if _FILE.fullmatch(item.rfilename))
+            files = tuple(_file(item) for item in info.siblings or () if _is_wanted(item.rfilename))
             return Listing(repo, info.sha, files, bool(info.gated))
 
     def search(self, text: str, limit: int) -> list[Any]:
@@ -217,6 +220,10 @@ def _translated(error: Exception, web: Web, what: str) -> HubError:
     if isinstance(error, ValueError | KeyError | TypeError):
         return HubError("hub_error", f"the hub answers nonsense for {what}", type(error).__name__, retry=True)
     return errors.unreachable(web.endpoint, error)  # of the HTTP library that their client uses
+
+
+def _is_wanted(name: str) -> bool:
+    return _FILE.fullmatch(name) is not None or name in SMALL_FILES
 
 
 def _file(item: Any) -> RepoFile:

@@ -126,6 +126,16 @@ async def test_shards_and_revisions(place: Place, hub: StubHub):
     assert Repo(place.cache, "org/shards").refs() == {"v1": "c" * 40}
 
 
+async def test_how_texts_are_pooled_comes_along(place: Place, hub: StubHub):
+    told = {"modules.json": b"[]", "1_Pooling/config.json": b'{"pooling_mode_lasttoken": true}'}
+    hub.repos[NAME].files |= told | {"onnx/config.json": b"{}"}
+    done = await place.pull()
+    assert done.state == "ready", done.error
+    folder = resolve(NAME, {"HF_HUB_CACHE": str(place.cache)}).path
+    assert {name: (folder / name).read_bytes() for name in told} == told
+    assert not (folder / "onnx").exists()
+
+
 async def test_the_token_goes_to_the_hub_only(place: Place, hub: StubHub):
     hub.repos[NAME].token = place.token = "hf_secret"
     assert (await place.pull()).state == "ready"
