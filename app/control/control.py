@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .. import logs
@@ -31,6 +32,8 @@ class Failure:
     model: str
     cause: str
     code: str
+    status: int = 400
+    """Of the answer to whoever waits for it."""
 
 
 class Control:
@@ -96,9 +99,10 @@ class Control:
         try:
             model = await asyncio.shield(loading)
         except ApiError as error:
-            failure = Failure(name, error.message, error.code or "load_failed")
+            failure = Failure(name, error.message, error.code or "load_failed", error.status)
             self.failure_codes[name] = failure.code
             return failure
+        model.on_request = False
         self.residency.keep(model, ttl=ttl)
         info = model.supervisor.info
         window = f", context {info.context_window} tokens" if info else ""
@@ -119,6 +123,17 @@ class Control:
         for each in names:
             await engines.unload(each)
         return names
+
+    def place(self, name: str) -> Path | None:
+        """The folder of a model that clients may name: in memory, on its way there, or on this disk."""
+        real = self.residency.real_name(name)
+        if (model := self.services.engines.find(real)) is not None:
+            return model.path
+        for supervisor in self.services.engines.loading():
+            if supervisor.name == real:
+                return Path(supervisor.config.model_path)
+        found = self.library.find(name)
+        return None if found is None else found.path
 
     def model_request(self, text: str, alias: str | None, options: Mapping[str, object]) -> ModelRequest:
         """From the admin API's words. Raises CliError for what cannot be."""

@@ -34,6 +34,9 @@ from .sizes import Sizes, sizes
 
 log = logging.getLogger("llmbox.daemon")
 
+LEAST_WAIT = 0.05
+"""Seconds between two looks: one that is to leave at once may be busy for long."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
@@ -126,6 +129,7 @@ class Residency:
                 await self._engines.unload(ref.name)
             error.message = error.message.replace(f"{ref.path}/", "")  # no paths to clients
             raise
+        model.on_request = True
         self.keep(model, ttl=settings.memory.ttl or None)
         return model
 
@@ -152,6 +156,24 @@ class Residency:
         self._events.publish("model.pinned" if pinned else "model.unpinned", {"model": model.name})
         self._arm()
         return model
+
+    def stay(self, model: LoadedModel, ttl: float | None) -> None:
+        """From now on it leaves after so many idle seconds; None keeps it."""
+        model.ttl = ttl
+        self._arm()
+
+    async def release(self, model: LoadedModel) -> None:
+        """It leaves memory now, or as soon as nobody uses it. Raises ApiError 409 for one that is pinned."""
+        if model.pinned:
+            raise ApiError(
+                409,
+                f"{model.name} is pinned in memory. Unpin it first: llmbox unpin {model.name}",
+                "model_pinned",
+            )
+        if model.busy:
+            self.stay(model, 0.0)
+        else:
+            await self._evict(model.name, "as a request asked")
 
     async def admit(self, config: EngineConfig) -> EngineConfig:
         """Makes room, and returns the config with its share of memory. Raises ApiError when there is none."""
@@ -232,7 +254,8 @@ class Residency:
         now = self._world.clock()
         at = next_look(now, self.residents())
         if at is not None:
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, at - now) + 0.001, self.expire)
+            wait = max(LEAST_WAIT, at - now + 0.001)
+            self._timer = asyncio.get_running_loop().call_later(wait, self.expire)
 
     def expire(self) -> None:
         """Those that were idle for too long leave; then waits for the next."""

@@ -21,6 +21,7 @@ from ..control.running import Running
 from ..http.admin import admin_router
 from ..http.anthropic import anthropic_router
 from ..http.app import create_app
+from ..http.memory_routes import memory_router
 from ..http.ollama import ollama_router
 from ..http.openai import openai_router
 from ..http.openai_responses import responses_router
@@ -45,7 +46,7 @@ async def serve_until_stopped(
     settings = plan.loaded.settings
     services = compose(settings, plan.paths, (plan.parts or real_parts)(), first)
     control = Control(services, running, plan.loaded, plan.reload, plan.begun_with, plan.checks)
-    dialects = [openai_router, responses_router, anthropic_router, ollama_router]
+    dialects = [openai_router, responses_router, anthropic_router, ollama_router, memory_router]
     app = create_app(services, [*dialects, admin_router, *_panel()])
     app.state.control = control
     _handle_signals(control)

@@ -31,6 +31,8 @@ class LoadedModel:
     ttl: float | None = None
     """Idle seconds after which it leaves memory; None keeps it."""
     pinned: bool = False
+    on_request: bool = False
+    """Loaded because a request named it: then requests may also say how long it stays."""
     context_cap: int | None = None
     """Of an alias: less than the engine's window."""
     users: "set[asyncio.Task[Any]]" = field(default_factory=set)

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import AsyncGenerator
 
 from ..catalog import HUB_ID
 from ..errors import ApiError
@@ -71,6 +72,13 @@ class Downloads:
             self._all[model] = found
         found.anyway |= anyway
         return self._go(found)
+
+    async def follow(self, download: Download) -> AsyncGenerator[Download, None]:
+        """The same each second while it is under way, and once more when it has ended."""
+        while download.active and not self._closed:
+            yield download
+            await asyncio.wait({self._tasks[download.model]}, timeout=TICK)
+        yield download
 
     def pause(self, model: str) -> Download:
         download = self.get(model)

@@ -130,10 +130,7 @@ def _load(path: Path) -> ModelText:
     special_tokens = named_special_tokens(
         _read_json(path / "special_tokens_map.json")
     ) | named_special_tokens(config)
-    template_file = path / "chat_template.jinja"
-    template = (
-        _read_text(template_file) if template_file.is_file() else pick_template(config.get("chat_template"))
-    )
+    template = _template(path, config)
     tokenizer.no_padding()
     tokenizer.no_truncation()
     eos = _eos_ids(tokenizer, special_tokens, template, [_read_json(path / "config.json"), generation])
@@ -146,6 +143,21 @@ def _load(path: Path) -> ModelText:
         eos_token_ids=eos,
         generation_defaults=_generation_defaults(generation),
     )
+
+
+def read_template(path: Path) -> str | None:
+    """The chat template of a model that is not loaded. Raises ModelError."""
+    return _template(path, _read_json(path / "tokenizer_config.json"))
+
+
+def read_generation_defaults(path: Path) -> dict[str, float]:
+    """Of a model that is not loaded. Raises ModelError."""
+    return _generation_defaults(_read_json(path / "generation_config.json"))
+
+
+def _template(path: Path, config: dict[str, Any]) -> str | None:
+    file = path / "chat_template.jinja"
+    return _read_text(file) if file.is_file() else pick_template(config.get("chat_template"))
 
 
 def _eos_ids(

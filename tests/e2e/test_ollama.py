@@ -5,6 +5,7 @@ import json
 import httpx
 import pytest
 
+from llmbox.app.settings import MemorySettings, Settings
 from support.cli_box import PATIENCE
 from support.openai_server import serving
 
@@ -25,7 +26,8 @@ CALLED = {"function": {"name": "weather", "arguments": {"city": "Köln"}}}
 @pytest.fixture(scope="module")
 def http(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    with serving(tmp_path_factory.mktemp("data")) as server:
+    alone = Settings(memory=MemorySettings(load_on_request=False))
+    with serving(tmp_path_factory.mktemp("data"), controlled=True, settings=alone) as server:
         server.load_scripted(root, ANSWERS, TEMPLATE)
         with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
             yield http

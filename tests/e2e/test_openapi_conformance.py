@@ -15,6 +15,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from llmbox.app.settings import MemorySettings
+from llmbox.app.settings import Settings as Configured
 from support.cli_box import PATIENCE
 from support.fake_engine import write_model
 from support.openai_server import Server, serving
@@ -29,6 +31,7 @@ READING = [
     ("GET", "/version"),
     ("GET", "/api/version"),
     ("GET", "/api/tags"),
+    ("GET", "/api/ps"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model_id}"),
 ]
@@ -37,6 +40,11 @@ WRITING = [
     ("POST", "/v1/completions"),
     ("POST", "/api/chat"),
     ("POST", "/api/generate"),
+    ("POST", "/api/show"),
+    ("POST", "/api/pull"),
+    ("DELETE", "/api/delete"),
+    ("POST", "/v1/load"),
+    ("POST", "/v1/unload"),
     ("POST", "/v1/responses"),
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
@@ -58,7 +66,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     write_model(
         write_text_files(directory, tokenizer, LLAMA2), vocab_size=tokenizer.get_vocab_size(), context=64
     )
-    with serving(tmp_path_factory.mktemp("data")) as server:
+    alone = Configured(memory=MemorySettings(load_on_request=False))
+    with serving(tmp_path_factory.mktemp("data"), controlled=True, settings=alone) as server:
         server.load(directory, "one")
         yield server
 

@@ -10,9 +10,12 @@ from typing import Any, TypeVar
 
 import openai
 
+from llmbox.app.control.control import Control
+from llmbox.app.control.running import Running
 from llmbox.app.daemon.parts import Parts, compose
 from llmbox.app.http.anthropic import anthropic_router
 from llmbox.app.http.app import create_app
+from llmbox.app.http.memory_routes import memory_router
 from llmbox.app.http.ollama import ollama_router
 from llmbox.app.http.openai import openai_router
 from llmbox.app.http.openai_responses import responses_router
@@ -21,6 +24,7 @@ from llmbox.app.http.sockets import listen_tcp
 from llmbox.app.paths import find_paths
 from llmbox.app.services import Services
 from llmbox.app.settings import LimitSettings, Settings
+from llmbox.app.settings_load import LoadedSettings
 from llmbox.app.text.model_text import load_model_text
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.spawn import Launch
@@ -65,24 +69,37 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(data: Path, launch: Launch | None = None, **limits: Any) -> Iterator[Server]:
-    """`launch`: the fake engine, unless another is given."""
+def serving(
+    data: Path,
+    launch: Launch | None = None,
+    *,
+    controlled: bool = False,
+    settings: Settings | None = None,
+    **limits: Any,
+) -> Iterator[Server]:
+    """`launch`: the fake engine, unless another is given.
+
+    `controlled`: with `Control`, so that models on disk are found and memory is managed, as in a daemon.
+    """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
 
     async def compose_on_loop() -> Services:
-        settings = Settings(limits=replace(LimitSettings(), **limits))
+        wanted = replace(settings or Settings(), limits=replace(LimitSettings(), **limits))
         paths = find_paths(data)
         paths.create()
-        services = compose(settings, paths, Parts(launch or fake_launch(), load_model_text))
+        services = compose(wanted, paths, Parts(launch or fake_launch(), load_model_text))
         services.request_log.start()
         return services
 
     services = asyncio.run_coroutine_threadsafe(compose_on_loop(), loop).result(PATIENCE)
     sockets = listen_tcp("127.0.0.1", 0)
     server = Server(loop, services, sockets[0].getsockname()[1])
-    app = create_app(services, [openai_router, responses_router, anthropic_router, ollama_router])
+    dialects = [openai_router, responses_router, anthropic_router, ollama_router, memory_router]
+    app = create_app(services, dialects)
+    control = server.call(_controlled(services)) if controlled else None
+    app.state.control = control
     done = asyncio.run_coroutine_threadsafe(
         serve(app, sockets, limits=services.settings.limits, drain=services.drain, drain_timeout=1.0), loop
     )
@@ -93,9 +110,17 @@ def serving(data: Path, launch: Launch | None = None, **limits: Any) -> Iterator
         loop.call_soon_threadsafe(services.drain.begin)
         done.result(PATIENCE)
         services.security.close()
+        if control is not None:
+            server.call(control.close())
         server.call(services.engines.close())
         server.call(services.gateway.close())
         services.request_log.close()
         loop.call_soon_threadsafe(loop.stop)
         thread.join(PATIENCE)
         loop.close()
+
+
+async def _controlled(services: Services) -> Control:
+    loaded = LoadedSettings(services.settings, {})
+    running = Running(pid=0, host="127.0.0.1", port=0, socket="", started_at=0.0, version="")
+    return Control(services, running, loaded, lambda: loaded, {})

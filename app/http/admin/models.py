@@ -8,8 +8,8 @@ from litestar.datastructures import State
 from litestar.params import JSONBody
 
 from ...catalog import BUILTIN, BUILTIN_DIR
-from ...control.control import Control
-from ...control.model_request import options_of
+from ...control.control import Control, Failure
+from ...control.model_request import ModelRequest, options_of
 from ...engines.loaded_model import LoadedModel
 from ...engines.supervisor import Supervisor
 from ...errors import ApiError, CliError, Exit
@@ -27,14 +27,21 @@ def models(request: Request[Any, Any, State]) -> Models:
 async def load_model(request: Request[Any, Any, State], data: JSONBody[LoadRequest]) -> ModelAnswer:
     """Begins to load and answers at once; `GET /models` tells how it goes."""
     control: Control = request.app.state.control
+    wanted, _ = await begin_load(control, data)
+    name = wanted.served_name
+    return ModelAnswer(next(model for model in describe_all(control) if model.name == name))
+
+
+async def begin_load(
+    control: Control, data: LoadRequest
+) -> tuple[ModelRequest, "asyncio.Task[Failure | None]"]:
+    """What is loaded now, and how that ends. Raises ApiError for what cannot even begin."""
     try:
         wanted = await asyncio.to_thread(control.model_request, data.model, data.alias, data.options)
-        control.begin_load(wanted, data.ttl or None)
+        return wanted, control.begin_load(wanted, data.ttl or None)
     except CliError as error:
         status, code = STATUS_OF_EXIT.get(error.exit, (400, "bad_model"))
         raise ApiError(status, f"{error.what}: {error.why}", code, "model") from error
-    name = wanted.served_name
-    return ModelAnswer(next(model for model in describe_all(control) if model.name == name))
 
 
 @post("/models/unload", status_code=200, name="admin_unload")

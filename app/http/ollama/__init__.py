@@ -1,4 +1,4 @@
-"""Ollama's API for chats and texts, translated into chat requests."""
+"""Ollama's API: chats and texts translated into chat requests, and what its clients ask of models."""
 
 from .routes import ollama_router
 

@@ -13,6 +13,7 @@ from ...gateway.open_request import OpenRequest
 from ...text.answer_parts import Parts
 from ..errors import encode_error
 from ..openai.chat import ChatCall
+from ..sse import StreamOptions
 
 Kind = Literal["chat", "generate"]
 
@@ -27,6 +28,9 @@ def line(value: dict[str, Any]) -> bytes:
 
 def error_line(error: ApiError) -> bytes:
     return encode_error(error, "/api/chat") + b"\n"
+
+
+LINES = StreamOptions(last=b"", error=error_line, comment=b"", content_type=b"application/x-ndjson")
 
 
 class Teller:
@@ -93,12 +97,15 @@ async def stream(gateway: Gateway, chat: ChatCall, kind: Kind, model: str) -> As
     yield line(teller.end(Parts()))
 
 
-def loaded(kind: Kind, model: str, now: float) -> dict[str, Any]:
-    """To a request that only loads."""
+def nothing_said(
+    kind: Kind, model: str, now: float, reason: Literal["load", "unload"], warnings: list[str]
+) -> dict[str, Any]:
+    """To a request that asks for no words."""
     said: dict[str, Any] = (
         {"response": ""} if kind == "generate" else {"message": {"role": "assistant", "content": ""}}
     )
-    return {"model": model, "created_at": stamp(now), **said, "done": True, "done_reason": "load"}
+    told = {"model": model, "created_at": stamp(now), **said, "done": True, "done_reason": reason}
+    return told | ({"warnings": warnings} if warnings else {})
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from ...errors import ApiError
 from ..openai.fields import (
     Later,
     Name,
@@ -61,19 +62,19 @@ class Common(Struct, kw_only=True):
     think: bool | Literal["low", "medium", "high"] | None = None
     format: str | dict[str, Any] | None = None
     """`json`, or a JSON schema."""
-    keep_alive: Any = None
-    """Has no effect: `memory.ttl` and `llmbox load --ttl` decide."""
+    keep_alive: float | str | None = None
+    """Seconds or a duration (`5m`) that the model stays unused; 0: not at all, below 0: for good."""
 
 
 class ChatRequest(Common, kw_only=True):
-    """Without messages the model is loaded."""
+    """Without messages the model is loaded, or unloaded with `keep_alive: 0`."""
 
     messages: list[ChatMessage] | None = None
     tools: list[Tool] | None = None
 
 
 class GenerateRequest(Common, kw_only=True):
-    """Without a prompt the model is loaded."""
+    """Without a prompt the model is loaded, or unloaded with `keep_alive: 0`."""
 
     prompt: str | None = None
     system: str | None = None
@@ -82,3 +83,33 @@ class GenerateRequest(Common, kw_only=True):
     raw: Later = None
     images: Never = None
     context: Never = None
+
+
+class Named(Struct, kw_only=True):
+    """One of the two names; `name` is the older."""
+
+    model: Name | None = None
+    name: Name | None = None
+
+    @property
+    def asked(self) -> str:
+        """Raises ApiError 400 where there is none."""
+        if not (name := self.model or self.name):
+            raise ApiError(400, "Missing required parameter: 'model'.", "missing_required_parameter", "model")
+        return name
+
+
+class ShowRequest(Named, kw_only=True):
+    verbose: bool | None = None
+    """Has no effect: the vocabulary is not told."""
+
+
+class DeleteRequest(Named, kw_only=True):
+    pass
+
+
+class PullRequest(Named, kw_only=True):
+    stream: bool | None = None
+    """Absent: true, as with Ollama."""
+    insecure: bool | None = None
+    """Has no effect: every file's hash is checked."""

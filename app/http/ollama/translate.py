@@ -7,6 +7,7 @@ import msgspec
 
 from ...errors import ApiError
 from .fields import ChatMessage, ChatRequest, Common, GenerateRequest
+from .names import our_name
 
 _SAME = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
 
@@ -27,8 +28,7 @@ def generate_fields(request: GenerateRequest) -> dict[str, Any]:
 
 
 def _common(request: Common) -> dict[str, Any]:
-    """Names may come with Ollama's tag."""
-    body: dict[str, Any] = {"model": request.model.removesuffix(":latest")}
+    body: dict[str, Any] = {"model": our_name(request.model)}
     options = request.options
     if options is not None:
         given = {name: getattr(options, name) for name in _SAME}

@@ -25,7 +25,7 @@ from llmbox.engine.errors import DoesNotFit
 from llmbox.engine.estimator import MemoryBudget, estimate
 from llmbox.engine.machine import Cpu, Gpu, Machine, Memory
 from llmbox.engine.model_config import parse_config
-from support.engines import read, request
+from support.engines import read, request, until
 from support.fake_engine import fake_launch, write_model
 from support.hub_models import model_files
 from support.tokenizers_zoo import byte_level, write_text_files
@@ -143,6 +143,57 @@ async def test_requests_at_once_share_one_load(tmp_path: Path):
     async with opened(tmp_path) as house:
         await asyncio.gather(*(house.residency.find("a") for _ in range(5)))
         assert len(house.told("model.loading")) == 1
+
+
+async def test_a_released_model_leaves_when_its_last_request_has_ended(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        await house.ask("a")
+        model = house.engines.find("a")
+        assert model is not None
+        assert model.on_request
+        go = asyncio.Event()
+        using = asyncio.create_task(guest(house, go))
+        await until(lambda: model.busy)
+        await house.residency.release(model)
+        house.residency.expire()
+        assert house.names == ["a"]
+        go.set()
+        await using
+        await until(lambda: house.told("model.evicted"))  # said once its process has ended
+        assert house.names == []
+
+
+async def guest(house: House, go: asyncio.Event) -> None:
+    await house.residency.find("a")
+    await go.wait()
+
+
+async def test_an_idle_one_is_released_at_once_and_a_pinned_one_never(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        await house.ask("a")
+        model = house.residency.pin("a", pinned=True)
+        with pytest.raises(ApiError) as refused:
+            await house.residency.release(model)
+        assert (refused.value.status, refused.value.code) == (409, "model_pinned")
+        assert house.names == ["a"]
+        house.residency.pin("a", pinned=False)
+        await house.residency.release(model)
+        assert house.names == []
+
+
+async def test_how_long_one_stays_can_be_changed(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        await house.ask("a")
+        model = house.engines.find("a")
+        assert model is not None
+        house.residency.stay(model, 10.0)
+        house.now += 9
+        house.residency.expire()
+        assert house.names == ["a"]
+        house.residency.stay(model, None)
+        house.now += 1_000_000
+        house.residency.expire()
+        assert house.names == ["a"]
 
 
 async def test_busy_and_pinned_models_stay_and_the_refusal_has_numbers(tmp_path: Path):

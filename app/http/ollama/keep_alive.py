@@ -1,0 +1,76 @@
+"""`keep_alive`: how long a model stays in memory once nobody uses it, as far as a request may say so."""
+
+import math
+import re
+
+from ...control.control import Control
+from ...engines.loaded_model import LoadedModel
+from ...errors import ApiError
+from ...security.identity import Identity
+
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_NUMBER = r"(?:\d{1,12}(?:\.\d{0,12})?|\.\d{1,12})"
+_PIECE = re.compile(rf"({_NUMBER})({'|'.join(_UNITS)})")
+_DURATION = re.compile(rf"[+-]?(?:{_NUMBER}|(?:{_PIECE.pattern})+)")
+NOT_DECIDED = (
+    "'keep_alive' has no effect: this model was loaded by the box's owner, and memory is for the owner or a "
+    "key with the scope admin to say."
+)
+
+
+def seconds_of(value: float | str | None) -> float | None:
+    """Idle seconds, infinite for what is negative; None where nothing is said. Raises ApiError 400."""
+    if value is None:
+        return None
+    seconds = _parsed(value.strip()) if isinstance(value, str) else float(value)
+    return math.inf if seconds < 0 else seconds
+
+
+def _parsed(text: str) -> float:
+    """Go's durations (`1h30m`), and plain seconds."""
+    if not _DURATION.fullmatch(text):
+        raise ApiError(
+            400,
+            "Invalid value for 'keep_alive': it is seconds, or a duration such as '5m' or '1h30m'.",
+            code="invalid_value",
+            param="keep_alive",
+        )
+    sign = -1 if text.startswith("-") else 1
+    pieces = _PIECE.findall(text)
+    if not pieces:
+        return float(text)
+    return sign * sum(float(number) * _UNITS[unit] for number, unit in pieces)
+
+
+def may_decide(caller: Identity, model: LoadedModel) -> bool:
+    """What a request brought into memory, requests may take out again; all else is the owner's."""
+    return caller.may("admin") or (model.on_request and not model.pinned)
+
+
+def keep_for(control: Control, caller: Identity, name: str, seconds: float) -> list[str]:
+    """Warnings, where it is not for this caller to decide."""
+    model = control.services.engines.find(name)
+    if model is None:  # gone meanwhile
+        return []
+    if not may_decide(caller, model):
+        return [NOT_DECIDED]
+    control.residency.stay(model, None if math.isinf(seconds) else seconds)
+    return []
+
+
+async def unload(control: Control, caller: Identity, name: str) -> None:
+    """It leaves memory once nobody uses it; nothing happens to one that is on disk only.
+
+    Raises ApiError 403, 404, 409.
+    """
+    model = control.services.engines.find(control.residency.real_name(name))
+    if model is None:
+        if control.place(name) is None:
+            raise ApiError(404, f"The model {name!r} does not exist here.", "model_not_found", "model")
+        return
+    if not may_decide(caller, model):
+        message = (
+            f"{model.name} was loaded by the box's owner: unloading it needs a key with the scope admin."
+        )
+        raise ApiError(403, message, "insufficient_scope", None, "permission_error")
+    await control.residency.release(model)

@@ -1,0 +1,152 @@
+"""Models onto this disk and off it: pull, delete, and what llmbox does in other ways."""
+
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any
+
+from litestar import Response, delete, post
+from litestar.params import Body
+from litestar.types import ControllerRouterHandler
+
+from ...catalog import HUB_ID
+from ...control.control import Control
+from ...drain import shutting_down
+from ...errors import ApiError
+from ...hub.download import Download
+from ...hub.errors import HubError
+from ..disconnect import while_connected
+from ..errors import error_type
+from ..guard import Access
+from ..openai.context import Call, HttpRequest
+from ..openai.unsupported import unknown_fields
+from ..sse import EventStreamResponse
+from .answers import LINES, line
+from .fields import DeleteRequest, PullRequest
+from .names import our_name
+
+_SHA256_DIGITS = 64
+_STATUS_OF = {"repo_not_found": 404, "no_weights": 404, "repo_gated": 403, "bad_token": 403}
+_OURS = {"does_not_fit", "unsupported_model", "disk_full"}
+INSTEAD = {
+    "copy": "llmbox does not copy models. An alias gives one another name: llmbox alias set NAME MODEL",
+    "create": (
+        "llmbox makes no models of Modelfiles. An alias has parameters and a system prompt of its own: "
+        "llmbox alias set NAME MODEL temperature=0.2; a folder of safetensors is taken in by llmbox adopt."
+    ),
+    "push": "llmbox publishes nothing. Models are uploaded with the tools of the Hugging Face hub.",
+}
+
+
+@post(
+    "/api/pull", status_code=200, opt={"access": Access.ADMIN}, name="ollama_pull", operation_id="ollamaPull"
+)
+async def ollama_pull(request: HttpRequest, data: Annotated[PullRequest, Body()]) -> Response[dict[str, Any]]:
+    """Fetches a model of the Hugging Face hub; lines of JSON unless `stream` is false.
+
+    The download goes on when the client leaves.
+    """
+    call = await Call.of(request)
+    name = our_name(data.asked)
+    call.caller.require_model(name)
+    steps = _steps(request.app.state.control, name, _warnings(call, data))
+    if data.stream is not False:
+        return EventStreamResponse((line(step) async for step in steps), LINES)
+    return Response(await while_connected(request.receive, _last(steps)))
+
+
+@delete(
+    "/api/delete",
+    status_code=200,
+    opt={"access": Access.ADMIN},
+    name="ollama_delete",
+    operation_id="ollamaDelete",
+)
+async def ollama_delete(request: HttpRequest, data: Annotated[DeleteRequest, Body()]) -> None:
+    """From the disk. Not what is in memory or being downloaded."""
+    control: Control = request.app.state.control
+    call = await Call.of(request)
+    name = our_name(data.asked)
+    call.caller.require_model(name)
+    await control.library.remove([name])
+
+
+@post(
+    ["/api/copy", "/api/create", "/api/push"],
+    opt={"access": Access.KNOWN},
+    name="ollama_not_here",
+    include_in_schema=False,
+)
+async def ollama_not_here(request: HttpRequest) -> None:
+    raise ApiError(400, INSTEAD[request.scope["path"].strip("/").rpartition("/")[2]], "unsupported_route")
+
+
+def _steps(control: Control, name: str, warnings: list[str]) -> AsyncGenerator[dict[str, Any], None]:
+    """Raises ApiError for what is no name on the hub, before anything is said."""
+    done = {"status": "success"} | ({"warnings": warnings} if warnings else {})
+    if HUB_ID.fullmatch(name) is None and control.library.find(name) is not None:
+        return _at_once(done)  # built in, adopted, or an alias
+    return _followed(control, control.library.downloads.start(name), done)
+
+
+async def _at_once(done: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    yield done
+
+
+async def _followed(
+    control: Control, download: Download, done: dict[str, Any]
+) -> AsyncGenerator[dict[str, Any], None]:
+    yield {"status": "pulling manifest"}
+    told: dict[str, int] = {}
+    async for state in control.library.downloads.follow(download):
+        if state.active and control.services.drain.draining:
+            raise shutting_down()
+        for step in _progress(state):
+            if told.get(step["digest"]) != step["completed"]:
+                told[step["digest"]] = step["completed"]
+                yield step
+    if download.state != "ready":
+        raise _refusal(download)
+    yield done
+
+
+def _progress(download: Download) -> list[dict[str, Any]]:
+    """Of the files with weights and the like; of the others the hub tells no SHA-256."""
+    return [
+        {
+            "status": f"pulling {file.etag[:12]}",
+            "digest": f"sha256:{file.etag}",
+            "total": file.size,
+            "completed": progress.done,
+        }
+        for file, progress in download.files.items()
+        if len(file.etag) == _SHA256_DIGITS
+    ]
+
+
+def _refusal(download: Download) -> ApiError:
+    error = download.error
+    if error is None:
+        return ApiError(409, f"The download of {download.model} was {download.state}.", "download_state")
+    return _told(error)
+
+
+def _told(error: HubError) -> ApiError:
+    status = 400 if error.code in _OURS else _STATUS_OF.get(error.code, 502)
+    message = f"{error}. To mend it: {error.fix}" if error.fix else str(error)
+    return ApiError(status, message, error.code, "model", error_type(status))
+
+
+async def _last(steps: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
+    step: dict[str, Any] = {}
+    async for step in steps:  # noqa: B007 - the last one counts
+        pass
+    return step
+
+
+def _warnings(call: Call, data: PullRequest) -> list[str]:
+    found = unknown_fields(type(data), call.plain)
+    if data.insecure:
+        found.append("'insecure' has no effect: every file's hash is checked.")
+    return found
+
+
+library_routes: list[ControllerRouterHandler] = [ollama_pull, ollama_delete, ollama_not_here]
