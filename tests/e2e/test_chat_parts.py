@@ -15,6 +15,7 @@ TEMPLATE = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content.split('</think>')[-1] }}"
     "{%- for call in m.tool_calls or [] %}{{- '<tool_call>' + call.function | tojson + '</tool_call>' }}"
     "{%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if reasoning_effort is defined %}{{- 'Think: ' + reasoning_effort + '\\n' }}{%- endif %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
@@ -160,3 +161,12 @@ def test_what_cannot_be_done_is_refused(client, model, fields, param):
 def test_strict_schemas_are_warned_about(client):
     strict = [{"type": "function", "function": {**WEATHER, "strict": True}}]
     assert "strict" in ask(client, "caller", tools=strict).warnings[0]
+
+
+def test_the_template_gets_the_effort_or_the_answer_says_that_it_cannot(client):
+    usual, less = ask(client, "thinker"), ask(client, "thinker", reasoning_effort="low")
+    said = len(byte_level().encode("Think: low\n", add_special_tokens=False).ids)
+    assert less.usage.prompt_tokens == usual.usage.prompt_tokens + said
+    assert not hasattr(less, "warnings")
+    (warning,) = ask(client, "plain", reasoning_effort="low").warnings
+    assert "no effect" in warning

@@ -137,7 +137,7 @@ CHAT_ONLY = [
     ({"store": True}, "store"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"reasoning_effort": "utmost"}, "reasoning_effort"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"echo": True}, "echo"),
 ]

@@ -17,6 +17,7 @@ from ...text.chat_prompt import Chat
 from ...text.off_loop import off_loop
 from .chat_parts import Parsing, call_id, final_reason, reasoning_tokens
 from .context import Call, Heading
+from .effort import with_effort
 from .fields import ChatCompletionRequest, Message, Tool
 from .logprobs import chat_logprobs, prompt_logprobs
 from .messages import build_chat
@@ -65,6 +66,7 @@ async def prepare_chat(call: Call, body: ChatCompletionRequest, prefix: str = "c
     answer = wanted_answer(body, call.limits)
     chat = build_chat(body, call.limits)
     model = await call.find_model(body.model)
+    chat, warnings = with_effort(chat, body.reasoning_effort, model.text.chat_template)
     logprobs = Logprobs((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
     params = sampling_params(body, model, call.limits, logprobs)
     rendered = await model.text.render_chat(call.gateway.templates, chat)
@@ -92,7 +94,7 @@ async def prepare_chat(call: Call, body: ChatCompletionRequest, prefix: str = "c
         stream=bool(body.stream),
         max_tokens_param=max_tokens_param,
     )
-    return ChatCall(body, generation, _warnings(call, body), parsing)
+    return ChatCall(body, generation, _warnings(call, body) + warnings, parsing)
 
 
 async def chat_ids(gateway: Gateway, model: LoadedModel, chat: Chat) -> list[int]:

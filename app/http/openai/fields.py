@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from .effort import Effort
+
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
@@ -180,13 +182,13 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    reasoning_effort: Effort | None = None
 
     chat_template: Never = None
     documents: Never = None
     echo: Never = None
     functions: Later = None
     function_call: Later = None
-    reasoning_effort: Later = None
     verbosity: Never = None
     store: Later = None
     modalities: Never = None

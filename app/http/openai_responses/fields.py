@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from ..openai.effort import Effort
 from ..openai.fields import Count, Later, Name, Never, StreamOptions, Temperature, ToolName, TopP
 
 
@@ -50,7 +51,7 @@ class FunctionChoice(Struct, kw_only=True):
 
 
 class Reasoning(Struct, kw_only=True):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
     summary: str | None = None
     generate_summary: str | None = None
 

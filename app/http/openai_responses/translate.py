@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ...errors import ApiError
+from ..openai.effort import thinks
 from .fields import (
     FunctionCallItem,
     FunctionChoice,
@@ -17,7 +18,6 @@ from .fields import (
 )
 
 _TEXTS = {"input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"}
-_UNTHINKING = {"none", "minimal"}
 Item = TypeVar("Item")
 
 
@@ -42,7 +42,7 @@ def chat_fields(request: ResponseRequest) -> dict[str, Any]:
     body = {name: value for name, value in given.items() if value is not None}
     effort = request.reasoning.effort if request.reasoning else None
     if effort is not None:
-        body["chat_template_kwargs"] = {"enable_thinking": effort not in _UNTHINKING}
+        body["chat_template_kwargs"] = {"enable_thinking": thinks(effort)}
     return body
 
 
