@@ -7,6 +7,7 @@ from pathlib import Path
 
 from llmbox.engine.errors import EngineError
 from llmbox.engine.model_config import ModelConfig, parse_config
+from llmbox.engine.pooling_config import is_declared
 
 from ..text.model_text import read_generation_defaults, read_template
 
@@ -27,6 +28,8 @@ class Card:
     template: str | None = None
     defaults: dict[str, float] = field(default_factory=dict)
     """Sampling, where a request leaves it open."""
+    for_vectors: bool = False
+    """It makes vectors, and no text."""
 
     @property
     def parameters(self) -> int | None:
@@ -60,6 +63,7 @@ def read_card(folder: Path) -> Card:
         config=config,
         template=template,
         defaults=defaults,
+        for_vectors=is_declared(folder) or (config is not None and not config.has_head),
     )
 
 

@@ -9,6 +9,7 @@ import httpx
 import ollama
 import pytest
 
+from llmbox.app.hub.downloads import Downloads
 from llmbox.app.security.keys import KeySpec
 from llmbox.app.settings import MemorySettings, Settings
 from support.cli_box import PATIENCE, until
@@ -75,6 +76,11 @@ def pulled(server: Server, owner: ollama.Client) -> Iterator[None]:
     for model in owner.ps().models:
         owner.generate(model.model, keep_alive=0)
     until(lambda: not owner.ps().models)
+
+
+def downloads(server: Server) -> Downloads:
+    assert server.control is not None
+    return server.control.library.downloads
 
 
 def names(found: Any) -> set[str]:
@@ -294,3 +300,27 @@ def test_mistakes_are_told_in_ollamas_shape(
     assert answer.status_code in {400, 404}
     assert list(answer.json()) == ["error"]
     assert word in answer.json()["error"]
+
+
+def test_a_download_goes_on_without_its_client_and_can_be_cancelled(
+    server: Server, hub: StubHub, owner: ollama.Client
+) -> None:
+    hub.repos["org/held"] = StubRepo(model_files(3))
+    hub.hold_after = 16_384
+    try:
+        steps = iter(owner.pull("org/held", stream=True))
+        assert next(steps).status == "pulling manifest"
+        assert next(step for step in steps if step.digest is not None).total > 16_384
+        steps.close()  # the client is gone
+        (download,) = [d for d in downloads(server).all() if d.model == "org/held"]
+        again = iter(owner.pull("org/held", stream=True))
+        next(again)
+        assert download.state == "downloading"
+        server.call(downloads(server).cancel("org/held"))
+        with pytest.raises(ollama.ResponseError, match="was cancelled"):
+            list(again)
+    finally:
+        hub.hold_after = None
+        hub.go_on.set()
+    assert owner.pull("org/held").status == "success"
+    assert owner.delete("org/held").status == "success"

@@ -43,6 +43,7 @@ class Server:
     def __init__(self, loop: asyncio.AbstractEventLoop, services: Services, port: int) -> None:
         self._loop = loop
         self.services = services
+        self.control: Control | None = None
         self.url = f"http://127.0.0.1:{port}"
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -98,8 +99,8 @@ def serving(
     server = Server(loop, services, sockets[0].getsockname()[1])
     dialects = [openai_router, responses_router, anthropic_router, ollama_router, memory_router]
     app = create_app(services, dialects)
-    control = server.call(_controlled(services)) if controlled else None
-    app.state.control = control
+    if controlled:
+        app.state.control = server.control = server.call(_controlled(services))
     done = asyncio.run_coroutine_threadsafe(
         serve(app, sockets, limits=services.settings.limits, drain=services.drain, drain_timeout=1.0), loop
     )
@@ -110,8 +111,8 @@ def serving(
         loop.call_soon_threadsafe(services.drain.begin)
         done.result(PATIENCE)
         services.security.close()
-        if control is not None:
-            server.call(control.close())
+        if server.control is not None:
+            server.call(server.control.close())
         server.call(services.engines.close())
         server.call(services.gateway.close())
         services.request_log.close()

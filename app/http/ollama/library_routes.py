@@ -84,16 +84,17 @@ def _steps(control: Control, name: str, warnings: list[str]) -> AsyncGenerator[d
     done = {"status": "success"} | ({"warnings": warnings} if warnings else {})
     if HUB_ID.fullmatch(name) is None and control.library.find(name) is not None:
         return _at_once(done)  # built in, adopted, or an alias
-    return _followed(control, control.library.downloads.start(name), done)
+    return followed(control, control.library.downloads.start(name), done)
 
 
 async def _at_once(done: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
     yield done
 
 
-async def _followed(
+async def followed(
     control: Control, download: Download, done: dict[str, Any]
 ) -> AsyncGenerator[dict[str, Any], None]:
+    """Lines of a pull, `done` at its end. Raises ApiError for how else it ends."""
     yield {"status": "pulling manifest"}
     told: dict[str, int] = {}
     async for state in control.library.downloads.follow(download):

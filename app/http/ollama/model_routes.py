@@ -85,7 +85,7 @@ async def ollama_show(request: HttpRequest, data: Annotated[ShowRequest, Body()]
     return Shown(
         details=details_of(card, _weights(control, name)),
         model_info=model_info(card, window),
-        capabilities=capabilities(card.template),
+        capabilities=capabilities(card),
         modified_at=stamp(card.modified),
         template=card.template or "",
         parameters=parameters(card.defaults | (alias.sampling if alias else {}), window),

@@ -102,11 +102,13 @@ def model_info(card: Card, context: int | None) -> dict[str, Any]:
     }
 
 
-def capabilities(template: str | None) -> list[str]:
+def capabilities(card: Card) -> list[str]:
+    if card.for_vectors:
+        return ["embedding"]
     found = ["completion"]
-    if tool_syntax(template) is not None:
+    if tool_syntax(card.template) is not None:
         found.append("tools")
-    if template is not None and THOUGHT in template:
+    if card.template is not None and THOUGHT in card.template:
         found.append("thinking")
     return found
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from llmbox.app.control.cards import read_card
+from llmbox.app.http.ollama.shapes import capabilities
 from support.hub_models import model_files
 
 
@@ -21,6 +22,14 @@ def test_a_card_is_read_from_small_files(tmp_path: Path) -> None:
     assert card.parameters == card.config.num_parameters
     assert card.size == sum(map(len, files.values()))
     assert card.defaults == {"temperature": 0.6, "top_k": 20}
+
+
+def test_folders_for_vectors_are_known(tmp_path: Path) -> None:
+    assert not read_card(write(tmp_path, model_files())).for_vectors
+    (tmp_path / "modules.json").write_bytes(b"[]")
+    card = read_card(tmp_path)
+    assert card.for_vectors
+    assert capabilities(card) == ["embedding"]
 
 
 def test_the_digest_is_that_of_the_files(tmp_path: Path) -> None:

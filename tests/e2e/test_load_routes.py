@@ -1,0 +1,81 @@
+"""/v1/load and /v1/unload while a model is on its way, with the fake engine."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from llmbox.app.security.keys import KeySpec
+from support.cli_box import PATIENCE
+from support.engines import until
+from support.fake_engine import write_model
+from support.openai_server import Server, serving
+from support.tokenizers_zoo import byte_level, write_text_files
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("data"), controlled=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def headers(server: Server) -> dict[str, str]:
+    _, secret = server.services.security.keys.add(KeySpec(name="owner", scopes=("admin",)))
+    return {"Authorization": f"Bearer {secret}"}
+
+
+def model(folder: Path, name: str, **options: Any) -> str:
+    write_text_files(folder / name, byte_level())
+    return str(write_model(folder / name, **options))
+
+
+def names(server: Server) -> list[str]:
+    return [each.name for each in server.services.engines.models()]
+
+
+async def test_a_load_goes_on_without_whoever_asked(
+    server: Server, headers: dict[str, str], tmp_path: Path
+) -> None:
+    path = model(tmp_path, "slow", load_delay=0.3)
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=PATIENCE) as http:
+        asking = asyncio.create_task(http.post("/v1/load", json={"model": path}))
+        await until(lambda: server.services.engines.loading() or "slow" in names(server))
+        asking.cancel()
+        await asyncio.wait({asking})
+        await until(lambda: "slow" in names(server))
+        again = await http.post("/v1/load", json={"model": path})
+        assert (again.status_code, again.json()["id"], again.json()["context_window"]) == (200, "slow", 4096)
+        other = await http.post("/v1/load", json={"model": path, "options": {"ctx": 64}})
+        assert other.status_code == 409
+        assert (await http.post("/v1/unload", json={"model": "slow"})).json() == {"unloaded": ["slow"]}
+
+
+async def test_who_waits_is_told_that_it_was_unloaded(
+    server: Server, headers: dict[str, str], tmp_path: Path
+) -> None:
+    path = model(tmp_path, "never", load_delay=PATIENCE)
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=PATIENCE) as http:
+        asking = asyncio.create_task(http.post("/v1/load", json={"model": path}))
+        await until(server.services.engines.loading)
+        assert (await http.post("/v1/unload", json={"model": "never"})).json() == {"unloaded": ["never"]}
+        answer = await asking
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "model_unloaded")
+    assert names(server) == []
+
+
+def test_a_failed_load_says_why_without_the_path(
+    server: Server, headers: dict[str, str], tmp_path: Path
+) -> None:
+    text = f"{tmp_path / 'broken'}/config.json is not valid JSON"
+    path = model(tmp_path, "broken", load_error=("bad_model", text))
+    answer = httpx.post(f"{server.url}/v1/load", json={"model": path}, headers=headers, timeout=PATIENCE)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_model")
+    assert answer.json()["error"]["message"] == "config.json is not valid JSON"
+    assert server.services.engines.failures()
+    cleared = httpx.post(f"{server.url}/v1/unload", json={"model": "broken"}, headers=headers)
+    assert cleared.status_code == 200
+    assert not server.services.engines.failures()
