@@ -4,6 +4,7 @@ import hashlib
 import time
 from dataclasses import asdict, replace
 from functools import lru_cache
+from itertools import islice
 
 import msgspec
 
@@ -25,6 +26,7 @@ from ..text.template_pool import TemplatePool
 from .callers import Callers
 from .generation import Generation
 from .ids import sequence_id
+from .kinds import check_kind, most_at_once
 from .live_request import LiveRequest
 from .observer import RequestObserver, Unobserved
 from .open_request import OpenRequest
@@ -105,7 +107,9 @@ class Gateway:
 
     def _submit(self, generation: Generation) -> OpenRequest:
         supervisor = generation.model.supervisor
-        supervisor.check_room(len(generation.prompts) * generation.n)
+        check_kind(generation)
+        at_once = most_at_once(generation, self.limits.queue)
+        supervisor.check_room(at_once)
         if generation.id in self._open:
             raise ApiError(
                 409,
@@ -116,16 +120,18 @@ class Gateway:
         messages = self._messages(generation)
         if generation.meter is not None:
             generation.meter.take_tokens(sum(map(len, generation.prompts)))
-        sequences = [
+        submitted = (
             Sequence(index, generation, supervisor.submit(message)) for index, message in enumerate(messages)
-        ]
+        )
+        sequences = list(islice(submitted, at_once))
         model = generation.model.name
         opened = OpenRequest(
             generation,
             sequences,
             self._ended,
             lambda gap: self._metrics.record_inter_token(model, gap),
-            Transcript(len(sequences), self._log.content_bytes) if generation.keep is not None else None,
+            Transcript(len(messages), self._log.content_bytes) if generation.keep is not None else None,
+            submitted,
         )
         self._open[generation.id] = opened
         self._callers.opened(opened)
@@ -171,6 +177,8 @@ def max_new_tokens(generation: Generation, prompt: list[int]) -> int:
     cap = generation.model.context_cap
     limit = min(context_limit(info), cap or context_limit(info))
     wanted = generation.max_tokens
+    if generation.params.pooling is not None and len(prompt) <= limit:
+        return 0
     if len(prompt) + max(wanted or 1, 1) <= limit:
         return limit - len(prompt) if wanted is None else max(wanted, 1)
     asked = f" and {wanted} of output" if wanted else ""
@@ -223,6 +231,8 @@ def _record(request: OpenRequest, status: int, code: str, output_hash: str) -> R
     generation, clock, usage = request.generation, request.timeline, request.usage
     first, last = clock.first_token, clock.last_token
     longest = max(sequence.output_tokens for sequence in request.sequences)
+    pools = generation.params.pooling is not None
+    reasons = [sequence.finish_reason or "abort" for sequence in request.sequences]
     decoded = longest > 1 and first is not None and last is not None
     return RequestRecord(
         id=generation.id,
@@ -232,7 +242,7 @@ def _record(request: OpenRequest, status: int, code: str, output_hash: str) -> R
         key=generation.key,
         stream=generation.stream,
         http_status=status,
-        finish_reasons=",".join(s.finish_reason or "abort" for s in request.sequences),
+        finish_reasons=",".join(dict.fromkeys(reasons) if pools else reasons),
         error_code=code,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
@@ -243,7 +253,7 @@ def _record(request: OpenRequest, status: int, code: str, output_hash: str) -> R
         tpot_s=(last - first) / (longest - 1) if decoded and first is not None and last is not None else None,
         e2e_s=time.monotonic() - clock.arrived,
         resumes=request.resumes,
-        seed=generation.params.seed,
+        seed=None if pools else generation.params.seed,
         params=_params_json(generation),
         client=generation.client,
         looked_up_tokens=usage.looked_up_tokens,
@@ -259,7 +269,8 @@ def _params_json(generation: Generation) -> str:
     plain = asdict(SamplingParams(max_tokens=0))
     told = {name: value for name, value in asdict(generation.params).items() if value != plain[name]}
     told.pop("seed", None)
-    told["max_tokens"] = generation.max_tokens
+    if generation.params.pooling is None:
+        told["max_tokens"] = generation.max_tokens
     for name in ("bad_words", "logit_bias", "allowed_token_ids", "stop_token_ids", "grammar"):
         if name in told:
             told[name] = len(told[name])

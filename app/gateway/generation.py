@@ -29,7 +29,8 @@ class Generation:
     model: LoadedModel
     prompts: list[list[int]]
     params: SamplingParams
-    """For one choice; `max_tokens` and `seed` are set for each (`max_tokens` here is not read)."""
+    """For one choice; `max_tokens` and `seed` are set for each (`max_tokens` here is not read). With
+    `pooling` each prompt gives a vector instead."""
     max_tokens: int | None = None
     """None: what the context leaves. 0: only the prompt's own log-probabilities are wanted."""
     n: int = 1
@@ -74,6 +75,8 @@ class Delta:
     finish_reason: str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """With a choice's first delta, where asked for."""
+    vector: bytes | None = None
+    """Of a prompt, where `SamplingParams.pooling` asks for it: little-endian float32, of any length."""
 
 
 @dataclass(slots=True)

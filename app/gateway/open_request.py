@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from types import TracebackType
 from typing import Self
 
@@ -43,12 +44,15 @@ class OpenRequest:
         on_end: Callable[["OpenRequest", int, str], None],
         on_gap: Callable[[float], None],
         transcript: Transcript | None = None,
+        more: Iterator[Sequence] | None = None,
     ) -> None:
+        """`more`: submitted one by one, each when another has ended."""
         self.generation = generation
         self.sequences = sequences
         self.usage = Usage(prompt_tokens=sum(map(len, generation.prompts)))
         self.timeline = Timeline(created=time.time(), arrived=time.monotonic())
         self.transcript = transcript
+        self._more = more or iter(())
         self._why: ApiError | None = None
         self._prefix_ends: dict[int, str] = {}
         self._on_end = on_end
@@ -166,7 +170,10 @@ class OpenRequest:
             while reading:
                 sequence, output = await queue.get()
                 if output is None:
-                    reading -= 1
+                    following = list(islice(self._more, 1))
+                    self.sequences += following
+                    tasks += [asyncio.create_task(read(each)) for each in following]
+                    reading += len(following) - 1
                 elif sequence.finish_reason is None:
                     yield sequence, output
         finally:

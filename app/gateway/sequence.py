@@ -46,6 +46,9 @@ class Sequence:
         if self._silent:
             self.finish_reason = output.finish_reason and "length"
             return Delta(self.index, "", [], [], self.finish_reason, output.prompt_logprobs)
+        if output.vector is not None:
+            self.finish_reason = output.finish_reason
+            return Delta(self.index, "", [], [], self.finish_reason, vector=output.vector)
         ids = output.token_ids
         self.output_tokens += len(ids)
         spoken = ids[:-1] if output.stop_token_id is not None else ids

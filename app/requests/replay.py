@@ -23,7 +23,7 @@ from ..store.content import Content
 from ..store.record import RequestRecord
 from .detail import logged
 from .explain import content_note
-from .snippets import is_chat
+from .snippets import is_chat, is_pooled
 
 _NOT_AGAIN = ("stream", "stream_options", "request_id")
 """How the answer is sent, and an id of its own."""
@@ -50,6 +50,10 @@ class Replayed:
 async def replay(services: Services, identity: Identity, request_id: str) -> Replayed:
     """Takes as long as the model takes. Raises ApiError; 409 where there is nothing to send again."""
     record, content, foreign = await logged(services, identity, request_id)
+    if is_pooled(record):
+        raise ApiError(
+            409, "It was answered with vectors; only tokens are compared.", "not_replayable", "request_id"
+        )
     if content is None or not content.is_whole:
         note = content_note(record, content, services.request_log.content_days, foreign=foreign)
         raise ApiError(409, f"It cannot be sent again. {note}", "not_replayable", "request_id")

@@ -13,7 +13,8 @@ _CHATS = ("chat", "messages", "responses", "generate")
 _OF_THE_CLIENT = {
     "model", "messages", "prompt", "stream", "stream_options", "temperature", "top_p", "max_tokens",
     "max_completion_tokens", "seed", "presence_penalty", "frequency_penalty", "n", "stop", "logit_bias",
-    "logprobs", "top_logprobs", "echo", "best_of", "user", "metadata",
+    "logprobs", "top_logprobs", "echo", "best_of", "user", "metadata", "input", "dimensions",
+    "encoding_format",
 }  # fmt: skip
 """Parameters of the openai package; what it does not know goes into `extra_body`."""
 _COUNTED = ("stop", "bad_words", "logit_bias", "allowed_token_ids", "stop_token_ids")
@@ -30,7 +31,7 @@ def as_curl(url: str, record: RequestRecord, content: Content | None = None) -> 
 
 
 def as_python(url: str, record: RequestRecord, content: Content | None = None) -> str:
-    call = "chat.completions" if is_chat(record) else "completions"
+    call = "chat.completions" if is_chat(record) else "embeddings" if is_pooled(record) else "completions"
     body = body_of(record, content)
     extra = {name: value for name, value in body.items() if name not in _OF_THE_CLIENT}
     lines = [f"    {name}={_python(value)}," for name, value in body.items() if name not in extra]
@@ -66,11 +67,20 @@ def is_chat(record: RequestRecord) -> bool:
     return any(name in record.endpoint for name in _CHATS)
 
 
+def is_pooled(record: RequestRecord) -> bool:
+    """Vectors were asked for."""
+    return "embed" in record.endpoint
+
+
 def _path(record: RequestRecord) -> str:
+    if is_pooled(record):
+        return "/v1/embeddings"
     return "/v1/chat/completions" if is_chat(record) else "/v1/completions"
 
 
 def _from_record(record: RequestRecord) -> dict[str, Any]:
+    if is_pooled(record):
+        return {"model": record.model, "input": PROMPT}
     params = json.loads(record.params)
     for counted in _COUNTED:
         params.pop(counted, None)  # the log has their number only

@@ -14,6 +14,7 @@ import pytest
 from llmbox.app.errors import ApiError
 from llmbox.app.requests.detail import logged
 from llmbox.app.requests.replay import Replayed, replay
+from llmbox.app.requests.snippets import as_curl, as_python
 from llmbox.app.security.identity import LOCAL, Identity
 from llmbox.app.security.keys import Key, KeySpec
 from llmbox.app.security.sessions import Session
@@ -126,6 +127,21 @@ def test_a_message_of_anthropics_api_is_kept_and_replayed_as_a_chat(place: Place
     assert content.outputs == [told["content"][0]["text"]]
     again = place.replay(told["id"])
     assert (again.equal, again.outputs) == (True, content.outputs)
+
+
+def test_texts_of_embeddings_are_kept_and_vectors_are_not_replayed(place: Place):
+    answer = place.client.embeddings.with_raw_response.create(model="tiny", input=[SAID, "other"])
+    id_ = "embd-" + answer.headers["x-request-id"].removeprefix("req_")
+    record, content, _ = place.find(id_)
+    assert (record.endpoint, record.content, content.prompts) == ("/v1/embeddings", "kept", [SAID, "other"])
+    with pytest.raises(ApiError) as refused:
+        place.replay(id_)
+    assert refused.value.code == "not_replayable"
+    curl, python = as_curl("http://box", record, content), as_python("http://box", record, content)
+    assert "http://box/v1/embeddings" in curl
+    assert "client.embeddings.create(" in python
+    assert SAID in python
+    assert "seed" not in curl + python
 
 
 def begun(stream: Any) -> Any:

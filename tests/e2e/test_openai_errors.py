@@ -218,7 +218,7 @@ def test_other_bodies(http):
     error(http.post(CHAT, content=b"{}", headers={"content-type": "text/plain"}), 415)
     error(http.post(CHAT, json={"messages": HELLO, "x": "x" * 2_000_001}), 413)
     error(http.get(CHAT), 405)
-    error(http.post("/v1/embeddings", json={}), 404)
+    error(http.post("/v1/rerank", json={}), 404)
     error(http.post("/v1/responses", json={}), 400)
     error(http.post("/v1/rerank", json={}), 404)
 

@@ -38,6 +38,7 @@ READING = [
 WRITING = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/v1/embeddings"),
     ("POST", "/api/chat"),
     ("POST", "/api/generate"),
     ("POST", "/api/show"),

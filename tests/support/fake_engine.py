@@ -5,15 +5,17 @@ out what an undisturbed stream must be: `expected_tokens`. Options are read from
 `EngineConfig.model_path` names, or from `fake_engine.json` in that directory; see `write_model`.
 """
 
+import hashlib
 import os
 import signal
+import struct
 import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -50,6 +52,9 @@ class FakeOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Prompt (or resumed) tokens that one request computes in a step."""
     script: list[int] | None = None
     """Output these tokens instead of hashes, then the first stop id (or to the end of max_tokens, cyclic)."""
+    pooling: Literal["last", "mean", "cls"] = "mean"
+    pooling_problem: str = ""
+    generates: bool = True
     step_delay: float = 0.0
     hold_at: int | None = None
     """A request with this many output tokens gets no more until the model's folder holds the file `go`: for
@@ -149,6 +154,12 @@ def expected_tokens(
     return sequence.output
 
 
+def fake_vector(prompt_ids: Sequence[int]) -> bytes:
+    """Of 8 numbers, which depend on all ids and their order."""
+    digest = hashlib.sha256(repr(list(prompt_ids)).encode()).digest()
+    return struct.pack("<8f", *(byte - 127.5 for byte in digest[:8]))
+
+
 class FakeEngine:
     def __init__(self, config: EngineConfig, options: FakeOptions) -> None:
         self._options = options
@@ -244,6 +255,13 @@ class FakeEngine:
         self._prompt_tokens += computed
         if sequence.to_compute:
             return None
+        if sequence.params.pooling is not None:
+            del self._running[sequence.message.request_id]
+            vector = fake_vector(sequence.message.prompt_ids)
+            output = RequestOutput(
+                request_id=sequence.message.request_id, finish_reason="stop", vector=vector
+            )
+            return self._first(sequence, output)
         token = sequence.next_token()
         self._output_tokens += 1
         reason = sequence.finish_reason()
@@ -325,6 +343,10 @@ def _info(config: EngineConfig, options: FakeOptions, max_running: int) -> Model
         load_seconds=options.load_delay,
         tp=config.tp or 1,
         pp=config.pp or 1,
+        hidden_size=8,
+        pooling=options.pooling,
+        pooling_problem=options.pooling_problem,
+        generates=options.generates,
         notes=("every layer shared, as asked",) if config.tp else (),
     )
 

@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
-from typing import Any
 
 from llmbox.engine.messages import TokenLogprobs
 
@@ -17,6 +16,7 @@ from .context import Call, Heading
 from .fields import CompletionRequest
 from .logprobs import append_completion_entry, completion_logprobs, prompt_logprobs
 from .prepared import Prepared
+from .prompt_ids import prompt_ids, prompt_items
 from .responses import Completion, CompletionChoice, CompletionLogprobs, CompletionUsage
 from .sampling import (
     Logprobs,
@@ -235,35 +235,9 @@ def _joined(deltas: list[Delta]) -> Delta:
 
 async def _prompts(body: CompletionRequest, model: LoadedModel, limits: LimitSettings) -> list[list[int]]:
     """Texts and id lists, as ids. Raises ApiError 400."""
-    given = body.prompt
-    if isinstance(given, str):
-        given = [given]
-    if not given:
-        raise invalid("prompt", "it must not be empty")
-    items: list[Any] = [given] if isinstance(given[0], int) else list(given)
-    if len({type(item) for item in (given if isinstance(given[0], int) else items)}) > 1:
-        raise invalid("prompt", "a list holds either texts, or token ids, or lists of token ids")
+    items = prompt_items(body.prompt, "prompt")
     if len(items) * (body.n or 1) > limits.queue:
         raise invalid(
             "prompt", f"at most {limits.queue} choices (prompts times 'n') can be asked for at once"
         )
-    special = body.add_special_tokens is not False
-    size = sum(map(len, items))
-
-    def encode() -> list[list[int]]:
-        return [model.text.encode(i, add_special_tokens=special) if isinstance(i, str) else i for i in items]
-
-    prompts = await off_loop(size, encode)
-    _check_prompts(prompts, model)
-    return prompts
-
-
-def _check_prompts(prompts: list[list[int]], model: LoadedModel) -> None:
-    info = model.supervisor.info
-    assert info is not None
-    for i, ids in enumerate(prompts):
-        param = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
-        if not ids:
-            raise invalid(param, "it has no tokens")
-        if max(ids) >= info.vocab_size:
-            raise invalid(param, f"token id {max(ids)} is not in the vocabulary of {info.vocab_size}")
+    return await prompt_ids(items, "prompt", model, special=body.add_special_tokens is not False)

@@ -206,6 +206,23 @@ class CompletionRequest(GenerationFields, kw_only=True):
     suffix: Never = None
 
 
+class EmbeddingRequest(Struct, kw_only=True):
+    """Texts get the special tokens that the model's tokenizer adds; token ids are taken as they are."""
+
+    input: str | list[str | TokenId | list[TokenId]]
+    model: Name | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Count | None = None
+    """The first numbers of each vector, which then has length 1 again."""
+    add_special_tokens: bool | None = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+    request_id: RequestId | None = None
+
+    user: str | None = None
+    truncate_prompt_tokens: Never = None
+
+
 class TokenizeRequest(Struct, kw_only=True):
     """`prompt`, or `messages` as a chat would render them."""
 

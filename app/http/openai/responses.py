@@ -217,3 +217,23 @@ class Tokenized(Struct, kw_only=True):
 
 class Detokenized(Struct, kw_only=True):
     prompt: str
+
+
+class EmbeddingUsage(Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Struct, kw_only=True):
+    index: int
+    embedding: list[float] | str
+    """Base64 of little-endian float32, where that was asked for."""
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingList(Struct, kw_only=True):
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
+    warnings: list[str] | UnsetType = UNSET

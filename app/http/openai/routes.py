@@ -1,6 +1,6 @@
 """The OpenAI dialect's routes."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from litestar import Response, Router, get, post
 from litestar.params import Body, Parameter
@@ -15,9 +15,16 @@ from .chat import chat_ids, complete_chat, prepare_chat
 from .chat_stream import stream_chat
 from .completions import complete, prepare_completion, stream_completion
 from .context import Call, HttpRequest
-from .fields import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .embeddings import embed, prepare_embeddings
+from .fields import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
 from .messages import build_chat
-from .responses import ChatCompletion, Completion, Detokenized, Model, ModelList, Tokenized
+from .responses import ChatCompletion, Completion, Detokenized, EmbeddingList, Model, ModelList, Tokenized
 from .sampling import invalid
 from .unsupported import refuse_unsupported
 
@@ -58,6 +65,25 @@ async def completions(
     if data.stream:
         return EventStreamResponse(stream_completion(call.gateway, completion))
     return Response(await while_connected(request.receive, complete(call.gateway, completion)))
+
+
+@post(
+    "/v1/embeddings",
+    status_code=200,
+    opt={"access": Access.INFER},
+    name="embeddings",
+    operation_id="createEmbedding",
+)
+async def embeddings(
+    request: HttpRequest, data: Annotated[EmbeddingRequest, Body()]
+) -> Response[EmbeddingList]:
+    """A vector for each text."""
+    call = await Call.of(request)
+    with call.recording_refusals():
+        generation = await prepare_embeddings(call, data)
+    work = embed(call.gateway, generation, data, call.warnings(EmbeddingRequest))
+    encoded: Any = await while_connected(request.receive, work)
+    return Response(encoded, media_type="application/json")
 
 
 @get("/v1/models", opt={"access": Access.KNOWN}, name="models", operation_id="listModels")
@@ -168,6 +194,6 @@ def _aliases(call: Call, shown: list[Model]) -> list[Model]:
 
 openai_router = Router(
     path="/",
-    route_handlers=[chat_completions, completions, models, model, tokenize, detokenize],
+    route_handlers=[chat_completions, completions, embeddings, models, model, tokenize, detokenize],
     tags=["OpenAI"],
 )

@@ -1,0 +1,129 @@
+"""POST /v1/embeddings: a vector of length 1 for each text, in their order."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+from msgspec import UNSET
+
+from llmbox.engine.sampling import SamplingParams
+
+from ...engines.loaded_model import LoadedModel
+from ...gateway.gateway import Gateway
+from ...gateway.generation import Generation, Usage
+from ...gateway.vectors import as_base64, unit_vector
+from ...text.off_loop import off_loop
+from .context import Call
+from .fields import EmbeddingRequest
+from .prompt_ids import prompt_ids, prompt_items
+from .responses import Embedding, EmbeddingList, EmbeddingUsage
+from .sampling import invalid, public_id
+from .unsupported import refuse_unsupported
+
+MAX_INPUTS: Final = 2048
+"""As with OpenAI."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """What the engine made of each prompt, as `Delta.vector`."""
+
+    vectors: list[bytes]
+    usage: Usage
+
+
+async def prepare_embeddings(call: Call, body: EmbeddingRequest) -> Generation:
+    """Raises ApiError for everything that can be known before the engine has it."""
+    refuse_unsupported(body)
+    items = prompt_items(body.input, "input")
+    check_inputs(items, "input")
+    model = await call.find_model(body.model)
+    check_dimensions(body.dimensions, model)
+    special = body.add_special_tokens is not False
+    prompts = await prompt_ids(items, "input", model, special=special)
+    return pooled_generation(
+        call,
+        model,
+        prompts,
+        id_=public_id("embd", body.request_id, call.exchange, call.gateway),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+    )
+
+
+def check_inputs(items: list[str | list[int]], param: str) -> None:
+    """What needs no model. Raises ApiError 400."""
+    if len(items) > MAX_INPUTS:
+        raise invalid(param, f"at most {MAX_INPUTS} inputs can be sent at once, these are {len(items)}")
+    for i, item in enumerate(items):
+        if not item:
+            raise invalid(param if len(items) == 1 else f"{param}[{i}]", "it must not be empty")
+
+
+def check_dimensions(dimensions: int | None, model: LoadedModel) -> None:
+    """Raises ApiError 400."""
+    info = model.supervisor.info
+    assert info is not None
+    if dimensions is not None and dimensions > info.hidden_size:
+        raise invalid("dimensions", f"this model's vectors have {info.hidden_size}, not {dimensions}")
+
+
+def pooled_generation(
+    call: Call,
+    model: LoadedModel,
+    prompts: list[list[int]],
+    *,
+    id_: str,
+    priority: int = 0,
+    cache_salt: str = "",
+    prompt_param: str = "input",
+) -> Generation:
+    info = model.supervisor.info
+    assert info is not None
+    return Generation(
+        id=id_,
+        endpoint=call.endpoint,
+        model=model,
+        prompts=prompts,
+        params=SamplingParams(max_tokens=0, pooling=info.pooling),
+        priority=call.caller.priority(priority),
+        cache_salt=call.caller.cache_namespace(cache_salt),
+        key=call.caller.name,
+        meter=call.caller.meter,
+        allowed=call.allowed(),
+        client=call.client,
+        keep=call.keep(),
+        prompt_param=prompt_param,
+    )
+
+
+async def pool(gateway: Gateway, generation: Generation) -> Pooled:
+    """Raises ApiError."""
+    vectors = [b""] * len(generation.prompts)
+    with gateway.open(generation) as opened:
+        async for delta in opened.deltas():
+            assert delta.vector is not None
+            vectors[delta.index] = delta.vector
+    return Pooled(vectors, opened.usage)
+
+
+async def embed(
+    gateway: Gateway, generation: Generation, body: EmbeddingRequest, warnings: list[str]
+) -> bytes:
+    """The answer's JSON: of thousands of vectors it is megabytes, which the loop shall not wait for."""
+    pooled = await pool(gateway, generation)
+    name = body.model or generation.model.name
+    size = sum(map(len, pooled.vectors))
+    return await off_loop(size, lambda: msgspec.json.encode(_answer(pooled, body, name, warnings)))
+
+
+def _answer(pooled: Pooled, body: EmbeddingRequest, name: str, warnings: list[str]) -> EmbeddingList:
+    data = []
+    for index, raw in enumerate(pooled.vectors):
+        vector = unit_vector(raw, body.dimensions)
+        told = as_base64(vector) if body.encoding_format == "base64" else vector.tolist()
+        data.append(Embedding(index=index, embedding=told))
+    tokens = pooled.usage.prompt_tokens
+    return EmbeddingList(
+        data=data, model=name, usage=EmbeddingUsage(tokens, tokens), warnings=warnings or UNSET
+    )

@@ -1,0 +1,41 @@
+"""Raw prompts as token ids: texts, ids, and lists of either."""
+
+from typing import Any
+
+from ...engines.loaded_model import LoadedModel
+from ...text.off_loop import off_loop
+from .sampling import invalid
+
+
+def prompt_items(given: Any, param: str) -> list[Any]:
+    """Each a text, or a list of ids. Raises ApiError 400."""
+    if isinstance(given, str):
+        given = [given]
+    if not given:
+        raise invalid(param, "it must not be empty")
+    items: list[Any] = [given] if isinstance(given[0], int) else list(given)
+    if len({type(item) for item in (given if isinstance(given[0], int) else items)}) > 1:
+        raise invalid(param, "a list holds either texts, or token ids, or lists of token ids")
+    return items
+
+
+async def prompt_ids(items: list[Any], param: str, model: LoadedModel, *, special: bool) -> list[list[int]]:
+    """Of `prompt_items`. Raises ApiError 400."""
+
+    def encode() -> list[list[int]]:
+        return [model.text.encode(i, add_special_tokens=special) if isinstance(i, str) else i for i in items]
+
+    prompts = await off_loop(sum(map(len, items)), encode)
+    _check(prompts, param, model)
+    return prompts
+
+
+def _check(prompts: list[list[int]], param: str, model: LoadedModel) -> None:
+    info = model.supervisor.info
+    assert info is not None
+    for i, ids in enumerate(prompts):
+        place = param if len(prompts) == 1 else f"{param}[{i}]"
+        if not ids:
+            raise invalid(place, "it has no tokens")
+        if max(ids) >= info.vocab_size:
+            raise invalid(place, f"token id {max(ids)} is not in the vocabulary of {info.vocab_size}")
