@@ -14,6 +14,8 @@ from ..step import ScheduledRequest, StepPlan
 
 SHORT = 20
 """Tokens of a context that no kernel cuts into pieces, as it does with long ones."""
+MEDIUM: Final = 300
+"""Of one that is cut into a few."""
 DRAWS: Final[tuple[dict[str, Any], ...]] = ({}, {"top_k": 20}, {"top_p": 0.9})
 """Ranks that share the logits draw each its way."""
 RULED: Final[dict[str, Any]] = {"top_p": 0.9, "repetition_penalty": 1.1}
@@ -32,8 +34,9 @@ def trial_steps(plan: MemoryPlan, row_counts: Sequence[int]) -> Iterator[StepPla
         yield StepPlan(prompts(plan, count))
     if row_counts:
         # Contexts of a step with prompts in it are as long as the longest one there.
-        for context in (min(SHORT, plan.context - 1), plan.context - 1):
-            yield StepPlan([sequence(plan, context, 1, "decodes"), *prompts(plan, 2)], [(0, 1)])
+        for context in (SHORT, MEDIUM, plan.context):
+            decoding_one = sequence(plan, min(context, plan.context - 1), 1, "decodes")
+            yield StepPlan([decoding_one, *prompts(plan, 2)], [(0, 1)])
     yield long_prompt(plan)
     yield trial_step(plan)
 

@@ -9,7 +9,10 @@ from .eight_heads import Result, store_eight_heads
 from .tiles import power_of_two
 
 MOST_SPLITS = 64
-"""Pieces that one program reads at once."""
+FEW_SPLITS = 8
+"""Pieces that one program reads at once. One for 64 holds registers for 64, so a multiprocessor runs four of
+them; a step of 256 sequences has 8,192, with two pieces each.
+"""
 
 
 def reduce_splits(
@@ -29,7 +32,7 @@ def reduce_splits(
         splits,
         D=head_dim,
         D_PAD=power_of_two(head_dim),
-        SPLITS=MOST_SPLITS,
+        SPLITS=FEW_SPLITS if splits <= FEW_SPLITS and not fixed else MOST_SPLITS,
         FIXED=fixed,
         **result.constants(head_dim),
         num_warps=4,

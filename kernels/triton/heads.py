@@ -1,6 +1,8 @@
 """From one linear's rows of queries, keys and values to rotated queries and a written cache, in one pass.
 
-One program a head of a row. Norm and rotation run in float32; between them a number is rounded to the
+A program has some heads of one row. A head is 256 bytes: a multiprocessor runs 32 programs at most, which
+with one head each ask for 8 KB at a time where memory wants 29 KB (docs/gpu-kernels.md). Heads of a row also
+share what they are rotated by. Norm and rotation run in float32; between them a number is rounded to the
 model's dtype, as it is when they are two operations.
 """
 
@@ -13,6 +15,9 @@ from .attention_plan import Plan
 from .kv_cache import LARGEST, Cache
 from .quantise import eight_bits, magnitude, row_scale
 from .tiles import power_of_two
+
+HEADS = 8
+"""Of a program."""
 
 
 def rotate_and_write(
@@ -44,12 +49,17 @@ def rotary(x_TnD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     assert x_TnD.stride()[1:] == (head_dim, 1)
     out = torch.empty((rows, heads, head_dim), dtype=x_TnD.dtype, device=x_TnD.device)
     if rows:
-        heads_kernel[(rows, heads)](
+        heads_kernel[(rows, triton.cdiv(heads, HEADS))](
             out, out, out, cos_TD, sin_TD, x_TnD, out, cos_TD, sin_TD, out, x_TnD.stride(0), 0.0, heads,
-            heads, 1, 0, D=head_dim, HALF_PAD=power_of_two(head_dim // 2), PAGE=1,
-            NORM=False, ROTATE=True, WRITE=False, QUANTISE=False, LARGEST=1.0, num_warps=1,
+            heads, heads, 1, 0, D=head_dim, HALF_PAD=power_of_two(head_dim // 2), HEADS=HEADS, PAGE=1,
+            NORM=False, ROTATE=True, WRITE=False, QUANTISE=False, LARGEST=1.0, num_warps=warps_for(head_dim),
         )  # fmt: skip
     return out
+
+
+def warps_for(head_dim: int) -> int:
+    """Two times four numbers a thread: 8 heads of 128 have four warps."""
+    return max(1, power_of_two(head_dim) * HEADS // 256)
 
 
 def run(
@@ -69,7 +79,7 @@ def run(
     if not rows:
         return
     cos_TD, sin_TD = angles or (cache.k_scale, cache.k_scale)
-    heads_kernel[(rows, heads)](
+    heads_kernel[(rows, triton.cdiv(heads, HEADS))](
         q_THD,
         cache.k[layer],
         cache.v[layer],
@@ -82,23 +92,25 @@ def run(
         slots_T,
         x_TnD.stride(0),
         eps,
+        heads,
         query_heads,
         query_heads - first,
         cache.k.shape[2],
         cache.k.stride(1),
         D=head_dim,
         HALF_PAD=power_of_two(head_dim // 2),
+        HEADS=HEADS,
         PAGE=cache.k.shape[3],
         NORM=norm_nD is not None,
         ROTATE=angles is not None,
         WRITE=True,
         QUANTISE=cache.quantised,
         LARGEST=LARGEST.get(cache.k.dtype, 1.0),
-        num_warps=1,
+        num_warps=warps_for(head_dim),
     )
 
 
-@triton.jit(do_not_specialize=["first_key", "query_heads"], do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=["heads", "first_key", "query_heads"], do_not_specialize_on_alignment=["slots"])
 def heads_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -112,12 +124,14 @@ def heads_kernel(
     slots: tl.tensor,
     x_row: tl.tensor,
     eps: tl.tensor,
+    heads: tl.tensor,
     query_heads: tl.tensor,
     first_key: tl.tensor,
     kv_heads: tl.tensor,
     page_stride: tl.tensor,
     D: tl.constexpr,
     HALF_PAD: tl.constexpr,
+    HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
     ROTATE: tl.constexpr,
@@ -126,61 +140,65 @@ def heads_kernel(
     LARGEST: tl.constexpr,
 ) -> None:
     """Head h of x is query h, or key h - first_key, or value h - first_key - kv_heads. Halves of a head."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, first_head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS
     HALF: tl.constexpr = D // 2
+    head = first_head + tl.arange(0, HEADS)
     d = tl.arange(0, HALF_PAD)
-    inside = d < HALF
-    source = x + row * x_row + head * D + d
+    inside = (head < heads)[:, None] & (d < HALF)[None, :]
+    offset = head[:, None] * D + d[None, :]
+    source = x + row * x_row + offset
     low = tl.load(source, mask=inside, other=0.0)
     high = tl.load(source + HALF, mask=inside, other=0.0)
-    is_value = head >= first_key + kv_heads
-    if not is_value:
+    first_value = first_key + kv_heads
+    if first_head < first_value:
+        turns = (head < first_value)[:, None]
+        new_low, new_high = low, high
         if NORM:
             low_f = low.to(tl.float32)
             high_f = high.to(tl.float32)
-            square = tl.sum(low_f * low_f + high_f * high_f, 0)
-            inverse = tl.rsqrt(square / D + eps)
-            low_w = tl.load(norm + head * D + d, mask=inside, other=0.0).to(tl.float32)
-            high_w = tl.load(norm + head * D + HALF + d, mask=inside, other=0.0).to(tl.float32)
-            low = (low_f * inverse * low_w).to(x.dtype.element_ty)
-            high = (high_f * inverse * high_w).to(x.dtype.element_ty)
+            square = tl.sum(low_f * low_f + high_f * high_f, 1)
+            inverse = tl.rsqrt(square / D + eps)[:, None]
+            low_w = tl.load(norm + offset, mask=inside & turns, other=0.0).to(tl.float32)
+            high_w = tl.load(norm + offset + HALF, mask=inside & turns, other=0.0).to(tl.float32)
+            new_low = (low_f * inverse * low_w).to(x.dtype.element_ty)
+            new_high = (high_f * inverse * high_w).to(x.dtype.element_ty)
         if ROTATE:
             angle = row * D + d
-            a, b = low.to(tl.float32), high.to(tl.float32)
-            cos_low = tl.load(cos + angle, mask=inside, other=0.0)
-            cos_high = tl.load(cos + angle + HALF, mask=inside, other=0.0)
-            sin_low = tl.load(sin + angle, mask=inside, other=0.0)
-            sin_high = tl.load(sin + angle + HALF, mask=inside, other=0.0)
-            low = (a * cos_low + b * sin_low).to(x.dtype.element_ty)
-            high = (b * cos_high + a * sin_high).to(x.dtype.element_ty)
-    if head < query_heads:
-        place = q + (row * query_heads + head) * D + d
-        tl.store(place, low, mask=inside)
-        tl.store(place + HALF, high, mask=inside)
-    elif WRITE:
+            a, b = new_low.to(tl.float32), new_high.to(tl.float32)
+            cos_low = tl.load(cos + angle, mask=d < HALF, other=0.0)[None, :]
+            cos_high = tl.load(cos + angle + HALF, mask=d < HALF, other=0.0)[None, :]
+            sin_low = tl.load(sin + angle, mask=d < HALF, other=0.0)[None, :]
+            sin_high = tl.load(sin + angle + HALF, mask=d < HALF, other=0.0)[None, :]
+            new_low = (a * cos_low + b * sin_low).to(x.dtype.element_ty)
+            new_high = (b * cos_high + a * sin_high).to(x.dtype.element_ty)
+        low, high = tl.where(turns, new_low, low), tl.where(turns, new_high, high)
+    if first_head < query_heads:
+        place = q + (row * query_heads + head)[:, None] * D + d[None, :]
+        stored = inside & (head < query_heads)[:, None]
+        tl.store(place, low, mask=stored)
+        tl.store(place + HALF, high, mask=stored)
+    if WRITE:
         slot = tl.load(slots + row)
-        if slot >= 0:
+        if (first_head + HEADS > query_heads) & (slot >= 0):
             block = (slot // PAGE).to(tl.int64)
-            kv_head = (head - first_key) % kv_heads
-            token = kv_head * PAGE + slot % PAGE
+            is_kv, is_key = (head >= query_heads) & (head < heads), head < first_value
+            token = tl.where(is_key, head - first_key, head - first_value) * PAGE + slot % PAGE
             if QUANTISE:
                 low_f = low.to(tl.float32)
                 high_f = high.to(tl.float32)
-                most = tl.max(tl.maximum(magnitude(low_f), magnitude(high_f)), 0)
+                most = tl.max(tl.maximum(magnitude(low_f), magnitude(high_f)), 1)
                 scale = row_scale(most, LARGEST)
-                low_n = eight_bits(low_f, most, LARGEST)
-                high_n = eight_bits(high_f, most, LARGEST)
+                low_n = eight_bits(low_f, most[:, None], LARGEST)
+                high_n = eight_bits(high_f, most[:, None], LARGEST)
                 place_scale = block * (kv_heads * PAGE) + token
-                if is_value:
-                    tl.store(v_scale + place_scale, scale)
-                else:
-                    tl.store(k_scale + place_scale, scale)
+                tl.store(k_scale + place_scale, scale, mask=is_kv & is_key)
+                tl.store(v_scale + place_scale, scale, mask=is_kv & (head >= first_value))
             else:
                 low_n, high_n = low, high
-            place_kv = block * page_stride + token * D + d
-            if is_value:
-                tl.store(v + place_kv, low_n.to(v.dtype.element_ty), mask=inside)
-                tl.store(v + place_kv + HALF, high_n.to(v.dtype.element_ty), mask=inside)
-            else:
-                tl.store(k + place_kv, low_n.to(k.dtype.element_ty), mask=inside)
-                tl.store(k + place_kv + HALF, high_n.to(k.dtype.element_ty), mask=inside)
+            place_kv = block * page_stride + token[:, None] * D + d[None, :]
+            keys = inside & (is_kv & is_key)[:, None]
+            values = inside & (is_kv & (head >= first_value))[:, None]
+            tl.store(k + place_kv, low_n.to(k.dtype.element_ty), mask=keys)
+            tl.store(k + place_kv + HALF, high_n.to(k.dtype.element_ty), mask=keys)
+            tl.store(v + place_kv, low_n.to(v.dtype.element_ty), mask=values)
+            tl.store(v + place_kv + HALF, high_n.to(v.dtype.element_ty), mask=values)

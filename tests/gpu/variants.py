@@ -46,7 +46,7 @@ def attention(
     head_dim: int = 128,
     window: int | None = None,
     deterministic: bool = False,
-    blocks: Sequence[int] = (64,),
+    blocks: Sequence[int] = (30, 128),
     leaves: RowFormat | None = None,
 ) -> None:
     """Steps of two decoding rows and a prompt of 30; contexts may have as many blocks as that says. `leaves`:
@@ -263,7 +263,7 @@ def attentions(fp8: bool) -> Iterator[Group]:
         for window in (None, 1000):
             for fixed in (False, True):
                 name = f"attention KV {kv_dtype} window {window}{', fixed' * fixed}"
-                options = {"window": window, "deterministic": fixed, "blocks": (4, 128)}
+                options = {"window": window, "deterministic": fixed, "blocks": (4, 30, 128)}
                 yield name, partial(attention, kv_dtype, **options)
     for heads, head_dim in (((14, 2), 64), ((32, 32), 80), ((16, 16), 96), ((16, 2), 128), ((8, 4), 256)):
         for kv_dtype in (None, I8):

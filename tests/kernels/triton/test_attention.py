@@ -6,6 +6,7 @@ import torch
 from llmbox.kernels.dispatch import UnknownBackend, sdpa_from
 from llmbox.kernels.ragged import Ragged
 from llmbox.kernels.triton import attention, attention_plan
+from llmbox.kernels.triton.attention_reduce import FEW_SPLITS
 from llmbox.kernels.triton.backend import triton_ops
 from support.numbers import assert_near
 from support.paged import CPU, PagedStep
@@ -38,11 +39,14 @@ def test_eight_bit_keys_and_values(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 40])
-def test_long_contexts_are_split(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+@pytest.mark.parametrize("longest", [150, 400])
+def test_long_contexts_are_split(monkeypatch: pytest.MonkeyPatch, window: int | None, longest: int) -> None:
+    """Into few pieces and many: other programs bring them together."""
     monkeypatch.setattr(attention_plan, "LEAST_SPLIT", 32)
-    step = PagedStep([(150, 1), (1, 1), (64, 1)], heads=(4, 1))
-    plan = OPS.plan_attention(step.ragged([(150, 151), (1, 2), (64, 65)]), None, window)
-    assert attention_plan.num_splits(plan, 1, CPU) > 2
+    step = PagedStep([(longest, 1), (1, 1), (64, 1)], heads=(4, 1))
+    plan = OPS.plan_attention(step.ragged([(longest, longest + 1), (1, 2), (64, 65)]), None, window)
+    splits = attention_plan.num_splits(plan, 1, CPU)
+    assert 2 < splits <= FEW_SPLITS if longest == 150 else splits > FEW_SPLITS
     assert_near(step.attend(OPS, window), step.exact(window))
 
 

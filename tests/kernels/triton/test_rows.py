@@ -136,6 +136,29 @@ def test_rotated_heads_are_written(dtype: torch.dtype, normed: bool, head_dim: i
     same(OPS.rotary(qkv[:, :6], cos, sin), REFERENCE.rotary(qkv[:, :6], cos, sin))
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize(("query_heads", "kv_heads"), [(9, 3), (16, 2), (3, 1)])
+def test_heads_that_programs_share(query_heads: int, kv_heads: int, kv_dtype: torch.dtype) -> None:
+    """Queries, keys and values may meet in one program, and the last one may have fewer heads than others."""
+    step = PagedStep([(14, 3)], heads=(query_heads, kv_heads), kv_dtype=kv_dtype)
+    rotated = query_heads + kv_heads
+    qkv, norm = torch.randn(3, rotated + kv_heads, 64), torch.randn(rotated, 64)
+    cos, sin = torch.randn(3, 64), torch.randn(3, 64)
+    cache, wanted = (OPS.make_kv_cache(step.shape(), CPU) for _ in range(2))
+    for each in (cache, wanted):  # whatever is written beside its place shows
+        for tensor in (each.k, each.v, each.k_scale, each.v_scale):
+            tensor.fill_(7)
+    plan = OPS.plan_attention(step.ragged([(14, 17)]), cache, None)
+    q = OPS.rotate_and_write(qkv, norm, 1e-6, cos, sin, cache, 1, plan)
+    qk = REFERENCE.rotary(REFERENCE.rms_norm(qkv[:, :rotated], norm, 1e-6), cos, sin)
+    same(q, qk[:, :query_heads])
+    OPS.write_kv(wanted, 1, qk[:, query_heads:], qkv[:, rotated:], plan)
+    assert torch.equal(cache.v, wanted.v)
+    same(cache.v_scale, wanted.v_scale)
+    same(cache.k_scale, wanted.k_scale)
+    assert (cache.k.float() - wanted.k.float()).abs().max() <= (1 if kv_dtype == torch.int8 else 1e-5)
+
+
 @pytest.mark.parametrize("eight", EIGHT_BITS)
 def test_keys_and_values_in_eight_bits(eight: torch.dtype) -> None:
     step = PagedStep([(0, 3)], kv_dtype=eight)

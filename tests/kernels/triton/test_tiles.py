@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from llmbox.kernels.triton import gemm, linear, tiles
+from llmbox.kernels.triton.attention_plan import Plan, num_splits
+from llmbox.kernels.triton.attention_reduce import FEW_SPLITS
 
 CPU = torch.device("cpu")
 MOST = 2048
@@ -40,3 +42,20 @@ def test_no_batch_meets_a_variant_that_the_counts_do_not(
             seen = {of(rows, inputs, outputs) for rows in range(1, MOST + 1)}
             counts = (*tiles.ROW_COUNTS, MOST)
             assert seen == {of(rows, inputs, outputs) for rows in counts}, (outputs, inputs)
+
+
+@pytest.mark.parametrize("context", [100, 900, 40960])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8, 10, 32, 64])
+def test_no_batch_brings_pieces_together_as_none_of_the_counts_does(
+    monkeypatch: pytest.MonkeyPatch, kv_heads: int, context: int
+) -> None:
+    monkeypatch.setattr(tiles, "multiprocessors", lambda _: 132)
+
+    def program(decoding: int) -> bool | None:
+        """Of `reduce_splits`: for few pieces; None: there is one."""
+        pieces = num_splits(Plan(None, None, decoding, context, False), kv_heads, CPU)
+        return None if pieces == 1 else pieces <= FEW_SPLITS
+
+    for most in (1, 3, 40, 70, 256, 500):
+        counts = [*(count for count in tiles.ROW_COUNTS if count < most), most]
+        assert {program(rows) for rows in range(1, most + 1)} == {program(rows) for rows in counts}, most
