@@ -7,6 +7,7 @@ takes longer. Inputs are random and rotate, so that no call finds its own in the
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from gpu.timing import Call, times
 from llmbox.kernels.quant import QUANTS
 from llmbox.kernels.ragged import KVShape, Ragged
 from llmbox.kernels.reference import REFERENCE
-from llmbox.kernels.triton import gemm_experts
+from llmbox.kernels.triton import attention_plan, gemm_experts
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.dequantise import dequantise
 from llmbox.kernels.triton.linear import Blocks8, Floats8, Integers, rows_for
@@ -129,6 +130,11 @@ def decode(batch: int, context: int, kv_dtype: torch.dtype, *, deterministic: bo
     q, scale = randn(batch, HEADS, HEAD_DIM), HEAD_DIM**-0.5
     name = f"attention, decode {batch} x {context}, KV {str(kv_dtype)[6:]}{', fixed' * deterministic}"
     variants = {"ours": [partial(ops.attention, q, cache, layer, plan, scale) for layer in range(layers)]}
+    if not deterministic and batch > 1:  # in how many pieces contexts are best cut
+        for waves in (attention_plan.WAVES // 2, 2 * attention_plan.WAVES):
+            variants[f"{waves} programs a multiprocessor"] = [
+                partial(with_waves, waves, call) for call in variants["ours"]
+            ]
     if not deterministic and batch * context <= 1 << 19:
         k, v = (randn(batch, KV_HEADS, context, HEAD_DIM) for _ in "kv")
         variants["SDPA, contiguous" + " bf16" * (kv_dtype != BF16)] = [
@@ -137,6 +143,11 @@ def decode(batch: int, context: int, kv_dtype: torch.dtype, *, deterministic: bo
     scales = 0 if kv_dtype == BF16 else 4
     moved = 2 * batch * context * KV_HEADS * (HEAD_DIM * kv_dtype.itemsize + scales)
     return Work(name, moved, 4 * batch * context * HEADS * HEAD_DIM, "bf16", variants)
+
+
+def with_waves(waves: int, call: Call) -> object:
+    with mock.patch.object(attention_plan, "WAVES", waves):
+        return call()
 
 
 def prefill(tokens: int, past: int) -> Work:

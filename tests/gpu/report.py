@@ -13,9 +13,10 @@ FAILED = "**FAILED**"
 
 @dataclass
 class Report:
-    """`total`: seconds for everything."""
+    """`total`: seconds for everything. `out`: a file that has each line at once, whatever ends the run."""
 
     total: float
+    out: Path | None = None
     lines: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     _started: float = field(default_factory=time.monotonic)
@@ -31,6 +32,9 @@ class Report:
     def say(self, line: str) -> None:
         print(line, flush=True)
         self.lines.append(line)
+        if self.out is not None:
+            with self.out.open("a") as file:
+                file.write(f"{line}\n")
 
     def table(self, *header: str) -> None:
         self.row(header)
@@ -47,9 +51,6 @@ class Report:
         self.failures.append(what)
         self.say("")
         self.say(f"{FAILED}: {what}")
-
-    def write(self, path: Path) -> None:
-        path.write_text("\n".join(self.lines) + "\n")
 
 
 def versions() -> str:

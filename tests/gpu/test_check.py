@@ -120,7 +120,7 @@ def test_an_engine_of_random_weights_is_measured(monkeypatch: pytest.MonkeyPatch
         "| prompt of 40 while 3 decode",
     ]
     assert report.lines[-1] == (
-        "\nLeft out for want of memory or time: prompt of 2000, 256 requests of 1024 in, 1024 out."
+        "\nLeft out for want of memory or time: 256 requests of 1024 in, 1024 out, prompt of 2000."
     )
     notes = [line for line in report.lines if ", bar 4.5" in line]
     assert [note.split(" | ")[0] for note in notes] == ["| decode 1 x 200"]

@@ -110,6 +110,38 @@ def test_a_section_that_breaks_is_a_failure(
     assert len(report.failures) == failures
 
 
+def test_the_bar_has_its_time_even_where_everything_is_compiled_first() -> None:
+    """All sections before it take the most that they may."""
+    left, names = 9.5 * 60 - 10, list(check.SECTIONS)
+    place = names.index("engine-8B")
+    left -= sum(check.SECTIONS[name][1] for name in names[:place])
+    assert check.seconds_for("engine-8B", names[place + 1 :], left) > 3 * sections.BAR_SECONDS
+
+
+def test_what_was_said_is_in_the_file_before_the_end(tmp_path: Path) -> None:
+    report = Report(100.0, tmp_path / "check.md")
+    report.section("Kernels")
+    report.row(("one", "two"))
+    assert (tmp_path / "check.md").read_text() == "\n## Kernels\n\n| one | two |\n"
+
+
+def test_the_bar_is_measured_before_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    done = SimpleNamespace(tokens=256 * 1024, wall=30.0, decode_step=0.022)
+    monkeypatch.setattr(engine_speed, "run", lambda *_: done)
+    monkeypatch.setattr(engine_speed, "add", lambda *_: ["r"])
+    monkeypatch.setattr(sections, "has_room", lambda *_: True)
+    for name in ("decoding", "prompts", "loads"):
+        monkeypatch.setattr(sections, name, lambda *_, name=name, **__: said.append(name) or [])
+    monkeypatch.setattr(sections, "idle_clocks", lambda _: None)
+    report = Report(100.0)
+    say = report.row
+    report.row = lambda cells: (said.append(cells[0]), say(cells))  # type: ignore[method-assign]
+    sections.figures(report, None, {}, {}, full=True, big=True)
+    assert said[1:] == ["---", "decoding", "256 requests of 1024 in, 1024 out", "prompts", "loads"]
+    assert "8738 tok/s | 22.00 ms a step while all decode; 123% of SGLang, Triton" in report.lines[-1]
+
+
 def test_a_section_that_says_nothing_more_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = tmp_path / "section"
     program.write_text(f"#!{sys.executable}\nimport time\nprint('begun', flush=True)\ntime.sleep(600)\n")
