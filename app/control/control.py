@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,16 +124,23 @@ class Control:
             await engines.unload(each)
         return names
 
-    def place(self, name: str) -> Path | None:
-        """The folder of a model that clients may name: in memory, on its way there, or on this disk."""
+    async def places(self, names: Iterable[str]) -> dict[str, Path]:
+        """Folders of models that clients may name: in memory, on their way there, or on this disk."""
+        held = {name: self._held(name) for name in names}
+
+        def look() -> dict[str, Path]:
+            refs = {name: self.library.find(name) for name, place in held.items() if place is None}
+            found = {name: ref.path for name, ref in refs.items() if ref is not None}
+            return {name: place for name in held if (place := held[name] or found.get(name)) is not None}
+
+        return await asyncio.to_thread(look)
+
+    def _held(self, name: str) -> Path | None:
         real = self.residency.real_name(name)
         if (model := self.services.engines.find(real)) is not None:
             return model.path
-        for supervisor in self.services.engines.loading():
-            if supervisor.name == real:
-                return Path(supervisor.config.model_path)
-        found = self.library.find(name)
-        return None if found is None else found.path
+        loading = (each for each in self.services.engines.loading() if each.name == real)
+        return next((Path(each.config.model_path) for each in loading), None)
 
     def model_request(self, text: str, alias: str | None, options: Mapping[str, object]) -> ModelRequest:
         """From the admin API's words. Raises CliError for what cannot be."""

@@ -13,8 +13,7 @@ _NUMBER = r"(?:\d{1,12}(?:\.\d{0,12})?|\.\d{1,12})"
 _PIECE = re.compile(rf"({_NUMBER})({'|'.join(_UNITS)})")
 _DURATION = re.compile(rf"[+-]?(?:{_NUMBER}|(?:{_PIECE.pattern})+)")
 NOT_DECIDED = (
-    "'keep_alive' has no effect: this model was loaded by the box's owner, and memory is for the owner or a "
-    "key with the scope admin to say."
+    "'keep_alive' has no effect: this model was loaded by the box's owner. With the scope admin it has one."
 )
 
 
@@ -65,7 +64,7 @@ async def unload(control: Control, caller: Identity, name: str) -> None:
     """
     model = control.services.engines.find(control.residency.real_name(name))
     if model is None:
-        if control.place(name) is None:
+        if not await control.places([name]):
             raise ApiError(404, f"The model {name!r} does not exist here.", "model_not_found", "model")
         return
     if not may_decide(caller, model):

@@ -47,7 +47,7 @@ async def ollama_pull(request: HttpRequest, data: Annotated[PullRequest, Body()]
     call = await Call.of(request)
     name = our_name(data.asked)
     call.caller.require_model(name)
-    steps = _steps(request.app.state.control, name, _warnings(call, data))
+    steps = await _steps(request.app.state.control, name, _warnings(call, data))
     if data.stream is not False:
         return EventStreamResponse((line(step) async for step in steps), LINES)
     return Response(await while_connected(request.receive, _last(steps)))
@@ -79,10 +79,10 @@ async def ollama_not_here(request: HttpRequest) -> None:
     raise ApiError(400, INSTEAD[request.scope["path"].strip("/").rpartition("/")[2]], "unsupported_route")
 
 
-def _steps(control: Control, name: str, warnings: list[str]) -> AsyncGenerator[dict[str, Any], None]:
+async def _steps(control: Control, name: str, warnings: list[str]) -> AsyncGenerator[dict[str, Any], None]:
     """Raises ApiError for what is no name on the hub, before anything is said."""
     done = {"status": "success"} | ({"warnings": warnings} if warnings else {})
-    if HUB_ID.fullmatch(name) is None and control.library.find(name) is not None:
+    if HUB_ID.fullmatch(name) is None and await control.places([name]):
         return _at_once(done)  # built in, adopted, or an alias
     return followed(control, control.library.downloads.start(name), done)
 

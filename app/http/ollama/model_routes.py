@@ -49,7 +49,7 @@ async def ollama_tags(request: HttpRequest) -> Tags:
     """Every model that may be asked for."""
     control: Control = request.app.state.control
     names = [model.id for model in await listed_models(await Call.of(request))]
-    cards = await _cards({name: place for name in names if (place := control.place(name)) is not None})
+    cards = await _cards(await control.places(names))
     return Tags([_listed(name, card) for name, card in cards.items()])
 
 
@@ -76,8 +76,7 @@ async def ollama_show(request: HttpRequest, data: Annotated[ShowRequest, Body()]
     call = await Call.of(request)
     name = our_name(data.asked)
     call.caller.require_model(name)
-    place = control.place(name)
-    cards = {} if place is None else await _cards({name: place})
+    cards = await _cards(await control.places([name]))
     if name not in cards:
         raise ApiError(404, f"The model {name!r} does not exist here.", "model_not_found", "model")
     card, alias = cards[name], control.services.aliases().get(name)
