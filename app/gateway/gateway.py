@@ -172,10 +172,7 @@ class Gateway:
 
 def max_new_tokens(generation: Generation, prompt: list[int]) -> int:
     """Tokens that a choice may have: as asked, or all that the context leaves. Raises ApiError 400."""
-    info = generation.model.supervisor.info
-    assert info is not None
-    cap = generation.model.context_cap
-    limit = min(context_limit(info), cap or context_limit(info))
+    limit = model_limit(generation.model)
     wanted = generation.max_tokens
     if generation.params.pooling is not None and len(prompt) <= limit:
         return 0
@@ -190,6 +187,14 @@ def max_new_tokens(generation: Generation, prompt: list[int]) -> int:
         code="context_length_exceeded",
         param=generation.prompt_param if too_long else generation.max_tokens_param,
     )
+
+
+def model_limit(model: LoadedModel) -> int:
+    """`context_limit`, or what an alias makes of it."""
+    info = model.supervisor.info
+    assert info is not None
+    limit = context_limit(info)
+    return min(limit, model.context_cap or limit)
 
 
 def context_limit(info: ModelInfo) -> int:

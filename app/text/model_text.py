@@ -66,6 +66,21 @@ class ModelText:
         """Ids of a raw prompt: here the caller writes the template, so special-token literals are tokens."""
         return encode_ids(self.tokenizer, text, add_special_tokens=add_special_tokens)
 
+    def encode_start(self, text: str, most: int) -> list[int]:
+        """As `encode`, of so much of the text that there are `most` ids: those that the tokenizer adds around
+        a text stay.
+        """
+        whole, inner = self.encode(text), self.encode(text, add_special_tokens=False)
+        cut = len(whole) - most
+        if cut <= 0:
+            return whole
+        added = len(whole) - len(inner)
+        before = next((n for n in range(added + 1) if whole[n : n + len(inner)] == inner), None)
+        if before is None or cut > len(inner):
+            return whole[:most]
+        end = before + len(inner)
+        return whole[: end - cut] + whole[end:]
+
     def decode(self, ids: Sequence[int], *, begins: bool = True, skip_special: bool = True) -> str:
         return decode(self.tokens, ids, begins=begins, skip_special=skip_special)
 

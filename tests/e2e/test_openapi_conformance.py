@@ -41,6 +41,8 @@ WRITING = [
     ("POST", "/v1/embeddings"),
     ("POST", "/api/chat"),
     ("POST", "/api/generate"),
+    ("POST", "/api/embed"),
+    ("POST", "/api/embeddings"),
     ("POST", "/api/show"),
     ("POST", "/api/pull"),
     ("DELETE", "/api/delete"),

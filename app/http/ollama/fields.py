@@ -6,6 +6,7 @@ from msgspec import Meta, Struct
 
 from ...errors import ApiError
 from ..openai.fields import (
+    Count,
     Later,
     Name,
     Never,
@@ -83,6 +84,28 @@ class GenerateRequest(Common, kw_only=True):
     raw: Later = None
     images: Never = None
     context: Never = None
+
+
+class EmbedCommon(Struct, kw_only=True):
+    model: Name
+    options: dict[str, Any] | None = None
+    """They have no effect."""
+    keep_alive: float | str | None = None
+
+
+class EmbedRequest(EmbedCommon, kw_only=True):
+    """Without input the model is loaded, or unloaded with `keep_alive: 0`."""
+
+    input: str | list[str] | None = None
+    truncate: bool | None = None
+    """Of a text over the context only its beginning counts. Absent: it is refused."""
+    dimensions: Count | None = None
+
+
+class EmbeddingsRequest(EmbedCommon, kw_only=True):
+    """The older route, of one text."""
+
+    prompt: str | None = None
 
 
 class Named(Struct, kw_only=True):

@@ -2,11 +2,13 @@
 
 import math
 import re
+from typing import Literal
 
 from ...control.control import Control
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...security.identity import Identity
+from ..openai.context import Call
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _NUMBER = r"(?:\d{1,12}(?:\.\d{0,12})?|\.\d{1,12})"
@@ -55,6 +57,23 @@ def keep_for(control: Control, caller: Identity, name: str, seconds: float) -> l
         return [NOT_DECIDED]
     control.residency.stay(model, None if math.isinf(seconds) else seconds)
     return []
+
+
+async def load_or_unload(
+    control: Control, call: Call, name: str, keep_alive: float | str | None
+) -> tuple[Literal["load", "unload"], list[str]]:
+    """For a request that asks nothing: the model is loaded, or unloaded where it is to stay for no time.
+
+    What was done, and warnings.
+    """
+    seconds = seconds_of(keep_alive)
+    if seconds == 0:
+        call.caller.require_model(name)
+        await unload(control, call.caller, name)
+        return "unload", []
+    model = await call.find_model(name)
+    warnings = keep_for(control, call.caller, model.name, seconds) if seconds is not None else []
+    return "load", warnings
 
 
 async def unload(control: Control, caller: Identity, name: str) -> None:

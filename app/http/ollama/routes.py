@@ -7,7 +7,6 @@ from typing import Annotated, Any
 from litestar import Response, Router, post
 from litestar.params import Body
 
-from ...control.control import Control
 from ..disconnect import while_connected
 from ..guard import Access
 from ..openai.chat import ChatCall
@@ -16,8 +15,9 @@ from ..openai.translated import prepare_translated
 from ..openai.unsupported import refuse_unsupported, unknown_fields
 from ..sse import EventStreamResponse
 from .answers import LINES, Kind, complete, nothing_said, stream
+from .embed_routes import embed_routes
 from .fields import ChatRequest, Common, GenerateRequest, Options
-from .keep_alive import keep_for, seconds_of, unload
+from .keep_alive import keep_for, load_or_unload, seconds_of
 from .library_routes import library_routes
 from .model_routes import model_routes
 from .names import our_name
@@ -56,17 +56,10 @@ async def _without_words(
     request: HttpRequest, call: Call, kind: Kind, data: Common
 ) -> Response[dict[str, Any]]:
     """Nothing is asked: the model is loaded, or unloaded where it is to stay for no time."""
-    control: Control = request.app.state.control
-    name, seconds = our_name(data.model), seconds_of(data.keep_alive)
-    warnings = _warnings(call, data)
-    if seconds == 0:
-        call.caller.require_model(name)
-        await unload(control, call.caller, name)
-        return Response(nothing_said(kind, data.model, time.time(), "unload", warnings))
-    model = await call.find_model(name)
-    if seconds is not None:
-        warnings += keep_for(control, call.caller, model.name, seconds)
-    return Response(nothing_said(kind, data.model, time.time(), "load", warnings))
+    control = request.app.state.control
+    done, more = await load_or_unload(control, call, our_name(data.model), data.keep_alive)
+    warnings = _warnings(call, data) + more
+    return Response(nothing_said(kind, data.model, time.time(), done, warnings))
 
 
 async def _answered(
@@ -103,6 +96,6 @@ def _warnings(call: Call, data: Common) -> list[str]:
 
 ollama_router = Router(
     path="/",
-    route_handlers=[ollama_chat, ollama_generate, *model_routes, *library_routes],
+    route_handlers=[ollama_chat, ollama_generate, *embed_routes, *model_routes, *library_routes],
     tags=["Ollama"],
 )

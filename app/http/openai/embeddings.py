@@ -1,5 +1,6 @@
 """POST /v1/embeddings: a vector of length 1 for each text, in their order."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -51,7 +52,7 @@ async def prepare_embeddings(call: Call, body: EmbeddingRequest) -> Generation:
     )
 
 
-def check_inputs(items: list[str | list[int]], param: str) -> None:
+def check_inputs(items: Sequence[str | list[int]], param: str) -> None:
     """What needs no model. Raises ApiError 400."""
     if len(items) > MAX_INPUTS:
         raise invalid(param, f"at most {MAX_INPUTS} inputs can be sent at once, these are {len(items)}")

@@ -1,0 +1,141 @@
+"""Embeddings of the Ollama dialect: `/api/embed`, and the older `/api/embeddings` for one text."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any
+
+import msgspec
+from litestar import Response, post
+from litestar.params import Body
+from litestar.types import ControllerRouterHandler
+from msgspec import UNSET, Struct, UnsetType
+
+from ...engines.loaded_model import LoadedModel
+from ...gateway.gateway import model_limit
+from ...gateway.vectors import unit_vector
+from ...text.off_loop import off_loop
+from ..disconnect import while_connected
+from ..guard import Access
+from ..openai.context import Call, HttpRequest
+from ..openai.embeddings import Pooled, check_dimensions, check_inputs, pool, pooled_generation
+from ..openai.prompt_ids import prompt_ids
+from ..openai.sampling import public_id
+from ..openai.unsupported import unknown_fields
+from .fields import EmbedCommon, EmbeddingsRequest, EmbedRequest
+from .keep_alive import keep_for, load_or_unload, seconds_of
+from .names import our_name
+
+
+class Embedded(Struct, kw_only=True):
+    """Times are nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int = 0
+    load_duration: int = 0
+    prompt_eval_count: int = 0
+    warnings: list[str] | UnsetType = UNSET
+
+
+class EmbeddedOne(Struct, kw_only=True):
+    embedding: list[float]
+    warnings: list[str] | UnsetType = UNSET
+
+
+Told = Callable[[list[list[float]], Pooled | None, list[str]], Struct]
+"""The answer of a route: vectors, what they came from (None where nothing was asked), warnings."""
+
+
+@post(
+    "/api/embed",
+    status_code=200,
+    opt={"access": Access.INFER},
+    name="ollama_embed",
+    operation_id="ollamaEmbed",
+)
+async def ollama_embed(request: HttpRequest, data: Annotated[EmbedRequest, Body()]) -> Response[Embedded]:
+    """A vector of length 1 for each text."""
+    began = time.monotonic()
+
+    def told(vectors: list[list[float]], pooled: Pooled | None, warnings: list[str]) -> Embedded:
+        return Embedded(
+            model=data.model,
+            embeddings=vectors,
+            total_duration=round((time.monotonic() - began) * 1e9),
+            prompt_eval_count=0 if pooled is None else pooled.usage.prompt_tokens,
+            warnings=warnings or UNSET,
+        )
+
+    texts = [data.input] if isinstance(data.input, str) and data.input else data.input or []
+    return await _answered(request, data, list(texts), "input", told)
+
+
+@post(
+    "/api/embeddings",
+    status_code=200,
+    opt={"access": Access.INFER},
+    name="ollama_embeddings",
+    operation_id="ollamaEmbeddings",
+)
+async def ollama_embeddings(
+    request: HttpRequest, data: Annotated[EmbeddingsRequest, Body()]
+) -> Response[EmbeddedOne]:
+    """A vector of length 1 for one text: the older route."""
+
+    def told(vectors: list[list[float]], _pooled: Pooled | None, warnings: list[str]) -> EmbeddedOne:
+        return EmbeddedOne(embedding=vectors[0] if vectors else [], warnings=warnings or UNSET)
+
+    return await _answered(request, data, [data.prompt] if data.prompt else [], "prompt", told)
+
+
+async def _answered(
+    request: HttpRequest, data: EmbedRequest | EmbeddingsRequest, texts: list[str], param: str, told: Told
+) -> Response[Any]:
+    call = await Call.of(request)
+    control, warnings = request.app.state.control, _warnings(call, data)
+    if not texts:
+        _, more = await load_or_unload(control, call, our_name(data.model), data.keep_alive)
+        return Response(told([], None, warnings + more))
+    dimensions = data.dimensions if isinstance(data, EmbedRequest) else None
+    with call.recording_refusals():
+        seconds = seconds_of(data.keep_alive)
+        check_inputs(texts, param)
+        model = await call.find_model(our_name(data.model))
+        check_dimensions(dimensions, model)
+        prompts = await prompt_ids(texts, param, model, special=True)
+        if isinstance(data, EmbedRequest) and data.truncate:
+            warnings += await _truncate(prompts, texts, model)
+    if seconds is not None:
+        warnings += keep_for(control, call.caller, model.name, seconds)
+    id_ = public_id("embd", None, call.exchange, call.gateway)
+    generation = pooled_generation(call, model, prompts, id_=id_, prompt_param=param)
+    pooled = await while_connected(request.receive, pool(call.gateway, generation))
+
+    def encoded() -> bytes:
+        vectors = [unit_vector(raw, dimensions).tolist() for raw in pooled.vectors]
+        return msgspec.json.encode(told(vectors, pooled, warnings))
+
+    answer = await off_loop(sum(map(len, pooled.vectors)), encoded)
+    return Response(answer, media_type="application/json")
+
+
+async def _truncate(prompts: list[list[int]], texts: list[str], model: LoadedModel) -> list[str]:
+    """What does not fit loses its end, in place. Warnings, which say so."""
+    limit = model_limit(model)
+    warnings = []
+    for i, ids in enumerate(prompts):
+        if len(ids) > limit:
+            prompts[i] = await off_loop(len(texts[i]), partial(model.text.encode_start, texts[i], limit))
+            warnings.append(f"'input[{i}]' was cut from {len(ids)} tokens to the context of {limit}.")
+    return warnings
+
+
+def _warnings(call: Call, data: EmbedCommon) -> list[str]:
+    found = unknown_fields(type(data), call.plain)
+    if any(value is not None for value in (data.options or {}).values()):
+        found.append("'options' have no effect on embeddings.")
+    return found
+
+
+embed_routes: list[ControllerRouterHandler] = [ollama_embed, ollama_embeddings]
