@@ -1,5 +1,6 @@
 """Models onto this disk and off it: pull, delete, and what llmbox does in other ways."""
 
+import os
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
@@ -7,7 +8,7 @@ from litestar import Response, delete, post
 from litestar.params import Body
 from litestar.types import ControllerRouterHandler
 
-from ...catalog import HUB_ID
+from ...catalog import HUB_ID, hub_cache
 from ...control.control import Control
 from ...drain import shutting_down
 from ...errors import ApiError
@@ -133,6 +134,7 @@ def _refusal(download: Download) -> ApiError:
 def _told(error: HubError) -> ApiError:
     status = 400 if error.code in _OURS else _STATUS_OF.get(error.code, 502)
     message = f"{error}. To mend it: {error.fix}" if error.fix else str(error)
+    message = message.replace(str(hub_cache(os.environ)), "the model cache")  # no paths to clients
     return ApiError(status, message, error.code, "model", error_type(status))
 
 

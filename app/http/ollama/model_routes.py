@@ -23,11 +23,11 @@ from .fields import ShowRequest
 from .names import our_name
 from .shapes import (
     Listed,
+    OllamaVersion,
     Running,
     RunningModels,
     Shown,
     Tags,
-    Version,
     capabilities,
     details_of,
     model_info,
@@ -39,9 +39,9 @@ _FOREVER = 292 * 365 * 86_400.0
 
 
 @get("/api/version", opt={"access": Access.KNOWN}, name="ollama_version", operation_id="ollamaVersion")
-async def ollama_version(request: HttpRequest) -> Version:
+async def ollama_version(request: HttpRequest) -> OllamaVersion:
     """The version of llmbox."""
-    return Version(request.app.state.services.version)
+    return OllamaVersion(request.app.state.services.version)
 
 
 @get("/api/tags", opt={"access": Access.KNOWN}, name="ollama_tags", operation_id="ollamaTags")

@@ -64,7 +64,7 @@ class Shown(Struct, kw_only=True):
     system: str = ""
 
 
-class Version(Struct):
+class OllamaVersion(Struct):
     version: str
 
 

@@ -1,16 +1,18 @@
 """What is told of a download as it goes."""
 
+import os
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from llmbox.app.catalog import hub_cache
 from llmbox.app.drain import Drain
 from llmbox.app.errors import ApiError
 from llmbox.app.http.ollama.library_routes import followed
 from llmbox.app.hub.download import Download
-from llmbox.app.hub.errors import HubError
+from llmbox.app.hub.errors import HubError, disk_full
 from llmbox.app.hub.listing import RepoFile
 from llmbox.app.hub.transfer import Progress
 
@@ -72,3 +74,11 @@ async def test_how_else_it_ends(last: Any, status: int, code: str) -> None:
     with pytest.raises(ApiError) as refused:
         await hub.told()
     assert (refused.value.status, refused.value.code) == (status, code)
+
+
+async def test_a_full_disk_is_told_without_its_place() -> None:
+    hub = Hub(ends("failed", disk_full(hub_cache(os.environ), 10**9, 10**6)))
+    with pytest.raises(ApiError, match="the disk of the model cache is too full") as refused:
+        await hub.told()
+    assert refused.value.status == 400
+    assert str(hub_cache(os.environ)) not in refused.value.message
