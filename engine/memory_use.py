@@ -13,6 +13,8 @@ NATIVE_SCRATCH = MIB
 """What a thread of the C++ kernels keeps for its tile of attention, and more."""
 PROMPT_LOGPROB_ROWS = 64
 """Rows of prompt logits made at once."""
+EXPERT_ROWS = 16
+"""To which the rows of an expert are filled up."""
 
 CUDA_CONTEXT = 512 * MIB
 """What a process takes of each GPU that it opens, before the first tensor: what is planned with until it is
@@ -54,6 +56,8 @@ def workspace_bytes(
     activations  rows · ((3 · hidden + max(2 · (heads + kv_heads) · head_dim, 3 · ffn)) · b + 2 · hidden · 4)
                  residual, normed input and output; the larger of attention's and the MLP's inner rows;
                  float32 inside the norm
+    experts      (rows · experts a token + 16 · experts) · (2 · hidden + 3 · inner) · b: copies of rows, their
+                 inner rows and results; CPU kernels take whole tiles of 16 for an expert
     attention    a mask and scores, at most ATTENTION_SCRATCH each, and one request's K and V gathered in
                  float32, padded by at most a half: 3 · context · kv_heads · head_dim · 4. The C++ kernels
                  (`native_threads` of them) read keys where they lie, and keep a tile of scores a thread
@@ -66,6 +70,9 @@ def workspace_bytes(
     size = DTYPE_BYTES[dtype]
     inner = max(2 * (shape.heads + shape.kv_heads) * shape.head_dim, 3 * shape.ffn)
     activations = rows * (3 * shape.hidden * size + inner * size + 2 * shape.hidden * 4)
+    if shape.experts is not None:
+        gathered_rows = rows * shape.experts.per_token + EXPERT_ROWS * shape.experts.count
+        activations += gathered_rows * (2 * shape.hidden + 3 * shape.experts.inner) * size
     scores = 2 * min(ATTENTION_SCRATCH, shape.heads * rows * context * 4)
     gathered = 3 * context * shape.kv_heads * shape.head_dim * 4
     if native_threads is not None:

@@ -9,10 +9,11 @@ from .backbone import has_head, with_head
 from .config import Dtype
 from .config_fields import Fields
 from .errors import UnsupportedArchitecture
+from .experts_config import ExpertsConfig, parse_experts
 from .fp8_config import NotReadable, modelopt_entry
 from .json_file import read_json
 from .kept_wide import wide_params
-from .model_shape import ModelShape
+from .model_shape import ExpertShape, ModelShape
 from .rope_config import RopeConfig, parse_rope
 from .rounded import MODELOPT_FILE, read_entry
 
@@ -21,6 +22,8 @@ ARCHITECTURES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
 }
 MAX_LAYERS = 1024
 DEFAULT_WINDOW = 4096
@@ -57,6 +60,7 @@ class ModelConfig:
     """Of linears that it keeps wide (`kept_wide.py`), where its files are there."""
     has_head: bool = True
     """Without one it makes vectors, and no text."""
+    experts: ExpertsConfig | None = None
 
     @property
     def context_limit(self) -> int:
@@ -73,11 +77,13 @@ class ModelConfig:
         """Numbers to be loaded, tied weights once."""
         hidden, ffn = self.hidden_size, self.intermediate_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = 2 * hidden + hidden * (q + 2 * kv) + q * hidden + 3 * hidden * ffn
+        layer = 2 * hidden + hidden * (q + 2 * kv) + q * hidden + 2 * self.head_dim * self.qk_norm
         layer += (q + 2 * kv) * self.qkv_bias + hidden * self.o_bias
-        layer += (2 * ffn + hidden) * self.mlp_bias + 2 * self.head_dim * self.qk_norm
+        mlp = 3 * hidden * ffn + (2 * ffn + hidden) * self.mlp_bias
         tables = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
-        return tables + self.num_layers * layer + hidden
+        sparse = 0 if self.experts is None else self.experts.num_layers
+        experts = 0 if self.experts is None else sparse * self.experts.parameters(hidden)
+        return tables + self.num_layers * layer + (self.num_layers - sparse) * mlp + experts + hidden
 
     def shape(self, context: int | None = None) -> ModelShape:
         """What the estimator reckons with, if `context` is asked for (None: left open)."""
@@ -99,7 +105,14 @@ class ModelConfig:
             exact_params=self.num_parameters,
             quant=self.quant,
             wide_params=self.wide_params,
+            experts=None if self.experts is None else expert_shape(self.experts),
         )
+
+
+def expert_shape(experts: ExpertsConfig) -> ExpertShape:
+    return ExpertShape(
+        count=experts.count, per_token=experts.per_token, inner=experts.inner, layers=experts.num_layers
+    )
 
 
 def parse_config(path: Path | str) -> ModelConfig:
@@ -122,7 +135,7 @@ def parse_config(path: Path | str) -> ModelConfig:
         raise fields.error(f"num_hidden_layers {layers} is beyond anything known ({MAX_LAYERS})")
     positions = fields.integer("max_position_embeddings")
     head = has_head(fields, Path(path))
-    bias = model_type in {"llama", "qwen3"} and fields.flag("attention_bias", default=False)
+    bias = model_type in {"llama", "qwen3", "qwen3_moe"} and fields.flag("attention_bias", default=False)
     return ModelConfig(
         model_type=model_type,
         dtype=checkpoint_dtype(fields),
@@ -140,11 +153,12 @@ def parse_config(path: Path | str) -> ModelConfig:
         qkv_bias=bias or model_type == "qwen2",
         o_bias=bias,
         mlp_bias=model_type == "llama" and fields.flag("mlp_bias", default=False),
-        qk_norm=model_type == "qwen3",
+        qk_norm=model_type in {"qwen3", "qwen3_moe"},
         windows=layer_windows(fields, model_type, layers),
         rope=parse_rope(fields, head_dim, positions),
         quant=(quant := stored_format(fields, Path(path))),
         wide_params=wide_params(Path(path)) if quant is not None and QUANTS[quant].is_float else 0,
+        experts=parse_experts(fields, model_type, layers),
     )
 
 
@@ -201,14 +215,20 @@ def checkpoint_dtype(fields: Fields) -> Dtype:
 
 
 def layer_windows(fields: Fields, model_type: str, layers: int) -> tuple[int | None, ...]:
-    """Mistral: one window for all layers. Qwen: by layer_types, or from max_window_layers on."""
-    if model_type == "llama" or fields.raw.get("sliding_window", DEFAULT_WINDOW) is None:
+    """Mistral, Mixtral: one window for all layers. Qwen: by layer_types, or from max_window_layers on.
+
+    Qwen3-MoE: one for all, if it is used.
+    """
+    default = None if model_type == "mixtral" else DEFAULT_WINDOW
+    if model_type == "llama" or fields.raw.get("sliding_window", default) is None:
         return (None,) * layers
     window = fields.integer("sliding_window", DEFAULT_WINDOW)
-    if model_type == "mistral":
+    if model_type in {"mistral", "mixtral"}:
         return (window,) * layers
     if not fields.flag("use_sliding_window", default=False):
         return (None,) * layers
+    if model_type == "qwen3_moe":
+        return (window,) * layers
     types = fields.raw.get("layer_types")
     if types is None:
         full = int(fields.number("max_window_layers", 28))

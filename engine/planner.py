@@ -203,5 +203,5 @@ def _default_token_budget(shape: ModelShape, budget: MemoryBudget, max_running: 
     """On a CPU a step of about half a second, so that decoding streams do not stall behind a long prompt."""
     if budget.device == "cuda":
         return max(max_running, 8192 if budget.available >= 40 * GIB else 2048)
-    tokens = _STEP_SECONDS * budget.cores * budget.core_flops / (2 * shape.matmul_params)
+    tokens = _STEP_SECONDS * budget.cores * budget.core_flops / (2 * shape.active_params)
     return max(max_running, 64, min(2048, 1 << int(tokens).bit_length() - 1 if tokens >= 1 else 0))

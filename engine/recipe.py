@@ -10,7 +10,7 @@ from llmbox.kernels.quant import Quant
 
 from .model_shape import ModelShape
 
-_FINE = re.compile(r"model\.layers\.(\d+)\.mlp\.down_proj")
+_FINE = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.down_proj|.+\.experts\.\d+\.(?:down_proj|w2))")
 
 
 def is_fine(name: str, layers: int) -> bool:
@@ -19,14 +19,20 @@ def is_fine(name: str, layers: int) -> bool:
     return found is not None and _has_more_bits(int(found[1]), layers)
 
 
-def layers_bytes(shape: ModelShape, quant: Quant, wide: int) -> int:
-    """Of all weights that every token is multiplied with but the head. `wide`: of one that is kept so."""
-    params = shape.matmul_params - shape.table_params
+def layers_bytes(shape: ModelShape, quant: Quant, wide: int, rows: int | None = None) -> int:
+    """Of all weights that tokens are multiplied with but the head. `wide`: of one that is kept so.
+
+    `rows`: without the experts that so many tokens are not multiplied with.
+    """
+    params = shape.matmul_params - shape.table_params - (shape.unread_params(rows) if rows else 0)
     fine = 0
     if quant.is_mixed:
         layers = sum(_has_more_bits(layer, shape.layers) for layer in range(shape.layers))
-        fine = layers * shape.hidden * shape.ffn
-    kept = shape.wide_params
+        read = 1.0
+        if rows and shape.experts:
+            read = shape.experts.read(rows) / shape.experts.count
+        fine = int(layers * shape.hidden * shape.inner_rows * read / shape.layers)
+    kept = shape.wide_params + shape.router_params
     return int(
         (params - fine - kept) * quant.bytes_per_weight + fine * quant.head.bytes_per_weight + kept * wide
     )

@@ -16,13 +16,16 @@ def decode_tokens_per_second(
     context: int = 0,
     quant: Quant | None = None,
 ) -> float:
-    """All `rows` streams together: a step reads every weight once, and the KV of each stream's `context`."""
+    """All `rows` streams together: a step reads every weight once, and the KV of each stream's `context`.
+
+    Of experts those that the rows choose, were all of them equally likely.
+    """
     seen = min(context, shape.sliding_window or context)
-    weight_bytes = shape.matmul_params * DTYPE_BYTES[dtype]
+    weight_bytes = (shape.matmul_params - shape.unread_params(rows)) * DTYPE_BYTES[dtype]
     if quant is not None:
         head = shape.table_params
         wide = DTYPE_BYTES[dtype]
-        weight_bytes = int(head * quant.head_bytes(wide)) + layers_bytes(shape, quant, wide)
+        weight_bytes = int(head * quant.head_bytes(wide)) + layers_bytes(shape, quant, wide, rows)
     return rows * bandwidth / (weight_bytes + rows * seen * shape.kv_bytes_per_token(kv_dtype))
 
 
@@ -33,4 +36,4 @@ def prefill_tokens_per_second(shape: ModelShape, peak_flops: float, *, prompt: i
     """
     visible = min(prompt / 2, shape.sliding_window or prompt)
     attention = 4 * shape.layers * shape.heads * shape.head_dim * visible
-    return peak_flops / (2 * (shape.matmul_params - shape.vocab * shape.hidden) + attention)
+    return peak_flops / (2 * (shape.active_params - shape.vocab * shape.hidden) + attention)

@@ -23,7 +23,7 @@ were. No torch here.
 
 from typing import Any
 
-from llmbox.kernels.quant import QUANTS, Kind, Quant
+from llmbox.kernels.quant import QUANTS, WIDE_KINDS, Kind, Quant
 
 from .fp8_config import DYNAMIC, NotReadable, read_compressed, read_fp8, read_modelopt
 
@@ -90,7 +90,7 @@ def stored_dtype(quant: Quant) -> str:
 
 def format_of(quant: Quant, kind: Kind) -> Quant | None:
     """What weights of this kind are rounded to; None keeps them."""
-    if kind == "table":
+    if kind in WIDE_KINDS:
         return None
     return quant if kind == "linear" else quant.head
 

@@ -105,6 +105,10 @@ class Weights:
     def head(self, name: str, vocab: Part, hidden: int) -> PackedLinear:
         return self._source.packed(Asked("head", {f"{self._prefix}{name}": vocab}, Part.whole(hidden)))
 
+    def router(self, name: str, experts: int, hidden: int) -> PackedLinear:
+        outputs = {f"{self._prefix}{name}": Part.whole(experts)}
+        return self._source.packed(Asked("router", outputs, Part.whole(hidden)))
+
     def linear(self, outputs: Mapping[str, Part], inputs: Part, *, bias: bool) -> PackedLinear:
         """One linear of all the named ones, stacked: {name: rows}.
 
@@ -290,5 +294,7 @@ def pack(ops: Ops, kind: Kind, weight_OI: Tensor, bias_O: Tensor | None) -> Pack
             return ops.pack_linear(weight_OI, bias_O)
         case "head":
             return ops.pack_head(weight_OI, bias_O)
+        case "router":
+            return ops.pack_router(weight_OI)
         case _:
             return ops.pack_embedding(weight_OI, kind == "tied")

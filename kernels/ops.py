@@ -1,9 +1,9 @@
 """Every hot operation of the engine, by signature. A backend is one `Ops` with all of them.
 
-T rows of the step, N sequences in it, E hidden, F feed-forward, V vocabulary, I and O the sides of a linear,
-H query heads, G kv heads (H a multiple of G), D head dim. Floating tensors have the model's dtype unless
-said otherwise. "New tensor" results may live in a workspace of the backend: valid until the same operation
-runs again with the same shape.
+T rows of the step, N sequences in it, E hidden, F feed-forward, V vocabulary, X experts, I and O the sides of
+a linear, H query heads, G kv heads (H a multiple of G), D head dim. Floating tensors have the model's dtype
+unless said otherwise. "New tensor" results may live in a workspace of the backend: valid until the same
+operation runs again with the same shape.
 
 Each output row must be computed in an order that does not depend on how many rows there are: that is what
 makes a request's tokens independent of its batch.
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .draws import Drawn, DrawRow, Ranks
+from .experts import Mixture
 from .packing import Packing, StoredWeights
 from .part_ops import PartOps
 from .ragged import KVShape, Ragged
@@ -78,6 +79,9 @@ class Ops:
     pack_head: Callable[[Tensor, Tensor | None], PackedLinear]
     """As `pack_linear`, for an output head that is not tied: it may be kept in more bits."""
 
+    pack_router: Callable[[Tensor], PackedLinear]
+    """As `pack_linear`, of the linear [X, E] that chooses experts, for `logits`: never rounded."""
+
     linear: Callable[[PackedLinear, Tensor], Tensor]
     """(packed, x_TI with contiguous rows) -> x_TI @ weight.T + bias, a new tensor [T, O]."""
 
@@ -101,6 +105,14 @@ class Ops:
 
     silu_mul: Callable[[Tensor], Tensor]
     """(gate_up_T2F, gate first) -> silu(gate) * up, [T, F]. May overwrite its argument."""
+
+    experts: Callable[[Mixture, Tensor, Tensor], Tensor]
+    """(mixture, x_TE, logits_TX of its router) -> down(silu(gate(x)) * up(x)) of each row's `per_token`
+    likeliest experts, summed by their shares of a float32 softmax over all X: new tensor [T, E].
+
+    Each expert's result is as `linear` and `silu_mul` give it; a row's are summed in float32, the likeliest
+    first (of equally likely ones the lower number), and rounded once.
+    """
 
     make_kv_cache: Callable[[KVShape, torch.device], KVCache]
     """Content is undefined: `clear_blocks` comes before a block's first use."""
@@ -159,6 +171,9 @@ class Ops:
 
     stored: StoredWeights | None = None
     """For checkpoints that hold rounded weights, where there is no `packing`."""
+
+    stacks_experts: bool = False
+    """Whether a `Mixture` has one linear of all its experts, stacked, instead of one for each."""
 
     row_invariant: bool = False
     """Whether every operation computes a row bit by bit the same, whatever rows stand beside it and however

@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["linear", "head", "table", "tied"]
-"""A layer's linear, the output head, the input table, or one matrix that is both of these."""
+Kind = Literal["linear", "router", "head", "table", "tied"]
+"""A layer's linear, its choice of experts, the output head, the input table, or one matrix that is both of
+the last."""
+WIDE_KINDS: frozenset[Kind] = frozenset({"router", "table"})
+"""That no format rounds."""
 
 
 @dataclass(frozen=True, slots=True)

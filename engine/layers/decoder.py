@@ -16,12 +16,22 @@ from .embedding import Embedding
 from .forward import Forward
 from .mlp import GatedMLP
 
+MLP = Callable[[Tensor], Tensor]
+"""From the normed rows to what `Rank.add_norm` takes."""
 MakeAttention = Callable[[int, Weights], Attention]
+MakeMLP = Callable[[int, Weights], MLP]
+"""From a layer's number and its weights."""
 
 
 class DecoderLayer:
     def __init__(
-        self, config: ModelConfig, layer: int, weights: Weights, ops: Ops, make_attention: MakeAttention
+        self,
+        config: ModelConfig,
+        layer: int,
+        weights: Weights,
+        ops: Ops,
+        make_attention: MakeAttention,
+        make_mlp: MakeMLP | None,
     ) -> None:
         self.ops = ops
         self.rank = weights.rank
@@ -29,7 +39,9 @@ class DecoderLayer:
         self.input_norm_E = weights.vector("input_layernorm.weight", config.hidden_size)
         self.attention = make_attention(layer, weights.at("self_attn"))
         self.post_norm_E = weights.vector("post_attention_layernorm.weight", config.hidden_size)
-        self.mlp = GatedMLP(config, weights.at("mlp"), ops)
+        self.mlp: MLP = (
+            GatedMLP(config, weights.at("mlp"), ops) if make_mlp is None else make_mlp(layer, weights)
+        )
 
     def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: Forward) -> Tensor:
         """X is this layer's input, normed; the sum of all layers so far grows in `residual_TE`, in place.
@@ -41,9 +53,18 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Takes every tensor of its part of the checkpoint from `source`, or raises ModelError."""
+    """Takes every tensor of its part of the checkpoint from `source`, or raises ModelError.
 
-    def __init__(self, config: ModelConfig, source: Source, make_attention: MakeAttention) -> None:
+    Layers have a gated MLP unless `make_mlp` makes another.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: Source,
+        make_attention: MakeAttention,
+        make_mlp: MakeMLP | None = None,
+    ) -> None:
         self.config = config
         self.ops = ops = source.ops
         self.rank = source.rank
@@ -52,7 +73,7 @@ class Decoder:
         self._skip_what_others_have(weights)
         self.embedding = Embedding(config, weights, ops) if self._has_table else None
         self.layers = [
-            DecoderLayer(config, i, weights.at(f"model.layers.{i}"), ops, make_attention)
+            DecoderLayer(config, i, weights.at(f"model.layers.{i}"), ops, make_attention, make_mlp)
             for i in layout.layers(config.num_layers)
         ]
         self.norm_E, self.head = self._norm_and_head(weights)

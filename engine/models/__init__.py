@@ -10,14 +10,18 @@ from ..model_config import ModelConfig
 from ..weights import Source
 from .llama import llama
 from .mistral import mistral
+from .mixtral import mixtral
 from .qwen2 import qwen2
 from .qwen3 import qwen3
+from .qwen3_moe import qwen3_moe
 
 MODELS: dict[str, Callable[[ModelConfig, Source], Decoder]] = {
     "llama": llama,
     "mistral": mistral,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+    "mixtral": mixtral,
 }
 
 

@@ -135,9 +135,15 @@ def _indivisible(shape: ModelShape, tp: int, quant: Quant | None) -> str:
         return f"the model's {shape.kv_heads} KV heads can neither be shared nor copied equally"
     if shape.ffn % tp:
         return f"the MLP's {shape.ffn} inner rows cannot be shared equally"
+    if shape.experts and shape.experts.inner % tp:
+        return f"the {shape.experts.inner} inner rows of each expert cannot be shared equally"
     if -(-shape.vocab // tp) * (tp - 1) >= shape.vocab:
         return f"the vocabulary has only {shape.vocab} tokens"
-    inner = {"attention": shape.heads * shape.head_dim // tp, "the MLP": shape.ffn // tp}
+    inner = {"attention": shape.heads * shape.head_dim // tp}
+    if shape.experts is None or shape.experts.layers < shape.layers:
+        inner["the MLP"] = shape.ffn // tp
+    if shape.experts:
+        inner["an expert"] = shape.experts.inner // tp
     for where, size in inner.items():
         if tp > 1 and quant is not None and not quant.by_output and size % quant.group:
             return (

@@ -103,6 +103,12 @@ class Rank:
             return ops.linear(packed, x_TI)
         return self.linear(ops, packed, x_TI)
 
+    def partial_sum(self, ops: Ops, out_TE: Tensor) -> Tensor:
+        """As `partial`, of this rank's part of a result that is there already, in the model's dtype."""
+        if self.layout.tp > 1 and not self._leaves_sum(len(out_TE), out_TE.shape[1], out_TE.dtype):
+            ops.call(self.collective.sum, (out_TE,))
+        return out_TE
+
     def add_norm(self, ops: Ops, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """`Ops.add_rms_norm` of what `partial` gave."""
         if self._leaves_sum(len(x_TE), x_TE.shape[1], x_TE.dtype):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from ..model_shape import DTYPE_BYTES, ModelShape
+from ..model_shape import DTYPE_BYTES, ExpertShape, ModelShape
 from ..roofline import decode_tokens_per_second
 
 
@@ -22,14 +22,20 @@ def rank_shape(shape: ModelShape, tp: int, pp: int) -> ModelShape:
         tied=shape.tied or pp > 1,
         no_head=pp > 1 and not shape.tied,
         exact_params=None,
+        experts=shape.experts and _expert_share(shape.experts, -(-shape.layers // pp), tp),
     )
     tables = shape.table_params * (1 if shape.tied else 2)
     in_layers = shape.params - tables - shape.hidden
-    more = max(0, in_layers - shape.layers * shape.layer_params)
+    more = max(0, in_layers - shape.layers_params)
     # Biases that the closed form does not know, on every rank: too much rather than too little.
     # What is kept wide may all be in one stage.
-    wide = min(-(-shape.wide_params // tp), part.layers * part.layer_params)
+    wide = min(-(-shape.wide_params // tp), part.layers_params)
     return replace(part, exact_params=part.params + -(-more // pp), wide_params=wide)
+
+
+def _expert_share(experts: ExpertShape, layers: int, tp: int) -> ExpertShape:
+    """Of a stage of so many layers, all of which may have experts; each expert is cut as an MLP is."""
+    return replace(experts, layers=min(layers, experts.layers), inner=experts.inner // tp)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..experts import Mixture
 from ..ops import Ops, StepInputs
 from ..quant import Quant
 from ..ragged import KVShape, Ragged
 from .drawing import Drawing
 from .native import Step
 from .recorder import Recorder, Tape
-from .weights import DTYPES, KV_DTYPES, Handle, Linear, Packer
+from .weights import DTYPES, KV_DTYPES, Handle, Linear, Packer, pointers
 
 SMALLEST_TAPE = 64
 """Rows. A larger step records a larger tape."""
@@ -63,12 +64,14 @@ class Backend:
             embedding=self.embedding,
             pack_linear=lambda weight_OI, bias_O: packer.pack("linear", weight_OI, bias_O),
             pack_head=lambda weight_OI, bias_O: packer.pack("head", weight_OI, bias_O),
+            pack_router=lambda weight_XE: packer.pack("router", weight_XE),
             linear=self.linear,
             logits=self.logits,
             rms_norm=self.rms_norm,
             add_rms_norm=self.add_rms_norm,
             rotary=self.rotary,
             silu_mul=self.silu_mul,
+            experts=self.experts,
             make_kv_cache=lambda shape, _device: Cache(self.library, shape),
             plan_attention=lambda ragged, _cache, window: Plan(ragged, window),
             write_kv=self.write_kv,
@@ -181,6 +184,29 @@ class Backend:
         )
         self.recorder.submit(op, Step(rows=len(gate_up_T2F)), gate_up_T2F)
         return gate_up_T2F[:, :width]
+
+    def experts(self, mixture: Mixture, x_TE: Tensor, logits_TX: Tensor) -> Tensor:
+        """Logits as `logits` gives them, float32."""
+        assert logits_TX.dtype == torch.float32
+        assert logits_TX.stride(1) == x_TE.stride(1) == 1
+        out_TE = self.recorder.result("experts", len(x_TE), x_TE.shape[1], x_TE.dtype)
+        op = self.library.llmbox_experts_op(
+            DTYPES[x_TE.dtype],
+            mixture.gate_ups[0].quant is not None,
+            mixture.count,
+            pointers(mixture.gate_ups),
+            pointers(mixture.downs),
+            x_TE.data_ptr(),
+            x_TE.stride(0),
+            logits_TX.data_ptr(),
+            logits_TX.stride(0),
+            mixture.per_token,
+            mixture.normalised,
+            out_TE.data_ptr(),
+            out_TE.stride(0),
+        )
+        self.recorder.submit(op, Step(rows=len(x_TE)), mixture, x_TE, logits_TX, out_TE)
+        return out_TE
 
     def write_kv(self, cache: Cache, layer: int, k_TGD: Tensor, v_TGD: Tensor, plan: Plan) -> None:
         assert k_TGD.dtype == v_TGD.dtype

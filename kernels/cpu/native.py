@@ -82,6 +82,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_add_norm_op": (P, (INT, P, LONG, P, P, INT, FLOAT, P)),
     "llmbox_rotary_op": (P, (INT, P, LONG, INT, INT)),
     "llmbox_silu_mul_op": (P, (INT, P, LONG, INT)),
+    "llmbox_experts_op": (P, (INT, INT, INT, P, P, P, LONG, P, LONG, INT, INT, P, LONG)),
     "llmbox_write_kv_op": (P, (INT, INT, P, INT, P, LONG, P, LONG)),
     "llmbox_heads_op": (P, (INT, INT, P, INT, P, LONG, INT, P, FLOAT)),
     "llmbox_attention_op": (P, (INT, INT, P, INT, P, LONG, INT, INT, FLOAT, P)),

@@ -1,14 +1,14 @@
 """Handles of C++ objects that Python owns, and packed weights in all their forms."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..packing import Kind, Rounded
-from ..quant import Quant
+from ..quant import WIDE_KINDS, Quant
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """As in native/library.cpp."""
@@ -55,7 +55,7 @@ class Packer:
     quant: Quant | None = None
 
     def format(self, kind: Kind) -> Quant | None:
-        if self.quant is None or kind == "table":
+        if self.quant is None or kind in WIDE_KINDS:
             return None
         return self.quant if kind == "linear" else self.quant.head
 
@@ -138,3 +138,7 @@ def float_bias(bias_O: Tensor | None) -> Tensor | None:
 
 def pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def pointers(linears: Sequence[Linear]) -> "ctypes.Array[ctypes.c_void_p]":
+    return (ctypes.c_void_p * len(linears))(*(linear.pointer for linear in linears))

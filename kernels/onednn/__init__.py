@@ -9,12 +9,19 @@ import torch
 
 from ..ops import Ops
 from ..reference import REFERENCE
+from ..reference.experts import experts_by
 from .linear import linear, pack_linear
 
 __all__ = ["ONEDNN", "supports"]
 
 ONEDNN: Ops = replace(
-    REFERENCE, name="onednn", pack_linear=pack_linear, pack_head=pack_linear, linear=linear, logits=linear
+    REFERENCE,
+    name="onednn",
+    pack_linear=pack_linear,
+    pack_head=pack_linear,
+    linear=linear,
+    logits=linear,
+    experts=experts_by(linear),
 )
 
 

@@ -6,6 +6,7 @@ from ..ops import Ops
 from .attention import attention, write_kv
 from .attention_plan import plan_attention
 from .embedding import embedding, pack_embedding
+from .experts import experts_by
 from .kv_cache import clear_blocks, copy_blocks, make_kv_cache
 from .linear import linear, pack_linear
 from .rms_norm import add_rms_norm, rms_norm
@@ -20,12 +21,14 @@ REFERENCE = Ops(
     embedding=embedding,
     pack_linear=pack_linear,
     pack_head=pack_linear,
+    pack_router=lambda weight_XE: pack_linear(weight_XE, None),
     linear=linear,
     logits=linear,
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
     rotary=rotary,
     silu_mul=silu_mul,
+    experts=experts_by(linear),
     make_kv_cache=make_kv_cache,
     plan_attention=plan_attention,
     write_kv=write_kv,

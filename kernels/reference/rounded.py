@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..ops import Ops
 from ..packing import Rounded
-from ..quant import Kind, Quant
+from ..quant import WIDE_KINDS, Kind, Quant
 from . import REFERENCE
 from .eight_bits import FP8, LARGEST, in_eight_bits, in_given_scale
+from .experts import experts_by
 from .linear import Linear, linear
 
 
@@ -45,6 +46,7 @@ def rounded_ops(quant: Quant | None, kv_dtype: torch.dtype | None = None) -> Ops
             embedding=embedding,
             stored=Stored(quant) if quant.is_float else None,
             linear=rounded_linear,
+            experts=experts_by(rounded_linear),
             logits=rounded_linear,
         )
     if kv_dtype is None:
@@ -65,7 +67,7 @@ class Stored:
     def format(self, kind: Kind) -> Quant | None:
         if kind == "linear":
             return self.quant
-        return None if kind == "table" or self.quant.keeps_head else self.quant.head
+        return None if kind in WIDE_KINDS or self.quant.keeps_head else self.quant.head
 
     def pack_rounded(
         self, rounded: Rounded, dtype: torch.dtype, bias_O: Tensor | None = None

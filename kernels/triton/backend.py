@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,13 +10,14 @@ from torch import Tensor
 from ..ops import Ops, StepInputs
 from ..packing import Rounded
 from ..part_ops import PartOps
-from ..quant import Kind, Quant
+from ..quant import WIDE_KINDS, Kind, Quant
 from ..ragged import Ragged
 from . import attention, edit, embedding, heads, kv_cache, linear, part_weights, rms_norm, silu_mul
 from .advance import advance
 from .attention_plan import Plan, plan_attention
 from .candidates import candidates
 from .choice import Choice
+from .experts import experts
 from .left_rows import LeftRows
 from .linear import Blocks8, Floats8, Integers, Integers8, Linear, Plain
 from .quantise import RowFormat, Rows8
@@ -66,6 +68,7 @@ class Backend:
             embedding=lambda table, ids_T: embedding.embed(table, ids_T, self.dtype),
             pack_linear=self.pack_linear,
             pack_head=self.pack_head,
+            pack_router=lambda weight_XE: Plain(weight_XE, None),
             linear=self.linear,
             logits=self.linear,
             rms_norm=self.rms_norm,
@@ -73,6 +76,7 @@ class Backend:
             norm_by=self.norm_by,
             rotary=heads.rotary,
             silu_mul=self.silu_mul,
+            experts=partial(experts, fixed=self.fixed),
             make_kv_cache=kv_cache.make_kv_cache,
             plan_attention=self.plan_attention,
             write_kv=heads.write_kv,
@@ -81,6 +85,7 @@ class Backend:
             clear_blocks=kv_cache.clear_blocks,
             graph=same,
             kv_dtypes=frozenset(formats),
+            stacks_experts=True,
             row_invariant=self.fixed,
             rotate_and_write=heads.rotate_and_write,
             sample=sample,
@@ -101,7 +106,7 @@ class Backend:
 
     def format(self, kind: Kind) -> Quant | None:
         """As `StoredWeights` has it."""
-        if self.quant is None or kind == "table" or (kind != "linear" and self.quant.keeps_head):
+        if self.quant is None or kind in WIDE_KINDS or (kind != "linear" and self.quant.keeps_head):
             return None
         return self.quant if kind == "linear" else self.quant.head
 

@@ -12,8 +12,11 @@ from . import tiles
 from .tiles import Tile
 
 
-def experts_product(x_TI: Tensor, weight_XOI: Tensor, starts_X1: Tensor) -> Tensor:
-    """Row t of expert e, starts[e] <= t < starts[e + 1], times weight[e].T; int32 starts on the device."""
+def experts_product(x_TI: Tensor, weight_XOI: Tensor, starts_X1: Tensor, *, fixed: bool = False) -> Tensor:
+    """Row t of expert e, starts[e] <= t < starts[e + 1], times weight[e].T; int32 starts on the device.
+
+    `fixed`: one tile for any number of rows, so that a row's bits do not depend on it.
+    """
     rows, inputs = x_TI.shape
     experts, outputs, _ = weight_XOI.shape
     assert x_TI.stride(1) == 1
@@ -21,7 +24,7 @@ def experts_product(x_TI: Tensor, weight_XOI: Tensor, starts_X1: Tensor) -> Tens
     out_TO = torch.empty((rows, outputs), dtype=x_TI.dtype, device=x_TI.device)
     if not rows:
         return out_TO
-    tile = tile_for(x_TI.device, rows // experts, x_TI.element_size())
+    tile = tile_for(x_TI.device, 0 if fixed else rows // experts, x_TI.element_size())
     grid = (rows // tile.rows + experts, triton.cdiv(outputs, tile.columns))
     experts_kernel[grid](
         out_TO,

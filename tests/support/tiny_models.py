@@ -18,7 +18,14 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
 }
+EXPERT_LINEARS = {
+    "qwen3_moe": ("mlp.", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": ("block_sparse_moe.", ("w1", "w3", "w2")),
+}
+"""Where they are in a layer, and what gate, up and down are called."""
 ORIGINAL_CONTEXT = 32
 HEAD_DIM = 16
 ROPE_VARIANTS: dict[str, dict[str, Any] | None] = {
@@ -77,7 +84,38 @@ def tiny_config(arch: str = "qwen3", rope: str = "default", **overrides: Any) ->
         config["sliding_window"] = None
     if arch == "qwen2":
         config |= {"use_sliding_window": False, "max_window_layers": 2, "sliding_window": None}
+    if arch == "qwen3_moe":
+        config |= {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+        }
+        config |= {"use_sliding_window": False, "sliding_window": None}
+    if arch == "mixtral":
+        config |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
     return config | overrides
+
+
+def expert_shapes(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    """Of a layer's router and experts; none where the layer has an MLP."""
+    arch, hidden = config["model_type"], config["hidden_size"]
+    sparse = arch == "mixtral" or (
+        arch == "qwen3_moe"
+        and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+        and layer not in config.get("mlp_only_layers", [])
+    )
+    if not sparse:
+        return {}
+    prefix, (gate, up, down) = EXPERT_LINEARS[arch]
+    count = config["num_local_experts" if arch == "mixtral" else "num_experts"]
+    inner = config["intermediate_size" if arch == "mixtral" else "moe_intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}gate.weight": (count, hidden)}
+    for expert in range(count):
+        name = f"{prefix}experts.{expert}."
+        shapes |= {f"{name}{part}.weight": (inner, hidden) for part in (gate, up)}
+        shapes[f"{name}{down}.weight"] = (hidden, inner)
+    return shapes
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -98,15 +136,19 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             "self_attn.k_proj": (kv, hidden, qkv_bias),
             "self_attn.v_proj": (kv, hidden, qkv_bias),
             "self_attn.o_proj": (hidden, q, o_bias),
+        }
+        experts = expert_shapes(config, i)
+        shapes |= {p + name: shape for name, shape in experts.items()}
+        mlp = {
             "mlp.gate_proj": (ffn, hidden, config.get("mlp_bias", False)),
             "mlp.up_proj": (ffn, hidden, config.get("mlp_bias", False)),
             "mlp.down_proj": (hidden, ffn, config.get("mlp_bias", False)),
         }
-        for name, (rows, columns, bias) in linears.items():
+        for name, (rows, columns, bias) in (linears if experts else linears | mlp).items():
             shapes[f"{p}{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{p}{name}.bias"] = (rows,)
-        if arch == "qwen3":
+        if arch in {"qwen3", "qwen3_moe"}:
             shapes[p + "self_attn.q_norm.weight"] = shapes[p + "self_attn.k_norm.weight"] = (head,)
     shapes["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:

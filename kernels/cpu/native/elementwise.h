@@ -109,6 +109,18 @@ private:
     int heads_, width_;
 };
 
+// x / (1 + e^-x), from e^-|x| so that nothing overflows.
+INLINE Floats silu(Floats x) {
+    const Floats e = exp_negative(-abs(x)), one = splat(1.f);
+    return x * (x < splat(0.f) ? e : one) / (one + e);
+}
+
+// gate = silu(gate) * up for `count` numbers.
+template <class T> INLINE void silu_mul(T* gate, const T* up, int count) {
+    for (int i = 0; i < count; i += LANES)
+        store(gate + i, silu(load(gate + i, count - i)) * load(up + i, count - i), count - i);
+}
+
 // x is [rows, gate | up]: out = silu(gate) * up, written over the gates.
 template <class T> class SiluMulOp : public Op {
 public:
@@ -119,23 +131,14 @@ public:
         const int pieces = ceil_div(width_, PIECE);
         const auto span = member.share(step.rows * pieces);
         for (int piece = span.begin; piece < span.end; piece++) {
-            const int begin = piece % pieces * PIECE, end = begin + PIECE < width_ ? begin + PIECE : width_;
-            T* gate = x_ + piece / pieces * x_stride_;
-            for (int i = begin; i < end; i += LANES) {
-                const Floats product = silu(load(gate + i, end - i)) * load(gate + width_ + i, end - i);
-                store(gate + i, product, end - i);
-            }
+            const int begin = piece % pieces * PIECE;
+            T* gate = x_ + piece / pieces * x_stride_ + begin;
+            silu_mul(gate, gate + width_, width_ - begin < PIECE ? width_ - begin : PIECE);
         }
     }
 
 private:
     static constexpr int PIECE = 1024;
-
-    // x / (1 + e^-x), from e^-|x| so that nothing overflows.
-    static INLINE Floats silu(Floats x) {
-        const Floats e = exp_negative(-abs(x)), one = splat(1.f);
-        return x * (x < splat(0.f) ? e : one) / (one + e);
-    }
 
     T* x_;
     int64_t x_stride_;

@@ -70,6 +70,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "sliding_window": 17,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "qwen3_moe-dense-layers": {
+        "arch": "qwen3_moe",
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": False,
+    },
+    "qwen3_moe-window": {"arch": "qwen3_moe", "use_sliding_window": True, "sliding_window": 17},
+    "qwen3_moe-all-chosen": {"arch": "qwen3_moe", "num_experts_per_tok": 8, "tie_word_embeddings": True},
+    "mixtral-window": {"arch": "mixtral", "sliding_window": 21},
     "qwen3-biased-tied": {"arch": "qwen3", "attention_bias": True, "tie_word_embeddings": True},
 }
 

@@ -75,7 +75,28 @@ def test_tokens_are_those_of_the_request_alone(
     model: Path, monkeypatch: pytest.MonkeyPatch, level: str, dtype: str, quant: str, kv_dtype: str
 ) -> None:
     monkeypatch.setenv("LLMBOX_KERNELS", level)
-    weights = {"dtype": dtype, "quant": quant, "kv_dtype": kv_dtype}
+    check(model, level, {"dtype": dtype, "quant": quant, "kv_dtype": kv_dtype})
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype", "quant"),
+    [
+        (LEVELS[0], "float32", "none"),
+        *((LEVELS[0], "bfloat16", quant) for quant in ("int8", "int4", "int4-mix")),
+        *((level, "bfloat16", "none") for level in LEVELS),
+    ],
+)
+def test_tokens_of_experts_are_those_of_the_request_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, dtype: str, quant: str
+) -> None:
+    """Whoever else goes through the same experts."""
+    sizes = {"hidden_size": 200, "moe_intermediate_size": 70, "num_attention_heads": 6}
+    model = make_tiny_model(tmp_path, arch="qwen3_moe", tokenizer=False, **sizes)
+    monkeypatch.setenv("LLMBOX_KERNELS", level)
+    check(model, level, {"dtype": dtype, "quant": quant})
+
+
+def check(model: Path, level: str, weights: dict[str, str]) -> None:
     engine = load(model, max_running=1, prefix_cache=False, **weights)
     assert engine.info.backend.startswith(level)
     alone = {}

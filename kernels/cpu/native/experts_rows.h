@@ -1,0 +1,107 @@
+// Rows of x as the linears of experts multiply them: copied, padded and rounded from wherever they lie.
+//
+// Each kind has the products of gemm.h, gemm_tiles.h and quant.h, so a row's bits are those of the linear alone. The rows
+// of an expert begin at a multiple of ALIGN.
+#pragma once
+
+#include "gemm_tiles.h"
+#include "quant.h"
+
+namespace llmbox {
+
+// Words as they are.
+template <class E> class WordCopies {
+public:
+    using In = typename E::Element;
+    using Shape = Linear;
+    static constexpr int ALIGN = 1;
+
+    static size_t bytes(int rows, const Linear& linear) { return static_cast<size_t>(rows) * linear.words * 4; }
+    WordCopies(uint8_t* memory, int, const Linear& linear) : data_(memory), words_(linear.words) {}
+
+    void fill(int row, const In* from, int inputs) const {
+        auto* to = reinterpret_cast<In*>(data_ + static_cast<size_t>(row) * words_ * 4);
+        std::copy_n(from, inputs, to);
+        std::fill(to + inputs, to + words_ * E::PACK, In{});
+    }
+    void multiply(const Linear& linear, int panel, int row, int rows, float* tile, Member&) const {
+        const WordRows x{data_, static_cast<size_t>(words_) * 4};
+        multiply_panel<E>(linear.panel(panel), words_, x.from(row, 0), rows, tile);
+    }
+
+private:
+    uint8_t* data_;
+    int words_;
+};
+
+// Rounded to int8.
+template <class T> class RoundedCopies {
+public:
+    using In = T;
+    using Shape = QuantLinear;
+    static constexpr int ALIGN = QuantRows::BLOCK;
+
+    static size_t bytes(int rows, const QuantLinear& linear) { return QuantRows::bytes(rows, linear); }
+    RoundedCopies(uint8_t* memory, int rows, const QuantLinear& linear) : rows_(memory, rows, linear) {}
+
+    void fill(int row, const In* from, int inputs) const {
+        for (int g = 0; g < rows_.groups; g++) {
+            const int begin = g * rows_.group;
+            quantize_group(from + begin, std::min(rows_.group, inputs - begin), rows_.cell(row, g), rows_);
+        }
+    }
+    void multiply(const QuantLinear& linear, int panel, int row, int rows, float* tile, Member& member) const {
+        QuantPanels panels(linear);
+        panels.take(rows_);
+        panels.multiply(panel, row, rows, tile, member);
+    }
+
+private:
+    QuantRows rows_;
+};
+
+template <class E> struct PlainCopies {
+    using Rows = WordCopies<E>;
+};
+
+#if LLMBOX_TILES
+
+// As tiles, [16 rows][16 words].
+class TileCopies {
+public:
+    using In = bf16;
+    using Shape = Linear;
+    static constexpr int ALIGN = TILE_ROWS;
+
+    static size_t bytes(int rows, const Linear& linear) {
+        return static_cast<size_t>(round_up(rows, TILE_ROWS)) * linear.words * 4;
+    }
+    TileCopies(uint8_t* memory, int, const Linear& linear) : data_(memory), words_(linear.words) {}
+
+    void fill(int row, const bf16* from, int inputs) const {
+        constexpr int NUMBERS = TILE_WORDS * BF16::PACK;
+        uint8_t* to = data_ + row / TILE_ROWS * tiles().down + row % TILE_ROWS * ROW_BYTES;
+        for (int i = 0; i < words_ * BF16::PACK; i += NUMBERS, to += TILE_BYTES) {
+            const int count = std::min(NUMBERS, std::max(0, inputs - i));
+            if (count < NUMBERS) memset(to, 0, ROW_BYTES);
+            memcpy(to, from + i, count * sizeof(bf16));
+        }
+    }
+    void multiply(const Linear& linear, int panel, int row, int rows, float* tile, Member& member) const {
+        multiply_panel(member.tiles, linear.panel(panel), words_, tiles().from(row, 0), rows, tile);
+    }
+
+private:
+    RowTiles tiles() const { return RowTiles::packed(data_, words_); }
+
+    uint8_t* data_;
+    int words_;
+};
+
+template <> struct PlainCopies<BF16> {
+    using Rows = TileCopies;
+};
+
+#endif
+
+}  // namespace llmbox

@@ -1,0 +1,98 @@
+"""Mixtures of experts: what is chosen, and one row, one result."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmbox.kernels.experts import Mixture
+from llmbox.kernels.ops import Ops
+from llmbox.kernels.reference.experts import route, weigh
+
+SHAPES = [(1, 32, 24, 4, 1), (7, 72, 40, 8, 3), (40, 130, 66, 5, 5), (260, 64, 32, 3, 2)]
+"""Rows, hidden, inner, experts, chosen of them."""
+
+
+def mixture_of(
+    ops: Ops, hidden: int, inner: int, count: int, chosen: int, dtype: torch.dtype, *, normalised: bool = True
+) -> Mixture:
+    gate_ups = [torch.randn(2 * inner, hidden) / hidden**0.5 for _ in range(count)]
+    downs = [torch.randn(hidden, inner) / inner**0.5 for _ in range(count)]
+    pack = lambda weights: [ops.pack_linear(weight.to(dtype), None) for weight in weights]  # noqa: E731
+    return Mixture(pack(gate_ups), pack(downs), count, chosen, normalised)
+
+
+def by_linears(ops: Ops, mixture: Mixture, x_TE: Tensor, logits_TX: Tensor) -> Tensor:
+    """[T, K, E] of each row alone through its experts."""
+    chosen_TK, _ = route(logits_TX, mixture.per_token, mixture.normalised)
+    rows = []
+    for row, experts in enumerate(chosen_TK.tolist()):
+        for expert in experts:
+            gate_up = ops.linear(mixture.gate_ups[expert], x_TE[row : row + 1])
+            rows.append(ops.linear(mixture.downs[expert], ops.silu_mul(gate_up))[0].clone())
+    return torch.stack(rows).view(*chosen_TK.shape, -1)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_shares(normalised: bool) -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0]])
+    chosen, shares = route(logits, 2, normalised)
+    assert chosen.tolist() == [[1, 3], [0, 1]], "of equal ones the lower number"
+    expected = logits.softmax(1).gather(1, chosen)
+    torch.testing.assert_close(shares, expected / expected.sum(1, keepdim=True) if normalised else expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_is_the_sum_of_its_linears(
+    ops: Ops, dtype: torch.dtype, normalised: bool, shape: tuple[int, ...]
+) -> None:
+    rows, hidden, inner, count, chosen = shape
+    mixture = mixture_of(ops, hidden, inner, count, chosen, dtype, normalised=normalised)
+    x, logits = torch.randn(rows, hidden).to(dtype), torch.randn(rows, count)
+    _, shares = route(logits, chosen, normalised)
+    got = ops.experts(mixture, x, logits)
+    expected = weigh(by_linears(ops, mixture, x, logits).float(), shares)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_choice_has_the_bits_of_the_linears(ops: Ops, dtype: torch.dtype) -> None:
+    if not ops.row_invariant:
+        pytest.skip("a row's bits hang on its neighbours in these kernels")
+    mixture = mixture_of(ops, 100, 70, 6, 1, dtype)
+    x, logits = torch.randn(50, 100).to(dtype), torch.randn(50, 6)
+    assert torch.equal(ops.experts(mixture, x, logits), by_linears(ops, mixture, x, logits)[:, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_the_others(ops: Ops, dtype: torch.dtype) -> None:
+    if not ops.row_invariant:
+        pytest.skip("a row's bits hang on its neighbours in these kernels")
+    mixture = mixture_of(ops, 130, 66, 8, 3, dtype)
+    x, logits = torch.randn(300, 130).to(dtype), torch.randn(300, 8)
+    logits[:, 2] += 3  # one expert that nearly all choose
+    together = ops.experts(mixture, x, logits).clone()
+    for rows in [1, 2, 5, 16, 17, 33, 200]:
+        got = ops.experts(mixture, x[-rows:].clone(), logits[-rows:].clone())
+        assert torch.equal(got, together[-rows:]), rows
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_a_broken_row_is_nan_and_alone(ops: Ops, poison: float) -> None:
+    mixture = mixture_of(ops, 64, 32, 4, 2, torch.float32)
+    x, logits = torch.randn(5, 64), torch.randn(5, 4)
+    clean = ops.experts(mixture, x, logits).clone()
+    logits[3, 1] = poison
+    got = ops.experts(mixture, x, logits)
+    assert got[3].isnan().all()
+    torch.testing.assert_close(got[[0, 1, 2, 4]], clean[[0, 1, 2, 4]])
+
+
+def test_equal_experts_are_taken_by_number(ops: Ops) -> None:
+    mixture = mixture_of(ops, 64, 32, 4, 2, torch.float32)
+    x = torch.randn(1, 64)
+    low = ops.experts(mixture, x, torch.tensor([[0.0, 1.0, 1.0, 1.0]])).clone()
+    expected = by_linears(ops, mixture, x, torch.tensor([[-1.0, 1.0, 1.0, 0.0]])).mean(1)
+    torch.testing.assert_close(low, expected, atol=1e-5, rtol=1e-5)
