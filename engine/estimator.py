@@ -100,7 +100,7 @@ def _wide_experts(wide: EngineConfig, asked: QuantChoice) -> EngineConfig:
     if asked not in {"none", "auto"}:
         raise DeviceError(
             f"the kernels for GPUs multiply experts in bfloat16, float16 and float32 only, not in {asked}: "
-            "use --quant none, or --device cpu"
+            "use a checkpoint that holds those with --quant none, or --device cpu"
         )
     return wide
 

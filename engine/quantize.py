@@ -84,6 +84,11 @@ def quantize(
     config = parse_config(source)
     if config.quant is not None:
         raise ModelError(f"{source} holds {config.quant} weights already: take the checkpoint it was made of")
+    if writing is not None and config.experts is not None:
+        raise ModelError(
+            "a text meets some experts hardly ever, so their weights cannot be calibrated with it: quantise "
+            "without --calibrate"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{out} is there already: choose another place with --out")
     require_space(out.parent, config, quant)

@@ -98,7 +98,7 @@ def fit(
     now = MemoryBudget.of(machine, device)
     plan, reason = planned(facts.config, machine, device, budget, config)
     remedies = () if plan else alternatives(facts.config, machine, device, budget, config)
-    notes = facts.notes + (plan.notes if plan else ())
+    notes = facts.notes + _told_of_experts(facts.config) + (plan.notes if plan else ())
     if plan and plan.total_bytes > now.available:
         notes += (
             f"only {show_bytes(now.available)} are free now: other programs or models must make room first",
@@ -163,6 +163,18 @@ def alternatives(
             size = show_bytes(plan.total_bytes) + (f" on each of {plan.ranks}" if plan.ranks > 1 else "")
             found.append(f"{words}: {size} with a context of {plan.context} tokens")
     return tuple(found)
+
+
+def _told_of_experts(config: ModelConfig) -> tuple[str, ...]:
+    if (experts := config.experts) is None:
+        return ()
+    shape = config.shape()
+    share = shape.active_params / shape.matmul_params
+    told = (
+        f"{experts.per_token} of {experts.count} experts in a layer work for a token: all must be in memory, "
+        f"{share:.0%} of the weights are read for one stream, more for several"
+    )
+    return (told,)
 
 
 def _speed(config: ModelConfig, plan: MemoryPlan, machine: Machine, bandwidth: float) -> Speed:

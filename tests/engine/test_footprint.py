@@ -1,4 +1,4 @@
-"""What loading takes is what was estimated: over twelve shapes, counted tensor by tensor."""
+"""What loading takes is what was estimated: over many shapes, counted tensor by tensor."""
 
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -21,6 +21,8 @@ SHAPES: list[dict[str, Any]] = [
     {"arch": "qwen3", "vocab_size": 3000},
     {"arch": "qwen2", "intermediate_size": 512},
     {"arch": "llama", "attention_bias": True, "mlp_bias": True},
+    {"arch": "qwen3_moe", "num_hidden_layers": 3, "mlp_only_layers": [1]},
+    {"arch": "mixtral"},
 ]
 
 

@@ -35,7 +35,7 @@ def answer(model: Path, **options: Any) -> list[int]:
     return tokens(load(model, **options), [ask("a", PROMPT, 12)])["a"]
 
 
-@pytest.mark.parametrize(("arch", "tied"), [("qwen2", True), ("llama", False)])
+@pytest.mark.parametrize(("arch", "tied"), [("qwen2", True), ("llama", False), ("qwen3_moe", False)])
 @pytest.mark.parametrize("to", FORMATS)
 def test_it_answers_as_the_original_quantised_at_load(tmp_path: Path, to: str, arch: str, tied: bool) -> None:
     source = make_tiny_model(tmp_path / "model", arch=arch, tie_word_embeddings=tied)
@@ -106,6 +106,13 @@ def test_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ------------------------------------------------------------------ refusals
+
+
+def test_experts_are_not_calibrated(tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "model", arch="qwen3_moe")
+    tell = lambda _done, _total: None  # noqa: E731
+    with pytest.raises(ModelError, match="without --calibrate"):
+        quantize(source, tmp_path / "out", QUANTS["int8"], 1, tell, tell)
 
 
 def test_what_is_quantised_already_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 #include "attention_bf16.cpp"
 #include "attention_f32.cpp"
 #include "attention_int8.cpp"
+#include "experts.cpp"
 #include "linear.cpp"
 #include "pool.cpp"
 #include "quant.cpp"
@@ -138,6 +139,40 @@ void check_quant(int dtype, const QuantFormat& format, int rows, int inputs, int
         llmbox_linear_free(same);
     }
     llmbox_linear_free(linear);
+}
+
+// Few rows and many, NaN among the logits of the first: the others must be finite, and each row that of itself alone.
+void check_experts(int dtype, const QuantFormat* format, int rows, int hidden, int inner, int count, int per_row) {
+    std::vector<LinearShape*> gate_ups, downs;
+    const auto linear = [&](int inputs, int outputs) -> LinearShape* {
+        Buffer weight(dtype, size_t(inputs) * outputs);
+        if (!format) return llmbox_linear_new(dtype, inputs, outputs, weight.data(), nullptr);
+        return llmbox_quant_new(dtype, inputs, outputs, format->bits, format->group, format->steps, weight.data(), nullptr);
+    };
+    for (int expert = 0; expert < count; expert++) {
+        gate_ups.push_back(linear(hidden, 2 * inner));
+        downs.push_back(linear(inner, hidden));
+    }
+    const int x_stride = hidden + 3;
+    Buffer x(dtype, size_t(rows - 1) * x_stride + hidden), logits(FLOAT32, size_t(rows) * count);
+    Buffer out(dtype, size_t(rows) * hidden), alone(dtype, hidden);
+    logits.set(0, rows > 1 ? NAN : 0), out.poison(), alone.poison();
+    Step step{};
+    const auto run_rows = [&](int first, int many, Buffer& to) {
+        step.rows = many;
+        const auto* from = x.bytes.data() + size_t(first) * x_stride * x.bytes.size() / x.count;
+        run(llmbox_experts_op(dtype, format != nullptr, count, gate_ups.data(), downs.data(), from, x_stride,
+                              static_cast<const float*>(logits.data()) + first * count, count, per_row, 1, to.data(), hidden),
+            step);
+    };
+    run_rows(0, rows, out);
+    run_rows(rows - 1, 1, alone);
+    must_be_finite(alone, "experts");
+    for (size_t i = 0; i < out.count; i++)
+        if (std::isfinite(out.get(i)) == (rows > 1 && i < size_t(hidden))) exit(1);
+    if (!std::equal(alone.bytes.rbegin(), alone.bytes.rend(), out.bytes.rbegin())) exit(1);
+    for (auto* linear : gate_ups) llmbox_linear_free(linear);
+    for (auto* linear : downs) llmbox_linear_free(linear);
 }
 
 void check_rows(int dtype, int rows, int heads, int width) {
@@ -277,6 +312,14 @@ int main() {
             check_quant(dtype, format, 33, 256, 7);
             check_quant(dtype, format, 207, 130, 66);
         }
+        for (const QuantFormat& format : {QuantFormat{8, 32, false}, {8, 128, false}, {4, 128, true}}) {
+            check_experts(dtype, &format, 1, 33, 7, 3, 2);
+            check_experts(dtype, &format, 40, 130, 70, 4, 2);
+        }
+        check_experts(dtype, nullptr, 1, 1, 1, 1, 1);
+        check_experts(dtype, nullptr, 5, 33, 7, 20, 3);
+        check_experts(dtype, nullptr, 70, 130, 66, 2, 1);
+        check_experts(dtype, nullptr, 400, 9, 35, 3, 3);
         for (auto [rows, heads, width] : {std::tuple{1, 1, 2}, {5, 3, 10}, {33, 2, 66}}) check_rows(dtype, rows, heads, width);
         for (int kv_dtype : {FLOAT32, BFLOAT16, INT8_SCALED}) {
             check_attention(dtype, kv_dtype, 16, 4, 2, 32, 0);

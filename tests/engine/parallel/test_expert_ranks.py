@@ -1,0 +1,34 @@
+"""Experts cut over processes: the tokens of one process."""
+
+import pytest
+
+from llmbox.engine.errors import ParallelError
+from support.real_engines import ask, load, tokens
+from support.tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.slow
+
+REQUESTS = [
+    ask("long", range(3, 43), 8),
+    ask("short", [5, 9, 11], 8, temperature=0.8, seed=3),
+    ask("other", range(7, 30), 8, temperature=0.9, top_k=9, seed=5),
+]
+
+
+@pytest.mark.parametrize(
+    ("arch", "cut", "options"),
+    [
+        ("qwen3_moe", {"tp": 2}, {}),
+        ("qwen3_moe", {"pp": 2}, {"dtype": "bfloat16", "quant": "int8"}),
+        ("mixtral", {"tp": 2, "pp": 2}, {}),
+    ],
+)
+def test_ranks_give_the_tokens_of_one(tmp_path, arch, cut, options):
+    model = make_tiny_model(tmp_path, arch=arch, tokenizer=False)
+    assert tokens(load(model, **cut, **options), REQUESTS) == tokens(load(model, **options), REQUESTS)
+
+
+def test_experts_that_cannot_be_cut_are_refused_before_they_load(tmp_path):
+    model = make_tiny_model(tmp_path, arch="qwen3_moe", tokenizer=False, moe_intermediate_size=49)
+    with pytest.raises(ParallelError, match="49 inner rows of each expert"):
+        load(model, tp=2)
