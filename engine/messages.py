@@ -22,7 +22,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddRequest:
-    """Generate a sequence.
+    """Generate a sequence, or with `SamplingParams.pooling` make a vector of the prompt.
 
     `output_ids` are tokens that an earlier engine already delivered: generation goes on after them and
     they count as output for penalties, `max_tokens` and `min_tokens`.
