@@ -105,9 +105,8 @@ class Weights:
     def head(self, name: str, vocab: Part, hidden: int) -> PackedLinear:
         return self._source.packed(Asked("head", {f"{self._prefix}{name}": vocab}, Part.whole(hidden)))
 
-    def router(self, name: str, experts: int, hidden: int) -> PackedLinear:
-        outputs = {f"{self._prefix}{name}": Part.whole(experts)}
-        return self._source.packed(Asked("router", outputs, Part.whole(hidden)))
+    def router(self, name: str, experts: Part, hidden: Part) -> PackedLinear:
+        return self._source.packed(Asked("router", {f"{self._prefix}{name}": experts}, hidden))
 
     def linear(self, outputs: Mapping[str, Part], inputs: Part, *, bias: bool) -> PackedLinear:
         """One linear of all the named ones, stacked: {name: rows}.

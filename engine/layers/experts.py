@@ -35,8 +35,8 @@ class Experts:
     ) -> None:
         self.ops = ops
         self.rank = weights.rank
-        self.router = weights.router("gate", config.count, hidden)
         whole, inner = Part.whole(hidden), self.rank.part(config.inner)
+        self.router = weights.router("gate", Part.whole(config.count), whole)
         every = [f"experts.{expert}" for expert in range(config.count)]
         groups = [every] if ops.stacks_experts else [[name] for name in every]
         gate_ups, downs = [], []
