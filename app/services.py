@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .background import Background
 from .drain import Drain
 from .engines.loaded_model import LoadedModel
 from .engines.manager import EngineManager
@@ -16,6 +17,7 @@ from .registry import Alias
 from .security.security import Security
 from .settings import Settings
 from .store import RequestLog
+from .store.stored import StoredAnswers
 from .telemetry.telemetry import Telemetry
 
 
@@ -38,6 +40,7 @@ class Services:
     engines: EngineManager
     gateway: Gateway
     request_log: RequestLog
+    stored: StoredAnswers
     metrics: Metrics
     events: Events
     telemetry: Telemetry
@@ -50,5 +53,7 @@ class Services:
     aliases: Callable[[], Mapping[str, Alias]] = dict
     """Names with parameters that stand for models."""
     drain: Drain = field(default_factory=Drain)
+    background: Background = field(default_factory=Background)
+    """Answers in the making that no connection waits for."""
     started_at: float = field(default_factory=time.time)
     """Unix seconds."""

@@ -241,7 +241,9 @@ class LogSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSettings:
-    """Of the request log, which holds metadata, and content only where a key or `log_content` allows it."""
+    """Of the request log, which holds metadata, and content only where a key, `log_content` or a request that
+    says `store: true` allows it.
+    """
 
     retention_days: float = key(30.0, "Days that request rows are kept.", low=0.01, high=36_500)
     max_bytes: int = key(
@@ -260,6 +262,18 @@ class RequestSettings:
         "Most bytes kept of a prompt, of an answer and of a request; the rest is cut off, which is told.",
         low=1000,
         high=1 << 26,
+    )
+    store: bool = key(
+        True,
+        "Store the answers of requests that say store: true, for their callers alone; false refuses them.",
+        live=True,
+    )
+    stored_days: float = key(30.0, "Days that stored answers are kept.", low=0.01, high=36_500)
+    stored_bytes: int = key(
+        256_000_000,
+        "Bytes of all stored answers over which the oldest go; beside max_bytes.",
+        low=1_000_000,
+        high=1 << 44,
     )
 
 

@@ -102,10 +102,11 @@ def rotate(program: Program, name: str, *, as_json: bool) -> None:
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @pass_program
 def rm(program: Program, names: tuple[str, ...]) -> None:
-    """Revoke keys."""
+    """Revoke keys. What they had stored (store: true) is erased."""
     for name in dict.fromkeys(names):
         gone = _store(program).remove(name)
         output.say(f"{gone.name} ({gone.display}) is revoked.")
+    _forget_stored(program)
 
 
 @key.command(cls=Command)
@@ -130,6 +131,16 @@ def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
         output.table(HEADERS, [_row(row) for row in rows], right=(5, 6, 7, 8, 9))
     else:
         output.say("There are no keys. On this machine none is needed; make one with llmbox key add NAME.")
+
+
+def _forget_stored(program: Program) -> None:
+    """Where no daemon runs it goes a minute after the next start."""
+    if not program.client.is_up():
+        return
+    try:
+        program.client.post("/admin/api/stored/forget", {})
+    except CliError as error:
+        output.say(f"Answers that were stored go within the hour: {error.why}.")
 
 
 def _print_secret(program: Program, key: "Key", secret: str, *, as_json: bool) -> None:

@@ -15,6 +15,11 @@ from .program import Program, pass_program
 
 MARGIN = 20
 """Characters shown on both sides of the place where two answers part."""
+_NAMED = {
+    "requests": "requests and stored answers",
+    "content": "prompts and answers",
+    "stored": "stored answers",
+}
 _HIDDEN = {"prefix_end", "looked_up_tokens", "output_hash", "fingerprint", "content", "params", "seq"}
 """Told in words, or of no use to people."""
 
@@ -70,6 +75,31 @@ def cancel(program: Program, request_id: str) -> None:
 
 
 @click.command(cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@pass_program
+def stored(program: Program, *, as_json: bool) -> None:
+    """Show how many answers each key has stored (store: true). What is in them only that key reads."""
+    answer = program.client.get("/admin/api/stored")
+    if as_json:
+        output.write_json("stored", answer)
+    elif answer["stored"]:
+        rows = [
+            (
+                row["key"] or "-",
+                row["kind"],
+                row["answers"],
+                output.size(row["size"]),
+                output.clock(row["oldest_at"]),
+                output.clock(row["newest_at"]),
+            )
+            for row in answer["stored"]
+        ]
+        output.table(("KEY", "KIND", "ANSWERS", "SIZE", "OLDEST", "NEWEST"), rows, right=(2, 3))
+    else:
+        output.say("Nothing is stored.")
+
+
+@click.command(cls=Command)
 @click.option(
     "--older-than",
     type=click.FloatRange(0, 36_500),
@@ -77,22 +107,29 @@ def cancel(program: Program, request_id: str) -> None:
     metavar="DAYS",
     help="Only what is older than so many days; everything without it.",
 )
-@click.option("--content", "content_only", is_flag=True, help="Only prompts and answers; the rows stay.")
+@click.option(
+    "--content",
+    "what",
+    flag_value="content",
+    help="Only prompts and answers, stored too; the rows stay.",
+)
+@click.option("--stored", "what", flag_value="stored", help="Only stored answers.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; needs --yes.")
 @pass_program
-def purge(program: Program, *, older_than: float, content_only: bool, yes: bool, as_json: bool) -> None:
-    """Erase the request log for good: what it held is overwritten, not just unlinked."""
-    what = "prompts and answers" if content_only else "requests"
-    which = f"{what} older than {older_than:g} days" if older_than else f"all {what}"
+def purge(program: Program, *, older_than: float, what: str | None, yes: bool, as_json: bool) -> None:
+    """Erase the request log and stored answers for good: overwritten, not just unlinked."""
+    what = what or "requests"
+    named = _NAMED[what]
+    which = f"{named} older than {older_than:g} days" if older_than else f"all {named}"
     if not yes:
         _ask(which, as_json=as_json)
-    body = {"before": time.time() - older_than * 86_400, "content_only": content_only}
+    body = {"before": time.time() - older_than * 86_400, "what": what}
     answer = program.client.post("/admin/api/requests/purge", body, timeout=90.0)
     if as_json:
         output.write_json("purge", answer)
     else:
-        output.say(f"Erased {answer['purged']} {what}.")
+        output.say(f"Erased {answer['purged']}: {named}.")
 
 
 def _ask(which: str, *, as_json: bool) -> None:

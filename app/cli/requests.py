@@ -12,7 +12,7 @@ import click
 from . import output
 from .lazy import Group
 from .program import Program
-from .request_actions import cancel, purge, replay, show
+from .request_actions import cancel, purge, replay, show, stored
 
 HEADERS = ("TIME", "ID", "KEY", "MODEL", "STATUS", "PROMPT", "CACHED", "OUTPUT", "TTFT", "TOTAL", "END")
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -145,5 +145,5 @@ def _print_live(live: Sequence[Row]) -> None:
     output.write("")
 
 
-for each in (show, replay, cancel, purge):
+for each in (show, replay, cancel, stored, purge):
     requests.add_command(each)

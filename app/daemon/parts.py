@@ -16,7 +16,8 @@ from ..paths import Paths
 from ..security.security import Security
 from ..services import Services
 from ..settings import Settings
-from ..store import RequestLog
+from ..store import RequestLog, Retention
+from ..store.stored import StoredAnswers
 from ..telemetry.gpus import GpuReader
 from ..telemetry.telemetry import Telemetry
 from ..text.model_text import ModelText, load_model_text
@@ -40,12 +41,19 @@ def real_parts() -> Parts:
 def compose(settings: Settings, paths: Paths, parts: Parts, first: Spawned | None = None) -> Services:
     """Nothing runs yet, but perhaps a `first` engine process, which waits for its model."""
     events = Events()
+    security = Security.of(paths.keys_file, paths.keys_used_file)
+    kept = settings.requests
     request_log = RequestLog(
         paths.request_db,
-        retention_days=settings.requests.retention_days,
-        max_bytes=settings.requests.max_bytes,
-        content_days=settings.requests.content_days,
-        content_bytes=settings.requests.content_bytes,
+        Retention(
+            rows_days=kept.retention_days,
+            content_days=kept.content_days,
+            max_bytes=kept.max_bytes,
+            stored_days=kept.stored_days,
+            stored_bytes=kept.stored_bytes,
+            owners=security.keys.ids,
+        ),
+        content_bytes=kept.content_bytes,
     )
 
     def changed(supervisor: Supervisor) -> None:
@@ -72,7 +80,8 @@ def compose(settings: Settings, paths: Paths, parts: Parts, first: Spawned | Non
         metrics=metrics,
         events=events,
         telemetry=telemetry,
-        security=Security.of(paths.keys_file, paths.keys_used_file),
+        security=security,
+        stored=StoredAnswers(request_log),
         version=__version__,
     )
 

@@ -54,18 +54,23 @@ async def serve_until_stopped(
     control.library.downloads.restore()
     loading = asyncio.create_task(_load_first(control, plan.models))
     looking = asyncio.create_task(asyncio.to_thread(name_leftovers))
+    patience = settings.server.drain_timeout
+    finishing = asyncio.create_task(services.background.finish(services.drain, patience))
     try:
         await serve(
             app,
             sockets,
             limits=settings.limits,
             drain=services.drain,
-            drain_timeout=settings.server.drain_timeout,
+            drain_timeout=patience,
             on_ready=lambda: _api_is_up(plan, services, running),
         )
     finally:
         notify("STOPPING=1")
         loading.cancel()
+        if not services.drain.draining:
+            finishing.cancel()
+        await asyncio.gather(finishing, return_exceptions=True)
         await looking
         await control.close()
         await _close(services)
@@ -105,6 +110,7 @@ def _handle_signals(control: Control) -> None:
 
 
 async def _close(services: Services) -> None:
+    await services.background.close()
     await services.engines.close()
     await services.gateway.close()
     await services.telemetry.close()

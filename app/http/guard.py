@@ -7,6 +7,7 @@
 | KNOWN    | yes               | no     | any             | yes     | yes         |
 | READ     | yes               | no     | scope `read`    | yes     | yes         |
 | INFER    | yes               | no     | scope `infer`   | yes     | yes         |
+| STORED   | yes               | no     | scope `infer`   | yes     | yes         |
 | ADMIN    | no                | no     | scope `admin`   | yes     | yes         |
 | PAGE     | to the sign-in    | there  | scope `admin`   | yes     | yes         |
 
@@ -48,6 +49,8 @@ class Access(Enum):
     """State without content: metrics."""
     INFER = "infer"
     """Work for an engine; refused while draining."""
+    STORED = "stored"
+    """What the caller itself had stored: no work for an engine, so neither counted nor refused in a drain."""
     ADMIN = "admin"
     """Changes the daemon or shows requests."""
     PAGE = "page"
@@ -57,11 +60,12 @@ class Access(Enum):
 _SCOPES: dict[Access, Scope] = {
     Access.READ: "read",
     Access.INFER: "infer",
+    Access.STORED: "infer",
     Access.ADMIN: "admin",
     Access.PAGE: "admin",
 }
 _OPEN = {Access.LIVENESS, Access.SIGN_IN}
-_KEYLESS = {Access.KNOWN, Access.READ, Access.INFER}
+_KEYLESS = {Access.KNOWN, Access.READ, Access.INFER, Access.STORED}
 _SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}
 
 

@@ -33,7 +33,7 @@ async def detail_of(control: Control, identity: Identity, request_id: str) -> De
     if live is not None:
         return Detail(in_flight=live, prefix_note=prefix_note(live))
     record, content, foreign = await logged(services, identity, request_id)
-    days = services.request_log.content_days
+    days = services.request_log.keep.content_days
     return Detail(
         request=record,
         prefix_note=prefix_note(record),

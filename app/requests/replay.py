@@ -55,7 +55,7 @@ async def replay(services: Services, identity: Identity, request_id: str) -> Rep
             409, "It was answered with vectors; only tokens are compared.", "not_replayable", "request_id"
         )
     if content is None or not content.is_whole:
-        note = content_note(record, content, services.request_log.content_days, foreign=foreign)
+        note = content_note(record, content, services.request_log.keep.content_days, foreign=foreign)
         raise ApiError(409, f"It cannot be sent again. {note}", "not_replayable", "request_id")
     generation = await _prepared(services, identity, record, content)
     with services.gateway.open(generation) as opened:

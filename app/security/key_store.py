@@ -55,6 +55,9 @@ class KeyStore:
         """Raises CliError (exit 4)."""
         return _find(self.list(), name)
 
+    def ids(self) -> frozenset[str]:
+        return frozenset(key.id for key in self.list())
+
     def by_id(self, id_: str) -> Key | None:
         return next((key for key in self.list() if key.id == id_), None)
 

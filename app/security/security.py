@@ -64,9 +64,16 @@ class Security:
         """
         if self.is_owner(identity) or not owner:
             return True
-        digest = None if identity.session is None else identity.session.key_digest
-        key = next((each for each in self.keys.list() if each.digest == digest), identity.key)
+        key = self._key_of(identity)
         return key is not None and key.id == owner
+
+    def owner_id(self, identity: Identity) -> str:
+        """Whose is what this caller stores: its key's, also in a browser signed in by it; empty without."""
+        return "" if (key := self._key_of(identity)) is None else key.id
+
+    def _key_of(self, identity: Identity) -> Key | None:
+        digest = None if identity.session is None else identity.session.key_digest
+        return next((each for each in self.keys.list() if each.digest == digest), identity.key)
 
     def is_owner(self, identity: Identity) -> bool:
         """Whether it is the box's own user: over the unix socket, or signed in by a link that was printed."""

@@ -2,5 +2,6 @@
 
 from .record import RecordFilter, RequestRecord
 from .request_log import RequestLog
+from .trimming import Retention
 
-__all__ = ["RecordFilter", "RequestLog", "RequestRecord"]
+__all__ = ["RecordFilter", "RequestLog", "RequestRecord", "Retention"]

@@ -19,26 +19,25 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 from .content import Content, ContentDraft, Room, settle
-from .errors import StoreError
+from .errors import StoreError, first_line
 from .record import RecordFilter, RequestRecord
+from .trimming import Retention, Trimmer
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from .queries import Entry
+    from .retention import What
 
 log = logging.getLogger(__name__)
 
 _QUEUE_LIMIT = 10_000
 _QUEUED_CONTENT = 32 << 20  # bytes of prompts and answers that may wait for the disk
 _BATCH = 500
-_TRIM_EVERY_S = 3600.0  # between two looks at retention and size, and...
-_TRIM_EVERY_BYTES = 8 << 20  # ...sooner where so much was written
 _ROW_BYTES = 400  # of a row without content, about
 _OPEN_AFTER_S = 3.0  # where nobody reads before: importing SQLAlchemy keeps others from the interpreter
 _OPENS_WITHIN_S = 15.0  # from then on, on a busy machine
-_FIRST_TRIM_S = 60.0  # after the start, which has other things to do
-_PURGE_S = 60.0
+_ASK_S = 60.0
 _SAY_DROPPED_EVERY_S = 60.0
 T = TypeVar("T")
 _Item = tuple[RequestRecord, ContentDraft | None]
@@ -47,29 +46,19 @@ _Item = tuple[RequestRecord, ContentDraft | None]
 class RequestLog:
     """Open with `start()`, close with `close()`; `write` may be called from any thread at any time."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        retention_days: float = 30,
-        max_bytes: int = 256 << 20,
-        content_days: float = 7,
-        content_bytes: int = 256_000,
-    ) -> None:
+    def __init__(self, path: Path, keep: Retention | None = None, *, content_bytes: int = 256_000) -> None:
         self.path = path
         self.dropped = 0
-        self.content_days = content_days
+        self.keep = keep or Retention()
         self.content_bytes = content_bytes
         """Most that is kept of a prompt, of an answer and of a request's body."""
-        self._times = (retention_days * 86400, content_days * 86400, max_bytes)
+        self._trimmer = Trimmer(path, self.keep)
         self._queue: queue.Queue[_Item | Callable[[], None] | None] = queue.Queue(_QUEUE_LIMIT)
         self._room = Room(_QUEUED_CONTENT)
         self._engine: Engine | None = None
         self._wanted = threading.Event()
         """Set by those who wait for the file to be open."""
         self._opened = threading.Event()
-        self._next_trim = time.monotonic() + _FIRST_TRIM_S
-        self._since_trim = 0
         self._said_dropped = -_SAY_DROPPED_EVERY_S
         self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
 
@@ -87,7 +76,7 @@ class RequestLog:
             self._queue.put_nowait((record, content))
         except queue.Full:
             self._room.give_back(content.size if content is not None else 0)
-            self._drop(1, "the queue is full")
+            self.drop(1, "the queue is full")
 
     async def query(self, want: RecordFilter) -> list[tuple[int, RequestRecord]]:
         """(sequence number, record), newest first. Raises StoreError."""
@@ -102,37 +91,73 @@ class RequestLog:
         """Raises StoreError. Whether the asker may see the content is not asked here."""
         return await asyncio.to_thread(self._read, lambda queries, engine: queries.get(engine, request_id))
 
-    async def purge(self, before: float, *, content_only: bool = False) -> int:
-        """Erase rows created before a Unix time, or what they hold of content; returns how many.
+    async def purge(self, before: float, what: "What" = "requests") -> int:
+        """Erase what was created before a Unix time; returns how many rows, contents and stored answers.
 
         Waits for what is queued, and for the disk. Raises StoreError where not all is gone.
         """
-        done: Future[int] = Future()
 
-        def erase(engine: "Engine | None") -> None:
+        def erase(engine: "Engine") -> int:
+            from .retention import purge  # noqa: PLC0415
+
+            return purge(engine, self.path, before, what)
+
+        return await self.ask(erase)
+
+    async def ask(self, call: "Callable[[Engine], T]") -> T:
+        """Run `call` in the writer thread, after all that was written before. Raises StoreError.
+
+        It runs even when nobody waits for it any more.
+        """
+        done: Future[T] = Future()
+
+        def run(engine: "Engine | None") -> None:
             try:
-                done.set_result(self._purge(engine, before, content_only=content_only))
+                done.set_result(call(_opened(engine)))
             except Exception as error:  # noqa: BLE001 - handed to whoever asked
-                done.set_exception(error if isinstance(error, StoreError) else StoreError(_first_line(error)))
+                done.set_exception(error if isinstance(error, StoreError) else StoreError(first_line(error)))
 
         self._wanted.set()
-        if not self.submit(erase):
+        if not self.submit(run):
             raise StoreError("the queue of the request log is full; try again")
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(done), _PURGE_S)
+            # A future that is cancelled takes no result: setting one would end the writer thread.
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(done)), _ASK_S)
         except TimeoutError:
-            raise StoreError("the request log is still busy; it will be erased when it is not") from None
+            raise StoreError("the request log is still busy; what was asked of it is done later") from None
 
-    def submit(self, call: "Callable[[Engine | None], None]") -> bool:
+    def submit(self, call: "Callable[[Engine | None], None]", size: int = 0) -> bool:
         """Run `call` in the writer thread, with None while the file cannot be opened. It must not raise.
 
-        Never blocks; False when the queue is full.
+        `size`: bytes that it holds while it waits. Never blocks; False when the queue is full.
         """
+        if not self._room.take(size):
+            return False
+
+        def run() -> None:
+            try:
+                call(self._engine)
+            finally:
+                self._room.give_back(size)
+
         try:
-            self._queue.put_nowait(lambda: call(self._engine))
+            self._queue.put_nowait(run)
         except queue.Full:
+            self._room.give_back(size)
             return False
         return True
+
+    def drop(self, count: int, why: str) -> None:
+        """Count what never reached the disk, and say so. For any thread."""
+        self.dropped += count
+        now = time.monotonic()
+        if now - self._said_dropped >= _SAY_DROPPED_EVERY_S:
+            self._said_dropped = now
+            log.warning("request log: %d rows dropped so far, last because %s", self.dropped, why)
+
+    def wrote(self, size: int) -> None:
+        """So many bytes. Called from the writer thread."""
+        self._trimmer.wrote(size)
 
     async def read(self, call: "Callable[[Engine], T]", nothing: T) -> T:
         """Run `call` in a thread; `nothing` where the file cannot be opened. Raises StoreError."""
@@ -172,7 +197,7 @@ class RequestLog:
         try:
             return run(queries, self._engine)
         except DatabaseError as error:
-            raise StoreError(_first_line(error)) from error
+            raise StoreError(first_line(error)) from error
 
     # ----------------------------------------------------------------- the writer thread
 
@@ -186,7 +211,7 @@ class RequestLog:
             for call in calls:
                 call()
             if not ended:
-                self._trim()
+                self._trimmer.trim(self._engine)
 
     def _take(self) -> tuple[list[_Item], list[Callable[[], None]], bool]:
         """Block for one item, then take what else is there, so that a burst is one transaction.
@@ -194,7 +219,7 @@ class RequestLog:
         Empty when it is time to trim.
         """
         try:
-            items = [self._queue.get(timeout=max(0.0, self._next_trim - time.monotonic()))]
+            items = [self._queue.get(timeout=self._trimmer.wait_s())]
         except queue.Empty:
             return [], [], False
         while len(items) < _BATCH and items[-1] is not None and not self._queue.empty():
@@ -223,7 +248,7 @@ class RequestLog:
             self._insert_now(entries)
         except Exception as error:  # noqa: BLE001 - full disk, locked or damaged file: drop, say, go on
             if not self._inserted_after_all(entries, error):
-                self._drop(len(rows), _first_line(error))
+                self.drop(len(rows), first_line(error))
 
     def _entry(self, record: RequestRecord, draft: ContentDraft | None) -> "Entry":
         if draft is None:
@@ -243,8 +268,8 @@ class RequestLog:
             raise StoreError("the file cannot be opened")
         queries.add(self._engine, entries)
         kept = (content for _, content in entries if content is not None)
-        self._since_trim += len(entries) * _ROW_BYTES
-        self._since_trim += sum(c.body_bytes + c.prompt_bytes + c.output_bytes for c in kept)
+        self.wrote(len(entries) * _ROW_BYTES)
+        self.wrote(sum(c.body_bytes + c.prompt_bytes + c.output_bytes for c in kept))
 
     def _inserted_after_all(self, entries: "list[Entry]", error: Exception) -> bool:
         """A damaged file is replaced by a new one; a disk too full for contents may have room for rows."""
@@ -263,34 +288,8 @@ class RequestLog:
             return False
         return True
 
-    def _trim(self) -> None:
-        if time.monotonic() < self._next_trim and self._since_trim < _TRIM_EVERY_BYTES:
-            return
-        self._next_trim, self._since_trim = time.monotonic() + _TRIM_EVERY_S, 0
-        if self._engine is None:
-            return
-        from .retention import Retention, trim  # noqa: PLC0415
 
-        try:
-            trim(self._engine, self.path, Retention(*self._times))
-        except Exception as error:  # noqa: BLE001 - tried again in an hour
-            log.warning("the request log keeps what it should forget: %s", _first_line(error))
-
-    def _purge(self, engine: "Engine | None", before: float, *, content_only: bool) -> int:
-        from .retention import purge  # noqa: PLC0415
-
-        if engine is None:
-            raise StoreError("the request log cannot be opened; the daemon's log says why")
-        return purge(engine, self.path, before, content_only=content_only)
-
-    def _drop(self, count: int, why: str) -> None:
-        self.dropped += count
-        now = time.monotonic()
-        if now - self._said_dropped >= _SAY_DROPPED_EVERY_S:
-            self._said_dropped = now
-            log.warning("request log: %d rows dropped so far, last because %s", self.dropped, why)
-
-
-def _first_line(error: Exception) -> str:
-    """What follows in SQLAlchemy's errors is the statement."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _opened(engine: "Engine | None") -> "Engine":
+    if engine is None:
+        raise StoreError("the request log cannot be opened; the daemon's log says why")
+    return engine

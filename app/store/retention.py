@@ -1,49 +1,57 @@
-"""How long rows and contents stay, and erasing them for good: overwritten, given back, out of the WAL."""
+"""How long rows, contents and stored answers stay, and erasing them for good: overwritten, given back, out of
+the WAL.
+"""
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from sqlalchemy import Engine
 
-from . import queries
+from . import queries, stored_queries
 from .database import erase_damaged, give_back_space, size_on_disk
 from .errors import StoreError
+from .trimming import Retention
 
+_DAY_S = 86_400
 _TRIES = 20
 _TRY_S = 0.1
 _ROUNDS = 30
 _LEAST_SHARE = 0.1  # so that the cap is not met again at once
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
-    rows_s: float
-    content_s: float
-    max_bytes: int
+What = Literal["requests", "content", "stored"]
+"""To be erased: rows with all that belongs to them; all prompts and answers; stored answers alone."""
 
 
 def trim(engine: Engine, path: Path, keep: Retention) -> None:
-    """Keep to the times; and to the byte cap, by dropping the oldest, contents before rows."""
+    """Keep to the times; and to the byte caps, by dropping the oldest, contents before rows."""
     now = time.time()
-    queries.erase(engine, now - keep.content_s, content_only=True)
-    queries.erase(engine, now - keep.rows_s)
-    erase_damaged(path, now - min(keep.rows_s, keep.content_s))
+    queries.erase(engine, now - keep.content_days * _DAY_S, content_only=True)
+    queries.erase(engine, now - keep.rows_days * _DAY_S)
+    stored_queries.erase(engine, now - keep.stored_days * _DAY_S)
+    if keep.owners is not None:
+        stored_queries.erase_owners_but(engine, keep.owners())
+    stored_queries.erase_over(engine, keep.stored_bytes)
+    erase_damaged(path, now - min(keep.rows_days, keep.content_days, keep.stored_days) * _DAY_S)
     give_back_space(engine)
+    most = keep.max_bytes + stored_queries.size(engine)
     for _ in range(_ROUNDS):
         size = size_on_disk(path)
-        over = 1 - keep.max_bytes / size if size else 0.0
+        over = 1 - most / size if size else 0.0
         if over <= 0 or not queries.erase_oldest(engine, max(_LEAST_SHARE, over)):
             break
         give_back_space(engine)
 
 
-def purge(engine: Engine, path: Path, before: float, *, content_only: bool = False) -> int:
+def purge(engine: Engine, path: Path, before: float, what: What) -> int:
     """Erase what was created before a Unix time and return how many.
 
     Raises StoreError when a reader holds on to the write-ahead log, where copies may be.
     """
-    count = queries.erase(engine, before, content_only=content_only)
+    count = stored_queries.erase(engine, before)
+    if what != "stored":
+        count += queries.erase(engine, before, content_only=what == "content")
     erase_damaged(path, before)
     for _ in range(_TRIES):
         if give_back_space(engine):

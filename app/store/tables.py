@@ -1,6 +1,6 @@
 """Tables of the request log. A change here needs a migration in `migrations/versions`."""
 
-from sqlalchemy import Column, ForeignKey, Integer
+from sqlalchemy import Column, ForeignKey, Index, Integer
 from sqlmodel import Field, SQLModel
 
 
@@ -78,3 +78,26 @@ class MarkRow(SQLModel, table=True):
     kind: str
     model: str
     text: str
+
+
+class StoredRow(SQLModel, table=True):
+    """`StoredAnswer`: kept until its owner deletes it or its time is over."""
+
+    __tablename__ = "stored"
+    __table_args__ = (Index("ix_stored_place", "kind", "owner", "id", unique=True),)
+
+    seq: int | None = Field(default=None, primary_key=True)
+    kind: str
+    owner: str
+    id: str
+    created: float = Field(index=True)
+    model: str
+    previous: str
+    details: str
+    """A JSON object of texts: OpenAI's `metadata`, a name that SQLModel has taken."""
+    input: str
+    """A JSON list."""
+    answer: str
+    """A JSON object."""
+    size: int
+    """Bytes of the texts."""

@@ -170,7 +170,10 @@ def test_purge_asks_and_erases(place: Place):
     refused = place.box.run("requests", "purge")
     assert refused.code == Exit.USAGE
     assert "--yes" in refused.err
-    assert place.box.run("requests", "purge", "--older-than", "1", "--yes").err == "Erased 0 requests.\n"
+    assert (
+        place.box.run("requests", "purge", "--older-than", "1", "--yes").err
+        == "Erased 0: requests and stored answers.\n"
+    )
     some = place.box.run("requests", "purge", "--content", "--yes", "--json").json["purged"]
     assert some >= 1
     assert place.box.api("requests")["requests"] != []
@@ -203,3 +206,32 @@ def test_a_log_that_cannot_be_read_is_said_and_serving_goes_on(place: Place):
         assert "cannot be used now" in place.box.run("requests", "show", "absent").err
         other.execute("ROLLBACK")
     assert place.box.run("requests").code == 0
+
+
+def test_stored_answers_are_counted_and_go_with_a_purge_or_their_key(place: Place):
+    owner = place.box.run("key", "add", "keeper").out.strip()
+
+    def store() -> None:
+        answer = httpx.post(
+            f"{place.url}/v1/responses",
+            json={"model": "tiny", "input": SAID, "store": True, "max_output_tokens": 4},
+            headers={"Authorization": f"Bearer {owner}"},
+            timeout=PATIENCE,
+        )
+        assert answer.json()["store"] is True
+
+    def stored() -> list[tuple[str, str, int]]:
+        rows = place.box.run("requests", "stored", "--json").json["stored"]
+        return [(row["key"], row["kind"], row["answers"]) for row in rows]
+
+    store()
+    assert stored() == [("keeper", "response", 1)]
+    table = place.box.run("requests", "stored").out
+    assert "keeper" in table
+    assert SAID not in table
+    assert place.box.run("requests", "purge", "--stored", "--yes").err == "Erased 1: stored answers.\n"
+    assert stored() == []
+    store()
+    assert place.box.run("key", "rm", "keeper").code == 0
+    assert stored() == []
+    assert place.box.run("requests", "stored").err == "Nothing is stored.\n"

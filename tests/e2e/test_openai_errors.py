@@ -134,7 +134,7 @@ CHAT_ONLY = [
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"functions": [{"name": "f"}]}, "functions"),
-    ({"store": True}, "store"),
+    ({"store": True, "metadata": {"k" * 65: "v"}}, "metadata"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"reasoning_effort": "utmost"}, "reasoning_effort"),
@@ -217,8 +217,7 @@ def test_bodies_that_are_no_request(http, path, body):
 def test_other_bodies(http):
     error(http.post(CHAT, content=b"{}", headers={"content-type": "text/plain"}), 415)
     error(http.post(CHAT, json={"messages": HELLO, "x": "x" * 2_000_001}), 413)
-    error(http.get(CHAT), 405)
-    error(http.post("/v1/rerank", json={}), 404)
+    error(http.put(CHAT, json={}), 405)
     error(http.post("/v1/responses", json={}), 400)
     error(http.post("/v1/rerank", json={}), 404)
 

@@ -34,9 +34,18 @@ READING = [
     ("GET", "/api/ps"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model_id}"),
+    ("GET", "/v1/chat/completions"),
+    ("GET", "/v1/chat/completions/{completion_id}"),
+    ("DELETE", "/v1/chat/completions/{completion_id}"),
+    ("GET", "/v1/chat/completions/{completion_id}/messages"),
+    ("GET", "/v1/responses/{response_id}"),
+    ("DELETE", "/v1/responses/{response_id}"),
+    ("POST", "/v1/responses/{response_id}/cancel"),
+    ("GET", "/v1/responses/{response_id}/input_items"),
 ]
 WRITING = [
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/chat/completions/{completion_id}"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/embeddings"),
     ("POST", "/api/chat"),

@@ -113,6 +113,7 @@ def serving(
         services.security.close()
         if server.control is not None:
             server.call(server.control.close())
+        server.call(services.background.close())
         server.call(services.engines.close())
         server.call(services.gateway.close())
         services.request_log.close()

@@ -8,7 +8,7 @@ from litestar import Response, get, post
 from litestar.params import FromPath
 
 from llmbox.app.errors import ApiError
-from llmbox.app.http.admin.keys import changing
+from llmbox.app.http.admin.keys import changing, revoke
 from llmbox.app.http.forms import form_of
 from llmbox.app.security.keys import Key, KeySpec
 from llmbox.app.security.view import view
@@ -48,8 +48,7 @@ async def rotate_key(request: PanelRequest, name: FromPath[str]) -> Response[str
 
 @post("/keys/{name:str}/revoke", status_code=200, name="panel_key_revoke")
 async def revoke_key(request: PanelRequest, name: FromPath[str]) -> Response[str]:
-    security = panel_of(request).services.security
-    await changing(lambda: security.revoke(name))
+    await revoke(panel_of(request).services, name)
     return done(request, BACK, f"Revoked {name}: it is refused from now on.")
 
 

@@ -74,7 +74,7 @@ async def purge(request: PanelRequest) -> Response[str]:
     if not text.isdecimal() or len(text) > 5:
         raise ApiError(400, "Days must be a whole number.", "invalid_value", "days")
     count = await panel_of(request).services.request_log.purge(time.time() - int(text) * 86400)
-    return done(request, BACK, f"Erased {count} rows of the request log.")
+    return done(request, BACK, f"Erased {count} rows, kept contents and stored answers.")
 
 
 @post("/system/backup", status_code=200, name="panel_backup")

@@ -10,6 +10,7 @@ from .library import cancel_download, delete_models, downloads, pause, pull, res
 from .models import load_model, models, pin_model, unload_model
 from .requests import cancel_request, purge_requests, replay_request, request_detail, requests
 from .status import config, stats, status
+from .stored import forget_stored, stored
 from .telemetry import bench_runs, blocks, doctor, history, log_lines, marks, newest_tick
 
 admin_router = Router(
@@ -48,6 +49,8 @@ admin_router = Router(
         search,
         stats,
         status,
+        stored,
+        forget_stored,
         unload_model,
     ],
     opt={"access": Access.ADMIN},

@@ -1,6 +1,7 @@
 """API keys: list, make, rotate, revoke; and links that sign a browser in."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,12 +12,15 @@ from msgspec import Struct
 
 from ...control.control import Control
 from ...errors import ApiError, CliError, Exit
-from ...security.keys import KeySpec
+from ...security.keys import Key, KeySpec
 from ...security.security import Security
 from ...security.sign_in import TOKEN_LIFE
 from ...security.view import KeyView, view
 from ...services import Services
+from ...store.errors import StoreError
 from ...store.usage import Usage, usage_by_key
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _STATUS = {
@@ -77,8 +81,8 @@ async def rotate_key(request: Request[Any, Any, State], name: FromPath[str]) -> 
 
 @delete("/keys/{name:str}", status_code=200, name="admin_key_revoke")
 async def revoke_key(request: Request[Any, Any, State], name: FromPath[str]) -> Revoked:
-    security = _security(request)
-    return Revoked((await changing(lambda: security.revoke(name))).name)
+    services: Services = request.app.state.services
+    return Revoked((await revoke(services, name)).name)
 
 
 @post("/signin-link", status_code=200, sync_to_thread=False, name="admin_signin_link")
@@ -86,6 +90,16 @@ def sign_in_link(request: Request[Any, Any, State]) -> SignInLink:
     control: Control = request.app.state.control
     url = _security(request).sign_in_link(control.running.url)
     return SignInLink(url, TOKEN_LIFE)
+
+
+async def revoke(services: Services, name: str) -> Key:
+    """With what the key had stored. Raises ApiError."""
+    gone = await changing(lambda: services.security.revoke(name))
+    try:
+        await services.stored.erase_owners_but(services.security.keys.ids())
+    except StoreError as error:
+        log.warning("what the key %s had stored goes within the hour: %s", name, error)
+    return gone
 
 
 async def changing(change: Callable[[], T]) -> T:

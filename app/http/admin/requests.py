@@ -82,6 +82,6 @@ async def replay_request(request: Request[Any, Any, State], request_id: FromPath
 
 @post("/requests/purge", status_code=200, name="admin_purge")
 async def purge_requests(request: Request[Any, Any, State], data: JSONBody[PurgeRequest]) -> Purged:
-    """Erases rows created before a moment, or only what they hold of prompts and answers."""
+    """Erases what was created before a moment."""
     services: Services = request.app.state.services
-    return Purged(await services.request_log.purge(data.before, content_only=data.content_only))
+    return Purged(await services.request_log.purge(data.before, data.what))

@@ -1,6 +1,6 @@
 """What the admin API says. Times: `*_s` are seconds, `*_at` Unix seconds."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
@@ -147,7 +147,8 @@ class Requests(Struct):
 class PurgeRequest(Struct, forbid_unknown_fields=True):
     before: Annotated[float, Meta(ge=0, lt=1e11)]
     """Unix seconds."""
-    content_only: bool = False
+    what: Literal["requests", "content", "stored"] = "requests"
+    """Rows with their contents, and stored answers; all prompts and answers; stored answers alone."""
 
 
 class Purged(Struct):

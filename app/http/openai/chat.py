@@ -39,6 +39,7 @@ from .sampling import (
     sampling_params,
     stop_strings,
 )
+from .storing import NOT_STORED, Store
 from .structured import constrained, unknown_inside, wanted_answer, wanted_calls
 from .unsupported import refuse_unsupported, unknown_fields
 
@@ -102,14 +103,29 @@ async def chat_ids(gateway: Gateway, model: LoadedModel, chat: Chat) -> list[int
     return await off_loop(len(rendered.marked), rendered.ids)
 
 
-async def complete_chat(gateway: Gateway, chat: ChatCall) -> ChatCompletion:
+async def complete_chat(gateway: Gateway, chat: ChatCall, store: Store | None = None) -> ChatCompletion:
     with gateway.open(chat.generation) as opened:
         parts: list[list[Delta]] = [[] for _ in opened.sequences]
         async for delta in opened.deltas():
             parts[delta.index].append(delta)
-    size = opened.usage.output_tokens if chat.wants_logprobs else 0
-    size += opened.usage.prompt_tokens if chat.body.prompt_logprobs is not None else 0
+    answer = await whole_answer(opened, chat, parts)
+    if store is not None and not store_answer(store, opened, chat, answer):
+        answer.warnings = [*chat.warnings, NOT_STORED]
+    return answer
+
+
+async def whole_answer(opened: OpenRequest, chat: ChatCall, parts: list[list[Delta]]) -> ChatCompletion:
+    """`parts`: all deltas of each choice."""
+    usage = opened.usage_now()
+    size = usage.output_tokens if chat.wants_logprobs else 0
+    size += usage.prompt_tokens if chat.body.prompt_logprobs is not None else 0
     return await off_loop(size, lambda: _answer(opened, chat, parts))
+
+
+def store_answer(store: Store, opened: OpenRequest, chat: ChatCall, answer: ChatCompletion) -> bool:
+    """False: there is no room."""
+    tokens = opened.usage.output_tokens
+    return store.put(answer, opened.timeline.created, tokens, logprobs=chat.wants_logprobs)
 
 
 def _answer(opened: OpenRequest, chat: ChatCall, parts: list[list[Delta]]) -> ChatCompletion:

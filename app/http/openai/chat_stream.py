@@ -10,7 +10,7 @@ from ...gateway.generation import Delta
 from ...gateway.open_request import OpenRequest
 from ...text.answer_parts import Parts
 from ..sse import data_event
-from .chat import ChatCall, heading_of
+from .chat import ChatCall, heading_of, store_answer, whole_answer
 from .chat_parts import call_id, final_reason, reasoning_tokens
 from .logprobs import chat_logprobs
 from .responses import (
@@ -21,17 +21,27 @@ from .responses import (
     FunctionDelta,
     ToolCallDelta,
 )
+from .storing import NOT_STORED, Store
 
 
-async def stream_chat(gateway: Gateway, chat: ChatCall) -> AsyncGenerator[bytes, None]:
+async def stream_chat(
+    gateway: Gateway, chat: ChatCall, store: Store | None = None
+) -> AsyncGenerator[bytes, None]:
     """Framed events: role first, one finish chunk a choice, then usage where asked for."""
     with gateway.open(chat.generation) as opened:
         chunks = _Chunks(opened, chat)
         for index in range(len(opened.sequences)):
             yield chunks.first(index)
         unfinished = len(opened.sequences)
+        parts: list[list[Delta]] = [[] for _ in opened.sequences]
         async for delta in opened.deltas():
             unfinished -= delta.finish_reason is not None
+            if store is not None:
+                parts[delta.index].append(delta)
+            if store is not None and unfinished == 0:  # before its end is told: who asks then finds it
+                answer = await whole_answer(opened, chat, parts)
+                if not store_answer(store, opened, chat, answer):
+                    chat.warnings.append(NOT_STORED)
             if event := chunks.event(delta, last=unfinished == 0):
                 yield event
     if chunks.with_usage:

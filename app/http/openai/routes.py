@@ -26,6 +26,8 @@ from .fields import (
 from .messages import build_chat
 from .responses import ChatCompletion, Completion, Detokenized, EmbeddingList, Model, ModelList, Tokenized
 from .sampling import invalid
+from .stored_chats import stored_chats_router
+from .storing import Store
 from .unsupported import refuse_unsupported
 
 
@@ -42,10 +44,11 @@ async def chat_completions(
     """The model's next message in a conversation; server-sent events with `stream`."""
     call = await Call.of(request)
     with call.recording_refusals():
+        store = Store.wanted(call, "chat", data, call.plain["messages"])
         chat = await prepare_chat(call, data)
     if data.stream:
-        return EventStreamResponse(stream_chat(call.gateway, chat))
-    return Response(await while_connected(request.receive, complete_chat(call.gateway, chat)))
+        return EventStreamResponse(stream_chat(call.gateway, chat, store))
+    return Response(await while_connected(request.receive, complete_chat(call.gateway, chat, store)))
 
 
 @post(
@@ -194,6 +197,15 @@ def _aliases(call: Call, shown: list[Model]) -> list[Model]:
 
 openai_router = Router(
     path="/",
-    route_handlers=[chat_completions, completions, embeddings, models, model, tokenize, detokenize],
+    route_handlers=[
+        chat_completions,
+        completions,
+        embeddings,
+        models,
+        model,
+        tokenize,
+        detokenize,
+        stored_chats_router,
+    ],
     tags=["OpenAI"],
 )

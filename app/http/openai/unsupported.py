@@ -11,7 +11,6 @@ from .fields import Later, Never
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
-    "store": (False,),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "verbosity": ("medium",),
@@ -22,7 +21,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "documents": ([],),
     "truncation": ("disabled",),
-    "background": (False,),
 }
 """Values that ask for what happens anyway. null and absence always do."""
 

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, translated into chat requests. Nothing is stored."""
+"""OpenAI's Responses API, translated into chat requests."""
 
 from .routes import responses_router
 

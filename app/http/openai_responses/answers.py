@@ -40,9 +40,10 @@ class ResponseObject(Struct, kw_only=True):
     object: Literal["response"] = "response"
     created_at: int
     model: str
-    status: Literal["in_progress", "completed", "incomplete"]
+    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
     incomplete_details: dict[str, str] | None = None
-    error: None = None
+    error: dict[str, str] | None = None
+    """`code` and `message`, where it failed."""
     output: list[dict[str, Any]] = field(default_factory=list)
     """Items: `reasoning`, `message`, `function_call`."""
     usage: ResponseUsage | None = None
@@ -56,10 +57,11 @@ class ResponseObject(Struct, kw_only=True):
     top_p: float
     text: dict[str, Any]
     reasoning: dict[str, Any]
-    background: Literal[False] = False
-    previous_response_id: None = None
+    background: bool = False
+    previous_response_id: str | None = None
     service_tier: Literal["default"] = "default"
-    store: Literal[False] = False
+    store: bool = False
+    """Whether it can be had again: otherwise nothing of it is kept."""
     truncation: Literal["disabled"] = "disabled"
     user: str | None
     seed: int | UnsetType = UNSET

@@ -9,8 +9,10 @@ from ...errors import ApiError
 from ...gateway.gateway import Gateway
 from ...gateway.open_request import OpenRequest
 from ...text.answer_parts import Parts
+from ..errors import to_api_error
 from ..openai.chat import ChatCall, heading_of
 from ..openai.chat_parts import call_id, reasoning_tokens
+from ..openai.storing import NOT_STORED, Store
 from .answers import (
     ResponseObject,
     ResponseUsage,
@@ -27,24 +29,41 @@ from .fields import ResponseRequest
 Event = dict[str, Any]
 
 
-async def complete_response(gateway: Gateway, chat: ChatCall, request: ResponseRequest) -> ResponseObject:
+async def complete_response(
+    gateway: Gateway, chat: ChatCall, request: ResponseRequest, store: Store | None = None
+) -> ResponseObject:
     with gateway.open(chat.generation) as opened:
-        writer = Writer(opened, chat, request)
-        pieces = [delta.text async for delta in opened.deltas()]
-    for _ in (*writer.say("".join(pieces)), *writer.finish()):
-        pass
+        writer = Writer(opened, chat, request, store)
+        await write_whole(opened, writer)
     return writer.response()
 
 
+async def write_whole(opened: OpenRequest, writer: "Writer") -> None:
+    pieces: list[str] = []
+    try:
+        async for delta in opened.deltas():
+            pieces.append(delta.text)  # noqa: PERF401 - those before an error count
+    except BaseException as error:
+        _run(writer.say("".join(pieces)))
+        writer.break_off(error)
+        raise
+    _run(writer.say("".join(pieces)))
+    _run(writer.finish())
+
+
 async def stream_response(
-    gateway: Gateway, chat: ChatCall, request: ResponseRequest
+    gateway: Gateway, chat: ChatCall, request: ResponseRequest, store: Store | None = None
 ) -> AsyncGenerator[bytes, None]:
     with gateway.open(chat.generation) as opened:
-        writer = Writer(opened, chat, request)
-        yield _framed(writer.begin())
-        async for delta in opened.deltas():
-            if said := _framed(writer.say(delta.text)):
-                yield said
+        writer = Writer(opened, chat, request, store)
+        try:
+            yield _framed(writer.begin())
+            async for delta in opened.deltas():
+                if said := _framed(writer.say(delta.text)):
+                    yield said
+        except BaseException as error:  # also GeneratorExit: the client left
+            writer.break_off(error)
+            raise
     yield _framed(writer.finish())
 
 
@@ -59,11 +78,23 @@ def _framed(events: Iterator[Event]) -> bytes:
     )
 
 
-class Writer:
-    """Items one after another: each is begun, filled and ended before the next."""
+def _run(events: Iterator[Event]) -> None:
+    """For what they leave in the writer: nobody reads them."""
+    for _ in events:
+        pass
 
-    def __init__(self, opened: OpenRequest, chat: ChatCall, request: ResponseRequest) -> None:
-        self._opened, self._chat, self._request = opened, chat, request
+
+class Writer:
+    """Items one after another: each is begun, filled and ended before the next.
+
+    The response is stored when it has ended, however it did, before that is told.
+    """
+
+    def __init__(
+        self, opened: OpenRequest, chat: ChatCall, request: ResponseRequest, store: Store | None = None
+    ) -> None:
+        self._opened, self._chat, self._request, self._store = opened, chat, request, store
+        self._ended: ResponseObject | None = None
         self._parser = chat.parsing.parser()
         self._done: list[dict[str, Any]] = []
         self._open = ""
@@ -83,11 +114,40 @@ class Writer:
         before = self._parser.called
         yield from self._parts(self._parser.finish(), before)
         yield from self._close()
-        response = self.response()
+        self._ended = response = self._made()
+        if self._store is not None and not self.keep(response):
+            response.store, response.warnings = False, [*self._chat.warnings, NOT_STORED]
         yield self._event(f"response.{response.status}", response=response)
+
+    def break_off(self, error: BaseException) -> None:
+        """It has ended before it was whole: as much as there is of it is stored."""
+        if self._store is None or self._ended is not None:
+            return
+        if self._opened.sequences[0].finish_reason is not None:  # only its end was not read
+            _run(self.finish())
+            return
+        before = self._parser.called
+        _run(self._parts(self._parser.finish(), before))
+        _run(self._close(whole=False))
+        self._ended = made = self._made()
+        failure = to_api_error(error) if isinstance(error, Exception) else None
+        if failure is None or failure.code == "request_cancelled":
+            made.status = "cancelled"
+        else:
+            made.status, made.error = "failed", {"code": "server_error", "message": failure.message}
+        made.usage = self._usage()
+        self.keep(made)
+
+    def keep(self, response: ResponseObject) -> bool:
+        """False: there is no room."""
+        assert self._store is not None
+        return self._store.put(response, self._opened.timeline.created, self._opened.usage.output_tokens)
 
     def response(self) -> ResponseObject:
         """As far as it is. Its sampling numbers are those that were used."""
+        return self._ended or self._made()
+
+    def _made(self) -> ResponseObject:
         heading, params = heading_of(self._opened, self._chat), self._chat.generation.params
         request, ended = self._request, self._opened.sequences[0].finish_reason
         made = ResponseObject(
@@ -107,16 +167,20 @@ class Writer:
             top_p=params.top_p,
             reasoning={"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
             user=request.user,
+            background=bool(request.background),
+            previous_response_id=request.previous_response_id,
+            store=self._store is not None,
         )
         if ended is not None:
-            made.usage = ResponseUsage.of(
-                self._opened.usage_now(), reasoning_tokens(self._opened, [self._parser])
-            )
+            made.usage = self._usage()
             extras = self._chat.extras()
             made.seed, made.warnings = extras["seed"], extras["warnings"]
             if ended == "length":
                 made.incomplete_details = {"reason": "max_output_tokens"}
         return made
+
+    def _usage(self) -> ResponseUsage:
+        return ResponseUsage.of(self._opened.usage_now(), reasoning_tokens(self._opened, [self._parser]))
 
     def _parts(self, parts: Parts, number: int) -> Iterator[Event]:
         """`number`: calls before these."""
@@ -146,14 +210,14 @@ class Writer:
         logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         yield self._event(f"response.{self._text_name()}.delta", **self._place(), delta=text, **logprobs)
 
-    def _close(self) -> Iterator[Event]:
+    def _close(self, *, whole: bool = True) -> Iterator[Event]:
         if not self._open:
             return
         text, place = "".join(self._texts), self._place()
         logprobs: dict[str, Any] = {"logprobs": []} if self._open == "message" else {}
         yield self._event(f"response.{self._text_name()}.done", **place, text=text, **logprobs)
         yield self._event("response.content_part.done", **place, part=self._part(text))
-        whole = self._opened.sequences[0].finish_reason != "length"
+        whole = whole and self._opened.sequences[0].finish_reason != "length"
         id_, kind = place["item_id"], self._open
         item = message_item(id_, text, whole=whole) if kind == "message" else reasoning_item(id_, text)
         yield from self._end(item)

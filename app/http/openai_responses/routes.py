@@ -1,4 +1,4 @@
-"""The route of the Responses API."""
+"""The route that makes responses."""
 
 from dataclasses import replace
 from typing import Annotated
@@ -10,13 +10,17 @@ from ..disconnect import while_connected
 from ..guard import Access
 from ..openai.chat import ChatCall
 from ..openai.context import Call, HttpRequest
+from ..openai.storing import Store
 from ..openai.translated import prepare_translated
 from ..openai.unsupported import refuse_unsupported, unknown_fields
 from ..sse import EventStreamResponse, StreamOptions
+from .alone import begin_alone, check_background
 from .answers import ResponseObject
+from .conversation import items_before
 from .events import complete_response, error_event, stream_response
 from .fields import FunctionTool, ResponseRequest
-from .translate import chat_fields
+from .stored import stored_responses_router
+from .translate import chat_fields, items_of
 
 _NAMES = {
     "messages": "input",
@@ -36,19 +40,24 @@ _STREAM = StreamOptions(last=b"", error=error_event)
 async def responses(
     request: HttpRequest, data: Annotated[ResponseRequest, Body()]
 ) -> Response[ResponseObject]:
-    """The model's next turn as items; server-sent events with `stream`. Nothing is stored."""
+    """The model's next turn as items; server-sent events with `stream`. Stored with `store: true` only."""
     call = await Call.of(request)
     with call.recording_refusals():
+        refuse_unsupported(data)
+        check_background(data)
+        store = Store.wanted(call, "response", data, items_of(data), data.previous_response_id or "")
         chat = await _prepared(call, data)
+    if data.background and store is not None:
+        return Response(begin_alone(call, chat, data, store))
     if data.stream:
-        return EventStreamResponse(stream_response(call.gateway, chat, data), _STREAM)
-    work = complete_response(call.gateway, chat, data)
+        return EventStreamResponse(stream_response(call.gateway, chat, data, store), _STREAM)
+    work = complete_response(call.gateway, chat, data, store)
     return Response(await while_connected(request.receive, work))
 
 
 async def _prepared(call: Call, data: ResponseRequest) -> ChatCall:
-    refuse_unsupported(data)
-    chat = await prepare_translated(call, chat_fields(data), _warnings(call, data), "resp", _NAMES)
+    before = await items_before(call, data.previous_response_id)
+    chat = await prepare_translated(call, chat_fields(data, before), _warnings(call, data), "resp", _NAMES)
     generation = replace(chat.generation, prompt_param="input", max_tokens_param="max_output_tokens")
     return replace(chat, generation=generation)
 
@@ -66,4 +75,4 @@ def _warnings(call: Call, data: ResponseRequest) -> list[str]:
     return found
 
 
-responses_router = Router(path="/", route_handlers=[responses], tags=["OpenAI"])
+responses_router = Router(path="/", route_handlers=[responses, stored_responses_router], tags=["OpenAI"])

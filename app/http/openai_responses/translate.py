@@ -1,5 +1,6 @@
 """A request of the Responses API as the chat request that means the same."""
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,11 +22,14 @@ _TEXTS = {"input_text", "output_text", "text", "reasoning_text", "summary_text",
 Item = TypeVar("Item")
 
 
-def chat_fields(request: ResponseRequest) -> dict[str, Any]:
-    """Raises ApiError 400 for items that are not for a text model."""
+def chat_fields(request: ResponseRequest, before: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """`before`: items of the conversation that this one goes on with.
+
+    Raises ApiError 400 for items that are not for a text model.
+    """
     given = {
         "model": request.model,
-        "messages": _messages(request),
+        "messages": _messages(request, before),
         "max_completion_tokens": request.max_output_tokens,
         "temperature": request.temperature,
         "top_p": request.top_p,
@@ -69,13 +73,21 @@ def _tool(tool: FunctionTool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _messages(request: ResponseRequest) -> list[dict[str, Any]]:
+def items_of(request: ResponseRequest) -> list[dict[str, Any]]:
+    """Its own, a text as the message that it means."""
+    if not isinstance(request.input, str):
+        return request.input
+    content = [{"type": "input_text", "text": request.input}]
+    return [{"type": "message", "role": "user", "content": content}]
+
+
+def _messages(request: ResponseRequest, before: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})
-    if isinstance(request.input, str):
-        return [*messages, {"role": "user", "content": request.input}]
-    for number, item in enumerate(request.input):
+    for number, item in enumerate(before):
+        _add(messages, f"previous_response_id[{number}]", item)
+    for number, item in enumerate(items_of(request)):
         _add(messages, f"input[{number}]", item)
     return messages
 

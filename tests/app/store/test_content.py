@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from llmbox.app.store import RecordFilter, RequestLog, RequestRecord
+from llmbox.app.store import RecordFilter, RequestLog, RequestRecord, Retention
 from llmbox.app.store.content import ContentDraft, Room, cut, settle
 from llmbox.app.store.errors import StoreError
 
@@ -95,7 +95,7 @@ async def test_purge_waits_for_what_is_queued(log):
 async def test_content_alone_can_be_erased(log):
     log.write(record(), draft())
     log.flush()
-    assert await log.purge(before=5000.0, content_only=True) == 1
+    assert await log.purge(5000.0, "content") == 1
     assert SECRET.encode() not in bytes_of(log.path.parent)
     assert await log.get_with_content("req-1") == (record(), None)
 
@@ -138,8 +138,8 @@ async def test_purge_takes_damaged_files_along(log):
 
 
 def test_content_leaves_before_its_row_and_without_traffic(tmp_path, monkeypatch):
-    monkeypatch.setattr("llmbox.app.store.request_log._FIRST_TRIM_S", 0.3)
-    log = RequestLog(tmp_path / "requests.db", retention_days=30, content_days=7)
+    monkeypatch.setattr("llmbox.app.store.trimming._FIRST_S", 0.3)
+    log = RequestLog(tmp_path / "requests.db", Retention(rows_days=30, content_days=7))
     log.start()
     log.write(record(created=time.time() - 8 * 86400), draft())
     log.flush()
@@ -154,8 +154,8 @@ def test_content_leaves_before_its_row_and_without_traffic(tmp_path, monkeypatch
 
 
 def test_over_the_byte_cap_contents_go_before_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr("llmbox.app.store.request_log._TRIM_EVERY_BYTES", 100_000)
-    log = RequestLog(tmp_path / "requests.db", max_bytes=300_000)
+    monkeypatch.setattr("llmbox.app.store.trimming._EVERY_BYTES", 100_000)
+    log = RequestLog(tmp_path / "requests.db", Retention(max_bytes=300_000))
     log.start()
     for number in range(30):
         log.write(record(number, created=time.time()), draft(f"{number} " * 5000))

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from llmbox.app.store import RecordFilter, RequestLog, RequestRecord
+from llmbox.app.store import RecordFilter, RequestLog, RequestRecord, Retention
 
 
 def record(number: int, **changes) -> RequestRecord:
@@ -159,8 +159,8 @@ def test_a_newer_schema_is_refused_and_left_alone(tmp_path):
 
 
 def test_the_byte_cap_drops_the_oldest(tmp_path, monkeypatch):
-    monkeypatch.setattr("llmbox.app.store.request_log._TRIM_EVERY_BYTES", 40_000)
-    log = RequestLog(tmp_path / "requests.db", max_bytes=100_000, retention_days=36500)
+    monkeypatch.setattr("llmbox.app.store.trimming._EVERY_BYTES", 40_000)
+    log = RequestLog(tmp_path / "requests.db", Retention(max_bytes=100_000, rows_days=36500))
     log.start()
     for start in range(0, 1500, 100):
         for i in range(start, start + 100):

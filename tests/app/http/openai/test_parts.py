@@ -31,11 +31,13 @@ def test_the_chosen_token_is_among_the_alternatives_and_infinity_is_a_number():
 
 
 def test_values_that_ask_for_nothing_pass():
-    refuse_unsupported(ChatCompletionRequest(messages=[], functions=[], function_call="none", store=False))
+    refuse_unsupported(ChatCompletionRequest(messages=[], functions=[], function_call="none"))
     refuse_unsupported(CompletionRequest(prompt="x", suffix="", echo=True))
 
 
-@pytest.mark.parametrize(("name", "value"), [("store", 0), ("functions", {}), ("function_call", "auto")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("modalities", ["audio"]), ("functions", {}), ("function_call", "auto")]
+)
 def test_lookalikes_do_not(name, value):
     with pytest.raises(ApiError) as caught:
         refuse_unsupported(ChatCompletionRequest(messages=[], **{name: value}))

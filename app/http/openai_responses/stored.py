@@ -1,0 +1,123 @@
+"""Stored responses: get, cancel, delete, and the items that they answer."""
+
+from typing import Annotated, Any
+
+from litestar import Response, Router, delete, get, post
+from litestar.params import FromPath, QueryParameter
+
+from ...errors import ApiError
+from ...services import Services
+from ...store.stored import StoredAnswer
+from ..guard import Access
+from ..openai.context import HttpRequest
+from ..openai.stored_pages import (
+    After,
+    Deleted,
+    Limit,
+    Order,
+    Page,
+    not_found,
+    page_after,
+    services_and_owner,
+)
+from .answers import ResponseObject
+
+_PATH = "/v1/responses/{response_id:str}"
+_LOST = "The daemon stopped before this response had ended, or its end could not be stored."
+
+
+@get(_PATH, name="stored_response", operation_id="getResponse")
+async def stored_response(
+    request: HttpRequest,
+    response_id: FromPath[str],
+    stream: Annotated[bool, QueryParameter(description="Only false: events are not kept.")] = False,
+) -> Response[ResponseObject]:
+    """One that the caller has stored, or that is in the making in the background."""
+    if stream:
+        raise ApiError(
+            400,
+            "The value of 'stream' is not supported. The events of a response are not kept: ask without it.",
+            code="unsupported_parameter",
+            param="stream",
+        )
+    services, owner = services_and_owner(request)
+    return Response(await _now(services, owner, response_id))
+
+
+@post(_PATH + "/cancel", status_code=200, name="stored_response_cancel", operation_id="cancelResponse")
+async def cancel_response(request: HttpRequest, response_id: FromPath[str]) -> Response[ResponseObject]:
+    """End one that is made in the background; what there is of it stays."""
+    services, owner = services_and_owner(request)
+    await services.background.cancel((owner, response_id))
+    told = await _now(services, owner, response_id)
+    if not told["background"]:
+        raise ApiError(
+            400,
+            "Only responses with 'background': true can be cancelled; others end when their client leaves.",
+            code="response_not_in_background",
+            param="response_id",
+        )
+    return Response(told)
+
+
+@delete(_PATH, status_code=200, name="stored_response_delete", operation_id="deleteResponse")
+async def delete_response(request: HttpRequest, response_id: FromPath[str]) -> Deleted:
+    """Erase it, overwritten. One that is in the making is ended first."""
+    services, owner = services_and_owner(request)
+    await services.background.cancel((owner, response_id))
+    if not await services.stored.delete("response", owner, response_id):
+        raise not_found("response", response_id, "response_id")
+    return Deleted(id=response_id, object="response")
+
+
+@get(_PATH + "/input_items", name="stored_input_items", operation_id="listInputItems")
+async def input_items(
+    request: HttpRequest,
+    response_id: FromPath[str],
+    after: After = None,
+    limit: Limit = 20,
+    order: Order = "desc",
+) -> Page:
+    """What it answers: the items of its own request, not those of the responses before it."""
+    services, owner = services_and_owner(request)
+    found = await _find(services, owner, response_id)
+    return page_after(_items(found), after, limit, order)
+
+
+async def _now(services: Services, owner: str, response_id: str) -> Any:
+    live = services.background.look((owner, response_id))
+    if live is not None:
+        return live
+    told = (await _find(services, owner, response_id)).answer
+    if told["status"] == "in_progress":  # it is not: nothing of that name runs
+        told |= {"status": "failed", "error": {"code": "server_error", "message": _LOST}}
+    return told
+
+
+async def _find(services: Services, owner: str, response_id: str) -> StoredAnswer:
+    found = await services.stored.get("response", owner, response_id)
+    if found is None:
+        raise not_found("response", response_id, "response_id")
+    return found
+
+
+def _items(found: StoredAnswer) -> list[dict[str, Any]]:
+    """Each with an id: its own, unless two have the same."""
+    items: dict[str, dict[str, Any]] = {}
+    for number, item in enumerate(found.input):
+        own = item.get("id")
+        id_ = own if isinstance(own, str) and own and own not in items else f"item_{found.id}_{number}"
+        items[id_] = {"type": "message", **item, "id": id_}
+        content = item.get("content")
+        if isinstance(content, str):
+            kind = "output_text" if item.get("role") == "assistant" else "input_text"
+            items[id_]["content"] = [{"type": kind, "text": content}]
+    return list(items.values())
+
+
+stored_responses_router = Router(
+    path="/",
+    route_handlers=[stored_response, cancel_response, delete_response, input_items],
+    opt={"access": Access.STORED},
+    tags=["OpenAI"],
+)

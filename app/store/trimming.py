@@ -1,0 +1,62 @@
+"""When the file is looked at for what is too old or too much. Importable without SQLAlchemy."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .errors import first_line
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+log = logging.getLogger(__name__)
+
+_EVERY_S = 3600.0
+_EVERY_BYTES = 8 << 20  # sooner where so much was written
+_FIRST_S = 60.0  # after the start, which has other things to do
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    rows_days: float = 30
+    content_days: float = 7
+    max_bytes: int = 256_000_000
+    """Of the file, beside stored answers."""
+    stored_days: float = 30
+    stored_bytes: int = 256_000_000
+    """Of the texts of stored answers."""
+    owners: Callable[[], frozenset[str]] | None = None
+    """Ids of the keys that there are: what others had stored goes."""
+
+
+class Trimmer:
+    """Belongs to the writer thread."""
+
+    def __init__(self, path: Path, keep: Retention) -> None:
+        self._path, self._keep = path, keep
+        self._next = time.monotonic() + _FIRST_S
+        self._written = 0
+
+    def wait_s(self) -> float:
+        """Seconds until the next look, without traffic."""
+        return max(0.0, self._next - time.monotonic())
+
+    def wrote(self, size: int) -> None:
+        self._written += size
+
+    def trim(self, engine: "Engine | None") -> None:
+        """Where it is time. Never raises."""
+        if time.monotonic() < self._next and self._written < _EVERY_BYTES:
+            return
+        self._next, self._written = time.monotonic() + _EVERY_S, 0
+        if engine is None:
+            return
+        from .retention import trim  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
+
+        try:
+            trim(engine, self._path, self._keep)
+        except Exception as error:  # noqa: BLE001 - tried again in an hour
+            log.warning("the request log keeps what it should forget: %s", first_line(error))

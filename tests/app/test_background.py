@@ -1,0 +1,74 @@
+"""Work without a connection: found by its owner, cancelled, and given its time when the daemon stops."""
+
+import asyncio
+
+import pytest
+
+from llmbox.app.background import Background
+from llmbox.app.drain import Drain
+from support.cli_box import PATIENCE
+
+PLACE = ("key_1", "resp-1")
+
+
+class Work:
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.end = ""
+
+    async def run(self) -> None:
+        try:
+            await self.go.wait()
+            self.end = "done"
+        except asyncio.CancelledError:
+            self.end = "cancelled"
+            raise
+
+
+async def started(background: Background) -> Work:
+    work = Work()
+    background.start(PLACE, work.run(), lambda: "so far")
+    await asyncio.sleep(0)
+    return work
+
+
+async def test_it_is_looked_at_under_its_own_name_until_it_ends():
+    background = Background()
+    work = await started(background)
+    assert background.look(PLACE) == "so far"
+    assert background.look(("key_2", "resp-1")) is None
+    await background.cancel(("key_2", "resp-1"))
+    work.go.set()
+    for _ in range(3):  # its own step, then its call-back
+        await asyncio.sleep(0)
+    assert (work.end, background.look(PLACE)) == ("done", None)
+
+
+async def test_a_cancelled_one_has_ended_when_that_returns():
+    background = Background()
+    work = await started(background)
+    await background.cancel(PLACE)
+    assert (work.end, background.look(PLACE)) == ("cancelled", None)
+
+
+@pytest.mark.parametrize(
+    ("patience", "hurried", "end"),
+    [(PATIENCE, False, "done"), (0, False, "cancelled"), (PATIENCE, True, "cancelled")],
+)
+async def test_a_drain_gives_it_time_until_it_is_hurried(patience, hurried, end):
+    background, drain = Background(), Drain()
+    work = await started(background)
+    finishing = asyncio.create_task(background.finish(drain, patience))
+    drain.begin()
+    if hurried:
+        drain.begin()
+    elif end == "done":
+        work.go.set()
+    await asyncio.wait_for(finishing, PATIENCE)
+    assert (work.end, background.look(PLACE)) == (end, None)
+
+
+async def test_a_drain_with_nothing_to_wait_for_ends_at_once():
+    drain = Drain()
+    drain.begin()
+    await asyncio.wait_for(Background().finish(drain, 10 * PATIENCE), PATIENCE)
