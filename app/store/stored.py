@@ -67,7 +67,7 @@ class StoredTotal:
 
 
 class StoredAnswers:
-    """Only to be used from the daemon's event loop."""
+    """Only to be used from the daemon's event loop. Whatever is awaited may raise StoreError."""
 
     def __init__(self, log: RequestLog) -> None:
         self._log = log
@@ -80,98 +80,54 @@ class StoredAnswers:
         """
 
         def write(engine: "Engine | None") -> None:
-            from . import stored_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
-
             if engine is None:
                 self._log.drop(1, "the file cannot be opened")
                 return
+            owners = self._log.keep.owners
+            if answer.owner and owners is not None and answer.owner not in owners():
+                return  # its key was revoked while it was made
             try:
-                self._log.wrote(stored_queries.put(engine, answer))
+                self._log.wrote(_sql().put(engine, answer))
             except Exception as error:  # noqa: BLE001 - full disk, locked or damaged file
                 self._log.drop(1, f"an answer cannot be stored: {first_line(error)}")
 
         return self._log.submit(write, size)
 
     async def get(self, kind: Kind, owner: str, id_: str) -> StoredAnswer | None:
-        """Raises StoreError."""
-
-        def read(engine: "Engine") -> StoredAnswer | None:
-            from . import stored_queries  # noqa: PLC0415
-
-            return stored_queries.get(engine, kind, owner, id_)
-
-        return await self._log.ask(read)
+        return await self._log.ask(lambda engine: _sql().get(engine, kind, owner, id_))
 
     async def chain(self, kind: Kind, owner: str, id_: str, most: int) -> list[StoredAnswer]:
         """The answer and those that it goes on from, oldest first, the newest `most` of them.
 
-        The first one names a `previous` where one is missing. Raises StoreError.
+        The first one names a `previous` where one is missing.
         """
-
-        def read(engine: "Engine") -> list[StoredAnswer]:
-            from . import stored_queries  # noqa: PLC0415
-
-            return stored_queries.chain(engine, kind, owner, id_, most)
-
-        return await self._log.ask(read)
+        return await self._log.ask(lambda engine: _sql().chain(engine, kind, owner, id_, most))
 
     async def find(self, want: StoredFilter) -> list[StoredAnswer] | None:
-        """None: there is no answer with the id `after`. Raises StoreError."""
-
-        def read(engine: "Engine") -> list[StoredAnswer] | None:
-            from . import stored_queries  # noqa: PLC0415
-
-            return stored_queries.find(engine, want)
-
-        return await self._log.ask(read)
+        """None: there is no answer with the id `after`."""
+        return await self._log.ask(lambda engine: _sql().find(engine, want))
 
     async def update(self, kind: Kind, owner: str, id_: str, metadata: Mapping[str, str]) -> bool:
-        """Replace the metadata. False: there is no such answer. Raises StoreError."""
-
-        def write(engine: "Engine") -> bool:
-            from . import stored_queries  # noqa: PLC0415
-
-            return stored_queries.update(engine, kind, owner, id_, metadata)
-
-        return await self._log.ask(write)
+        """Replace the metadata. False: there is no such answer."""
+        return await self._log.ask(lambda engine: _sql().update(engine, kind, owner, id_, metadata))
 
     async def delete(self, kind: Kind, owner: str, id_: str) -> bool:
-        """Its bytes are overwritten. False: there is no such answer. Raises StoreError."""
-
-        def write(engine: "Engine") -> bool:
-            from .database import give_back_space  # noqa: PLC0415
-            from .stored_queries import delete  # noqa: PLC0415
-
-            found = delete(engine, kind, owner, id_)
-            if found:
-                give_back_space(engine)  # copies in the write-ahead log go too, unless somebody reads it
-            return found
-
-        return await self._log.ask(write)
+        """Its bytes are overwritten, unless somebody else reads the file. False: there is no such answer."""
+        return await self._log.ask(lambda engine: _sql().delete(engine, kind, owner, id_))
 
     async def erase_owners_but(self, known: frozenset[str]) -> int:
-        """Forget what belongs to keys that are no more; returns how many. Raises StoreError."""
-
-        def write(engine: "Engine") -> int:
-            from .database import give_back_space  # noqa: PLC0415
-            from .stored_queries import erase_owners_but  # noqa: PLC0415
-
-            count = erase_owners_but(engine, known)
-            if count:
-                give_back_space(engine)
-            return count
-
-        return await self._log.ask(write)
+        """Forget what belongs to keys that are no more; returns how many."""
+        return await self._log.ask(lambda engine: _sql().erase_owners_but(engine, known))
 
     async def totals(self) -> list[StoredTotal]:
-        """Of each owner and kind. Raises StoreError."""
+        """Of each owner and kind."""
+        return await self._log.ask(lambda engine: _sql().totals(engine))
 
-        def read(engine: "Engine") -> list[StoredTotal]:
-            from . import stored_queries  # noqa: PLC0415
 
-            return stored_queries.totals(engine)
+def _sql() -> Any:
+    from . import stored_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
 
-        return await self._log.ask(read)
+    return stored_queries
 
 
 def encoded(value: Any) -> str:

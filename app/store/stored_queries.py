@@ -8,6 +8,7 @@ from sqlalchemy import delete as delete_from
 from sqlalchemy import update as change
 from sqlmodel import Session, col
 
+from .database import give_back_space
 from .stored import Kind, StoredAnswer, StoredFilter, StoredTotal, encoded
 from .tables import StoredRow
 
@@ -88,8 +89,12 @@ def update(engine: Engine, kind: Kind, owner: str, id_: str, metadata: Mapping[s
 
 
 def delete(engine: Engine, kind: Kind, owner: str, id_: str) -> bool:
+    """With the copies in the write-ahead log."""
     with engine.begin() as connection:
-        return connection.execute(delete_from(StoredRow).where(_is(kind, owner, id_))).rowcount > 0
+        found = connection.execute(delete_from(StoredRow).where(_is(kind, owner, id_))).rowcount > 0
+    if found:
+        give_back_space(engine)
+    return found
 
 
 def erase(engine: Engine, before: float) -> int:
@@ -99,12 +104,19 @@ def erase(engine: Engine, before: float) -> int:
 
 
 def erase_owners_but(engine: Engine, known: frozenset[str]) -> int:
-    """Delete what belongs to keys that are not `known`; what belongs to no key stays."""
-    owner = col(StoredRow.owner)
+    """Delete what belongs to keys that are not `known`, with the copies in the write-ahead log.
+
+    What belongs to no key stays.
+    """
+    owner, count = col(StoredRow.owner), 0
     with engine.begin() as connection:
         owners = connection.execute(select(owner).distinct()).scalars().all()
         gone = [each for each in owners if each and each not in known]
-        return sum(connection.execute(delete_from(StoredRow).where(owner == each)).rowcount for each in gone)
+        for each in gone:
+            count += connection.execute(delete_from(StoredRow).where(owner == each)).rowcount
+    if count:
+        give_back_space(engine)
+    return count
 
 
 def erase_over(engine: Engine, most: int) -> int:

@@ -197,10 +197,7 @@ def test_switched_off_it_is_refused_and_what_there_is_stays(place, client):
 
 
 def test_a_client_that_leaves_leaves_a_cancelled_response(place, client):
-    events = create(client, model="slow", store=True, stream=True, max_output_tokens=900)
-    id_ = next(events).response.id
-    while next(events).type != "response.output_text.delta":
-        pass
+    id_, events = begun(client)
     events.close()
     until(lambda: not place.services.gateway.in_flight())
     response = client.responses.retrieve(id_)
@@ -210,14 +207,29 @@ def test_a_client_that_leaves_leaves_a_cancelled_response(place, client):
     assert response.usage.output_tokens > 0
 
 
-def test_one_that_an_operator_ends_and_one_that_breaks(place, client):
+def test_one_that_an_operator_ends_is_cancelled(place, client):
+    id_, events = begun(client)
+    place.server.call(cancel(place, id_))
+    assert list(events)[-1].type == "error"
+    assert client.responses.retrieve(id_).status == "cancelled"
+
+
+def test_one_that_ends_with_an_error_has_failed(place, client):
+    id_, events = begun(client)
+    _, secret = place.services.security.keys.rotate("mine")
+    assert list(events)[-1].type == "error"
+    response = client.with_options(api_key=secret).responses.retrieve(id_)
+    assert (response.status, response.error.code) == ("failed", "server_error")
+    assert response.output_text
+
+
+def begun(client):
+    """(id, stream) of a response of which some is there."""
     events = create(client, model="slow", store=True, stream=True, max_output_tokens=900)
     id_ = next(events).response.id
     while next(events).type != "response.output_text.delta":
         pass
-    place.server.call(cancel(place, id_))
-    assert list(events)[-1].type == "error"
-    assert client.responses.retrieve(id_).status == "cancelled"
+    return id_, events
 
 
 async def cancel(place, id_):

@@ -156,7 +156,6 @@ async def test_what_belonged_to_a_key_goes_with_it(stored, log):
         (Retention(), {"old", "mid", "new", "gone key's"}),
         (Retention(stored_days=7), {"mid", "new", "gone key's"}),
         (Retention(stored_bytes=25_000), {"new", "gone key's"}),
-        (Retention(owners=lambda: frozenset({"key_1"})), {"old", "mid", "new"}),
         (Retention(rows_days=0.01, content_days=0.01), {"old", "mid", "new", "gone key's"}),
     ],
 )
@@ -177,6 +176,25 @@ def test_time_space_and_keys_that_are_gone(tmp_path, monkeypatch, keep, left):
     with sqlite3.connect(log.path) as connection:
         kept = {id_ for (id_,) in connection.execute("SELECT id FROM stored")}
     assert kept - {"last"} == left
+
+
+def test_what_belongs_to_keys_that_are_gone_is_erased_and_not_stored_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("llmbox.app.store.trimming._EVERY_BYTES", 1)
+    keys = {"key_1", "key_2"}
+    log = RequestLog(tmp_path / "requests.db", Retention(owners=lambda: frozenset(keys)))
+    log.start()
+    stored = StoredAnswers(log)
+    stored.put(answer(owner="key_1"), 100)
+    stored.put(answer(owner="key_2"), 100)
+    log.flush()
+    keys.remove("key_1")
+    stored.put(answer("late", owner="key_1"), 100)
+    stored.put(answer("keyless", owner=""), 100)
+    log.flush()
+    log.close()
+    with sqlite3.connect(log.path) as connection:
+        left = connection.execute("SELECT owner FROM stored ORDER BY owner").fetchall()
+    assert left == [("",), ("key_2",)]
 
 
 def test_stored_answers_do_not_squeeze_rows_out(tmp_path, monkeypatch):
