@@ -166,6 +166,12 @@ class ModelSettings:
     chunked_prefill: bool = key(
         True, "Compute long prompts in pieces between other requests' tokens.", live=True
     )
+    speculate: Literal["auto", "on", "off"] = key(
+        "auto",
+        "Guess tokens from the request's own and verify several in a step: same tokens, sooner where answers "
+        "repeat. auto does so on the C++ kernels; on refuses to load elsewhere.",
+        live=True,
+    )
     deterministic: bool = key(
         False,
         "Refuse to run on kernels whose results may depend on the batch (the C++ ones never do).",

@@ -3,6 +3,8 @@
 Stop strings are the daemon's business: it knows the text.
 """
 
+from collections.abc import Sequence
+
 from .errors import GrammarError
 from .messages import RequestOutput
 from .pooled_sums import as_vector
@@ -21,16 +23,17 @@ def finish_reason(request: Request) -> str | None:
     return "length" if outputs >= params.max_tokens else None
 
 
-def token_answer(request: Request, sampled: SampledToken, reason: str | None) -> RequestOutput:
-    """For the token just appended; the first answer takes along what is told once."""
-    answer = RequestOutput(request_id=request.request_id, token_ids=[sampled.token_id], finish_reason=reason)
-    if sampled.logprobs is not None:
-        answer.logprobs = [sampled.logprobs]
+def token_answer(request: Request, sampled: Sequence[SampledToken], reason: str | None) -> RequestOutput:
+    """For the tokens just appended; the first answer takes along what is told once."""
+    ids = [each.token_id for each in sampled]
+    answer = RequestOutput(request_id=request.request_id, token_ids=ids, finish_reason=reason)
+    if sampled[0].logprobs is not None:
+        answer.logprobs = [each.logprobs for each in sampled if each.logprobs is not None]
     if reason == "stop":
-        answer.stop_token_id = sampled.token_id
+        answer.stop_token_id = ids[-1]
     if not request.answered:
         _tell_first(request, answer)
-        if request.params.prompt_logprobs is not None and request.num_output == 1:
+        if request.params.prompt_logprobs is not None and request.num_output == len(ids):
             answer.prompt_logprobs = [None, *request.prompt_logprobs]
     return answer
 

@@ -13,6 +13,7 @@ QuantChoice = Literal[
     "none", "auto", "int8", "int8-g32", "int4", "int4-g128", "int4-mix", "w8a8", "fp8", "fp8-block"
 ]
 Batching = Literal["continuous", "static"]
+Speculate = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,9 @@ class EngineConfig:
     prefix_cache: bool = True
     chunked_prefill: bool = True
     """Off: a prompt is computed in one step, whatever the budget (for comparison)."""
+    speculate: Speculate = "auto"
+    """Verify guesses at the next tokens, where that cannot change them (`speculation.py`); `on` refuses to
+    load elsewhere."""
     deterministic: bool = False
     overlap: bool | None = None
     """Launch the next step while the device works on one; None: on a GPU, where it pays."""

@@ -120,6 +120,9 @@ class Engine:
             preemptions=scheduler.preemptions,
             slots_used=scheduler.slots_used,
             step_seconds=self._step_seconds,
+            drafts=scheduler.drafting.drafts,
+            draft_tokens=scheduler.drafting.draft_tokens,
+            accepted_tokens=scheduler.drafting.accepted_tokens,
         )
 
     def blocks(self) -> BlockMap:
@@ -150,6 +153,5 @@ class Engine:
 def _mask(plan: StepPlan) -> None:
     """Before the step is launched: all tokens of these requests are known, see `Scheduler`."""
     for row in plan.rows:
-        request = row.request
-        if request.constraint is not None and row.samples:
-            request.mask = request.constraint.allowed(request.token_ids)
+        if row.samples:
+            row.request.renew_mask()

@@ -42,6 +42,7 @@ from .runner import ModelRunner
 from .sampler import Sampler
 from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
+from .speculation import draft_rows
 
 log = logging.getLogger("llmbox.engine")
 
@@ -60,6 +61,8 @@ class Share:
     backend: str
     measured: int | None
     """Bytes of memory that the weights took; None where nobody tells."""
+    draft_rows: int = 0
+    """See `SchedulerConfig`."""
 
     def finish(self, agree: Agree = int) -> tuple[ModelRunner | DeviceRunner, MemoryPlan]:
         """The runner, once all ranks have met. Raises DoesNotFit."""
@@ -87,7 +90,7 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
         share, measured = ranks.load(load, weights_progress(progress))
         (runner, plan), worker_pids = ranks.runner(share), ranks.worker_pids
     info = model_info(config, model, plan, share.backend, time.monotonic() - started, measured, worker_pids)
-    return Engine(make_scheduler(config, plan), runner, info)
+    return Engine(make_scheduler(config, plan, share.draft_rows), runner, info)
 
 
 def load_share(
@@ -112,7 +115,8 @@ def load_share(
             f"{plan.dtype}) may compute a row differently in another batch. It needs the Triton kernels on a "
             "GPU, or the C++ kernels on a CPU, in bfloat16 or float32; see `llmbox doctor`"
         )
-
+    overlaps = device.type == "cuda" if config.overlap is None else config.overlap
+    rows = draft_rows(config, plan, ops, overlaps=overlaps)
     model, measured = load_weights(
         model_config, WeightsWanted(directory, ops, dtype, device, plan.quant, rank), progress
     )
@@ -126,7 +130,7 @@ def load_share(
         compute_dtype=dtype,
     )
     rotary = Rotary(model_config, plan.context, device)
-    if device.type == "cuda" if config.overlap is None else config.overlap:
+    if overlaps:
         parts = Parts(model, rotary, kv_shape)
         make = partial(make_device_runner, parts, config, plan, device, free_before)
         return Share(make, plan, ops.name, measured)
@@ -134,7 +138,7 @@ def load_share(
     sampler = rank_sampler(rank, whole, model_config.vocab_size)
     cache = ops.make_kv_cache(kv_shape, device)
     runner = ModelRunner(model, rotary, cache, sampler, block_size=plan.block_size, device=device)
-    return Share(runner, plan, ops.name, measured)
+    return Share(runner, plan, ops.name, measured, rows)
 
 
 def open_kernels() -> None:
@@ -204,7 +208,7 @@ def weights_progress(progress: Callable[[Progress], None]) -> Callable[[int, int
     return lambda done, total: progress(Progress(phase="weights", done=done, total=total))
 
 
-def make_scheduler(config: EngineConfig, plan: MemoryPlan) -> Scheduler:
+def make_scheduler(config: EngineConfig, plan: MemoryPlan, draft_rows: int = 0) -> Scheduler:
     pool = BlockPool(plan.num_blocks, plan.block_size, enable_prefix_cache=config.prefix_cache)
     settings = SchedulerConfig(
         context=plan.context,
@@ -214,6 +218,7 @@ def make_scheduler(config: EngineConfig, plan: MemoryPlan) -> Scheduler:
         chunked_prefill=config.chunked_prefill,
         premium_share=config.premium_share,
         watermark=config.watermark,
+        draft_rows=draft_rows,
     )
     return Scheduler(settings, pool)
 

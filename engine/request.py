@@ -11,6 +11,7 @@ num_computed, and num_pending is 0. The last token's logits give the next token.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .drafts import Drafter
 from .grammar import Constraint
 from .messages import TokenLogprobs
 from .prefix_history import PrefixEnd
@@ -52,9 +53,11 @@ class Request:
     pooled: list[int] = field(default_factory=list)
     """Sums of states over the chunks of the prompt (`pooling.py`), where its vector is wanted."""
     constraint: Constraint | None = None
-    """The way through its grammar, where it has one; written by the engine's core, as is:"""
+    """The way through its grammar, where it has one."""
     mask: bytes | None = None
     """Which ids its next token may be (`Constraint.allowed`), for the step that draws it."""
+    drafter: Drafter | None = None
+    """Where steps verify drafts, from its first decoding step on; read and written by `Drafting`."""
     answered: bool = False
     """Whether the first output was given."""
 
@@ -62,6 +65,16 @@ class Request:
         if not self.token_ids:
             self.token_ids = list(self.prompt_ids)
         assert len(self.token_ids) >= len(self.prompt_ids) > 0
+
+    def append(self, ids: Sequence[int]) -> None:
+        """What a step drew for it, one token or more."""
+        self.token_ids += ids
+        self.num_pending -= 1
+
+    def renew_mask(self) -> None:
+        """Before a token is drawn, when all before it are in `token_ids`."""
+        if self.constraint is not None:
+            self.mask = self.constraint.allowed(self.token_ids)
 
     @property
     def num_prompt(self) -> int:

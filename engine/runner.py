@@ -20,6 +20,7 @@ from .pooling import read_sums, sum_states
 from .request import Request
 from .step import SampledToken, ScheduledRequest, StepPlan, StepResult
 from .step_batch import PromptRows, StepBatch, build_batch
+from .verify import broken, draw
 
 
 class Picker(Protocol):
@@ -59,9 +60,9 @@ class ModelRunner:
         batch = build_batch(rows, self._block_size, self._device)
         self._ops.clear_blocks(self._cache, batch.fresh_blocks)
         hidden_RE = self._model.hidden(self._forward(batch), batch.wanted_R)
-        tokens, failed = self._sample(hidden_RE, batch)
-        told = prompt_logprobs(self._model, self._sampler, hidden_RE[len(batch.sampling) :], batch.prompts)
-        result = StepResult(tokens, told, failed)
+        result = self._sample(hidden_RE[: batch.num_sampled], batch)
+        rest_RE = hidden_RE[batch.num_sampled :]
+        result.prompt_logprobs.update(prompt_logprobs(self._model, self._sampler, rest_RE, batch.prompts))
         if batch.pooled and self._model.is_last:
             self._pool(hidden_RE, batch, result)
         return result
@@ -77,19 +78,11 @@ class ModelRunner:
         plans = {w: self._ops.plan_attention(batch.ragged, self._cache, w) for w in self._windows}
         return Forward(batch.ids_T, cos_TD, sin_TD, self._cache, plans)
 
-    def _sample(self, hidden_RE: Tensor, batch: StepBatch) -> tuple[dict[str, SampledToken], dict[str, str]]:
-        tokens: dict[str, SampledToken] = {}
-        failed: dict[str, str] = {}
-        if not batch.sampling:
-            return tokens, failed
-        logits_SV = self._model.logits(hidden_RE[: len(batch.sampling)])
-        picks = self._sampler.sample(logits_SV, batch.sampling)
-        for request, pick in zip(batch.sampling, picks, strict=True):
-            if isinstance(pick, str):
-                failed[request.request_id] = pick
-            else:
-                tokens[request.request_id] = pick
-        return tokens, failed
+    def _sample(self, hidden_SE: Tensor, batch: StepBatch) -> StepResult:
+        if not batch.num_sampled:
+            return StepResult()
+        doubtful = broken(hidden_SE, batch.rounds)
+        return draw(self._sampler, self._model.logits(hidden_SE), batch.rounds, doubtful)
 
 
 def prompt_logprobs(

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Iterator
 from .answers import failed_answer, finish_reason, pooled_answer, token_answer
 from .block_pool import BlockPool
 from .block_tables import BlockTables
+from .drafting import Drafting
 from .messages import RequestOutput
 from .pooled_sums import add_up
 from .request import Request
 from .scheduler_config import SchedulerConfig
-from .step import SampledToken, ScheduledRequest, StepPlan, StepResult
+from .step import SampledToken, ScheduledRequest, StepPlan, StepResult, planned
 from .turns import ONE_STAGE, Pipeline, Turns, share
 from .waiting import WaitingQueue, least_deserving
 
@@ -34,6 +35,7 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.tables = BlockTables(config, pool)
+        self.drafting = Drafting(config.draft_rows, self.tables)
         self._clock = clock
         self._last_arrival = -math.inf
         self._requests: dict[str, Request] = {}
@@ -115,7 +117,7 @@ class Scheduler:
         admitting = self.config.batching == "continuous" or not self._running
         self._grow_running()
         decoding, prompts = self._by_phase()
-        plan.rows.extend(_planned(request, 1, 1) for request in self._turns.due(decoding, pipeline))
+        plan.rows.extend(planned(request, 1, 1) for request in self._turns.due(decoding, pipeline))
         budget = share(self.config.token_budget, pipeline.stages) - len(plan.rows)
         for request in sorted(prompts, key=self._waiting.urgency):
             if admitting:
@@ -124,7 +126,8 @@ class Scheduler:
         if admitting:
             self._admit_waiting(plan, budget)
         if not plan.rows:
-            plan.rows.extend(_planned(request, 1, 1) for request in self._turns.early(decoding, pipeline))
+            plan.rows.extend(planned(request, 1, 1) for request in self._turns.early(decoding, pipeline))
+        self.drafting.extend(plan, len(self._running))
         self._turns.end(plan)
         return plan
 
@@ -149,7 +152,7 @@ class Scheduler:
         tokens = remaining = request.num_remaining
         if self.config.chunked_prefill:
             tokens = min(tokens, budget)
-        plan.rows.append(_planned(request, tokens, remaining))
+        plan.rows.append(planned(request, tokens, remaining))
         return budget - tokens
 
     def _admit_waiting(self, plan: StepPlan, budget: int, before: Request | None = None) -> int:
@@ -236,18 +239,22 @@ class Scheduler:
                 continue  # ended, aborted or preempted since it was scheduled: this row is surplus
             request_id = request.request_id
             if request_id in result.failed:
-                self._remove(request, suspect=True)
-                outputs.append(failed_answer(request, result.failed[request_id]))
+                outputs += self._fail(row, result.failed[request_id])
                 continue
             if request_id in result.prompt_logprobs and request.num_output == 0:
                 request.prompt_logprobs += result.prompt_logprobs[request_id]
             if request_id in result.pooled:
                 add_up(request.pooled, result.pooled[request_id])
-            request.num_computed = end = row.start + row.num_tokens
+            taken = result.tokens_of(row)
+            if taken:
+                request.append([each.token_id for each in taken])
+            request.num_computed = end = row.end - row.num_void(len(taken))
             if row.start // size != end // size:
                 self.tables.publish(request, row.start)
-            if row.samples:
-                outputs.append(self._append(request, result.tokens[request_id]))
+            if row.drafts:
+                self.drafting.settle(row, taken)
+            if taken:
+                outputs.append(self._answer(request, taken))
             elif request.pools and end == request.num_tokens:
                 self._remove(request)
                 outputs.append(pooled_answer(request))
@@ -268,14 +275,22 @@ class Scheduler:
             if _has_prompt(sibling):
                 self._waiting.end_fork_wait(sibling)
 
-    def _append(self, request: Request, sampled: SampledToken) -> RequestOutput:
-        request.token_ids.append(sampled.token_id)
-        request.num_pending -= 1
-        self.output_tokens += 1
+    def _answer(self, request: Request, taken: list[SampledToken]) -> RequestOutput:
+        self.output_tokens += len(taken)
         reason = finish_reason(request)
         if reason is not None:
             self._remove(request)
-        return token_answer(request, sampled, reason)
+        return token_answer(request, taken, reason)
+
+    def _fail(self, row: ScheduledRequest, message: str) -> list[RequestOutput]:
+        """The request ends, unless a draft may be to blame: then it is computed again, without."""
+        request = row.request
+        if not row.drafts:
+            self._remove(request, suspect=True)
+            return [failed_answer(request, message)]
+        self.drafting.end(request)
+        self._requeue(request, suspect=True)
+        return []
 
     # ------------------------------------------------------------------ proof
 
@@ -294,16 +309,6 @@ class Scheduler:
                 held[block] = held.get(block, 0) + 1
         self.pool.check_holders(held)
         assert 0 <= self.slots_used <= self.pool.num_used * self.pool.block_size
-
-
-def _planned(request: Request, tokens: int, remaining: int) -> ScheduledRequest:
-    """The next `tokens` of the `remaining` ones, booked as launched."""
-    samples = tokens == remaining and not request.pools
-    row = ScheduledRequest(request, request.num_scheduled, tokens, samples, request.admissions)
-    request.num_scheduled += tokens
-    if samples:
-        request.num_pending += 1
-    return row
 
 
 def _has_prompt(request: Request) -> bool:

@@ -19,6 +19,9 @@ class SchedulerConfig:
     watermark: float = 0.01
     ageing_seconds: float = 10.0
     """Waiting this long is worth one priority band."""
+    draft_rows: int = 0
+    """Rows of a step up to which drafts are verified (`drafting.py`); 0: none are. Only for runners that
+    take one step at a time and whose rows do not depend on each other."""
 
     def __post_init__(self) -> None:
         # A decoding request takes one token in every step: a smaller budget would stall streams.

@@ -1,6 +1,7 @@
 """What one step is (`StepPlan`, scheduler to runner) and what it gave (`StepResult`, runner to scheduler)."""
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .messages import TokenLogprobs
@@ -11,7 +12,8 @@ from .request import Request
 class ScheduledRequest:
     """Compute `num_tokens` tokens of `request`, from position `start` on. Not changed once it is made.
 
-    Those beyond `request.token_ids` are known to the runner only: it sampled them in steps before.
+    Those beyond `request.token_ids` are the drafts; without drafts they are known to the runner only, which
+    sampled them in steps before.
     """
 
     request: Request
@@ -22,11 +24,28 @@ class ScheduledRequest:
     is wanted and no token)."""
     admission: int = 0
     """`request.admissions` when it was scheduled."""
+    drafts: Sequence[int] = ()
+    """Guesses at the tokens after those of `request`, computed with them. Each row from the last known token
+    on gives a token, as long as the guess before it came true."""
 
     @property
     def end(self) -> int:
-        """Also the position of the token that is sampled."""
+        """Also the position of the token that is sampled, where there are no drafts."""
         return self.start + self.num_tokens
+
+    def num_void(self, taken: int) -> int:
+        """Tokens that were computed in vain, where the row gave so many: drafts that did not come true."""
+        return 1 + len(self.drafts) - taken if self.drafts else 0
+
+
+def planned(request: Request, tokens: int, remaining: int) -> ScheduledRequest:
+    """The next `tokens` of the `remaining` ones, booked as launched."""
+    samples = tokens == remaining and not request.pools
+    row = ScheduledRequest(request, request.num_scheduled, tokens, samples, request.admissions)
+    request.num_scheduled += tokens
+    if samples:
+        request.num_pending += 1
+    return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +78,7 @@ class StepResult:
     """Keys are request ids. A sampling row is in exactly one of `tokens` and `failed`."""
 
     tokens: dict[str, SampledToken] = field(default_factory=dict)
+    """The last token that each got."""
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     """For requests that asked: entries of the prompt positions `start + 1 .. end` computed in this step
     (the logprob of prompt token i comes from the row of token i - 1)."""
@@ -66,3 +86,12 @@ class StepResult:
     """Rows that cannot be sampled or pooled (NaN): message by request."""
     pooled: dict[str, "array[int]"] = field(default_factory=dict)
     """Sums of the states of this step's rows (`pooling.py`), of requests whose vector is wanted."""
+    accepted: dict[str, list[SampledToken]] = field(default_factory=dict)
+    """Tokens before the last one: drafts that came true."""
+
+    def tokens_of(self, row: ScheduledRequest) -> list[SampledToken]:
+        """All that the row gave, in order."""
+        if not row.samples:
+            return []
+        name = row.request.request_id
+        return [*self.accepted.get(name, ()), self.tokens[name]]

@@ -16,6 +16,7 @@ from llmbox.kernels.ragged import Ragged
 from .pooling import PooledRows, pooled_rows
 from .request import Request
 from .step import ScheduledRequest
+from .verify import rounds_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,10 @@ class StepBatch:
     wanted_R: Tensor | None
     """Rows whose states are wanted: those that sample, prompt rows, pooled rows. None: all rows sample, in
     order."""
-    sampling: list[Request]
+    rounds: list[list[ScheduledRequest]]
+    """Those that sample, see `verify.py`."""
+    num_sampled: int
+    """Rows of all rounds."""
     prompts: list[PromptRows]
     pooled: list[PooledRows]
     fresh_blocks: list[int]
@@ -42,18 +46,17 @@ class StepBatch:
 
 def build_batch(rows: Sequence[ScheduledRequest], block_size: int, device: torch.device) -> StepBatch:
     ids, positions, starts = array("q"), array("i"), array("i", [0])
-    sampled_rows, prompt_rows, vector_rows = array("q"), array("q"), array("q")
-    sampling: list[Request] = []
+    prompt_rows, vector_rows, last_known = array("q"), array("q"), {}
     prompts: list[PromptRows] = []
     pooled: list[PooledRows] = []
     for row in rows:
         request, first = row.request, starts[-1]
         ids.extend(request.token_ids[row.start : row.end])
+        ids.extend(row.drafts)
         positions.extend(range(row.start, row.end))
         starts.append(first + row.num_tokens)
         if row.samples:
-            sampled_rows.append(starts[-1] - 1)
-            sampling.append(request)
+            last_known[request] = starts[-1] - 1 - len(row.drafts)
         if request.params.prompt_logprobs is not None and row.start < request.num_prompt - 1:
             end = min(row.end, request.num_prompt - 1)
             prompt_rows.extend(range(first, first + end - row.start))
@@ -61,13 +64,16 @@ def build_batch(rows: Sequence[ScheduledRequest], block_size: int, device: torch
         if request.pools and (own := pooled_rows(row)):
             vector_rows.extend(range(first + own.start, first + own.stop))
             pooled.append(PooledRows(request, len(own)))
-    all_sample = len(sampling) == starts[-1] and not prompts
-    wanted = None if all_sample else sampled_rows + prompt_rows + vector_rows
+    rounds = rounds_of(rows)
+    sampled_rows = array("q", [last_known[row.request] + j for j, part in enumerate(rounds) for row in part])
+    in_order = len(sampled_rows) == starts[-1] and (len(rounds) == 1 or len(rows) == 1)
+    wanted = None if in_order and not prompts else sampled_rows + prompt_rows + vector_rows
     return StepBatch(
         ids_T=to_device(ids, device),
         ragged=ragged(rows, starts, positions, block_size, device),
         wanted_R=None if wanted is None else to_device(wanted, device),
-        sampling=sampling,
+        rounds=rounds,
+        num_sampled=len(sampled_rows),
         prompts=prompts,
         pooled=pooled,
         fresh_blocks=begun_blocks(rows, block_size),

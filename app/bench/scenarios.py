@@ -92,9 +92,19 @@ def mean_running(round_: Round) -> float | None:
     return sum(busy) / len(busy) if busy else None
 
 
+_PLAIN: dict[str, Any] = {"speculate": "off"}
+"""What answers happen to repeat is no part of these questions."""
+
+
 def _batching(scale: Scale) -> tuple[Variant, Variant]:
     worst_case = scale.prompt + scale.longest_output
-    common = {"kv_tokens": 4 * worst_case, "ctx": worst_case, "max_running": 64, "prefix_cache": False}
+    common = {
+        **_PLAIN,
+        "kv_tokens": 4 * worst_case,
+        "ctx": worst_case,
+        "max_running": 64,
+        "prefix_cache": False,
+    }
     return (
         Variant("static", {**common, "batching": "static"}),
         Variant("continuous", {**common, "batching": "continuous"}),
@@ -102,7 +112,7 @@ def _batching(scale: Scale) -> tuple[Variant, Variant]:
 
 
 def _prefix(scale: Scale) -> tuple[Variant, Variant]:
-    context = {"ctx": scale.prefix + scale.prompt + scale.longest_output}
+    context = {**_PLAIN, "ctx": scale.prefix + scale.prompt + scale.longest_output}
     return Variant("off", {**context, "prefix_cache": False}), Variant(
         "on", {**context, "prefix_cache": True}
     )
@@ -110,11 +120,17 @@ def _prefix(scale: Scale) -> tuple[Variant, Variant]:
 
 def _chunking(scale: Scale) -> tuple[Variant, Variant]:
     # Without the prefix cache, or the second round would find the first one's prompts.
-    common = {"ctx": scale.long_prompt + scale.longest_output, "token_budget": 256, "prefix_cache": False}
+    context = scale.long_prompt + scale.longest_output
+    common = {**_PLAIN, "ctx": context, "token_budget": 256, "prefix_cache": False}
     return (
         Variant("whole", {**common, "chunked_prefill": False}),
         Variant("chunked", {**common, "chunked_prefill": True}),
     )
+
+
+def _speculate(scale: Scale) -> tuple[Variant, Variant]:
+    common = {"ctx": scale.prompt + scale.longest_output}
+    return Variant("off", {**common, "speculate": "off"}), Variant("auto", {**common, "speculate": "auto"})
 
 
 SCENARIOS = {
@@ -148,6 +164,14 @@ SCENARIOS = {
             _chunking,
             lambda p, s: long_arrival(p, s.streams, s.prompt, s.longest_output, s.long_prompt),
             {"TTFT of the long prompt s": ttft_of_long, "worst inter-token gap s": worst_gap},
+        ),
+        Scenario(
+            "speculate",
+            "one greedy answer after another, tokens guessed from the request's own text or not: what that "
+            "gains depends on how much the answers repeat",
+            _speculate,
+            lambda p, s: uniform(p, s.requests, 1, s.prompt, s.mean_output),
+            {"output tok/s": output_rate},
         ),
     )
 }

@@ -83,9 +83,14 @@ def _line(now: Mapping[str, Any]) -> str:
         if total["prefix_queries"]
         else ""
     )
+    right = (
+        f", guesses right {total['accepted_tokens'] / total['draft_tokens']:.0%}"
+        if total["draft_tokens"]
+        else ""
+    )
     return (
         f"{state} | models {len(now['models'])} | running {total['running']}, waiting {total['waiting']} | "
-        f"KV {_share(total):.0%}{hits} | {speed} | restarts {total['restarts']}"
+        f"KV {_share(total):.0%}{hits} | {speed}{right} | restarts {total['restarts']}"
     )
 
 

@@ -155,6 +155,13 @@ _COUNTERS: tuple[tuple[str, str, _Value], ...] = (
     ("vllm:prefix_cache_queries", "Prompt tokens looked up.", lambda r: r.stats.prefix_queries),
     ("vllm:prefix_cache_hits", "Prompt tokens found.", lambda r: r.stats.prefix_hits),
     ("vllm:num_preemptions", "Preemptions by recompute.", lambda r: r.stats.preemptions),
+    ("vllm:spec_decode_num_drafts", "Times that guesses were verified.", lambda r: r.stats.drafts),
+    ("vllm:spec_decode_num_draft_tokens", "Guessed tokens.", lambda r: r.stats.draft_tokens),
+    (
+        "vllm:spec_decode_num_accepted_tokens",
+        "Guessed tokens that were right.",
+        lambda r: r.stats.accepted_tokens,
+    ),
     ("llmbox_engine_steps", "Steps run.", lambda r: r.stats.steps),
     ("llmbox_engine_step_seconds", "Time inside steps.", lambda r: r.stats.step_seconds),
     ("llmbox_engine_restarts", "Engine processes restarted.", lambda r: r.restarts),

@@ -67,6 +67,8 @@ class EngineReader:
             ttft_p95=ttft.p95,
             tpot_p50=tpot.p50,
             tpot_p95=tpot.p95,
+            draft_tokens=stats.draft_tokens,
+            accepted_tokens=stats.accepted_tokens,
             preemptions=stats.preemptions,
             restarts=supervisor.restarts,
             resumed=supervisor.resumed,

@@ -129,6 +129,9 @@ class Engine(Struct, frozen=True, kw_only=True):
     ttft_p95: Number = NA
     tpot_p50: Number = NA
     tpot_p95: Number = NA
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    """Guessed tokens that were right."""
     preemptions: int = 0
     restarts: int = 0
     resumed: int = 0

@@ -35,6 +35,7 @@ class RequestRules:
     def __init__(self, request: Request, vocab_size: int) -> None:
         params = request.params
         self.request = request
+        self._admission = request.admissions
         self.lacks_last = False
         """Whether the token before the one to draw is not in the request yet, but only on the device."""
         self.counts = TokenCounts(request) if params.penalises else None
@@ -49,6 +50,11 @@ class RequestRules:
         """Ids that may come next, ascending; None: all."""
         self._stop_ids = _inside(params.stop_token_ids, vocab_size)
         self._bad_words = [word for word in params.bad_words if word and 0 <= word[-1] < vocab_size]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the request still runs, since these were made."""
+        return self.request.admissions == self._admission
 
     def refresh(self) -> bool:
         """Take in the tokens since the last call; returns whether logits change in this step."""
@@ -101,23 +107,25 @@ class RequestRules:
 
 
 class RuleBook:
-    """Rules of the requests of the last step, so that what they counted is not counted again."""
+    """Rules of requests that run, so that what they counted is not counted again."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._rules: dict[str, RequestRules] = {}
 
     def active(self, requests: Sequence[Request]) -> dict[str, RequestRules]:
-        """Rules of the requests whose logits change in this step; forgets requests that are not in it."""
-        known, self._rules = self._rules, {}
+        """Rules of those of these requests whose logits change; forgets requests that ceased to run."""
+        self._rules = {name: rules for name, rules in self._rules.items() if rules.is_current}
+        active = {}
         for request in requests:
             if not may_change_logits(request.params):
                 continue
-            rules = known.get(request.request_id)
+            rules = self._rules.get(request.request_id)
             if rules is None or rules.request is not request:
-                rules = RequestRules(request, self._vocab_size)
-            self._rules[request.request_id] = rules
-        return {name: rules for name, rules in self._rules.items() if rules.refresh()}
+                rules = self._rules[request.request_id] = RequestRules(request, self._vocab_size)
+            if rules.refresh():
+                active[request.request_id] = rules
+        return active
 
     def of(self, request: Request) -> RequestRules:
         return self._rules[request.request_id]

@@ -52,7 +52,7 @@ PLAIN_GREEDY = _Method(edited=False, kind="greedy")
 class Sampler:
     """Chooses the next token of each row. A row's result never depends on the other rows.
 
-    Keeps token counts of requests with penalties between steps, for the requests of the last call only.
+    Keeps token counts of requests with penalties between calls, as long as they run.
     """
 
     def __init__(self, vocab_size: int, device: torch.device, ops: Ops | None = None) -> None:

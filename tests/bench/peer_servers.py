@@ -56,7 +56,7 @@ def llmbox(place: Place, width: str) -> list[Server]:
             command=[
                 sys.executable, "-P", "-m", "llmbox", "serve", str(place.model), "--alias", "bench",
                 "--quant", quant, "--ctx", "4096", "--threads", str(place.threads), "--port", "{port}",
-                "--data-dir", str(place.scratch / quant),
+                "--data-dir", str(place.scratch / quant), "--speculate", "off",
             ],
         )
     ]  # fmt: skip

@@ -25,7 +25,8 @@ def workload(seed):
                 priority=rng.choice([-1, 0, 0, 1]),
                 max_tokens=rng.randrange(1, 20),
                 min_tokens=rng.randrange(3),
-                stop_token_ids=(3, 4),
+                stop_token_ids=(3, 4) if number % 3 else (),
+                temperature=float(number % 2),
                 seed=number,
             )
         )
@@ -57,6 +58,8 @@ VARIANTS = {
 PIPELINES = {
     "": {},
     "overlap": {"depth": 1},
+    "drafts": {"draft_rows": 12},
+    "many drafts": {"draft_rows": 64},
     "two stages": {"stages": 2, "depth": 1},
     "three stages, overlap": {"stages": 3, "depth": 3},
 }
@@ -78,6 +81,8 @@ def test_tokens_are_those_of_the_request_alone(variant, seed, pipeline):
         )
     if "preempted" in variant:
         assert engine.scheduler.preemptions > 0
+    if "draft_rows" in pipeline and variant == "one at a time":
+        assert engine.scheduler.drafting.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("cut", range(0, 12, 3))

@@ -35,9 +35,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             }
         ),
         pipeline=st.sampled_from(PIPELINES),
+        draft_rows=st.sampled_from([0, 3, 9, 40]),
     )
-    def start(self, slots, block_size, config, pipeline):
+    def start(self, slots, block_size, config, pipeline, draft_rows):
         stages, depth = pipeline
+        config["draft_rows"] = 0 if depth else draft_rows
         sizes = {"num_blocks": slots // block_size, "block_size": block_size, "context": 60}
         self.numbers = {**sizes, "stages": stages, "depth": depth, **config}
         self.engine = FakeEngine(**self.numbers)
@@ -55,6 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "min_tokens": st.integers(0, 3),
                 "stop_token_ids": st.sampled_from([(), (3, 4, 5)]),
                 "prompt_logprobs": st.sampled_from([None, None, None, 1]),
+                "temperature": st.sampled_from([0.0, 1.0]),
             }
         ),
     )

@@ -40,17 +40,21 @@ def prefixes(namespace: str, token_ids: Sequence[int]) -> list[int]:
     return values
 
 
-def next_token(prefix: int, seed: int) -> int:
-    return (prefix ^ seed * 2654435761) % 1000003 % VOCAB
+def next_token(prefix: int, last: int, params: SamplingParams) -> int:
+    """Greedy answers go round in circles, and leave them now and then."""
+    if params.temperature == 0 and prefix % 7:
+        return (last + 1 + params.seed) % 6
+    return (prefix ^ params.seed * 2654435761) % 1000003 % VOCAB
 
 
 def expected_output(namespace: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
     """What the request gives when served alone, without any engine."""
-    value, output = start_of(namespace), []
+    value, output, last = start_of(namespace), [], prompt_ids[-1]
     for token_id in prompt_ids:
         value = mix(value, token_id)
     while len(output) < params.max_tokens:
-        output.append(next_token(value, params.seed))
+        last = next_token(value, last, params)
+        output.append(last)
         value = mix(value, output[-1])
         if len(output) > params.min_tokens and output[-1] in params.stop_token_ids:
             break
@@ -88,13 +92,37 @@ class FakeRunner:
                 ]
             if not row.samples:
                 continue
-            last = self.slots[self._slot(request, row.end - 1)]
-            token = self._sampled[request] = next_token(last, request.params.seed)
+            drawn = self._draw(row)
+            self._sampled[request] = drawn[-1]
             if request.request_id in self.poisoned:
                 result.failed[request.request_id] = "NaN in logits"
-            else:
-                result.tokens[request.request_id] = SampledToken(token)
+                continue
+            result.tokens[request.request_id] = SampledToken(drawn[-1])
+            if row.drafts:
+                result.accepted[request.request_id] = [SampledToken(token) for token in drawn[:-1]]
         return result
+
+    def _draw(self, row: ScheduledRequest) -> list[int]:
+        """One token, and one more for each draft that came true, up to the request's end."""
+        request, first, drawn = row.request, row.end - len(row.drafts), list[int]()
+        for position, draft in enumerate([*row.drafts, None], first - 1):
+            prefix = self.slots[self._slot(request, position)]
+            assert prefix is not None
+            drawn.append(next_token(prefix, self._tokens(row)[position], request.params))
+            outputs = request.num_output + len(drawn)
+            stops = drawn[-1] in request.params.stop_token_ids and outputs > request.params.min_tokens
+            if stops or drawn[-1] != draft:
+                break
+        assert request.num_output + len(drawn) <= request.params.max_tokens
+        return drawn
+
+    def _tokens(self, row: ScheduledRequest) -> list[int]:
+        """All up to the row's end."""
+        tokens = [*row.request.token_ids[: row.end], *row.drafts]
+        if len(tokens) < row.end:
+            tokens.append(self._sampled[row.request])
+        assert len(tokens) == row.end, "a step may depend on one unknown token at most"
+        return tokens
 
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
         size = self.block_size
@@ -103,11 +131,8 @@ class FakeRunner:
 
     def _compute(self, row: ScheduledRequest) -> None:
         request, start, end = row.request, row.start, row.end
-        tokens = request.token_ids[:end]
-        if len(tokens) < end:
-            tokens.append(self._sampled[request])
-        assert len(tokens) == end, "a step may depend on one unknown token at most"
-        wanted = prefixes(request.cache_namespace, tokens)
+        assert not row.drafts or row.end - len(row.drafts) == request.num_tokens
+        wanted = prefixes(request.cache_namespace, self._tokens(row))
         for position in range(start):
             found = self.slots[self._slot(request, position)]
             assert found == wanted[position], f"{request.request_id}: wrong KV at {position} of {start}"

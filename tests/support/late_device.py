@@ -110,7 +110,7 @@ def device_engine(
     **options: Any,
 ) -> Engine:
     """As `load`, with the runner for devices over the same model."""
-    plain = load(directory, **options)
+    plain = load(directory, speculate="off", **options)
     scheduler, local, info = plain._scheduler, runner_of(plain), plain.info
     pool, config = scheduler.pool, local._model.config
     shape = KVShape(

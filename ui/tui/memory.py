@@ -140,6 +140,8 @@ def _prefix_cache(engine: Engine) -> list[Line]:
     speed = f"   {count(engine.tokens_out)} tok/s out, TPOT p50 {seconds(engine.tpot_p50)}"
     if engine.roofline is not NA:
         speed += f", {percent(engine.roofline)} of what the memory bandwidth allows"
+    if engine.draft_tokens:
+        speed += f", {percent(engine.accepted_tokens / engine.draft_tokens)} of guessed tokens right"
     return [((speed, "muted"),), ((f"   {hits}{tail}{preempted}", "muted"),)]
 
 

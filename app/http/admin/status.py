@@ -19,6 +19,8 @@ SUMMED = (
     "output_tokens",
     "prefix_queries",
     "prefix_hits",
+    "draft_tokens",
+    "accepted_tokens",
     "preemptions",
 )
 

@@ -1,0 +1,161 @@
+"""Where drafts go: only into steps with room, and never at another request's cost."""
+
+import pytest
+
+from llmbox.engine.messages import TokenLogprobs
+from llmbox.engine.step import SampledToken, StepResult
+from support.scheduling import make_request, make_scheduler, play_model, step
+
+PERIOD = [1, 2, 3, 4]
+
+
+def decoding(scheduler, *names, prompt=8, **params):
+    """Requests that repeat their prompt's four tokens, with the first one drawn."""
+    requests = [make_request(name, PERIOD * (prompt // 4), **params) for name in names]
+    for request in requests:
+        scheduler.add(request)
+    step(scheduler, token_id=1)
+    return requests
+
+
+def drafts_of(plan):
+    return {row.request.request_id: list(row.drafts) for row in plan.rows}
+
+
+def answer(scheduler, plan, drawn, logprobs=None):
+    """`drawn`: of each request, all that it gets. Returns the outputs."""
+    sampled = {
+        name: [SampledToken(i, logprobs and TokenLogprobs(token_id=i, logprob=-1.0, rank=1)) for i in ids]
+        for name, ids in drawn.items()
+    }
+    result = StepResult(
+        tokens={name: each[-1] for name, each in sampled.items()},
+        accepted={name: each[:-1] for name, each in sampled.items() if len(each) > 1},
+    )
+    outputs = scheduler.update(plan, result)
+    scheduler.check()
+    return {output.request_id: output for output in outputs}
+
+
+def test_drafts_are_computed_with_the_last_token():
+    scheduler = make_scheduler(draft_rows=16)
+    (request,) = decoding(scheduler, "a", max_tokens=20)
+    plan = scheduler.schedule()
+    (row,) = plan.rows
+    assert (row.start, row.num_tokens, row.drafts) == (8, 4, [2, 3, 4])
+    output = answer(scheduler, plan, {"a": [2, 3, 9]}, logprobs=True)["a"]
+    assert output.token_ids == [2, 3, 9]
+    assert [entry.token_id for entry in output.logprobs] == [2, 3, 9]
+    assert request.token_ids[8:] == [1, 2, 3, 9]
+    assert (request.num_computed, request.num_scheduled, request.num_pending) == (11, 11, 0)
+    assert scheduler.output_tokens == 4
+    drafting = scheduler.drafting
+    assert (drafting.drafts, drafting.draft_tokens, drafting.accepted_tokens) == (1, 3, 2)
+
+
+def test_only_tokens_that_came_true_are_named_in_the_cache():
+    scheduler = make_scheduler(draft_rows=16)
+    (request,) = decoding(scheduler, "a", prompt=8, max_tokens=20)
+    plan = scheduler.schedule()
+    assert plan.rows[0].end == 12
+    answer(scheduler, plan, {"a": [7]})
+    assert request.num_computed == 9
+    scheduler.abort("a")
+    assert scheduler.pool.num_cached == 2
+    scheduler.add(make_request("b", [*PERIOD * 2, 1, 2, 3, 4, 5]))
+    scheduler.schedule()
+    assert scheduler.tables.prefix_hits == 8
+
+
+def test_an_accepted_block_is_named():
+    scheduler = make_scheduler(draft_rows=16)
+    decoding(scheduler, "a", prompt=8, max_tokens=20)
+    plan = scheduler.schedule()
+    answer(scheduler, plan, {"a": [2, 3, 4, 5]})
+    scheduler.abort("a")
+    assert scheduler.pool.num_cached == 3
+    scheduler.add(make_request("b", [*PERIOD * 3, 9]))
+    scheduler.schedule()
+    assert scheduler.tables.prefix_hits == 12
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 6, 30])
+def test_rows_of_a_step_are_bounded_and_shared(rows):
+    scheduler = make_scheduler(draft_rows=rows)
+    decoding(scheduler, "a", "b", max_tokens=20)
+    plan = scheduler.schedule()
+    sizes = [len(row.drafts) for row in plan.rows]
+    assert plan.num_tokens <= max(2, rows)
+    assert sizes == {0: [0, 0], 1: [0, 0], 2: [0, 0], 3: [1, 0], 6: [2, 2], 30: [3, 3]}[rows]
+    play_model(scheduler, plan)
+
+
+def test_a_step_with_a_prompt_has_none():
+    scheduler = make_scheduler(draft_rows=8)
+    decoding(scheduler, "a", max_tokens=20)
+    scheduler.add(make_request("b", 8))
+    assert drafts_of(scheduler.schedule())["a"] == []
+
+
+def test_no_token_beyond_max_tokens():
+    scheduler = make_scheduler(draft_rows=16, context=11, num_blocks=3)
+    (request,) = decoding(scheduler, "a", max_tokens=3)
+    plan = scheduler.schedule()
+    assert drafts_of(plan) == {"a": [2]}
+    assert answer(scheduler, plan, {"a": [2, 3]})["a"].finish_reason == "length"
+    assert request.token_ids[8:] == [1, 2, 3]
+    assert scheduler.pool.num_used == 0
+
+
+def test_the_last_token_needs_no_draft():
+    scheduler = make_scheduler(draft_rows=16)
+    decoding(scheduler, "a", max_tokens=2)
+    assert drafts_of(scheduler.schedule()) == {"a": []}
+
+
+def test_a_stop_id_among_them_ends_the_request():
+    scheduler = make_scheduler(draft_rows=16)
+    decoding(scheduler, "a", max_tokens=20, stop_token_ids=(3,))
+    output = answer(scheduler, scheduler.schedule(), {"a": [2, 3]})["a"]
+    assert (output.token_ids, output.finish_reason, output.stop_token_id) == ([2, 3], "stop", 3)
+    assert scheduler.drafting.accepted_tokens == 2
+    assert scheduler.pool.num_used == 0
+
+
+def test_nobody_is_preempted_for_drafts():
+    """Both have 3 of 4 slots of their last block: one draft fits, a block for more is left to the other."""
+    scheduler = make_scheduler(draft_rows=30, num_blocks=7, cache=False)
+    decoding(scheduler, "a", "b", prompt=8, max_tokens=12)
+    answer(scheduler, scheduler.schedule(), {"a": [2, 5], "b": [2, 5]})
+    for request in scheduler.running:
+        request.token_ids[-2:] = [2, 3]  # the repetition goes on
+    plan = scheduler.schedule()
+    assert [len(drafts) for drafts in drafts_of(plan).values()] == [1, 1]
+    assert scheduler.pool.num_available == 1
+    play_model(scheduler, plan)
+    assert scheduler.preemptions == 0
+
+
+def test_a_block_is_taken_early_where_there_are_enough():
+    scheduler = make_scheduler(draft_rows=30, num_blocks=9, cache=False)
+    (request,) = decoding(scheduler, "a", prompt=8, max_tokens=12)
+    answer(scheduler, scheduler.schedule(), {"a": [2, 3, 4, 1]})
+    assert len(drafts_of(scheduler.schedule())["a"]) == 6
+    assert len(request.block_table) == 5
+
+
+def test_a_failure_with_drafts_is_tried_again_without():
+    scheduler = make_scheduler(draft_rows=16)
+    (request,) = decoding(scheduler, "a", max_tokens=20)
+    plan = scheduler.schedule()
+    assert plan.rows[0].drafts
+    assert scheduler.update(plan, StepResult(failed={"a": "NaN"})) == []
+    scheduler.check()
+    assert request.num_computed == 0
+    plan = scheduler.schedule()
+    assert plan.rows[0].num_tokens == 9
+    play_model(scheduler, plan)
+    plan = scheduler.schedule()
+    assert not plan.rows[0].drafts
+    (output,) = scheduler.update(plan, StepResult(failed={"a": "NaN"}))
+    assert output.error_message == "NaN"
