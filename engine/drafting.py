@@ -27,10 +27,9 @@ class Drafting:
 
     def extend(self, plan: StepPlan, running: int) -> None:
         """Drafts for the plan's decoding requests. `running`: requests that may need a block each."""
-        room = self._rows - plan.num_tokens
-        if room <= 0:
-            return
-        size = len(plan.rows)
+        room, size = self._rows - plan.num_tokens, len(plan.rows)
+        if room < size:
+            return  # looking for drafts costs something too
         for place, row in enumerate(plan.rows):
             share = -(-room // (size - place))
             if row.samples and row.num_tokens == 1 and (drafts := self._propose(row.request, share, running)):

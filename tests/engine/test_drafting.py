@@ -79,14 +79,14 @@ def test_an_accepted_block_is_named():
     assert scheduler.tables.prefix_hits == 12
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 6, 30])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 7, 30])
 def test_rows_of_a_step_are_bounded_and_shared(rows):
     scheduler = make_scheduler(draft_rows=rows)
     decoding(scheduler, "a", "b", max_tokens=20)
     plan = scheduler.schedule()
     sizes = [len(row.drafts) for row in plan.rows]
     assert plan.num_tokens <= max(2, rows)
-    assert sizes == {0: [0, 0], 1: [0, 0], 2: [0, 0], 3: [1, 0], 6: [2, 2], 30: [3, 3]}[rows]
+    assert sizes == {0: [0, 0], 1: [0, 0], 2: [0, 0], 3: [0, 0], 4: [1, 1], 7: [3, 2], 30: [3, 3]}[rows]
     play_model(scheduler, plan)
 
 

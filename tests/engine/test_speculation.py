@@ -13,7 +13,7 @@ from support.mixes import drawn
 from support.real_engines import ask, load, run
 from support.tiny_models import make_tiny_model
 
-ROWS = 24
+ROWS = 64
 """Of a step with drafts, whatever this machine can."""
 
 

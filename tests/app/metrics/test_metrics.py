@@ -12,13 +12,17 @@ def samples(metrics: Metrics) -> dict[tuple[str, str], float]:
 
 def test_engine_gauges_are_read_at_scrape_time():
     stats = EngineStats(
-        running=3, waiting=2, blocks_total=10, blocks_used=4, prefix_queries=100, prefix_hits=60
-    )
+        running=3, waiting=2, blocks_total=10, blocks_used=4, prefix_queries=100, prefix_hits=60,
+        drafts=4, draft_tokens=9, accepted_tokens=5,
+    )  # fmt: skip
     metrics = Metrics(lambda: [EngineReading("m", stats, restarts=1, resumed=7, ready=True)], lambda: 5)
     got = samples(metrics)
     assert got["vllm:num_requests_running", "m"] == 3
     assert got["vllm:kv_cache_usage_perc", "m"] == 0.4
     assert got["vllm:prefix_cache_hits_total", "m"] == 60
+    assert got["vllm:spec_decode_num_drafts_total", "m"] == 4
+    assert got["vllm:spec_decode_num_draft_tokens_total", "m"] == 9
+    assert got["vllm:spec_decode_num_accepted_tokens_total", "m"] == 5
     assert got["llmbox_requests_resumed_total", "m"] == 7
     assert got["llmbox_request_log_dropped_total", ""] == 5
 

@@ -71,6 +71,7 @@ async def test_a_tick_tells_rates_of_counters(tmp_path):
     scene.engines.supervisor.stats = EngineStats(
         running=2, waiting=1, blocks_total=10, blocks_used=4, blocks_cached=1,
         steps=5, prompt_tokens=100, output_tokens=50, prefix_queries=200, prefix_hits=150,
+        draft_tokens=8, accepted_tokens=6,
     )  # fmt: skip
     scene.latencies.add(
         RequestRecord(id="r", created=0.0, model="m", endpoint="chat", http_status=200, ttft_s=0.5)
@@ -81,6 +82,7 @@ async def test_a_tick_tells_rates_of_counters(tmp_path):
     assert tick.totals.tokens_in == 2 * tick.totals.tokens_out
     assert (engine.blocks_live, engine.blocks_cached, engine.blocks_free) == (4, 1, 5)
     assert engine.prefix_hit == 0.75
+    assert (engine.draft_tokens, engine.accepted_tokens) == (8, 6)
     assert engine.roofline is NA
     assert tick.totals.ttft_p95 == 0.5
     assert tick.totals.kv_used == 0.4
