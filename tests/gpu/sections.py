@@ -20,7 +20,7 @@ from gpu import beside
 from gpu.bars import SGLANG, decode_bar
 from gpu.idle import idle_clocks
 from gpu.report import Report
-from gpu.shapes import SHAPES, prompt_operations
+from gpu.shapes import SHAPES, prompt_operations, step_floor
 
 TWO_RANKS = Path(__file__).parents[1] / "engine/parallel/two_ranks_one_gpu.py"
 BATCHES = (1, 8, 64, 256)
@@ -187,13 +187,7 @@ def one_variant(
 
 
 def figures(
-    report: Report,
-    engine: Any,
-    shape: dict[str, Any],
-    peaks: dict[str, float],
-    *,
-    full: bool,
-    big: bool,
+    report: Report, engine: Any, shape: dict[str, Any], peaks: dict[str, float], *, full: bool, big: bool
 ) -> None:
     """`full`: all of them. `big`: the 8B shape, of which the bars are."""
     report.table("work", "figure", "note")
@@ -209,19 +203,11 @@ def figures(
 
 
 def decoding(
-    report: Report,
-    engine: Any,
-    shape: dict[str, Any],
-    peaks: dict[str, float],
-    *,
-    full: bool,
-    big: bool,
+    report: Report, engine: Any, shape: dict[str, Any], peaks: dict[str, float], *, full: bool, big: bool
 ) -> list[str]:
-    """What was left out. Floors are of what a step reads: all weights but an input table that is no head."""
+    """What was left out."""
     from gpu.engine_speed import add, run
 
-    table = 0 if shape["tie_word_embeddings"] else 2 * shape["vocab_size"] * shape["hidden_size"]
-    weights = engine.info.weights_bytes - table
     loads = [(batch, SHORT) for batch in (BATCHES if full else (1, 64))] + [(1, LONG)] * full
     left_out = []
     for batch, context in loads:
@@ -230,8 +216,7 @@ def decoding(
             continue
         done = run(engine, add(engine, batch, context, OUTPUT, f"d{batch}-{context}-"))
         middle = context + OUTPUT // 2
-        kv = batch * middle * engine.info.kv_bytes_per_token
-        floor = (weights + kv) / peaks["bytes"]
+        floor = step_floor(engine.info, shape, peaks, batch, middle)
         step = done.decode_step
         note = f"{step * 1e3:.2f} ms a step, floor {floor * 1e3:.2f} ms ({floor / step:.0%})"
         if big and batch == 1:

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+EIGHT_BITS = {"fp8", "fp8-block", "w8a8"}
+"""Formats whose products are of 8-bit numbers."""
+
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -48,3 +51,16 @@ def prompt_operations(shape: dict[str, Any], tokens: int) -> float:
     q, kv = shape["num_attention_heads"] * shape["head_dim"], shape["num_key_value_heads"] * shape["head_dim"]
     layer = hidden * (2 * q + 2 * kv) + 3 * hidden * shape["intermediate_size"]
     return layers * tokens * (2 * layer + 2 * q * tokens)
+
+
+def step_floor(info: Any, shape: dict[str, Any], peaks: dict[str, float], batch: int, context: int) -> float:
+    """Seconds: keys and values are read, and all weights but an input table that is no head; with many rows
+    their products take longer.
+    """
+    table = 0 if shape["tie_word_embeddings"] else shape["vocab_size"] * shape["hidden_size"]
+    rate = peaks["bf16"]
+    if info.quant in EIGHT_BITS:
+        rate = peaks.get("fp8", rate)
+    read = (info.weights_bytes - 2 * table) / peaks["bytes"]
+    computed = 2 * batch * (parameters(shape) - table) / rate
+    return max(read, computed) + batch * context * info.kv_bytes_per_token / peaks["bytes"]

@@ -13,6 +13,7 @@ import torch
 from gpu import check, checking, engine_speed, idle, sections
 from gpu.checks import Check, Setting
 from gpu.report import Report
+from gpu.shapes import SHAPES, step_floor
 from llmbox.engine import cuda_order
 from llmbox.engine.errors import DoesNotFit
 
@@ -116,6 +117,18 @@ def test_the_bar_has_its_time_even_where_everything_is_compiled_first() -> None:
     place = names.index("engine-8B")
     left -= sum(check.SECTIONS[name][1] for name in names[:place])
     assert check.seconds_for("engine-8B", names[place + 1 :], left) > 3 * sections.BAR_SECONDS
+
+
+def test_the_floor_of_a_step_is_what_takes_longer() -> None:
+    """The 8B shape at the rates that docs/gpu-engine.md presumes: its table, without the small kernels."""
+    peaks = {"bytes": 4.3e12, "bf16": 780e12, "fp8": 1500e12}
+    info = SimpleNamespace(quant="none", weights_bytes=16.38e9, kv_bytes_per_token=147456)
+    one = step_floor(info, SHAPES["8B"], peaks, 1, 512)
+    assert one == pytest.approx(3.54e-3, rel=0.01)
+    many = step_floor(info, SHAPES["8B"], peaks, 256, 1536)
+    assert many == pytest.approx(13.5e-3 + 4.97e-3, rel=0.01)
+    info.quant, info.weights_bytes = "fp8", 8.8e9
+    assert step_floor(info, SHAPES["8B"], peaks, 256, 1536) == pytest.approx(16.07e-3, rel=0.01)
 
 
 def test_what_was_said_is_in_the_file_before_the_end(tmp_path: Path) -> None:
