@@ -104,6 +104,16 @@ def test_what_a_request_gets_is_the_same(model, name):
         assert stats.preemptions > 0
 
 
+def test_experts_draw_the_same(tmp_path):
+    """Which experts a row goes to is its own affair."""
+    model = make_tiny_model(tmp_path, arch="qwen3_moe", tokenizer=False)
+    requests = [repeating(number) for number in range(16)]
+    expected, engine = run(engine_with(model, "off"), requests), engine_with(model, "on")
+    seen = run(engine, requests)
+    assert {name: told(each) for name, each in seen.items()} == {n: told(o) for n, o in expected.items()}
+    assert engine.stats().accepted_tokens > 0
+
+
 def test_a_repeating_answer_takes_fewer_steps(model):
     engine = engine_with(model, "on")
     request = ask("a", [5, 6, 7] * 4, 64, logit_bias={9: 100.0})
