@@ -25,7 +25,7 @@ def workload(seed):
                 priority=rng.choice([-1, 0, 0, 1]),
                 max_tokens=rng.randrange(1, 20),
                 min_tokens=rng.randrange(3),
-                stop_token_ids=(3, 4) if number % 3 else (),
+                stop_token_ids=(3, 4) if number % 2 else (),
                 temperature=float(number % 2),
                 seed=number,
             )

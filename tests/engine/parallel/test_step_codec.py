@@ -56,7 +56,7 @@ def params(rng, number):
     return SamplingParams(
         max_tokens=rng.randrange(1, 20),
         seed=number,
-        temperature=rng.choice([0.0, 0.7]),
+        temperature=rng.choice([0.4, 0.7]),
         logit_bias={7: float("inf"), 12: -2.5} if number % 3 == 0 else {},
         bad_words=((1, 2), (3,)) if number % 4 == 0 else (),
         allowed_token_ids=(4, 5, 6) if number % 5 == 0 else None,
