@@ -1,4 +1,4 @@
-"""A model by transformers on this CPU: prompts of 512 and 2,048, one stream and eight of 128 tokens. bfloat16.
+"""A model by transformers on this CPU: prompts of 512 and 2,048, one stream and eight. bfloat16.
 
 `python -P tests/bench/transformers_speed.py MODEL [--threads 2] [--rounds 3]`; medians of the rounds, beside
 which `engine_speed.py` and `llama-bench -p 512,2048 -n 128` say what engines alone do.
@@ -27,7 +27,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def rate(model: torch.nn.Module, streams: int, prompt: int, output: int) -> float:
-    """Tokens a second: of the prompt where one token comes out, else of the answers after their first token."""
+    """Tokens a second: of the prompt where one comes out, else of the answers after their first token."""
     ids_NT = torch.randint(1000, 100_000, (streams, prompt))
     settings = {"do_sample": False, "min_new_tokens": 1, "pad_token_id": 0}
     begun = time.perf_counter()
