@@ -63,6 +63,7 @@ def load(model: str, variant: str, threads: int) -> Engine:
         max_running=64,
         token_budget=512,
         prefix_cache=False,
+        speculate="off",
         memory_bytes=4 << 30,
     )
     return load_engine(config, lambda _: None)

@@ -81,6 +81,7 @@ def load(options: argparse.Namespace, caching: bool) -> Engine:
         name=options.model.name,
         device="cpu",
         quant=options.quant,
+        speculate="off",
         threads=options.threads,
         context=options.ctx,
         prefix_cache=caching,

@@ -93,6 +93,7 @@ def serve(options: argparse.Namespace) -> None:
         name=options.engine,
         device="cpu",
         dtype=options.dtype,
+        speculate="off",
         threads=options.threads,
         context=2048,
         kv_tokens=4096,

@@ -68,7 +68,13 @@ def main() -> None:
 
 def load(model: Path, quant: Any, threads: int) -> Engine:
     config = EngineConfig(
-        model_path=str(model), name=model.name, device="cpu", quant=quant, threads=threads, context=2048
+        model_path=str(model),
+        name=model.name,
+        device="cpu",
+        quant=quant,
+        threads=threads,
+        context=2048,
+        speculate="off",
     )
     return load_engine(config, lambda _: None)
 
