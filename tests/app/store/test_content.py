@@ -34,14 +34,6 @@ def bytes_of(folder) -> bytes:
     return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.fixture
-def log(tmp_path):
-    log = RequestLog(tmp_path / "requests.db")
-    log.start()
-    yield log
-    log.close()
-
-
 async def test_content_comes_back_with_its_row(log):
     log.write(record(), draft("grüße"))
     log.write(record(2, content=""))

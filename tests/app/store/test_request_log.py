@@ -3,22 +3,12 @@ import subprocess
 import sys
 import time
 
-import pytest
-
 from llmbox.app.store import RecordFilter, RequestLog, RequestRecord, Retention
 
 
 def record(number: int, **changes) -> RequestRecord:
     values = dict(id=f"req-{number}", created=1000.0 + number, model="m", endpoint="chat", http_status=200)
     return RequestRecord(**values | changes)
-
-
-@pytest.fixture
-def log(tmp_path):
-    log = RequestLog(tmp_path / "requests.db")
-    log.start()
-    yield log
-    log.close()
 
 
 async def test_rows_come_back_newest_first_and_whole(log):

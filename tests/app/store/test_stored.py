@@ -35,14 +35,6 @@ def bytes_of(folder) -> bytes:
 
 
 @pytest.fixture
-def log(tmp_path):
-    log = RequestLog(tmp_path / "requests.db")
-    log.start()
-    yield log
-    log.close()
-
-
-@pytest.fixture
 def stored(log):
     return StoredAnswers(log)
 

@@ -1,0 +1,11 @@
+import pytest
+
+from llmbox.app.store.request_log import RequestLog
+
+
+@pytest.fixture
+def log(tmp_path):
+    log = RequestLog(tmp_path / "requests.db")
+    log.start()
+    yield log
+    log.close()
