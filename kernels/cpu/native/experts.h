@@ -118,18 +118,14 @@ private:
         for (int item = items.take(member.index); item >= 0; item = items.take(member.index)) {
             const auto& run = routes_.runs()[item / panels];
             const int panel = item % panels, columns = std::min(PANEL, outputs - panel * PANEL);
-            const int block = round_up(ceil_div(run.rows, ceil_div(run.rows, ROW_BLOCK)), ROW_STEP);
+            const int block = rows_of_block(run.rows);
             for (int row = 0; row < run.rows; row += block) {
                 const int first = run.first + row, count = std::min(block, run.rows - row);
                 rows.multiply(*linears[run.expert], panel, first, count, tile, member);
-                for (int r = 0; r < count; r++)
-                    write(tile + r * PANEL, columns, out + static_cast<size_t>(first + r) * outputs + panel * PANEL);
+                T* to = out + static_cast<size_t>(first) * outputs + panel * PANEL;
+                write_tile<T>(tile, count, columns, nullptr, to, outputs);
             }
         }
-    }
-
-    static void write(const float* from, int columns, T* to) {
-        for (int i = 0; i < columns; i += LANES) store(to + i, load(from + i), columns - i);
     }
 
     void gate(int rows, T* gate_ups, const Copies& to, Member& member) const {

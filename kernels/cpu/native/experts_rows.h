@@ -21,8 +21,7 @@ public:
 
     void fill(int row, const In* from, int inputs) const {
         auto* to = reinterpret_cast<In*>(data_ + static_cast<size_t>(row) * words_ * 4);
-        std::copy_n(from, inputs, to);
-        std::fill(to + inputs, to + words_ * E::PACK, In{});
+        pad_row(from, inputs, to, static_cast<size_t>(words_) * E::PACK);
     }
     void multiply(const Linear& linear, int panel, int row, int rows, float* tile, Member&) const {
         const WordRows x{data_, static_cast<size_t>(words_) * 4};
@@ -73,27 +72,16 @@ public:
     using Shape = Linear;
     static constexpr int ALIGN = TILE_ROWS;
 
-    static size_t bytes(int rows, const Linear& linear) {
-        return static_cast<size_t>(round_up(rows, TILE_ROWS)) * linear.words * 4;
-    }
+    static size_t bytes(int rows, const Linear& linear) { return packed_room(rows, linear.words); }
     TileCopies(uint8_t* memory, int, const Linear& linear) : data_(memory), words_(linear.words) {}
 
-    void fill(int row, const bf16* from, int inputs) const {
-        constexpr int NUMBERS = TILE_WORDS * BF16::PACK;
-        uint8_t* to = data_ + row / TILE_ROWS * tiles().down + row % TILE_ROWS * ROW_BYTES;
-        for (int i = 0; i < words_ * BF16::PACK; i += NUMBERS, to += TILE_BYTES) {
-            const int count = std::min(NUMBERS, std::max(0, inputs - i));
-            if (count < NUMBERS) memset(to, 0, ROW_BYTES);
-            memcpy(to, from + i, count * sizeof(bf16));
-        }
-    }
+    void fill(int row, const bf16* from, int inputs) const { pack_row(from, inputs, row, data_, words_); }
     void multiply(const Linear& linear, int panel, int row, int rows, float* tile, Member& member) const {
-        multiply_panel(member.tiles, linear.panel(panel), words_, tiles().from(row, 0), rows, tile);
+        const auto x = RowTiles::packed(data_, words_).from(row, 0);
+        multiply_panel(member.tiles, linear.panel(panel), words_, x, rows, tile);
     }
 
 private:
-    RowTiles tiles() const { return RowTiles::packed(data_, words_); }
-
     uint8_t* data_;
     int words_;
 };

@@ -177,6 +177,28 @@ template <class E> void multiply_panel(const uint8_t* panel, int words, WordRows
     }
 }
 
+// A row of x, with zeros up to `width`.
+template <class T> void pad_row(const T* from, int inputs, T* to, size_t width) {
+    std::copy_n(from, inputs, to);
+    std::fill(to + inputs, to + width, T{});
+}
+
+constexpr int row_blocks(int rows) { return ceil_div(rows, ROW_BLOCK); }
+// Nearly equal ones, of at most ROW_BLOCK rows.
+constexpr int rows_of_block(int rows) { return round_up(ceil_div(rows, row_blocks(rows)), ROW_STEP); }
+
+// out[rows][columns] = tile[rows][PANEL] + bias, which may be null. `stride`: from row to row of out.
+template <class Out>
+void write_tile(const float* tile, int rows, int columns, const float* bias, Out* out, int64_t stride) {
+    for (int r = 0; r < rows; r++, tile += PANEL, out += stride) {
+        for (int i = 0; i < columns; i += LANES) {
+            Floats value = load(tile + i);
+            if (bias) value += load(bias + i);
+            store(out + i, value, columns - i);
+        }
+    }
+}
+
 // What all linears share: panels times blocks of rows are dealt out, and sums are written with the bias.
 // Out: type of the result.
 template <class Out> class LinearOp : public Op {
@@ -186,7 +208,7 @@ public:
 
     void prepare(const Step& step, Pool& pool) override {
         Op::prepare(step, pool);
-        runs_.deal(shape_.panels() * row_blocks(step), pool.threads());
+        runs_.deal(shape_.panels() * row_blocks(step.rows), pool.threads());
     }
 
 protected:
@@ -194,8 +216,7 @@ protected:
     virtual void multiply(int panel, int row, int rows, float* tile, Member& member) = 0;
 
     void run_panels(const Step& step, Member& member) {
-        const int blocks = row_blocks(step);
-        const int block = round_up(ceil_div(step.rows, blocks), ROW_STEP);  // nearly equal ones
+        const int blocks = row_blocks(step.rows), block = rows_of_block(step.rows);
         float* tile = member.scratch.template take<float>(block * PANEL);
         for (int item = runs_.take(member.index); item >= 0; item = runs_.take(member.index)) {
             const int panel = item / blocks, row = item % blocks * block;
@@ -207,8 +228,6 @@ protected:
     }
 
 private:
-    static int row_blocks(const Step& step) { return ceil_div(step.rows, ROW_BLOCK); }
-
     // What will be written: lines far apart, each of which is read from memory first.
     void bring(int panel, int row, int rows) const {
         for (int r = 0; r < rows; r++) {
@@ -220,14 +239,7 @@ private:
     void write(int panel, int row, int rows, const float* tile) {
         const int column = panel * PANEL, columns = std::min(PANEL, shape_.outputs - column);
         const float* bias = shape_.bias.empty() ? nullptr : shape_.bias.data() + column;
-        for (int r = 0; r < rows; r++) {
-            Out* to = out_ + (row + r) * out_stride_ + column;
-            for (int i = 0; i < columns; i += LANES) {
-                Floats value = load(tile + r * PANEL + i);
-                if (bias) value += load(bias + i);
-                store(to + i, value, columns - i);
-            }
-        }
+        write_tile(tile, rows, columns, bias, out_ + row * out_stride_ + column, out_stride_);
     }
 
     const LinearShape& shape_;
@@ -271,11 +283,8 @@ private:
     size_t padded_width() const { return static_cast<size_t>(linear_.words) * E::PACK; }
 
     void pad_rows(Member::Span rows, In* padded) {
-        for (int row = rows.begin; row < rows.end; row++) {
-            In* to = padded + row * padded_width();
-            std::copy_n(x_ + row * x_stride_, linear_.inputs, to);
-            std::fill(to + linear_.inputs, to + padded_width(), In{});
-        }
+        for (int row = rows.begin; row < rows.end; row++)
+            pad_row(x_ + row * x_stride_, linear_.inputs, padded + row * padded_width(), padded_width());
     }
 
     const Linear& linear_;

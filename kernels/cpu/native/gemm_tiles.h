@@ -34,6 +34,20 @@ struct RowTiles {
     }
 };
 
+// One row of x into the tiles of all: `memory` holds rows of `words`, a multiple of 16.
+inline void pack_row(const bf16* from, int inputs, int row, uint8_t* memory, int words) {
+    constexpr int NUMBERS = TILE_WORDS * BF16::PACK;
+    uint8_t* to = memory + row / TILE_ROWS * RowTiles::packed(memory, words).down + row % TILE_ROWS * ROW_BYTES;
+    const int whole = inputs / NUMBERS * NUMBERS;
+    for (int i = 0; i < whole; i += NUMBERS, to += TILE_BYTES) store_as(to, load_as<Words>(from + i));
+    if (whole == inputs) return;
+    memset(to, 0, ROW_BYTES);
+    memcpy(to, from + whole, (inputs - whole) * sizeof(bf16));
+}
+
+// What packed rows take.
+inline size_t packed_room(int rows, int words) { return static_cast<size_t>(round_up(rows, TILE_ROWS)) * words * 4; }
+
 // Both products below call this four times for each 16 words: of many requests at once the core forgets some.
 INLINE void bring(Prefetch& next) {
     for (size_t offset = 0; offset < next.step; offset += 64) prefetch_to_l2(next.at + offset);
@@ -124,17 +138,17 @@ public:
 
     void prepare(const Step& step, Pool& pool) override {
         LinearOp<Out>::prepare(step, pool);
-        if (packs(step.rows)) pool.shared().template take<uint8_t>(room(step.rows));
+        if (packs(step.rows)) pool.shared().template take<uint8_t>(packed_room(step.rows, linear_.words));
         else tiles_ = RowTiles::plain(x_, x_stride_ * sizeof(bf16));
     }
 
     void run(const Step& step, Member& member) override {
         if (packs(step.rows)) {
             auto* memory = member.pool.shared().template get<uint8_t>();
-            const auto tiles = RowTiles::packed(memory, linear_.words);
             const auto rows = member.share(step.rows);
-            for (int row = rows.begin; row < rows.end; row++) pack(row, memory + row / TILE_ROWS * tiles.down);
-            if (member.index == 0) tiles_ = tiles;
+            for (int row = rows.begin; row < rows.end; row++)
+                pack_row(x_ + row * x_stride_, linear_.inputs, row, memory, linear_.words);
+            if (member.index == 0) tiles_ = RowTiles::packed(memory, linear_.words);
             member.barrier();
         }
         this->run_panels(step, member);
@@ -148,19 +162,6 @@ protected:
 private:
     // A few rows are read as they are, if their last words do not reach beyond them.
     bool packs(int rows) const { return rows > TILE_ROWS || linear_.inputs != linear_.words * BF16::PACK; }
-    size_t room(int rows) const { return static_cast<size_t>(round_up(rows, TILE_ROWS)) * linear_.words * 4; }
-
-    // `to`: the tiles of its 16 rows.
-    void pack(int row, uint8_t* to) const {
-        constexpr int NUMBERS = TILE_WORDS * BF16::PACK;
-        const bf16* from = x_ + row * x_stride_;
-        to += row % TILE_ROWS * ROW_BYTES;
-        const int whole = linear_.inputs / NUMBERS * NUMBERS;
-        for (int i = 0; i < whole; i += NUMBERS, to += TILE_BYTES) store_as(to, load_as<Words>(from + i));
-        if (whole == linear_.inputs) return;
-        memset(to, 0, ROW_BYTES);
-        memcpy(to, from + whole, (linear_.inputs - whole) * sizeof(bf16));
-    }
 
     const Linear& linear_;
     const bf16* x_;
