@@ -82,7 +82,11 @@ class FusedSum:
         total_TE = x_TE.float()
         dist.all_reduce(total_TE, group=group)
         total_TE += residual_TE.float()
-        out_TE, _ = self._run(x_TE, residual_TE, torch.ones_like(x_TE[0]), _EPS, None, self._peers)
+        try:
+            out_TE, _ = self._run(x_TE, residual_TE, torch.ones_like(x_TE[0]), _EPS, None, self._peers)
+        except Exception as error:  # noqa: BLE001 - a launch that is refused is so on all ranks
+            log.info("sums and norms go one after the other, a kernel is refused: %s", error)
+            return False
         wanted_TE = total_TE * torch.rsqrt(total_TE.square().mean(-1, keepdim=True) + _EPS)
         return close(residual_TE, total_TE) and close(out_TE, wanted_TE)
 

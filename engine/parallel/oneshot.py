@@ -61,10 +61,15 @@ class OneShotSum:
         sum_into(place, x.view(-1), "sum", self._group_name, x.view(-1))
 
     def agrees_with_nccl(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        """Another torch may want other arguments, and refuse these: on all ranks, so that nobody waits."""
         ours = torch.randn(8, 1024, device=device, dtype=torch.bfloat16)
         theirs = ours.float()
-        self(ours)
         dist.all_reduce(theirs, group=group)
+        try:
+            self(ours)
+        except Exception as error:  # noqa: BLE001 - all works without it
+            log.info("sums go through NCCL alone, torch refuses %s: %s", KERNEL, error)
+            return False
         return torch.allclose(ours.float(), theirs, rtol=0.02, atol=0.05)
 
 

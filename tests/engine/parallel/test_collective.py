@@ -64,9 +64,15 @@ def wrong(x_TE, residual_TE, *rest, **options):
 def refused(*_, **options):
     raise OSError("no compiler")
 
+def unlaunchable(*_, compile_only=False, **options):
+    if not compile_only:
+        raise OSError("too many registers")
+
 def one_shot(rank, ranks):
     join(Layout(ranks, 1, rank), torch.device("cpu"), one_shot_file, ordered=True)
     group, cpu = dist.group.WORLD, torch.device("cpu")
+    oneshot.shared_memory = lambda *_: (torch.zeros(oneshot.BUFFER_BYTES, dtype=torch.uint8), None)
+    assert oneshot.OneShotSum.prepare(group, cpu) is None, "torch refuses its kernel here: no end of the load"
     ran = []
     def agrees(*_):
         ran.append(rank)
@@ -104,7 +110,7 @@ def fused(rank, ranks):
     together = join(Layout(ranks, 1, rank), torch.device("cpu"), fused_file, ordered=True)
     group, cpu = dist.group.WORLD, torch.device("cpu")
     x = torch.full((3, 1024), rank + 1.0).bfloat16()
-    for runs in ((right, right), (right, wrong), (refused, right)):
+    for runs in ((right, right), (right, wrong), (refused, right), (unlaunchable, unlaunchable)):
         fused_sum._over_symmetric_memory = lambda *_: (runs[rank], group)
         found = fused_sum.FusedSum.prepare(group, cpu)
         assert (found is None) == (runs != (right, right)), runs
