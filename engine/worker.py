@@ -7,6 +7,7 @@ with rank 0: at the end of the socket when it waits there, killed by the kernel 
 import argparse
 import logging
 import os
+import select
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from .parallel.start import connect
 
 _EXIT_LOAD_FAILED: Final = 3
 _EXIT_CRASHED: Final = 70  # EX_SOFTWARE
+_LAST_WORDS_SECONDS: Final = 5.0
 
 log = logging.getLogger("llmbox.engine")
 
@@ -70,7 +72,14 @@ def _run(link: Link) -> int:
     link.send(Frame("loaded", {"measured": share.measured, "backend": share.backend}).encode())
     ends = Ends(told.body["ends"]["memory"], {int(r): fd for r, fd in told.body["ends"]["peers"].items()})
     where = link.receive().body
-    rank.join(connect(layout, config, plan, ends, where["over"], Path(where["file"])))
+    try:
+        rank.join(connect(layout, config, plan, ends, where["over"], Path(where["file"])))
+    except EngineError as error:
+        log.error("%s", error)  # noqa: TRY400 - the message is the whole story
+        _refuse(link, error.code, str(error))
+        # Rank 0 fails of the same, or hears it: its words reach people, unless this end comes before them.
+        select.select([link], [], [], _LAST_WORDS_SECONDS)
+        return _EXIT_LOAD_FAILED
     link.send(Frame("joined").encode())
     _serve(link, share, answers=layout.rank == layout.answers)
     return 0

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 
@@ -33,6 +33,13 @@ class Loaded(Protocol):
     def measured(self) -> int | None: ...
     def finish(self, agree: Callable[[int], int]) -> tuple[Any, MemoryPlan]: ...
 
+
+_CHOICE: Final = "LLMBOX_RANKS"
+"""gloo: torch.distributed between CPUs. nccl: no kernels of ours between GPUs, nor torch's."""
+_NCCL_HINT: Final = (
+    ". NCCL_DEBUG=INFO in the daemon's environment tells more in the log; a container needs shared memory "
+    "(--shm-size 1g)"
+)
 
 L = TypeVar("L", bound=Loaded)
 Progress = Callable[[int, int], None]
@@ -122,18 +129,30 @@ def refuse_other_kernels(backends: Sequence[str]) -> None:
 def choose(plan: MemoryPlan) -> Over:
     if plan.device == "cuda":
         return "nccl"
-    return "gloo" if os.environ.get("LLMBOX_RANKS") == "gloo" else "mesh"
+    return "gloo" if os.environ.get(_CHOICE) == "gloo" else "mesh"
 
 
 def connect(
     layout: Layout, config: EngineConfig, plan: MemoryPlan, ends: Ends, over: Over, file: Path
 ) -> Collective:
-    """Called by every rank."""
+    """Called by every rank. Raises DeviceError."""
     if over == "mesh":
         return MeshCollective(layout, ends)
     ends.close()
-    if over == "gloo":
-        return join(layout, torch.device("cpu"), file, ordered=True)
-    joined = are_joined([plan.gpus[rank] for rank in layout.stage_ranks], cuda_machine().nvlink)
+    try:
+        return join_gpus(layout, config, plan, file) if over == "nccl" else join_cpus(layout, file)
+    except RuntimeError as error:  # of torch.distributed, what is below it, or CUDA
+        words = " ".join(str(error).split())
+        hint = _NCCL_HINT if over == "nccl" else ""
+        raise DeviceError(f"rank {layout.rank} cannot meet the others over {over}: {words}{hint}") from error
+
+
+def join_cpus(layout: Layout, file: Path) -> Collective:
+    return join(layout, torch.device("cpu"), file, ordered=True)
+
+
+def join_gpus(layout: Layout, config: EngineConfig, plan: MemoryPlan, file: Path) -> Collective:
+    peers = are_joined([plan.gpus[rank] for rank in layout.stage_ranks], cuda_machine().nvlink)
+    joined = peers and os.environ.get(_CHOICE) != "nccl"
     device = torch.device("cuda", plan.gpus[layout.rank])
     return join(layout, device, file, ordered=config.deterministic, joined=joined)

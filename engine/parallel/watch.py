@@ -23,8 +23,10 @@ TICK: Final = 1.0
 STOPPED_TICKS: Final = 5
 """Of a rank in state T (SIGSTOP), with the same step under way."""
 STILL_TICKS: Final = 30
-"""In the same step without processor time of any rank. On GPUs a waiting rank uses some: there NCCL's own
-watchdog ends the process (`group.STUCK_SECONDS`)."""
+"""In the same step in which no rank computes. On GPUs this is all there is: NCCL's own watchdog
+(`group.STUCK_SECONDS`) knows nothing of what graphs exchange."""
+_IDLE_TICKS: Final = 2
+# Hundredths of a second that a rank uses while it waits: threads of NCCL look around, and so does this one.
 _CRASHED: Final = 70
 _EXPLANATION_SECONDS: Final = 1.0
 _LOST_SECONDS: Final = 15.0
@@ -147,6 +149,7 @@ class _Look:
         """`ranks`: by process id, those after the first."""
         self.step = step
         states = {rank: read_state(pid) for pid, rank in {os.getpid(): 0, **ranks}.items()}
+        self._ranks = len(states)
         known = {rank: state for rank, state in states.items() if state is not None}
         self._stopped = [rank for rank, state in known.items() if state.is_stopped]
         self._waits_for_machine = any(state.waits_for_machine for state in known.values())
@@ -159,8 +162,8 @@ class _Look:
             return
         if self._stopped:
             self.stopped = before.stopped + 1
-        # The watching itself costs a hundredth of a second now and then.
-        if self._used <= before._used + 1 and not self._waits_for_machine:  # noqa: SLF001 - the same class
+        idle = self._used <= before._used + _IDLE_TICKS * self._ranks  # noqa: SLF001 - the same class
+        if idle and not self._waits_for_machine:
             self.still = before.still + 1
 
     @property

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from llmbox.engine.ending import finish
-from llmbox.engine.errors import EngineError
+from llmbox.engine.errors import DeviceError, EngineError
 from llmbox.engine.parallel import crew, roll_call
 from llmbox.engine.parallel.link import RankLost
 from llmbox.engine.repacked import environment, source
@@ -76,6 +76,26 @@ def test_a_rank_that_fails_is_told_and_takes_the_load_with_it(model, workers, ch
     with pytest.raises(EngineError, match=words) as failed:
         load(model, **cut)
     assert failed.value.code == RankLost.code
+    assert not children()
+
+
+def test_ranks_that_cannot_meet_say_why(model, children, monkeypatch):
+    """torch.distributed fails on all of them, as NCCL does where there is too little shared memory."""
+    monkeypatch.setenv("LLMBOX_RANKS", "gloo")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    with pytest.raises(DeviceError, match=r"rank 0 cannot meet .* over gloo: .*none0"):
+        load(model, tp=2)
+    assert not children()
+
+
+def test_a_worker_that_cannot_meet_the_others_says_why(model, workers, children):
+    workers(
+        "from llmbox.engine.errors import DeviceError; from llmbox.engine.parallel import start; "
+        "start.MeshCollective = lambda *_: (_ for _ in ()).throw(DeviceError('no way to rank 0'))"
+    )
+    with pytest.raises(EngineError, match="rank 1: no way to rank 0") as failed:
+        load(model, tp=2)
+    assert failed.value.code == DeviceError.code
     assert not children()
 
 

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DeviceError
@@ -47,3 +48,44 @@ def test_ranks_on_gpus_that_run_other_kernels_do_not_meet(monkeypatch, device, b
     else:
         assert ranks.load(lambda *_: mine, lambda *_: None) == (mine, None)
     assert (bool(met), crew.closed) == (not refused, int(refused))
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """-> what `join` was asked for; it raises what is in `failing`."""
+    told = SimpleNamespace(options=None, failing=None)
+
+    def join(*_, **options):
+        told.options = options
+        if told.failing is not None:
+            raise told.failing
+        return "collective"
+
+    monkeypatch.setattr(start, "join", join)
+    monkeypatch.setattr(start, "cuda_machine", lambda: SimpleNamespace(nvlink=(frozenset({0, 1}),)))
+    return told
+
+
+def connect():
+    config, plan = EngineConfig(model_path="none", name="m"), SimpleNamespace(gpus=(1, 0))
+    return start.connect(Layout(2, 1, 1), config, plan, SimpleNamespace(close=lambda: None), "nccl", "file")
+
+
+@pytest.mark.parametrize(("chosen", "joined"), [(None, True), ("gloo", True), ("nccl", False)])
+def test_kernels_between_peers_can_be_left_out(two_gpus, monkeypatch, chosen, joined):
+    monkeypatch.delenv("LLMBOX_RANKS", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("LLMBOX_RANKS", chosen)
+    assert connect() == "collective"
+    assert two_gpus.options == {"ordered": False, "joined": joined}
+
+
+def test_what_nccl_says_is_told_in_one_line_with_what_to_do(two_gpus):
+    two_gpus.failing = torch.distributed.DistBackendError("unhandled system error\nLast error:\nno /dev/shm")
+    with pytest.raises(DeviceError) as failed:
+        connect()
+    told = str(failed.value)
+    assert told.startswith(
+        "rank 1 cannot meet the others over nccl: unhandled system error Last error: no /dev/shm. NCCL_DEBUG"
+    )
+    assert "--shm-size" in told

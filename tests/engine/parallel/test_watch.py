@@ -119,6 +119,20 @@ def test_a_rank_that_gets_no_core_is_not_one_that_stands_still(start, monkeypatc
     watch.close()
 
 
+@pytest.mark.parametrize(("each", "ends"), [(1, True), (10, False)])
+def test_ranks_whose_libraries_look_around_stand_still(start, monkeypatch, each, ends):
+    """NCCL's threads do, whose own watchdog does not see what graphs exchange."""
+    used = iter(range(0, 1 << 20, each))
+    monkeypatch.setattr(watch_module, "STILL_TICKS", 3)
+    monkeypatch.setattr(watch_module, "read_state", lambda _: ProcessState("S", next(used)))
+    seen = Ends()
+    watch = Watch([start()], seen, TICK)
+    with watch.step():
+        seen.called.wait(PATIENCE if ends else 20 * TICK)
+    assert seen.calls == [("no rank has used the processor for a while in one step", False)] * ends
+    watch.close()
+
+
 def test_long_steps_of_work_and_rest_between_steps_are_fine(start, monkeypatch):
     monkeypatch.setattr(watch_module, "STILL_TICKS", 4)
     ends = Ends()
