@@ -183,9 +183,19 @@ def memory_budget(device: torch.device) -> MemoryBudget:
     if device.type == "cuda":
         if machine.gpus:  # torch would open the first one, which may not be ours in the end
             return MemoryBudget.of(machine, "cuda")
-        free, _total = torch.cuda.mem_get_info(device)  # all there is to know; plans have the context in them
-        return MemoryBudget(device="cuda", available=free + CUDA_CONTEXT, cores=machine.cpu.cores)
+        return _without_nvml(device, machine.cpu.cores)
     return replace(MemoryBudget.of(machine, "cpu"), native_kernels=native_ready())
+
+
+def _without_nvml(device: torch.device, cores: int) -> MemoryBudget:
+    """What CUDA tells, as in a container without the driver's `utility` part. Plans have the context in them.
+
+    Of GPUs after the first it is all of their memory: to ask for what is free would take some of it there.
+    """
+    free, _total = torch.cuda.mem_get_info(device)
+    others = range(1, torch.cuda.device_count())
+    more = tuple(int(torch.cuda.get_device_properties(number).total_memory) for number in others)
+    return MemoryBudget(device="cuda", available=free + CUDA_CONTEXT, cores=cores, more_gpus=more)
 
 
 def backend(

@@ -6,7 +6,6 @@
 import os
 import platform
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -132,12 +131,12 @@ def read_gpus() -> tuple[tuple[Gpu, ...], str | None]:
     except Exception as error:  # noqa: BLE001 - NVML fails in many ways; all of them mean "no GPU"
         return (), f"NVIDIA driver not usable: {error}"
     try:
-        found = [_read_gpus(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
-        gpus = _visible(list(chain.from_iterable(found)))
+        found = _all_gpus(pynvml)
     except pynvml.NVMLError as error:
         return (), f"NVIDIA driver does not answer: {error}"
     finally:
         pynvml.nvmlShutdown()
+    gpus = _visible(found)
     return gpus, None if gpus else "no NVIDIA device is visible (see CUDA_VISIBLE_DEVICES)"
 
 
@@ -150,6 +149,20 @@ def name_gpus() -> None:
     gpus, _ = read_gpus()
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in gpus)
+
+
+def _all_gpus(nvml: Any) -> list[Gpu]:
+    """Those that answer: one that was lost takes no other with it. Raises NVMLError where none does."""
+    found: list[Gpu] = []
+    problem: Exception | None = None
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            found += _read_gpus(nvml, index)
+        except nvml.NVMLError as error:
+            problem = error
+    if problem is not None and not found:
+        raise problem
+    return found
 
 
 def _read_gpus(nvml: Any, index: int) -> list[Gpu]:

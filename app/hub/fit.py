@@ -177,8 +177,14 @@ def _told_of_experts(config: ModelConfig) -> tuple[str, ...]:
     return (told,)
 
 
+def _slowest(plan: MemoryPlan, machine: Machine, bandwidth: float) -> float:
+    """Of the memories that the ranks are in, which wait for each other: GPUs of one box may differ."""
+    told = (machine.gpus[gpu].bandwidth for gpu in plan.gpus)
+    return min(filter(None, told), default=bandwidth)
+
+
 def _speed(config: ModelConfig, plan: MemoryPlan, machine: Machine, bandwidth: float) -> Speed:
-    shape = config.shape()
+    shape, bandwidth = config.shape(), _slowest(plan, machine, bandwidth)
     streams = max(1, min(plan.max_running, int(plan.max_concurrency * 4)))
     context = plan.context // 4
 

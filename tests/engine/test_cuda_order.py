@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from llmbox.engine import cuda_order, loader
+from llmbox.engine.config import EngineConfig
 from llmbox.engine.cuda_order import cuda_machine, in_order
+from llmbox.engine.estimator import estimate
 from llmbox.engine.machine import Gpu, Machine, read_machine
 from llmbox.engine.memory_use import CUDA_CONTEXT
+from support.shapes import LLAMA_3_8B
 
 
 def machine(*uuids, nvlink=()):
@@ -58,6 +61,23 @@ def test_no_gpu_is_opened_to_measure_it_where_nvml_tells(monkeypatch, count, fre
     asked = []
     monkeypatch.setattr(loader, "cuda_machine", lambda: machine(*["GPU-a", "GPU-b"][:count]))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(device) or (70, 100))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     found = loader.memory_budget(torch.device("cuda"))
     assert (found.available, len(found.more_gpus)) == (free, max(0, count - 1))
     assert len(asked) == opened
+
+
+def test_without_nvml_cuda_tells_of_the_other_gpus(monkeypatch):
+    """Several ranks can be asked for, and are chosen in stages where one GPU is too small."""
+    monkeypatch.setattr(loader, "cuda_machine", machine)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (12 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=(12 + number) << 30)
+    )
+    found = loader.memory_budget(torch.device("cuda"))
+    assert (found.more_gpus, found.nvlink) == ((13 << 30, 14 << 30), ())
+    asked = EngineConfig(model_path="none", name="m", tp=2)
+    assert estimate(LLAMA_3_8B, found, asked).gpus == (0, 1)
+    alone = estimate(LLAMA_3_8B, found, EngineConfig(model_path="none", name="m"))
+    assert (alone.tp, alone.pp, alone.gpus) == (1, 2, (0, 1))

@@ -212,3 +212,16 @@ def test_a_failing_driver_means_no_gpu_and_a_reason(gpus, call):
     found, reason = gpus(**{call: None})
     assert found == ()
     assert "Unknown Error" in reason
+
+
+def test_a_lost_gpu_takes_no_other_with_it(gpus):
+    def memory(handle):
+        if handle == 1:
+            raise NVMLError("GPU is lost")
+        return SimpleNamespace(total=100, free=90)
+
+    found, reason = gpus(count=3, nvmlDeviceGetMemoryInfo=memory)
+    assert [gpu.name for gpu in found] == ["GPU 0", "GPU 2"]
+    assert reason is None
+    found, _ = gpus("2,0", count=3, nvmlDeviceGetMemoryInfo=memory)
+    assert [gpu.name for gpu in found] == ["GPU 2", "GPU 0"], "by the numbers of nvidia-smi, as before"

@@ -24,7 +24,7 @@ NAME = "org/little"
 MACHINE = Machine(
     Cpu("test", 4, 8, ()), Memory(16_000_000_000, 12_000_000_000, limited_by_cgroup=False), (), "none"
 )
-GPU = Gpu(0, "Test GPU", "GPU-0", 24_000_000_000, 23_000_000_000, 1e12)
+GPU = Gpu(0, "Test GPU", "GPU-0", 24_000_000_000, 23_000_000_000, 1e10)
 
 
 @pytest.fixture
@@ -158,6 +158,13 @@ def test_slow_links_cost_speed_and_ranks_on_a_cpu_gain_none(hub: StubHub):
     on_cpu = verdict(found, roomy, device="cpu", tp=2)
     assert on_cpu.speed is not None
     assert on_cpu.speed.scaling <= 1.0
+
+
+def test_ranks_on_unequal_gpus_are_as_fast_as_the_slowest(hub: StubHub):
+    found, equal = big(hub), gpus(3)
+    unequal = replace(equal, gpus=(*equal.gpus[:1], replace(equal.gpus[1], bandwidth=3e9), *equal.gpus[2:]))
+    speeds = [verdict(found, machine, tp=2).speed for machine in (equal, unequal)]
+    assert [speed.bandwidth for speed in speeds if speed is not None] == [1e10, 3e9]
 
 
 def test_what_cannot_be_cut_says_how_it_can(hub: StubHub):
