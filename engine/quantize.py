@@ -1,8 +1,8 @@
 """Rounds a checkpoint's weights to integers, once: a directory that loads by itself, and a report.
 
-`python -P -m llmbox.engine.quantize SOURCE OUT FORMAT [--calibrate] [--eval FILE] [--threads N]` writes one
-JSON object a line to stdout: {"writing": [done, total]}… and {"progress": [done, total]}…, then
-{"report": …} or {"error": {"code", "message"}}. The format is described in `rounded.py`.
+`python -P -m llmbox.engine.quantize SOURCE OUT FORMAT [--calibrate] [--eval FILE] [--threads N]` tells
+what it does as `job.py` says: {"writing": [done, total]}… and {"progress": [done, total]}…, then a `Report`.
+The format is described in `rounded.py`.
 
 How weights are rounded is decided by the kernels alone (`Packing.round`): a checkpoint made here holds the
 very integers that `--quant` would make at load. With `--calibrate` the model first writes a text, and what
@@ -11,13 +11,11 @@ its linears met in it decides about the layers' integers (`kernels/reference/fee
 
 import argparse
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,10 +26,12 @@ from llmbox.kernels.reference import REFERENCE
 
 from .calibration import Calibration
 from .checkpoint import INDEX, list_tensors
-from .errors import DeviceError, EngineError, ModelError
+from .errors import DeviceError, ModelError
+from .job import Tell, told
 from .json_file import read_json
 from .loader import load_engine
 from .machine import read_cpu
+from .made_whole import made_whole, require_space
 from .model_config import ModelConfig, parse_config
 from .models import build_model
 from .own_text import write_text
@@ -89,20 +89,10 @@ def quantize(
             "a text meets some experts hardly ever, so their weights cannot be calibrated with it: quantise "
             "without --calibrate"
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ModelError(f"{out} is there already: choose another place with --out")
-    require_space(out.parent, config, quant)
-    part = out.with_name(f".{out.name}.part-{os.getpid()}")
-    try:
-        part.mkdir(parents=True)
+    require_space(out, bytes_at_most(config, quant))
+    with made_whole(out) as part:
         sequences = [] if writing is None else write_text(source, threads, writing)
-        report = write(source, part, config, quant, threads, progress, sequences)
-        if out.is_dir():
-            out.rmdir()
-        part.rename(out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return report
+        return write(source, part, config, quant, threads, progress, sequences)
 
 
 def write(
@@ -128,7 +118,6 @@ def write(
     raw = read_json(source / "config.json")
     raw["quantization_config"] = entry_in_config(quant)
     (part / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-    sync(part)
     worst = sorted(quantizer.errors, key=lambda each: -each.relative)[:WORST]
     return Report(
         format=quant.name,
@@ -151,15 +140,10 @@ def packing_for(quant: Quant, dtype: torch.dtype, threads: int) -> Packing:
     return packing
 
 
-def require_space(folder: Path, config: ModelConfig, quant: Quant) -> None:
-    """An upper bound: all weights with a byte or half of one, tables and norms as they were."""
-    while not folder.exists():
-        folder = folder.parent
+def bytes_at_most(config: ModelConfig, quant: Quant) -> int:
+    """All weights with a byte or half of one, tables and norms as they were."""
     tables = config.vocab_size * config.hidden_size * 2
-    need = int(config.num_parameters * quant.bytes_per_weight) + tables * 4 + DISK_RESERVE
-    free = shutil.disk_usage(folder).free
-    if free < need:
-        raise ModelError(f"{folder} has {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB are needed")
+    return int(config.num_parameters * quant.bytes_per_weight) + tables * 4 + DISK_RESERVE
 
 
 def take_along(source: Path, target: Path) -> None:
@@ -172,15 +156,6 @@ def take_along(source: Path, target: Path) -> None:
     if (source / POOLING_FILE).is_file():
         (target / POOLING_FILE).parent.mkdir()
         shutil.copyfile(source / POOLING_FILE, target / POOLING_FILE)
-
-
-def sync(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def measure(source: Path, out: Path, text: Path, threads: int, report: Report) -> None:
@@ -199,11 +174,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=read_cpu().cores)
     options = parser.parse_args()
 
-    def tell(message: dict[str, Any]) -> None:
-        sys.stdout.write(json.dumps(message) + "\n")
-        sys.stdout.flush()
-
-    try:
+    def work(tell: Tell) -> Report:
         report = quantize(
             options.source,
             options.out,
@@ -214,11 +185,9 @@ def main() -> int:
         )
         if options.eval is not None:
             measure(options.source, options.out, options.eval, options.threads, report)
-    except (EngineError, OSError, ValueError) as error:
-        tell({"error": {"code": getattr(error, "code", "failed"), "message": str(error)}})
-        return 1
-    tell({"report": asdict(report)})
-    return 0
+        return report
+
+    return told(work)
 
 
 if __name__ == "__main__":

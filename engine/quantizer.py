@@ -1,6 +1,7 @@
 """Rounds what a model asks for, as its place in the model wants, and writes it. See `quantize.py`."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from .parallel.rank import ALONE, Rank
 from .rounded import SCALE, STEP, format_of
 from .rounded_parts import stored_codes
 from .shards import ShardWriter
-from .weights import Asked, Checkpoint
+from .weights import Asked
 
 ROWS_AT_ONCE = 4096
 """Of a weight in float32: a whole head would be gigabytes."""
@@ -32,14 +33,28 @@ class TensorError:
     """The same with each weight's error counted as the search for scales counts it (`importance`)."""
 
 
+class Tensors(Protocol):
+    """Whole tensors by name, each taken once: `weights.Checkpoint`, or a GGUF file's."""
+
+    dtype: torch.dtype
+    """Of what is not rounded."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+    def skip(self, name: str) -> None: ...
+    def finish(self) -> None: ...
+
+
 class Quantizer:
-    """A `weights.Source` that writes what the model asks for, rounded as its place in the model wants."""
+    """A `weights.Source` that writes what the model asks for, rounded as its place in the model wants.
+
+    Without `quant` and `packing` nothing is rounded.
+    """
 
     def __init__(
         self,
-        source: Checkpoint,
-        quant: Quant,
-        packing: Packing,
+        source: Tensors,
+        quant: Quant | None,
+        packing: Packing | None,
         out: ShardWriter,
         calibration: Calibration | None = None,
     ) -> None:
@@ -64,7 +79,7 @@ class Quantizer:
         return vector
 
     def packed(self, asked: Asked) -> PackedLinear:
-        quant = format_of(self._quant, asked.kind)
+        quant = None if self._quant is None else format_of(self._quant, asked.kind)
         feedback = None
         if self._calibration is not None and asked.kind == "linear":
             feedback = Feedback.of(self._calibration.moment(asked.name))
@@ -86,9 +101,10 @@ class Quantizer:
 
     def _keep(self, name: str, tensor: Tensor) -> None:
         self.kept += 1
-        self._out.add({name: tensor})
+        self._out.add({name: tensor.to(self._source.dtype)})
 
     def _round(self, name: str, weight_OI: Tensor, quant: Quant, feedback: Feedback | None) -> None:
+        assert self._packing is not None
         nearest = self._packing.round if feedback is None else feedback.round
         rounded = nearest(quant, weight_OI)
         self._out.add({name: stored_codes(rounded), name + SCALE: rounded.scales_OG})

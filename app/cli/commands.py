@@ -12,6 +12,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "fit": (".fit:fit", "Say whether a model fits, before anything is downloaded."),
     "pull": (".pull:pull", "Fetch a model from the hub."),
     "adopt": (".library:adopt", "Use models where they are, without a copy."),
+    "import": (
+        ".import_gguf:import_gguf",
+        "Make a model folder of a GGUF file (llama.cpp, Ollama, LM Studio).",
+    ),
     "ls": (".models:ls", "List the models on disk."),
     "show": (".models:show", "Show what is known of one model."),
     "rm": (".library:rm", "Delete models from this disk."),

@@ -1,11 +1,5 @@
 """`llmbox quantize`: a checkpoint of integer weights from one of floats."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +7,12 @@ import click
 
 from llmbox.engine.rounded import FORMATS
 
-from ..daemon.launching import with_caches
-from ..errors import CliError, Exit
-from ..settings import CacheSettings
 from . import output
+from .engine_job import run_job
 from .lazy import Command
 from .program import Program, pass_program
 
 WORST_SHOWN = 5
-EXITS = {"does_not_fit": Exit.DOES_NOT_FIT, "bad_model": Exit.FAILED}
 
 
 @click.command(cls=Command)
@@ -74,56 +65,19 @@ def quantize(
         arguments += ["--eval", str(text.absolute())]
     if threads is not None:
         arguments += ["--threads", str(threads)]
-    report = _run(program, arguments)
+    module = "llmbox.engine.quantize"
+    report = run_job(program, module, arguments, failed="not quantised", words=_words)
     if as_json:
         output.write_json("quantize", {"model": ref.name, "out": str(target), **report})
     else:
         _print(report, target)
 
 
-def _run(program: Program, arguments: Sequence[str]) -> dict[str, Any]:
-    """In a process of its own, as the command line imports no torch. It ends when we are interrupted."""
-    from llmbox.engine.spawn import Launch
-
-    launch = with_caches(Launch(), program.paths, CacheSettings(repacked_gb=0))
-    process = subprocess.Popen(  # noqa: S603 - our own program
-        [sys.executable, "-P", "-m", "llmbox.engine.quantize", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, **launch.env},
-        text=True,
-    )
-    line = output.ProgressLine()
-    try:
-        assert process.stdout is not None
-        for message in _messages(process.stdout):
-            if "progress" in message:
-                done, total = message["progress"]
-                line.update(f"rounded {done / max(1, total):.0%} of {output.size(total)}")
-            elif "writing" in message:
-                done, total = message["writing"]
-                line.update(f"the model has written {done / max(1, total):.0%} of a text to learn from")
-            elif "error" in message:
-                code, why = message["error"]["code"], message["error"]["message"]
-                raise CliError("not quantised", why, "llmbox ls", EXITS.get(code, Exit.FAILED))
-            else:
-                report: dict[str, Any] = message["report"]
-                return report
-    finally:
-        line.close()
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-        _, told = process.communicate()
-    last = told.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
-    raise CliError("not quantised", last[0], "llmbox doctor", Exit.FAILED)
-
-
-def _messages(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        if line.startswith("{"):
-            message: dict[str, Any] = json.loads(line)
-            yield message
+def _words(what: str, done: int, total: int) -> str:
+    share = f"{done / max(1, total):.0%}"
+    if what == "writing":
+        return f"the model has written {share} of a text to learn from"
+    return f"rounded {share} of {output.size(total)}"
 
 
 def _print(report: dict[str, Any], target: Path) -> None:

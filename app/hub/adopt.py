@@ -35,7 +35,7 @@ def find_adoptable(place: Path) -> list[Adoptable]:
     why = "no config.json with *.safetensors in it or below it"
     raise CliError(
         f"{folder} holds no model that can be served",
-        why + ("; GGUF files are not read" if other else ""),
+        why + ("; of GGUF files `llmbox import FILE` makes such a folder" if other else ""),
         "name a Hugging Face cache, or a folder with config.json, *.safetensors and tokenizer.json",
         Exit.NOT_FOUND,
     )

@@ -1,0 +1,206 @@
+"""The tokenizer and chat template that a GGUF file carries, as the files of a model directory.
+
+Keys and kinds: the GGUF specification (docs/gguf.md of ggml). How texts are cut before byte pairs are
+merged is said by a name only, `tokenizer.ggml.pre`. What the names mean is in llama.cpp's src/llama-
+vocab.cpp; what is built here is the tokenizer.json of the models that they come from.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from llmbox.engine.errors import ModelError
+
+_GPT4 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_PATTERNS: Final = {
+    "llama-bpe": _GPT4.format(digits=r"\p{N}{1,3}"),
+    "qwen2": _GPT4.format(digits=r"\p{N}"),
+    "tekken": _TEKKEN,
+}
+_ALIASES: Final = {
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "deepseek-r1-qwen": "qwen2",
+    "gpt-2": "default",
+}
+_BY_DIGIT: Final = {"smollm", "starcoder", "refact", "command-r"}
+"""Digits one by one, then as GPT-2."""
+_WORDS_FIRST: Final = {"llama-bpe", "tekken"}
+"""A word of the vocabulary is taken whole, however its pieces would merge."""
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+SPACE: Final = "▁"
+
+
+def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
+    """tokenizer.json and tokenizer_config.json of a file's metadata. Raises ModelError."""
+    words = _Words(metadata)
+    tokenizer = _of_bytes(words) if words.kind == "gpt2" else _of_pieces(words)
+    tokenizer.add_special_tokens(
+        [AddedToken(word, normalized=False) for word in words.of_kind(_CONTROL, _UNKNOWN)]
+    )
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words.of_kind(_USER)])
+    if (begin := words.begin) is not None:
+        added = processors.TemplateProcessing(
+            single=f"{begin} $A",
+            pair=f"{begin} $A {begin} $B",
+            special_tokens=[(begin, words.words.index(begin))],
+        )
+        tokenizer.post_processor = added
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(words.config, indent=2) + "\n", encoding="utf-8")
+
+
+class _Words:
+    """What the metadata says of the vocabulary, checked."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self._metadata = metadata
+        self.kind = self._get("model")
+        if self.kind not in ("gpt2", "llama"):
+            raise _unknown(f"its tokenizer is of kind {self.kind!r}, only gpt2 and llama can be read")
+        self.words = self._list("tokens", str)
+        self.kinds = self._list("token_type", int) or [_NORMAL] * len(self.words)
+        self.merges = self._list("merges", str)
+        self.scores = self._list("scores", float)
+        if not self.words or len(self.kinds) != len(self.words) or len(set(self.words)) != len(self.words):
+            raise _unknown("its vocabulary has no words, a word twice, or not one kind for each")
+
+    @property
+    def pre(self) -> str:
+        name = self._get("pre") or "default"
+        return _ALIASES.get(name, name)
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Without words that only make the table round."""
+        kinds = zip(self.words, self.kinds, strict=True)
+        return {word: i for i, (word, kind) in enumerate(kinds) if kind != _UNUSED}
+
+    @property
+    def begin(self) -> str | None:
+        """The token that texts begin with, if they do."""
+        does = self._get("add_bos_token")
+        if does is None:
+            does = self.kind == "llama" or self.pre in _WORDS_FIRST
+        return self.named("bos") if does else None
+
+    @property
+    def space_prefix(self) -> bool:
+        return self._get("add_space_prefix") is not False
+
+    @property
+    def config(self) -> dict[str, Any]:
+        names = {f"{name}_token": self.named(key) for name, key in _NAMED.items()}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "add_bos_token": self.begin is not None,
+            **names,
+        }
+        template = self._metadata.get("tokenizer.chat_template")
+        return config | ({"chat_template": template} if isinstance(template, str) else {})
+
+    def named(self, name: str) -> str | None:
+        number = self._get(f"{name}_token_id")
+        return self.words[number] if isinstance(number, int) and 0 <= number < len(self.words) else None
+
+    def of_kind(self, *kinds: int) -> list[str]:
+        return [word for word, kind in zip(self.words, self.kinds, strict=True) if kind in kinds]
+
+    def _get(self, key: str) -> Any:
+        return self._metadata.get(f"tokenizer.ggml.{key}")
+
+    def _list(self, key: str, kind: type) -> list[Any]:
+        value = self._get(key) or []
+        if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
+            raise _unknown(f"tokenizer.ggml.{key} is no list of what it should be")
+        return value
+
+
+_NAMED: Final = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+
+def _of_bytes(words: _Words) -> Tokenizer:
+    """Byte pairs, merged in the order of their list (GPT-2's way)."""
+    merges = [tuple(each.split(" ", 1)) for each in words.merges]
+    try:
+        model = models.BPE(words.vocabulary, merges, ignore_merges=words.pre in _WORDS_FIRST)
+    except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+        raise _unknown(
+            f"its merges and its words are not of one vocabulary ({str(error).splitlines()[0]})"
+        ) from None
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.ByteLevel()
+    if words.pre in _PATTERNS:
+        cut = pre_tokenizers.Split(Regex(_PATTERNS[words.pre]), "isolated")
+        tokenizer.pre_tokenizer = _sequence(cut, use_regex=False)
+    elif words.pre in _BY_DIGIT:
+        tokenizer.pre_tokenizer = _sequence(pre_tokenizers.Digits(individual_digits=True), use_regex=True)
+    elif words.pre == "default":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        raise _unknown(f"it cuts texts by the rules of {words.pre!r}, which are not known here")
+    if words.pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _sequence(first: Any, *, use_regex: bool) -> Any:
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    return pre_tokenizers.Sequence([first, bytes_])
+
+
+def _of_pieces(words: _Words) -> Tokenizer:
+    """Pieces of SentencePiece: neighbours merge to the best scored piece; what none has is spelt in bytes."""
+    if len(words.scores) != len(words.words):
+        raise _unknown("its pieces have no scores")
+    unknown = words.of_kind(_UNKNOWN)
+    model = models.BPE(
+        words.vocabulary,
+        merges_of(words.vocabulary, words.scores),
+        unk_token=unknown[0] if unknown else None,
+        fuse_unk=True,
+        byte_fallback=_BYTE in words.kinds,
+    )
+    tokenizer = Tokenizer(model)
+    spaces: list[Any] = [normalizers.Replace(" ", SPACE)]
+    strip: list[Any] = []
+    if words.space_prefix:
+        spaces.insert(0, normalizers.Prepend(SPACE))
+        strip = [decoders.Strip(" ", 1, 0)]
+    tokenizer.normalizer = normalizers.Sequence(spaces)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def merges_of(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """All pairs of pieces that make a piece, best scored pieces first; of its pairs the earliest pieces."""
+    found = []
+    for piece, number in vocabulary.items():
+        for cut in range(1, len(piece)):
+            left, right = vocabulary.get(piece[:cut]), vocabulary.get(piece[cut:])
+            if left is not None and right is not None:
+                found.append((-scores[number], number, left, right, cut))
+    found.sort()
+    names = list(vocabulary)
+    by_number = dict(zip(vocabulary.values(), names, strict=True))
+    return [(by_number[left], by_number[right]) for _, _, left, right, _ in found]
+
+
+def _unknown(why: str) -> ModelError:
+    return ModelError(
+        f"the tokenizer cannot be read from the file: {why}; --tokenizer FOLDER takes that of a folder with "
+        "the original model's tokenizer.json"
+    )

@@ -1,0 +1,132 @@
+"""Makes a checkpoint of safetensors of a GGUF file: a directory that loads by itself, and a report.
+
+`python -P -m llmbox.engine.gguf.convert FILE OUT FORMAT [--beside FOLDER] [--threads N]` tells what it does
+as `job.py` says: {"progress": [done, total]}…, then a `Report`. FORMAT is none or one of `quantize.py`'s.
+What is in FOLDER, which are files of the tokenizer, goes into OUT.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from llmbox.kernels.quant import QUANTS, Quant
+
+from ..checkpoint import list_tensors
+from ..job import Tell, told
+from ..machine import read_cpu
+from ..made_whole import made_whole, require_space
+from ..model_config import parse_config
+from ..models import build_model
+from ..quantize import DISK_RESERVE, Progress, packing_for
+from ..quantizer import Quantizer
+from ..rounded import FORMATS, entry_in_config
+from ..shards import ShardWriter
+from .blocks import dequantise
+from .file import BLOCKS, Gguf, read_gguf
+from .settings import config_of, dtype_of, generation_of
+from .tensors import GgufTensors
+
+
+@dataclass(slots=True)
+class Report:
+    format: str
+    """none: nothing was rounded again."""
+    bytes_before: int
+    bytes_after: int
+    relative: float
+    """Error of rounding beside the file's weights, by their norm."""
+    tensors: int
+    kept: int
+
+
+def convert(
+    gguf: Gguf, out: Path, quant: Quant | None, beside: Path | None, threads: int, progress: Progress
+) -> Report:
+    """Writes `out`, which must not exist, in one move at the end. Raises EngineError and OSError."""
+    raw = config_of(gguf, rope_factors(gguf))
+    require_space(out, bytes_at_most(gguf, quant))
+    with made_whole(out) as part:
+        (part / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+        config = parse_config(part)
+        packing = None if quant is None else packing_for(quant, torch.float32, threads)
+        torch.set_num_threads(threads)  # the kernels have left torch one
+        shards = ShardWriter(part)
+        tensors = GgufTensors(gguf, own_order(gguf, config.num_heads, config.num_kv_heads), progress)
+        quantizer = Quantizer(tensors, quant, packing, shards)
+        build_model(config, quantizer, quant)
+        shards.finish()
+        if quant is not None:
+            raw["quantization_config"] = entry_in_config(quant)
+            (part / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+        (part / "generation_config.json").write_text(
+            json.dumps(generation_of(gguf), indent=2) + "\n", encoding="utf-8"
+        )
+        if beside is not None:
+            shutil.copytree(beside, part, dirs_exist_ok=True)
+        return Report(
+            format="none" if quant is None else quant.name,
+            bytes_before=sum(entry.nbytes for entry in gguf.tensors.values()),
+            bytes_after=sum(entry.nbytes for entry in list_tensors(part).values()),
+            relative=quantizer.relative,
+            tensors=len(quantizer.errors),
+            kept=quantizer.kept,
+        )
+
+
+def own_order(gguf: Gguf, heads: int, kv_heads: int) -> dict[str, int]:
+    """Tensors whose rows llama.cpp's converter reorders: its `llama` rotates neighbours, others do not."""
+    return {"attn_q": heads, "attn_k": kv_heads} if gguf.architecture == "llama" else {}
+
+
+def rope_factors(gguf: Gguf) -> list[float] | None:
+    entry = gguf.tensors.get("rope_freqs.weight")
+    if entry is None:
+        return None
+    with entry.file.open("rb") as stream:
+        stream.seek(entry.offset)
+        raw = torch.frombuffer(bytearray(stream.read(entry.nbytes)), dtype=torch.uint8)
+    factors: list[float] = dequantise(entry.dtype, raw).tolist()
+    return factors
+
+
+def bytes_at_most(gguf: Gguf, quant: Quant | None) -> int:
+    """What is not rounded takes two bytes a weight as bfloat16, four of a table beside rounded linears."""
+    entries = gguf.tensors.values()
+    weights = sum(entry.nbytes // BLOCKS[entry.dtype][1] * BLOCKS[entry.dtype][0] for entry in entries)
+    wide = 4.0 if dtype_of(gguf) == "float32" else 2.0
+    if quant is None:
+        return int(weights * wide) + DISK_RESERVE
+    tables = 2 * prod(gguf.tensors["token_embd.weight"].shape)
+    return int(weights * quant.bytes_per_weight + tables * wide) + DISK_RESERVE
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="llmbox import")
+    parser.add_argument("source", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("format", choices=("none", *FORMATS))
+    parser.add_argument("--beside", type=Path)
+    parser.add_argument("--threads", type=int, default=read_cpu().cores)
+    options = parser.parse_args()
+
+    def work(tell: Tell) -> Report:
+        return convert(
+            read_gguf(options.source),
+            options.out,
+            None if options.format == "none" else QUANTS[options.format],
+            options.beside,
+            options.threads,
+            lambda done, total: tell({"progress": [done, total]}),
+        )
+
+    return told(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Where a tensor of a checkpoint lies in a GGUF file: names of transformers, and of llama.cpp."""
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from ..errors import ModelError
+
+_OUTSIDE: Final = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_LAYER: Final = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+}
+_EXPERT: Final = {
+    "gate_proj": "ffn_gate_exps",
+    "up_proj": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
+    "w1": "ffn_gate_exps",
+    "w3": "ffn_up_exps",
+    "w2": "ffn_down_exps",
+}
+_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_OF_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
+_OUTSIDE_LAYERS = re.compile(r"(.+)\.(weight|bias)")
+NOT_NEEDED = re.compile(
+    r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight"
+)
+"""What config.json says instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """`expert`: which of those that are stacked in one tensor."""
+
+    name: str
+    expert: int | None = None
+
+
+def place_of(name: str) -> Place:
+    """Of a tensor that a model asks for. Raises ModelError."""
+    if found := _IN_LAYER.fullmatch(name):
+        layer, inside, kind = found.groups()
+        if expert := _OF_EXPERT.fullmatch(inside):
+            number, part = expert.groups()
+            if part in _EXPERT:
+                return Place(f"blk.{layer}.{_EXPERT[part]}.{kind}", int(number))
+        elif inside in _LAYER:
+            return Place(f"blk.{layer}.{_LAYER[inside]}.{kind}")
+    elif (found := _OUTSIDE_LAYERS.fullmatch(name)) and found[1] in _OUTSIDE:
+        return Place(f"{_OUTSIDE[found[1]]}.{found[2]}")
+    raise ModelError(f"where a GGUF file has {name} is not known: this architecture cannot be read from one")

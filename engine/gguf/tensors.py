@@ -1,0 +1,102 @@
+"""The tensors of a GGUF file by their names in a checkpoint, as floats."""
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..errors import ModelError
+from ..safetensors_header import TensorEntry, shown
+from ..tensor_bytes import read_fully, refuse_non_finite
+from .blocks import dequantise
+from .file import BLOCKS, Gguf
+from .names import NOT_NEEDED, Place, place_of
+from .settings import dtype_of
+
+CHUNK_BLOCKS = 1 << 18
+"""Blocks that become floats at once."""
+
+
+class GgufTensors:
+    """`quantizer.Tensors`: each is read when it is asked for, in float32."""
+
+    def __init__(self, gguf: Gguf, heads: dict[str, int], progress: Callable[[int, int], None]) -> None:
+        """`heads`: of tensors of the layers, as "attn_q", whose rows llama.cpp keeps in its own order.
+
+        `progress` gets bytes read so far and bytes in all.
+        """
+        self.dtype: torch.dtype = getattr(torch, dtype_of(gguf))
+        self._gguf = gguf
+        self._heads = heads
+        self._left = {name for name in gguf.tensors if not NOT_NEEDED.fullmatch(name)}
+        self._progress = progress
+        self._done = 0
+        self._total = sum(gguf.tensors[name].nbytes for name in self._left)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        place = place_of(name)
+        entry = self._gguf.tensors.get(place.name)
+        if entry is None:
+            raise ModelError(
+                f"{self._gguf.path}: tensor {shown(place.name)} is missing: it is no whole model"
+            )
+        self._left.discard(place.name)
+        part = _part(entry, place)
+        if part.shape != shape:
+            raise ModelError(
+                f"{entry.file}: tensor {shown(entry.name)} has shape {list(part.shape)}, what the file says "
+                f"of the model wants {list(shape)}"
+            )
+        tensor = self._read(part).view(shape)
+        refuse_non_finite(tensor, entry, "")
+        heads = self._heads.get(place.name.split(".")[-2])
+        return tensor if heads is None else in_halves(tensor, heads)
+
+    def skip(self, name: str) -> None:
+        gone = {place_of(name).name} if not name.endswith(".") else set()
+        self._left -= gone
+
+    def finish(self) -> None:
+        if self._left:
+            name = min(self._left)
+            raise ModelError(
+                f"{self._gguf.path}: tensor {shown(name)} and {len(self._left) - 1} more have no place in "
+                f"{self._gguf.architecture} as it is known here: the model would answer wrongly without"
+            )
+
+    def _read(self, entry: TensorEntry) -> Tensor:
+        block, block_bytes = BLOCKS[entry.dtype]
+        blocks = entry.nbytes // block_bytes
+        out = torch.empty(blocks * block)
+        try:
+            with entry.file.open("rb", buffering=0) as stream:
+                stream.seek(entry.offset)
+                for start in range(0, blocks, CHUNK_BLOCKS):
+                    count = min(CHUNK_BLOCKS, blocks - start)
+                    raw = torch.empty(count * block_bytes, dtype=torch.uint8)
+                    view = memoryview((ctypes.c_ubyte * raw.nbytes).from_address(raw.data_ptr())).cast("B")
+                    read_fully(stream.readinto, view, entry)
+                    out[start * block : (start + count) * block] = dequantise(entry.dtype, raw)
+                    self._done += raw.nbytes
+                    self._progress(self._done, self._total)
+        except OSError as error:
+            raise ModelError(f"{entry.file} cannot be read: {error.strerror}") from None
+        return out
+
+
+def _part(entry: TensorEntry, place: Place) -> TensorEntry:
+    """One expert of a stack."""
+    if place.expert is None:
+        return entry
+    count, *shape = entry.shape
+    if place.expert >= count:
+        raise ModelError(f"{entry.file}: tensor {shown(entry.name)} has {count} experts, more are wanted")
+    nbytes = entry.nbytes // count
+    offset = entry.offset + place.expert * nbytes
+    return TensorEntry(entry.file, entry.name, entry.dtype, tuple(shape), offset, nbytes)
+
+
+def in_halves(rows: Tensor, heads: int) -> Tensor:
+    """Of each head, from pairs that lie side by side (GGUF) to the first of all pairs, then the second."""
+    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

@@ -1,0 +1,34 @@
+"""Work in a process of its own that tells how far it is: one JSON object a line to stdout.
+
+What the work tells, such as {"progress": [done, total]}, then {"report": …} or {"error": {"code",
+"message"}}.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from .errors import EngineError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+def told(work: "Callable[[Tell], DataclassInstance]") -> int:
+    """Exit status of the process whose work this is."""
+    try:
+        report = work(tell)
+    except (EngineError, OSError, ValueError) as error:
+        tell({"error": {"code": getattr(error, "code", "failed"), "message": str(error)}})
+        return 1
+    tell({"report": asdict(report)})
+    return 0
+
+
+def tell(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()

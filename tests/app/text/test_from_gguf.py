@@ -1,0 +1,174 @@
+"""Tokenizers of GGUF files: the ids and texts of the tokenizer that the file was made of."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from llmbox.app.text.from_gguf import SPACE, write_tokenizer
+from llmbox.app.text.model_text import load_model_text
+from llmbox.engine.errors import ModelError
+from llmbox.engine.gguf.file import read_gguf
+from support.gguf_models import write_gguf
+from support.tiny_models import make_tiny_model
+
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
+PIECES = {
+    SPACE: -1.0,
+    "a": -2.0,
+    "b": -3.0,
+    "ab": -0.5,
+    f"{SPACE}a": -0.7,
+    "ba": -0.6,
+    "abab": -0.9,
+    "bb": -0.4,
+}
+PIECES |= {f"{SPACE}ab": -0.55, "c": -4.0, "aba": -1.1}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def written(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("written")
+    write_tokenizer(read_gguf(write_gguf(model, folder / "tiny.gguf")).metadata, folder)
+    return folder
+
+
+@given(
+    text=st.text(max_size=60)
+    | st.sampled_from(["the <|im_start|>quick<|im_end|> fox", "it's 1234 dogs\n\n  x"])
+)
+def test_byte_pairs_as_the_original(model: Path, written: Path, text: str) -> None:
+    original = Tokenizer.from_file(str(model / "tokenizer.json"))
+    found = Tokenizer.from_file(str(written / "tokenizer.json"))
+    ids = original.encode(text).ids
+    assert found.encode(text).ids == ids
+    assert found.decode(ids, skip_special_tokens=False) == original.decode(ids, skip_special_tokens=False)
+
+
+def test_the_text_side_of_the_model(model: Path, written: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        (written / name).write_bytes((model / name).read_bytes())
+    wanted, found = load_model_text(model), load_model_text(written)
+    assert found.chat_template == wanted.chat_template
+    assert found.eos_token_ids == wanted.eos_token_ids
+    assert found.encode("<|im_start|>user") == wanted.encode("<|im_start|>user")
+
+
+def tokenizer_of(folder: Path, **values: Any) -> Tokenizer:
+    write_tokenizer({f"tokenizer.ggml.{key}": value for key, value in values.items()}, folder)
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def of_bytes(folder: Path, pre: str, **values: Any) -> Tokenizer:
+    tokens = ["<s>", "a", "ab", "b", "Ġ", "1", "<tool>", "[PAD7]"]
+    kinds = [CONTROL, NORMAL, NORMAL, NORMAL, NORMAL, NORMAL, USER, UNUSED]
+    base = {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": tokens,
+        "token_type": kinds,
+        "merges": ["a b"],
+        "bos_token_id": 0,
+    }
+    return tokenizer_of(folder, **base, **values)
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("llama-bpe", ["It", "'S", "Ġ", "123", "4", "Ġé", "!!Ċ", "Ġx"]),
+        ("qwen2", ["It", "'S", "Ġ", "1", "2", "3", "4", "Ġé", "!!Ċ", "Ġx"]),
+        ("tekken", ["It", "'S", "Ġ", "1", "2", "3", "4", "Ġé", "!!Ċ", "Ġx"]),
+        ("smollm", ["It", "'", "S", "Ġ", "1", "2", "3", "4", "Ġé", "!!", "Ċ", "Ġx"]),
+        ("gpt-2", ["It", "'", "S", "Ġ1234", "Ġé", "!!", "Ċ", "Ġx"]),
+    ],
+)
+def test_how_texts_are_cut(tmp_path: Path, pre: str, pieces: list[str]) -> None:
+    found = of_bytes(tmp_path, pre).pre_tokenizer.pre_tokenize_str("It'S 1234 é!!\n x")
+    assert [piece.replace("Ã©", "é") for piece, _ in found] == pieces
+
+
+def test_special_words_stay_whole_and_unused_ones_are_left_out(tmp_path: Path) -> None:
+    found = of_bytes(tmp_path, "llama-bpe")
+    assert found.encode("ab<tool>a").tokens == ["<s>", "ab", "<tool>", "a"]
+    assert found.decode(found.encode("ab<tool>").ids) == "ab<tool>"
+    assert found.token_to_id("[PAD7]") is None
+    assert of_bytes(tmp_path, "llama-bpe", add_bos_token=False).encode("ab").tokens == ["ab"]
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert (config["bos_token"], config["eos_token"], config["add_bos_token"]) == ("<s>", None, False)
+
+
+def of_pieces(folder: Path, **values: Any) -> Tokenizer:
+    odd = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(PIECES)]
+    base = {
+        "model": "llama",
+        "tokens": [*odd, *PIECES],
+        "scores": [*[0.0] * len(odd), *PIECES.values()],
+        "token_type": kinds,
+        "bos_token_id": 1,
+        "unknown_token_id": 0,
+    }
+    return tokenizer_of(folder, **base, **values)
+
+
+def sentencepiece(text: str) -> list[str]:
+    """Its algorithm: neighbours that make the best scored piece are merged, the first of equals first."""
+    parts = list(text)
+    while pairs := [(PIECES[a + b], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in PIECES]:
+        _, at = max(pairs)
+        parts[-at : 2 - at] = ["".join(parts[-at : 2 - at])]
+    return parts
+
+
+@given(text=st.text("abc ", max_size=24))
+def test_pieces_as_sentencepiece_finds_them(pieces: Tokenizer, text: str) -> None:
+    wanted = sentencepiece(SPACE + text.replace(" ", SPACE)) if text else []
+    assert pieces.encode(text).tokens == ["<s>", *wanted]
+    assert pieces.decode(pieces.encode(text).ids) == text
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return of_pieces(tmp_path_factory.mktemp("pieces"))
+
+
+def test_what_no_piece_has_is_spelt_in_bytes(pieces: Tokenizer, tmp_path: Path) -> None:
+    assert pieces.encode("é").tokens == ["<s>", SPACE, "<0xC3>", "<0xA9>"]
+    assert pieces.decode(pieces.encode("aé b").ids) == "aé b"
+    assert of_pieces(tmp_path, add_space_prefix=False).encode("ab").tokens == ["<s>", "ab"]
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"model": "t5"}, "of kind 't5', only gpt2 and llama"),
+        ({"pre": "viking"}, "by the rules of 'viking'"),
+        ({"tokens": []}, "no words"),
+        ({"tokens": ["a", "a"], "token_type": [1, 1]}, "a word twice"),
+        ({"token_type": [1]}, "one kind for each"),
+        ({"merges": ["x y"]}, "not of one vocabulary"),
+        ({"merges": ["x"]}, "not of one vocabulary"),
+        ({"merges": [1]}, "no list of what it should be"),
+        ({"model": "llama"}, "no scores"),
+    ],
+)
+def test_what_cannot_be_read_is_said(tmp_path: Path, values: dict[str, Any], why: str) -> None:
+    base: dict[str, Any] = {
+        "model": "gpt2",
+        "tokens": ["a", "b", "ab"],
+        "token_type": [1, 1, 1],
+        "merges": ["a b"],
+    }
+    with pytest.raises(ModelError, match=rf"(?s){why}.*--tokenizer FOLDER"):
+        tokenizer_of(tmp_path, **base | values)

@@ -1,0 +1,103 @@
+"""The header of a GGUF file: what is read, and what is refused in words."""
+
+import struct
+from pathlib import Path
+
+import gguf
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmbox.engine.errors import ModelError
+from llmbox.engine.gguf.file import is_gguf, read_gguf
+from llmbox.engine.gguf.settings import config_of
+from support.gguf_models import write_gguf
+from support.tiny_models import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), arch="qwen3")
+
+
+@pytest.fixture(scope="module")
+def file(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(model, tmp_path_factory.mktemp("gguf") / "tiny.gguf", "Q8_0")
+
+
+def test_it_reads_what_the_library_reads(file: Path) -> None:
+    wanted = gguf.GGUFReader(file)
+    found = read_gguf(file)
+    assert list(found.tensors) == [each.name for each in wanted.tensors]
+    for each in wanted.tensors:
+        entry = found.tensors[each.name]
+        assert entry.dtype == each.tensor_type.name
+        assert entry.shape == tuple(int(n) for n in each.shape[::-1])
+        assert (entry.offset, entry.nbytes) == (each.data_offset, each.n_bytes)
+    keys = {key for key in wanted.fields if not key.startswith("GGUF.")}
+    assert set(found.metadata) == keys
+    assert all(found.metadata[key] == wanted.fields[key].contents() for key in keys)
+    assert found.architecture == "qwen3"
+    assert is_gguf(file)
+
+
+def test_parts_of_one_model(model: Path, file: Path, tmp_path: Path) -> None:
+    first = write_gguf(model, tmp_path / "tiny.gguf", "Q8_0", parts=3)
+    assert len(list(tmp_path.iterdir())) == 3
+    whole, parts = read_gguf(file), read_gguf(first)
+    assert set(parts.tensors) == set(whole.tensors)
+    assert len({entry.file for entry in parts.tensors.values()}) == 3
+    second = first.with_name(first.name.replace("00001-of", "00002-of"))
+    with pytest.raises(ModelError, match="part 2 of 3: name the first one"):
+        read_gguf(second)
+    second.unlink()
+    with pytest.raises(ModelError, match=r"00002-of-00003.gguf is missing"):
+        read_gguf(first)
+    with pytest.raises(ModelError, match=r"names must end in -00001-of-00003"):
+        read_gguf(first.rename(tmp_path / "renamed.gguf"))
+
+
+def test_no_such_file_and_no_such_format(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="is missing"):
+        read_gguf(tmp_path / "none.gguf")
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"PK\x03\x04" + bytes(100))
+    with pytest.raises(ModelError, match="no GGUF file"):
+        read_gguf(other)
+    assert not is_gguf(other)
+    assert not is_gguf(tmp_path)
+    other.write_bytes(b"GGUF" + struct.pack("<IQQ", 1, 0, 0))
+    with pytest.raises(ModelError, match="version 1 cannot be read"):
+        read_gguf(other)
+
+
+def test_a_format_that_is_not_known_here(file: Path, tmp_path: Path) -> None:
+    raw = file.read_bytes()
+    name = b"blk.0.attn_q.weight"
+    at = raw.index(name) + len(name) + 4 + 2 * 8  # behind its dimensions
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(raw[:at] + struct.pack("<I", 19) + raw[at + 4 :])
+    with pytest.raises(ModelError, match=r"IQ1_S, which cannot be read; readable: F32, .*take another"):
+        read_gguf(broken)
+
+
+@given(st.data())
+def test_damaged_files_are_refused_in_words(file: Path, data: st.DataObject) -> None:
+    """Cut anywhere, or with other bytes in the header: ModelError or another model, nothing else."""
+    raw = file.read_bytes()
+    header = min(entry.offset for entry in read_gguf(file).tensors.values())
+    damaged = file.with_name("damaged.gguf")
+    if data.draw(st.booleans()):
+        damaged.write_bytes(raw[: data.draw(st.integers(0, len(raw) - 1))])
+        with pytest.raises(ModelError):
+            read_gguf(damaged)
+    else:
+        at = data.draw(st.integers(0, header - 1))
+        new = data.draw(st.binary(min_size=1, max_size=9))
+        damaged.write_bytes(raw[:at] + new + raw[at + len(new) :])
+        try:
+            found = read_gguf(damaged)
+            config_of(found)
+        except ModelError:
+            return
+        assert all(entry.offset + entry.nbytes <= len(raw) for entry in found.tensors.values())

@@ -1,0 +1,119 @@
+"""GGUF files of tiny models, written by the library of those who made the format."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf.quants import quantize
+from safetensors.numpy import load_file
+
+from .tiny_models import EXPERT_LINEARS
+
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES |= {"qwen3_moe": "qwen3moe"}
+NAME_MAPS = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "qwen3moe": "QWEN3MOE"}
+
+
+def write_gguf(model: Path, file: Path, kind: str = "F32", parts: int = 1, **metadata: Any) -> Path:
+    """`model` as llama.cpp's converter would write it: matrices in `kind`, if their rows are whole blocks.
+
+    `metadata`: further keys without the architecture's name, dots as two underscores. Of parts the first.
+    """
+    config = json.loads((model / "config.json").read_text())
+    arch = ARCHITECTURES[config["model_type"]]
+    name = file.with_name(f"{file.stem}-00001-of-{parts:05}.gguf") if parts > 1 else file
+    writer = gguf.GGUFWriter(file, arch, split_max_tensors=-(-_count(model) // parts) if parts > 1 else 0)
+    add_settings(writer, config)
+    for key, value in metadata.items():
+        _add(writer, f"{arch}.{key.replace('__', '.')}", value)
+    add_tokenizer(writer, model)
+    for tensor, array in named(model, config, arch):
+        whole = array.shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0] == 0
+        if array.ndim == 1 or not whole or kind == "F32":
+            writer.add_tensor(tensor, array.astype(np.float32))
+        else:
+            qtype = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(tensor, quantize(array.astype(np.float32), qtype), raw_dtype=qtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return name
+
+
+def add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    if config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+    if experts := config.get("num_experts") or config.get("num_local_experts"):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(
+            config.get("moe_intermediate_size") or config["intermediate_size"]
+        )
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, model: Path) -> None:
+    raw = json.loads((model / "tokenizer.json").read_text())
+    special = {token["content"] for token in raw["added_tokens"]}
+    words = sorted(raw["model"]["vocab"], key=raw["model"]["vocab"].__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(words)
+    writer.add_token_types([gguf.TokenType.CONTROL if w in special else gguf.TokenType.NORMAL for w in words])
+    writer.add_token_merges([" ".join(pair) for pair in raw["model"]["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(json.loads((model / "tokenizer_config.json").read_text())["chat_template"])
+
+
+def named(model: Path, config: dict[str, Any], arch: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Tensors by GGUF's names, the experts of a layer in one."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[NAME_MAPS[arch]], config["num_hidden_layers"])
+    arrays = load_file(model / "model.safetensors")
+    prefix, linears = EXPERT_LINEARS.get(config["model_type"], ("", ()))
+    for layer in range(config["num_hidden_layers"]):
+        for part in linears:
+            inside = f"model.layers.{layer}.{prefix}experts."
+            found = [arrays.pop(f"{inside}{i}.{part}.weight", None) for i in range(_experts(config))]
+            if found[0] is not None:
+                arrays[f"{inside}{part}.weight"] = np.stack(found)
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    for name, array in arrays.items():
+        place = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert place is not None, name
+        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+            array = side_by_side(array, heads if "q_proj" in name else kv_heads)  # noqa: PLW2901
+        yield place, array
+
+
+def side_by_side(array: np.ndarray, heads: int) -> np.ndarray:
+    """As llama.cpp's converter of Llama does: of each head what rotates together becomes neighbours."""
+    halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
+    return halves.swapaxes(1, 2).reshape(array.shape)
+
+
+def _experts(config: dict[str, Any]) -> int:
+    return int(config.get("num_experts") or config.get("num_local_experts") or 0)
+
+
+def _count(model: Path) -> int:
+    return len(load_file(model / "model.safetensors"))
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    kind = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+    kind[type(value)](key, value)
