@@ -174,13 +174,11 @@ def no_weights(listing: Listing) -> HubError:
     names: Sequence[str] = [file.name for file in listing.files]
     kinds = {".gguf": "GGUF", ".bin": "pickle", ".pt": "pickle", ".pth": "pickle", ".onnx": "ONNX"}
     other = next((kind for end, kind in kinds.items() if any(name.endswith(end) for name in names)), None)
-    why = "it has no model.safetensors" + (f"; its {other} files are not read" if other else "")
-    return HubError(
-        "no_weights",
-        f"{listing.repo} has no weights that can be served",
-        why,
-        "look for a safetensors version: llmbox search TEXT",
-    )
+    why = "it has no model.safetensors" + (f"; its {other} files are not served" if other else "")
+    fix = "look for a safetensors version: llmbox search TEXT"
+    if other == "GGUF":
+        fix += "; of a GGUF file that is on this disk `llmbox import` makes a model"
+    return HubError("no_weights", f"{listing.repo} has no weights that can be served", why, fix)
 
 
 class asking:  # noqa: N801 - a context manager
