@@ -38,7 +38,7 @@ class Part:
     ids_T: Tensor
     ragged: Ragged
     x_TE: Tensor
-    """The next layer's input, normed."""
+    """The next layer's input."""
     residual_TE: Tensor
 
 
@@ -106,8 +106,7 @@ class Calibration:
         for part in self._parts:
             part.x_TE = layer(part.x_TE, part.residual_TE, self._forward(part))
             if self._next < len(layers):
-                norm_E = layers[self._next].input_norm_E
-                part.x_TE = layer.rank.add_norm(self._ops, part.x_TE, part.residual_TE, norm_E, layer.eps)
+                part.x_TE = layers[self._next].enter(part.x_TE, part.residual_TE)
 
     @torch.inference_mode()
     def _begin(self, sequences: Sequence[Sequence[int]]) -> Iterator[Part]:
@@ -117,7 +116,7 @@ class Calibration:
             taken = sequences[start : start + AT_ONCE]
             ids_T = torch.tensor([token for ids in taken for token in ids])
             residual_TE = self._model.embedding(ids_T)
-            x_TE = self._ops.rms_norm(residual_TE, first.input_norm_E, first.eps)
+            x_TE = first.first(residual_TE)
             yield Part(ids_T, ragged_of([len(ids) for ids in taken]), x_TE, residual_TE)
 
     def _forward(self, part: Part) -> Forward:

@@ -1,5 +1,6 @@
 """The part of config.json that says how a mixture of experts takes the place of MLPs. No torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +45,34 @@ class ExpertsConfig:
         return self.count * hidden * (1 + 3 * self.inner)
 
 
-def parse_experts(fields: Fields, model_type: str, layers: int) -> ExpertsConfig | None:
-    """None for a model without experts. Raises ModelError."""
-    if model_type not in {"qwen3_moe", "mixtral"}:
-        return None
+ExpertRule = Callable[[Fields, int], ExpertsConfig | None]
+"""From config.json and the number of layers; None for a model without experts. Raises ModelError."""
+
+
+def no_experts(_fields: Fields, _layers: int) -> None:
+    return None
+
+
+def mixtral_experts(fields: Fields, layers: int) -> ExpertsConfig:
+    count, per_token = count_experts(fields)
+    inner, chosen = fields.integer("intermediate_size"), (True,) * layers
+    return ExpertsConfig(count=count, per_token=per_token, inner=inner, normalised=True, layers=chosen)
+
+
+def qwen3_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    count, per_token = count_experts(fields)
+    found = ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        inner=fields.integer("moe_intermediate_size"),
+        normalised=fields.flag("norm_topk_prob", default=False),
+        layers=sparse_layers(fields, layers),
+    )
+    return found if any(found.layers) else None
+
+
+def count_experts(fields: Fields) -> tuple[int, int]:
+    """All, and those of a token. Raises ModelError where they are chosen in a way that is not there."""
     for key in OTHER_ROUTERS:
         if fields.raw.get(key) not in (None, 0, False):
             raise fields.error(
@@ -61,17 +86,7 @@ def parse_experts(fields: Fields, model_type: str, layers: int) -> ExpertsConfig
         raise fields.error(f"{key} {count} is beyond anything known ({MAX_EXPERTS})")
     if per_token > count:
         raise fields.error(f"num_experts_per_tok {per_token} is more than {key} {count}")
-    if model_type == "mixtral":
-        inner, chosen = fields.integer("intermediate_size"), (True,) * layers
-        return ExpertsConfig(count=count, per_token=per_token, inner=inner, normalised=True, layers=chosen)
-    found = ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=fields.integer("moe_intermediate_size"),
-        normalised=fields.flag("norm_topk_prob", default=False),
-        layers=sparse_layers(fields, layers),
-    )
-    return found if any(found.layers) else None
+    return count, per_token
 
 
 def sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:

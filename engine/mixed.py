@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from llmbox.kernels.ops import Ops, PackedLinear
@@ -25,6 +26,10 @@ class Mixed:
     @property
     def rank(self) -> Rank:
         return self._source.rank
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._source.dtype
 
     def vector(self, name: str, size: int) -> Tensor:
         return self._source.vector(name, size)

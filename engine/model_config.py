@@ -5,29 +5,21 @@ from pathlib import Path
 
 from llmbox.kernels.quant import QUANTS
 
+from .architectures import ARCHITECTURES, Architecture, QKNorm
 from .backbone import has_head, with_head
 from .config import Dtype
 from .config_fields import Fields
 from .errors import UnsupportedArchitecture
-from .experts_config import ExpertsConfig, parse_experts
+from .experts_config import ExpertsConfig
 from .fp8_config import NotReadable, modelopt_entry
 from .json_file import read_json
 from .kept_wide import wide_params
 from .model_shape import ExpertShape, ModelShape
-from .rope_config import RopeConfig, parse_rope
+from .rope_config import RopeConfig
 from .rounded import MODELOPT_FILE, read_entry
+from .scales import Scales
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "MixtralForCausalLM": "mixtral",
-}
 MAX_LAYERS = 1024
-DEFAULT_WINDOW = 4096
-"""Of a config.json without the key, as in transformers; null means no window."""
 DTYPES: dict[str, Dtype] = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
 
 
@@ -50,10 +42,16 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: QKNorm | None
+    layer_norms: int
+    """Norms of hidden_size in a layer."""
     windows: tuple[int | None, ...]
     """Sliding window of each layer; None sees everything."""
-    rope: RopeConfig
+    ropes: tuple[RopeConfig, ...]
+    """The first one says how long a sequence may be."""
+    layer_ropes: tuple[int, ...]
+    """Which of them each layer turns by."""
+    scales: Scales
     quant: str | None = None
     """Format of a checkpoint that holds rounded weights (`rounded.py`)."""
     wide_params: int = 0
@@ -61,6 +59,10 @@ class ModelConfig:
     has_head: bool = True
     """Without one it makes vectors, and no text."""
     experts: ExpertsConfig | None = None
+
+    @property
+    def rope(self) -> RopeConfig:
+        return self.ropes[0]
 
     @property
     def context_limit(self) -> int:
@@ -77,7 +79,8 @@ class ModelConfig:
         """Numbers to be loaded, tied weights once."""
         hidden, ffn = self.hidden_size, self.intermediate_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = 2 * hidden + hidden * (q + 2 * kv) + q * hidden + 2 * self.head_dim * self.qk_norm
+        norms = {None: 0, "heads": 2 * self.head_dim, "width": q + kv}[self.qk_norm]
+        layer = self.layer_norms * hidden + norms + hidden * (q + 2 * kv) + q * hidden
         layer += (q + 2 * kv) * self.qkv_bias + hidden * self.o_bias
         mlp = 3 * hidden * ffn + (2 * ffn + hidden) * self.mlp_bias
         tables = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
@@ -101,7 +104,7 @@ class ModelConfig:
             dtype=self.dtype,
             sliding_window=min(windows, default=None),
             qkv_bias=self.qkv_bias,
-            qk_norm=self.qk_norm,
+            qk_norm=self.qk_norm == "heads",
             exact_params=self.num_parameters,
             quant=self.quant,
             wide_params=self.wide_params,
@@ -119,12 +122,12 @@ def parse_config(path: Path | str) -> ModelConfig:
     """Read `path`/config.json. Raises ModelError, or UnsupportedArchitecture listing the supported ones."""
     file = Path(path) / "config.json"
     fields = Fields(read_json(file), str(file))
-    model_type = supported_model_type(fields)
-    refuse_unsupported(fields)
+    kind = architecture_of(fields)
+    fields = Fields({**kind.defaults, **fields.raw}, fields.where)
+    refuse_unsupported(fields, kind)
     heads = fields.integer("num_attention_heads")
     hidden = fields.integer("hidden_size")
-    # Falls back as transformers does. Qwen3 has a fixed default: its head size is not hidden / heads.
-    head_dim = fields.integer("head_dim", 128 if model_type == "qwen3" else hidden // heads or None)
+    head_dim = fields.integer("head_dim", kind.head_dim or hidden // heads or None)
     kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise fields.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
@@ -135,9 +138,10 @@ def parse_config(path: Path | str) -> ModelConfig:
         raise fields.error(f"num_hidden_layers {layers} is beyond anything known ({MAX_LAYERS})")
     positions = fields.integer("max_position_embeddings")
     head = has_head(fields, Path(path))
-    bias = model_type in {"llama", "qwen3", "qwen3_moe"} and fields.flag("attention_bias", default=False)
+    bias = kind.attention_bias and fields.flag("attention_bias", default=False)
+    ropes, layer_ropes = kind.ropes(fields, head_dim, positions, layers)
     return ModelConfig(
-        model_type=model_type,
+        model_type=kind.model_type,
         dtype=checkpoint_dtype(fields),
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden,
@@ -150,19 +154,22 @@ def parse_config(path: Path | str) -> ModelConfig:
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         tie_word_embeddings=not head or fields.flag("tie_word_embeddings", default=False),
         has_head=head,
-        qkv_bias=bias or model_type == "qwen2",
+        qkv_bias=bias or kind.qkv_bias,
         o_bias=bias,
-        mlp_bias=model_type == "llama" and fields.flag("mlp_bias", default=False),
-        qk_norm=model_type in {"qwen3", "qwen3_moe"},
-        windows=layer_windows(fields, model_type, layers),
-        rope=parse_rope(fields, head_dim, positions),
+        mlp_bias=kind.mlp_bias and fields.flag("mlp_bias", default=False),
+        qk_norm=kind.qk_norm,
+        layer_norms=kind.layer_norms,
+        windows=kind.windows(fields, layers),
+        ropes=ropes,
+        layer_ropes=layer_ropes,
+        scales=kind.scales(fields),
         quant=(quant := stored_format(fields, Path(path))),
         wide_params=wide_params(Path(path)) if quant is not None and QUANTS[quant].is_float else 0,
-        experts=parse_experts(fields, model_type, layers),
+        experts=kind.experts(fields, layers),
     )
 
 
-def supported_model_type(fields: Fields) -> str:
+def architecture_of(fields: Fields) -> Architecture:
     if fields.raw.get("auto_map"):
         raise fields.error(
             "this model needs Python code of its own (auto_map), which is never run; use a checkpoint "
@@ -173,20 +180,25 @@ def supported_model_type(fields: Fields) -> str:
         if isinstance(name, str) and with_head(name) in ARCHITECTURES:
             return ARCHITECTURES[with_head(name)]
     model_type = fields.raw.get("model_type")
-    if not names and model_type in ARCHITECTURES.values():
-        return str(model_type)
+    for kind in ARCHITECTURES.values():
+        if not names and model_type == kind.model_type:
+            return kind
     wanted = ", ".join(map(str, names)) if isinstance(names, list) and names else repr(model_type)
     raise UnsupportedArchitecture(
         f"{fields.where}: architecture {wanted} is not supported; supported: {', '.join(ARCHITECTURES)}"
     )
 
 
-def refuse_unsupported(fields: Fields) -> None:
+def refuse_unsupported(fields: Fields, kind: Architecture) -> None:
     """What would be computed wrongly must not load."""
-    if fields.text("hidden_act", "silu") != "silu":
-        raise fields.error(f"hidden_act {fields.raw['hidden_act']!r} is not supported, only 'silu'")
+    acts = kind.hidden_acts
+    if fields.text("hidden_act", acts[0]) not in acts:
+        raise fields.error(
+            f"hidden_act {fields.raw['hidden_act']!r} is not supported, only {' or '.join(map(repr, acts))}"
+        )
     if fields.raw.get("use_bidirectional_attention") or fields.raw.get("is_causal") is False:
         raise fields.error("attention in both directions is not supported, only to tokens before")
+    kind.refuse(fields)
 
 
 def stored_format(fields: Fields, directory: Path) -> str | None:
@@ -212,34 +224,3 @@ def checkpoint_dtype(fields: Fields) -> Dtype:
     if name not in DTYPES:
         raise fields.error(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def layer_windows(fields: Fields, model_type: str, layers: int) -> tuple[int | None, ...]:
-    """Mistral, Mixtral: one window for all layers. Qwen: by layer_types, or from max_window_layers on.
-
-    Qwen3-MoE: one for all, if it is used.
-    """
-    default = None if model_type == "mixtral" else DEFAULT_WINDOW
-    if model_type == "llama" or fields.raw.get("sliding_window", default) is None:
-        return (None,) * layers
-    window = fields.integer("sliding_window", DEFAULT_WINDOW)
-    if model_type in {"mistral", "mixtral"}:
-        return (window,) * layers
-    if not fields.flag("use_sliding_window", default=False):
-        return (None,) * layers
-    if model_type == "qwen3_moe":
-        return (window,) * layers
-    types = fields.raw.get("layer_types")
-    if types is None:
-        full = int(fields.number("max_window_layers", 28))
-        return tuple(None if layer < full else window for layer in range(layers))
-    known = {"full_attention": None, "sliding_attention": window}
-    if (
-        not isinstance(types, list)
-        or len(types) != layers
-        or not all(isinstance(t, str) and t in known for t in types)
-    ):
-        raise fields.error(
-            f"layer_types must name full_attention or sliding_attention for each of {layers} layers"
-        )
-    return tuple(known[t] for t in types)

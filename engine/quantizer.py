@@ -60,6 +60,7 @@ class Quantizer:
     ) -> None:
         self.ops = REFERENCE
         self.rank: Rank = ALONE
+        self.dtype = source.dtype
         self.errors: list[TensorError] = []
         self.kept = 0
         self._squares = self._lost = 0.0

@@ -1,5 +1,6 @@
 """How positions become rotations: the RoPE part of config.json. No torch here: the daemon reads it too."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,16 @@ class RopeConfig:
         if self.rope_type == "yarn":
             return max(max_position_embeddings, int(self.original_context * self.factor))
         return max_position_embeddings
+
+
+RopeRule = Callable[[Fields, int, int, int], tuple[tuple[RopeConfig, ...], tuple[int, ...]]]
+"""(fields, head_dim, max_position_embeddings, layers) -> all ropes, and which one each layer turns by."""
+
+
+def one_rope(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    return (parse_rope(fields, head_dim, positions),), (0,) * layers
 
 
 def parse_rope(fields: Fields, head_dim: int, max_position_embeddings: int) -> RopeConfig:

@@ -104,7 +104,7 @@ class DeviceRunner:
         """Row and length of each sequence of a decoding step: where graphs find them."""
         self._contexts = [1] * sizes.max_running
         hidden = sizes.max_running, model.config.hidden_size
-        self._hidden_RE = torch.empty(hidden, dtype=model.layers[0].input_norm_E.dtype, device=where)
+        self._hidden_RE = torch.empty(hidden, dtype=model.dtype, device=where)
         self._ops.clear_blocks(cache, [sizes.num_blocks])
         self.graphs = None
         if capture is not None:

@@ -15,23 +15,21 @@ from .forward import Forward
 
 
 class Attention:
-    def __init__(
-        self, config: ModelConfig, layer: int, weights: Weights, ops: Ops, *, qk_norm: bool = False
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: Weights, ops: Ops) -> None:
         self.rank = rank = weights.rank
         self.ops = ops
         self.layer = layer - rank.layout.layers(config.num_layers).start
         """In the KV cache, which holds the layers of this stage."""
         heads, kv_heads = rank.part(config.num_heads), rank.layout.kv_heads(config.num_kv_heads)
         self.heads, self.kv_heads, self.head_dim = heads.size, kv_heads.size, config.head_dim
-        self.scale = config.head_dim**-0.5
+        self.scale = config.scales.attention or config.head_dim**-0.5
         self.eps = config.rms_norm_eps
         self.window = config.windows[layer]
         q, kv = rows_of(heads, self.head_dim), rows_of(kv_heads, self.head_dim)
         self.qkv = weights.linear(
             {"q_proj": q, "k_proj": kv, "v_proj": kv}, Part.whole(config.hidden_size), bias=config.qkv_bias
         )
-        self.norm_nD = self._qk_norm(weights) if qk_norm else None
+        self.norm_nD = self._qk_norm(weights) if config.qk_norm == "heads" else None
         self.output = weights.linear({"o_proj": Part.whole(config.hidden_size)}, q, bias=config.o_bias)
 
     def _qk_norm(self, weights: Weights) -> Tensor:

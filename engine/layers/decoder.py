@@ -1,4 +1,4 @@
-"""The skeleton that all architectures here share: embedding, pre-norm layers, norm, head.
+"""The skeleton that all architectures here share: embedding, layers, norm, head.
 
 T rows of the step, R rows whose logits are wanted, E hidden, V vocabulary.
 """
@@ -7,65 +7,24 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from llmbox.kernels.ops import Ops, PackedLinear
+from llmbox.kernels.ops import PackedLinear
 
 from ..model_config import ModelConfig
 from ..weights import Source, Weights
-from .attention import Attention
 from .embedding import Embedding
 from .forward import Forward
-from .mlp import GatedMLP
+from .layer import Layer
 
-MLP = Callable[[Tensor], Tensor]
-"""From the normed rows to what `Rank.add_norm` takes."""
-MakeAttention = Callable[[int, Weights], Attention]
-MakeMLP = Callable[[int, Weights], MLP]
+MakeLayer = Callable[[int, Weights], Layer]
 """From a layer's number and its weights."""
 
 
-class DecoderLayer:
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        weights: Weights,
-        ops: Ops,
-        make_attention: MakeAttention,
-        make_mlp: MakeMLP | None,
-    ) -> None:
-        self.ops = ops
-        self.rank = weights.rank
-        self.eps = config.rms_norm_eps
-        self.input_norm_E = weights.vector("input_layernorm.weight", config.hidden_size)
-        self.attention = make_attention(layer, weights.at("self_attn"))
-        self.post_norm_E = weights.vector("post_attention_layernorm.weight", config.hidden_size)
-        self.mlp: MLP = (
-            GatedMLP(config, weights.at("mlp"), ops) if make_mlp is None else make_mlp(layer, weights)
-        )
-
-    def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: Forward) -> Tensor:
-        """X is this layer's input, normed; the sum of all layers so far grows in `residual_TE`, in place.
-
-        What is returned has yet to be added to it: the next norm does both at once (`Rank.add_norm`).
-        """
-        x_TE = self.attention(x_TE, forward)
-        return self.mlp(self.rank.add_norm(self.ops, x_TE, residual_TE, self.post_norm_E, self.eps))
-
-
 class Decoder:
-    """Takes every tensor of its part of the checkpoint from `source`, or raises ModelError.
+    """Takes every tensor of its part of the checkpoint from `source`, or raises ModelError."""
 
-    Layers have a gated MLP unless `make_mlp` makes another.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        source: Source,
-        make_attention: MakeAttention,
-        make_mlp: MakeMLP | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, source: Source, make_layer: MakeLayer) -> None:
         self.config = config
+        self.dtype = source.dtype
         self.ops = ops = source.ops
         self.rank = source.rank
         layout, weights = source.rank.layout, Weights(source)
@@ -73,8 +32,7 @@ class Decoder:
         self._skip_what_others_have(weights)
         self.embedding = Embedding(config, weights, ops) if self._has_table else None
         self.layers = [
-            DecoderLayer(config, i, weights.at(f"model.layers.{i}"), ops, make_attention, make_mlp)
-            for i in layout.layers(config.num_layers)
+            make_layer(i, weights.at(f"model.layers.{i}")) for i in layout.layers(config.num_layers)
         ]
         self.norm_E, self.head = self._norm_and_head(weights)
         source.finish()
@@ -124,27 +82,26 @@ class Decoder:
 
     def _layers(self, forward: Forward) -> tuple[Tensor, Tensor]:
         """What the last layer adds and the sum of all before it, [T, E] each."""
-        ops, eps = self.ops, self.config.rms_norm_eps
         x_TE, residual_TE = self._begin(forward)
         for layer, after in zip(self.layers, self.layers[1:], strict=False):
-            x_TE = layer(x_TE, residual_TE, forward)
-            x_TE = self.rank.add_norm(ops, x_TE, residual_TE, after.input_norm_E, eps)
-        x_TE = self.rank.complete(ops, self.layers[-1](x_TE, residual_TE, forward))
+            x_TE = after.enter(layer(x_TE, residual_TE, forward), residual_TE)
+        last = self.layers[-1]
+        x_TE = last.complete(last(x_TE, residual_TE, forward))
         if not self.is_last:
-            ops.call(self.rank.collective.send, (x_TE, residual_TE))
+            self.ops.call(self.rank.collective.send, (x_TE, residual_TE))
         return x_TE, residual_TE
 
     def _begin(self, forward: Forward) -> tuple[Tensor, Tensor]:
-        """The first layer's input, normed, and the sum before it: from the table, or the stage before."""
-        ops, eps, norm_E = self.ops, self.config.rms_norm_eps, self.layers[0].input_norm_E
+        """The first layer's input and the sum before it: from the table, or the stage before."""
         if self.rank.layout.is_first:
             assert self.embedding is not None
             residual_TE = self.embedding(forward.ids_T)
-            return ops.rms_norm(residual_TE, norm_E, eps), residual_TE
-        x_TE = ops.states("x", forward.ids_T, len(norm_E), norm_E.dtype)
-        residual_TE = ops.states("residual", forward.ids_T, len(norm_E), norm_E.dtype)
+            return self.layers[0].first(residual_TE), residual_TE
+        ops, width = self.ops, self.config.hidden_size
+        x_TE = ops.states("x", forward.ids_T, width, self.dtype)
+        residual_TE = ops.states("residual", forward.ids_T, width, self.dtype)
         ops.call(self.rank.collective.receive, (x_TE, residual_TE))
-        return ops.add_rms_norm(x_TE, residual_TE, norm_E, eps), residual_TE
+        return self.layers[0].resume(x_TE, residual_TE), residual_TE
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """[R, V] in float32 or the model's dtype; V is this rank's part of the vocabulary, padded."""

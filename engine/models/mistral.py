@@ -2,12 +2,17 @@
 
 from ..layers.attention import Attention
 from ..layers.decoder import Decoder
+from ..layers.layer import Layer, PreNormLayer
+from ..layers.mlp import GatedMLP
 from ..model_config import ModelConfig
 from ..weights import Source, Weights
 
 
 def mistral(config: ModelConfig, source: Source) -> Decoder:
-    def attention(layer: int, weights: Weights) -> Attention:
-        return Attention(config, layer, weights, source.ops)
+    ops = source.ops
 
-    return Decoder(config, source, attention)
+    def layer(number: int, weights: Weights) -> Layer:
+        attention = Attention(config, number, weights.at("self_attn"), ops)
+        return PreNormLayer(config, weights, ops, attention, GatedMLP(config, weights.at("mlp"), ops))
+
+    return Decoder(config, source, layer)

@@ -1,8 +1,9 @@
 """Mixtral: Mistral with experts in the place of every MLP."""
 
 from ..layers.attention import Attention
-from ..layers.decoder import MLP, Decoder
+from ..layers.decoder import Decoder
 from ..layers.experts import ExpertNames, Experts
+from ..layers.layer import Layer, PreNormLayer
 from ..model_config import ModelConfig
 from ..weights import Source, Weights
 
@@ -10,11 +11,12 @@ NAMES = ExpertNames("w1", "w3", "w2")
 
 
 def mixtral(config: ModelConfig, source: Source) -> Decoder:
-    def attention(layer: int, weights: Weights) -> Attention:
-        return Attention(config, layer, weights, source.ops)
+    ops = source.ops
 
-    def mlp(_layer: int, weights: Weights) -> MLP:
+    def layer(number: int, weights: Weights) -> Layer:
         assert config.experts is not None
-        return Experts(config.experts, config.hidden_size, weights.at("block_sparse_moe"), source.ops, NAMES)
+        attention = Attention(config, number, weights.at("self_attn"), ops)
+        experts = Experts(config.experts, config.hidden_size, weights.at("block_sparse_moe"), ops, NAMES)
+        return PreNormLayer(config, weights, ops, attention, experts)
 
-    return Decoder(config, source, attention, mlp)
+    return Decoder(config, source, layer)

@@ -37,7 +37,7 @@ class RepackedSource:
         self.ops = ops
         self.rank = rank
         self._packing: Packing = ops.packing
-        self._dtype = dtype
+        self.dtype = dtype
         self._file = file
         mapped = read_only(file.memory)
         self._bytes = in_huge_pages(mapped)
@@ -51,7 +51,7 @@ class RepackedSource:
         bias_O = self._tensor(asked.name + _BIAS, asked.shape[:1]) if asked.bias else None
         item = self._item(asked.name, asked.shape, asked.kind)
         panels = self._bytes[item.offset : item.offset + item.nbytes]
-        linear = self._packing.attach(asked.kind, asked.shape, self._dtype, panels, bias_O)
+        linear = self._packing.attach(asked.kind, asked.shape, self.dtype, panels, bias_O)
         if linear is None:
             raise Damaged(f"{asked.name} does not fit its shape")
         return linear
@@ -63,8 +63,8 @@ class RepackedSource:
         pass
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        item = self._item(name, shape, str(self._dtype))
-        return self._bytes[item.offset : item.offset + item.nbytes].view(self._dtype).view(shape)
+        item = self._item(name, shape, str(self.dtype))
+        return self._bytes[item.offset : item.offset + item.nbytes].view(self.dtype).view(shape)
 
     def _item(self, name: str, shape: tuple[int, ...], dtype: str) -> Item:
         item = self._file.item(name)

@@ -1,0 +1,81 @@
+"""What is particular to each architecture, as data: config.json is read by it, nothing else asks which one a
+model is. How layers are wired is in `models/`, one file each. No torch: the daemon reads it too.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .config_fields import Fields
+from .experts_config import ExpertRule, mixtral_experts, no_experts, qwen3_moe_experts
+from .rope_config import RopeRule, one_rope
+from .scales import Scales
+from .windows import WindowRule, no_windows, one_window, windows_if_used, windows_of_later_layers
+
+QKNorm = Literal["heads", "width"]
+"""Queries and keys are normed: each head by itself, or all heads of a row together."""
+
+
+def no_scales(_fields: Fields) -> Scales:
+    return Scales()
+
+
+def nothing(_fields: Fields) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """Rules are given the fields of config.json, with `defaults` where it lacks a key."""
+
+    model_type: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Of transformers, where they are not the ones that most architectures share."""
+    head_dim: int | None = None
+    """Where config.json has none; None: hidden_size / num_attention_heads."""
+    hidden_acts: tuple[str, ...] = ("silu",)
+    attention_bias: bool = False
+    """Whether config.json may ask for biases of q, k, v and o."""
+    qkv_bias: bool = False
+    """Always biases of q, k and v."""
+    mlp_bias: bool = False
+    """Whether config.json may ask for biases of the MLP."""
+    qk_norm: QKNorm | None = None
+    layer_norms: int = 2
+    """Norms of hidden_size in a layer."""
+    windows: WindowRule = no_windows
+    ropes: RopeRule = one_rope
+    experts: ExpertRule = no_experts
+    scales: Callable[[Fields], Scales] = no_scales
+    refuse: Callable[[Fields], None] = nothing
+    """Raises ModelError for what would be computed wrongly."""
+
+
+SLIDING: Mapping[str, Any] = {"sliding_window": 4096}
+"""Of a config.json without the key; null means no window."""
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": Architecture(model_type="llama", attention_bias=True, mlp_bias=True),
+    "MistralForCausalLM": Architecture(model_type="mistral", defaults=SLIDING, windows=one_window),
+    "Qwen2ForCausalLM": Architecture(
+        model_type="qwen2", defaults=SLIDING, qkv_bias=True, windows=windows_of_later_layers
+    ),
+    "Qwen3ForCausalLM": Architecture(
+        model_type="qwen3",
+        defaults=SLIDING,
+        head_dim=128,
+        attention_bias=True,
+        qk_norm="heads",
+        windows=windows_of_later_layers,
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        model_type="qwen3_moe",
+        defaults=SLIDING,
+        attention_bias=True,
+        qk_norm="heads",
+        windows=windows_if_used,
+        experts=qwen3_moe_experts,
+    ),
+    "MixtralForCausalLM": Architecture(model_type="mixtral", windows=one_window, experts=mixtral_experts),
+}
+"""By the name that config.json gives in `architectures`."""

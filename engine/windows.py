@@ -1,0 +1,55 @@
+"""Which layers see only those tokens before a row that lie in a window: rules of architectures. No torch."""
+
+from collections.abc import Callable
+
+from .config_fields import Fields
+
+Windows = tuple[int | None, ...]
+"""Of each layer; None sees everything."""
+WindowRule = Callable[[Fields, int], Windows]
+"""From config.json and the number of layers. Raises ModelError."""
+
+
+def no_windows(_fields: Fields, layers: int) -> Windows:
+    return (None,) * layers
+
+
+def one_window(fields: Fields, layers: int) -> Windows:
+    """Of all layers, where config.json has one."""
+    return (window_of(fields),) * layers
+
+
+def windows_if_used(fields: Fields, layers: int) -> Windows:
+    """Of all layers, where config.json says that it is used."""
+    used = fields.flag("use_sliding_window", default=False)
+    return one_window(fields, layers) if used else no_windows(fields, layers)
+
+
+def windows_of_later_layers(fields: Fields, layers: int) -> Windows:
+    """Where it is used: by layer_types, or from max_window_layers on."""
+    window = window_of(fields)
+    if window is None or not fields.flag("use_sliding_window", default=False):
+        return (None,) * layers
+    if fields.raw.get("layer_types") is not None:
+        return windows_by_type(fields, layers)
+    full = int(fields.number("max_window_layers", 28))
+    return tuple(None if layer < full else window for layer in range(layers))
+
+
+def windows_by_type(fields: Fields, layers: int) -> Windows:
+    """As `layer_types` says of each layer."""
+    types = fields.raw.get("layer_types")
+    known = {"full_attention": None, "sliding_attention": window_of(fields)}
+    if (
+        not isinstance(types, list)
+        or len(types) != layers
+        or not all(isinstance(t, str) and t in known for t in types)
+    ):
+        raise fields.error(
+            f"layer_types must name full_attention or sliding_attention for each of {layers} layers"
+        )
+    return tuple(known[t] for t in types)
+
+
+def window_of(fields: Fields) -> int | None:
+    return None if fields.raw.get("sliding_window") is None else fields.integer("sliding_window")
