@@ -120,10 +120,10 @@ class Calibration:
             yield Part(ids_T, ragged_of([len(ids) for ids in taken]), x_TE, residual_TE)
 
     def _forward(self, part: Part) -> Forward:
-        cos_TD, sin_TD = self._rotary.rows(part.ragged.positions_T)
+        cos_ATD, sin_ATD = self._rotary.rows(part.ragged.positions_T)
         windows = set(self._model.config.windows)
         plans = {window: self._ops.plan_attention(part.ragged, self._cache, window) for window in windows}
-        return Forward(part.ids_T, cos_TD, sin_TD, self._cache, plans)
+        return Forward(part.ids_T, cos_ATD, sin_ATD, self._cache, plans)
 
     def _make_cache(self, config: ModelConfig, dtype: torch.dtype, longest: int) -> KVCache:
         shape = KVShape(

@@ -74,9 +74,9 @@ class ModelRunner:
         result.failed.update(failed)
 
     def _forward(self, batch: StepBatch) -> Forward:
-        cos_TD, sin_TD = self._rotary.rows(batch.ragged.positions_T)
+        cos_ATD, sin_ATD = self._rotary.rows(batch.ragged.positions_T)
         plans = {w: self._ops.plan_attention(batch.ragged, self._cache, w) for w in self._windows}
-        return Forward(batch.ids_T, cos_TD, sin_TD, self._cache, plans)
+        return Forward(batch.ids_T, cos_ATD, sin_ATD, self._cache, plans)
 
     def _sample(self, hidden_SE: Tensor, batch: StepBatch) -> StepResult:
         if not batch.num_sampled:

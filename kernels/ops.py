@@ -11,7 +11,7 @@ makes a request's tokens independent of its batch.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ PackedLinear = Any
 """Weights in the backend's own layout, made by `pack_linear`, read by `linear`."""
 KVCache = Any
 """Keys and values of all layers in the backend's own layout, made by `make_kv_cache`."""
+Activation = Literal["silu", "gelu_tanh"]
+"""x / (1 + e^-x), or x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
 AttentionPlan = Any
 """Whatever the backend derives from a step's shape, once for all layers."""
 
@@ -37,9 +39,12 @@ class StepInputs(Protocol):
     @property
     def ids_T(self) -> Tensor: ...  # noqa: N802
     @property
-    def cos_TD(self) -> Tensor: ...  # noqa: N802
+    def cos_ATD(self) -> Tensor:  # noqa: N802
+        """Tables of angles, contiguous: layers may differ in which of them they rotate by."""
+        ...
+
     @property
-    def sin_TD(self) -> Tensor: ...  # noqa: N802
+    def sin_ATD(self) -> Tensor: ...  # noqa: N802
     @property
     def plans(self) -> Mapping[int | None, AttentionPlan]:
         """By sliding window."""
@@ -49,6 +54,30 @@ class StepInputs(Protocol):
 class Sample(Protocol):
     def __call__(self, logits_RV: Tensor, rows: SampleRows, rules: RuleRows | None = None) -> Sampled:
         """Draws every row on the device, without waiting for it; logits are the same afterwards."""
+        ...
+
+
+class Embed(Protocol):
+    def __call__(self, table: PackedLinear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
+        """Rows of the table for int64 ids, times `scale`: x_TE, new tensor."""
+        ...
+
+
+class Attend(Protocol):
+    def __call__(
+        self,
+        q_THD: Tensor,
+        cache: KVCache,
+        layer: int,
+        plan: AttentionPlan,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """softmax(scale q k^T) v over each row's context, causal: [T, HD].
+
+        With `softcap` c a score s counts as c tanh(s / c). `write_kv` of this step and layer has run. Query
+        head h reads kv head h // (H / G). Slots outside a row's context may hold anything finite.
+        """
         ...
 
 
@@ -70,8 +99,7 @@ class Ops:
     pack_embedding: Callable[[Tensor, bool], PackedLinear]
     """(weight_VE, tied) -> table for `embedding`; with `tied` it is also the output head, for `linear`."""
 
-    embedding: Callable[[PackedLinear, Tensor], Tensor]
-    """(table, ids_T int64) -> x_TE, new tensor."""
+    embedding: Embed
 
     pack_linear: Callable[[Tensor, Tensor | None], PackedLinear]
     """(weight_OI, bias_O or None), contiguous -> packed. May keep its arguments; the caller lets go."""
@@ -92,6 +120,7 @@ class Ops:
     """(x, weight, eps) -> x / sqrt(mean(x^2) + eps) * weight over the last dim, sums in float32; new tensor.
 
     x is [T, E] with weight [E], or [T, n, D] (rows may be strided) with one weight row a head, [n, D].
+    Weights of all norms have the model's dtype or float32; the product is rounded once either way.
     """
 
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -103,14 +132,17 @@ class Ops:
     cos repeats its first half, sin holds (-sin, sin): x * cos + swapped halves * sin. New tensor or in place.
     """
 
-    silu_mul: Callable[[Tensor], Tensor]
-    """(gate_up_T2F, gate first) -> silu(gate) * up, [T, F]. May overwrite its argument."""
+    gate_mul: Callable[[Tensor, Activation], Tensor]
+    """(gate_up_T2F, gate first; activation) -> activation(gate) * up, [T, F]. May overwrite its argument."""
+
+    softcap: Callable[[Tensor, float], Tensor]
+    """(logits_RV as `logits` gives them, cap) -> cap * tanh(logits / cap), in place or a new tensor."""
 
     experts: Callable[[Mixture, Tensor, Tensor], Tensor]
     """(mixture, x_TE, logits_TX of its router) -> down(silu(gate(x)) * up(x)) of each row's `per_token`
     likeliest experts, summed by their shares of a float32 softmax over all X: new tensor [T, E].
 
-    Each expert's result is as `linear` and `silu_mul` give it; a row's are summed in float32, the likeliest
+    Each expert's result is as `linear` and `gate_mul` give it; a row's are summed in float32, the likeliest
     first (of equally likely ones the lower number), and rounded once.
     """
 
@@ -126,12 +158,7 @@ class Ops:
     write_kv: Callable[[KVCache, int, Tensor, Tensor, AttentionPlan], None]
     """(cache, layer, k_TGD, v_TGD, plan): stores each row at its slot. Rows may be strided."""
 
-    attention: Callable[[Tensor, KVCache, int, AttentionPlan, float], Tensor]
-    """(q_THD, cache, layer, plan, scale) -> softmax(scale q k^T) v over each row's context, causal: [T, HD].
-
-    `write_kv` of this step and layer has run. Query head h reads kv head h // (H / G). Slots outside a row's
-    context may hold anything finite.
-    """
+    attention: Attend
 
     copy_blocks: Callable[[KVCache, list[tuple[int, int]]], None]
     """(cache, [(source, destination)]) in all layers. No block is both a source and a destination."""

@@ -250,9 +250,9 @@ class DeviceRunner:
             self._hidden_RE[:size].copy_(hidden_NE)
 
     def _forward(self, ids_T: Tensor, ragged: Ragged) -> Forward:
-        cos_TD, sin_TD = self._rotary.rows(ragged.positions_T)
+        cos_ATD, sin_ATD = self._rotary.rows(ragged.positions_T)
         plans = {w: self._ops.plan_attention(ragged, self._cache, w) for w in self._windows}
-        return Forward(ids_T, cos_TD, sin_TD, self._cache, plans)
+        return Forward(ids_T, cos_ATD, sin_ATD, self._cache, plans)
 
 
 def _is_decoding(plan: StepPlan) -> bool:

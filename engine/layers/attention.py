@@ -25,6 +25,8 @@ class Attention:
         self.scale = config.scales.attention or config.head_dim**-0.5
         self.eps = config.rms_norm_eps
         self.window = config.windows[layer]
+        self.rope = 0
+        """Which of the model's tables of angles."""
         q, kv = rows_of(heads, self.head_dim), rows_of(kv_heads, self.head_dim)
         self.qkv = weights.linear(
             {"q_proj": q, "k_proj": kv, "v_proj": kv}, Part.whole(config.hidden_size), bias=config.qkv_bias
@@ -41,17 +43,17 @@ class Attention:
     def __call__(self, x_TE: Tensor, forward: Forward) -> Tensor:
         """What `Rank.add_norm` takes."""
         ops, plan = self.ops, forward.plans[self.window]
+        angles = forward.cos_ATD[self.rope], forward.sin_ATD[self.rope]
         rotated = self.heads + self.kv_heads
         qkv = ops.linear(self.qkv, x_TE).view(len(x_TE), rotated + self.kv_heads, self.head_dim)
         if ops.rotate_and_write is not None:
-            angles = forward.cos_TD, forward.sin_TD
             norm_nD, cache = self.norm_nD, forward.cache
             qk_TnD = ops.rotate_and_write(qkv, norm_nD, self.eps, *angles, cache, self.layer, plan)
         else:
             qk_TnD = qkv[:, :rotated]
             if self.norm_nD is not None:
                 qk_TnD = ops.rms_norm(qk_TnD, self.norm_nD, self.eps)
-            qk_TnD = ops.rotary(qk_TnD, forward.cos_TD, forward.sin_TD)
+            qk_TnD = ops.rotary(qk_TnD, *angles)
             ops.write_kv(forward.cache, self.layer, qk_TnD[:, self.heads :], qkv[:, rotated:], plan)
         out = ops.attention(qk_TnD[:, : self.heads], forward.cache, self.layer, plan, self.scale)
         return self.rank.partial(ops, self.output, out, x_TE.shape[1])

@@ -12,8 +12,8 @@ class Forward:
     """T rows of the step; see `kernels/ops.py` for the forms of cos and sin."""
 
     ids_T: Tensor
-    cos_TD: Tensor
-    sin_TD: Tensor
+    cos_ATD: Tensor
+    sin_ATD: Tensor
     cache: KVCache
     plans: dict[int | None, AttentionPlan]
     """By sliding window."""

@@ -20,5 +20,5 @@ class GatedMLP:
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """What `Rank.add_norm` takes."""
-        inner = self.ops.silu_mul(self.ops.linear(self.gate_up, x_TE))
+        inner = self.ops.gate_mul(self.ops.linear(self.gate_up, x_TE), "silu")
         return self.rank.partial(self.ops, self.down, inner, x_TE.shape[1])

@@ -18,18 +18,20 @@ class Rotary:
     """`context` is the longest sequence that will be served."""
 
     def __init__(self, config: ModelConfig, context: int, device: torch.device) -> None:
-        self._inverse_D2 = inverse_frequencies(config, context).to(device)
-        self._scale = attention_scale(config.rope)
+        ropes = [config.rope]
+        inverse = [inverse_frequencies(config, rope, context) for rope in ropes]
+        self._inverse_A1D2 = torch.stack(inverse).unsqueeze(1).to(device)
+        self._scale_A11 = torch.tensor([attention_scale(rope) for rope in ropes]).view(-1, 1, 1).to(device)
 
     def rows(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos_TD = (cos, cos) and sin_TD = (-sin, sin), float32."""
-        angle = positions_T.float().unsqueeze(1) * self._inverse_D2
-        cos, sin = angle.cos() * self._scale, angle.sin() * self._scale
-        return torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
+        """cos_ATD = (cos, cos) and sin_ATD = (-sin, sin), float32."""
+        angle = positions_T.float().unsqueeze(1) * self._inverse_A1D2
+        cos, sin = angle.cos() * self._scale_A11, angle.sin() * self._scale_A11
+        return torch.cat((cos, cos), 2), torch.cat((-sin, sin), 2)
 
 
-def inverse_frequencies(config: ModelConfig, context: int) -> Tensor:
-    rope, head_dim, max_positions = config.rope, config.head_dim, config.max_position_embeddings
+def inverse_frequencies(config: ModelConfig, rope: RopeConfig, context: int) -> Tensor:
+    head_dim, max_positions = config.head_dim, config.max_position_embeddings
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     theta = rope.theta
     if rope.rope_type == "dynamic" and context > max_positions:

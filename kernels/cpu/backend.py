@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..experts import Mixture
-from ..ops import Ops, StepInputs
+from ..ops import Activation, Ops, StepInputs
 from ..quant import Quant
 from ..ragged import KVShape, Ragged
 from .drawing import Drawing
@@ -16,6 +16,9 @@ from .graph import Graph, ragged_step
 from .native import Step
 from .recorder import Recorder
 from .weights import DTYPES, KV_DTYPES, Handle, Linear, Packer, pointers
+
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+"""As native/elementwise.h names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,8 @@ class Backend:
             rms_norm=self.rms_norm,
             add_rms_norm=self.add_rms_norm,
             rotary=self.rotary,
-            silu_mul=self.silu_mul,
+            gate_mul=self.gate_mul,
+            softcap=self.softcap,
             experts=self.experts,
             make_kv_cache=lambda shape, _device: Cache(self.library, shape),
             plan_attention=lambda ragged, _cache, window: Plan(ragged, window),
@@ -93,12 +97,12 @@ class Backend:
         workers = cores[1:]
         self.library.llmbox_threads(len(workers), (ctypes.c_int * len(workers))(*workers))
 
-    def embedding(self, table: Linear, ids_T: Tensor) -> Tensor:
+    def embedding(self, table: Linear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
         out_TE = self.recorder.result("embedding", len(ids_T), table.inputs, table.dtype)
         make = self.library.llmbox_embedding_op
         if table.quant is not None:
             make = self.library.llmbox_quant_embedding_op
-        op = make(DTYPES[table.dtype], table.pointer, out_TE.data_ptr(), out_TE.stride(0))
+        op = make(DTYPES[table.dtype], table.pointer, scale, out_TE.data_ptr(), out_TE.stride(0))
         ids = ids_T.contiguous()
         self.recorder.submit(op, Step(rows=len(ids), ids=ids.data_ptr()), table, out_TE)
         return out_TE
@@ -135,6 +139,7 @@ class Backend:
         out = self.recorder.result("rms_norm", len(x), groups * width, x.dtype)
         op = self.library.llmbox_norm_op(
             DTYPES[x.dtype],
+            DTYPES[weight.dtype],
             x.data_ptr(),
             x.stride(0),
             weight.data_ptr(),
@@ -152,6 +157,7 @@ class Backend:
         out_TE = self.recorder.result("add_rms_norm", len(x_TE), len(weight_E), x_TE.dtype)
         op = self.library.llmbox_add_norm_op(
             DTYPES[x_TE.dtype],
+            DTYPES[weight_E.dtype],
             x_TE.data_ptr(),
             x_TE.stride(0),
             residual_TE.data_ptr(),
@@ -167,21 +173,39 @@ class Backend:
         _, heads, width = x_TnD.shape
         assert x_TnD.stride()[1:] == (width, 1)
         op = self.library.llmbox_rotary_op(
-            DTYPES[x_TnD.dtype], x_TnD.data_ptr(), x_TnD.stride(0), heads, width
+            DTYPES[x_TnD.dtype],
+            x_TnD.data_ptr(),
+            x_TnD.stride(0),
+            heads,
+            width,
+            self.recorder.table_of(cos_TD),
         )
         cos_TD, sin_TD = cos_TD.contiguous(), sin_TD.contiguous()
         step = Step(rows=len(x_TnD), cos=cos_TD.data_ptr(), sin=sin_TD.data_ptr())
         self.recorder.submit(op, step, x_TnD)
         return x_TnD
 
-    def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
+    def gate_mul(self, gate_up_T2F: Tensor, activation: Activation) -> Tensor:
         """Over the gates: rows of the result are strided."""
         width = gate_up_T2F.shape[1] // 2
-        op = self.library.llmbox_silu_mul_op(
-            DTYPES[gate_up_T2F.dtype], gate_up_T2F.data_ptr(), gate_up_T2F.stride(0), width
+        op = self.library.llmbox_gate_mul_op(
+            DTYPES[gate_up_T2F.dtype],
+            ACTIVATIONS[activation],
+            gate_up_T2F.data_ptr(),
+            gate_up_T2F.stride(0),
+            width,
         )
         self.recorder.submit(op, Step(rows=len(gate_up_T2F)), gate_up_T2F)
         return gate_up_T2F[:, :width]
+
+    def softcap(self, logits_RV: Tensor, cap: float) -> Tensor:
+        """In place, of logits as `logits` gives them, float32."""
+        assert logits_RV.dtype == torch.float32
+        assert logits_RV.stride(1) == 1
+        rows, width = logits_RV.shape
+        op = self.library.llmbox_softcap_op(logits_RV.data_ptr(), logits_RV.stride(0), width, cap)
+        self.recorder.submit(op, Step(rows=rows), logits_RV)
+        return logits_RV
 
     def experts(self, mixture: Mixture, x_TE: Tensor, logits_TX: Tensor) -> Tensor:
         """Logits as `logits` gives them, float32."""
@@ -237,6 +261,7 @@ class Backend:
         assert qkv_TnD.stride()[1:] == (width, 1)
         op = self.library.llmbox_heads_op(
             DTYPES[qkv_TnD.dtype],
+            DTYPES[qkv_TnD.dtype if norm_nD is None else norm_nD.dtype],
             KV_DTYPES[cache.dtype],
             cache.pointer,
             layer,
@@ -245,6 +270,7 @@ class Backend:
             heads,
             None if norm_nD is None else norm_nD.data_ptr(),
             eps,
+            self.recorder.table_of(cos_TD),
         )
         cos_TD, sin_TD = cos_TD.contiguous(), sin_TD.contiguous()
         step = ragged_step(rows, plan.ragged)
@@ -252,7 +278,9 @@ class Backend:
         self.recorder.submit(op, step, cache, qkv_TnD, norm_nD)
         return qkv_TnD[:, : heads - 2 * cache.heads]
 
-    def attention(self, q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float) -> Tensor:
+    def attention(
+        self, q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float, softcap: float | None = None
+    ) -> Tensor:
         rows, heads, width = q_THD.shape
         assert q_THD.stride()[1:] == (width, 1)
         out = self.recorder.result("attention", rows, heads * width, q_THD.dtype)
@@ -266,6 +294,7 @@ class Backend:
             heads,
             plan.window or 0,
             scale,
+            softcap or 0.0,
             out.data_ptr(),
         )
         self.recorder.submit(op, ragged_step(rows, plan.ragged), cache, q_THD, out)

@@ -27,12 +27,12 @@ class Graph:
         if self._tape is None or rows > self._tape.capacity:
             self._tape, self._outputs = None, ()  # let go before the larger one is made
             capacity = max(SMALLEST_TAPE, 1 << (rows - 1).bit_length())
-            with self._recorder.recording(capacity) as tape:
+            with self._recorder.recording(capacity, inputs.cos_ATD) as tape:
                 self._outputs = self._body(inputs)
             self._tape = tape
         step = ragged_step(rows, next(iter(inputs.plans.values())).ragged)
         step.ids = inputs.ids_T.data_ptr()
-        step.cos, step.sin = inputs.cos_TD.data_ptr(), inputs.sin_TD.data_ptr()
+        step.cos, step.sin = inputs.cos_ATD.data_ptr(), inputs.sin_ATD.data_ptr()
         self._tape.run(step)
         return tuple(output[:rows] for output in self._outputs)
 

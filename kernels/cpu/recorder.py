@@ -18,8 +18,10 @@ from .native import Step
 class Tape:
     """Operations with everything their pointers need. `capacity` is the most rows of a step."""
 
-    def __init__(self, library: ctypes.CDLL, capacity: int) -> None:
+    def __init__(self, library: ctypes.CDLL, capacity: int, angles: list[int]) -> None:
+        """`angles`: addresses of the tables of angles of the step that is recorded."""
         self.capacity = capacity
+        self.angles = angles
         self._library = library
         self._ops: list[int] = []
         self._calls: list[tuple[int, Callable[..., None], tuple[Tensor, ...]]] = []
@@ -69,13 +71,17 @@ class Recorder:
         self._tape: Tape | None = None
 
     @contextmanager
-    def recording(self, capacity: int) -> Iterator[Tape]:
+    def recording(self, capacity: int, cos_ATD: Tensor) -> Iterator[Tape]:
         assert self._tape is None
-        self._tape = Tape(self._library, capacity)
+        self._tape = Tape(self._library, capacity, [cos_TD.data_ptr() for cos_TD in cos_ATD])
         try:
             yield self._tape
         finally:
             self._tape = None
+
+    def table_of(self, cos_TD: Tensor) -> int:
+        """Which of the step's tables of angles it is. An eager operation gets that one alone."""
+        return 0 if self._tape is None else self._tape.angles.index(cos_TD.data_ptr())
 
     def result(self, name: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         if self._tape is not None:

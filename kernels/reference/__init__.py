@@ -7,11 +7,12 @@ from .attention import attention, write_kv
 from .attention_plan import plan_attention
 from .embedding import embedding, pack_embedding
 from .experts import experts_by
+from .gate_mul import gate_mul
 from .kv_cache import clear_blocks, copy_blocks, make_kv_cache
 from .linear import linear, pack_linear
 from .rms_norm import add_rms_norm, rms_norm
 from .rotary import rotary
-from .silu_mul import silu_mul
+from .softcap import softcap
 
 __all__ = ["REFERENCE"]
 
@@ -27,7 +28,8 @@ REFERENCE = Ops(
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
     rotary=rotary,
-    silu_mul=silu_mul,
+    gate_mul=gate_mul,
+    softcap=softcap,
     experts=experts_by(linear),
     make_kv_cache=make_kv_cache,
     plan_attention=plan_attention,

@@ -2,7 +2,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention_plan import Group, Plan, Run
+from .attention_plan import Group, Plan, Run, causal_mask
 from .kv_cache import Cache
 
 
@@ -11,29 +11,46 @@ def write_kv(cache: Cache, layer: int, k_TGD: Tensor, v_TGD: Tensor, plan: Plan)
     cache.v.write(layer, plan.block_of_T, plan.offset_of_T, v_TGD)
 
 
-def attention(q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float) -> Tensor:
+def attention(
+    q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float, softcap: float | None = None
+) -> Tensor:
     """softmax(scale q k^T + mask) v, each row over its own context gathered from the pages."""
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     heads, dtype = cache.heads, q_THD.dtype
     for group in plan.groups:
         k_NGCD = cache.k.gather(layer, group.pages, dtype).view(group.count, heads, -1, q_THD.shape[-1])
         v_NGCD = cache.v.gather(layer, group.pages, dtype).view_as(k_NGCD)
-        out_THD[group.rows] = attend_group(group, q_THD[group.rows], k_NGCD, v_NGCD, scale)
+        out_THD[group.rows] = attend_group(group, q_THD[group.rows], k_NGCD, v_NGCD, scale, softcap)
     for run in plan.runs:
         k_GCD = cache.k.gather(layer, run.pages, dtype).view(heads, -1, q_THD.shape[-1])[:, : run.context]
         v_GCD = cache.v.gather(layer, run.pages, dtype).view(heads, -1, q_THD.shape[-1])[:, : run.context]
-        out_THD[run.rows] = attend_run(run, q_THD[run.rows], k_GCD, v_GCD, scale)
+        out_THD[run.rows] = attend_run(run, q_THD[run.rows], k_GCD, v_GCD, scale, softcap)
     return out_THD.flatten(1)
 
 
-def attend_group(group: Group, q_NHD: Tensor, k_NGCD: Tensor, v_NGCD: Tensor, scale: float) -> Tensor:
+def attend_group(
+    group: Group, q_NHD: Tensor, k_NGCD: Tensor, v_NGCD: Tensor, scale: float, softcap: float | None
+) -> Tensor:
     """The query heads of one kv head become rows of one product: keys are read once for all of them."""
     q_NGrD = q_NHD.reshape(group.count, k_NGCD.shape[1], -1, q_NHD.shape[-1])
-    out = F.scaled_dot_product_attention(q_NGrD, k_NGCD, v_NGCD, attn_mask=group.mask_N11C, scale=scale)
+    if softcap is not None:
+        out = attend_capped(q_NGrD, k_NGCD, v_NGCD, group.mask_N11C, scale, softcap)
+    else:
+        out = F.scaled_dot_product_attention(q_NGrD, k_NGCD, v_NGCD, attn_mask=group.mask_N11C, scale=scale)
     return out.reshape(q_NHD.shape)
 
 
-def attend_run(run: Run, q_LHD: Tensor, k_GCD: Tensor, v_GCD: Tensor, scale: float) -> Tensor:
+def attend_run(
+    run: Run, q_LHD: Tensor, k_GCD: Tensor, v_GCD: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    if softcap is not None:
+        mask_LC = run.mask_LC
+        if mask_LC is None:
+            length = len(q_LHD)
+            mask_LC = causal_mask(length, length, length, None, q_LHD.dtype, q_LHD.device)
+        q_GrLD = q_LHD.transpose(0, 1).reshape(len(k_GCD), -1, *q_LHD.shape[::2])
+        out_GrLD = attend_capped(q_GrLD, k_GCD.unsqueeze(1), v_GCD.unsqueeze(1), mask_LC, scale, softcap)
+        return out_GrLD.flatten(0, 1).transpose(0, 1)
     return F.scaled_dot_product_attention(
         q_LHD.transpose(0, 1).unsqueeze(0),
         k_GCD.unsqueeze(0),
@@ -43,3 +60,10 @@ def attend_run(run: Run, q_LHD: Tensor, k_GCD: Tensor, v_GCD: Tensor, scale: flo
         scale=scale,
         enable_gqa=True,
     )[0].transpose(0, 1)
+
+
+def attend_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+    """`softcap * tanh(score / softcap)` in the place of scores, in float32; q, k, v are [..., rows, D]."""
+    scores = (q @ k.transpose(-1, -2)).float() * (scale / softcap)
+    weights = (scores.tanh_() * softcap + mask).softmax(-1)
+    return weights.to(v.dtype) @ v

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..experts import Mixture
 from ..ops import PackedLinear
-from .silu_mul import silu_mul
+from .gate_mul import gate_mul
 
 
 def route(logits_TX: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ def experts_by(
         for expert, (gate_up, down) in enumerate(zip(mixture.gate_ups, mixture.downs, strict=True)):
             rows, places = torch.where(experts_TK == expert)
             if len(rows):
-                rows_TKE[rows, places] = linear(down, silu_mul(linear(gate_up, x_TE[rows])))
+                rows_TKE[rows, places] = linear(down, gate_mul(linear(gate_up, x_TE[rows]), "silu"))
         return weigh(rows_TKE, shares_TK)
 
     return experts

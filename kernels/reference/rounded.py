@@ -14,6 +14,7 @@ from ..packing import Rounded
 from ..quant import WIDE_KINDS, Kind, Quant
 from . import REFERENCE
 from .eight_bits import FP8, LARGEST, in_eight_bits, in_given_scale
+from .embedding import embedding as wide_embedding
 from .experts import experts_by
 from .linear import Linear, linear
 
@@ -113,10 +114,10 @@ def rounded_linear(packed: RoundedLinear | Linear, x_TI: Tensor) -> Tensor:
     return linear(packed.wide, wide_TI).to(packed.dtype)
 
 
-def embedding(table: RoundedLinear | Linear, ids_T: Tensor) -> Tensor:
+def embedding(table: RoundedLinear | Linear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
     if isinstance(table, Linear):
-        return F.embedding(ids_T, table.weight_OI)
-    return F.embedding(ids_T, table.wide.weight_OI).to(table.dtype)
+        return wide_embedding(table, ids_T, scale)
+    return (F.embedding(ids_T, table.wide.weight_OI) * scale).to(table.dtype)
 
 
 def wide_rows(x_TI: Tensor, dtype: torch.dtype, group: int | None) -> Tensor:

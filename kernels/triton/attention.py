@@ -10,6 +10,8 @@ pieces of FIXED_SPLIT tokens from their beginning, whose results are folded in o
 walked them all or several shared them.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -28,30 +30,53 @@ from .tiles import Tile, decode_tile, fixed_tile, power_of_two, prefill_tile
 LOG2_E = 1.4426950408889634
 
 
-def attention(q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float) -> Tensor:
-    return attend_rows(q_THD, cache, layer, plan, scale, None)[0]
+class Powers(NamedTuple):
+    """A product s of query and key becomes a power of two: s * factor, or cap * tanh(s * factor)."""
+
+    factor: float
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, scale: float, softcap: float | None) -> "Powers":
+        if softcap is None:
+            return cls(scale * LOG2_E)
+        return cls(scale / softcap, softcap * LOG2_E)
+
+
+def attention(
+    q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float, softcap: float | None = None
+) -> Tensor:
+    return attend_rows(q_THD, cache, layer, plan, scale, None, softcap)[0]
 
 
 def attend_rows(
-    q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float, row_format: RowFormat | None
+    q_THD: Tensor,
+    cache: Cache,
+    layer: int,
+    plan: Plan,
+    scale: float,
+    row_format: RowFormat | None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Rows8 | None]:
     """The result; also quantised, where programs that have heads of a row can (`fits_heads`)."""
     rows, heads, head_dim = q_THD.shape
     out_THD = torch.empty((rows, heads, head_dim), dtype=q_THD.dtype, device=q_THD.device)
+    gathers = plan.sdpa and softcap is None  # PyTorch's kernels have no caps
+    powers = Powers.of(scale, softcap)
     eight = None
-    if row_format is not None and fits_heads(row_format, head_dim) and not plan.sdpa:
+    if row_format is not None and fits_heads(row_format, head_dim) and not gathers:
         eight = Rows8.empty(rows, heads * head_dim, row_format, q_THD.device)
     result = Result(out_THD, eight, row_format)
     if plan.decoding:
-        decode(result, q_THD, cache, layer, plan, scale)
-    if plan.sdpa:
+        decode(result, q_THD, cache, layer, plan, powers)
+    if gathers:
         attend_gathered(out_THD, q_THD, cache, layer, plan.ragged, plan.decoding, scale)
     elif rows > plan.decoding:
-        prefill(result, q_THD, cache, layer, plan, scale)
+        prefill(result, q_THD, cache, layer, plan, powers)
     return out_THD.flatten(1), eight
 
 
-def decode(result: Result, q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float) -> None:
+def decode(result: Result, q_THD: Tensor, cache: Cache, layer: int, plan: Plan, powers: Powers) -> None:
     _, heads, head_dim = q_THD.shape
     kv_heads = cache.k.shape[2]
     group = heads // kv_heads
@@ -65,12 +90,12 @@ def decode(result: Result, q_THD: Tensor, cache: Cache, layer: int, plan: Plan, 
         pieces = Result(torch.empty((*size, head_dim), dtype=torch.float32, device=q_THD.device))
         sums = torch.empty((*size, 2), dtype=torch.float32, device=q_THD.device)
     grid = (kv_heads, splits, plan.decoding)
-    launch(grid, tile, tile_rows, pieces, sums, q_THD, cache, layer, plan, scale, splits, decoding=True)
+    launch(grid, tile, tile_rows, pieces, sums, q_THD, cache, layer, plan, powers, splits, decoding=True)
     if splits > 1:
         reduce_splits(result, pieces.out, sums, fixed=plan.fixed)
 
 
-def prefill(result: Result, q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float) -> None:
+def prefill(result: Result, q_THD: Tensor, cache: Cache, layer: int, plan: Plan, powers: Powers) -> None:
     rows, heads, head_dim = q_THD.shape
     kv_heads = cache.k.shape[2]
     group = heads // kv_heads
@@ -80,7 +105,7 @@ def prefill(result: Result, q_THD: Tensor, cache: Cache, layer: int, plan: Plan,
     tokens = tile_rows // group
     sequences = len(plan.ragged.query_lens) - plan.decoding
     grid = ((rows - plan.decoding) // tokens + sequences, kv_heads)
-    launch(grid, tile, tile_rows, result, cache.k_scale, q_THD, cache, layer, plan, scale, 1, decoding=False)
+    launch(grid, tile, tile_rows, result, cache.k_scale, q_THD, cache, layer, plan, powers, 1, decoding=False)
 
 
 def launch(
@@ -93,7 +118,7 @@ def launch(
     cache: Cache,
     layer: int,
     plan: Plan,
-    scale: float,
+    powers: Powers,
     splits: int,
     *,
     decoding: bool,
@@ -115,7 +140,8 @@ def launch(
         ragged.block_tables_NB,
         plan.decoding,
         len(ragged.query_lens) - plan.decoding,
-        scale * LOG2_E,
+        powers.factor,
+        powers.cap or 0.0,
         q_THD.stride(0),
         q_THD.stride(1),
         ragged.block_tables_NB.stride(0),
@@ -133,6 +159,7 @@ def launch(
         LEAST_SPLIT=attention_plan.LEAST_SPLIT,
         FIXED_SPLIT=attention_plan.FIXED_SPLIT if plan.fixed else 0,
         WINDOW=plan.window is not None,
+        CAPPED=powers.cap is not None,
         QUANTISED=how_widened(cache, q_THD.dtype),
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
         **result.constants(head_dim),
@@ -164,6 +191,7 @@ def attention_kernel(
     decoding_sequences: tl.tensor,
     sequences: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     q_row: tl.tensor,
     q_head: tl.tensor,
     table_row: tl.tensor,
@@ -181,6 +209,7 @@ def attention_kernel(
     LEAST_SPLIT: tl.constexpr,
     FIXED_SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
     QUANTISED: tl.constexpr,
     PRECISION: tl.constexpr,
     EIGHT: tl.constexpr,
@@ -246,8 +275,8 @@ def attention_kernel(
             to_key = tl.minimum(end, (piece + 1) * FIXED_SPLIT)
             acc_b, top_b, total_b = attend(
                 q_tile, k_head, v_head, k_scale + scale_offset, v_scale + scale_offset, table,
-                from_key, from_key, to_key, row_position, window, scale, page_stride, kv_heads * PAGE, d,
-                ROWS, COLUMNS, PAGE, D, D_PAD, WINDOW, QUANTISED, PRECISION,
+                from_key, from_key, to_key, row_position, window, scale, cap, page_stride, kv_heads * PAGE, d,
+                ROWS, COLUMNS, PAGE, D, D_PAD, WINDOW, CAPPED, QUANTISED, PRECISION,
             )  # fmt: skip
             acc, top, total = fold(acc, top, total, acc_b, top_b, total_b)
     else:
@@ -262,8 +291,8 @@ def attention_kernel(
             plain = tl.minimum((position + 1) // COLUMNS * COLUMNS, end)
         acc, top, total = attend(
             q_tile, k_head, v_head, k_scale + scale_offset, v_scale + scale_offset, table,
-            from_key, plain, to_key, row_position, window, scale, page_stride, kv_heads * PAGE, d,
-            ROWS, COLUMNS, PAGE, D, D_PAD, WINDOW, QUANTISED, PRECISION,
+            from_key, plain, to_key, row_position, window, scale, cap, page_stride, kv_heads * PAGE, d,
+            ROWS, COLUMNS, PAGE, D, D_PAD, WINDOW, CAPPED, QUANTISED, PRECISION,
         )  # fmt: skip
 
     stored = real[:, None] & real_d[None, :]

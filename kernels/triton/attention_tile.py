@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from . import kv_cache
+from .softcap import tanh
 
 BY_FLOAT32 = tl.constexpr(kv_cache.BY_FLOAT32)
 """A value of QUANTISED: see `how_widened`."""
@@ -26,6 +27,7 @@ def attend(
     row_position: tl.tensor,
     window: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     page_stride: tl.tensor,
     scale_stride: tl.tensor,
     d: tl.tensor,
@@ -35,6 +37,7 @@ def attend(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
     QUANTISED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
@@ -48,12 +51,14 @@ def attend(
     for start in range(from_key, plain, COLUMNS):
         acc, top, total = step(
             acc, top, total, q_tile, k, v, k_scale, v_scale, table, start, to_key, row_position, window,
-            scale, page_stride, scale_stride, d, COLUMNS, PAGE, D, D_PAD, False, WINDOW, QUANTISED, PRECISION,
+            scale, cap, page_stride, scale_stride, d, COLUMNS, PAGE, D, D_PAD, False, WINDOW, CAPPED,
+            QUANTISED, PRECISION,
         )  # fmt: skip
     for start in range(plain, to_key, COLUMNS):
         acc, top, total = step(
             acc, top, total, q_tile, k, v, k_scale, v_scale, table, start, to_key, row_position, window,
-            scale, page_stride, scale_stride, d, COLUMNS, PAGE, D, D_PAD, True, WINDOW, QUANTISED, PRECISION,
+            scale, cap, page_stride, scale_stride, d, COLUMNS, PAGE, D, D_PAD, True, WINDOW, CAPPED,
+            QUANTISED, PRECISION,
         )  # fmt: skip
     return acc, top, total
 
@@ -74,6 +79,7 @@ def step(
     row_position: tl.tensor,
     window: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     page_stride: tl.tensor,
     scale_stride: tl.tensor,
     d: tl.tensor,
@@ -83,6 +89,7 @@ def step(
     D_PAD: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
     QUANTISED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
@@ -121,6 +128,8 @@ def step(
         score = score * (k_scales * scale)[None, :]
     else:
         score = score * scale
+    if CAPPED:
+        score = cap * tanh(score)
     if MASKED:
         seen = (key[None, :] <= row_position[:, None]) & real[None, :]
         if WINDOW:

@@ -7,12 +7,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..ops import Ops, StepInputs
+from ..ops import Activation, Ops, StepInputs
 from ..packing import Rounded
 from ..part_ops import PartOps
 from ..quant import WIDE_KINDS, Kind, Quant
 from ..ragged import Ragged
-from . import attention, edit, embedding, heads, kv_cache, linear, part_weights, rms_norm, silu_mul
+from . import attention, edit, embedding, gate_mul, heads, kv_cache, linear, part_weights, rms_norm
 from .advance import advance
 from .attention_plan import Plan, plan_attention
 from .candidates import candidates
@@ -22,6 +22,7 @@ from .left_rows import LeftRows
 from .linear import Blocks8, Floats8, Integers, Integers8, Linear, Plain
 from .quantise import RowFormat, Rows8
 from .sample import sample
+from .softcap import softcap
 from .tiles import ROW_COUNTS, has_fp8
 from .weights import group_codes, pack_fp8, pack_fp8_blocks, pack_grouped, scales_of_blocks
 
@@ -65,7 +66,7 @@ class Backend:
         return Ops(
             name="triton" if self.quant is None else f"triton, {self.quant.name} weights",
             pack_embedding=self.pack_embedding,
-            embedding=lambda table, ids_T: embedding.embed(table, ids_T, self.dtype),
+            embedding=self.embedding,
             pack_linear=self.pack_linear,
             pack_head=self.pack_head,
             pack_router=lambda weight_XE: Plain(weight_XE, None),
@@ -75,7 +76,8 @@ class Backend:
             add_rms_norm=self.add_rms_norm,
             norm_by=self.norm_by,
             rotary=heads.rotary,
-            silu_mul=self.silu_mul,
+            gate_mul=self.gate_mul,
+            softcap=softcap,
             experts=partial(experts, fixed=self.fixed),
             make_kv_cache=kv_cache.make_kv_cache,
             plan_attention=self.plan_attention,
@@ -97,6 +99,9 @@ class Backend:
 
     def pack_embedding(self, weight_VE: Tensor, tied: bool) -> Linear:
         return self.pack_head(weight_VE, None) if tied else Plain(weight_VE, None)
+
+    def embedding(self, table: Linear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
+        return embedding.embed(table, ids_T, self.dtype, scale)
 
     def pack_head(self, weight_VE: Tensor, bias_V: Tensor | None) -> Linear:
         return self._chosen(pack(weight_VE, bias_V, self.format("head")))
@@ -134,17 +139,28 @@ class Backend:
     ) -> Tensor:
         return self._left.keep(*norm(self._left.format_of(id(weight_E))), id(weight_E))
 
-    def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
+    def gate_mul(self, gate_up_T2F: Tensor, activation: Activation) -> Tensor:
         maker = self._left.maker_of(gate_up_T2F)
-        return self._left.keep(*silu_mul.gate_rows(gate_up_T2F, self._left.format_of(maker)), maker)
+        wanted = self._left.format_of(maker)
+        return self._left.keep(*gate_mul.gate_rows(gate_up_T2F, activation, wanted), maker)
 
     def plan_attention(self, ragged: Ragged, cache: kv_cache.Cache, window: int | None) -> Plan:
         return plan_attention(ragged, cache, window, fixed=self.fixed, sdpa_from=self.sdpa_from)
 
-    def attention(self, q_THD: Tensor, cache: kv_cache.Cache, layer: int, plan: Plan, scale: float) -> Tensor:
+    def attention(
+        self,
+        q_THD: Tensor,
+        cache: kv_cache.Cache,
+        layer: int,
+        plan: Plan,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Tensor:
         maker = ~layer  # no identity of an object
         wanted = self._left.format_of(maker)
-        return self._left.keep(*attention.attend_rows(q_THD, cache, layer, plan, scale, wanted), maker)
+        return self._left.keep(
+            *attention.attend_rows(q_THD, cache, layer, plan, scale, wanted, softcap), maker
+        )
 
     def _chosen(self, packed: Linear) -> Linear:
         return self._choice.of(packed) if self.scaled_mm else packed

@@ -11,27 +11,44 @@ from .tiles import power_of_two
 BLOCK = 1024
 
 
-def embed(packed: Linear, ids_T: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of a table in any format, [T, E] in `dtype`."""
+def embed(packed: Linear, ids_T: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """Rows of a table in any format times `scale`, [T, E] in `dtype`."""
     match packed:
         case Plain(weight_VE, _):
-            return run(weight_VE, weight_VE, ids_T, weight_VE.shape[1], 0, dtype)
+            return run(weight_VE, weight_VE, ids_T, weight_VE.shape[1], 0, dtype, scale)
         case Integers(weight, _):
             assert weight.bits == 8
-            return run(weight.weight, weight.scales, ids_T, weight.inputs, weight.group, dtype)
+            return run(weight.weight, weight.scales, ids_T, weight.inputs, weight.group, dtype, scale)
         case Floats8(weight_VE, scales_V1, _):
-            return run(weight_VE, scales_V1, ids_T, weight_VE.shape[1], -1, dtype)
+            return run(weight_VE, scales_V1, ids_T, weight_VE.shape[1], -1, dtype, scale)
         case _:
             raise AssertionError(f"no table is kept as {type(packed).__name__}")
 
 
-def run(weight: Tensor, scales: Tensor, ids_T: Tensor, width: int, group: int, dtype: torch.dtype) -> Tensor:
+def run(
+    weight: Tensor,
+    scales: Tensor,
+    ids_T: Tensor,
+    width: int,
+    group: int,
+    dtype: torch.dtype,
+    scale: float,
+) -> Tensor:
     """`group`: 0 without scales, -1 for one scale a row, else weights and scales as in `Grouped`."""
     out_TE = torch.empty((len(ids_T), width), dtype=dtype, device=weight.device)
     if len(ids_T):
         block = min(BLOCK, power_of_two(width))
         gather_kernel[(len(ids_T), triton.cdiv(width, block))](
-            out_TE, weight, scales, ids_T, weight.shape[-2], WIDTH=width, GROUP=group, BLOCK=block
+            out_TE,
+            weight,
+            scales,
+            ids_T,
+            weight.shape[-2],
+            scale,
+            WIDTH=width,
+            GROUP=group,
+            BLOCK=block,
+            SCALED=scale != 1.0,
         )
     return out_TE
 
@@ -43,9 +60,11 @@ def gather_kernel(
     scales: tl.tensor,
     ids: tl.tensor,
     vocabulary: tl.tensor,
+    scale: tl.tensor,
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -59,4 +78,6 @@ def gather_kernel(
         values = tl.load(weight + source * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         if GROUP < 0:
             values *= tl.load(scales + source)
+    if SCALED:
+        values *= scale
     tl.store(out + row * WIDTH + column, values.to(out.dtype.element_ty), mask=inside)

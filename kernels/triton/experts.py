@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..experts import Mixture
 from ..reference.experts import route, weigh
+from .gate_mul import gate_mul
 from .gemm_experts import experts_product
 from .linear import Plain
-from .silu_mul import silu_mul
 
 
 def experts(mixture: Mixture, x_TE: Tensor, logits_TX: Tensor, *, fixed: bool = False) -> Tensor:
@@ -23,7 +23,7 @@ def experts(mixture: Mixture, x_TE: Tensor, logits_TX: Tensor, *, fixed: bool = 
     starts_X1 = torch.searchsorted(sorted_S, limits).int()
     gate_up_X2FE, down_XEF = stacked(mixture.gate_ups, mixture.count), stacked(mixture.downs, mixture.count)
     rows_SE = x_TE[order_S // mixture.per_token]
-    inner_SF = silu_mul(experts_product(rows_SE, gate_up_X2FE, starts_X1, fixed=fixed))
+    inner_SF = gate_mul(experts_product(rows_SE, gate_up_X2FE, starts_X1, fixed=fixed), "silu")
     rows_TKE = x_TE.new_empty(*chosen_TK.shape, x_TE.shape[1])
     rows_TKE.view(-1, x_TE.shape[1])[order_S] = experts_product(inner_SF, down_XEF, starts_X1, fixed=fixed)
     return weigh(rows_TKE, shares_TK)

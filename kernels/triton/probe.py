@@ -2,13 +2,13 @@
 
 import torch
 
-from .silu_mul import silu_mul
+from .gate_mul import gate_mul
 
 
 def why_it_fails(device: torch.device) -> str | None:
     """Compiles and runs the smallest kernel; what went wrong in one line, or None."""
     try:
-        result = silu_mul(torch.ones(1, 32, device=device)).tolist()
+        result = gate_mul(torch.ones(1, 32, device=device), "silu").tolist()
     except Exception as error:  # noqa: BLE001 - compilers, linkers and drivers each have their own
         lines = str(error).strip().splitlines() or [""]
         return f"a first kernel failed: {type(error).__name__}: {lines[0][:200]}"

@@ -66,7 +66,7 @@ def mlps(ops: Ops, inner: int, count: int) -> tuple[list[PackedLinear], list[Pac
 
 
 def mlp(ops: Ops, gate_up: PackedLinear, down: PackedLinear, x_TE: Tensor) -> Tensor:
-    return ops.linear(down, ops.silu_mul(ops.linear(gate_up, x_TE)))
+    return ops.linear(down, ops.gate_mul(ops.linear(gate_up, x_TE), "silu"))
 
 
 if __name__ == "__main__":

@@ -2,25 +2,25 @@
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from gpu import fp8_products, sampling
 from gpu.checks import LIMIT, Check, Checks, Setting, distance, name_of
-from llmbox.kernels.ops import Ops
+from llmbox.kernels.ops import Activation, Ops
 from llmbox.kernels.quant import QUANTS, Quant
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.rows import DecodeInputs, DecodeRows
 from llmbox.kernels.steps import to_numbers
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.dequantise import dequantise
+from llmbox.kernels.triton.gate_mul import gate_rows
 from llmbox.kernels.triton.gemm_experts import experts_product
 from llmbox.kernels.triton.linear import Blocks8, Floats8, Integers, Integers8, Plain, rows_for
 from llmbox.kernels.triton.quantise import quantise_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
-from llmbox.kernels.triton.silu_mul import gate_rows
 from llmbox.kernels.triton.tiles import has_fp8
 from llmbox.kernels.triton.weights import pack_grouped
 from support.paged import PagedStep
@@ -168,8 +168,11 @@ def rows(setting: Setting, dtype: torch.dtype) -> Checks:
     yield Check(name_of("add_rms_norm", dtype), distance(got, exact), limit)
     yield Check(name_of("residual", dtype), distance(residual, total), 0.0)
     gates = setting.randn(5, 2 * width, dtype=dtype)
-    exact = REFERENCE.silu_mul(gates.double())
-    yield Check(name_of("silu_mul", dtype), distance(ops.silu_mul(gates), exact), limit)
+    for activation in get_args(Activation):
+        exact = REFERENCE.gate_mul(gates.double(), activation)
+        yield Check(name_of(activation, dtype), distance(ops.gate_mul(gates, activation), exact), limit)
+    exact = 30 * (gates.double() / 3).tanh()
+    yield Check(name_of("softcap", dtype), distance(ops.softcap(10 * gates, 30.0), exact), limit)
 
 
 def fused_rows(setting: Setting, dtype: torch.dtype) -> Checks:
@@ -180,7 +183,7 @@ def fused_rows(setting: Setting, dtype: torch.dtype) -> Checks:
             x, residual, weight = (setting.randn(*s, dtype=dtype) for s in ((5, width), (5, width), (width,)))
             normed, left = norm_rows(x, residual.clone(), weight, 1e-6, row_format)
             plain, _ = norm_rows(x, residual, weight, 1e-6, None)
-            gated, also_left = gate_rows(torch.cat((x, residual), 1), row_format)
+            gated, also_left = gate_rows(torch.cat((x, residual), 1), "silu", row_format)
             unequal = [not torch.equal(normed, plain)]
             for rows8, wide in ((left, normed), (also_left, gated)):
                 pairs = zip(rows8, quantise_rows(wide, row_format), strict=True)

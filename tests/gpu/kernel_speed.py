@@ -21,10 +21,10 @@ from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.triton import attention_plan, gemm_experts
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.dequantise import dequantise
+from llmbox.kernels.triton.gate_mul import gate_rows
 from llmbox.kernels.triton.linear import Blocks8, Floats8, Integers, rows_for
 from llmbox.kernels.triton.quantise import quantise_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
-from llmbox.kernels.triton.silu_mul import gate_rows
 from llmbox.kernels.triton.tiles import has_fp8
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -223,22 +223,22 @@ def norm_in_8_bits(rows: int, quant: str) -> Work:
 def gates_in_8_bits(rows: int, quant: str) -> Work:
     row_format = rows_for(QUANTS[quant])
     sets = [randn(rows, 2 * FFN) for _ in range(4)]
-    apart = lambda x: quantise_rows(gate_rows(x, None)[0], row_format)  # noqa: E731
+    apart = lambda x: quantise_rows(gate_rows(x, "silu", None)[0], row_format)  # noqa: E731
     variants = {
-        "ours": [partial(gate_rows, x, row_format) for x in sets],
+        "ours": [partial(gate_rows, x, "silu", row_format) for x in sets],
         "two passes": [partial(apart, x) for x in sets],
     }
-    return Work(f"silu_mul, {rows} rows, left for {quant} too", 7 * rows * FFN, 0, "bf16", variants)
+    return Work(f"gate_mul, {rows} rows, left for {quant} too", 7 * rows * FFN, 0, "bf16", variants)
 
 
 def gates(rows: int) -> Work:
     ops = triton_ops(DEVICE, BF16)
     sets = [randn(rows, 2 * FFN) for _ in range(4)]
     variants = {
-        "ours": [partial(ops.silu_mul, x) for x in sets],
-        "eager": [partial(REFERENCE.silu_mul, x) for x in sets],
+        "ours": [partial(ops.gate_mul, x, "silu") for x in sets],
+        "eager": [partial(REFERENCE.gate_mul, x, "silu") for x in sets],
     }
-    return Work(f"silu_mul, {rows} rows", 3 * rows * FFN * 2, 0, "bf16", variants)
+    return Work(f"gate_mul, {rows} rows", 3 * rows * FFN * 2, 0, "bf16", variants)
 
 
 def heads(rows: int) -> Work:

@@ -18,11 +18,11 @@ from llmbox.kernels.triton import gemm, gemm_8_bits
 from llmbox.kernels.triton.attention import attend_rows
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.dequantise import dequantise
+from llmbox.kernels.triton.gate_mul import gate_rows
 from llmbox.kernels.triton.gemm_experts import experts_product
 from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, rows_for
 from llmbox.kernels.triton.quantise import RowFormat, quantise_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
-from llmbox.kernels.triton.silu_mul import gate_rows
 from llmbox.kernels.triton.weights import pack_grouped
 
 CPU = torch.device("cpu")
@@ -48,6 +48,7 @@ def attention(
     deterministic: bool = False,
     blocks: Sequence[int] = (30, 128),
     leaves: RowFormat | None = None,
+    softcap: float | None = None,
 ) -> None:
     """Steps of two decoding rows and a prompt of 30; contexts may have as many blocks as that says. `leaves`:
     rows of 8 bits beside the result.
@@ -71,7 +72,7 @@ def attention(
         plan = ops.plan_attention(ragged, cache, window)
         for weight in (norm, None):
             q = ops.rotate_and_write(qkv, weight, 1e-6, angles, angles, cache, 1, plan)
-        attend_rows(q, cache, 1, plan, 0.1, leaves)
+        attend_rows(q, cache, 1, plan, 0.1, leaves, softcap)
     ops.write_kv(cache, 1, qkv[:, :kv], qkv[:, kv : 2 * kv], plan)
     ops.copy_blocks(cache, [(1, 2)])
 
@@ -110,10 +111,21 @@ def rows(quant: str | None, *, dtype: torch.dtype = BF16, hidden: int = HIDDEN, 
     x, weight = zeros(3, hidden, dtype=dtype), zeros(hidden, dtype=dtype)
     ops.rms_norm(x, weight, 1e-6)
     ops.add_rms_norm(x, zeros(3, hidden, dtype=dtype), weight, 1e-6)
-    ops.silu_mul(zeros(3, 2 * ffn, dtype=dtype))
+    ops.gate_mul(zeros(3, 2 * ffn, dtype=dtype), "silu")
     if (row_format := rows_for(QUANTS.get(quant or ""))) is not None:
         quantise_rows(x, row_format)
         quantise_rows(zeros(3, ffn, dtype=dtype), row_format)
+
+
+def gemma_rows(hidden: int = 2560, ffn: int = 10240) -> None:
+    """What of these a Gemma does otherwise: norms by float32, a scaled table, GELU, capped logits."""
+    ops = triton_ops(CPU, BF16)
+    x, weight = zeros(3, hidden), zeros(hidden, dtype=F32)
+    ops.embedding(ops.pack_embedding(zeros(64, hidden), True), zeros(3, dtype=I64), 50.5)
+    ops.rms_norm(x, weight, 1e-6)
+    ops.add_rms_norm(x, zeros(3, hidden), weight, 1e-6)
+    ops.gate_mul(zeros(3, 2 * ffn), "gelu_tanh")
+    ops.softcap(zeros(3, VOCAB), 30.0)
 
 
 def given_rows(hidden: int = HIDDEN, ffn: int = FFN) -> None:
@@ -122,7 +134,7 @@ def given_rows(hidden: int = HIDDEN, ffn: int = FFN) -> None:
     x = zeros(3, hidden)
     quantise_rows(x, row_format)
     norm_rows(x, x, zeros(hidden), 1e-6, row_format)
-    gate_rows(zeros(3, 2 * ffn), row_format)
+    gate_rows(zeros(3, 2 * ffn), "silu", row_format)
 
 
 def heads_apart(head_dim: int, dtype: torch.dtype = BF16) -> None:
@@ -191,6 +203,8 @@ def few(capability: tuple[int, int]) -> Iterator[Group]:
         yield from left_by_attention()
         for quant in (None, "fp8", "w8a8", "fp8-block"):
             yield "rows", partial(rows, quant)
+        yield "attention", partial(attention, heads=(8, 4), head_dim=256, softcap=50.0)
+        yield "rows", gemma_rows
         yield "rows", given_rows
         yield "rows", partial(heads_apart, 128)
         yield "linears", partial(linears, "int8", (1, 100, 200, 600))
@@ -249,6 +263,7 @@ def every(capability: tuple[int, int]) -> Iterator[Group]:
     for quant in (None, *quants):
         for hidden, ffn in ((1024, 3072), (HIDDEN, FFN), (5120, 25600), (8192, 28672)):
             yield f"rows {quant} {hidden} {ffn}", partial(rows, quant, hidden=hidden, ffn=ffn)
+    yield "rows of Gemma", gemma_rows
     if fp8:
         yield "rows of given scales", given_rows
     for dtype in (F16, F32):
@@ -270,6 +285,13 @@ def attentions(fp8: bool) -> Iterator[Group]:
             for fixed in (False, True):
                 name = f"attention {heads} x {head_dim} KV {kv_dtype}{', fixed' * fixed}"
                 yield name, partial(attention, kv_dtype, heads=heads, head_dim=head_dim, deterministic=fixed)
+    for kv_dtype in (None, I8, *([FP8] if fp8 else [])):
+        for fixed in (False, True):
+            options = {"heads": (8, 4), "head_dim": 256, "softcap": 50.0, "deterministic": fixed}
+            yield (
+                f"attention, capped, KV {kv_dtype}{', fixed' * fixed}",
+                partial(attention, kv_dtype, **options),
+            )
     for dtype in (F16, F32):
         for kv_dtype in (None, I8):
             yield f"attention {dtype} KV {kv_dtype}", partial(attention, kv_dtype, dtype=dtype)

@@ -28,9 +28,11 @@ class Step:
         head_dim: int = 16,
         kv_dtype: torch.dtype | None = None,
         seed: int = 0,
+        softcap: float | None = None,
     ) -> None:
         self.ops, self.sequences, self.dtype = ops, sequences, dtype
         self.kv_dtype = kv_dtype or dtype
+        self.softcap = softcap
         self.heads, self.head_dim = heads, head_dim
         rng = random.Random(seed)
         torch.manual_seed(seed)
@@ -70,7 +72,8 @@ class Step:
         spans = [(past, past + new) for past, new in self.sequences]
         self.write(spans, layer)
         plan = self.ops.plan_attention(self.ragged(spans), self.cache, window)
-        return self.ops.attention(torch.cat(self.q), self.cache, layer, plan, self.head_dim**-0.5)
+        scale = self.head_dim**-0.5
+        return self.ops.attention(torch.cat(self.q), self.cache, layer, plan, scale, self.softcap)
 
     def exact(self, window: int | None = None) -> Tensor:
         """Row by row, in float64, on the numbers that the cache can hold."""
@@ -82,8 +85,10 @@ class Step:
                 start = 0 if window is None else max(0, end - window)
                 for head in range(self.heads[0]):
                     keys, values = (self.kept(x[start:end, head // group]) for x in (k, v))
-                    weights = torch.softmax(keys @ q[i, head].double() * self.head_dim**-0.5, 0)
-                    rows.append(weights @ values)
+                    scores = keys @ q[i, head].double() * self.head_dim**-0.5
+                    if self.softcap is not None:
+                        scores = self.softcap * (scores / self.softcap).tanh()
+                    rows.append(torch.softmax(scores, 0) @ values)
         return torch.stack(rows).view(-1, self.heads[0] * self.head_dim)
 
     def kept(self, rows: Tensor) -> Tensor:
@@ -109,6 +114,23 @@ def test_mixed_rows(ops: Ops, dtype: torch.dtype, window: int | None) -> None:
 def test_head_shapes(ops: Ops, dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> None:
     step = Step(ops, [(3, 1), (0, 9), (10, 5)], dtype=dtype, heads=heads, head_dim=head_dim)
     assert_near(step.run(), step.exact())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+def test_capped_scores(ops: Ops, dtype: torch.dtype, window: int | None, softcap: float) -> None:
+    step = Step(ops, MIXED, dtype=dtype, softcap=softcap)
+    assert_near(step.run(window), step.exact(window))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("window", [None, 130])
+def test_capped_scores_of_many_chunks(ops: Ops, kv_dtype: torch.dtype, window: int | None) -> None:
+    sequences = [(300, 1), (128, 1), (0, 140), (250, 20)]
+    options = {"heads": (8, 2), "head_dim": 256, "kv_dtype": kv_dtype, "softcap": 1.5}
+    step = Step(ops, sequences, dtype=torch.bfloat16, **options)
+    torch.testing.assert_close(step.run(window).double(), step.exact(window), atol=3e-2, rtol=3e-2)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
@@ -171,14 +193,18 @@ def test_a_decoding_row_does_not_depend_on_its_neighbours(ops: Ops, kv_dtype: to
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
-def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(ops: Ops, kv_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(
+    ops: Ops, kv_dtype: torch.dtype, softcap: float | None
+) -> None:
     if not ops.row_invariant:
         pytest.skip("these kernels do not promise it")
-    step = Step(ops, [(0, 150)], dtype=torch.bfloat16, heads=(3, 1), head_dim=64, kv_dtype=kv_dtype)
+    options = {"heads": (3, 1), "head_dim": 64, "kv_dtype": kv_dtype, "softcap": softcap}
+    step = Step(ops, [(0, 150)], dtype=torch.bfloat16, **options)
     prompt = step.run()
     for end in (1, 16, 17, 43, 128, 129, 150):
         plan = ops.plan_attention(step.ragged([(end - 1, end)]), step.cache, None)
-        row = ops.attention(step.q[0][end - 1 : end], step.cache, 1, plan, step.head_dim**-0.5)
+        row = ops.attention(step.q[0][end - 1 : end], step.cache, 1, plan, step.head_dim**-0.5, softcap)
         assert torch.equal(row, prompt[end - 1 : end])
 
 

@@ -28,7 +28,7 @@ def by_linears(ops: Ops, mixture: Mixture, x_TE: Tensor, logits_TX: Tensor) -> T
     for row, experts in enumerate(chosen_TK.tolist()):
         for expert in experts:
             gate_up = ops.linear(mixture.gate_ups[expert], x_TE[row : row + 1])
-            rows.append(ops.linear(mixture.downs[expert], ops.silu_mul(gate_up))[0].clone())
+            rows.append(ops.linear(mixture.downs[expert], ops.gate_mul(gate_up, "silu"))[0].clone())
     return torch.stack(rows).view(*chosen_TK.shape, -1)
 
 

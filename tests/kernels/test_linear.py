@@ -45,6 +45,16 @@ def test_embedding_takes_rows(ops: Ops, dtype: torch.dtype, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_times_a_scale(ops: Ops, dtype: torch.dtype, tied: bool) -> None:
+    weight = torch.randn(50, 27).to(dtype)
+    ids = torch.tensor([3, 49, 0, 3])
+    table = ops.pack_embedding(weight.clone(), tied)
+    assert torch.equal(ops.embedding(table, ids, 50.5), weight[ids] * 50.5)
+    assert torch.equal(ops.embedding(table, ids), weight[ids])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tied_embedding_is_also_the_head(ops: Ops, dtype: torch.dtype) -> None:
     weight, x = (torch.randn(50, 24) / 5).to(dtype), torch.randn(3, 24).to(dtype)
     table = ops.pack_embedding(weight.clone(), True)

@@ -29,6 +29,21 @@ def test_over_heads_of_strided_rows(ops: Ops, dtype: torch.dtype, rows: int) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_in_float32(ops: Ops, dtype: torch.dtype) -> None:
+    """1 + w of a small w has more bits than the model's dtype; the result has one rounding all the same."""
+    x, weight = torch.randn(7, 123).to(dtype), 1 + torch.randn(123) / 100
+    half_a_step = torch.finfo(dtype).eps / 2
+    tolerance = {"atol": 0, "rtol": max(half_a_step, 1e-6) * 1.01}
+    exact = exact_norm(x, weight)
+    torch.testing.assert_close(ops.rms_norm(x, weight, EPS).double(), exact, **tolerance)
+    residual = torch.zeros_like(x)
+    torch.testing.assert_close(ops.add_rms_norm(x, residual, weight, EPS).double(), exact, **tolerance)
+    heads, weights = torch.randn(5, 9, 16).to(dtype)[:, :6], 1 + torch.randn(6, 16) / 100
+    got = ops.rms_norm(heads, weights, EPS).double()
+    torch.testing.assert_close(got, exact_norm(heads, weights), **tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_add_grows_the_residual_in_place(ops: Ops, dtype: torch.dtype) -> None:
     x, residual, weight = (torch.randn(s).to(dtype) for s in ((5, 48), (5, 48), (48,)))
     total = residual + x

@@ -54,8 +54,10 @@ class PagedStep:
         kv_dtype: torch.dtype | None = None,
         device: torch.device = CPU,
         seed: int = 0,
+        softcap: float | None = None,
     ) -> None:
         self.sequences, self.heads, self.head_dim, self.device = sequences, heads, head_dim, device
+        self.softcap = softcap
         self.block_size, self.dtype, self.kv_dtype = block_size, dtype, kv_dtype or dtype
         rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         need = [-(-(past + new) // block_size) for past, new in sequences]
@@ -98,7 +100,8 @@ class PagedStep:
         ops.clear_blocks(cache, list(range(self.num_blocks)))
         self.write(ops, cache, [(0, end) for _, end in spans], layer)
         plan = ops.plan_attention(self.ragged(spans), cache, window)
-        return ops.attention(torch.cat(self.q), cache, layer, plan, self.head_dim**-0.5)
+        scale = self.head_dim**-0.5
+        return ops.attention(torch.cat(self.q), cache, layer, plan, scale, self.softcap)
 
     def exact(self, window: int | None = None) -> Tensor:
         """In float64."""
@@ -107,6 +110,8 @@ class PagedStep:
         for (past, new), q, k, v in zip(self.sequences, self.q, self.k, self.v, strict=True):
             keys, values = (x.double().repeat_interleave(group, 1) for x in (k, v))
             scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * self.head_dim**-0.5
+            if self.softcap is not None:
+                scores = self.softcap * (scores / self.softcap).tanh()
             row = torch.arange(past, past + new, device=self.device)[:, None]
             key = torch.arange(past + new, device=self.device)
             hidden = key > row if window is None else (key > row) | (key <= row - window)

@@ -17,12 +17,12 @@ namespace llmbox {
 // Over a cache of type E, whatever the type of queries and results.
 template <class E> class Attention : public Op {
 public:
-    Attention(const KVCache& cache, int layer, int query_heads, int window, float scale)
+    Attention(const KVCache& cache, int layer, int query_heads, int window, Powers powers)
         : cache_(cache),
           group_(query_heads / cache.heads),
           layer_(layer),
           window_(window),
-          scale_(scale),
+          powers_(powers),
           words_(ceil_div(cache.head_dim, E::PACK)),
           tile_tokens_(std::max(1, Walked<E>::ROWS / group_)) {}
 
@@ -124,7 +124,7 @@ private:
                    Member& member) const {
         const Sights sights{position, group_, window_};
         if constexpr (Tiled::OWN_SOFTMAX) {
-            Tiled::add_chunk(work, chunk, next, sights, scale_ * LOG2_E, member.tiles);
+            Tiled::add_chunk(work, chunk, next, sights, powers_, member.tiles);
         } else if constexpr (Tiled::POSSIBLE) {
             // From the last rows on: they see all that others see, and bring it.
             for (int row = (work.rows - 1) / Tiled::BAND * Tiled::BAND; row >= 0; row -= Tiled::BAND) {
@@ -138,14 +138,20 @@ private:
         }
     }
 
-    NOINLINE void soften_rows(const Work<E>& work, int row, int end, const Chunk<E>& chunk, int position) const {
+    void soften_rows(const Work<E>& work, int row, int end, const Chunk<E>& chunk, int position) const {
+        if (powers_.cap == 0) soften_all<false>(work, row, end, chunk, position);
+        else soften_all<true>(work, row, end, chunk, position);
+    }
+
+    template <bool CAPPED>
+    NOINLINE void soften_all(const Work<E>& work, int row, int end, const Chunk<E>& chunk, int position) const {
         const Sights sights{position, group_, window_};
         const Sight common = sights.common(row, end);
-        const float factor = scale_ * LOG2_E;
         if (all_seen(chunk, common)) {
-            for (; row < end; row++) soften<E, false>(work, row, chunk, cache_.codes_bytes, factor, common);
+            for (; row < end; row++) soften<E, false, CAPPED>(work, row, chunk, cache_.codes_bytes, powers_, common);
         } else {
-            for (; row < end; row++) soften<E, true>(work, row, chunk, cache_.codes_bytes, factor, sights.of(row));
+            for (; row < end; row++)
+                soften<E, true, CAPPED>(work, row, chunk, cache_.codes_bytes, powers_, sights.of(row));
         }
     }
 
@@ -192,7 +198,7 @@ private:
     }
 
     int layer_, window_;
-    float scale_;
+    Powers powers_;
     int words_, tile_tokens_;
 };
 
@@ -200,8 +206,8 @@ private:
 template <class E, class In> class AttentionOp final : public Attention<E> {
 public:
     AttentionOp(const KVCache& cache, int layer, const In* q, int64_t q_stride, int query_heads, int window,
-                float scale, In* out)
-        : Attention<E>(cache, layer, query_heads, window, scale), q_(q), q_stride_(q_stride), out_(out) {}
+                Powers powers, In* out)
+        : Attention<E>(cache, layer, query_heads, window, powers), q_(q), q_stride_(q_stride), out_(out) {}
 
 private:
     using Attention<E>::cache_;
@@ -233,7 +239,8 @@ template <class E> Op* make_attention(int dtype, const AttentionCall& call) {
     return with_type(dtype, [&]<class I>(I) -> Op* {
         using In = typename I::Element;
         return new AttentionOp<E, In>(call.cache, call.layer, static_cast<const In*>(call.q), call.q_stride,
-                                      call.heads, call.window, call.scale, static_cast<In*>(call.out));
+                                      call.heads, call.window, Powers::of(call.scale, call.softcap),
+                                      static_cast<In*>(call.out));
     });
 }
 

@@ -48,9 +48,9 @@ template <> struct TileProducts<BF16> {
     static bool wanted(int, int) { return true; }  // one order of summation for all
 
     // From the last rows on: they see all that others see.
-    static void add_chunk(const Work<BF16>& work, const Part& chunk, const Part& next, Sights sights, float factor,
+    static void add_chunk(const Work<BF16>& work, const Part& chunk, const Part& next, Sights sights, Powers powers,
                           Tiles& tiles) {
-        if (work.rows <= FewRows<1>::MOST) return add_few(work, chunk, next, sights, factor);
+        if (work.rows <= FewRows<1>::MOST) return add_few(work, chunk, next, sights, powers);
         const int bands = ceil_div(work.rows, BAND);
         // So many beside each product that all is asked for when the last band ends.
         int lines = work.rows > TILE_ROWS ? 16 : 32;
@@ -61,7 +61,7 @@ template <> struct TileProducts<BF16> {
             if (band.strips == 0) break;
             if (band.rows > TILE_ROWS) score<true>(work, band, chunk, bringer, tiles);
             else score<false>(work, band, chunk, bringer, tiles);
-            Softening(work, chunk, sights, factor, band.row, band.rows).run();
+            Softening(work, chunk, sights, powers, band.row, band.rows).run();
             if (band.rows > TILE_ROWS) add<true>(work, band, chunk, bringer, tiles);
             else add<false>(work, band, chunk, bringer, tiles);
         }
@@ -69,11 +69,11 @@ template <> struct TileProducts<BF16> {
     }
 
 private:
-    static void add_few(const Work<BF16>& work, const Part& chunk, const Part& next, Sights sights, float factor) {
+    static void add_few(const Work<BF16>& work, const Part& chunk, const Part& next, Sights sights, Powers powers) {
         const int strips = strips_seen(chunk, sights.newest(work.rows - 1));
         in_tiles<FewRows<1>::MOST>(work.rows, [&](auto rows, int) {
             FewRows<rows>::score(work, chunk, strips);
-            Softening(work, chunk, sights, factor, 0, rows).run();
+            Softening(work, chunk, sights, powers, 0, rows).run();
             FewRows<rows>::add(work, chunk, next, strips);
         });
     }

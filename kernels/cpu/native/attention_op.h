@@ -12,7 +12,7 @@ struct AttentionCall {
     const void* q;
     int64_t q_stride;
     int heads, window;
-    float scale;
+    float scale, softcap;
     void* out;
 };
 

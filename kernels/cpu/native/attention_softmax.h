@@ -53,11 +53,13 @@ public:
     static constexpr int SLOTS = Chunk<BF16>::SLOTS, VECTORS = SLOTS / LANES, TOGETHER = 16;
 
     // Of rows `first` .. `first + rows - 1` of the tile, whose scores and weights are the first in memory.
-    Softening(const Work<BF16>& work, const Chunk<BF16>& chunk, Sights sights, float factor, int first, int rows)
-        : work_(work), chunk_(chunk), sights_(sights), factor_(factor), first_(first), rows_(rows),
+    Softening(const Work<BF16>& work, const Chunk<BF16>& chunk, Sights sights, Powers powers, int first, int rows)
+        : work_(work), chunk_(chunk), sights_(sights), powers_(powers),
+          factor_(powers.cap == 0 ? powers.factor : powers.cap), first_(first), rows_(rows),
           masked_(!all_seen(chunk, sights.common(first, first + rows))) {}
 
     NOINLINE void run() {
+        if (powers_.cap != 0) cap();
         for (int begin = 0; begin < rows_; begin += TOGETHER) {
             const int end = std::min(rows_, begin + TOGETHER);
             find_largest(begin, end);
@@ -66,6 +68,15 @@ public:
     }
 
 private:
+    // From here on a score is its tanh, and `factor_` the cap.
+    NOINLINE void cap() {
+        for (int row = 0; row < rows_; row++)
+            for (int v = 0; v < VECTORS; v++) {
+                float* at = work_.scores + row * SLOTS + v * LANES;
+                store(at, tanh(load(at) * splat(powers_.factor)));
+            }
+    }
+
     // Of up to 16 rows, and what their sums so far are to be multiplied with.
     NOINLINE void find_largest(int begin, int end) {
         const int tile = first_ + begin;
@@ -128,6 +139,7 @@ private:
     const Work<BF16>& work_;
     const Chunk<BF16>& chunk_;
     const Sights sights_;
+    const Powers powers_;
     const float factor_;
     const int first_, rows_;
     const bool masked_;

@@ -110,10 +110,21 @@ INLINE Floats only(Floats scores, int from, int to) {
     return (lane >= least) & (lane < end) ? scores : splat(NOTHING);
 }
 
+// From a product s of query and key to a power of two: s * factor, or cap * tanh(s * factor) where there is a cap.
+struct Powers {
+    float factor, cap;
+
+    // A `softcap` of 0 is none.
+    static Powers of(float scale, float softcap) {
+        if (softcap == 0) return {scale * LOG2_E, 0};
+        return {scale / softcap, softcap * LOG2_E};
+    }
+};
+
 // Scores of one row become weights e^(score - most), packed. What was summed before is to be scaled to the new
-// `most`: work.scale. `factor` takes a score to a power of two. With `MASKED` not all slots are seen.
-template <class E, bool MASKED>
-INLINE void soften(const Work<E>& work, int r, const Chunk<E>& chunk, size_t scales_at, float factor, Sight sight) {
+// `most`: work.scale. With `MASKED` not all slots are seen.
+template <class E, bool MASKED, bool CAPPED>
+INLINE void soften(const Work<E>& work, int r, const Chunk<E>& chunk, size_t scales_at, Powers powers, Sight sight) {
     using W = AttentionWords<E>;
     constexpr int VECTORS = Chunk<E>::SLOTS / LANES;
     const auto scales = [&](const uint8_t* strip, int lane) {  // of the tokens of a strip, from `lane` on
@@ -122,8 +133,9 @@ INLINE void soften(const Work<E>& work, int r, const Chunk<E>& chunk, size_t sca
     Floats scores[VECTORS], most = splat(NOTHING);
     UNROLL for (int v = 0; v < VECTORS; v++) {
         const int s = v * LANES / STRIP, lane = v * LANES % STRIP;
-        scores[v] = load(work.scores + r * Chunk<E>::SLOTS + v * LANES) * splat(work.q.packed[r].factor * factor);
+        scores[v] = load(work.scores + r * Chunk<E>::SLOTS + v * LANES) * splat(work.q.packed[r].factor * powers.factor);
         if (W::SCALED) scores[v] = scores[v] * scales(chunk.keys[s], lane);
+        if (CAPPED) scores[v] = splat(powers.cap) * tanh(scores[v]);
         if (MASKED) {
             const int base = chunk.positions[s] + lane;
             scores[v] = only(scores[v], sight.oldest - base, std::min(sight.newest + 1 - base, chunk.counts[s] - lane));

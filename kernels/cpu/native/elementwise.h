@@ -1,4 +1,4 @@
-// Norms, rotation and gating: one row at a time, computed in float32 and rounded once at the end.
+// Norms, rotation, gating and caps: computed in float32 and rounded once at the end.
 #pragma once
 
 #include <cmath>
@@ -7,8 +7,8 @@
 
 namespace llmbox {
 
-// out = x / sqrt(mean(x^2) + eps) * weight for `width` numbers.
-template <class T> NOINLINE void norm_row(const T* x, const T* weight, T* out, int width, float eps) {
+// out = x / sqrt(mean(x^2) + eps) * weight for `width` numbers. Weights are of x's type or float32.
+template <class T, class W> NOINLINE void norm_row(const T* x, const W* weight, T* out, int width, float eps) {
     Floats squares = splat(0.f);
     for (int i = 0; i < width; i += LANES) {
         Floats v = load(x + i, width - i);
@@ -20,9 +20,9 @@ template <class T> NOINLINE void norm_row(const T* x, const T* weight, T* out, i
 }
 
 // x is [rows, groups, width] with strided rows, weight [groups, width], out [rows, groups * width] contiguous.
-template <class T> class NormOp : public Op {
+template <class T, class W> class NormOp : public Op {
 public:
-    NormOp(const T* x, int64_t x_stride, const T* weight, int groups, int width, float eps, T* out)
+    NormOp(const T* x, int64_t x_stride, const W* weight, int groups, int width, float eps, T* out)
         : x_(x), x_stride_(x_stride), weight_(weight), groups_(groups), width_(width), eps_(eps), out_(out) {}
 
     bool small(const Step& step) const override { return few(int64_t{step.rows} * groups_ * width_); }
@@ -40,16 +40,16 @@ public:
 private:
     const T* x_;
     int64_t x_stride_;
-    const T* weight_;
+    const W* weight_;
     int groups_, width_;
     float eps_;
     T* out_;
 };
 
 // residual += x, out = norm(residual). The residual is rounded before it is normed: it is what later layers see.
-template <class T> class AddNormOp : public Op {
+template <class T, class W> class AddNormOp : public Op {
 public:
-    AddNormOp(const T* x, int64_t x_stride, T* residual, const T* weight, int width, float eps, T* out)
+    AddNormOp(const T* x, int64_t x_stride, T* residual, const W* weight, int width, float eps, T* out)
         : x_(x), x_stride_(x_stride), residual_(residual), weight_(weight), width_(width), eps_(eps), out_(out) {}
 
     bool small(const Step& step) const override { return few(int64_t{step.rows} * width_); }
@@ -69,7 +69,7 @@ private:
     const T* x_;
     int64_t x_stride_;
     T* residual_;
-    const T* weight_;
+    const W* weight_;
     int width_;
     float eps_;
     T* out_;
@@ -88,16 +88,16 @@ template <class T> NOINLINE void rotate_row(T* x, const float* cos, const float*
     }
 }
 
-// x is [rows, heads, width] with strided rows, in place.
+// x is [rows, heads, width] with strided rows, in place. `table`: which of the step's angles.
 template <class T> class RotaryOp : public Op {
 public:
-    RotaryOp(T* x, int64_t x_stride, int heads, int width)
-        : x_(x), x_stride_(x_stride), heads_(heads), width_(width) {}
+    RotaryOp(T* x, int64_t x_stride, int heads, int width, int table)
+        : x_(x), x_stride_(x_stride), heads_(heads), width_(width), table_(table) {}
 
     void run(const Step& step, Member& member) override {
         const auto rows = member.share(step.rows);
         for (int row = rows.begin; row < rows.end; row++) {
-            const int64_t angles = static_cast<int64_t>(row) * width_;
+            const int64_t angles = step.angles(table_, row, width_);
             for (int head = 0; head < heads_; head++)
                 rotate_row(x_ + row * x_stride_ + head * width_, step.cos + angles, step.sin + angles, width_);
         }
@@ -106,43 +106,75 @@ public:
 private:
     T* x_;
     int64_t x_stride_;
-    int heads_, width_;
+    int heads_, width_, table_;
 };
 
-// x / (1 + e^-x), from e^-|x| so that nothing overflows.
-INLINE Floats silu(Floats x) {
-    const Floats e = exp_negative(-abs(x)), one = splat(1.f);
-    return x * (x < splat(0.f) ? e : one) / (one + e);
+// As Python names them (kernels/cpu/weights.py).
+enum Activation : int { SILU = 0, GELU_TANH = 1 };
+
+// Both are x / (1 + e^-z): z = x is SiLU; GELU with its tanh, (1 + tanh(y)) / 2, has z = 2 y. From e^-|z|, so that
+// nothing overflows.
+template <Activation A> INLINE Floats activated(Floats x) {
+    Floats z = x;
+    if constexpr (A == GELU_TANH) z = multiply_add(x * x * x, splat(7.13548163e-2f), x * splat(1.59576912f));
+    const Floats e = exp_negative(-abs(z)), one = splat(1.f);
+    return x * (z < splat(0.f) ? e : one) / (one + e);
 }
 
-// gate = silu(gate) * up for `count` numbers.
-template <class T> INLINE void silu_mul(T* gate, const T* up, int count) {
+// gate = activated(gate) * up for `count` numbers.
+template <Activation A, class T> INLINE void gate_mul(T* gate, const T* up, int count) {
     for (int i = 0; i < count; i += LANES)
-        store(gate + i, silu(load(gate + i, count - i)) * load(up + i, count - i), count - i);
+        store(gate + i, activated<A>(load(gate + i, count - i)) * load(up + i, count - i), count - i);
 }
 
-// x is [rows, gate | up]: out = silu(gate) * up, written over the gates.
-template <class T> class SiluMulOp : public Op {
+// Pieces of rows of `width` numbers, dealt out so that a single long row is shared too.
+template <class Each> void in_pieces(int rows, int width, Member& member, Each each) {
+    constexpr int PIECE = 1024;
+    const int pieces = ceil_div(width, PIECE);
+    const auto span = member.share(rows * pieces);
+    for (int piece = span.begin; piece < span.end; piece++) {
+        const int begin = piece % pieces * PIECE;
+        each(piece / pieces, begin, width - begin < PIECE ? width - begin : PIECE);
+    }
+}
+
+// x is [rows, gate | up]: out = activated(gate) * up, written over the gates.
+template <Activation A, class T> class GateMulOp : public Op {
 public:
-    SiluMulOp(T* x, int64_t x_stride, int width) : x_(x), x_stride_(x_stride), width_(width) {}
+    GateMulOp(T* x, int64_t x_stride, int width) : x_(x), x_stride_(x_stride), width_(width) {}
 
     void run(const Step& step, Member& member) override {
-        // Pieces of rows, so that a single long row is shared too.
-        const int pieces = ceil_div(width_, PIECE);
-        const auto span = member.share(step.rows * pieces);
-        for (int piece = span.begin; piece < span.end; piece++) {
-            const int begin = piece % pieces * PIECE;
-            T* gate = x_ + piece / pieces * x_stride_ + begin;
-            silu_mul(gate, gate + width_, width_ - begin < PIECE ? width_ - begin : PIECE);
-        }
+        in_pieces(step.rows, width_, member, [&](int row, int begin, int count) {
+            T* gate = x_ + row * x_stride_ + begin;
+            gate_mul<A>(gate, gate + width_, count);
+        });
     }
 
 private:
-    static constexpr int PIECE = 1024;
-
     T* x_;
     int64_t x_stride_;
     int width_;
+};
+
+// x = cap * tanh(x / cap), in place.
+class SoftcapOp : public Op {
+public:
+    SoftcapOp(float* x, int64_t x_stride, int width, float cap)
+        : x_(x), x_stride_(x_stride), width_(width), cap_(cap) {}
+
+    void run(const Step& step, Member& member) override {
+        in_pieces(step.rows, width_, member, [&](int row, int begin, int count) {
+            float* x = x_ + row * x_stride_ + begin;
+            for (int i = 0; i < count; i += LANES)
+                store(x + i, splat(cap_) * tanh(load(x + i, count - i) / splat(cap_)), count - i);
+        });
+    }
+
+private:
+    float* x_;
+    int64_t x_stride_;
+    int width_;
+    float cap_;
 };
 
 }  // namespace llmbox

@@ -134,7 +134,7 @@ private:
         for (int copy = mine.begin; copy < mine.end; copy++) {
             const int place = routes_.place_of(copy);
             T* row = gate_ups + static_cast<size_t>(place) * 2 * inner;
-            silu_mul(row, row + inner, inner);
+            gate_mul<SILU>(row, row + inner, inner);
             to.fill(place, row, inner);
         }
     }

@@ -8,11 +8,11 @@ namespace llmbox {
 
 // x is [rows, H + 2 G heads, D] with strided rows: queries, keys, values. Queries and keys are normed (where
 // `norm` is given, [H + G, D]) and rotated in place, keys and values written to the cache. In between numbers are
-// rounded as if these were operations of their own.
-template <class E, class T> class HeadsOp : public Op {
+// rounded as if these were operations of their own. `table`: which of the step's angles.
+template <class E, class T, class W> class HeadsOp : public Op {
 public:
-    HeadsOp(const KVCache& cache, int layer, T* x, int64_t x_stride, int heads, const T* norm, float eps)
-        : cache_(cache), layer_(layer), x_(x), x_stride_(x_stride), heads_(heads), norm_(norm), eps_(eps) {}
+    HeadsOp(const KVCache& cache, int layer, T* x, int64_t x_stride, int heads, const W* norm, float eps, int table)
+        : cache_(cache), layer_(layer), x_(x), x_stride_(x_stride), heads_(heads), norm_(norm), eps_(eps), table_(table) {}
 
     void run(const Step& step, Member& member) override {
         const auto span = member.share(HeadRows::count(step.rows, heads_));
@@ -31,7 +31,7 @@ private:
                 writer.value(step.slots[row], x);
                 continue;
             }
-            const int64_t angles = static_cast<int64_t>(row) * width;
+            const int64_t angles = step.angles(table_, row, width);
             if (norm_) norm_row(x, norm_ + rows.head * width, x, width, eps_);
             rotate_row(x, step.cos + angles, step.sin + angles, width);
             if (is_key) writer.key(step.slots[row], x);
@@ -43,8 +43,9 @@ private:
     T* x_;
     int64_t x_stride_;
     int heads_;
-    const T* norm_;
+    const W* norm_;
     float eps_;
+    int table_;
 };
 
 }  // namespace llmbox

@@ -44,49 +44,53 @@ void llmbox_cache_clear(const KVCache* cache, int block) {
 
 // ---------------------------------------------------------------- operations; strides count elements
 
-Op* llmbox_embedding_op(int dtype, const Linear* table, void* out, int64_t out_stride) {
+Op* llmbox_embedding_op(int dtype, const Linear* table, float scale, void* out, int64_t out_stride) {
     return with_type(dtype, [&]<class E>(E) -> Op* {
-        return new EmbeddingOp<E>(*table, static_cast<typename E::Element*>(out), out_stride);
+        return new EmbeddingOp<E>(*table, scale, static_cast<typename E::Element*>(out), out_stride);
     });
 }
 
-Op* llmbox_quant_embedding_op(int dtype, const QuantLinear* table, void* out, int64_t out_stride) {
+Op* llmbox_quant_embedding_op(int dtype, const QuantLinear* table, float scale, void* out, int64_t out_stride) {
     return with_type(dtype, [&]<class E>(E) -> Op* {
         using Out = typename E::Element;
-        return new QuantEmbeddingOp<Out>(*table, static_cast<Out*>(out), out_stride);
+        return new QuantEmbeddingOp<Out>(*table, scale, static_cast<Out*>(out), out_stride);
     });
 }
 
-Op* llmbox_norm_op(
-    int dtype, const void* x, int64_t x_stride, const void* weight, int groups, int width, float eps, void* out) {
-    return with_type(dtype, [&]<class E>(E) -> Op* {
-        using T = typename E::Element;
-        return new NormOp<T>(static_cast<const T*>(x), x_stride, static_cast<const T*>(weight), groups, width, eps,
-                             static_cast<T*>(out));
+Op* llmbox_norm_op(int dtype, int weight_dtype, const void* x, int64_t x_stride, const void* weight, int groups, int width,
+                   float eps, void* out) {
+    return with_norm_types(dtype, weight_dtype, [&]<class T, class W>(T, W) -> Op* {
+        return new NormOp<T, W>(static_cast<const T*>(x), x_stride, static_cast<const W*>(weight), groups, width, eps,
+                                static_cast<T*>(out));
     });
 }
 
-Op* llmbox_add_norm_op(
-    int dtype, const void* x, int64_t x_stride, void* residual, const void* weight, int width, float eps, void* out) {
-    return with_type(dtype, [&]<class E>(E) -> Op* {
-        using T = typename E::Element;
-        return new AddNormOp<T>(static_cast<const T*>(x), x_stride, static_cast<T*>(residual),
-                                static_cast<const T*>(weight), width, eps, static_cast<T*>(out));
+Op* llmbox_add_norm_op(int dtype, int weight_dtype, const void* x, int64_t x_stride, void* residual, const void* weight,
+                       int width, float eps, void* out) {
+    return with_norm_types(dtype, weight_dtype, [&]<class T, class W>(T, W) -> Op* {
+        return new AddNormOp<T, W>(static_cast<const T*>(x), x_stride, static_cast<T*>(residual),
+                                   static_cast<const W*>(weight), width, eps, static_cast<T*>(out));
     });
 }
 
-Op* llmbox_rotary_op(int dtype, void* x, int64_t x_stride, int heads, int width) {
+// `table`: which of the step's cos and sin.
+Op* llmbox_rotary_op(int dtype, void* x, int64_t x_stride, int heads, int width, int table) {
     return with_type(dtype, [&]<class E>(E) -> Op* {
         using T = typename E::Element;
-        return new RotaryOp<T>(static_cast<T*>(x), x_stride, heads, width);
+        return new RotaryOp<T>(static_cast<T*>(x), x_stride, heads, width, table);
     });
 }
 
-Op* llmbox_silu_mul_op(int dtype, void* x, int64_t x_stride, int width) {
+Op* llmbox_gate_mul_op(int dtype, int activation, void* x, int64_t x_stride, int width) {
     return with_type(dtype, [&]<class E>(E) -> Op* {
         using T = typename E::Element;
-        return new SiluMulOp<T>(static_cast<T*>(x), x_stride, width);
+        if (activation == GELU_TANH) return new GateMulOp<GELU_TANH, T>(static_cast<T*>(x), x_stride, width);
+        return new GateMulOp<SILU, T>(static_cast<T*>(x), x_stride, width);
     });
+}
+
+Op* llmbox_softcap_op(float* x, int64_t x_stride, int width, float cap) {
+    return new SoftcapOp(x, x_stride, width, cap);
 }
 
 Op* llmbox_write_kv_op(int dtype, int kv_dtype, const KVCache* cache, int layer, const void* k, int64_t k_stride,
@@ -100,21 +104,21 @@ Op* llmbox_write_kv_op(int dtype, int kv_dtype, const KVCache* cache, int layer,
     });
 }
 
-// `norm` [heads that are rotated, D] or null.
-Op* llmbox_heads_op(int dtype, int kv_dtype, const KVCache* cache, int layer, void* x, int64_t x_stride, int heads,
-                    const void* norm, float eps) {
+// `norm` [heads that are rotated, D] or null; `table`: which of the step's cos and sin.
+Op* llmbox_heads_op(int dtype, int norm_dtype, int kv_dtype, const KVCache* cache, int layer, void* x, int64_t x_stride,
+                    int heads, const void* norm, float eps, int table) {
     return with_kv_type(kv_dtype, [&]<class E>(E) {
-        return with_type(dtype, [&]<class I>(I) -> Op* {
-            using T = typename I::Element;
-            return new HeadsOp<E, T>(*cache, layer, static_cast<T*>(x), x_stride, heads, static_cast<const T*>(norm),
-                                     eps);
+        return with_norm_types(dtype, norm_dtype, [&]<class T, class W>(T, W) -> Op* {
+            return new HeadsOp<E, T, W>(*cache, layer, static_cast<T*>(x), x_stride, heads,
+                                        static_cast<const W*>(norm), eps, table);
         });
     });
 }
 
+// A `softcap` of 0 is none.
 Op* llmbox_attention_op(int dtype, int kv_dtype, const KVCache* cache, int layer, const void* q, int64_t q_stride,
-                        int heads, int window, float scale, void* out) {
-    const AttentionCall call{*cache, layer, q, q_stride, heads, window, scale, out};
+                        int heads, int window, float scale, float softcap, void* out) {
+    const AttentionCall call{*cache, layer, q, q_stride, heads, window, scale, softcap, out};
     return with_kv_type(kv_dtype, [&]<class E>(E) { return make_attention<E>(dtype, call); });
 }
 

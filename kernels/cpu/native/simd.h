@@ -220,6 +220,19 @@ INLINE Floats exp_negative(Floats x) {
     return x == x ? result : x;
 }
 
+// Relative error below 1e-6; NaN for NaN. Near 0 a series: 1 - e^-2|x| would lose what is small.
+INLINE Floats tanh(Floats x) {
+    const Floats size = abs(x), e = exp_negative(size * splat(-2.f)), one = splat(1.f);
+    const Words sign = (Words)x & splat(0x80000000u);
+    const Floats far = (Floats)((Words)((one - e) / (one + e)) | sign);
+    const Floats square = x * x;
+    Floats p = splat(2.18694885e-2f);
+    p = multiply_add(p, square, splat(-5.39682540e-2f));
+    p = multiply_add(p, square, splat(1.33333333e-1f));
+    p = multiply_add(p, square, splat(-3.33333333e-1f));
+    return size < splat(0.25f) ? multiply_add(p * square, x, x) : far;
+}
+
 // Nearest integer: adding 1.5 * 2^23 leaves it in the low bits of the sum. For |x| < 2^22.
 INLINE Ints to_nearest(Floats x) {
     const Floats shift = splat(12582912.f);

@@ -17,12 +17,15 @@ struct Step {
     int32_t block_size;
     int32_t table_width;
     const int64_t* ids;            // [rows]
-    const float* cos;              // [rows, D]
-    const float* sin;              // [rows, D]
+    const float* cos;              // [tables, rows, D]
+    const float* sin;              // [tables, rows, D]
     const int32_t* query_starts;   // [sequences + 1]
     const int32_t* contexts;       // [sequences]
     const int32_t* block_tables;   // [sequences, table_width]
     const int32_t* slots;          // [rows]
+
+    // Where a row's cos and sin begin.
+    int64_t angles(int table, int row, int width) const { return (static_cast<int64_t>(table) * rows + row) * width; }
 };
 
 // All threads call `run`; the tape puts a barrier behind it. No operation may let the value of a row depend on

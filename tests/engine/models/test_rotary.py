@@ -24,7 +24,7 @@ def test_frequencies_equal_transformers_at_the_served_context(
     hf = AutoConfig.from_pretrained(tmp_path)
     exact, scale = ROPE_INIT_FUNCTIONS[rope](hf, torch.device("cpu"), seq_len=context)
     config = parse_config(tmp_path)
-    torch.testing.assert_close(inverse_frequencies(config, context), exact)
+    torch.testing.assert_close(inverse_frequencies(config, config.rope, context), exact)
     assert attention_scale(config.rope) == pytest.approx(scale)
 
 
@@ -46,5 +46,5 @@ def test_knobs_of_yarn(tmp_path: Path, changes: dict[str, float]) -> None:
     write_json(tmp_path / "config.json", tiny_config("llama", rope_scaling=scaling))
     exact, scale = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.from_pretrained(tmp_path), torch.device("cpu"))
     config = parse_config(tmp_path)
-    torch.testing.assert_close(inverse_frequencies(config, 64), exact)
+    torch.testing.assert_close(inverse_frequencies(config, config.rope, 64), exact)
     assert attention_scale(config.rope) == pytest.approx(scale)

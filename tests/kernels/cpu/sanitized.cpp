@@ -96,11 +96,13 @@ void check_linear(int dtype, int rows, int inputs, int outputs) {
     std::vector<int64_t> ids(rows, outputs - 1);
     step.ids = ids.data();
     Buffer taken(dtype, size_t(rows) * inputs);
-    taken.poison();
-    run(llmbox_embedding_op(dtype, linear, taken.data(), inputs), step);
-    must_be_finite(taken, "embedding");
+    for (float scale : {1.f, 2.5f}) {
+        taken.poison();
+        run(llmbox_embedding_op(dtype, linear, scale, taken.data(), inputs), step);
+        must_be_finite(taken, "embedding");
+    }
     ids.assign(rows, int64_t{1} << 40);  // beyond the table: NaN, not a crash
-    run(llmbox_embedding_op(dtype, linear, taken.data(), inputs), step);
+    run(llmbox_embedding_op(dtype, linear, 2.5f, taken.data(), inputs), step);
     if (!std::isnan(taken.get(0))) exit(1);
     llmbox_linear_free(linear);
 }
@@ -117,7 +119,7 @@ void check_quant(int dtype, const QuantFormat& format, int rows, int inputs, int
     step.rows = rows;
     step.ids = ids.data();
     run(llmbox_quant_op(dtype, linear, x.data(), inputs, out.data(), outputs, dtype), step);
-    run(llmbox_quant_embedding_op(dtype, linear, taken.data(), inputs), step);
+    run(llmbox_quant_embedding_op(dtype, linear, 2.5f, taken.data(), inputs), step);
     must_be_finite(out, "quantised linear"), must_be_finite(taken, "quantised embedding");
     check_strided(dtype, rows, inputs, outputs, [&](void* from, int x_stride, void* to, int out_stride) {
         return llmbox_quant_op(dtype, linear, from, x_stride, to, out_stride, FLOAT32);
@@ -177,22 +179,38 @@ void check_experts(int dtype, const QuantFormat* format, int rows, int hidden, i
 
 void check_rows(int dtype, int rows, int heads, int width) {
     const size_t size = size_t(rows) * heads * width;
-    Buffer x(dtype, size), out(dtype, size), weight(dtype, heads * width), residual(dtype, size);
-    Buffer cos(FLOAT32, rows * width), sin(FLOAT32, rows * width);
+    Buffer x(dtype, size), out(dtype, size), residual(dtype, size);
+    Buffer cos(FLOAT32, 2 * rows * width), sin(FLOAT32, 2 * rows * width);
     Step step{};
     step.rows = rows;
     step.cos = static_cast<const float*>(cos.data());
     step.sin = static_cast<const float*>(sin.data());
     const int row = heads * width;
-    out.poison();
-    run(llmbox_norm_op(dtype, x.data(), row, weight.data(), heads, width, 1e-6f, out.data()), step);
-    must_be_finite(out, "norm");
-    out.poison();
-    run(llmbox_add_norm_op(dtype, x.data(), row, residual.data(), weight.data(), row, 1e-6f, out.data()), step);
-    must_be_finite(out, "add norm");
-    run(llmbox_rotary_op(dtype, x.data(), row, heads, width), step);
-    if (row % 2 == 0) run(llmbox_silu_mul_op(dtype, x.data(), row, row / 2), step);
-    must_be_finite(x, "rotary and silu");
+    for (int of : {dtype, int(FLOAT32)}) {
+        Buffer weight(of, heads * width);
+        out.poison();
+        run(llmbox_norm_op(dtype, of, x.data(), row, weight.data(), heads, width, 1e-6f, out.data()), step);
+        must_be_finite(out, "norm");
+        out.poison();
+        run(llmbox_add_norm_op(dtype, of, x.data(), row, residual.data(), weight.data(), row, 1e-6f, out.data()), step);
+        must_be_finite(out, "add norm");
+    }
+    for (int table : {0, 1}) run(llmbox_rotary_op(dtype, x.data(), row, heads, width, table), step);
+    if (row % 2 == 0)
+        for (int activation : {SILU, GELU_TANH}) run(llmbox_gate_mul_op(dtype, activation, x.data(), row, row / 2), step);
+    must_be_finite(x, "rotary and gates");
+}
+
+// Numbers between rows stay as they are.
+void check_softcap(int rows, int width) {
+    const int stride = width + 3;
+    Buffer x(FLOAT32, size_t(rows - 1) * stride + width);
+    for (size_t i = 0; i < x.count; i++) x.set(i, int(i % stride) < width ? x.get(i) * 1e3f : NAN);
+    Step step{};
+    step.rows = rows;
+    run(llmbox_softcap_op(static_cast<float*>(x.data()), stride, width, 30), step);
+    for (size_t i = 0; i < x.count; i++)
+        if ((std::fabs(x.get(i)) <= 30) != (int(i % stride) < width)) exit(1);
 }
 
 void check_best(int rows, int width) {
@@ -280,16 +298,20 @@ void check_attention(int dtype, int kv_dtype, int block_size, int query_heads, i
         run(llmbox_write_kv_op(dtype, kv_dtype, cache, 1, k.data(), kv_row, v.data(), kv_row), step);
         if (past) continue;
         const int all = query_heads + 2 * heads;
-        Buffer x(dtype, size_t(rows) * all * width), norm(dtype, size_t(all - heads) * width);
-        Buffer cos(FLOAT32, rows * width), sin(FLOAT32, rows * width);
+        Buffer cos(FLOAT32, 2 * rows * width), sin(FLOAT32, 2 * rows * width);
         step.cos = static_cast<const float*>(cos.data()), step.sin = static_cast<const float*>(sin.data());
-        run(llmbox_heads_op(dtype, kv_dtype, cache, 1, x.data(), all * width, all, norm.data(), 1e-6f), step);
-        must_be_finite(x, "heads");
-        out.poison();
-        run(llmbox_attention_op(dtype, kv_dtype, cache, 1, q.data(), query_heads * width, query_heads, window, 0.1f,
-                                out.data()),
-            step);
-        must_be_finite(out, "attention");
+        for (int of : {dtype, int(FLOAT32)}) {
+            Buffer x(dtype, size_t(rows) * all * width), norm(of, size_t(all - heads) * width);
+            run(llmbox_heads_op(dtype, of, kv_dtype, cache, 1, x.data(), all * width, all, norm.data(), 1e-6f, 1), step);
+            must_be_finite(x, "heads");
+        }
+        for (float softcap : {0.f, 3.f}) {
+            out.poison();
+            run(llmbox_attention_op(dtype, kv_dtype, cache, 1, q.data(), query_heads * width, query_heads, window, 0.1f,
+                                    softcap, out.data()),
+                step);
+            must_be_finite(out, "attention");
+        }
     }
     llmbox_cache_copy(cache, 0, 1);
     llmbox_cache_clear(cache, 0);
@@ -330,7 +352,7 @@ int main() {
             check_attention(dtype, kv_dtype, 16, 3, 1, 128, 33);  // whole tiles of int8
         }
     }
-    for (auto [rows, width] : {std::tuple{1, 1}, {3, 8200}, {2, 100}}) check_best(rows, width);
+    for (auto [rows, width] : {std::tuple{1, 1}, {3, 8200}, {2, 100}}) check_best(rows, width), check_softcap(rows, width);
     for (auto [rows, width] : {std::tuple{1, 1}, {5, 100}, {2, 8200}})
         for (float deviation : {0.f, 0.3f, 8.f}) check_draw(rows, width, deviation);
     puts("clean");

@@ -42,13 +42,15 @@ def ragged(rows: int, slots: Sequence[int]) -> Ragged:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(("rows", "width"), [(1, 128), (5, 10), (33, 64), (50, 34)])
-@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("normed", ["by the model's dtype", "by float32", None])
 def test_is_the_three_operations(
-    ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype, rows: int, width: int, normed: bool
+    ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype, rows: int, width: int, normed: str | None
 ) -> None:
     rotated = QUERY_HEADS + KV_HEADS
     qkv = torch.randn(rows, rotated + KV_HEADS, width).to(dtype)
-    norm = torch.randn(rotated, width).to(dtype) if normed else None
+    norm = torch.randn(rotated, width) if normed else None
+    if norm is not None and normed != "by float32":
+        norm = norm.to(dtype)
     cos, sin = torch.randn(2, rows, width // 2).repeat(1, 1, 2).unbind(0)
     sin = torch.cat((-sin[:, : width // 2], sin[:, width // 2 :]), 1)
     shape = KVShape(1, -(-rows // BLOCK), BLOCK, KV_HEADS, width, kv_dtype, dtype)

@@ -31,9 +31,25 @@ def test_mixed_rows(heads: tuple[int, int], head_dim: int, dtype: torch.dtype, w
     assert_near(step.attend(OPS, window), step.exact(window))
 
 
+@pytest.mark.parametrize(("head_dim", "dtype"), [(256, torch.float32), (64, torch.float16)])
+@pytest.mark.parametrize("window", [None, 7])
+def test_capped_scores(head_dim: int, dtype: torch.dtype, window: int | None) -> None:
+    step = PagedStep(MIXED, heads=(4, 2), head_dim=head_dim, dtype=dtype, softcap=1.5)
+    exact = step.exact(window)
+    assert_near(step.attend(OPS, window), exact)
+    assert_near(step.attend(FIXED, window), exact)
+
+
+def test_torch_knows_no_caps() -> None:
+    """So prompts that it would attend stay with our kernel."""
+    step = PagedStep([(0, 40)], softcap=1.5)
+    assert_near(step.attend(triton_ops(CPU, torch.float32, sdpa_from=32)), step.exact())
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_eight_bit_keys_and_values(dtype: torch.dtype) -> None:
-    step = PagedStep([(18, 1), (0, 5)], heads=(4, 1), kv_dtype=dtype)
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_eight_bit_keys_and_values(dtype: torch.dtype, softcap: float | None) -> None:
+    step = PagedStep([(18, 1), (0, 5)], heads=(4, 1), kv_dtype=dtype, softcap=softcap)
     error = (step.attend(OPS).double() - step.exact()).norm() / step.exact().norm()
     assert error < (0.01 if dtype == torch.int8 else 0.05)
 

@@ -129,7 +129,7 @@ def test_a_machine_where_no_kernel_runs_is_told_why(monkeypatch: pytest.MonkeyPa
     def broken(_: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("Failed to find C compiler\nmore")
 
-    monkeypatch.setattr(probe, "silu_mul", broken)
+    monkeypatch.setattr(probe, "gate_mul", broken)
     with pytest.raises(UnknownBackend, match=r"failed: RuntimeError: Failed to find C compiler$"):
         select_ops(torch.device("cpu"), torch.float32)
 

@@ -13,13 +13,13 @@ from llmbox.kernels.packing import Rounded
 from llmbox.kernels.quant import QUANTS
 from llmbox.kernels.reference.eight_bits import in_given_scale
 from llmbox.kernels.reference.rounded import rounded_ops
-from llmbox.kernels.triton import choice, linear, rms_norm, scaled_mm, silu_mul
+from llmbox.kernels.triton import choice, gate_mul, linear, rms_norm, scaled_mm
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.choice import Choice, sharing_of, why_not
+from llmbox.kernels.triton.gate_mul import gate_rows
 from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, Blocks8, Floats8, Linear, Plain
 from llmbox.kernels.triton.quantise import RowFormat, Rows8, quantise_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
-from llmbox.kernels.triton.silu_mul import gate_rows
 from support.numbers import assert_near
 from support.paged import CPU
 
@@ -72,7 +72,7 @@ def test_norms_and_gates_leave_rows_of_a_given_scale(width: int) -> None:
     normed, left = norm_rows(x, residual, weight, 1e-6, GIVEN_ROWS)
     assert left is not None
     same_bits(left, quantise_rows(normed, GIVEN_ROWS))
-    gated, left = gate_rows(torch.cat((x, residual), 1), GIVEN_ROWS)
+    gated, left = gate_rows(torch.cat((x, residual), 1), "silu", GIVEN_ROWS)
     assert left is not None
     same_bits(left, quantise_rows(gated, GIVEN_ROWS))
 
@@ -127,7 +127,7 @@ def test_from_the_second_step_on_norms_and_gates_leave_rows_of_a_linears_own_sca
     def step(x: Tensor, residual: Tensor) -> Tensor:
         """As of two layers, and a head that reads a norm too."""
         for norm, up, down in zip(norms, linears, downs, strict=True):
-            inner = ops.silu_mul(ops.linear(up, ops.add_rms_norm(x, residual, norm, 1e-6)))
+            inner = ops.gate_mul(ops.linear(up, ops.add_rms_norm(x, residual, norm, 1e-6)), "silu")
             x = ops.linear(down, inner)
         return ops.linear(head, ops.rms_norm(x, norms[0], 1e-6))
 
@@ -177,11 +177,11 @@ def test_from_the_second_step_on_nothing_is_left_for_wide_linears(
         return lambda *args: left.append(args[-1]) or made(*args)
 
     monkeypatch.setattr(rms_norm, "norm_rows", noting(norm_rows))
-    monkeypatch.setattr(silu_mul, "gate_rows", noting(gate_rows))
+    monkeypatch.setattr(gate_mul, "gate_rows", noting(gate_rows))
 
     def step(x: Tensor) -> Tensor:
         for norm, up, down in zip(norms, linears, downs, strict=True):
-            x = ops.linear(down, ops.silu_mul(ops.linear(up, ops.rms_norm(x, norm, 1e-6))))
+            x = ops.linear(down, ops.gate_mul(ops.linear(up, ops.rms_norm(x, norm, 1e-6)), "silu"))
         return x
 
     x = torch.randn(3, 128)

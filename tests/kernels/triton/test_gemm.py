@@ -235,7 +235,7 @@ def test_a_linear_takes_the_rows_that_norm_and_gate_left(
     for before in (
         lambda: ops.rms_norm(x, one, 1e-6),
         lambda: ops.add_rms_norm(x, residual, one, 1e-6),
-        lambda: ops.silu_mul(torch.cat((x, residual), 1)),
+        lambda: ops.gate_mul(torch.cat((x, residual), 1), "silu"),
     ):
         left = before()
         monkeypatch.setattr(linear, "quantise_rows", quantise)

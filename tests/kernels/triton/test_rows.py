@@ -1,18 +1,21 @@
 """Norms, gates, rotation, cache writes and embeddings, against the reference operation by operation."""
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
 
+from llmbox.kernels.ops import Activation
 from llmbox.kernels.quant import QUANTS
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.reference.eight_bits import to_eight_bits
 from llmbox.kernels.triton.backend import triton_ops
+from llmbox.kernels.triton.gate_mul import gate_rows
 from llmbox.kernels.triton.kv_cache import LARGEST
 from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS
 from llmbox.kernels.triton.quantise import RowFormat, Rows8, quantise_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
-from llmbox.kernels.triton.silu_mul import gate_rows
 from support.numbers import TOLERANCE
 from support.paged import CPU, PagedStep
 
@@ -94,9 +97,10 @@ def test_fused_rows_are_those_of_a_pass_of_their_own(
     assert torch.equal(ours[:3], theirs[:3])
     same_bits(eight, quantise_rows(normed, row_format))
     gates = torch.cat((x, residual), 1)
-    gated, eight = gate_rows(gates, row_format)
-    assert torch.equal(gated[:3], OPS.silu_mul(gates)[:3])
-    same_bits(eight, quantise_rows(gated, row_format))
+    for activation in get_args(Activation):
+        gated, eight = gate_rows(gates, activation, row_format)
+        assert torch.equal(gated[:3], OPS.gate_mul(gates, activation)[:3])
+        same_bits(eight, quantise_rows(gated, row_format))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -110,9 +114,36 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gates(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_gates(dtype: torch.dtype, activation: Activation) -> None:
     x = torch.randn(3, 2 * 37).to(dtype)
-    same(OPS.silu_mul(x), REFERENCE.silu_mul(x.clone()))
+    same(OPS.gate_mul(x, activation), REFERENCE.gate_mul(x.clone(), activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softcap(dtype: torch.dtype) -> None:
+    x = (torch.randn(3, 2 * 37) * torch.logspace(-3, 3, 2 * 37)).to(dtype)
+    same(OPS.softcap(x, 30.0), REFERENCE.softcap(x.clone(), 30.0))
+    assert OPS.softcap(torch.full((1, 1), torch.nan), 30.0).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_weights_in_float32(dtype: torch.dtype) -> None:
+    x, residual, weight = (
+        torch.randn(3, 40).to(dtype),
+        torch.randn(3, 40).to(dtype),
+        1 + torch.randn(40) / 100,
+    )
+    same(OPS.rms_norm(x, weight, 1e-6), REFERENCE.rms_norm(x, weight, 1e-6))
+    expected = REFERENCE.add_rms_norm(x, residual.clone(), weight, 1e-6)
+    same(OPS.add_rms_norm(x, residual, weight, 1e-6), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embedding_times_a_scale(dtype: torch.dtype) -> None:
+    weight, ids = torch.randn(50, 27).to(dtype), torch.tensor([3, 49, 0, 3])
+    ops = triton_ops(CPU, dtype)
+    assert torch.equal(ops.embedding(ops.pack_embedding(weight, False), ids, 50.5), weight[ids] * 50.5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

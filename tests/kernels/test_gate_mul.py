@@ -1,0 +1,38 @@
+import pytest
+import torch
+from torch import Tensor
+
+from llmbox.kernels.ops import Activation, Ops
+from support.numbers import DTYPES, assert_near
+
+ACTIVATIONS: list[Activation] = ["silu", "gelu_tanh"]
+
+
+def exact(gate: Tensor, activation: Activation) -> Tensor:
+    if activation == "silu":
+        return gate / (1 + (-gate).exp())
+    return torch.nn.functional.gelu(gate, approximate="tanh")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(1, 192), (5, 246), (33, 64)])
+def test_gates(ops: Ops, dtype: torch.dtype, activation: Activation, shape: tuple[int, int]) -> None:
+    x = torch.randn(shape).to(dtype)
+    gate, up = x.double().chunk(2, -1)
+    assert_near(ops.gate_mul(x, activation), exact(gate, activation) * up)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_far_from_zero(ops: Ops, activation: Activation) -> None:
+    gate = torch.tensor([-1e30, -90.0, -12.0, -1e-20, 0.0, 1e-20, 12.0, 90.0, 1e30]).unsqueeze(0)
+    got = ops.gate_mul(torch.cat((gate, torch.ones_like(gate)), 1), activation)
+    assert_near(got, exact(gate.double(), activation))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_row_does_not_depend_on_the_number_of_rows(ops: Ops, activation: Activation) -> None:
+    x = torch.randn(33, 246)
+    together = ops.gate_mul(x.clone(), activation)
+    for row in range(33):
+        assert torch.equal(ops.gate_mul(x[row : row + 1].clone(), activation), together[row : row + 1])
