@@ -72,8 +72,6 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
         cores = max(1, budget.cores // cut.ranks)
         rank_budget = replace(budget, available=budget.available // cut.ranks, cores=cores)
     quants = {quant: replace(rank_config, quant=quant) for quant in ("none", "int8", "int4")}
-    if shape.experts is not None and budget.device == "cuda":
-        quants = {"none": _wide_experts(quants["none"], config.quant)}
     tries = list(quants.values()) if config.quant == "auto" else [rank_config]
     why_rounded = ""
     for attempt in tries:
@@ -93,16 +91,6 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
             notes += (f"{cut.ranks} ranks share {budget.cores} cores and wait for each other: ask for fewer",)
         return replace(plan, tp=cut.tp, pp=cut.pp, gpus=cut.gpus, notes=notes)
     raise AssertionError("one try is the last")
-
-
-def _wide_experts(wide: EngineConfig, asked: QuantChoice) -> EngineConfig:
-    """Raises DeviceError for experts that would be rounded."""
-    if asked not in {"none", "auto"}:
-        raise DeviceError(
-            f"the kernels for GPUs multiply experts in bfloat16, float16 and float32 only, not in {asked}: "
-            "use a checkpoint that holds those with --quant none, or --device cpu"
-        )
-    return wide
 
 
 def _as_stored(stored: str, asked: QuantChoice) -> QuantChoice:

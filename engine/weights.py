@@ -18,11 +18,12 @@ from torch import Tensor
 
 from llmbox.kernels.ops import Ops, PackedLinear
 from llmbox.kernels.packing import Kind, StoredWeights
-from llmbox.kernels.quant import Quant
+from llmbox.kernels.quant import OF_LAYERS, Quant
 
 from .checkpoint import list_tensors
 from .errors import ModelError
 from .kept_wide import holds_floats, is_kept_wide
+from .pack import pack
 from .parallel.layout import Part
 from .parallel.rank import ALONE, Rank
 from .read_rounded import read_rounded
@@ -113,8 +114,10 @@ class Weights:
     def router(self, name: str, experts: Part, hidden: Part) -> PackedLinear:
         return self._source.packed(Asked("router", {f"{self._prefix}{name}": experts}, hidden))
 
-    def linear(self, outputs: Mapping[str, Part], inputs: Part, *, bias: bool) -> PackedLinear:
-        """One linear of all the named ones, stacked: {name: rows}.
+    def linear(
+        self, outputs: Mapping[str, Part], inputs: Part, *, bias: bool, experts: bool = False
+    ) -> PackedLinear:
+        """One linear of all the named ones, stacked: {name: rows}. `experts`: for `Ops.pack_experts`.
 
         Where inputs are shared, results are summed over the ranks: the first one's hold the bias.
         """
@@ -123,7 +126,7 @@ class Weights:
             bias = False
             for name in full:
                 self._source.skip(f"{name}.bias")
-        return self._source.packed(Asked("linear", full, inputs, bias))
+        return self._source.packed(Asked("experts" if experts else "linear", full, inputs, bias))
 
 
 class Keeper(Protocol):
@@ -168,7 +171,7 @@ class Checkpoint:
         return vector
 
     def packed(self, asked: Asked) -> PackedLinear:
-        if self._of_floats and asked.kind == "linear" and is_kept_wide(asked.outputs, self._entries):
+        if self._of_floats and asked.kind in OF_LAYERS and is_kept_wide(asked.outputs, self._entries):
             asked = replace(asked, kind="head")  # which such formats leave wide
         stored = self.ops.packing or self.ops.stored
         quant = None if stored is None else stored.format(asked.kind)
@@ -202,6 +205,8 @@ class Checkpoint:
         self, asked: Asked, stored: StoredWeights, quant: Quant
     ) -> tuple[PackedLinear, Tensor | None]:
         rounded = read_rounded(self, asked.outputs, asked.inputs, quant)
+        if asked.kind == "experts" and self.ops.pack_experts is not None:
+            return self.ops.pack_experts(rounded), None
         bias_O = self._bias(asked)
         return stored.pack_rounded(rounded, self.dtype, bias_O), bias_O
 
@@ -290,15 +295,3 @@ class Checkpoint:
         except OSError as error:
             raise ModelError(f"{entry.file} cannot be read: {error.strerror}") from None
         return buffer.view((DTYPES | ROUNDED_DTYPES)[entry.dtype]).view(shape)
-
-
-def pack(ops: Ops, kind: Kind, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
-    match kind:
-        case "linear":
-            return ops.pack_linear(weight_OI, bias_O)
-        case "head":
-            return ops.pack_head(weight_OI, bias_O)
-        case "router":
-            return ops.pack_router(weight_OI)
-        case _:
-            return ops.pack_embedding(weight_OI, kind == "tied")

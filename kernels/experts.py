@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Linears of one layer's experts: one for each, or one of all stacked where `Ops.stacks_experts`."""
+    """Linears of one layer's experts: one for each, or one of all by `Ops.pack_experts`."""
 
     gate_ups: Sequence[Any]
     """[2 F, E], gate first."""

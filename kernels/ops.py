@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .draws import Drawn, DrawRow, Ranks
 from .experts import Mixture
-from .packing import Packing, StoredWeights
+from .packing import Packing, Rounded, StoredWeights
 from .part_ops import PartOps
 from .ragged import KVShape, Ragged
 from .rows import DecodeInputs, DecodeRows, RuleRows, Sampled, SampleRows
@@ -199,8 +199,10 @@ class Ops:
     stored: StoredWeights | None = None
     """For checkpoints that hold rounded weights, where there is no `packing`."""
 
-    stacks_experts: bool = False
-    """Whether a `Mixture` has one linear of all its experts, stacked, instead of one for each."""
+    pack_experts: Callable[[Tensor | Rounded], PackedLinear] | None = None
+    """(weights of all experts of a layer, one after the other, [X O, I]) -> packed, for `experts` alone.
+
+    None: a `Mixture` has a linear for each expert instead of one of all."""
 
     row_invariant: bool = False
     """Whether every operation computes a row bit by bit the same, whatever rows stand beside it and however

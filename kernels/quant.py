@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["linear", "router", "head", "table", "tied"]
-"""A layer's linear, its choice of experts, the output head, the input table, or one matrix that is both of
-the last."""
+Kind = Literal["linear", "experts", "router", "head", "table", "tied"]
+"""A layer's linear, those of all its experts in one, its choice of experts, the output head, the input table,
+or one matrix that is both of the last."""
+OF_LAYERS: frozenset[Kind] = frozenset({"linear", "experts"})
+"""That have the format of the layers."""
 WIDE_KINDS: frozenset[Kind] = frozenset({"router", "table"})
 """That no format rounds."""
 

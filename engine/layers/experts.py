@@ -38,13 +38,14 @@ class Experts:
         whole, inner = Part.whole(hidden), self.rank.part(config.inner)
         self.router = weights.router("gate", Part.whole(config.count), whole)
         every = [f"experts.{expert}" for expert in range(config.count)]
-        groups = [every] if ops.stacks_experts else [[name] for name in every]
+        stacked = ops.pack_experts is not None
+        groups = [every] if stacked else [[name] for name in every]
         gate_ups, downs = [], []
         for group in groups:
             rows = {f"{name}.{part}": inner for name in group for part in (names.gate, names.up)}
-            gate_ups.append(weights.linear(rows, whole, bias=False))
+            gate_ups.append(weights.linear(rows, whole, bias=False, experts=stacked))
             rows = {f"{name}.{names.down}": whole for name in group}
-            downs.append(weights.linear(rows, inner, bias=False))
+            downs.append(weights.linear(rows, inner, bias=False, experts=stacked))
         self.mixture = Mixture(gate_ups, downs, config.count, config.per_token, config.normalised)
 
     def __call__(self, x_TE: Tensor) -> Tensor:

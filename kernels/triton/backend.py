@@ -10,7 +10,7 @@ from torch import Tensor
 from ..ops import Activation, Ops, StepInputs
 from ..packing import Rounded
 from ..part_ops import PartOps
-from ..quant import WIDE_KINDS, Kind, Quant
+from ..quant import OF_LAYERS, WIDE_KINDS, Kind, Quant
 from ..ragged import Ragged
 from . import attention, edit, embedding, gate_mul, heads, kv_cache, linear, part_weights, rms_norm
 from .advance import advance
@@ -70,6 +70,7 @@ class Backend:
             pack_linear=self.pack_linear,
             pack_head=self.pack_head,
             pack_router=lambda weight_XE: Plain(weight_XE, None),
+            pack_experts=self.pack_experts,
             linear=self.linear,
             logits=self.linear,
             rms_norm=self.rms_norm,
@@ -87,7 +88,6 @@ class Backend:
             clear_blocks=kv_cache.clear_blocks,
             graph=same,
             kv_dtypes=frozenset(formats),
-            stacks_experts=True,
             row_invariant=self.fixed,
             rotate_and_write=heads.rotate_and_write,
             sample=sample,
@@ -111,9 +111,15 @@ class Backend:
 
     def format(self, kind: Kind) -> Quant | None:
         """As `StoredWeights` has it."""
-        if self.quant is None or kind in WIDE_KINDS or (kind != "linear" and self.quant.keeps_head):
+        if self.quant is None or kind in WIDE_KINDS or (kind not in OF_LAYERS and self.quant.keeps_head):
             return None
-        return self.quant if kind == "linear" else self.quant.head
+        return self.quant if kind in OF_LAYERS else self.quant.head
+
+    def pack_experts(self, weights: Tensor | Rounded) -> Linear:
+        """For `experts_product`, which PyTorch has no part in."""
+        if isinstance(weights, Rounded):
+            return pack_rounded(weights, None)
+        return pack(weights, None, self.quant)
 
     def pack_rounded(self, rounded: Rounded, dtype: torch.dtype, bias_O: Tensor | None = None) -> Linear:
         """As `StoredWeights` has it."""

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gemm import Grouped, numbers_of
+from .gemm import Grouped
+from .grouped_sums import numbers_of
 
 BLOCK = 32
 """Outputs of a program."""

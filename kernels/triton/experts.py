@@ -1,6 +1,6 @@
 """`Ops.experts` on the grouped product: rows are sorted by expert on the device, and nothing waits for it.
 
-T rows, K experts of each, E hidden, F inner rows.
+T rows, K experts of each, S rows of all experts, E hidden, F inner rows.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..experts import Mixture
 from ..reference.experts import route, weigh
-from .gate_mul import gate_mul
+from .gate_mul import gate_rows
 from .gemm_experts import experts_product
-from .linear import Plain
+from .linear import Linear, row_format_of
 
 
 def experts(mixture: Mixture, x_TE: Tensor, logits_TX: Tensor, *, fixed: bool = False) -> Tensor:
@@ -21,17 +21,18 @@ def experts(mixture: Mixture, x_TE: Tensor, logits_TX: Tensor, *, fixed: bool = 
     sorted_S, order_S = chosen_TK.flatten().sort(stable=True)
     limits = torch.arange(mixture.count + 1, device=x_TE.device)
     starts_X1 = torch.searchsorted(sorted_S, limits).int()
-    gate_up_X2FE, down_XEF = stacked(mixture.gate_ups, mixture.count), stacked(mixture.downs, mixture.count)
+    gate_up, down = one_of_all(mixture.gate_ups), one_of_all(mixture.downs)
     rows_SE = x_TE[order_S // mixture.per_token]
-    inner_SF = gate_mul(experts_product(rows_SE, gate_up_X2FE, starts_X1, fixed=fixed), "silu")
+    gates_S2F = experts_product(rows_SE, gate_up, starts_X1, fixed=fixed)
+    inner_SF, eight = gate_rows(gates_S2F, "silu", row_format_of(down))
     rows_TKE = x_TE.new_empty(*chosen_TK.shape, x_TE.shape[1])
-    rows_TKE.view(-1, x_TE.shape[1])[order_S] = experts_product(inner_SF, down_XEF, starts_X1, fixed=fixed)
+    rows_TKE.view(-1, x_TE.shape[1])[order_S] = experts_product(
+        inner_SF, down, starts_X1, eight=eight, fixed=fixed
+    )
     return weigh(rows_TKE, shares_TK)
 
 
-def stacked(linears: Sequence[Plain], count: int) -> Tensor:
-    """[X, O, I] of the one linear that holds all experts."""
+def one_of_all(linears: Sequence[Linear]) -> Linear:
+    """The one linear that holds all experts."""
     (packed,) = linears
-    assert isinstance(packed, Plain), "planned only without rounding"
-    outputs, inputs = packed.weight_OI.shape
-    return packed.weight_OI.view(count, outputs // count, inputs)
+    return packed

@@ -3,7 +3,7 @@
 Weights are plain [O, I], or integers in groups of inputs: [I / group, O, group], scales [I / group, O], so
 that a tile of a group is one run of memory. 4-bit groups hold inputs i and i + group / 2 in one byte. A group
 is a product of its own, scaled as it is added: integers are exact in every float dtype. With steps, 4 bits
-become the integers of 8 in registers (`numbers_of`).
+become the integers of 8 in registers. The inner loop is `grouped_sums.py`.
 
 Few rows leave most multiprocessors idle, so the inputs are split too, and the parts summed in order.
 
@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tiles
+from .grouped_sums import sum_grouped
 from .tiles import Tile, power_of_two
 
 PLAIN_BLOCK = 64
@@ -151,80 +152,16 @@ def product_kernel(
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    HALF: tl.constexpr = GROUP // 2
     split = tl.program_id(2)
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    real_m, real_n = m < rows, n < outputs
-    groups = tl.cdiv(inputs, GROUP)
-    x_rows = x + m.to(tl.int64)[:, None] * x_row
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for step in range(split * steps, tl.minimum((split + 1) * steps, tl.cdiv(groups, UNROLL))):
-        for part in tl.static_range(UNROLL):
-            g = step * UNROLL + part
-            real_w = real_n & (g < groups)
-            if BITS == 0:
-                i = g * GROUP + tl.arange(0, GROUP)
-                x_tile = tl.load(x_rows + i[None, :], mask=real_m[:, None] & (i < inputs)[None, :], other=0.0)
-                w_place = n.to(tl.int64)[:, None] * inputs + i[None, :]
-                w_tile = tl.load(weight + w_place, mask=real_n[:, None] & (i < inputs)[None, :], other=0.0)
-                acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision=PRECISION)
-            elif BITS == 8:
-                i = g * GROUP + tl.arange(0, GROUP)
-                x_tile = tl.load(x_rows + i[None, :], mask=real_m[:, None] & (i < inputs)[None, :], other=0.0)
-                place = (tl.cast(g, tl.int64) * outputs + n)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-                w_tile = tl.load(weight + place, mask=real_w[:, None], other=0)
-                scale = tl.load(scales + tl.cast(g, tl.int64) * outputs + n, mask=real_w, other=0.0)
-                if WIDE:
-                    wide = (w_tile.to(tl.float32) * scale.to(tl.float32)[:, None]).to(x_tile.dtype)
-                    acc = tl.dot(x_tile, tl.trans(wide), acc, input_precision=PRECISION)
-                else:
-                    sums = tl.dot(x_tile, tl.trans(w_tile.to(x_tile.dtype)), input_precision=PRECISION)
-                    acc += sums * scale.to(tl.float32)[None, :]
-            else:
-                i = g * GROUP + tl.arange(0, HALF)
-                low_x = tl.load(x_rows + i[None, :], mask=real_m[:, None] & (i < inputs)[None, :], other=0.0)
-                j = i + HALF
-                high_x = tl.load(x_rows + j[None, :], mask=real_m[:, None] & (j < inputs)[None, :], other=0.0)
-                place = (tl.cast(g, tl.int64) * outputs + n)[:, None] * HALF + tl.arange(0, HALF)[None, :]
-                pairs = tl.load(weight + place, mask=real_w[:, None], other=0)
-                scale = tl.load(scales + tl.cast(g, tl.int64) * outputs + n, mask=real_w, other=0.0)
-                if STEPS:
-                    cell = tl.cast(g, tl.int64) * outputs + n
-                    low_w = numbers_of(pairs & 15, steps_of, cell, real_w, 0, GROUP, low_x.dtype)
-                    high_w = numbers_of(pairs >> 4, steps_of, cell, real_w, HALF, GROUP, low_x.dtype)
-                else:
-                    low_w = small_integers(pairs & 15, low_x.dtype)
-                    high_w = small_integers(pairs >> 4, low_x.dtype)
-                if WIDE:
-                    scales_n = scale.to(tl.float32)[:, None]
-                    low_w = (low_w.to(tl.float32) * scales_n).to(low_x.dtype)
-                    high_w = (high_w.to(tl.float32) * scales_n).to(low_x.dtype)
-                    acc = tl.dot(low_x, tl.trans(low_w), acc, input_precision=PRECISION)
-                    acc = tl.dot(high_x, tl.trans(high_w), acc, input_precision=PRECISION)
-                else:
-                    sums = tl.dot(low_x, tl.trans(low_w), input_precision=PRECISION)
-                    sums = tl.dot(high_x, tl.trans(high_w), sums, input_precision=PRECISION)
-                    acc += sums * scale.to(tl.float32)[None, :]
+    turns = tl.cdiv(tl.cdiv(inputs, GROUP), UNROLL)
+    acc = sum_grouped(
+        x + m.to(tl.int64)[:, None] * x_row, m < rows, weight, scales, steps_of, n, n < outputs,
+        split * steps, tl.minimum((split + 1) * steps, turns), outputs, inputs,
+        ROWS, COLUMNS, GROUP, UNROLL, BITS, STEPS, WIDE, PRECISION,
+    )  # fmt: skip
     store_tile(out, acc, bias, split, m, n, rows, outputs, BIAS)
-
-
-@triton.jit
-def numbers_of(
-    halves: tl.tensor,
-    steps: tl.tensor,
-    cell: tl.tensor,
-    real: tl.tensor,
-    FIRST: tl.constexpr,
-    GROUP: tl.constexpr,
-    dtype: tl.constexpr,
-) -> tl.tensor:
-    """Those of half a group from its input FIRST on, a row for each `cell` (`kernels/steps.py`)."""
-    i = FIRST + tl.arange(0, GROUP // 2)
-    place = cell[:, None] * (GROUP // 16) + (i // 16)[None, :]
-    byte = tl.load(steps + place, mask=real[:, None], other=0).to(tl.int16)
-    step = byte & 15
-    return (step * halves.to(tl.int16) - (step * ((byte >> 4) + 8) >> 1)).to(dtype)
 
 
 @triton.jit
@@ -245,18 +182,6 @@ def store_tile(
         acc += tl.load(bias + n, mask=real_n, other=0.0).to(tl.float32)[None, :]
     place = (tl.cast(split, tl.int64) * rows + m)[:, None] * outputs + n[None, :]
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=real_m[:, None] & real_n[None, :])
-
-
-@triton.jit
-def small_integers(nibbles: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """0 .. 15 -> -8 .. 7. In 16 bits without a conversion, which runs at a quarter of the speed of logic:
-    the bits of 128 (bfloat16) or 1024 (float16) with a nibble in the last places are that sum.
-    """
-    if dtype == tl.bfloat16:
-        return (nibbles.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0
-    if dtype == tl.float16:
-        return (nibbles.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
-    return nibbles.to(dtype) - 8.0
 
 
 def add_splits(out_TO: Tensor, partial_STO: Tensor, bias_O: Tensor | None) -> None:

@@ -1,7 +1,11 @@
-"""The linears of all experts of a mixture in one launch: rows sorted by expert, each with its weights.
+"""The linears of all experts of a mixture in one launch: rows sorted by expert, each with its weights, in
+every format of weights.
 
 The grid follows from shapes alone: experts are found by bisection over their first rows.
 """
+
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import triton
@@ -9,55 +13,147 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tiles
+from .gemm import PLAIN_BLOCK, STEP, Grouped
+from .gemm_fp8 import BLOCK, sum_fp8
+from .gemm_int8 import sum_int8
+from .grouped_sums import sum_grouped
+from .linear import Blocks8, Floats8, Integers, Integers8, Linear, Plain, row_format_of
+from .quantise import Rows8, quantise_rows
 from .tiles import Tile
 
+MANY = 64
+"""Rows of an expert, on average. With more, tiles are tall, and integers are scaled before the product."""
+GROUPED, INT8, FP8 = 0, 1, 2
+"""Values of KIND: which loop multiplies."""
+WITH_INT8 = tl.constexpr(INT8)
+WITH_FP8 = tl.constexpr(FP8)
 
-def experts_product(x_TI: Tensor, weight_XOI: Tensor, starts_X1: Tensor, *, fixed: bool = False) -> Tensor:
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What a launch reads of the weights of all experts, [X * O, I] in some format."""
+
+    data: Tensor
+    scales: Tensor
+    steps: Tensor
+    kind: int
+    group: int
+    constants: dict[str, Any] = field(default_factory=dict)
+
+
+def experts_product(
+    x_TI: Tensor,
+    packed: Linear,
+    starts_X1: Tensor,
+    *,
+    eight: Rows8 | None = None,
+    fixed: bool = False,
+) -> Tensor:
     """Row t of expert e, starts[e] <= t < starts[e + 1], times weight[e].T; int32 starts on the device.
 
-    `fixed`: one tile for any number of rows, so that a row's bits do not depend on it.
+    `packed`: of all experts one after the other. `eight`: x as `row_format_of(packed)` has it, where somebody
+    has left it so. `fixed`: one tile for any number of rows, so that a row's bits do not depend on it.
     """
     rows, inputs = x_TI.shape
-    experts, outputs, _ = weight_XOI.shape
+    experts = len(starts_X1) - 1
+    outputs = outputs_of(packed) // experts
     assert x_TI.stride(1) == 1
-    assert weight_XOI.is_contiguous()
     out_TO = torch.empty((rows, outputs), dtype=x_TI.dtype, device=x_TI.device)
     if not rows:
         return out_TO
-    tile = tile_for(x_TI.device, 0 if fixed else rows // experts, x_TI.element_size())
+    rows_each = 0 if fixed else rows // experts
+    row_format = row_format_of(packed)
+    if row_format is None:
+        tile = tile_for(x_TI.device, rows_each, x_TI.element_size())
+        multiplied, scales, x_row, x_step = x_TI, x_TI, x_TI.stride(0), 0
+    else:
+        tile = tile_for(x_TI.device, rows_each, 1)
+        multiplied, scales = eight or quantise_rows(x_TI, row_format)
+        x_row, x_step = inputs, scales.stride(1)
+    stack = stack_of(packed, x_TI.element_size(), wide=rows_each > MANY)
     grid = (rows // tile.rows + experts, triton.cdiv(outputs, tile.columns))
     experts_kernel[grid](
         out_TO,
-        x_TI,
-        weight_XOI,
+        multiplied,
+        scales,
+        x_step,
+        stack.data,
+        stack.scales,
+        stack.steps,
         starts_X1,
         experts,
         outputs,
         inputs,
-        x_TI.stride(0),
+        x_row,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
-        BLOCK=32 if x_TI.element_size() == 4 else 64,
+        KIND=stack.kind,
+        GROUP=stack.group,
         PRECISION="ieee" if x_TI.dtype == torch.float32 else "tf32",
+        **stack.constants,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
     return out_TO
 
 
+def outputs_of(packed: Linear) -> int:
+    """Of all experts together."""
+    match packed:
+        case Integers(weight, _) | Integers8(weight, _):
+            return weight.outputs
+        case Plain() | Floats8() | Blocks8():
+            return len(packed.weight_OI)
+
+
+def stack_of(packed: Linear, itemsize: int, *, wide: bool) -> Stack:
+    """`itemsize`: of x; `wide`: whether integers are scaled before they are multiplied."""
+    constants = {"UNROLL": 1, "BITS": 0, "STEPS": False, "WIDE": False, "BLOCKWISE": False, "SHARED": 1}
+    match packed:
+        case Plain(data, _):
+            # Float32 has no tensor cores: its tile lives in registers.
+            return Stack(data, data, data, GROUPED, PLAIN_BLOCK // (2 if itemsize == 4 else 1), constants)
+        case Integers(weight, _):
+            return of_integers(weight, constants, wide=wide)
+        case Integers8(weight, _):
+            return Stack(weight.weight, weight.scales, weight.weight, INT8, weight.group, constants)
+        case Floats8(data, scales, _):
+            return Stack(data, scales, data, FP8, BLOCK, constants)
+        case Blocks8(data, scales, _):
+            constants |= {"BLOCKWISE": True, "SHARED": BLOCK if len(scales) < len(data) else 1}
+            return Stack(data, scales, data, FP8, BLOCK, constants)
+
+
+def of_integers(weight: Grouped, constants: dict[str, Any], *, wide: bool) -> Stack:
+    steps = weight.weight if weight.steps is None else weight.steps
+    constants |= {
+        "UNROLL": max(1, STEP // weight.group),
+        "BITS": weight.bits,
+        "STEPS": weight.steps is not None,
+        "WIDE": wide,
+    }
+    return Stack(weight.weight, weight.scales, steps, GROUPED, weight.group, constants)
+
+
 def tile_for(device: torch.device, rows_each: int, itemsize: int) -> Tile:
+    """`itemsize`: of what is multiplied."""
     if itemsize == 4:
         return Tile(16, 32, 4, 2)
+    hopper = tiles.capability(device)[0] == 9
     if rows_each <= 16:
         return Tile(16, 64, 4, 4)
-    return Tile(128, 128, 8, 4) if rows_each > 64 and tiles.capability(device)[0] == 9 else Tile(64, 64, 4, 4)
+    return Tile(128, 128, 8, 4) if rows_each > MANY and hopper else Tile(64, 64, 4, 4 if hopper else 3)
 
 
-@triton.jit(do_not_specialize_on_alignment=["starts"])
+@triton.jit(do_not_specialize=["x_step"], do_not_specialize_on_alignment=["starts"])
 def experts_kernel(
     out: tl.tensor,
     x: tl.tensor,
+    x_scales: tl.tensor,
+    x_step: tl.tensor,
     weight: tl.tensor,
+    scales: tl.tensor,
+    steps_of: tl.tensor,
     starts: tl.tensor,
     experts: tl.tensor,
     outputs: tl.tensor,
@@ -65,7 +161,14 @@ def experts_kernel(
     x_row: tl.tensor,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BITS: tl.constexpr,
+    STEPS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCKWISE: tl.constexpr,
+    SHARED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     tile = tl.program_id(0)
@@ -83,17 +186,24 @@ def experts_kernel(
     m = first + tl.arange(0, ROWS)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     real_m, real_n = m < end, n < outputs
-    base = weight + tl.cast(low, tl.int64) * outputs * inputs
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    needed = tl.where(first < end, inputs, 0)  # tiles past an expert's last row have nothing to do
-    for i0 in range(0, needed, BLOCK):
-        i = i0 + tl.arange(0, BLOCK)
-        inside = (i < inputs)[None, :]
-        x_tile = tl.load(
-            x + m.to(tl.int64)[:, None] * x_row + i[None, :], mask=real_m[:, None] & inside, other=0.0
-        )
-        w_place = n.to(tl.int64)[:, None] * inputs + i[None, :]
-        w_tile = tl.load(base + w_place, mask=real_n[:, None] & inside, other=0.0)
-        acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision=PRECISION)
+    row = low * outputs + n  # of all experts' weights
+    turns = tl.cdiv(tl.cdiv(inputs, GROUP), UNROLL)
+    turns = tl.where(first < end, turns, 0)  # tiles past an expert's last row have nothing to do
+    if KIND == WITH_INT8:
+        acc = sum_int8(
+            x, x_scales, x_step, weight, scales, m, real_m, row, real_n, 0, turns, experts * outputs, inputs,
+            ROWS, COLUMNS, GROUP,
+        )  # fmt: skip
+    elif KIND == WITH_FP8:
+        acc = sum_fp8(
+            x, x_scales, x_step, weight, scales, m, real_m, row, real_n, 0, turns, inputs,
+            ROWS, COLUMNS, GROUP, BLOCKWISE, SHARED,
+        )  # fmt: skip
+    else:
+        acc = sum_grouped(
+            x + m.to(tl.int64)[:, None] * x_row, real_m, weight, scales, steps_of, row, real_n, 0, turns,
+            experts * outputs, inputs,
+            ROWS, COLUMNS, GROUP, UNROLL, BITS, STEPS, WIDE, PRECISION,
+        )  # fmt: skip
     place = m.to(tl.int64)[:, None] * outputs + n[None, :]
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=real_m[:, None] & real_n[None, :])

@@ -67,11 +67,39 @@ def fp8_kernel(
 ) -> None:
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    real_m, real_n = m < rows, n < outputs
+    split = tl.program_id(2)
+    acc = sum_fp8(
+        x, x_scales, x_step, weight, scales, m, m < rows, n, n < outputs,
+        split * steps, tl.minimum((split + 1) * steps, tl.cdiv(inputs, GROUP)), inputs,
+        ROWS, COLUMNS, GROUP, BLOCKWISE, SHARED,
+    )  # fmt: skip
+    store_tile(out, acc, bias, split, m, n, rows, outputs, BIAS)
+
+
+@triton.jit
+def sum_fp8(
+    x: tl.tensor,
+    x_scales: tl.tensor,
+    x_step: tl.tensor,
+    weight: tl.tensor,
+    scales: tl.tensor,
+    m: tl.tensor,
+    real_m: tl.tensor,
+    n: tl.tensor,
+    real_n: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    inputs: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCKWISE: tl.constexpr,
+    SHARED: tl.constexpr,
+) -> tl.tensor:
+    """[ROWS, COLUMNS] of rows `m` and outputs `n`, over blocks `first` to before `last`, scaled."""
     blocks = tl.cdiv(inputs, GROUP)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    split = tl.program_id(2)
-    for b in range(split * steps, tl.minimum((split + 1) * steps, blocks)):
+    for b in range(first, last):
         i = b * GROUP + tl.arange(0, GROUP)
         inside = (i < inputs)[None, :]
         x_place = m.to(tl.int64)[:, None] * inputs + i[None, :]
@@ -90,4 +118,4 @@ def fp8_kernel(
         scale_m = tl.load(x_scales + m, mask=real_m, other=0.0)
         scale_n = tl.load(scales + n, mask=real_n, other=0.0)
         acc *= scale_m[:, None] * scale_n[None, :]
-    store_tile(out, acc, bias, split, m, n, rows, outputs, BIAS)
+    return acc

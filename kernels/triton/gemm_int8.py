@@ -52,11 +52,37 @@ def int8_kernel(
 ) -> None:
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    real_m, real_n = m < rows, n < outputs
-    groups = tl.cdiv(inputs, GROUP)
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     split = tl.program_id(2)
-    for g in range(split * steps, tl.minimum((split + 1) * steps, groups)):
+    acc = sum_int8(
+        x, x_scales, x_step, weight, scales, m, m < rows, n, n < outputs,
+        split * steps, tl.minimum((split + 1) * steps, tl.cdiv(inputs, GROUP)), outputs, inputs,
+        ROWS, COLUMNS, GROUP,
+    )  # fmt: skip
+    store_tile(out, acc, bias, split, m, n, rows, outputs, BIAS)
+
+
+@triton.jit
+def sum_int8(
+    x: tl.tensor,
+    x_scales: tl.tensor,
+    x_step: tl.tensor,
+    weight: tl.tensor,
+    scales: tl.tensor,
+    m: tl.tensor,
+    real_m: tl.tensor,
+    n: tl.tensor,
+    real_n: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    outputs: tl.tensor,
+    inputs: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> tl.tensor:
+    """[ROWS, COLUMNS] of rows `m` and outputs `n` of all `outputs`, over groups `first` to `last` - 1."""
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for g in range(first, last):
         i = g * GROUP + tl.arange(0, GROUP)
         x_place = m.to(tl.int64)[:, None] * inputs + i[None, :]
         x_tile = tl.load(x + x_place, mask=real_m[:, None] & (i < inputs)[None, :], other=0)
@@ -66,4 +92,4 @@ def int8_kernel(
         scale_n = tl.load(scales + tl.cast(g, tl.int64) * outputs + n, mask=real_n, other=0.0).to(tl.float32)
         sums = tl.dot(x_tile, tl.trans(w_tile), out_dtype=tl.int32)
         acc += sums.to(tl.float32) * (scale_m[:, None] * scale_n[None, :])
-    store_tile(out, acc, bias, split, m, n, rows, outputs, BIAS)
+    return acc

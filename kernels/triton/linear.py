@@ -90,6 +90,16 @@ def rows_for(quant: Quant | None) -> RowFormat | None:
     return None
 
 
+def row_format_of(packed: Linear) -> RowFormat | None:
+    """What this linear multiplies, where that is rows of 8 bits."""
+    match packed:
+        case Integers8(weight, _):
+            return RowFormat(torch.int8, weight.group)
+        case Floats8() | Blocks8():
+            return packed.row_format
+    return None
+
+
 def multiply(packed: Linear, x_TI: Tensor, eight: Rows8 | None, *, fixed: bool) -> Tensor:
     """`eight`: x in the format of `rows_for`, where an operation before has left it so."""
     match packed:

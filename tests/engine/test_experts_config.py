@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.errors import DeviceError, ModelError, ParallelError
+from llmbox.engine.errors import ModelError, ParallelError
 from llmbox.engine.estimator import MemoryBudget, estimate
 from llmbox.engine.memory_use import weights_bytes
 from llmbox.engine.model_config import ModelConfig, parse_config
@@ -136,10 +136,11 @@ def test_ranks_have_parts_of_every_expert(tmp_path: Path) -> None:
         estimate(shape, budget, EngineConfig(model_path="", name="", tp=16, quant="int8", context=1024))
 
 
-def test_a_gpu_keeps_experts_wide(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quant", ["none", "int8", "int4", "w8a8", "fp8", "fp8-block"])
+def test_a_gpu_takes_experts_in_every_format(tmp_path: Path, quant: Any) -> None:
     shape = read(tmp_path, **QWEN_3_30B).shape()
     budget = MemoryBudget(device="cuda", available=100 * GIB, cores=8)
-    asked = EngineConfig(model_path="", name="", device="cuda", context=4096)
-    assert estimate(shape, budget, replace(asked, quant="auto")).quant == "none"
-    with pytest.raises(DeviceError, match="--quant none"):
-        estimate(shape, budget, replace(asked, quant="int8"))
+    asked = EngineConfig(model_path="", name="", device="cuda", context=4096, quant=quant)
+    assert estimate(shape, budget, asked).quant == quant
+    small = replace(budget, available=45 * GIB)
+    assert estimate(shape, small, replace(asked, quant="auto")).quant == "int8"

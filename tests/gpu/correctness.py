@@ -238,23 +238,36 @@ def linears(setting: Setting, dtype: torch.dtype) -> Checks:
         for count in (3,) if setting.tiny else (1, 17, 130, 500, 600):
             x = setting.randn(count, inputs, dtype=dtype)
             exact = x.double() @ wide.T + bias.double()
-            limit = LIMIT[dtype] + {"rows": 0.015, "float": 0.04, "blocks": 0.04}.get(quant.kind, 0.0)
+            error = distance(ops.linear(packed, x), exact)
             yield Check(
-                name_of("linear", dtype, quant.name, count), distance(ops.linear(packed, x), exact), limit
+                name_of("linear", dtype, quant.name, count), error, LIMIT[dtype] + limit_of_rows(quant)
             )
 
 
+def limit_of_rows(quant: Quant | None) -> float:
+    """What rounding the rows of a product adds."""
+    return {"rows": 0.015, "float": 0.04, "blocks": 0.04}.get(quant.kind if quant else "", 0.0)
+
+
 def experts(setting: Setting, dtype: torch.dtype) -> Checks:
-    inputs, outputs, sizes = (96, 40, (3, 0, 5)) if setting.tiny else (512, 768, (3, 0, 170, 1, 64, 500))
+    """In every format, of experts with no rows, few and many."""
+    inputs, outputs, sizes = (96, 128, (3, 0, 5)) if setting.tiny else (512, 768, (3, 0, 170, 1, 64, 500))
     x = setting.randn(sum(sizes), inputs, dtype=dtype)
-    weight = setting.randn(len(sizes), outputs, inputs, dtype=dtype)
+    weight = setting.randn(len(sizes) * outputs, inputs, dtype=dtype) / inputs**0.5
     ends = torch.tensor(sizes).cumsum(0).tolist()
     starts = torch.tensor([0, *ends], dtype=torch.int32, device=setting.device)
-    got = experts_product(x, weight, starts)
-    exact = [
-        x[end - size : end].double() @ w.double().T for w, end, size in zip(weight, ends, sizes, strict=True)
-    ]
-    yield Check(name_of("experts", dtype), distance(got, torch.cat(exact)), LIMIT[dtype])
+    for quant in (None, *made_at_load(setting)):
+        ops = triton_ops(setting.device, dtype, quant)
+        assert ops.pack_experts is not None
+        packed = ops.pack_experts(weight)
+        wide = wide_weights(packed).double().view(len(sizes), outputs, inputs)
+        exact = [
+            x[end - size : end].double() @ each.T for each, end, size in zip(wide, ends, sizes, strict=True)
+        ]
+        for fixed in (False, True):
+            error = distance(experts_product(x, packed, starts, fixed=fixed), torch.cat(exact))
+            name = name_of("experts", dtype, quant.name if quant else "plain") + ", fixed" * fixed
+            yield Check(name, error, LIMIT[dtype] + limit_of_rows(quant))
 
 
 def advance(setting: Setting, dtype: torch.dtype) -> Checks:

@@ -25,8 +25,9 @@ from llmbox.engine.loader import load_engine
 from llmbox.engine.messages import AddRequest
 from llmbox.engine.model_config import ModelConfig
 from llmbox.engine.models import build_model
+from llmbox.engine.pack import pack
 from llmbox.engine.sampling import SamplingParams
-from llmbox.engine.weights import Asked, pack
+from llmbox.engine.weights import Asked
 from llmbox.kernels.ops import Ops
 
 

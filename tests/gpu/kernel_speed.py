@@ -93,7 +93,9 @@ def all_work() -> Iterator[Callable[[], Work]]:
             yield partial(norm_in_8_bits, rows, quant)
             yield partial(gates_in_8_bits, rows, quant)
         yield partial(heads, rows)
-    yield experts
+    for each in (1, 64):
+        for quant in (None, "int8", "int4", "w8a8", *(["fp8"] if has_fp8(DEVICE) else [])):
+            yield partial(experts, each, quant)
 
 
 def paged(batch: int, context: int, rows: int, kv_dtype: torch.dtype, deterministic: bool) -> tuple:
@@ -260,15 +262,20 @@ def heads(rows: int) -> Work:
     return Work(f"norm, rotate and write heads, {rows} rows", moved, 0, "bf16", variants)
 
 
-def experts() -> Work:
-    count, each, inputs, outputs = 64, 64, 2048, 1536
+def experts(each: int, quant: str | None) -> Work:
+    """64 experts of so many rows."""
+    count, inputs, outputs = 64, 2048, 1536
     weight, x = randn(count, outputs, inputs), randn(count * each, inputs)
+    ops = triton_ops(DEVICE, BF16, QUANTS.get(quant or ""))
+    assert ops.pack_experts is not None
+    packed = ops.pack_experts(weight.flatten(0, 1))
     starts = (torch.arange(count + 1, device=DEVICE) * each).int()
     variants: dict[str, Sequence[Call]] = {
-        "ours": [partial(gemm_experts.experts_product, x, weight, starts)],
-        "bmm": [partial(torch.bmm, x.view(count, each, inputs), weight.transpose(1, 2))],
+        "ours": [partial(gemm_experts.experts_product, x, packed, starts)],
+        "bmm in bf16": [partial(torch.bmm, x.view(count, each, inputs), weight.transpose(1, 2))],
     }
-    operations = 2 * count * each * inputs * outputs
-    return Work(
-        f"experts: {count} of {each} rows", weight.nbytes + 2 * x.nbytes, operations, "bf16", variants
-    )
+    width = QUANTS[quant].bytes_per_weight if quant else 2
+    moved = int(width * weight.numel()) + 2 * x.nbytes
+    rate = "fp8" if quant in {"fp8", "w8a8"} else "bf16"
+    name = f"experts in {quant or 'bf16'}: {count} of {each} rows"
+    return Work(name, moved, 2 * count * each * inputs * outputs, rate, variants)

@@ -174,9 +174,12 @@ def advance() -> None:
         ops.advance(state, drawn, inputs, 16)
 
 
-def experts(dtype: torch.dtype = BF16) -> None:
+def experts(quant: str | None = None, dtype: torch.dtype = BF16, *, deterministic: bool = False) -> None:
+    ops = triton_ops(CPU, dtype, QUANTS.get(quant or ""))
+    assert ops.pack_experts is not None
+    packed = ops.pack_experts(zeros(8 * 128, 256, dtype=dtype))
     for count in (64, 200, 1000):
-        experts_product(zeros(count, 256, dtype=dtype), zeros(8, 128, 256, dtype=dtype), zeros(9, dtype=I32))
+        experts_product(zeros(count, 256, dtype=dtype), packed, zeros(9, dtype=I32), fixed=deterministic)
 
 
 def made_wide(quant: str, dtype: torch.dtype = BF16) -> None:
@@ -213,7 +216,8 @@ def few(capability: tuple[int, int]) -> Iterator[Group]:
         for quant in ("w8a8", "fp8-block"):
             yield "linears", partial(linears, quant, (1, 300))
         yield "linears", partial(linears, None, (3,), deterministic=True)
-        yield "experts", experts
+        for quant in (None, "int4", "w8a8", "fp8", "fp8-block"):
+            yield "experts", partial(experts, quant)
         yield "sampling", sampling
         yield "advance", advance
         return
@@ -251,11 +255,13 @@ def every(capability: tuple[int, int]) -> Iterator[Group]:
         yield f"linears {quant}, 200 inputs", partial(linears, quant, (1, 33, 129), inputs=200)
         for dtype in (F16, F32):
             yield f"linears {quant} {dtype}", partial(linears, quant, (1, 129), dtype=dtype)
+        for fixed in (False, True):
+            yield f"experts {quant}{', fixed' * fixed}", partial(experts, quant, deterministic=fixed)
         if not QUANTS[quant].is_float:
             yield f"made wide {quant}", partial(made_wide, quant)
     for dtype in (BF16, F16, F32):
         yield f"linears, fixed {dtype}", partial(linears, None, (3,), dtype=dtype, deterministic=True)
-        yield f"experts {dtype}", partial(experts, dtype)
+        yield f"experts {dtype}", partial(experts, None, dtype)
         yield f"sampling {dtype}", partial(sampling, dtype)
         yield f"heads apart {dtype}", partial(heads_apart, 80, dtype)
     yield "sampling, 32000", partial(sampling, BF16, 32000)

@@ -100,6 +100,26 @@ def test_tensors_of_e4m3_answer_as_plain_torch_has_them(
     assert tokens(load(model, dtype="float32"), requests) == found
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.usefixtures("_asked_for")
+def test_experts_of_e4m3_answer_as_plain_torch_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, static: bool
+) -> None:
+    """Blocks of 128 outputs that no expert's 48 fill, and scales of activations that all of a layer share."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1, "vocab_size": 99}
+    model = make_tiny_model(tmp_path, arch="qwen3_moe", tokenizer=False, **sizes)
+    if static:
+        round_by_output(model, {"quant_method": "fp8", "activation_scheme": "static"}, given={})
+    else:
+        round_to_blocks(model)
+    requests = [ask(name, prompt, 3) for name, prompt in PROMPTS.items()]
+    engine = load(model, dtype="float32")
+    quant = QUANTS[engine.info.quant]
+    found = tokens(engine, requests)
+    monkeypatch.setattr(loader, "select_ops", lambda *_, **__: rounded_ops(quant))
+    assert tokens(load(model, dtype="float32"), requests) == found
+
+
 @pytest.mark.usefixtures("_asked_for")
 def test_a_checkpoint_of_integers_runs_on_these_kernels(tmp_path: Path) -> None:
     """With the integers that `llmbox quantize` wrote; int8 ones also with rows of 8 bits."""

@@ -16,7 +16,7 @@ from llmbox.kernels.triton.dequantise import dequantise
 from llmbox.kernels.triton.gemm_experts import experts_product
 from llmbox.kernels.triton.gemm_fp8 import fp8_product
 from llmbox.kernels.triton.gemm_int8 import int8_product
-from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS
+from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, Plain
 from llmbox.kernels.triton.quantise import RowFormat, quantise_rows
 from llmbox.kernels.triton.weights import pack_fp8, pack_fp8_blocks, pack_grouped
 from support.numbers import assert_near
@@ -261,6 +261,6 @@ def test_fixed_order(quant: str | None) -> None:
 def test_experts() -> None:
     weight = torch.randn(4, 40, 50) / 7
     x, starts = torch.randn(25, 50), [0, 3, 3, 20, 25]
-    got = experts_product(x, weight, torch.tensor(starts, dtype=torch.int32))
+    got = experts_product(x, Plain(weight.flatten(0, 1), None), torch.tensor(starts, dtype=torch.int32))
     for expert, (first, end) in enumerate(pairwise(starts)):
         assert_near(got[first:end], x[first:end].double() @ weight[expert].double().T)

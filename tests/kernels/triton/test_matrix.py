@@ -28,6 +28,7 @@ SIZES = {
     "num_key_value_heads": 1,
     "vocab_size": 99,
 }
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 TIED, WINDOW = {"tie_word_embeddings": True}, {"sliding_window": 8}
 OPTIONS = {"dtype": "float32", "max_running": 4, "token_budget": 16}
 """The longer prompt comes in two chunks."""
@@ -59,6 +60,9 @@ def seen_by(engine: Engine) -> tuple[dict[str, list[int]], list[float]]:
         ("fp8", "int8", "mistral", WINDOW | TIED, False, False),
         ("fp8-block", "int8", "qwen3", TIED, True, True),
         ("fp8-block", "fp8", "qwen2", {}, False, False),
+        ("int4", "auto", "qwen3_moe", EXPERTS, False, True),
+        ("fp8", "int8", "qwen3_moe", EXPERTS, True, False),
+        ("w8a8", "auto", "mixtral", EXPERTS, False, True),
     ],
 )
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, of rows that only fill up
