@@ -27,8 +27,9 @@ SETTINGS: Final = {
     # Ranks would look each second whether one wants the record of all exchanges written down, in a file that
     # is gone by then; and keep that record, with Python's stack, for each exchange.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
     "TORCH_FR_BUFFER_SIZE": "0",
+    # What stages hand on does take its turn among sums, as it should: no warning of it in the log.
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
 """Of the environment, where nobody has set them."""
 
