@@ -57,10 +57,10 @@ def versions() -> str:
     import torch
     import triton
 
+    command = " ".join(["make gpu-check", *([f'ARGS="{" ".join(sys.argv[1:])}"'] if sys.argv[1:] else [])])
     gpu = torch.cuda.get_device_properties(0)
     return (
         f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB, {gpu.multi_processor_count} multiprocessors, "
         f"capability {gpu.major}.{gpu.minor}; torch {torch.__version__}, triton {triton.__version__}, "
-        f"CUDA {torch.version.cuda}, Python {platform.python_version()}; "
-        f"`make gpu-check {' '.join(sys.argv[1:])}`".replace(" `", "`").strip()
+        f"CUDA {torch.version.cuda}, Python {platform.python_version()}; `{command}`"
     )

@@ -12,6 +12,8 @@ Call = Callable[[], object]
 CALLS = 8
 """Of one replay: launch gaps vanish, and each call has inputs that are not in the cache any more."""
 ROUNDS = 12
+COPIED, SIDE = 1 << 30, 8192
+"""What peaks are measured with: bytes of a copy, and the rows and columns of a product."""
 
 
 def times(variants: Mapping[str, Sequence[Call]]) -> dict[str, float]:
@@ -54,10 +56,9 @@ def side() -> torch.cuda.Stream:
 
 def peaks() -> dict[str, float]:
     """What this card reaches: bytes a second of a copy, both ways counted; operations a second."""
-    block = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+    block = torch.empty(COPIED, dtype=torch.uint8, device="cuda").random_()
     other = torch.empty_like(block)
-    n = 8192
-    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in "ab")
+    a, b = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in "ab")
     work: dict[str, Sequence[Call]] = {
         "copy": [lambda: other.copy_(block)],
         "bf16": [lambda: torch.mm(a, b)],
@@ -72,5 +73,5 @@ def peaks() -> dict[str, float]:
         ]
     spent = times(work)
     found = {"bytes": 2 * block.nbytes / spent["copy"] * 1e3}
-    found |= {name: 2 * n**3 / spent[name] * 1e3 for name in ("bf16", "fp8") if name in spent}
+    found |= {name: 2 * SIDE**3 / spent[name] * 1e3 for name in ("bf16", "fp8") if name in spent}
     return found

@@ -1,0 +1,60 @@
+"""All that a GPU's load and steps go through, from the loader to the replay of graphs, over a stand-in for
+CUDA: memory that is counted, copies that are late, graphs that record, kernels in Triton's interpreter.
+"""
+
+import logging
+
+import pytest
+
+from support.fake_cuda import Card, fake_cuda
+from support.real_engines import ask, load, run
+from support.tiny_models import make_tiny_model
+
+SIZES = {"dtype": "float32", "max_running": 2, "token_budget": 16, "context": 40, "speculate": "off"}
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
+    return make_tiny_model(tmp_path, tokenizer=False, num_hidden_layers=1, vocab_size=99)
+
+
+def requests():
+    return [
+        ask("greedy", range(5, 24), 3),
+        ask("drawn", [7, 8, 9], 3, temperature=0.9, top_p=0.8, seed=3, logprobs=2, prompt_logprobs=2),
+        ask(
+            "ruled", [7, 8], 2, temperature=1.2, top_k=7, seed=9, repetition_penalty=1.5, bad_words=((5, 6),)
+        ),
+    ]
+
+
+def drawn(outputs):
+    return [token for output in outputs for token in output.token_ids]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*encountered in")  # numpy's, of rows that only fill up
+def test_a_model_is_loaded_measured_captured_and_served(model, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    expected = run(load(model, **SIZES), requests())
+    monkeypatch.setenv("LLMBOX_KERNELS", "triton")
+    with fake_cuda(Card(multiprocessors=2)) as cuda:
+        engine = load(model, device="cuda", **SIZES, memory_bytes=None)
+        assert engine.info.backend == "triton"
+        assert cuda.card.graphs == 1, "the largest; it serves before the others are there"
+        while engine.prepare():
+            pass
+        assert cuda.card.graphs == 2
+        waited, events = len(cuda.queue.waits), cuda.queue.event_waits
+        seen = run(engine, requests())
+        assert cuda.queue.waits[waited:] == []
+        assert cuda.queue.event_waits - events == engine.stats().steps
+        launches = cuda.queue.launches
+        assert not engine.prepare()
+        assert (cuda.queue.launches, cuda.queue.under_way) == (launches, [])
+    for name, outputs in expected.items():
+        assert drawn(seen[name]) == drawn(outputs)
+    assert "memory measured" in caplog.text
+    assert "CUDA graphs are off" not in caplog.text

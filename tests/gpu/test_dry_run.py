@@ -1,0 +1,74 @@
+"""Sections of `make gpu-check` from end to end over a stand-in for CUDA in which kernels compute nothing."""
+
+from functools import partial
+from unittest import mock
+
+import pytest
+
+from gpu import beside, check, engine_speed, idle, kernel_speed, sections, timing
+from gpu.report import Report, versions
+from gpu.shapes import SHAPES
+from support.fake_cuda import Card, fake_cuda
+
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 300, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+PEAKS = {"bytes": 4e12, "bf16": 8e14, "fp8": 1.5e15}
+
+
+@pytest.fixture
+def report(monkeypatch):
+    monkeypatch.setenv("LLMBOX_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
+    few = partial(_small_engine, engine_speed.engine)
+    for module, constants in {
+        sections: {"BATCHES": (2,), "PROMPTS": (20,), "SHORT": 16, "LONG": 40, "OUTPUT": 3, "LATE": 20},
+        beside: {"REQUESTS": 2, "PROMPT": 8, "OUTPUT": 3},
+        timing: {"COPIED": 1 << 12, "SIDE": 64, "ROUNDS": 1},
+        kernel_speed: {"HIDDEN": 128, "FFN": 128, "SETS_BYTES": 1 << 12},
+        engine_speed: {"engine": few},
+    }.items():
+        for name, value in constants.items():
+            monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(sections, "CONTEXTS", (700,))
+    monkeypatch.setattr(idle, "time", mock.Mock())
+    return Report(1000.0)
+
+
+def _small_engine(engine, shape, **options):
+    return engine(shape, max_running=2, token_budget=32, **options)
+
+
+def cells(report, start):
+    return next(line for line in report.lines if line.startswith(f"| {start}"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [{}, {"quant": "fp8", "kv_dtype": "fp8"}])
+def test_an_engine_is_measured_to_its_idle_clocks(report, monkeypatch, variant):
+    monkeypatch.setattr(sections, "engine_variants", lambda: [("bf16", variant)])
+    monkeypatch.setitem(SHAPES, "8B", SHAPES["8B"] | SMALL)
+    with fake_cuda(Card(multiprocessors=2), blank=True) as cuda:
+        sections.whole_engine(report, "8B", PEAKS)
+        assert report.failures == []
+        assert cuda.card.graphs == 2
+        # What graphs themselves take is not looked at by an empty allocator.
+        assert cuda.card.allocated < 1 << 20, "the engine is gone"
+    for work in ("decode 2 x 16", "decode 1 x 40", "prompt of 20", "2 requests of 8 in, 3 out"):
+        assert "tok/s" in cells(report, work)
+    assert "ms | to the first token" in cells(report, "prompt of 20 while 1 decode")
+    assert "1980 MHz, 412 W | utilisation 42 %" in cells(report, "idle for 4 s")
+
+
+def test_times_are_those_of_graphs_between_events(report):
+    with fake_cuda(Card(multiprocessors=2), blank=True) as cuda:
+        assert check.why_not() is None
+        assert "`make gpu-check" in versions()
+        peaks = check.measured_peaks(report)
+        assert peaks["bf16"] == 2 * timing.SIDE**3 / (1e-3 / timing.CALLS)
+        assert cuda.card.graphs == 3
+        with mock.patch.object(kernel_speed, "DEVICE", cuda.gpu):
+            speed = kernel_speed.measure(kernel_speed.norm(3), peaks)
+        assert speed.ms == 1 / timing.CALLS
+        assert cuda.card.graphs == 5, "ours and eager"
