@@ -8,9 +8,16 @@ from typing import Any, Literal
 
 from .config_fields import Fields
 from .experts_config import ExpertRule, mixtral_experts, no_experts, qwen3_moe_experts
-from .rope_config import RopeRule, one_rope
+from .rope_config import RopeRule, one_rope, phi3_ropes, rope_of_some_layers
 from .scales import Scales
-from .windows import WindowRule, no_windows, one_window, windows_if_used, windows_of_later_layers
+from .windows import (
+    WindowRule,
+    no_windows,
+    one_window,
+    windows_by_type_if_used,
+    windows_if_used,
+    windows_of_later_layers,
+)
 
 QKNorm = Literal["heads", "width"]
 """Queries and keys are normed: each head by itself, or all heads of a row together."""
@@ -47,8 +54,16 @@ class Architecture:
     ropes: RopeRule = one_rope
     experts: ExpertRule = no_experts
     scales: Callable[[Fields], Scales] = no_scales
+    own_code: str = ""
+    """A class in `auto_map` of its repositories that transformers has taken in, and this code does as that
+    does. Other code of a model is a reason to refuse it."""
     refuse: Callable[[Fields], None] = nothing
     """Raises ModelError for what would be computed wrongly."""
+
+
+def refuse_head_bias(fields: Fields) -> None:
+    if fields.flag("lm_head_bias", default=False):
+        raise fields.error("lm_head_bias is not supported")
 
 
 SLIDING: Mapping[str, Any] = {"sliding_window": 4096}
@@ -77,5 +92,21 @@ ARCHITECTURES: dict[str, Architecture] = {
         experts=qwen3_moe_experts,
     ),
     "MixtralForCausalLM": Architecture(model_type="mixtral", windows=one_window, experts=mixtral_experts),
+    "SmolLM3ForCausalLM": Architecture(
+        model_type="smollm3",
+        defaults={"rope_theta": 2e6, "tie_word_embeddings": True},
+        attention_bias=True,
+        mlp_bias=True,
+        windows=windows_by_type_if_used,
+        ropes=rope_of_some_layers,
+    ),
+    "Phi3ForCausalLM": Architecture(
+        model_type="phi3",
+        defaults={"rms_norm_eps": 1e-5},
+        windows=one_window,
+        ropes=phi3_ropes,
+        own_code="modeling_phi3.Phi3ForCausalLM",
+        refuse=refuse_head_bias,
+    ),
 }
 """By the name that config.json gives in `architectures`."""

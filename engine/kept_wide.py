@@ -14,7 +14,7 @@ from .errors import ModelError
 from .rounded import FLOATS
 from .safetensors_header import TensorEntry, shown
 
-_LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.[a-z]+_proj\.weight")
+_LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.[a-z_]+_proj\.weight")
 
 
 def wide_params(directory: Path) -> int:

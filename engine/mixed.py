@@ -1,5 +1,6 @@
 """Weights of a mixed format: the linears that its recipe names are packed as the output head is."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -38,6 +39,9 @@ class Mixed:
         if is_fine(asked.name, self._layers):
             asked = replace(asked, kind="head")
         return self._source.packed(asked)
+
+    def split(self, name: str, parts: Mapping[str, int]) -> None:
+        self._source.split(name, parts)
 
     def skip(self, name: str) -> None:
         self._source.skip(name)

@@ -170,11 +170,23 @@ def parse_config(path: Path | str) -> ModelConfig:
 
 
 def architecture_of(fields: Fields) -> Architecture:
-    if fields.raw.get("auto_map"):
-        raise fields.error(
-            "this model needs Python code of its own (auto_map), which is never run; use a checkpoint "
-            f"of a built-in architecture: {', '.join(ARCHITECTURES)}"
-        )
+    return architecture_of_code(fields) if fields.raw.get("auto_map") else named_architecture(fields)
+
+
+def architecture_of_code(fields: Fields) -> Architecture:
+    """Of a repository with Python code, which is never run."""
+    code = fields.raw["auto_map"]
+    name = code.get("AutoModelForCausalLM") if isinstance(code, dict) else None
+    for kind in ARCHITECTURES.values():
+        if kind.own_code and isinstance(name, str) and name.split("--")[-1] == kind.own_code:
+            return kind
+    raise fields.error(
+        "this model needs Python code of its own (auto_map), which is never run; use a checkpoint "
+        f"of a built-in architecture: {', '.join(ARCHITECTURES)}"
+    )
+
+
+def named_architecture(fields: Fields) -> Architecture:
     names = fields.raw.get("architectures") or []
     for name in names if isinstance(names, list) else [names]:
         if isinstance(name, str) and with_head(name) in ARCHITECTURES:

@@ -1,5 +1,6 @@
 """Rounds what a model asks for, as its place in the model wants, and writes it. See `quantize.py`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,6 +41,7 @@ class Tensors(Protocol):
     """Of what is not rounded."""
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+    def split(self, name: str, parts: Mapping[str, int]) -> None: ...
     def skip(self, name: str) -> None: ...
     def finish(self) -> None: ...
 
@@ -93,6 +95,9 @@ class Quantizer:
             if asked.bias:
                 self._keep(f"{name}.bias", self._source.take(f"{name}.bias", (rows.total,)))
         return None
+
+    def split(self, name: str, parts: Mapping[str, int]) -> None:
+        self._source.split(name, parts)
 
     def skip(self, name: str) -> None:
         self._source.skip(name)

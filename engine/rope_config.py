@@ -13,6 +13,10 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 class RopeConfig:
     """One variant with its numbers; fields that a variant does not use keep their defaults."""
 
+    rotary_dim: int
+    """How many dims of a head turn, the first ones."""
+    interleaved: bool = False
+    """Dims turn with the one beside them, not with the one half of `rotary_dim` away."""
     rope_type: str = "default"
     theta: float = 10000.0
     factor: float = 1.0
@@ -28,6 +32,17 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+
+    def order(self, head_dim: int) -> tuple[int, ...] | None:
+        """Which dim of a checkpoint's queries and keys each of ours is: kernels turn dims half a head apart,
+        so those that do not turn stand at the end of each half. None: as they are.
+        """
+        turned = range(self.rotary_dim)
+        half = self.rotary_dim // 2
+        ends = (turned[0::2], turned[1::2]) if self.interleaved else (turned[:half], turned[half:])
+        middle = (self.rotary_dim + head_dim) // 2
+        order = (*ends[0], *range(self.rotary_dim, middle), *ends[1], *range(middle, head_dim))
+        return None if order == tuple(range(head_dim)) else order
 
     def context_limit(self, max_position_embeddings: int) -> int:
         """Longest sequence the variant is meant for."""
@@ -48,9 +63,44 @@ def one_rope(
     return (parse_rope(fields, head_dim, positions),), (0,) * layers
 
 
+def rope_of_some_layers(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Nothing turns where `no_rope_layers` has a 0; without the list in every `no_rope_layer_interval`-th."""
+    turns = fields.raw.get("no_rope_layers")
+    if turns is None:
+        interval = fields.integer("no_rope_layer_interval", 4)
+        turns = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if not isinstance(turns, list) or len(turns) < layers or not all(turn in (0, 1) for turn in turns):
+        raise fields.error(f"no_rope_layers must have a 0 or a 1 for each of {layers} layers")
+    rope = parse_rope(fields, head_dim, positions)
+    return (rope, RopeConfig(rotary_dim=0)), tuple(0 if turn else 1 for turn in turns[:layers])
+
+
+def phi3_ropes(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """LongRoPE by all the names that it had, or nothing special."""
+    raw = raw_rope(fields)
+    rope_type = raw.get("rope_type", raw.get("type", "default"))
+    if rope_type in ("su", "yarn"):
+        raw = {**raw, "rope_type": "longrope"}
+    elif rope_type not in ("default", "longrope"):
+        raise fields.error(f"RoPE type {rope_type!r} is not supported of this architecture, only longrope")
+    return (read_rope(raw, fields, head_dim, positions),), (0,) * layers
+
+
 def parse_rope(fields: Fields, head_dim: int, max_position_embeddings: int) -> RopeConfig:
+    return read_rope(raw_rope(fields), fields, head_dim, max_position_embeddings)
+
+
+def raw_rope(fields: Fields) -> dict[str, Any]:
     """From `rope_parameters` (transformers 5) or from `rope_scaling` and `rope_theta` (before)."""
-    raw: dict[str, Any] = fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}
+    return fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}
+
+
+def read_rope(raw: dict[str, Any], fields: Fields, head_dim: int, max_position_embeddings: int) -> RopeConfig:
+    """`fields`: of the whole config.json, which has some of the numbers."""
     rope = Fields(raw, f"{fields.where}: rope parameters")
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
     rope_type = raw.get("rope_type", raw.get("type", "default"))
@@ -59,16 +109,18 @@ def parse_rope(fields: Fields, head_dim: int, max_position_embeddings: int) -> R
     if rope_type not in ROPE_TYPES:
         raise rope.error(f"RoPE type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
     partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise rope.error(f"partial_rotary_factor {partial} is not supported, only 1.0")
+    rotary_dim = int(head_dim * partial)
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise rope.error(f"partial_rotary_factor {partial} of head_dim {head_dim} is no even part of it")
     if theta <= 1.0:
         raise rope.error(f"rope_theta {theta} must be larger than 1")
     if rope_type == "default":
-        return RopeConfig(theta=theta)
+        return RopeConfig(rotary_dim=rotary_dim, theta=theta)
     original = fields.integer("original_max_position_embeddings", 0) or rope.integer(
         "original_max_position_embeddings", max_position_embeddings
     )
     config = RopeConfig(
+        rotary_dim=rotary_dim,
         rope_type=rope_type,
         theta=theta,
         factor=rope.number("factor", max_position_embeddings / original),
@@ -84,11 +136,11 @@ def parse_rope(fields: Fields, head_dim: int, max_position_embeddings: int) -> R
         short_factor=rope.numbers("short_factor"),
         long_factor=rope.numbers("long_factor"),
     )
-    check(config, rope, head_dim)
+    check(config, rope)
     return config
 
 
-def check(config: RopeConfig, rope: Fields, head_dim: int) -> None:
+def check(config: RopeConfig, rope: Fields) -> None:
     if config.factor < 1.0:
         raise rope.error(f"factor {config.factor} must be at least 1")
     if min(config.beta_fast, config.beta_slow) <= 0 or config.original_context < 2:
@@ -96,6 +148,7 @@ def check(config: RopeConfig, rope: Fields, head_dim: int) -> None:
     if config.rope_type == "llama3" and config.high_freq_factor <= config.low_freq_factor:
         raise rope.error("high_freq_factor must be larger than low_freq_factor")
     if config.rope_type == "longrope":
+        wanted = config.rotary_dim // 2
         for name, values in (("short_factor", config.short_factor), ("long_factor", config.long_factor)):
-            if len(values) != head_dim // 2 or min(values) <= 0:
-                raise rope.error(f"{name} needs {head_dim // 2} positive numbers, it has {len(values)}")
+            if len(values) != wanted or min(values) <= 0:
+                raise rope.error(f"{name} needs {wanted} positive numbers, it has {len(values)}")

@@ -31,6 +31,13 @@ def stored_codes(rounded: Rounded) -> Tensor:
     return halves[:, 0::2] | halves[:, 1::2] << 4
 
 
+def reordered(rounded: Rounded, rows: list[int]) -> Rounded:
+    """With these rows, in this order. Rows stay within a block that shares scales."""
+    codes_OI = rounded.codes_OI.view(torch.uint8)[rows].view(rounded.codes_OI.dtype)
+    steps_OS = None if rounded.steps_OS is None else rounded.steps_OS[rows]
+    return replace(rounded, codes_OI=codes_OI, scales_OG=rounded.scales_OG[rows], steps_OS=steps_OS)
+
+
 def stored_parts(rows: Part, inputs: Part, quant: Quant) -> tuple[Part, Part]:
     """Of a tensor of codes, what holds these rows and inputs. Groups are not cut."""
     if quant.bits == 8:

@@ -28,7 +28,9 @@ from .parallel.layout import Part
 from .parallel.rank import ALONE, Rank
 from .read_rounded import read_rounded
 from .rounded import BOUNDS, OF_KEYS_AND_VALUES, SCALES, STEP
+from .rounded_parts import reordered
 from .safetensors_header import FETCH_AGAIN, TensorEntry, shown
+from .split_rows import split_rows
 from .tensor_bytes import DTYPES, ROUNDED_DTYPES, byte_runs, read_fully, refuse_non_finite
 
 NOT_NEEDED = (".rotary_emb.inv_freq", *OF_KEYS_AND_VALUES, *BOUNDS)
@@ -48,6 +50,8 @@ class Asked:
     outputs: Mapping[str, Part]
     inputs: Part
     bias: bool = False
+    order: tuple[int, ...] | None = None
+    """Row i is made of the stack's row order[i]."""
 
     @property
     def name(self) -> str:
@@ -74,6 +78,10 @@ class Source(Protocol):
     def vector(self, name: str, size: int) -> Tensor: ...
 
     def packed(self, asked: Asked) -> PackedLinear: ...
+
+    def split(self, name: str, parts: Mapping[str, int]) -> None:
+        """The checkpoint may have a tensor `name`.weight that is these, {name: rows}, one after another."""
+        ...
 
     def skip(self, name: str) -> None:
         """`name` may be there and is not used. With a dot at its end: everything under it."""
@@ -104,6 +112,12 @@ class Weights:
     def skip(self, name: str) -> None:
         self._source.skip(f"{self._prefix}{name}")
 
+    def split(self, name: str, parts: Mapping[str, int]) -> None:
+        """For the checkpoint's linear `name` to be asked as several: {name: rows of all ranks}."""
+        self._source.split(
+            f"{self._prefix}{name}", {f"{self._prefix}{part}": rows for part, rows in parts.items()}
+        )
+
     def embedding(self, name: str, vocab: Part, hidden: int, *, tied: bool) -> PackedLinear:
         outputs = {f"{self._prefix}{name}": vocab}
         return self._source.packed(Asked("tied" if tied else "table", outputs, Part.whole(hidden)))
@@ -115,9 +129,17 @@ class Weights:
         return self._source.packed(Asked("router", {f"{self._prefix}{name}": experts}, hidden))
 
     def linear(
-        self, outputs: Mapping[str, Part], inputs: Part, *, bias: bool, experts: bool = False
+        self,
+        outputs: Mapping[str, Part],
+        inputs: Part,
+        *,
+        bias: bool,
+        experts: bool = False,
+        order: tuple[int, ...] | None = None,
     ) -> PackedLinear:
-        """One linear of all the named ones, stacked: {name: rows}. `experts`: for `Ops.pack_experts`.
+        """One linear of all the named ones, stacked: {name: rows}.
+
+        `experts`: for `Ops.pack_experts`. `order`: as in `Asked`.
 
         Where inputs are shared, results are summed over the ranks: the first one's hold the bias.
         """
@@ -126,7 +148,7 @@ class Weights:
             bias = False
             for name in full:
                 self._source.skip(f"{name}.bias")
-        return self._source.packed(Asked("experts" if experts else "linear", full, inputs, bias))
+        return self._source.packed(Asked("experts" if experts else "linear", full, inputs, bias, order))
 
 
 class Keeper(Protocol):
@@ -198,6 +220,8 @@ class Checkpoint:
             end = row + rows.size
             self.take_into(f"{name}.weight", weight_OI[row:end], rows, asked.inputs)
             row = end
+        if asked.order is not None:
+            weight_OI = weight_OI[list(asked.order)]
         bias_O = self._bias(asked)
         return pack(self.ops, asked.kind, weight_OI, bias_O), bias_O
 
@@ -207,6 +231,8 @@ class Checkpoint:
         rounded = read_rounded(self, asked.outputs, asked.inputs, quant)
         if asked.kind == "experts" and self.ops.pack_experts is not None:
             return self.ops.pack_experts(rounded), None
+        if asked.order is not None:
+            rounded = reordered(rounded, list(asked.order))
         bias_O = self._bias(asked)
         return stored.pack_rounded(rounded, self.dtype, bias_O), bias_O
 
@@ -218,7 +244,7 @@ class Checkpoint:
         for name, rows in asked.outputs.items():
             self.take_into(f"{name}.bias", bias_O[row : row + rows.size], rows)
             row += rows.size
-        return bias_O
+        return bias_O if asked.order is None else bias_O[list(asked.order)]
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         target = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -258,6 +284,11 @@ class Checkpoint:
         if entry is None:
             raise ModelError(f"{self._directory}: tensor {shown(name)} is missing; {FETCH_AGAIN}")
         return entry
+
+    def split(self, name: str, parts: Mapping[str, int]) -> None:
+        for suffix in (".weight", ".bias", *(f".weight{scale}" for scale in SCALES)):
+            if entry := self._entries.pop(f"{name}{suffix}", None):
+                self._entries |= {f"{part}{suffix}": cut for part, cut in split_rows(entry, parts).items()}
 
     def skip(self, name: str) -> None:
         names = [n for n in self._entries if n.startswith(name)] if name.endswith(".") else [name]

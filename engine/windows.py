@@ -36,6 +36,15 @@ def windows_of_later_layers(fields: Fields, layers: int) -> Windows:
     return tuple(None if layer < full else window for layer in range(layers))
 
 
+def windows_by_type_if_used(fields: Fields, layers: int) -> Windows:
+    """Where they are used: by layer_types."""
+    if window_of(fields) is None or not fields.flag("use_sliding_window", default=False):
+        return no_windows(fields, layers)
+    if fields.raw.get("layer_types") is None:
+        raise fields.error("use_sliding_window needs layer_types, which name the layers that have a window")
+    return windows_by_type(fields, layers)
+
+
 def windows_by_type(fields: Fields, layers: int) -> Windows:
     """As `layer_types` says of each layer."""
     types = fields.raw.get("layer_types")

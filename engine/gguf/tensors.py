@@ -1,7 +1,7 @@
 """The tensors of a GGUF file by their names in a checkpoint, as floats."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -52,6 +52,9 @@ class GgufTensors:
         refuse_non_finite(tensor, entry, "")
         heads = self._heads.get(place.name.split(".")[-2])
         return tensor if heads is None else in_halves(tensor, heads)
+
+    def split(self, name: str, parts: Mapping[str, int]) -> None:
+        """Of the architectures that are read here no file stacks tensors."""
 
     def skip(self, name: str) -> None:
         gone = {place_of(name).name} if not name.endswith(".") else set()

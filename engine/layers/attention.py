@@ -25,19 +25,31 @@ class Attention:
         self.scale = config.scales.attention or config.head_dim**-0.5
         self.eps = config.rms_norm_eps
         self.window = config.windows[layer]
-        self.rope = 0
+        self.rope = config.layer_ropes[layer]
         """Which of the model's tables of angles."""
+        self._order = config.ropes[self.rope].order(config.head_dim)
         q, kv = rows_of(heads, self.head_dim), rows_of(kv_heads, self.head_dim)
         self.qkv = weights.linear(
-            {"q_proj": q, "k_proj": kv, "v_proj": kv}, Part.whole(config.hidden_size), bias=config.qkv_bias
+            {"q_proj": q, "k_proj": kv, "v_proj": kv},
+            Part.whole(config.hidden_size),
+            bias=config.qkv_bias,
+            order=self._order and self._rows_in_order(self._order),
         )
         self.norm_nD = self._qk_norm(weights) if config.qk_norm == "heads" else None
         self.output = weights.linear({"o_proj": Part.whole(config.hidden_size)}, q, bias=config.o_bias)
+
+    def _rows_in_order(self, order: tuple[int, ...]) -> tuple[int, ...]:
+        """Of queries and keys; values stay as they are."""
+        heads, width = self.heads + self.kv_heads, self.head_dim
+        turned = [head * width + dim for head in range(heads) for dim in order]
+        return (*turned, *range(heads * width, (heads + self.kv_heads) * width))
 
     def _qk_norm(self, weights: Weights) -> Tensor:
         """One weight row a head: queries and keys are normed in one operation."""
         q_D = weights.vector("q_norm.weight", self.head_dim)
         k_D = weights.vector("k_norm.weight", self.head_dim)
+        if self._order is not None:
+            q_D, k_D = q_D[list(self._order)], k_D[list(self._order)]
         return torch.cat((q_D.expand(self.heads, -1), k_D.expand(self.kv_heads, -1)))
 
     def __call__(self, x_TE: Tensor, forward: Forward) -> Tensor:

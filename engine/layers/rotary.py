@@ -18,25 +18,30 @@ class Rotary:
     """`context` is the longest sequence that will be served."""
 
     def __init__(self, config: ModelConfig, context: int, device: torch.device) -> None:
-        ropes = [config.rope]
-        inverse = [inverse_frequencies(config, rope, context) for rope in ropes]
-        self._inverse_A1D2 = torch.stack(inverse).unsqueeze(1).to(device)
-        self._scale_A11 = torch.tensor([attention_scale(rope) for rope in ropes]).view(-1, 1, 1).to(device)
+        half = config.head_dim // 2
+        inverse_A1D2, scale_A1D2 = (torch.zeros(len(config.ropes), 1, half) for _ in range(2))
+        for a, rope in enumerate(config.ropes):
+            turned = rope.rotary_dim // 2  # the others of each half have an angle of 0: they stay as they are
+            inverse_A1D2[a, 0, :turned] = inverse_frequencies(config, rope, context)
+            scale_A1D2[a, 0] = 1.0
+            scale_A1D2[a, 0, :turned] = attention_scale(rope)
+        self._inverse_A1D2, self._scale_A1D2 = inverse_A1D2.to(device), scale_A1D2.to(device)
 
     def rows(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """cos_ATD = (cos, cos) and sin_ATD = (-sin, sin), float32."""
         angle = positions_T.float().unsqueeze(1) * self._inverse_A1D2
-        cos, sin = angle.cos() * self._scale_A11, angle.sin() * self._scale_A11
+        cos, sin = angle.cos() * self._scale_A1D2, angle.sin() * self._scale_A1D2
         return torch.cat((cos, cos), 2), torch.cat((-sin, sin), 2)
 
 
 def inverse_frequencies(config: ModelConfig, rope: RopeConfig, context: int) -> Tensor:
-    head_dim, max_positions = config.head_dim, config.max_position_embeddings
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    """[rotary_dim / 2], of the dims that turn."""
+    dim, max_positions = rope.rotary_dim, config.max_position_embeddings
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     theta = rope.theta
     if rope.rope_type == "dynamic" and context > max_positions:
         stretch = rope.factor * context / max_positions - (rope.factor - 1)
-        theta *= stretch ** (head_dim / (head_dim - 2))
+        theta *= stretch ** (dim / (dim - 2))
     inverse = 1.0 / theta**exponents
     match rope.rope_type:
         case "linear":
@@ -44,7 +49,7 @@ def inverse_frequencies(config: ModelConfig, rope: RopeConfig, context: int) -> 
         case "llama3":
             return llama3(rope, inverse)
         case "yarn":
-            return yarn(rope, inverse, head_dim)
+            return yarn(rope, inverse, dim)
         case "longrope":
             factors = rope.long_factor if context > rope.original_context else rope.short_factor
             return 1.0 / (torch.tensor(factors) * theta**exponents)
@@ -63,21 +68,17 @@ def llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
     return torch.where(wavelength < high, inverse, stretched)
 
 
-def yarn(rope: RopeConfig, inverse: Tensor, head_dim: int) -> Tensor:
+def yarn(rope: RopeConfig, inverse: Tensor, dim: int) -> Tensor:
     """Peng et al., "YaRN", 2023: dimensions that turn often are kept, slow ones interpolated."""
 
     def dimension(rotations: float) -> float:
-        return (
-            head_dim
-            * math.log(rope.original_context / (rotations * 2 * math.pi))
-            / (2 * math.log(rope.theta))
-        )
+        return dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)
     interpolated = ramp.clamp(0, 1)
     return inverse / rope.factor * interpolated + inverse * (1 - interpolated)
 

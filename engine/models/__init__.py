@@ -11,9 +11,11 @@ from ..weights import Source
 from .llama import llama
 from .mistral import mistral
 from .mixtral import mixtral
+from .phi3 import phi3
 from .qwen2 import qwen2
 from .qwen3 import qwen3
 from .qwen3_moe import qwen3_moe
+from .smollm3 import smollm3
 
 MODELS: dict[str, Callable[[ModelConfig, Source], Decoder]] = {
     "llama": llama,
@@ -22,6 +24,8 @@ MODELS: dict[str, Callable[[ModelConfig, Source], Decoder]] = {
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
     "mixtral": mixtral,
+    "phi3": phi3,
+    "smollm3": smollm3,
 }
 
 

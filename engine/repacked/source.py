@@ -3,7 +3,7 @@
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,9 @@ class RepackedSource:
         if linear is None:
             raise Damaged(f"{asked.name} does not fit its shape")
         return linear
+
+    def split(self, name: str, parts: Mapping[str, int]) -> None:
+        pass
 
     def skip(self, name: str) -> None:
         pass

@@ -48,6 +48,14 @@ def test_it_answers_as_the_original_quantised_at_load(tmp_path: Path, to: str, a
     assert 0 < report.relative < {8: 0.01, 4: 0.1}[QUANTS[to].bits]
 
 
+@pytest.mark.parametrize("to", FORMATS)
+def test_heads_that_turn_in_part(tmp_path: Path, to: str) -> None:
+    """Loading reorders their rows and cuts stacked tensors; the checkpoint made here has neither."""
+    source = make_tiny_model(tmp_path / "model", arch="phi3", partial_rotary_factor=0.5)
+    made(source, tmp_path / "out", to)
+    assert answer(tmp_path / "out") == answer(source, quant=to)
+
+
 def test_odd_sizes(tmp_path: Path) -> None:
     """Neither two nor a group divide the inputs."""
     source = make_tiny_model(tmp_path / "model", intermediate_size=77, hidden_size=70, vocab_size=321)

@@ -20,6 +20,8 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 EXPERT_LINEARS = {
     "qwen3_moe": ("mlp.", ("gate_proj", "up_proj", "down_proj")),
@@ -48,6 +50,8 @@ ROPE_VARIANTS: dict[str, dict[str, Any] | None] = {
         "original_max_position_embeddings": ORIGINAL_CONTEXT,
     },
 }
+ROPES = {arch: tuple(ROPE_VARIANTS) for arch in ARCHITECTURES} | {"phi3": ("default", "longrope")}
+"""The variants that an architecture knows."""
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB = 320
 CHATML = (
@@ -76,12 +80,17 @@ def tiny_config(arch: str = "qwen3", rope: str = "default", **overrides: Any) ->
         "tie_word_embeddings": False,
         "bos_token_id": 0,
         "eos_token_id": 2,
+        "pad_token_id": 0,
         "torch_dtype": "float32",
     }
     if rope == "dynamic":
         config["max_position_embeddings"] = ORIGINAL_CONTEXT
-    if arch == "mistral":
+    if arch in {"mistral", "phi3", "smollm3"}:
         config["sliding_window"] = None
+    if arch == "smollm3":
+        config["no_rope_layers"] = [1, 0]
+    if arch == "phi3" and rope == "longrope":  # its context is the one after scaling
+        config["original_max_position_embeddings"] = ORIGINAL_CONTEXT
     if arch == "qwen2":
         config |= {"use_sliding_window": False, "max_window_layers": 2, "sliding_window": None}
     if arch == "qwen3_moe":
@@ -144,6 +153,11 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             "mlp.up_proj": (ffn, hidden, config.get("mlp_bias", False)),
             "mlp.down_proj": (hidden, ffn, config.get("mlp_bias", False)),
         }
+        if arch == "phi3":
+            linears = {"self_attn.qkv_proj": (q + 2 * kv, hidden, False)} | {
+                "self_attn.o_proj": (hidden, q, False)
+            }
+            mlp = {"mlp.gate_up_proj": (2 * ffn, hidden, False), "mlp.down_proj": (hidden, ffn, False)}
         for name, (rows, columns, bias) in (linears if experts else linears | mlp).items():
             shapes[f"{p}{name}.weight"] = (rows, columns)
             if bias:

@@ -19,7 +19,7 @@ from llmbox.engine.sampling import SamplingParams
 from llmbox.engine.scheduler import Scheduler
 from llmbox.engine.step import SampledToken, StepPlan
 from support.real_engines import ask, hf_model, hf_tokens, load, planned, runner_of, tokens
-from support.tiny_models import ARCHITECTURES, ORIGINAL_CONTEXT, ROPE_VARIANTS, make_tiny_model
+from support.tiny_models import ARCHITECTURES, ORIGINAL_CONTEXT, ROPES, make_tiny_model
 
 MANY = 32
 """Tokens generated."""
@@ -41,7 +41,7 @@ class Case:
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    **{f"{arch}-{rope}": {"arch": arch, "rope": rope} for arch in ARCHITECTURES for rope in ROPE_VARIANTS},
+    **{f"{arch}-{rope}": {"arch": arch, "rope": rope} for arch in ARCHITECTURES for rope in ROPES[arch]},
     "llama-tied-biased": {
         "arch": "llama",
         "tie_word_embeddings": True,
@@ -80,6 +80,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_moe-window": {"arch": "qwen3_moe", "use_sliding_window": True, "sliding_window": 17},
     "qwen3_moe-all-chosen": {"arch": "qwen3_moe", "num_experts_per_tok": 8, "tie_word_embeddings": True},
     "mixtral-window": {"arch": "mixtral", "sliding_window": 21},
+    "phi3-window": {"arch": "phi3", "sliding_window": 21},
+    "phi3-part-turns": {"arch": "phi3", "partial_rotary_factor": 0.75, "tie_word_embeddings": True},
+    "phi3-part-turns-longrope": {
+        "arch": "phi3",
+        "rope": "longrope",
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.0, 1.5, 2.0, 3.0],
+        },
+    },
+    "smollm3-few-turn": {"arch": "smollm3", "no_rope_layers": [0, 1], "tie_word_embeddings": True},
+    "smollm3-interval": {
+        "arch": "smollm3",
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 3,
+        "num_hidden_layers": 3,
+        "use_sliding_window": True,
+        "sliding_window": 18,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
     "qwen3-biased-tied": {"arch": "qwen3", "attention_bias": True, "tie_word_embeddings": True},
 }
 

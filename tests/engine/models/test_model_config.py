@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmbox.engine.errors import ModelError, UnsupportedArchitecture
-from llmbox.engine.model_config import parse_config
-from support.tiny_models import ARCHITECTURES, HEAD_DIM, ROPE_VARIANTS, tensor_shapes, tiny_config
+from llmbox.engine.model_config import ModelConfig, parse_config
+from support.tiny_models import ARCHITECTURES, HEAD_DIM, ROPE_VARIANTS, ROPES, tensor_shapes, tiny_config
 
 
 def write(directory: Path, config: dict[str, Any]) -> Path:
@@ -17,8 +17,7 @@ def write(directory: Path, config: dict[str, Any]) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("arch", list(ARCHITECTURES))
-@pytest.mark.parametrize("rope", list(ROPE_VARIANTS))
+@pytest.mark.parametrize(("arch", "rope"), [(arch, rope) for arch in ARCHITECTURES for rope in ROPES[arch]])
 def test_both_ways_of_writing_rope_mean_the_same(tmp_path: Path, arch: str, rope: str) -> None:
     old = tiny_config(arch, rope, max_position_embeddings=128)
     new = {key: value for key, value in old.items() if key not in {"rope_scaling", "rope_theta"}}
@@ -31,7 +30,7 @@ def test_both_ways_of_writing_rope_mean_the_same(tmp_path: Path, arch: str, rope
 def test_reads_what_transformers_writes(tmp_path: Path, arch: str) -> None:
     from transformers import AutoConfig
 
-    expected = parse_config(write(tmp_path, tiny_config(arch, "yarn")))
+    expected = parse_config(write(tmp_path, tiny_config(arch, ROPES[arch][-1])))
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
     assert parse_config(tmp_path) == expected
 
@@ -39,8 +38,10 @@ def test_reads_what_transformers_writes(tmp_path: Path, arch: str) -> None:
 @pytest.mark.parametrize("arch", list(ARCHITECTURES))
 @pytest.mark.parametrize("tied", [False, True])
 def test_counts_parameters(tmp_path: Path, arch: str, tied: bool) -> None:
-    config = tiny_config(arch, tie_word_embeddings=tied, attention_bias=True, mlp_bias=arch == "llama")
-    if arch in {"mistral", "mixtral"}:
+    config = tiny_config(
+        arch, tie_word_embeddings=tied, attention_bias=True, mlp_bias=arch in {"llama", "smollm3"}
+    )
+    if arch in {"mistral", "mixtral", "phi3"}:
         config["attention_bias"] = False  # it has none, whatever config.json says
     total = 0
     for shape in tensor_shapes(config).values():
@@ -68,6 +69,7 @@ def test_windows(tmp_path: Path) -> None:
     assert windows("mistral", sliding_window=8) == (8,) * 3
     assert windows("qwen2", sliding_window=8, use_sliding_window=False) == (None,) * 3
     assert windows("qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=2) == (None, None, 8)
+    assert windows("phi3", sliding_window=8) == (8,) * 3
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     assert windows("qwen3", sliding_window=8, use_sliding_window=True, layer_types=types) == (8, None, 8)
 
@@ -101,7 +103,7 @@ BAD = {
         [1],
         {"rope_type": "linear", "factor": "2"},
     ),
-    "partial_rotary_factor": (0.5,),
+    "partial_rotary_factor": (0.2, 0.0, 1.5, "half"),
     "rope_parameters": ({"full_attention": {"rope_type": "default"}}, {"rope_type": "longrope"}),
 }
 
@@ -143,6 +145,43 @@ def test_code_of_the_model_is_never_run(tmp_path: Path) -> None:
     write(tmp_path, {**tiny_config("llama"), "auto_map": {"AutoModelForCausalLM": "modeling_x.X"}})
     with pytest.raises(ModelError, match=r"auto_map.*never run"):
         parse_config(tmp_path)
+
+
+@pytest.mark.parametrize("prefix", ["", "microsoft/Phi-4-mini-instruct--"])
+def test_code_that_is_known_needs_no_running(tmp_path: Path, prefix: str) -> None:
+    code = {"AutoConfig": f"{prefix}configuration_phi3.Phi3Config", "AutoTokenizer": "Xenova/gpt-4o"}
+    code["AutoModelForCausalLM"] = f"{prefix}modeling_phi3.Phi3ForCausalLM"
+    assert parse_config(write(tmp_path, {**tiny_config("phi3"), "auto_map": code})).model_type == "phi3"
+    del code["AutoModelForCausalLM"]
+    with pytest.raises(ModelError, match=r"auto_map.*never run"):
+        parse_config(write(tmp_path, {**tiny_config("phi3"), "auto_map": code}))
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "problem"),
+    [
+        ("phi3", {"lm_head_bias": True}, "lm_head_bias"),
+        ("phi3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "only longrope"),
+        ("smollm3", {"no_rope_layers": [1]}, "0 or a 1 for each of 2 layers"),
+        ("smollm3", {"no_rope_layers": [1, "no"]}, "0 or a 1"),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, "layer_types"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(
+    tmp_path: Path, arch: str, changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ModelError, match=problem):
+        parse_config(write(tmp_path, {**tiny_config(arch), **changes}))
+
+
+def test_names_that_longrope_had(tmp_path: Path) -> None:
+    def parsed(name: str) -> ModelConfig:
+        config = tiny_config("phi3", "longrope")
+        scaling = {key: value for key, value in config["rope_scaling"].items() if key != "rope_type"}
+        return parse_config(write(tmp_path, {**config, "rope_scaling": {**scaling, "type": name}}))
+
+    assert parsed("su") == parsed("yarn") == parsed("longrope")
+    assert parsed("su").rope.rope_type == "longrope"
 
 
 JSON = st.recursive(

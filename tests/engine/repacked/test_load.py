@@ -42,7 +42,9 @@ def refuse(*_: object) -> None:
     pytest.fail("the checkpoint was read")
 
 
-@pytest.mark.parametrize(("arch", "tied"), [("qwen2", False), ("qwen3", True), ("mixtral", False)])
+@pytest.mark.parametrize(
+    ("arch", "tied"), [("qwen2", False), ("qwen3", True), ("mixtral", False), ("phi3", True)]
+)
 @pytest.mark.parametrize("quant", ["none", "int8", "int4-g128", "int4-mix"])
 def test_the_second_load_reads_no_checkpoint_and_answers_the_same(
     tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, quant: str, arch: str, tied: bool

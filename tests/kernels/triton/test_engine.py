@@ -28,6 +28,7 @@ PROMPTS = {"a": range(3, 22), "b": [5, 9, 11]}
         ("qwen3", {"dtype": "float32"}),
         ("llama", {"dtype": "float32", "deterministic": True}),
         ("qwen3_moe", {"dtype": "float32"}),
+        ("smollm3", {"dtype": "float32"}),
     ],
 )
 def test_tokens_are_those_of_the_reference(

@@ -1,0 +1,34 @@
+"""What is particular to an architecture, cut over processes: the tokens of one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.real_engines import ask, load, tokens
+from support.tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.slow
+
+REQUESTS = [
+    ask("long", range(3, 43), 8),
+    ask("short", [5, 9, 11], 8, temperature=0.8, seed=3),
+    ask("other", range(7, 30), 8, temperature=0.9, top_k=9, seed=5),
+]
+PART_TURNS = {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("arch", "config", "options"),
+    [
+        ("phi3", PART_TURNS, {"tp": 2}),
+        ("phi3", PART_TURNS, {"pp": 2, "dtype": "bfloat16", "quant": "int8"}),
+        ("smollm3", {}, {"tp": 2, "pp": 2}),
+    ],
+)
+def test_ranks_give_the_tokens_of_one(
+    tmp_path: Path, arch: str, config: dict[str, Any], options: dict[str, Any]
+) -> None:
+    model = make_tiny_model(tmp_path, arch=arch, tokenizer=False, **config)
+    alone = {key: value for key, value in options.items() if key not in {"tp", "pp"}}
+    assert tokens(load(model, **options), REQUESTS) == tokens(load(model, **alone), REQUESTS)
