@@ -1,6 +1,7 @@
-"""Checkpoints of a transformer without its head, as models that make vectors are often stored. No torch.
+"""Checkpoints of a transformer without its head: they make vectors, or score texts. No torch.
 
-They are loaded as if the head were the embedding: nobody uses it, and it takes no memory.
+They are loaded as if the head were the embedding: nobody uses it, and it takes no memory. What a model
+that scores has instead, `score.weight`, whoever asks for scores reads (`weight_rows.py`).
 """
 
 from pathlib import Path
@@ -11,14 +12,15 @@ from .errors import ModelError
 from .pooling_config import is_declared
 
 HEAD = "lm_head.weight"
-_BACKBONE, _WHOLE = "Model", "ForCausalLM"
+_WHOLE = "ForCausalLM"
+_OTHERS = ("ForSequenceClassification", "Model")
+"""Ends of names of the same transformer without it."""
 
 
 def with_head(architecture: str) -> str:
     """The class that has the head too: `Qwen3ForCausalLM` for `Qwen3Model`."""
-    if architecture.endswith(_BACKBONE):
-        return architecture.removesuffix(_BACKBONE) + _WHOLE
-    return architecture
+    end = next((end for end in _OTHERS if architecture.endswith(end)), None)
+    return architecture if end is None else architecture.removesuffix(end) + _WHOLE
 
 
 def has_head(fields: Fields, directory: Path) -> bool:
@@ -27,7 +29,7 @@ def has_head(fields: Fields, directory: Path) -> bool:
     """
     named = fields.raw.get("architectures") or []
     names = named if isinstance(named, list) else [named]
-    if any(isinstance(name, str) and name.endswith(_BACKBONE) for name in names):
+    if any(isinstance(name, str) and name.endswith(_OTHERS) for name in names):
         return False
     if fields.flag("tie_word_embeddings", default=False) or not is_declared(directory):
         return True

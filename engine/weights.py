@@ -33,8 +33,9 @@ from .safetensors_header import FETCH_AGAIN, TensorEntry, shown
 from .split_rows import split_rows
 from .tensor_bytes import DTYPES, ROUNDED_DTYPES, byte_runs, read_fully, refuse_non_finite
 
-NOT_NEEDED = (".rotary_emb.inv_freq", *OF_KEYS_AND_VALUES, *BOUNDS)
-"""Ends of names. Older checkpoints store the first; it is computed from config.json."""
+NOT_NEEDED = (".rotary_emb.inv_freq", "score.weight", *OF_KEYS_AND_VALUES, *BOUNDS)
+"""Ends of names. Older checkpoints store the first; it is computed from config.json. The second is no part of
+what the engine computes (`backbone.py`)."""
 TOLD_EVERY = 1 << 20
 """Bytes between two reports of progress, where a tensor is read in many small runs."""
 

@@ -11,15 +11,9 @@ def check_kind(generation: Generation) -> None:
     if generation.params.pooling is None and not info.generates:
         raise ApiError(
             400,
-            f"{name} makes embeddings and no text: send it to /v1/embeddings, or name another model.",
+            f"{name} makes embeddings or scores and no text: send it to /v1/embeddings or /v1/rerank, or "
+            "name another model.",
             code="generation_not_supported",
-            param="model",
-        )
-    if generation.params.pooling is not None and info.pooling_problem:
-        raise ApiError(
-            400,
-            f"{name} cannot make embeddings: {info.pooling_problem}.",
-            code="embeddings_not_supported",
             param="model",
         )
 

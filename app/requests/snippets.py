@@ -69,16 +69,24 @@ def is_chat(record: RequestRecord) -> bool:
 
 def is_pooled(record: RequestRecord) -> bool:
     """Vectors were asked for."""
-    return "embed" in record.endpoint
+    return "embed" in record.endpoint or is_ranked(record)
+
+
+def is_ranked(record: RequestRecord) -> bool:
+    return "rerank" in record.endpoint
 
 
 def _path(record: RequestRecord) -> str:
+    if is_ranked(record):
+        return "/v1/rerank"
     if is_pooled(record):
         return "/v1/embeddings"
     return "/v1/chat/completions" if is_chat(record) else "/v1/completions"
 
 
 def _from_record(record: RequestRecord) -> dict[str, Any]:
+    if is_ranked(record):
+        return {"model": record.model, "query": PROMPT, "documents": [PROMPT]}
     if is_pooled(record):
         return {"model": record.model, "input": PROMPT}
     params = json.loads(record.params)

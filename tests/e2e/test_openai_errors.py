@@ -219,7 +219,7 @@ def test_other_bodies(http):
     error(http.post(CHAT, json={"messages": HELLO, "x": "x" * 2_000_001}), 413)
     error(http.put(CHAT, json={}), 405)
     error(http.post("/v1/responses", json={}), 400)
-    error(http.post("/v1/rerank", json={}), 404)
+    error(http.post("/v1/moderations", json={}), 404)
 
 
 def test_context_errors_name_the_numbers(http):

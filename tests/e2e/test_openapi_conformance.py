@@ -48,6 +48,7 @@ WRITING = [
     ("POST", "/v1/chat/completions/{completion_id}"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/embeddings"),
+    ("POST", "/v1/rerank"),
     ("POST", "/api/chat"),
     ("POST", "/api/generate"),
     ("POST", "/api/embed"),

@@ -7,9 +7,10 @@ from typing import Final
 import msgspec
 from msgspec import UNSET
 
-from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.sampling import Pooling, SamplingParams
 
 from ...engines.loaded_model import LoadedModel
+from ...errors import ApiError
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Generation, Usage
 from ...gateway.vectors import as_base64, unit_vector
@@ -79,14 +80,35 @@ def pooled_generation(
     cache_salt: str = "",
     prompt_param: str = "input",
 ) -> Generation:
+    """As the model's folder declares it. Raises ApiError 400."""
     info = model.supervisor.info
     assert info is not None
+    if info.pooling_problem:
+        raise ApiError(
+            400,
+            f"{model.name} cannot make embeddings: {info.pooling_problem}.",
+            code="embeddings_not_supported",
+            param="model",
+        )
+    return pooled(call, model, prompts, info.pooling, id_, priority, cache_salt, prompt_param)
+
+
+def pooled(
+    call: Call,
+    model: LoadedModel,
+    prompts: list[list[int]],
+    pooling: Pooling,
+    id_: str,
+    priority: int,
+    cache_salt: str,
+    prompt_param: str,
+) -> Generation:
     return Generation(
         id=id_,
         endpoint=call.endpoint,
         model=model,
         prompts=prompts,
-        params=SamplingParams(max_tokens=0, pooling=info.pooling),
+        params=SamplingParams(max_tokens=0, pooling=pooling),
         priority=call.caller.priority(priority),
         cache_salt=call.caller.cache_namespace(cache_salt),
         key=call.caller.name,

@@ -223,6 +223,32 @@ class EmbeddingRequest(Struct, kw_only=True):
     truncate_prompt_tokens: Never = None
 
 
+class RerankDocument(Struct):
+    text: str
+
+
+class RerankRequest(Struct, kw_only=True):
+    """As Jina's, Cohere's and vLLM's clients send it."""
+
+    query: str
+    documents: list[str | RerankDocument]
+    model: Name | None = None
+    top_n: Count | None = None
+    """So many of the best; absent: all."""
+    return_documents: bool | None = None
+    """Absent: yes."""
+    instruction: str | None = None
+    """What the model judges documents by, where it reads one."""
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+    request_id: RequestId | None = None
+
+    user: str | None = None
+    max_tokens_per_doc: Never = None
+    max_chunks_per_doc: Never = None
+    truncate_prompt_tokens: Never = None
+
+
 class TokenizeRequest(Struct, kw_only=True):
     """`prompt`, or `messages` as a chat would render them."""
 

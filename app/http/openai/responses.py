@@ -224,6 +224,28 @@ class EmbeddingUsage(Struct):
     total_tokens: int
 
 
+class RankedDocument(Struct):
+    text: str
+
+
+class Ranked(Struct, kw_only=True):
+    index: int
+    """Of the document among those that were sent."""
+    relevance_score: float
+    """From 0 to 1."""
+    document: RankedDocument | UnsetType = UNSET
+
+
+class Ranking(Struct, kw_only=True):
+    """The most relevant document first."""
+
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: EmbeddingUsage
+    warnings: list[str] | UnsetType = UNSET
+
+
 class Embedding(Struct, kw_only=True):
     index: int
     embedding: list[float] | str

@@ -21,10 +21,21 @@ from .fields import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    RerankRequest,
     TokenizeRequest,
 )
 from .messages import build_chat
-from .responses import ChatCompletion, Completion, Detokenized, EmbeddingList, Model, ModelList, Tokenized
+from .rerank import prepare_rerank, rank
+from .responses import (
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    EmbeddingList,
+    Model,
+    ModelList,
+    Ranking,
+    Tokenized,
+)
 from .sampling import invalid
 from .stored_chats import stored_chats_router
 from .storing import Store
@@ -87,6 +98,22 @@ async def embeddings(
     work = embed(call.gateway, generation, data, call.warnings(EmbeddingRequest))
     encoded: Any = await while_connected(request.receive, work)
     return Response(encoded, media_type="application/json")
+
+
+@post(
+    "/v1/rerank",
+    status_code=200,
+    opt={"access": Access.INFER},
+    name="rerank",
+    operation_id="createRerank",
+)
+async def rerank(request: HttpRequest, data: Annotated[RerankRequest, Body()]) -> Response[Ranking]:
+    """How relevant documents are to a query, the most relevant first."""
+    call = await Call.of(request)
+    with call.recording_refusals():
+        judged = await prepare_rerank(call, data)
+    work = rank(call.gateway, judged, data, call.warnings(RerankRequest))
+    return Response(await while_connected(request.receive, work))
 
 
 @get("/v1/models", opt={"access": Access.KNOWN}, name="models", operation_id="listModels")
@@ -201,6 +228,7 @@ openai_router = Router(
         chat_completions,
         completions,
         embeddings,
+        rerank,
         models,
         model,
         tokenize,

@@ -31,6 +31,8 @@ _REASONS = {
     "service_tier": "There is one tier: 'default'.",
     "modalities": "Only text is generated.",
     "include_stop_str_in_output": "Stop strings are never part of the output.",
+    "max_tokens_per_doc": "Documents are never cut: one over the context gets an error instead.",
+    "max_chunks_per_doc": "Documents are never cut: one over the context gets an error instead.",
     "truncation": "Prompts are never cut: one over the context gets an error instead.",
     "echo": "Only /v1/completions can echo its prompt.",
 }

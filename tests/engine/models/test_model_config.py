@@ -131,7 +131,7 @@ def test_layer_types_must_fit(tmp_path: Path, changes: dict[str, Any]) -> None:
         {"architectures": [], "model_type": "gpt2"},
         {"architectures": None, "model_type": None},
         {"architectures": [{}]},
-        {"architectures": ["LlamaForSequenceClassification"]},
+        {"architectures": ["LlamaForTokenClassification"]},
     ],
 )
 def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path, changes: dict[str, Any]) -> None:

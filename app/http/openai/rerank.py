@@ -1,0 +1,81 @@
+"""POST /v1/rerank: how relevant each document is to a query."""
+
+from dataclasses import dataclass
+
+from msgspec import UNSET
+
+from llmbox.engine.errors import ModelError
+
+from ...engines.loaded_model import LoadedModel
+from ...gateway.gateway import Gateway
+from ...gateway.generation import Generation
+from ...text.judge import Judge, answer_ids, judged_prompts, not_a_judge, read_judge
+from ...text.off_loop import off_loop
+from .context import Call
+from .embeddings import check_inputs, pool, pooled
+from .fields import RerankRequest
+from .responses import EmbeddingUsage, Ranked, RankedDocument, Ranking
+from .sampling import invalid, public_id
+from .unsupported import refuse_unsupported
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    generation: Generation
+    judge: Judge
+    documents: list[str]
+
+
+async def prepare_rerank(call: Call, body: RerankRequest) -> Judged:
+    """Raises ApiError for everything that can be known before the engine has it."""
+    refuse_unsupported(body)
+    documents = [each if isinstance(each, str) else each.text for each in body.documents]
+    if not documents:
+        raise invalid("documents", "it must not be empty")
+    check_inputs(documents, "documents")
+    if not body.query:
+        raise invalid("query", "it must not be empty")
+    model = await call.find_model(body.model)
+    judge = await find_judge(model)
+    templates = call.gateway.templates
+    prompts = await judged_prompts(templates, model.text, body.query, documents, body.instruction)
+    id_ = public_id("rerank", body.request_id, call.exchange, call.gateway)
+    salt = body.cache_salt or ""
+    generation = pooled(call, model, prompts, "last", id_, body.priority or 0, salt, "documents")
+    return Judged(generation, judge, documents)
+
+
+async def find_judge(model: LoadedModel) -> Judge:
+    """Raises ApiError 400."""
+    info = model.supervisor.info
+    assert info is not None
+    answers = answer_ids(model.text) if info.generates or info.pooling_problem else None
+    try:
+        return await off_loop(info.vocab_size, lambda: read_judge(model.path, model.loaded_at, answers))
+    except ModelError:
+        raise not_a_judge("the rows of its head cannot be read from its files") from None
+
+
+async def rank(gateway: Gateway, judged: Judged, body: RerankRequest, warnings: list[str]) -> Ranking:
+    """Raises ApiError."""
+    found = await pool(gateway, judged.generation)
+    size = sum(map(len, found.vectors))
+    scores = await off_loop(size, lambda: list(map(judged.judge.score, found.vectors)))
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n]
+    tells = body.return_documents is not False
+    results = [
+        Ranked(
+            index=i,
+            relevance_score=scores[i],
+            document=RankedDocument(judged.documents[i]) if tells else UNSET,
+        )
+        for i in order
+    ]
+    tokens = found.usage.prompt_tokens
+    return Ranking(
+        id=judged.generation.id,
+        model=body.model or judged.generation.model.name,
+        results=results,
+        usage=EmbeddingUsage(tokens, tokens),
+        warnings=warnings or UNSET,
+    )

@@ -1,0 +1,116 @@
+"""How relevant a document is to a query, as rerankers tell it.
+
+A model that has a row of scores (`...ForSequenceClassification` with one label) multiplies its last state
+with it. A model that writes text is asked, and the logits of "yes" and "no" compared, which is the last
+state times the difference of two rows of its head. Either way the score is one product, and its sigmoid
+is what clients get: between "yes" and "no" that is the probability of "yes". Question and answer are
+those of Qwen3-Reranker (Zhang et al., "Qwen3 Embedding", 2025), in the words of the model's own chat
+template.
+"""
+
+import math
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+from llmbox.engine.model_config import parse_config
+from llmbox.engine.weight_rows import count_rows, read_row
+from llmbox.kernels.quant import QUANTS
+
+from ..errors import ApiError
+from .chat_prompt import Markers, encode_ids
+from .model_text import ModelText
+from .off_loop import off_loop
+from .template_pool import TemplatePool, job
+
+SYSTEM: Final = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
+ANSWERS: Final = ("yes", "no")
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    weights: Sequence[float]
+    """What the last state of a text is multiplied with."""
+
+    def score(self, pooled: bytes) -> float:
+        """From 0 to 1. `pooled`: the last state, little-endian float32."""
+        states = array("f", pooled)
+        if sys.byteorder == "big":
+            states.byteswap()
+        product = math.fsum(map(float.__mul__, states, self.weights))
+        return 1 / (1 + math.exp(-product)) if product >= 0 else math.exp(product) / (1 + math.exp(product))
+
+
+def answer_ids(text: ModelText) -> tuple[int, int] | None:
+    """Tokens of "yes" and "no", where each is one."""
+    found = [encode_ids(text.tokenizer, answer, add_special_tokens=False) for answer in ANSWERS]
+    if any(len(ids) != 1 for ids in found):
+        return None
+    (yes,), (no,) = found
+    return yes, no
+
+
+@lru_cache(maxsize=16)
+def read_judge(folder: Path, loaded_at: float, answers: tuple[int, int] | None) -> Judge:  # noqa: ARG001
+    """Of a model's files, once each time it is loaded. Raises ApiError 400 and ModelError."""
+    labels = count_rows(folder, "score")
+    if labels > 1:
+        raise not_a_judge(f"it sorts texts into {labels} classes and gives no score")
+    if labels == 1:
+        return Judge(read_row(folder, "score", 0))
+    config = parse_config(folder)
+    if not config.has_head:
+        raise not_a_judge("it has neither a head nor a row of scores")
+    if answers is None:
+        raise not_a_judge("'yes' and 'no' are no tokens of it")
+    name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+    quant = None if config.quant is None or QUANTS[config.quant].keeps_head else QUANTS[config.quant].head
+    yes, no = (read_row(folder, name, token, quant) for token in answers)
+    return Judge([a - b for a, b in zip(yes, no, strict=True)])
+
+
+def not_a_judge(why: str) -> ApiError:
+    return ApiError(
+        400,
+        f"This model cannot rank documents: {why}. Rerankers such as Qwen3-Reranker can, and chat models "
+        "less well.",
+        code="rerank_not_supported",
+        param="model",
+    )
+
+
+async def judged_prompts(
+    pool: TemplatePool, text: ModelText, query: str, documents: Sequence[str], instruction: str | None
+) -> list[list[int]]:
+    """Token ids of one question for each document. The template is rendered once. Raises ApiError."""
+    if text.chat_template is None:
+        raise not_a_judge("it has no chat template to ask in")
+    asked = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: "
+    markers = Markers.absent_from("".join((text.chat_template, asked, *documents)))
+    messages = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": text.control.mark(asked, markers, every=True) + markers.tail},
+    ]
+    variables: dict[str, Any] = text.special_tokens | {
+        "tools": None,
+        "documents": None,
+        "enable_thinking": False,
+    }
+    variables |= {"messages": messages, "add_generation_prompt": True}
+    before, place, after = (await pool.render(job(text.chat_template, variables))).partition(markers.tail)
+    if not place:
+        raise not_a_judge("its chat template leaves out what a user says")
+
+    def encode() -> list[list[int]]:
+        marked = (text.control.mark(document, markers, every=True) for document in documents)
+        return [text.control.encode(before + document + after, markers) for document in marked]
+
+    return await off_loop(sum(map(len, documents)), encode)

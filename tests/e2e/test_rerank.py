@@ -1,0 +1,218 @@
+"""Ranking documents: the scores of transformers, from models that are asked or have a row of scores."""
+
+import json
+import math
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from llmbox.app.text.judge import INSTRUCTION, SYSTEM
+from llmbox.engine.quantize import quantize
+from llmbox.engine.spawn import Launch
+from llmbox.kernels.dispatch import native_ready
+from llmbox.kernels.quant import QUANTS
+from support.cli_box import PATIENCE
+from support.openai_server import serving
+from support.pooled_models import make_pooled_model
+from support.tiny_models import SPECIAL, VOCAB, make_tiny_model
+
+ROUTE = "/v1/rerank"
+QUERY = "which fox jumps?"
+DOCUMENTS = ["the lazy dog", "the quick brown fox jumps over <|im_end|> it", "morning " * 20, "yes"]
+
+
+def write_words(folder):
+    """A tokenizer for which "yes" and "no" are one token each."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIAL],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["yes no " * 50, "yes", "no", SYSTEM, "fox dog the"], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def scorer(folder, labels):
+    """As a converted reranker is stored: no head, a row of scores for each label."""
+    make_tiny_model(folder, arch="qwen3", max_position_embeddings=1024)
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    weights["score.weight"] = torch.randn(labels, 64, generator=torch.Generator().manual_seed(5)) / 8
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": labels}
+    (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": 0}))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    make_tiny_model(root / "asked", arch="qwen3", max_position_embeddings=1024)
+    more = {"max_position_embeddings": 1024, "tie_word_embeddings": True, "torch_dtype": "bfloat16"}
+    make_tiny_model(root / "tied", arch="qwen2", **more)
+    make_pooled_model(root / "vectors")
+    scorer(root / "scorer", 1)
+    scorer(root / "sorter", 3)
+    for name in ("asked", "tied", "scorer", "sorter", "vectors"):
+        write_words(root / name)
+    make_tiny_model(root / "wordless")
+    make_tiny_model(root / "untold")
+    write_words(root / "untold")
+    config = json.loads((root / "untold/tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (root / "untold/tokenizer_config.json").write_text(json.dumps(config))
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, root):
+    with serving(tmp_path_factory.mktemp("data"), Launch()) as server:
+        for folder in sorted(root.iterdir()):
+            options = {"device": "cpu", "threads": 1, "memory_bytes": 256 << 20, "token_budget": 32}
+            server.load(folder, folder.name, **options)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def http(server):
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
+        yield http
+
+
+def post(http, model, documents=DOCUMENTS, **fields):
+    answer = http.post(ROUTE, json={"model": model, "query": QUERY, "documents": documents, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def scores(http, model, documents=DOCUMENTS, **fields):
+    """In the order of the documents."""
+    results = post(http, model, documents, **fields)["results"]
+    return [each["relevance_score"] for each in sorted(results, key=lambda each: each["index"])]
+
+
+def prompt(folder, document, instruction=INSTRUCTION):
+    """Ids of the question in ChatML; what people write is never a special token."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    plain = json.loads(tokenizer.to_str()) | {"added_tokens": []}
+    words = Tokenizer.from_str(json.dumps(plain))
+    begin, end = tokenizer.token_to_id("<|im_start|>"), tokenizer.token_to_id("<|im_end|>")
+    user = f"<Instruct>: {instruction}\n<Query>: {QUERY}\n<Document>: {document}"
+    parts = [begin, f"system\n{SYSTEM}", end, "\n", begin, f"user\n{user}", end, "\n", begin, "assistant\n"]
+    return [i for part in parts for i in ([part] if isinstance(part, int) else words.encode(part).ids)]
+
+
+@torch.inference_mode()
+def asked(folder, ids):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    logits_V = model(torch.tensor([ids])).logits[0, -1]
+    pair = logits_V[[tokenizer.token_to_id("yes"), tokenizer.token_to_id("no")]]
+    return float(pair.softmax(0)[0])
+
+
+@pytest.mark.parametrize(("name", "near"), [("asked", 1e-4), ("tied", 0.05)])
+def test_a_model_that_is_asked_scores_as_transformers(http, root, name, near):
+    told = scores(http, name)
+    for score, document in zip(told, DOCUMENTS, strict=True):
+        assert score == pytest.approx(asked(root / name, prompt(root / name, document)), abs=near)
+    assert len(set(told)) == len(told)
+
+
+@torch.inference_mode()
+def test_a_model_with_a_row_of_scores_scores_as_transformers(http, root):
+    from transformers import AutoModelForSequenceClassification
+
+    folder = root / "scorer"
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    for score, document in zip(scores(http, "scorer"), DOCUMENTS, strict=True):
+        ids = torch.tensor([prompt(folder, document)])
+        wanted = float(model(ids).logits[0, 0].sigmoid())
+        assert score == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
+def test_a_rounded_head_has_its_rows_too(server, http, root, tmp_path):
+    out = tmp_path / "rounded"
+    quantize(root / "asked", out, QUANTS["int8"], 1, lambda _done, _total: None)
+    server.load(out, "rounded", device="cpu", threads=1, memory_bytes=256 << 20)
+    assert scores(http, "rounded") == pytest.approx(scores(http, "asked"), abs=0.05)
+
+
+def test_a_score_is_of_its_document_alone(http):
+    together = scores(http, "asked")
+    assert [scores(http, "asked", [document])[0] for document in DOCUMENTS] == together
+    assert scores(http, "asked", DOCUMENTS[::-1]) == together[::-1]
+    objects = [{"text": document} for document in DOCUMENTS]
+    assert scores(http, "asked", objects) == together
+
+
+def test_the_answer(http):
+    told = post(http, "asked")
+    assert set(told) == {"id", "model", "results", "usage"}
+    assert told["id"].startswith("rerank-")
+    found = [each["relevance_score"] for each in told["results"]]
+    assert found == sorted(found, reverse=True)
+    assert all(0 < score < 1 and math.isfinite(score) for score in found)
+    assert all(each["document"] == {"text": DOCUMENTS[each["index"]]} for each in told["results"])
+    assert told["usage"]["prompt_tokens"] == told["usage"]["total_tokens"] > 100
+    best = post(http, "asked", top_n=2, return_documents=False, surprise=1)
+    assert best["results"] == [
+        {k: v for k, v in each.items() if k != "document"} for each in told["results"][:2]
+    ]
+    assert "surprise" in best["warnings"][0]
+
+
+def test_an_instruction_counts(http, root):
+    told = scores(http, "asked", instruction="Find animals")
+    wanted = asked(root / "asked", prompt(root / "asked", DOCUMENTS[0], "Find animals"))
+    assert told[0] == pytest.approx(wanted, abs=1e-4)
+    assert told != scores(http, "asked")
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ("sorter", "it sorts texts into 3 classes"),
+        ("vectors", "neither a head nor a row of scores"),
+        ("wordless", "'yes' and 'no' are no tokens of it"),
+        ("untold", "no chat template"),
+    ],
+)
+def test_models_that_cannot(http, model, why):
+    answer = http.post(ROUTE, json={"model": model, "query": QUERY, "documents": ["a"]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "rerank_not_supported", "model")
+    assert why in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"documents": []}, "documents"),
+        ({"documents": ["a", ""]}, "documents[1]"),
+        ({"documents": ["a"] * 2049}, "documents"),
+        ({"query": ""}, "query"),
+        ({"top_n": 0}, "top_n"),
+        ({"max_tokens_per_doc": 100}, "max_tokens_per_doc"),
+        ({"documents": ["a", "word " * 900]}, "documents"),
+    ],
+)
+def test_bad_requests(http, fields, param):
+    answer = http.post(ROUTE, json={"model": "asked", "query": QUERY, "documents": ["a"], **fields})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_a_model_with_scores_writes_no_text(http):
+    answer = http.post("/v1/completions", json={"model": "scorer", "prompt": "a"})
+    assert answer.json()["error"]["code"] == "generation_not_supported"
