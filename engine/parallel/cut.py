@@ -8,7 +8,8 @@ all its ranks. Peers share a stage where there are some.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import combinations
+from typing import Final, Literal
 
 from llmbox.kernels.quant import QUANTS
 
@@ -16,6 +17,9 @@ from ..config import EngineConfig
 from ..errors import ParallelError
 from ..model_shape import ModelShape
 from .layout import can_split, check_layout
+
+_MOST_MIXED: Final = 8
+"""GPUs of which every set is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ def _all_cuts(
                 for gpus in _stages_of_peers(nvlink, tp, size // tp):
                     yield Cut(tp, size // tp, gpus, f"{told}, on GPUs {_named(gpus)}")
         if can_split(shape, 1, size, quant):
-            for gpus in _runs(range(num_gpus), size):
+            for gpus in _sets(range(num_gpus), size):
                 told = f"cut into {size} stages, on GPUs {_named(gpus)}"
                 yield Cut(1, size, gpus, f"{told}: {_why_stages(nvlink)}")
 
@@ -104,7 +108,7 @@ def _asked(
             "look at CUDA_VISIBLE_DEVICES"
         )
     peers = _stages_of_peers(nvlink, tp, pp) if tp > 1 else []
-    for gpus in peers or _runs(range(num_gpus), tp * pp):
+    for gpus in peers or _sets(range(num_gpus), tp * pp):
         if not asked:
             yield Cut(gpus=gpus)
             continue
@@ -143,9 +147,18 @@ def _runs(gpus: Iterable[int], size: int) -> list[tuple[int, ...]]:
     return [each[start : start + size] for start in starts]
 
 
+def _sets(gpus: Iterable[int], size: int) -> list[tuple[int, ...]]:
+    """Those side by side, then all others: models that came and went leave room anywhere."""
+    each = tuple(gpus)
+    runs = _runs(each, size)
+    if len(each) > _MOST_MIXED:
+        return runs
+    return [*runs, *(some for some in combinations(each, size) if some not in runs)]
+
+
 def _peers(nvlink: tuple[frozenset[int], ...], size: int) -> list[tuple[int, ...]]:
     """Sets of so many, those of the smallest islands first."""
-    return [gpus for island in sorted(nvlink, key=len) for gpus in _runs(sorted(island), size)]
+    return [gpus for island in sorted(nvlink, key=len) for gpus in _sets(sorted(island), size)]
 
 
 def _stages_of_peers(nvlink: tuple[frozenset[int], ...], tp: int, pp: int) -> list[tuple[int, ...]]:

@@ -379,7 +379,7 @@ def test_each_gpu_has_a_budget_and_what_others_hold_there_is_not_counted_on(tmp_
     assert [wish.places for wish in found.wishes] == [(0,), (1,), (2,)]
     pairs = sizes(replace(config, tp=2), machine, budgets(machine, "cuda", None), {})
     assert pairs is not None
-    assert [wish.places for wish in pairs.wishes] == [(0, 1), (1, 2)]
+    assert [wish.places for wish in pairs.wishes] == [(0, 1), (1, 2), (0, 2)]
 
 
 CARDS = ((0, 10, 8), (1, 40, 5), (2, 40, 39))

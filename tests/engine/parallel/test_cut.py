@@ -110,20 +110,38 @@ def places(have, **options):
     return [plan.gpus for plan in plans(QWEN3_32B, have, replace(CONFIG, **options))]
 
 
+SCATTERED = [(a, b) for a in range(8) for b in range(a + 1, 8) if a % 2 or b > a + 1]
+
+
 @pytest.mark.parametrize(
     ("have", "options", "wanted"),
     [
         (budget(3, 140 * GB), {}, [(0,), (1,), (2,)]),
         (budget(3, 140 * GB), {"tp": 1}, [(0,), (1,), (2,)]),
-        (budget(8, 60 * GB, range(8)), {}, [(0, 1), (2, 3), (4, 5), (6, 7)]),
-        (budget(6, 60 * GB, (0, 1, 2, 3), (4, 5)), {"tp": 2}, [(4, 5), (0, 1), (2, 3)]),
-        (budget(5, 60 * GB), {}, [(0, 1), (2, 3), (3, 4)]),
+        (budget(8, 60 * GB, range(8)), {}, [(0, 1), (2, 3), (4, 5), (6, 7), *SCATTERED]),
+        (budget(16, 60 * GB, range(16)), {}, [(gpu, gpu + 1) for gpu in range(0, 16, 2)]),
+        (
+            budget(6, 60 * GB, (0, 1, 2, 3), (4, 5)),
+            {"tp": 2},
+            [(4, 5), (0, 1), (2, 3), (0, 2), (0, 3), (1, 2), (1, 3)],
+        ),
+        (budget(3, 60 * GB), {}, [(0, 1), (1, 2), (0, 2)]),
         (budget(8, 30 * GB, (0, 2), (1, 3), (4, 6), (5, 7)), {}, [(0, 2, 1, 3), (4, 6, 5, 7)]),
         (replace(budget(3, 140 * GB), available=9 * GB), {}, [(1,), (2,)]),
     ],
 )
 def test_the_same_cut_has_other_places(have, options, wanted):
     assert places(have, **options) == wanted
+
+
+@pytest.mark.parametrize("peers", [(range(4),), ()])
+def test_what_others_have_left_is_found_wherever_it_is(peers):
+    """Models came and went: the first and the last GPU are free, each beside a full one."""
+    full, free = 9 * GB, 60 * GB
+    have = replace(budget(4, free, *peers), more_gpus=(full, full, free))
+    cut, reason = chosen(have)
+    assert cut == ((2, 1, (0, 3)) if peers else (1, 2, (0, 3)))
+    assert "0 and 3" in reason
 
 
 @pytest.mark.parametrize(("gpus", "cut"), [((5,), (1, 1)), ((2, 3), (2, 1)), ((0, 1, 2, 3), (4, 1))])
