@@ -3,11 +3,27 @@ model is. How layers are wired is in `models/`, one file each. No torch: the dae
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from llmbox.kernels.activation import Activation
 
 from .config_fields import Fields
 from .experts_config import ExpertRule, mixtral_experts, no_experts, qwen3_moe_experts
+from .gemma_config import (
+    ACTIVATION,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    gemma2_scales,
+    gemma2_windows,
+    gemma3_ropes,
+    gemma3_windows,
+    gemma_scales,
+    refuse_gemma,
+    refuse_gemma2,
+    refuse_gemma3,
+)
 from .rope_config import RopeRule, one_rope, phi3_ropes, rope_of_some_layers
 from .scales import Scales
 from .windows import (
@@ -41,6 +57,15 @@ class Architecture:
     head_dim: int | None = None
     """Where config.json has none; None: hidden_size / num_attention_heads."""
     hidden_acts: tuple[str, ...] = ("silu",)
+    """What config.json may say, the first where it says nothing."""
+    activation: Activation = "silu"
+    """What that is."""
+    norms_add_one: bool = False
+    """Norms multiply by 1 + w."""
+    fits_float16: bool = True
+    """Whether what layers give stays within 65504."""
+    is_nested: bool = False
+    """config.json describes it in `text_config`: the language part of a model that sees."""
     attention_bias: bool = False
     """Whether config.json may ask for biases of q, k, v and o."""
     qkv_bias: bool = False
@@ -68,6 +93,35 @@ def refuse_head_bias(fields: Fields) -> None:
 
 SLIDING: Mapping[str, Any] = {"sliding_window": 4096}
 """Of a config.json without the key; null means no window."""
+
+_GEMMA = Architecture(
+    model_type="gemma",
+    defaults=GEMMA,
+    hidden_acts=(ACTIVATION, "gelu"),
+    activation="gelu_tanh",
+    norms_add_one=True,
+    fits_float16=False,
+    scales=gemma_scales,
+    refuse=refuse_gemma,
+)
+_GEMMA2 = replace(
+    _GEMMA,
+    model_type="gemma2",
+    defaults=GEMMA2,
+    layer_norms=4,
+    windows=gemma2_windows,
+    scales=gemma2_scales,
+    refuse=refuse_gemma2,
+)
+_GEMMA3 = replace(
+    _GEMMA2,
+    model_type="gemma3_text",
+    defaults=GEMMA3,
+    qk_norm="heads",
+    windows=gemma3_windows,
+    ropes=gemma3_ropes,
+    refuse=refuse_gemma3,
+)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(model_type="llama", attention_bias=True, mlp_bias=True),
@@ -108,5 +162,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         own_code="modeling_phi3.Phi3ForCausalLM",
         refuse=refuse_head_bias,
     ),
+    "GemmaForCausalLM": _GEMMA,
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(_GEMMA3, is_nested=True),
 }
 """By the name that config.json gives in `architectures`."""

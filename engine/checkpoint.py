@@ -1,6 +1,7 @@
 """Which tensors a model directory holds, and in which file: one safetensors file, or shards with an index."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +11,62 @@ from .safetensors_header import FETCH_AGAIN, TensorEntry, read_header, shown
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _INSIDE, _TABLE = "model.", "embed_tokens.weight"
+_LANGUAGE = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+"""What models that see call their language part, in two styles."""
+_VISION = tuple(f"{at}{part}." for at in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def list_tensors(directory: Path) -> dict[str, TensorEntry]:
-    """Every tensor, by its name in a whole model. Raises ModelError for what is missing, damaged, refused."""
+    """Every tensor, by its name in a whole model; of one that sees, those of its language part.
+
+    Raises ModelError for what is missing, damaged, refused.
+    """
     if (directory / SINGLE).exists():
-        return _full_names(read_header(directory / SINGLE))
+        return full_names(read_header(directory / SINGLE))
     if (directory / INDEX).exists():
-        return _full_names(read_shards(directory))
+        return full_names(read_shards(directory))
     raise ModelError(no_weights(directory))
 
 
-def _full_names(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """A transformer that was stored without its head calls its tensors by shorter names."""
+def full_names(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """A transformer that was stored without its head calls its tensors by shorter names, one that sees by
+    longer ones.
+    """
+    if any(name.startswith(tuple(_LANGUAGE)) for name in entries):
+        return language_part(entries)
     if f"{_INSIDE}{_TABLE}" in entries or _TABLE not in entries:
-        return entries
+        return dict(entries)
     return {
         name if name.startswith("lm_head.") else f"{_INSIDE}{name}": entry for name, entry in entries.items()
     }
+
+
+def language_part(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    found: dict[str, TensorEntry] = {}
+    for name, entry in entries.items():
+        if name.startswith(_VISION):
+            continue
+        inner = inner_name(name)
+        if inner in found:
+            raise ModelError(
+                f"{entry.file}: {shown(name)} and {shown(found[inner].name)} are the same tensor: refused, "
+                "fetch another copy of the model"
+            )
+        found[inner] = entry
+    return found
+
+
+def inner_name(name: str) -> str:
+    """Of a tensor in the language part."""
+    for prefix, inner in _LANGUAGE.items():
+        if name.startswith(prefix):
+            return inner + name.removeprefix(prefix)
+    return name
 
 
 def weight_files(directory: Path) -> list[Path]:

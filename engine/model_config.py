@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmbox.kernels.activation import Activation
 from llmbox.kernels.quant import QUANTS
 
 from .architectures import ARCHITECTURES, Architecture, QKNorm
@@ -20,6 +21,8 @@ from .rounded import MODELOPT_FILE, read_entry
 from .scales import Scales
 
 MAX_LAYERS = 1024
+OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
+"""What config.json may say beside `text_config` and not in it."""
 DTYPES: dict[str, Dtype] = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
 
 
@@ -52,6 +55,11 @@ class ModelConfig:
     layer_ropes: tuple[int, ...]
     """Which of them each layer turns by."""
     scales: Scales
+    activation: Activation = "silu"
+    """Of gates."""
+    norms_add_one: bool = False
+    """Norms multiply by 1 + w."""
+    fits_float16: bool = True
     quant: str | None = None
     """Format of a checkpoint that holds rounded weights (`rounded.py`)."""
     wide_params: int = 0
@@ -106,6 +114,7 @@ class ModelConfig:
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm == "heads",
             exact_params=self.num_parameters,
+            fits_float16=self.fits_float16,
             quant=self.quant,
             wide_params=self.wide_params,
             experts=None if self.experts is None else expert_shape(self.experts),
@@ -123,6 +132,8 @@ def parse_config(path: Path | str) -> ModelConfig:
     file = Path(path) / "config.json"
     fields = Fields(read_json(file), str(file))
     kind = architecture_of(fields)
+    if kind.is_nested:
+        fields = text_fields(fields)
     fields = Fields({**kind.defaults, **fields.raw}, fields.where)
     refuse_unsupported(fields, kind)
     heads = fields.integer("num_attention_heads")
@@ -163,6 +174,9 @@ def parse_config(path: Path | str) -> ModelConfig:
         ropes=ropes,
         layer_ropes=layer_ropes,
         scales=kind.scales(fields),
+        activation=kind.activation,
+        norms_add_one=kind.norms_add_one,
+        fits_float16=kind.fits_float16,
         quant=(quant := stored_format(fields, Path(path))),
         wide_params=wide_params(Path(path)) if quant is not None and QUANTS[quant].is_float else 0,
         experts=kind.experts(fields, layers),
@@ -199,6 +213,15 @@ def named_architecture(fields: Fields) -> Architecture:
     raise UnsupportedArchitecture(
         f"{fields.where}: architecture {wanted} is not supported; supported: {', '.join(ARCHITECTURES)}"
     )
+
+
+def text_fields(fields: Fields) -> Fields:
+    """Of the language part of a model that sees, with what is said of the whole."""
+    text = fields.mapping("text_config")
+    if text is None:
+        raise fields.error("text_config is missing, which describes the language part")
+    whole = {key: fields.raw[key] for key in OF_THE_WHOLE if fields.raw.get(key) is not None}
+    return Fields({**whole, **text}, f"{fields.where}: text_config")
 
 
 def refuse_unsupported(fields: Fields, kind: Architecture) -> None:

@@ -56,6 +56,8 @@ class ModelShape:
     exact_params: int | None = None
     """Counted from the safetensors headers, where those are at hand; else the closed form is used."""
     experts: ExpertShape | None = None
+    fits_float16: bool = True
+    """Whether what its layers give stays within float16's range."""
 
     @property
     def params(self) -> int:

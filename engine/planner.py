@@ -36,10 +36,15 @@ def resolve_dtypes(
         raise DeviceError("keys and values in fp8 need a GPU: on a CPU use --kv-dtype int8, as small")
     dtype = config.dtype
     if dtype == "auto":
-        dtype = shape.dtype
+        dtype = shape.dtype if shape.fits_float16 or shape.dtype != "float16" else "bfloat16"
         stock = device == "cpu" and not (native_kernels and dtype != "float16")
         if stock and shape.params * DTYPE_BYTES["float32"] <= _FLOAT32_UP_TO:
             dtype = "float32"
+    if dtype == "float16" and not shape.fits_float16:
+        raise DeviceError(
+            "what the layers of this model give goes beyond float16, so answers would be NaN: use --dtype "
+            "bfloat16 or float32"
+        )
     return dtype, dtype if config.kv_dtype == "auto" else config.kv_dtype
 
 

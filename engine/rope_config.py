@@ -46,9 +46,9 @@ class RopeConfig:
 
     def context_limit(self, max_position_embeddings: int) -> int:
         """Longest sequence the variant is meant for."""
-        if self.rope_type in {"linear", "dynamic"}:
+        if self.rope_type == "dynamic":
             return int(max_position_embeddings * self.factor)
-        if self.rope_type == "yarn":
+        if self.rope_type in {"linear", "yarn"}:
             return max(max_position_embeddings, int(self.original_context * self.factor))
         return max_position_embeddings
 

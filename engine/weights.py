@@ -104,6 +104,10 @@ class Weights:
     def rank(self) -> Rank:
         return self._source.rank
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._source.dtype
+
     def at(self, name: str) -> "Weights":
         return Weights(self._source, f"{self._prefix}{name}.")
 

@@ -11,11 +11,12 @@ makes a request's tokens independent of its batch.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from .activation import Activation
 from .draws import Drawn, DrawRow, Ranks
 from .experts import Mixture
 from .packing import Packing, Rounded, StoredWeights
@@ -27,8 +28,6 @@ PackedLinear = Any
 """Weights in the backend's own layout, made by `pack_linear`, read by `linear`."""
 KVCache = Any
 """Keys and values of all layers in the backend's own layout, made by `make_kv_cache`."""
-Activation = Literal["silu", "gelu_tanh"]
-"""x / (1 + e^-x), or x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
 AttentionPlan = Any
 """Whatever the backend derives from a step's shape, once for all layers."""
 

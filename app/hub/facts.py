@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from llmbox.engine.checkpoint import list_tensors
+from llmbox.engine.checkpoint import full_names, list_tensors
 from llmbox.engine.errors import EngineError
 from llmbox.engine.model_config import ModelConfig, parse_config
 from llmbox.engine.rounded import MODELOPT_FILE
@@ -66,7 +66,7 @@ def remote_facts(hub: Hub, repo: str, revision: str | None) -> Facts:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = list(pool.map(lambda file: remote_header(hub, listing, file), weights))
     size = sum(file.size for file in files)
-    tensors = [tensor for header in found for tensor in header]
+    tensors = full_names({tensor.name: tensor for header in found for tensor in header}).values()
     name = repo if revision is None else f"{repo}@{revision}"
     return _facts(name, config, tensors, size, size)
 

@@ -12,6 +12,7 @@ from ..model_config import ModelConfig
 from ..parallel.layout import Part
 from ..weights import Weights
 from .forward import Forward
+from .norm import norm_weight
 
 
 class Attention:
@@ -23,6 +24,7 @@ class Attention:
         heads, kv_heads = rank.part(config.num_heads), rank.layout.kv_heads(config.num_kv_heads)
         self.heads, self.kv_heads, self.head_dim = heads.size, kv_heads.size, config.head_dim
         self.scale = config.scales.attention or config.head_dim**-0.5
+        self.softcap = config.scales.attention_cap
         self.eps = config.rms_norm_eps
         self.window = config.windows[layer]
         self.rope = config.layer_ropes[layer]
@@ -35,7 +37,7 @@ class Attention:
             bias=config.qkv_bias,
             order=self._order and self._rows_in_order(self._order),
         )
-        self.norm_nD = self._qk_norm(weights) if config.qk_norm == "heads" else None
+        self.norm_nD = self._qk_norm(config, weights) if config.qk_norm == "heads" else None
         self.output = weights.linear({"o_proj": Part.whole(config.hidden_size)}, q, bias=config.o_bias)
 
     def _rows_in_order(self, order: tuple[int, ...]) -> tuple[int, ...]:
@@ -44,10 +46,10 @@ class Attention:
         turned = [head * width + dim for head in range(heads) for dim in order]
         return (*turned, *range(heads * width, (heads + self.kv_heads) * width))
 
-    def _qk_norm(self, weights: Weights) -> Tensor:
+    def _qk_norm(self, config: ModelConfig, weights: Weights) -> Tensor:
         """One weight row a head: queries and keys are normed in one operation."""
-        q_D = weights.vector("q_norm.weight", self.head_dim)
-        k_D = weights.vector("k_norm.weight", self.head_dim)
+        q_D = norm_weight(config, weights, "q_norm", self.head_dim)
+        k_D = norm_weight(config, weights, "k_norm", self.head_dim)
         if self._order is not None:
             q_D, k_D = q_D[list(self._order)], k_D[list(self._order)]
         return torch.cat((q_D.expand(self.heads, -1), k_D.expand(self.kv_heads, -1)))
@@ -67,7 +69,8 @@ class Attention:
                 qk_TnD = ops.rms_norm(qk_TnD, self.norm_nD, self.eps)
             qk_TnD = ops.rotary(qk_TnD, *angles)
             ops.write_kv(forward.cache, self.layer, qk_TnD[:, self.heads :], qkv[:, rotated:], plan)
-        out = ops.attention(qk_TnD[:, : self.heads], forward.cache, self.layer, plan, self.scale)
+        q_THD = qk_TnD[:, : self.heads]
+        out = ops.attention(q_THD, forward.cache, self.layer, plan, self.scale, self.softcap)
         return self.rank.partial(ops, self.output, out, x_TE.shape[1])
 
 

@@ -14,6 +14,7 @@ from ..weights import Source, Weights
 from .embedding import Embedding
 from .forward import Forward
 from .layer import Layer
+from .norm import norm_weight
 
 MakeLayer = Callable[[int, Weights], Layer]
 """From a layer's number and its weights."""
@@ -58,7 +59,7 @@ class Decoder:
         config = self.config
         if not self.is_last:
             return None, None
-        norm_E = weights.vector("model.norm.weight", config.hidden_size)
+        norm_E = norm_weight(config, weights, "model.norm", config.hidden_size)
         if config.tie_word_embeddings:
             assert self.embedding is not None
             return norm_E, self.embedding.packed
@@ -107,4 +108,5 @@ class Decoder:
         """[R, V] in float32 or the model's dtype; V is this rank's part of the vocabulary, padded."""
         if not self.is_last:
             return hidden_RE
-        return self.ops.logits(self.head, hidden_RE)
+        logits_RV, cap = self.ops.logits(self.head, hidden_RE), self.config.scales.logits_cap
+        return logits_RV if cap is None else self.ops.softcap(logits_RV, cap)

@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from llmbox.kernels.ops import Ops
@@ -17,6 +18,7 @@ class Embedding:
         self.rank = weights.rank
         self._part = self.rank.layout.vocabulary(config.vocab_size)
         self._outside_T1: Tensor | None = None
+        self._scale = float(torch.tensor(config.scales.embedding, dtype=weights.dtype))
         self.packed = weights.embedding(
             "model.embed_tokens", self._part, config.hidden_size, tied=config.tie_word_embeddings
         )
@@ -31,7 +33,7 @@ class Embedding:
         return replace(forward, ids_T=local_T.clamp_(0, held - 1))
 
     def __call__(self, ids_T: Tensor) -> Tensor:
-        x_TE = self.ops.embedding(self.packed, ids_T)
+        x_TE = self.ops.embedding(self.packed, ids_T, self._scale)
         if not self._part.is_whole:
             self.ops.call(self._complete, (x_TE,))
         return x_TE

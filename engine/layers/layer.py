@@ -15,6 +15,7 @@ from ..model_config import ModelConfig
 from ..weights import Weights
 from .attention import Attention
 from .forward import Forward
+from .norm import norm_weight
 
 MLP = Callable[[Tensor], Tensor]
 """From the layer's rows to what `Rank.add_norm` takes."""
@@ -55,8 +56,8 @@ class PreNormLayer:
         self.eps = config.rms_norm_eps
         self.attention = attention
         self.mlp = mlp
-        self.input_norm_E = weights.vector("input_layernorm.weight", config.hidden_size)
-        self.post_norm_E = weights.vector("post_attention_layernorm.weight", config.hidden_size)
+        self.input_norm_E = norm_weight(config, weights, "input_layernorm", config.hidden_size)
+        self.post_norm_E = norm_weight(config, weights, "post_attention_layernorm", config.hidden_size)
 
     def first(self, residual_TE: Tensor) -> Tensor:
         return self.ops.rms_norm(residual_TE, self.input_norm_E, self.eps)

@@ -15,7 +15,9 @@ from ..rope_config import RopeConfig
 
 
 class Rotary:
-    """`context` is the longest sequence that will be served."""
+    """`context` is the longest sequence that will be served. A tables of angles, one for each of
+    `config.ropes`.
+    """
 
     def __init__(self, config: ModelConfig, context: int, device: torch.device) -> None:
         half = config.head_dim // 2

@@ -8,6 +8,9 @@ from ..layers.decoder import Decoder
 from ..mixed import Mixed
 from ..model_config import ModelConfig
 from ..weights import Source
+from .gemma import gemma
+from .gemma2 import gemma2
+from .gemma3_text import gemma3_text
 from .llama import llama
 from .mistral import mistral
 from .mixtral import mixtral
@@ -26,6 +29,9 @@ MODELS: dict[str, Callable[[ModelConfig, Source], Decoder]] = {
     "mixtral": mixtral,
     "phi3": phi3,
     "smollm3": smollm3,
+    "gemma": gemma,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3_text,
 }
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..activation import Activation
 from ..experts import Mixture
-from ..ops import Activation, Ops, StepInputs
+from ..ops import Ops, StepInputs
 from ..quant import Quant
 from ..ragged import KVShape, Ragged
 from .drawing import Drawing

@@ -1,7 +1,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import Activation
+from ..activation import Activation
 
 
 def gate_mul(gate_up_T2F: Tensor, activation: Activation) -> Tensor:

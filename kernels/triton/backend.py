@@ -7,7 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..ops import Activation, Ops, StepInputs
+from ..activation import Activation
+from ..ops import Ops, StepInputs
 from ..packing import Rounded
 from ..part_ops import PartOps
 from ..quant import OF_LAYERS, WIDE_KINDS, Kind, Quant

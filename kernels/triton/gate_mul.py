@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops import Activation
+from ..activation import Activation
 from .quantise import RowFormat, Rows8, left_arguments, left_constants, store_eight_bits
 from .tiles import power_of_two, warps_for
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gpu import fp8_products, sampling
 from gpu.checks import LIMIT, Check, Checks, Setting, distance, name_of
-from llmbox.kernels.ops import Activation, Ops
+from llmbox.kernels.activation import Activation
+from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant import QUANTS, Quant
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.rows import DecodeInputs, DecodeRows

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmbox.kernels.ops import Activation, Ops
+from llmbox.kernels.activation import Activation
+from llmbox.kernels.ops import Ops
 from support.numbers import DTYPES, assert_near
 
 ACTIVATIONS: list[Activation] = ["silu", "gelu_tanh"]

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from support.gemma_models import GEMMA, gemma_fields, gemma_norms
+
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -63,7 +65,7 @@ CHATML = (
 def tiny_config(arch: str = "qwen3", rope: str = "default", **overrides: Any) -> dict[str, Any]:
     """The config.json of a tiny model, in the style of older transformers (`rope_theta` + `rope_scaling`)."""
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[arch]],
+        "architectures": [(ARCHITECTURES | GEMMA)[arch]],
         "model_type": arch,
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -103,6 +105,8 @@ def tiny_config(arch: str = "qwen3", rope: str = "default", **overrides: Any) ->
         config |= {"use_sliding_window": False, "sliding_window": None}
     if arch == "mixtral":
         config |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    if arch in GEMMA:
+        config |= gemma_fields(arch)
     return config | overrides
 
 
@@ -162,7 +166,8 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{p}{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{p}{name}.bias"] = (rows,)
-        if arch in {"qwen3", "qwen3_moe"}:
+        shapes |= {p + name: (hidden,) for name in gemma_norms(arch)}
+        if arch in {"qwen3", "qwen3_moe", "gemma3_text"}:
             shapes[p + "self_attn.q_norm.weight"] = shapes[p + "self_attn.k_norm.weight"] = (head,)
     shapes["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
@@ -179,7 +184,8 @@ def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tenso
         noise = torch.randn(shape, generator=generator)
         norm = len(shape) == 1 and name.endswith("norm.weight")
         scale = 1.0 if "embed" in name else 1.5 / math.sqrt(shape[-1])
-        weights[name] = (1 + 0.1 * noise if norm else scale * noise).to(dtype)
+        one = 0 if config["model_type"] in GEMMA else 1
+        weights[name] = (one + 0.1 * noise if norm else scale * noise).to(dtype)
     return weights
 
 

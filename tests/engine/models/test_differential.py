@@ -102,6 +102,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "sliding_window": 18,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     },
+    "gemma": {"arch": "gemma"},
+    "gemma2": {"arch": "gemma2"},
+    "gemma2-no-caps": {"arch": "gemma2", "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gemma3": {"arch": "gemma3_text"},
+    "gemma3-scaled-untied": {"arch": "gemma3_text", "rope": "linear", "tie_word_embeddings": False},
+    "gemma3-layer-types": {
+        "arch": "gemma3_text",
+        "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+        "rope": "yarn",
+    },
+    "gemma3-capped-logits": {"arch": "gemma3_text", "final_logit_softcapping": 20.0},
     "qwen3-biased-tied": {"arch": "qwen3", "attention_bias": True, "tie_word_embeddings": True},
 }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmbox.kernels.ops import Activation
+from llmbox.kernels.activation import Activation
 from llmbox.kernels.quant import QUANTS
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.reference.eight_bits import to_eight_bits
