@@ -23,6 +23,8 @@ SHAPES: list[dict[str, Any]] = [
     {"arch": "llama", "attention_bias": True, "mlp_bias": True},
     {"arch": "qwen3_moe", "num_hidden_layers": 3, "mlp_only_layers": [1]},
     {"arch": "mixtral"},
+    {"arch": "gemma2"},
+    {"arch": "gemma3_text"},
 ]
 
 

@@ -35,7 +35,9 @@ def answer(model: Path, **options: Any) -> list[int]:
     return tokens(load(model, **options), [ask("a", PROMPT, 12)])["a"]
 
 
-@pytest.mark.parametrize(("arch", "tied"), [("qwen2", True), ("llama", False), ("qwen3_moe", False)])
+@pytest.mark.parametrize(
+    ("arch", "tied"), [("qwen2", True), ("llama", False), ("qwen3_moe", False), ("gemma3_text", True)]
+)
 @pytest.mark.parametrize("to", FORMATS)
 def test_it_answers_as_the_original_quantised_at_load(tmp_path: Path, to: str, arch: str, tied: bool) -> None:
     source = make_tiny_model(tmp_path / "model", arch=arch, tie_word_embeddings=tied)

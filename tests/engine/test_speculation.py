@@ -104,9 +104,10 @@ def test_what_a_request_gets_is_the_same(model, name):
         assert stats.preemptions > 0
 
 
-def test_experts_draw_the_same(tmp_path):
-    """Which experts a row goes to is its own affair."""
-    model = make_tiny_model(tmp_path, arch="qwen3_moe", tokenizer=False)
+@pytest.mark.parametrize("arch", ["qwen3_moe", "gemma3_text"])
+def test_other_layers_draw_the_same(tmp_path, arch):
+    """Which experts a row goes to is its own affair, and so are the tokens that its window has."""
+    model = make_tiny_model(tmp_path, arch=arch, tokenizer=False)
     requests = [repeating(number) for number in range(16)]
     expected, engine = run(engine_with(model, "off"), requests), engine_with(model, "on")
     seen = run(engine, requests)

@@ -43,7 +43,8 @@ def refuse(*_: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "tied"), [("qwen2", False), ("qwen3", True), ("mixtral", False), ("phi3", True)]
+    ("arch", "tied"),
+    [("qwen2", False), ("qwen3", True), ("mixtral", False), ("phi3", True), ("gemma3_text", True)],
 )
 @pytest.mark.parametrize("quant", ["none", "int8", "int4-g128", "int4-mix"])
 def test_the_second_load_reads_no_checkpoint_and_answers_the_same(

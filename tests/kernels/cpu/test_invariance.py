@@ -96,6 +96,23 @@ def test_tokens_of_experts_are_those_of_the_request_alone(
     check(model, level, {"dtype": dtype, "quant": quant})
 
 
+@pytest.mark.parametrize(
+    ("arch", "level", "options"),
+    [
+        ("gemma2", LEVELS[0], {"dtype": "float32"}),
+        ("gemma3_text", LEVELS[0], {"dtype": "bfloat16", "quant": "int8", "kv_dtype": "int8"}),
+        *(("gemma2", level, {"dtype": "bfloat16"}) for level in LEVELS),
+    ],
+)
+def test_tokens_of_a_gemma_are_those_of_the_request_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, level: str, options: dict[str, str]
+) -> None:
+    """Capped scores, two tables of angles, windows beside layers without."""
+    model = make_tiny_model(tmp_path, arch=arch, tokenizer=False, hidden_size=200, head_dim=34)
+    monkeypatch.setenv("LLMBOX_KERNELS", level)
+    check(model, level, options)
+
+
 def check(model: Path, level: str, weights: dict[str, str]) -> None:
     engine = load(model, max_running=1, prefix_cache=False, **weights)
     assert engine.info.backend.startswith(level)

@@ -29,12 +29,15 @@ PROMPTS = {"a": range(3, 22), "b": [5, 9, 11]}
         ("llama", {"dtype": "float32", "deterministic": True}),
         ("qwen3_moe", {"dtype": "float32"}),
         ("smollm3", {"dtype": "float32"}),
+        ("gemma2", {"dtype": "float32"}),
+        ("gemma3_text", {"dtype": "float32", "deterministic": True}),
     ],
 )
 def test_tokens_are_those_of_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, options: dict[str, object]
 ) -> None:
-    model = make_tiny_model(tmp_path, arch=arch, tokenizer=False, num_hidden_layers=1, vocab_size=99)
+    layers = 3 if arch == "gemma3_text" else 2 if arch == "gemma2" else 1  # of each kind
+    model = make_tiny_model(tmp_path, arch=arch, tokenizer=False, num_hidden_layers=layers, vocab_size=99)
     requests = [ask(name, prompt, 3) for name, prompt in PROMPTS.items()]
     monkeypatch.setenv("LLMBOX_KERNELS", "reference")
     expected = tokens(load(model, dtype="float32"), requests)
@@ -147,7 +150,7 @@ def _asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_asked_for")
 def test_a_machine_where_no_kernel_runs_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: torch.Tensor) -> torch.Tensor:
+    def broken(_: torch.Tensor, _activation: str) -> torch.Tensor:
         raise RuntimeError("Failed to find C compiler\nmore")
 
     monkeypatch.setattr(probe, "gate_mul", broken)
