@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from gpu import ahead
 from gpu.bars import BARS
 from gpu.report import FAILED, Report, versions
 
@@ -54,9 +55,12 @@ def main() -> int:
     report.say("# GPU check\n")
     report.say(versions())
     peaks = measured_peaks(report)
+    compiling = ahead.begin(names)
     for place, name in enumerate(names, 1):
         arguments = ["--seed", str(options.seed), "--peaks", json.dumps(peaks)]
         run_section(report, name, seconds_for(name, names[place:], report.left), arguments)
+        ahead.end(compiling, report)
+        compiling = None
     report.say("\n## Bars, of one H200 and the 8B shape in bf16\n")
     for what, bar in BARS.items():
         report.say(f"- {what}: {bar}")

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from gpu import beside, check, engine_speed, idle, kernel_speed, sections, timing
+from gpu import ahead, beside, check, engine_speed, idle, kernel_speed, sections, timing
 from gpu.report import Report, versions
 from gpu.shapes import SHAPES
 from support.fake_cuda import Card, fake_cuda
@@ -72,3 +72,11 @@ def test_times_are_those_of_graphs_between_events(report):
             speed = kernel_speed.measure(kernel_speed.norm(3), peaks)
         assert speed.ms == 1 / timing.CALLS
         assert cuda.card.graphs == 5, "ours and eager"
+
+
+def test_an_engine_is_loaded_to_compile_its_kernels(report, monkeypatch):
+    monkeypatch.setitem(SHAPES, "8B", SHAPES["8B"] | SMALL)
+    monkeypatch.setattr(ahead, "LAYERS", 1)
+    with fake_cuda(Card(total=16 << 30, multiprocessors=2), blank=True):
+        assert ahead.load("8B", "bf16", {}).startswith("8B bf16 in ")
+    assert report.failures == []

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpu import check, checking, engine_speed, idle, sections
+from gpu import ahead, check, checking, engine_speed, idle, sections
 from gpu.checks import Check, Setting
 from gpu.report import Report
 from gpu.shapes import SHAPES, step_floor
@@ -19,7 +19,7 @@ from llmbox.engine.errors import DoesNotFit
 
 
 def test_every_section_has_time_left_whatever_those_before_it_take() -> None:
-    left, names = 9.5 * 60 - 10, list(check.SECTIONS)
+    left, names = 9.5 * 60 - 10 - ahead.PATIENCE, list(check.SECTIONS)
     for place, name in enumerate(names, 1):
         seconds = check.seconds_for(name, names[place:], left)
         assert check.SECTIONS[name][0] <= seconds + check.GRACE <= check.SECTIONS[name][1]
@@ -115,7 +115,7 @@ def test_the_bar_has_its_time_even_where_everything_is_compiled_first() -> None:
     """All sections before it take the most that they may."""
     left, names = 9.5 * 60 - 10, list(check.SECTIONS)
     place = names.index("engine-8B")
-    left -= sum(check.SECTIONS[name][1] for name in names[:place])
+    left -= sum(check.SECTIONS[name][1] for name in names[:place]) + ahead.PATIENCE
     assert check.seconds_for("engine-8B", names[place + 1 :], left) > 3 * sections.BAR_SECONDS
 
 
@@ -187,3 +187,47 @@ def test_idle_clocks_are_those_of_the_gpu_that_was_measured(monkeypatch: pytest.
     idle.idle_clocks(report)
     assert asked == ["GPU-b"]
     assert "345 MHz, 72 W" in report.lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("print('8B bf16 in 50 s'); print('8B int8 in 60 s')", "for 8B bf16 in 50 s, 8B int8 in 60 s."),
+        ("raise SystemExit(1)", "for no engine."),
+        ("print('8B bf16 in 50 s', flush=True); open(READY, 'w'); time.sleep(600)", "for 8B bf16 in 50 s."),
+    ],
+)
+def test_engines_are_compiled_beside_the_checks_and_not_beside_measurements(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, says: str
+) -> None:
+    program = tmp_path / "ahead"
+    ready = tmp_path / "ready"
+    program.write_text(f"#!{sys.executable}\nimport time\nREADY = {str(ready)!r}\n{code}\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(ahead.sys, "executable", str(program))
+    assert ahead.begin(["engine-8B", "kernels"]) is None
+    assert ahead.begin(["correctness", "kernels"]) is None
+    process = ahead.begin(list(check.SECTIONS))
+    assert process is not None
+    assert process.args == [str(program), "-m", "gpu.ahead", "8B", "0.6B"]
+    if "sleep" in code:
+        while not ready.exists():
+            assert process.poll() is None
+        monkeypatch.setattr(ahead, "PATIENCE", 0.1)
+    else:
+        monkeypatch.setattr(ahead, "PATIENCE", 600.0)
+    report = Report(100.0)
+    ahead.end(process, report)
+    assert process.poll() is not None
+    assert report.lines[-1].endswith(says)
+
+
+def test_small_cards_compile_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [ahead.at_once(gib << 30, 16) for gib in (7, 23, 79, 139)] == [0, 1, 4, 7]
+    assert ahead.at_once(139 << 30, 2) == 1
+
+    def none(*_: object, **__: object) -> None:
+        raise DoesNotFit("no room")
+
+    monkeypatch.setattr(engine_speed, "engine", none)
+    assert ahead.load("8B", "bf16", {}) == "8B bf16 not at all (DoesNotFit)"
