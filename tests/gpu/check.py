@@ -29,7 +29,7 @@ SECTIONS = {
     "continuous": (30, 60),
     "quality": (30, 70),
 }
-"""Seconds: what is kept for each whatever those before it take, and what it may take where they are left."""
+"""Seconds: what is kept for each whatever those before it take, and what it may take while others follow."""
 GRACE = 20
 """Seconds of these, the last ones, in which nothing new is begun."""
 
@@ -69,7 +69,9 @@ def main() -> int:
 
 
 def seconds_for(name: str, later: Sequence[str], left: float) -> float:
-    """In which this section may begin something, so that those after it have theirs."""
+    """In which this section may begin something, so that those after it have theirs. The last has all."""
+    if not later:
+        return left - GRACE
     least, most = SECTIONS[name]
     kept = sum(SECTIONS[other][0] for other in later)
     return min(most, max(least, left - kept), left) - GRACE

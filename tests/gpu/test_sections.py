@@ -22,10 +22,12 @@ def test_every_section_has_time_left_whatever_those_before_it_take() -> None:
     left, names = 9.5 * 60 - 10 - ahead.PATIENCE, list(check.SECTIONS)
     for place, name in enumerate(names, 1):
         seconds = check.seconds_for(name, names[place:], left)
-        assert check.SECTIONS[name][0] <= seconds + check.GRACE <= check.SECTIONS[name][1]
+        assert seconds + check.GRACE >= check.SECTIONS[name][0]
+        assert seconds + check.GRACE <= check.SECTIONS[name][1] or place == len(names)
         left -= seconds + check.GRACE
     assert left >= 0
-    assert check.seconds_for("kernels", [], 1000.0) == check.SECTIONS["kernels"][1] - check.GRACE
+    assert check.seconds_for("kernels", ["ranks"], 1000.0) == check.SECTIONS["kernels"][1] - check.GRACE
+    assert check.seconds_for("kernels", [], 1000.0) == 1000.0 - check.GRACE, "nobody else wants it"
     assert check.seconds_for("kernels", [], 30.0) == 30.0 - check.GRACE
 
 
