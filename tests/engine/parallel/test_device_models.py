@@ -12,6 +12,8 @@ MODELS = {
     "tied head, odd vocabulary": {"arch": "qwen2", "tie_word_embeddings": True, "vocab_size": 321},
     "one KV head": {"arch": "qwen3", "num_key_value_heads": 1},
     "window": {"arch": "mistral", "sliding_window": 24, "vocab_size": 323},
+    "stacked tensors, heads that turn in part": {"arch": "phi3", "partial_rotary_factor": 0.5},
+    "layers that do not turn": {"arch": "smollm3", "num_hidden_layers": 2, "no_rope_layers": [1, 0]},
     "biases": {"arch": "llama", "attention_bias": True, "mlp_bias": True},
 }
 CUTS = {
