@@ -1,9 +1,9 @@
 """How relevant a document is to a query, as rerankers tell it.
 
 A model that has a row of scores (`...ForSequenceClassification` with one label) multiplies its last state
-with it. A model that writes text is asked, and the logits of "yes" and "no" compared, which is the last
-state times the difference of two rows of its head. Either way the score is one product, and its sigmoid
-is what clients get: between "yes" and "no" that is the probability of "yes". Question and answer are
+with it. A model that writes text is asked, and the logits of "yes" and "no" compared, which are the last
+state times two rows of its head. Clients get the sigmoid of the score, or of the difference: between
+"yes" and "no" that is the probability of "yes". Question and answer are
 those of Qwen3-Reranker (Zhang et al., "Qwen3 Embedding", 2025), in the words of the model's own chat
 template.
 """
@@ -37,16 +37,22 @@ ANSWERS: Final = ("yes", "no")
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    weights: Sequence[float]
-    """What the last state of a text is multiplied with."""
+    rows: Sequence[Sequence[float]]
+    """What the last state of a text is multiplied with: the row of scores, or those of "yes" and "no"."""
+    cap: float | None = None
+    """Logits x count as cap * tanh(x / cap)."""
 
     def score(self, pooled: bytes) -> float:
         """From 0 to 1. `pooled`: the last state, little-endian float32."""
         states = array("f", pooled)
         if sys.byteorder == "big":
             states.byteswap()
-        product = math.fsum(map(float.__mul__, states, self.weights))
-        return 1 / (1 + math.exp(-product)) if product >= 0 else math.exp(product) / (1 + math.exp(product))
+        logits = [self._capped(math.fsum(map(float.__mul__, states, row))) for row in self.rows]
+        score = logits[0] - sum(logits[1:])
+        return 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))
+
+    def _capped(self, logit: float) -> float:
+        return logit if self.cap is None else self.cap * math.tanh(logit / self.cap)
 
 
 def answer_ids(text: ModelText) -> tuple[int, int] | None:
@@ -65,7 +71,7 @@ def read_judge(folder: Path, loaded_at: float, answers: tuple[int, int] | None) 
     if labels > 1:
         raise not_a_judge(f"it sorts texts into {labels} classes and gives no score")
     if labels == 1:
-        return Judge(read_row(folder, "score", 0))
+        return Judge([read_row(folder, "score", 0)])
     config = parse_config(folder)
     if not config.has_head:
         raise not_a_judge("it has neither a head nor a row of scores")
@@ -73,8 +79,7 @@ def read_judge(folder: Path, loaded_at: float, answers: tuple[int, int] | None) 
         raise not_a_judge("'yes' and 'no' are no tokens of it")
     name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
     quant = None if config.quant is None or QUANTS[config.quant].keeps_head else QUANTS[config.quant].head
-    yes, no = (read_row(folder, name, token, quant) for token in answers)
-    return Judge([a - b for a, b in zip(yes, no, strict=True)])
+    return Judge([read_row(folder, name, token, quant) for token in answers], config.scales.logits_cap)
 
 
 def not_a_judge(why: str) -> ApiError:

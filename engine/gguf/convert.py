@@ -57,7 +57,7 @@ def convert(
         packing = None if quant is None else packing_for(quant, torch.float32, threads)
         torch.set_num_threads(threads)  # the kernels have left torch one
         shards = ShardWriter(part)
-        tensors = GgufTensors(gguf, own_order(gguf, config.num_heads, config.num_kv_heads), progress)
+        tensors = GgufTensors(gguf, config.num_heads, config.num_kv_heads, progress)
         quantizer = Quantizer(tensors, quant, packing, shards)
         build_model(config, quantizer, quant)
         shards.finish()
@@ -77,11 +77,6 @@ def convert(
             tensors=len(quantizer.errors),
             kept=quantizer.kept,
         )
-
-
-def own_order(gguf: Gguf, heads: int, kv_heads: int) -> dict[str, int]:
-    """Tensors whose rows llama.cpp's converter reorders: its `llama` rotates neighbours, others do not."""
-    return {"attn_q": heads, "attn_k": kv_heads} if gguf.architecture == "llama" else {}
 
 
 def rope_factors(gguf: Gguf) -> list[float] | None:

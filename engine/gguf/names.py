@@ -1,13 +1,14 @@
 """Where a tensor of a checkpoint lies in a GGUF file: names of transformers, and of llama.cpp."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from ..errors import ModelError
 
 _OUTSIDE: Final = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_LAYER: Final = {
+LAYER: Final = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -22,6 +23,12 @@ _LAYER: Final = {
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
 }
+SANDWICH: Final = LAYER | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+"""Of layers with norms behind attention and MLP too."""
 _EXPERT: Final = {
     "gate_proj": "ffn_gate_exps",
     "up_proj": "ffn_up_exps",
@@ -47,16 +54,16 @@ class Place:
     expert: int | None = None
 
 
-def place_of(name: str) -> Place:
-    """Of a tensor that a model asks for. Raises ModelError."""
+def place_of(name: str, of_layer: Mapping[str, str]) -> Place:
+    """Of a tensor that a model asks for; `of_layer`: the architecture's names. Raises ModelError."""
     if found := _IN_LAYER.fullmatch(name):
         layer, inside, kind = found.groups()
         if expert := _OF_EXPERT.fullmatch(inside):
             number, part = expert.groups()
             if part in _EXPERT:
                 return Place(f"blk.{layer}.{_EXPERT[part]}.{kind}", int(number))
-        elif inside in _LAYER:
-            return Place(f"blk.{layer}.{_LAYER[inside]}.{kind}")
+        elif inside in of_layer:
+            return Place(f"blk.{layer}.{of_layer[inside]}.{kind}")
     elif (found := _OUTSIDE_LAYERS.fullmatch(name)) and found[1] in _OUTSIDE:
         return Place(f"{_OUTSIDE[found[1]]}.{found[2]}")
     raise ModelError(f"where a GGUF file has {name} is not known: this architecture cannot be read from one")

@@ -11,33 +11,23 @@ from typing import Any, Final
 from ..config_fields import is_number
 from ..errors import ModelError, UnsupportedArchitecture
 from ..safetensors_header import FETCH_AGAIN
+from .architectures import ARCHITECTURES, GgufArchitecture
 from .file import FLOATS, Gguf
 
-ARCHITECTURES: Final = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-}
-"""GGUF's name for it, and config.json's. Mistral and Mixtral are called llama."""
 LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Of all Llama 3.1 to 3.3; their files have the resulting factors only."""
 
 
 def config_of(gguf: Gguf, rope_factors: Sequence[float] | None = None) -> dict[str, Any]:
     """`rope_factors`: what frequencies are divided by, of the tensor rope_freqs.weight. Raises ModelError."""
-    if gguf.architecture not in ARCHITECTURES:
-        raise UnsupportedArchitecture(
-            f"{gguf.path}: architecture {gguf.architecture!r} cannot be read from GGUF; readable: "
-            f"{', '.join(ARCHITECTURES)}"
-        )
+    kind = architecture_of(gguf)
     heads = _integer(gguf, "attention.head_count")
     head_dim = _head_dim(gguf, heads)
     if "token_embd.weight" not in gguf.tensors:
         raise ModelError(f"{gguf.path}: token_embd.weight is missing: it is no whole model")
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[gguf.architecture]],
-        "model_type": {"qwen3moe": "qwen3_moe"}.get(gguf.architecture, gguf.architecture),
+        "architectures": [kind.name],
+        "model_type": kind.model_type,
         "dtype": dtype_of(gguf),
         "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
         "hidden_size": _integer(gguf, "embedding_length"),
@@ -46,7 +36,6 @@ def config_of(gguf: Gguf, rope_factors: Sequence[float] | None = None) -> dict[s
         "num_attention_heads": heads,
         "num_key_value_heads": _integer(gguf, "attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "hidden_act": "silu",
         "max_position_embeddings": _integer(gguf, "context_length"),
         "rms_norm_eps": _number(gguf, "attention.layer_norm_rms_epsilon", 1e-5),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
@@ -54,7 +43,37 @@ def config_of(gguf: Gguf, rope_factors: Sequence[float] | None = None) -> dict[s
         "mlp_bias": "blk.0.ffn_gate.bias" in gguf.tensors,
         "rope_parameters": rope_of(gguf, rope_factors, head_dim),
     }
-    return config | _window(gguf) | _experts(gguf, config)
+    if kind.norms_hold_one:
+        return config | _gemma(gguf, config)
+    return config | {"hidden_act": "silu"} | _window(gguf) | _experts(gguf, config)
+
+
+def architecture_of(gguf: Gguf) -> GgufArchitecture:
+    """Raises UnsupportedArchitecture."""
+    if gguf.architecture not in ARCHITECTURES:
+        raise UnsupportedArchitecture(
+            f"{gguf.path}: architecture {gguf.architecture!r} cannot be read from GGUF; readable: "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    return ARCHITECTURES[gguf.architecture]
+
+
+def _gemma(gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
+    """What files leave out is the same in all of a generation, but for the largest of each."""
+    largest = {"gemma2": 46, "gemma3": 62}.get(gguf.architecture) == config["num_hidden_layers"]
+    scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
+    theta = 1e6 if gguf.architecture == "gemma3" else 1e4
+    rope = config.pop("rope_parameters")
+    told: dict[str, Any] = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": gguf.value("attention.sliding_window"),
+        "attn_logit_softcapping": gguf.value("attn_logit_softcapping"),
+        "final_logit_softcapping": gguf.value("final_logit_softcapping"),
+        "rope_theta": _number(gguf, "rope.freq_base", theta),
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+    }
+    return told
 
 
 def _head_dim(gguf: Gguf, heads: int) -> int:

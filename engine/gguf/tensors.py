@@ -12,7 +12,7 @@ from ..tensor_bytes import read_fully, refuse_non_finite
 from .blocks import dequantise
 from .file import BLOCKS, Gguf
 from .names import NOT_NEEDED, Place, place_of
-from .settings import dtype_of
+from .settings import architecture_of, dtype_of
 
 CHUNK_BLOCKS = 1 << 18
 """Blocks that become floats at once."""
@@ -21,21 +21,19 @@ CHUNK_BLOCKS = 1 << 18
 class GgufTensors:
     """`quantizer.Tensors`: each is read when it is asked for, in float32."""
 
-    def __init__(self, gguf: Gguf, heads: dict[str, int], progress: Callable[[int, int], None]) -> None:
-        """`heads`: of tensors of the layers, as "attn_q", whose rows llama.cpp keeps in its own order.
-
-        `progress` gets bytes read so far and bytes in all.
-        """
+    def __init__(self, gguf: Gguf, heads: int, kv_heads: int, progress: Callable[[int, int], None]) -> None:
+        """`progress` gets bytes read so far and bytes in all."""
         self.dtype: torch.dtype = getattr(torch, dtype_of(gguf))
         self._gguf = gguf
-        self._heads = heads
+        self._kind = architecture_of(gguf)
+        self._heads = {"attn_q": heads, "attn_k": kv_heads} if self._kind.has_pairs else {}
         self._left = {name for name in gguf.tensors if not NOT_NEEDED.fullmatch(name)}
         self._progress = progress
         self._done = 0
         self._total = sum(gguf.tensors[name].nbytes for name in self._left)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        place = place_of(name)
+        place = place_of(name, self._kind.layer)
         entry = self._gguf.tensors.get(place.name)
         if entry is None:
             raise ModelError(
@@ -50,6 +48,8 @@ class GgufTensors:
             )
         tensor = self._read(part).view(shape)
         refuse_non_finite(tensor, entry, "")
+        if self._kind.norms_hold_one and name.endswith("norm.weight"):
+            tensor -= 1
         heads = self._heads.get(place.name.split(".")[-2])
         return tensor if heads is None else in_halves(tensor, heads)
 
@@ -57,7 +57,7 @@ class GgufTensors:
         """Of the architectures that are read here no file stacks tensors."""
 
     def skip(self, name: str) -> None:
-        gone = {place_of(name).name} if not name.endswith(".") else set()
+        gone = {place_of(name, self._kind.layer).name} if not name.endswith(".") else set()
         self._left -= gone
 
     def finish(self) -> None:

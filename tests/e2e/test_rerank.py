@@ -57,10 +57,12 @@ def root(tmp_path_factory):
     make_tiny_model(root / "asked", arch="qwen3", max_position_embeddings=1024)
     more = {"max_position_embeddings": 1024, "tie_word_embeddings": True, "torch_dtype": "bfloat16"}
     make_tiny_model(root / "tied", arch="qwen2", **more)
+    capped = {"query_pre_attn_scalar": 16, "max_position_embeddings": 1024}
+    make_tiny_model(root / "capped", arch="gemma2", **capped)
     make_pooled_model(root / "vectors")
     scorer(root / "scorer", 1)
     scorer(root / "sorter", 3)
-    for name in ("asked", "tied", "scorer", "sorter", "vectors"):
+    for name in ("asked", "tied", "capped", "scorer", "sorter", "vectors"):
         write_words(root / name)
     make_tiny_model(root / "wordless")
     make_tiny_model(root / "untold")
@@ -120,7 +122,7 @@ def asked(folder, ids):
     return float(pair.softmax(0)[0])
 
 
-@pytest.mark.parametrize(("name", "near"), [("asked", 1e-4), ("tied", 0.05)])
+@pytest.mark.parametrize(("name", "near"), [("asked", 1e-4), ("tied", 0.05), ("capped", 1e-4)])
 def test_a_model_that_is_asked_scores_as_transformers(http, root, name, near):
     told = scores(http, name)
     for score, document in zip(told, DOCUMENTS, strict=True):

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 from .tiny_models import EXPERT_LINEARS
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-ARCHITECTURES |= {"qwen3_moe": "qwen3moe"}
-NAME_MAPS = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "qwen3moe": "QWEN3MOE"}
+ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "smollm3": "smollm3"}
+ARCHITECTURES |= {"gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3"}
 
 
 def write_gguf(model: Path, file: Path, kind: str = "F32", parts: int = 1, **metadata: Any) -> Path:
@@ -57,6 +57,10 @@ def add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_freq_base(config["rope_theta"])
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+    if cap := config.get("attn_logit_softcapping"):
+        writer.add_attn_logit_softcapping(cap)
+    if cap := config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(cap)
     if experts := config.get("num_experts") or config.get("num_local_experts"):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -82,7 +86,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, model: Path) -> None:
 
 def named(model: Path, config: dict[str, Any], arch: str) -> Iterator[tuple[str, np.ndarray]]:
     """Tensors by GGUF's names, the experts of a layer in one."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[NAME_MAPS[arch]], config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config["num_hidden_layers"])
     arrays = load_file(model / "model.safetensors")
     prefix, linears = EXPERT_LINEARS.get(config["model_type"], ("", ()))
     for layer in range(config["num_hidden_layers"]):
@@ -95,9 +99,9 @@ def named(model: Path, config: dict[str, Any], arch: str) -> Iterator[tuple[str,
     for name, array in arrays.items():
         place = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert place is not None, name
-        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+        if arch in {"llama", "smollm3"} and ("q_proj" in name or "k_proj" in name):
             array = side_by_side(array, heads if "q_proj" in name else kv_heads)  # noqa: PLW2901
-        yield place, array
+        yield place, array + 1 if arch.startswith("gemma") and name.endswith("norm.weight") else array
 
 
 def side_by_side(array: np.ndarray, heads: int) -> np.ndarray:
