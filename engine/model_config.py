@@ -111,6 +111,7 @@ class ModelConfig:
             context_limit=self.default_context if context is None else self.context_limit,
             dtype=self.dtype,
             sliding_window=min(windows, default=None),
+            sliding_share=1 - self.windows.count(None) / self.num_layers,
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm == "heads",
             exact_params=self.num_parameters,

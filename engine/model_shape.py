@@ -43,6 +43,8 @@ class ModelShape:
     dtype: Dtype = "bfloat16"
     """Of the checkpoint."""
     sliding_window: int | None = None
+    sliding_share: float = 1.0
+    """Of layers, where there is a window: the others see everything."""
     qkv_bias: bool = False
     qk_norm: bool = False
     table_rows: int | None = None
@@ -58,6 +60,13 @@ class ModelShape:
     experts: ExpertShape | None = None
     fits_float16: bool = True
     """Whether what its layers give stays within float16's range."""
+
+    def seen(self, context: float) -> float:
+        """Of so many tokens, what a layer sees on average."""
+        if self.sliding_window is None:
+            return context
+        inside = min(context, self.sliding_window)
+        return self.sliding_share * inside + (1 - self.sliding_share) * context
 
     @property
     def params(self) -> int:

@@ -20,7 +20,7 @@ def decode_tokens_per_second(
 
     Of experts those that the rows choose, were all of them equally likely.
     """
-    seen = min(context, shape.sliding_window or context)
+    seen = shape.seen(context)
     weight_bytes = (shape.matmul_params - shape.unread_params(rows)) * DTYPE_BYTES[dtype]
     if quant is not None:
         head = shape.table_params
@@ -34,6 +34,6 @@ def prefill_tokens_per_second(shape: ModelShape, peak_flops: float, *, prompt: i
 
     The output projection is left out, as only the last row of a prompt needs it.
     """
-    visible = min(prompt / 2, shape.sliding_window or prompt)
+    visible = shape.seen(prompt / 2)
     attention = 4 * shape.layers * shape.heads * shape.head_dim * visible
     return peak_flops / (2 * (shape.active_params - shape.vocab * shape.hidden) + attention)

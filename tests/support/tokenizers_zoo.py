@@ -56,7 +56,39 @@ THINKING = (
     "{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
 )
-TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "llama2": LLAMA2, "thinking": THINKING}
+GEMMA2 = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ "
+    "raise_exception('System role not supported') }}"
+    "{% endif %}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
+    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+GEMMA3 = (
+    "{{ bos_token }}\n{%- if messages[0]['role'] == 'system' -%}\n"
+    "    {%- set prefix = messages[0]['content'] + '\n\n' if messages[0]['content'] is string else '' -%}\n"
+    "    {%- set loop_messages = messages[1:] -%}\n"
+    "{%- else -%}\n    {%- set prefix = '' -%}\n    {%- set loop_messages = messages -%}\n{%- endif -%}\n"
+    "{%- for message in loop_messages -%}\n"
+    "    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}\n"
+    "        {{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}\n"
+    "    {%- endif -%}\n"
+    "    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}\n"
+    "    {{ '<start_of_turn>' + role + '\n' + (prefix if loop.first else '') }}\n"
+    "    {%- if message['content'] is string -%}\n        {{ "
+    "message['content'] | trim }}\n    {%- endif -%}\n"
+    "    {{ '<end_of_turn>\n' }}\n{%- endfor -%}\n"
+    "{%- if add_generation_prompt -%}\n    {{ '<start_of_turn>model\n' }}\n{%- endif -%}\n"
+)
+TEMPLATES = {
+    "chatml": CHATML,
+    "llama3": LLAMA3,
+    "llama2": LLAMA2,
+    "thinking": THINKING,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+}
 
 
 def byte_level() -> Tokenizer:
@@ -112,6 +144,17 @@ def metaspace() -> Tokenizer:
     return _with_added(tokenizer)
 
 
+def gemma() -> Tokenizer:
+    """No space is put anywhere, and none is taken away."""
+    tokenizer = _byte_fallback_model()
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return _with_added(tokenizer)
+
+
 def word_piece() -> Tokenizer:
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -121,7 +164,13 @@ def word_piece() -> Tokenizer:
     return _with_added(tokenizer)
 
 
-FAMILIES = {"byte_level": byte_level, "llama2": llama2, "metaspace": metaspace, "word_piece": word_piece}
+FAMILIES = {
+    "byte_level": byte_level,
+    "llama2": llama2,
+    "metaspace": metaspace,
+    "gemma": gemma,
+    "word_piece": word_piece,
+}
 
 
 def _with_added(tokenizer: Tokenizer) -> Tokenizer:

@@ -10,7 +10,7 @@ from llmbox.app.text.model_text import ModelText, load_model_text
 from llmbox.app.text.template_worker import render
 from support.tokenizers_zoo import FAMILIES, SPECIALS, TEMPLATES, write_text_files
 
-FAMILY_NAMES = ("byte_level", "llama2", "metaspace")
+FAMILY_NAMES = ("byte_level", "llama2", "metaspace", "gemma")
 
 
 class InProcess:
@@ -120,14 +120,34 @@ async def test_continue_final_message_equals_transformers(texts, template, last)
     assert rendered.text == expected
 
 
-async def test_a_template_may_refuse(tmp_path):
+SYSTEM = {"role": "system", "content": " Be brief. "}
+
+
+async def test_a_system_message_before_the_first_of_the_user(texts):
+    ours, theirs = texts["gemma", "gemma3"]
+    messages = [SYSTEM, *conversation(" hi <bos> ", "a", "b ")]
+    expected = theirs.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    assert await prompt_ids(ours, messages, add_generation_prompt=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "says"),
+    [
+        ("llama2", conversation("a")[:1] * 2, "must alternate"),
+        ("gemma3", conversation("a")[:1] * 2, "must alternate"),
+        ("gemma2", [SYSTEM, *conversation("a")], "System role not supported"),
+    ],
+)
+async def test_a_template_may_refuse(tmp_path, template, messages, says):
     from llmbox.app.text.template_pool import TemplatePool
 
-    text = load_model_text(write_text_files(tmp_path, FAMILIES["llama2"](), TEMPLATES["llama2"]))
+    text = load_model_text(write_text_files(tmp_path, FAMILIES["llama2"](), TEMPLATES[template]))
     pool = TemplatePool()
     try:
-        with pytest.raises(ApiError, match="must alternate") as caught:
-            await text.render_chat(pool, Chat(messages=conversation("a")[:1] * 2))
+        with pytest.raises(ApiError, match=says) as caught:
+            await text.render_chat(pool, Chat(messages=messages))
     finally:
         await pool.close()
     assert (caught.value.status, caught.value.param) == (400, "messages")

@@ -77,6 +77,12 @@ def test_a_published_gemma3_that_sees(tmp_path: Path) -> None:
     assert config.tie_word_embeddings
 
 
+def test_only_layers_with_a_window_read_less(tmp_path: Path) -> None:
+    shape = parse(tmp_path, SEES).shape()
+    assert shape.seen(500) == pytest.approx(500)
+    assert shape.seen(100_000) == pytest.approx((29 * 1024 + 5 * 100_000) / 34)
+
+
 def test_a_published_gemma2(tmp_path: Path) -> None:
     config = parse(tmp_path, SECOND)
     assert config.windows == (4096, None) * 21

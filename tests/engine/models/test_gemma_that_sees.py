@@ -12,6 +12,9 @@ from llmbox.app.hub.facts import local_facts
 from llmbox.engine.checkpoint import list_tensors
 from llmbox.engine.errors import ModelError
 from llmbox.engine.model_config import parse_config
+from llmbox.engine.quantize import quantize
+from llmbox.kernels.dispatch import native_ready
+from llmbox.kernels.quant import QUANTS
 from support.gemma_models import make_gemma_that_sees
 from support.real_engines import ask, hf_model, hf_tokens, load, tokens
 
@@ -49,6 +52,14 @@ def test_what_it_sees_with_is_not_counted(model: Path) -> None:
     )
     facts = local_facts(ModelRef("sees", model, "directory"))
     assert facts.notes == ()
+
+
+@pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
+def test_its_language_part_is_quantised(model: Path, tmp_path: Path) -> None:
+    quantize(model, tmp_path / "out", QUANTS["int8"], 1, lambda _done, _total: None)
+    wanted = tokens(load(model, quant="int8"), [ask("a", PROMPT, 8)])
+    assert tokens(load(tmp_path / "out"), [ask("a", PROMPT, 8)]) == wanted
+    assert not [name for name in list_tensors(tmp_path / "out") if "vision" in name]
 
 
 def test_a_tensor_in_both_styles_is_refused(model: Path, tmp_path: Path) -> None:
