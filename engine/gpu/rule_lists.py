@@ -6,12 +6,13 @@
 The host writes a list when a request begins to run. From then on the device counts what it draws; the host
 only knows how long a list may have become, and gives it a larger place in time.
 
-R rows, N entries, S rows of a step that sample.
+R rows, N entries, S rows of a step that sample; M lists that move, E entries of one of them, L of all.
 """
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final
 
 import torch
@@ -89,10 +90,12 @@ class RuleLists:
     def flush(self, uploader: Uploader) -> None:
         changes, self._changes = self._changes, []
         self._make_room()
-        for change in changes:
-            if isinstance(change, _Move):
-                self._move(change)
-            else:
+        for moving, group in groupby(changes, lambda change: isinstance(change, _Move)):
+            if moving:
+                self._move([change for change in group if isinstance(change, _Move)], uploader)
+                continue
+            for change in group:
+                assert isinstance(change, _Write)
                 self._write(change, uploader)
 
     def of(self, row_S: Tensor, last_R: Tensor, requests: Sequence[Request]) -> RuleRows | None:
@@ -137,12 +140,25 @@ class RuleLists:
                 torch.cat((each, each.new_zeros(3, more)), 1) for each in (self._marks_3N, self._values_3N)
             )
 
-    def _move(self, change: "_Move") -> None:
-        old = slice(change.old, change.old + change.size)
-        new = slice(change.new, change.new + change.size)
-        self._marks_3N[:, new] = self._marks_3N[:, old]
-        self._values_3N[:, new] = self._values_3N[:, old]
-        self._facts_R5[change.row, :1].fill_(change.new)
+    def _move(self, moves: "list[_Move]", uploader: Uploader) -> None:
+        """All at once, those of one size by the same operations: requests that began together outgrow their
+        places in the same step. All are read before any is written, as one may move to where another was.
+        """
+        read: list[tuple[Tensor, Tensor, Tensor]] = []
+        for size in sorted({each.size for each in moves}):
+            alike = [each for each in moves if each.size == size]
+            starts = array("q", (each.old for each in alike)), array("q", (each.new for each in alike))
+            old_M, new_M = uploader.upload(*starts)
+            inside_E = torch.arange(size, device=old_M.device)
+            old_L, new_L = ((start_M[:, None] + inside_E).flatten() for start_M in (old_M, new_M))
+            read.append((new_L, self._marks_3N[:, old_L], self._values_3N[:, old_L]))
+        for new_L, marks_3L, values_3L in read:
+            self._marks_3N.index_copy_(1, new_L, marks_3L)
+            self._values_3N.index_copy_(1, new_L, values_3L)
+        last = {each.row: each.new for each in moves}
+        assert len(last) == len(moves)
+        row_M, start_M = uploader.upload(array("q", last), array("q", last.values()))
+        self._facts_R5[:, 0].index_copy_(0, row_M, start_M)
 
     def _write(self, change: "_Write", uploader: Uploader) -> None:
         if change.entries is None:

@@ -22,7 +22,7 @@ class Cache:
     k: Tensor
     v: Tensor
     k_scale: Tensor
-    """float32; one number where the dtype needs no scales."""
+    """float32; a few numbers where the dtype needs no scales."""
     v_scale: Tensor
     compute_dtype: torch.dtype
 
@@ -49,7 +49,8 @@ def make_kv_cache(shape: KVShape, device: torch.device) -> Cache:
         raise ValueError("fp8 keys and values need a GPU of compute capability 8.9 or newer: use int8")
     scales = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size)
     k, v = (torch.empty(*scales, shape.head_dim, dtype=shape.dtype, device=device) for _ in "kv")
-    size = scales if shape.dtype in LARGEST else (shape.num_layers, 1, 1, 1)
+    # What is passed and not read: each layer's begins at 16 bytes, as Triton compiles anew for what does not.
+    size = scales if shape.dtype in LARGEST else (shape.num_layers, 1, 1, 4)
     k_scale, v_scale = (torch.empty(size, dtype=torch.float32, device=device) for _ in "kv")
     return Cache(k, v, k_scale, v_scale, shape.compute_dtype)
 

@@ -9,9 +9,10 @@ from functools import cache
 
 import torch
 
-ROW_COUNTS = (1, 16, 32, 64, 128, 192, 256, 512)
+ROW_COUNTS = (1, 16, 32, 64, 128, 192, 256, 512, 1024, 2048)
 """The first row of tiles and the last one of each range of rows that has one size of tile: inside a range the
-inputs are split among programs up to some number of rows, and not beyond it."""
+inputs are split among programs up to some number of rows, and not beyond it. The last two are for mixtures,
+whose tiles follow from the rows of an expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,8 @@ def tile_of_8_bits(device: torch.device, rows: int, *, fixed: bool = False) -> T
 
 
 def prefill_tile(device: torch.device, head_dim: int, itemsize: int) -> Tile:
-    if itemsize == 4:  # no tensor cores in full float32: the tile lives in registers
-        return Tile(16, 32, 4, 2)
+    if itemsize == 4:  # no tensor cores in full float32: the tile lives in registers, of 8 warps or it spills
+        return Tile(16, 32, 8, 2)
     hopper = capability(device)[0] == 9
     if head_dim > 128:  # with 4 warps int8 keys spill 300 bytes a thread elsewhere, with 8 nothing does
         return Tile(64, 32, 4 if hopper else 8, 3)
@@ -72,7 +73,7 @@ def prefill_tile(device: torch.device, head_dim: int, itemsize: int) -> Tile:
 def decode_tile(device: torch.device, head_dim: int, itemsize: int, kv_itemsize: int) -> Tile:
     """16 rows are the least that tensor cores take; Hopper then keeps three programs a multiprocessor."""
     if itemsize == 4:
-        return Tile(16, 32, 4, 2)
+        return Tile(16, 32, 8, 2)
     if head_dim > 128 or kv_itemsize == 1 or capability(device)[0] != 9:
         return Tile(16, 32, 4, 5)
     return Tile(16, 64, 4, 5)
@@ -81,9 +82,10 @@ def decode_tile(device: torch.device, head_dim: int, itemsize: int, kv_itemsize:
 def fixed_tile(device: torch.device, head_dim: int, itemsize: int, kv_itemsize: int) -> Tile:
     """One tile for prompts and decoding alike: a row meets the same instructions in both."""
     if itemsize == 4:
-        return Tile(16, 32, 4, 2)
+        return Tile(16, 32, 8, 2)
+    # Two tiles of sums are in registers while pieces are folded.
+    if capability(device)[0] != 9:  # with 4 warps int8 keys of 128 spill 248 bytes, with 64 rows those of 256
+        return Tile(64 if head_dim <= 128 else 32, 32, 8, 3)
     if head_dim > 128:
-        return Tile(64, 32, 8, 3)  # two tiles of sums in registers while pieces are folded
-    if kv_itemsize == 1 or capability(device)[0] != 9:
-        return Tile(64, 32, 4, 3)
-    return Tile(64, 64, 4, 5)
+        return Tile(64, 32, 8, 3)
+    return Tile(64, 32, 4, 3) if kv_itemsize == 1 else Tile(64, 64, 4, 5)

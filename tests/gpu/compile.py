@@ -103,18 +103,18 @@ def compile_all(
 
 
 def names(target: int, *, few: bool) -> list[str]:
-    from gpu import variants
+    from gpu import compiled
 
-    return [name for name, _ in (variants.few if few else variants.every)(divmod(target, 10))]
+    return [name for name, _ in (compiled.few if few else compiled.every)(divmod(target, 10))]
 
 
 def compile_group(target: int, number: int, few: bool) -> list[Kernel] | Broken:
     """In a process of its own, where Triton knows of one target only at a time."""
-    from gpu import variants
+    from gpu import compiled
     from support.triton_compile import compiling, resources
 
     capability = divmod(target, 10)
-    name, work = list((variants.few if few else variants.every)(capability))[number]
+    name, work = list((compiled.few if few else compiled.every)(capability))[number]
     try:
         with compiling(capability, MULTIPROCESSORS[target]) as kernels:
             work()

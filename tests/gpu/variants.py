@@ -1,10 +1,6 @@
-"""What real models ask of the kernels, on tensors of a CPU: for `compile.py`, which runs none of it.
+"""What real models ask of the kernels, on tensors of a CPU: for `compile.py`, which runs none of it."""
 
-Every group compiles the kernels of one kind. FEW are those that a test compiles each time.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from unittest import mock
 
 import torch
@@ -31,7 +27,6 @@ I8, I32, I64, FP8 = torch.int8, torch.int32, torch.int64, torch.float8_e4m3fn
 HIDDEN, FFN, VOCAB = 4096, 12288, 151936
 Heads = tuple[int, int]
 """Query and kv heads."""
-Group = tuple[str, Callable[[], None]]
 
 
 def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -192,112 +187,3 @@ def sums_and_norms(ranks: int, hidden: int, dtype: torch.dtype = BF16) -> None:
     x = zeros(4, hidden, dtype=dtype)
     for row_format in (None, FP8_ROWS, FP8_BLOCKS):
         sum_norm_rows(x, x, zeros(hidden, dtype=dtype), 1e-5, row_format, peers, compile_only=True)
-
-
-# ---------------------------------------------------------------------------- what is compiled
-
-
-def few(capability: tuple[int, int]) -> Iterator[Group]:
-    """Every kernel once for Hopper, in the variants that matter most; what differs elsewhere."""
-    if capability[0] == 9:
-        yield "attention", attention
-        yield "attention", partial(attention, deterministic=True)
-        yield "attention", partial(attention, FP8)
-        yield from left_by_attention()
-        for quant in (None, "fp8", "w8a8", "fp8-block"):
-            yield "rows", partial(rows, quant)
-        yield "attention", partial(attention, heads=(8, 4), head_dim=256, softcap=50.0)
-        yield "rows", gemma_rows
-        yield "rows", given_rows
-        yield "rows", partial(heads_apart, 128)
-        yield "linears", partial(linears, "int8", (1, 100, 200, 600))
-        yield "linears", partial(linears, "int4", (1, 20, 200))
-        yield "linears", partial(linears, "fp8", (1, 300))
-        for quant in ("w8a8", "fp8-block"):
-            yield "linears", partial(linears, quant, (1, 300))
-        yield "linears", partial(linears, None, (3,), deterministic=True)
-        for quant in (None, "int4", "w8a8", "fp8", "fp8-block"):
-            yield "experts", partial(experts, quant)
-        yield "sampling", sampling
-        yield "advance", advance
-        return
-    yield "linears", partial(linears, "int4", (20, 200))
-    if capability < (8, 9):
-        yield "attention", partial(attention, I8)
-        yield "rows", partial(rows, "w8a8")
-        yield "linears", partial(linears, "w8a8", (1, 300))
-    else:
-        yield "attention", partial(attention, FP8)
-        yield "linears", partial(linears, "fp8-block", (1, 300))
-
-
-def left_by_attention() -> Iterator[Group]:
-    for row_format in (FP8_BLOCKS, FP8_ROWS._replace(given=zeros(1, dtype=F32))):
-        yield "attention", partial(attention, leaves=row_format)
-
-
-def every(capability: tuple[int, int]) -> Iterator[Group]:
-    fp8 = capability >= (8, 9)
-    yield from attentions(fp8)
-    if fp8:
-        yield from left_by_attention()
-    for fixed in (False, True):
-        for head_dim in (128, 256):
-            leaves = RowFormat(I8, 128)
-            name = f"attention {head_dim}, int8 rows{', fixed' * fixed}"
-            yield name, partial(attention, head_dim=head_dim, leaves=leaves, deterministic=fixed)
-    made_here = {name: quant for name, quant in QUANTS.items() if not quant.in_checkpoints_only}
-    quants = [name for name, quant in made_here.items() if fp8 or not quant.is_float]
-    for quant in quants:
-        yield f"linears {quant}", partial(linears, quant, (1, 17, 33, 129, 513))
-        yield f"linears {quant}, whole", partial(whole_linears, quant, (1, 17, 33, 129))
-        yield f"linears {quant}, fixed", partial(linears, quant, (3,), deterministic=True)
-        yield f"linears {quant}, 200 inputs", partial(linears, quant, (1, 33, 129), inputs=200)
-        for dtype in (F16, F32):
-            yield f"linears {quant} {dtype}", partial(linears, quant, (1, 129), dtype=dtype)
-        for fixed in (False, True):
-            yield f"experts {quant}{', fixed' * fixed}", partial(experts, quant, deterministic=fixed)
-        if not QUANTS[quant].is_float:
-            yield f"made wide {quant}", partial(made_wide, quant)
-    for dtype in (BF16, F16, F32):
-        yield f"linears, fixed {dtype}", partial(linears, None, (3,), dtype=dtype, deterministic=True)
-        yield f"experts {dtype}", partial(experts, None, dtype)
-        yield f"sampling {dtype}", partial(sampling, dtype)
-        yield f"heads apart {dtype}", partial(heads_apart, 80, dtype)
-    yield "sampling, 32000", partial(sampling, BF16, 32000)
-    yield "advance", advance
-    for quant in (None, *quants):
-        for hidden, ffn in ((1024, 3072), (HIDDEN, FFN), (5120, 25600), (8192, 28672)):
-            yield f"rows {quant} {hidden} {ffn}", partial(rows, quant, hidden=hidden, ffn=ffn)
-    yield "rows of Gemma", gemma_rows
-    if fp8:
-        yield "rows of given scales", given_rows
-    for dtype in (F16, F32):
-        yield f"rows {dtype}", partial(rows, "w8a8", dtype=dtype)
-    for ranks in (2, 4, 8):
-        for hidden in (HIDDEN, 8192):
-            yield f"sum and norm {ranks} {hidden}", partial(sums_and_norms, ranks, hidden)
-
-
-def attentions(fp8: bool) -> Iterator[Group]:
-    for kv_dtype in (None, I8, *([FP8] if fp8 else [])):
-        for window in (None, 1000):
-            for fixed in (False, True):
-                name = f"attention KV {kv_dtype} window {window}{', fixed' * fixed}"
-                options = {"window": window, "deterministic": fixed, "blocks": (4, 30, 128)}
-                yield name, partial(attention, kv_dtype, **options)
-    for heads, head_dim in (((14, 2), 64), ((32, 32), 80), ((16, 16), 96), ((16, 2), 128), ((8, 4), 256)):
-        for kv_dtype in (None, I8):
-            for fixed in (False, True):
-                name = f"attention {heads} x {head_dim} KV {kv_dtype}{', fixed' * fixed}"
-                yield name, partial(attention, kv_dtype, heads=heads, head_dim=head_dim, deterministic=fixed)
-    for kv_dtype in (None, I8, *([FP8] if fp8 else [])):
-        for fixed in (False, True):
-            options = {"heads": (8, 4), "head_dim": 256, "softcap": 50.0, "deterministic": fixed}
-            yield (
-                f"attention, capped, KV {kv_dtype}{', fixed' * fixed}",
-                partial(attention, kv_dtype, **options),
-            )
-    for dtype in (F16, F32):
-        for kv_dtype in (None, I8):
-            yield f"attention {dtype} KV {kv_dtype}", partial(attention, kv_dtype, dtype=dtype)

@@ -38,8 +38,8 @@ def noted_variants(
     ones, ones_like = torch.ones, torch.ones_like
     with (
         mock.patch.object(InterpretedFunction, "run", run),
-        mock.patch.object(tiles, "capability", return_value=(9, 0)),
-        mock.patch.object(tiles, "multiprocessors", return_value=132),
+        mock.patch.object(tiles, "capability", return_value=capability),
+        mock.patch.object(tiles, "multiprocessors", return_value=multiprocessors),
         mock.patch.object(torch, "empty", ones),
         mock.patch.object(torch, "empty_like", ones_like),
     ):

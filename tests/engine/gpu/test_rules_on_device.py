@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmbox.engine.gpu.rule_entries import entries_of, words_of
 from llmbox.engine.gpu.rule_lists import LEAST, RuleLists
@@ -127,6 +128,48 @@ def test_a_long_list_moves_to_a_larger_place_with_its_counts():
     held = dict(zip(*lists._marks_3N[:2, first : first + count].tolist(), strict=True))
     assert held == dict.fromkeys(range(LEAST - 4), 0) | Counter(favourite[:-1])
     assert lists._marks_3N[0, 0] == 2, "the neighbour's"
+
+
+class Launches(TorchDispatchMode):
+    """How many operations a device would be given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def moved_at_once(rows: int) -> int:
+    """All of them outgrow their places in one step -> operations. One has twice the place of the others, and
+    leaves it to the next."""
+    rules, uploader = RuleLists(rows, V, CPU), Uploader(LateDevice(), 3, 1 << 22)
+    sizes = [2 * LEAST, *[LEAST] * (rows - 1)]
+    for row, size in enumerate(sizes):
+        listed = range(row, row + size - 1)
+        rules.take(row, make_request(prompt=listed, repetition_penalty=2.0))
+    uploader.begin_step()
+    rules.flush(uploader)
+    for row in range(rows):
+        rules.draws(row)
+    uploader.begin_step()
+    rules.flush(uploader)
+    for row in range(rows):
+        rules.draws(row)
+    uploader.begin_step()
+    with Launches() as launches:
+        rules.flush(uploader)
+    assert rules._places[1].start == 0, "where the first one was"
+    for row, size in enumerate(sizes):
+        first, count = rules._facts_R5[row, :2].tolist()
+        assert rules._marks_3N[0, first : first + count].tolist() == list(range(row, row + size - 1))
+    return launches.count
+
+
+def test_lists_that_outgrow_their_places_together_move_together():
+    assert moved_at_once(40) == moved_at_once(3)
 
 
 def test_places_are_used_again():

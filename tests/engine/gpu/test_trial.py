@@ -1,16 +1,20 @@
 """What the trial steps compile at load is all that serving asks for later."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from llmbox.engine.core import Engine
 from llmbox.engine.estimator import MemoryPlan
 from llmbox.engine.gpu.load import run_trials
 from llmbox.engine.gpu.trial import trial_blocks
+from llmbox.kernels.triton.backend import triton_ops
 from support.fp8_checkpoint import round_by_output
 from support.late_device import device_engine
+from support.paged import CPU, PagedStep
 from support.real_engines import ask, run
 from support.tiny_models import make_tiny_model
 from support.triton_variants import noted_variants
@@ -65,12 +69,15 @@ def serve(engine: Engine) -> None:
         {"quant": "fp8-block"},
         {"quant": "auto"},
         {"kv_dtype": "int8", "deterministic": True},
+        {"arch": "qwen3_moe", "quant": "int4"},
+        {"arch": "qwen3_moe", "quant": "fp8-block", "deterministic": True},
     ],
 )
 def test_serving_compiles_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
 ) -> None:
-    model = make_tiny_model(tmp_path, tokenizer=False, **SIZES)
+    arch, options = str(options.get("arch", "qwen3")), {k: v for k, v in options.items() if k != "arch"}
+    model = make_tiny_model(tmp_path, arch=arch, tokenizer=False, **SIZES)
     if options.get("quant") == "auto":  # of a checkpoint
         round_by_output(model, {"quant_method": "fp8", "activation_scheme": "static"}, given={})
     monkeypatch.setenv("LLMBOX_KERNELS", "triton")
@@ -85,3 +92,20 @@ def test_serving_compiles_nothing_more(
     assert len(needed) > 10
     assert {variant[0] for variant in needed} - {variant[0] for variant in compiled} == set()
     assert needed <= compiled
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.int8])
+def test_no_layer_compiles_anything_of_its_own(kv_dtype: torch.dtype) -> None:
+    step = PagedStep([(40, 1), (0, 9)], heads=(4, 2), head_dim=64, dtype=torch.float16, kv_dtype=kv_dtype)
+    ops = triton_ops(CPU, torch.float16)
+    cache = ops.make_kv_cache(replace(step.shape(), num_layers=4), CPU)
+    plan = ops.plan_attention(step.ragged([(40, 41), (0, 9)]), cache, None)
+    q, k = torch.zeros(10, 4, 64).half(), torch.zeros(10, 2, 64).half()
+    of_layers = []
+    for layer in range(4):
+        with noted_variants() as compiled:
+            ops.write_kv(cache, layer, k, k, plan)
+            ops.attention(q, cache, layer, plan, 0.1)
+        of_layers.append(compiled)
+    assert len(of_layers[0]) >= 3
+    assert all(variants == of_layers[0] for variants in of_layers)

@@ -261,11 +261,17 @@ def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def as_cublas(x: Tensor, weight: Tensor, **given: Any) -> Tensor:
-    """Blocks by their words, with what ScaledBlas.cpp checks of them; others really by PyTorch."""
+    """One scale for all really by PyTorch, others by their words, with what ScaledBlas.cpp checks of them."""
     scale_a, scale_b, dtype = given["scale_a"], given["scale_b"], given["out_dtype"]
-    if scale_a.shape[1:] == (1,) or scale_a.dim() == 1:
+    if scale_a.dim() == 1:
         return REAL(x, weight, **given)
     rows, inputs = x.shape
+    if scale_a.shape[1] == 1:  # PyTorch has it on CPUs too, from 2.13 on
+        assert scale_a.shape == (rows, 1)
+        assert scale_b.shape == (1, weight.shape[1])
+        assert scale_a.is_contiguous()
+        assert scale_b.is_contiguous()
+        return (x.float() * scale_a @ (weight.float() * scale_b)).to(dtype)
     assert x.is_contiguous()
     assert weight.t().is_contiguous()
     assert scale_a.shape == (rows, inputs // 128)

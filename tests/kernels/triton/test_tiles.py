@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llmbox.kernels.triton import gemm, linear, tiles
+from llmbox.kernels.triton import gemm, gemm_experts, linear, tiles
 from llmbox.kernels.triton.attention_plan import Plan, num_splits
 from llmbox.kernels.triton.attention_reduce import FEW_SPLITS
 
@@ -42,6 +42,21 @@ def test_no_batch_meets_a_variant_that_the_counts_do_not(
             seen = {of(rows, inputs, outputs) for rows in range(1, MOST + 1)}
             counts = (*tiles.ROW_COUNTS, MOST)
             assert seen == {of(rows, inputs, outputs) for rows in counts}, (outputs, inputs)
+
+
+@pytest.mark.parametrize("most", [300, 700, 1500, 3000, 8192])
+@pytest.mark.parametrize(("count", "chosen"), [(8, 2), (64, 8), (128, 8), (256, 8), (512, 8), (512, 10)])
+def test_no_step_of_a_mixture_meets_a_tile_that_the_counts_do_not(
+    monkeypatch: pytest.MonkeyPatch, count: int, chosen: int, most: int
+) -> None:
+    monkeypatch.setattr(tiles, "capability", lambda _: (9, 0))
+
+    def variant(rows: int) -> Variant:
+        each = rows * chosen // count
+        return gemm_experts.tile_for(CPU, each, 2), each > gemm_experts.MANY
+
+    counts = [*(rows for rows in tiles.ROW_COUNTS if rows < most), most]
+    assert {variant(rows) for rows in range(1, most + 1)} == {variant(rows) for rows in counts}
 
 
 @pytest.mark.parametrize("context", [100, 900, 40960])
