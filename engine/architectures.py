@@ -24,12 +24,13 @@ from .gemma_config import (
     refuse_gemma2,
     refuse_gemma3,
 )
-from .rope_config import RopeRule, one_rope, phi3_ropes, rope_of_some_layers
+from .rope_config import RopeRule, olmo3_ropes, one_rope, phi3_ropes, rope_of_some_layers
 from .scales import Scales
 from .windows import (
     WindowRule,
     no_windows,
     one_window,
+    windows_by_type,
     windows_by_type_if_used,
     windows_if_used,
     windows_of_later_layers,
@@ -86,11 +87,40 @@ class Architecture:
     """Raises ModelError for what would be computed wrongly."""
 
 
+def granite_scales(fields: Fields) -> Scales:
+    residual = multiplier(fields, "residual_multiplier")
+    return Scales(
+        embedding=multiplier(fields, "embedding_multiplier") / residual,
+        attention=multiplier(fields, "attention_multiplier"),
+        residual=residual,
+        logits=1 / multiplier(fields, "logits_scaling"),
+    )
+
+
+def multiplier(fields: Fields, name: str) -> float:
+    value = fields.number(name, 1.0)
+    if value <= 0:
+        raise fields.error(f"{name} {value} must be positive")
+    return value
+
+
+def refuse_clipping(fields: Fields) -> None:
+    if fields.raw.get("clip_qkv") is not None:
+        raise fields.error("clip_qkv is not supported")
+
+
 def refuse_head_bias(fields: Fields) -> None:
     if fields.flag("lm_head_bias", default=False):
         raise fields.error("lm_head_bias is not supported")
 
 
+_OLMO2 = Architecture(
+    model_type="olmo2",
+    defaults={"rms_norm_eps": 1e-5},
+    attention_bias=True,
+    qk_norm="width",
+    refuse=refuse_clipping,
+)
 SLIDING: Mapping[str, Any] = {"sliding_window": 4096}
 """Of a config.json without the key; null means no window."""
 
@@ -153,6 +183,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         mlp_bias=True,
         windows=windows_by_type_if_used,
         ropes=rope_of_some_layers,
+    ),
+    "Olmo2ForCausalLM": _OLMO2,
+    "Olmo3ForCausalLM": replace(
+        _OLMO2,
+        model_type="olmo3",
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096},
+        windows=windows_by_type,
+        ropes=olmo3_ropes,
+    ),
+    "GraniteForCausalLM": Architecture(
+        model_type="granite", attention_bias=True, mlp_bias=True, scales=granite_scales
     ),
     "Phi3ForCausalLM": Architecture(
         model_type="phi3",

@@ -66,7 +66,7 @@ def refuse_gemma3(fields: Fields) -> None:
 
 
 def gemma_scales(fields: Fields) -> Scales:
-    return Scales(embedding=fields.integer("hidden_size") ** 0.5)
+    return Scales(embedding=fields.integer("hidden_size") ** 0.5, rounds_embedding=True)
 
 
 def gemma2_scales(fields: Fields) -> Scales:

@@ -40,6 +40,7 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
+    """Of rows as they are kept (`Scales.residual`)."""
     tie_word_embeddings: bool
     """Or there is no head at all."""
     qkv_bias: bool
@@ -114,6 +115,7 @@ class ModelConfig:
             sliding_share=1 - self.windows.count(None) / self.num_layers,
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm == "heads",
+            norms_all_heads=self.qk_norm == "width",
             exact_params=self.num_parameters,
             fits_float16=self.fits_float16,
             quant=self.quant,
@@ -151,6 +153,7 @@ def parse_config(path: Path | str) -> ModelConfig:
     positions = fields.integer("max_position_embeddings")
     head = has_head(fields, Path(path))
     bias = kind.attention_bias and fields.flag("attention_bias", default=False)
+    scales = kind.scales(fields)
     ropes, layer_ropes = kind.ropes(fields, head_dim, positions, layers)
     return ModelConfig(
         model_type=kind.model_type,
@@ -163,7 +166,7 @@ def parse_config(path: Path | str) -> ModelConfig:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=positions,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6) / scales.residual**2,
         tie_word_embeddings=not head or fields.flag("tie_word_embeddings", default=False),
         has_head=head,
         qkv_bias=bias or kind.qkv_bias,
@@ -174,7 +177,7 @@ def parse_config(path: Path | str) -> ModelConfig:
         windows=kind.windows(fields, layers),
         ropes=ropes,
         layer_ropes=layer_ropes,
-        scales=kind.scales(fields),
+        scales=scales,
         activation=kind.activation,
         norms_add_one=kind.norms_add_one,
         fits_float16=kind.fits_float16,

@@ -47,6 +47,8 @@ class ModelShape:
     """Of layers, where there is a window: the others see everything."""
     qkv_bias: bool = False
     qk_norm: bool = False
+    norms_all_heads: bool = False
+    """Of queries, and of keys, together: no rank may have a part of them."""
     table_rows: int | None = None
     """Of the vocabulary's tables, where a rank holds fewer than `vocab`."""
     no_head: bool = False

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .config_fields import Fields
+from .windows import layer_types
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -75,6 +76,19 @@ def rope_of_some_layers(
         raise fields.error(f"no_rope_layers must have a 0 or a 1 for each of {layers} layers")
     rope = parse_rope(fields, head_dim, positions)
     return (rope, RopeConfig(rotary_dim=0)), tuple(0 if turn else 1 for turn in turns[:layers])
+
+
+def olmo3_ropes(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Scaling is for layers that see everything; those with a window turn by theta alone."""
+    names = ("full_attention", "sliding_attention")
+    raw = fields.mapping("rope_parameters") or {"full_attention": fields.mapping("rope_scaling")}
+    if not raw.keys() <= set(names):
+        raise fields.error(f"rope_parameters must have an entry for {names[0]} and {names[1]}, and no others")
+    by_type = Fields(raw, fields.where)
+    found = tuple(read_rope(by_type.mapping(name) or {}, fields, head_dim, positions) for name in names)
+    return found, tuple(int(name == "sliding_attention") for name in layer_types(fields, layers))
 
 
 def phi3_ropes(

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from .config_fields import Fields
 
+FULL, SLIDING = "full_attention", "sliding_attention"
 Windows = tuple[int | None, ...]
 """Of each layer; None sees everything."""
 WindowRule = Callable[[Fields, int], Windows]
@@ -47,17 +48,18 @@ def windows_by_type_if_used(fields: Fields, layers: int) -> Windows:
 
 def windows_by_type(fields: Fields, layers: int) -> Windows:
     """As `layer_types` says of each layer."""
+    window = window_of(fields)
+    return tuple(window if name == SLIDING else None for name in layer_types(fields, layers))
+
+
+def layer_types(fields: Fields, layers: int) -> list[str]:
+    """Full or sliding attention of each layer; without the key every fourth is full. Raises ModelError."""
     types = fields.raw.get("layer_types")
-    known = {"full_attention": None, "sliding_attention": window_of(fields)}
-    if (
-        not isinstance(types, list)
-        or len(types) != layers
-        or not all(isinstance(t, str) and t in known for t in types)
-    ):
-        raise fields.error(
-            f"layer_types must name full_attention or sliding_attention for each of {layers} layers"
-        )
-    return tuple(known[t] for t in types)
+    if types is None:
+        return [FULL if (layer + 1) % 4 == 0 else SLIDING for layer in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or not all(t in (FULL, SLIDING) for t in types):
+        raise fields.error(f"layer_types must name {FULL} or {SLIDING} for each of {layers} layers")
+    return types
 
 
 def window_of(fields: Fields) -> int | None:

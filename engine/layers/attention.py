@@ -6,7 +6,7 @@ T rows, E hidden, H query heads, G kv heads (of this rank), D head dim, n = H + 
 import torch
 from torch import Tensor
 
-from llmbox.kernels.ops import Ops
+from llmbox.kernels.ops import AttentionPlan, Ops
 
 from ..model_config import ModelConfig
 from ..parallel.layout import Part
@@ -57,9 +57,15 @@ class Attention:
     def __call__(self, x_TE: Tensor, forward: Forward) -> Tensor:
         """What `Rank.add_norm` takes."""
         ops, plan = self.ops, forward.plans[self.window]
+        qkv = ops.linear(self.qkv, x_TE).view(len(x_TE), -1, self.head_dim)
+        q_THD = self._turned_and_written(qkv, forward, plan)
+        out = ops.attention(q_THD, forward.cache, self.layer, plan, self.scale, self.softcap)
+        return self.rank.partial(ops, self.output, out, x_TE.shape[1])
+
+    def _turned_and_written(self, qkv: Tensor, forward: Forward, plan: AttentionPlan) -> Tensor:
+        """Queries, after keys and values are in the cache: [T, H + 2 G, D] -> [T, H, D]."""
+        ops, rotated = self.ops, self.heads + self.kv_heads
         angles = forward.cos_ATD[self.rope], forward.sin_ATD[self.rope]
-        rotated = self.heads + self.kv_heads
-        qkv = ops.linear(self.qkv, x_TE).view(len(x_TE), rotated + self.kv_heads, self.head_dim)
         if ops.rotate_and_write is not None:
             norm_nD, cache = self.norm_nD, forward.cache
             qk_TnD = ops.rotate_and_write(qkv, norm_nD, self.eps, *angles, cache, self.layer, plan)
@@ -69,9 +75,7 @@ class Attention:
                 qk_TnD = ops.rms_norm(qk_TnD, self.norm_nD, self.eps)
             qk_TnD = ops.rotary(qk_TnD, *angles)
             ops.write_kv(forward.cache, self.layer, qk_TnD[:, self.heads :], qkv[:, rotated:], plan)
-        q_THD = qk_TnD[:, : self.heads]
-        out = ops.attention(q_THD, forward.cache, self.layer, plan, self.scale, self.softcap)
-        return self.rank.partial(ops, self.output, out, x_TE.shape[1])
+        return qk_TnD[:, : self.heads]
 
 
 def rows_of(heads: Part, head_dim: int) -> Part:

@@ -108,5 +108,8 @@ class Decoder:
         """[R, V] in float32 or the model's dtype; V is this rank's part of the vocabulary, padded."""
         if not self.is_last:
             return hidden_RE
-        logits_RV, cap = self.ops.logits(self.head, hidden_RE), self.config.scales.logits_cap
+        scales, logits_RV = self.config.scales, self.ops.logits(self.head, hidden_RE)
+        if scales.logits != 1.0:
+            logits_RV.mul_(scales.logits)
+        cap = scales.logits_cap
         return logits_RV if cap is None else self.ops.softcap(logits_RV, cap)

@@ -18,7 +18,9 @@ class Embedding:
         self.rank = weights.rank
         self._part = self.rank.layout.vocabulary(config.vocab_size)
         self._outside_T1: Tensor | None = None
-        self._scale = float(torch.tensor(config.scales.embedding, dtype=weights.dtype))
+        self._scale = config.scales.embedding
+        if config.scales.rounds_embedding:
+            self._scale = float(torch.tensor(self._scale, dtype=weights.dtype))
         self.packed = weights.embedding(
             "model.embed_tokens", self._part, config.hidden_size, tied=config.tie_word_embeddings
         )

@@ -11,9 +11,12 @@ from ..weights import Source
 from .gemma import gemma
 from .gemma2 import gemma2
 from .gemma3_text import gemma3_text
+from .granite import granite
 from .llama import llama
 from .mistral import mistral
 from .mixtral import mixtral
+from .olmo2 import olmo2
+from .olmo3 import olmo3
 from .phi3 import phi3
 from .qwen2 import qwen2
 from .qwen3 import qwen3
@@ -32,6 +35,9 @@ MODELS: dict[str, Callable[[ModelConfig, Source], Decoder]] = {
     "gemma": gemma,
     "gemma2": gemma2,
     "gemma3_text": gemma3_text,
+    "olmo2": olmo2,
+    "olmo3": olmo3,
+    "granite": granite,
 }
 
 

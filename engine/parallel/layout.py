@@ -129,6 +129,8 @@ def can_split(shape: ModelShape, tp: int, pp: int, quant: Quant | None) -> bool:
 
 
 def _indivisible(shape: ModelShape, tp: int, quant: Quant | None) -> str:
+    if tp > 1 and shape.norms_all_heads:
+        return "the model norms its queries over all heads together, of which a rank would have a part"
     if shape.heads % tp:
         return f"the model's {shape.heads} attention heads cannot be shared equally"
     if shape.kv_heads % tp and tp % shape.kv_heads:

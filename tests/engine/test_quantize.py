@@ -58,6 +58,13 @@ def test_heads_that_turn_in_part(tmp_path: Path, to: str) -> None:
     assert answer(tmp_path / "out") == answer(source, quant=to)
 
 
+@pytest.mark.parametrize("arch", ["smollm3", "olmo3", "granite"])
+def test_other_architectures(tmp_path: Path, arch: str) -> None:
+    source = make_tiny_model(tmp_path / "model", arch=arch)
+    made(source, tmp_path / "out", "int4")
+    assert answer(tmp_path / "out") == answer(source, quant="int4")
+
+
 def test_odd_sizes(tmp_path: Path) -> None:
     """Neither two nor a group divide the inputs."""
     source = make_tiny_model(tmp_path / "model", intermediate_size=77, hidden_size=70, vocab_size=321)

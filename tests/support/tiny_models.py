@@ -24,6 +24,9 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "granite": "GraniteForCausalLM",
 }
 EXPERT_LINEARS = {
     "qwen3_moe": ("mlp.", ("gate_proj", "up_proj", "down_proj")),
@@ -89,6 +92,12 @@ def tiny_config(arch: str = "qwen3", rope: str = "default", **overrides: Any) ->
         config["max_position_embeddings"] = ORIGINAL_CONTEXT
     if arch in {"mistral", "phi3", "smollm3"}:
         config["sliding_window"] = None
+    if arch == "olmo3":  # other thetas without rope_parameters are those of full attention alone
+        config |= {"sliding_window": 20, "rope_theta": 500000.0}
+        config["layer_types"] = ["sliding_attention", "full_attention"]
+    if arch == "granite":
+        config |= {"embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3}
+        config["logits_scaling"] = 3.0
     if arch == "smollm3":
         config["no_rope_layers"] = [1, 0]
     if arch == "phi3" and rope == "longrope":  # its context is the one after scaling
@@ -143,7 +152,8 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     for i in range(config["num_hidden_layers"]):
         p = f"model.layers.{i}."
-        shapes[p + "input_layernorm.weight"] = shapes[p + "post_attention_layernorm.weight"] = (hidden,)
+        before = "post_feedforward_layernorm" if arch in {"olmo2", "olmo3"} else "input_layernorm"
+        shapes[p + before + ".weight"] = shapes[p + "post_attention_layernorm.weight"] = (hidden,)
         linears = {
             "self_attn.q_proj": (q, hidden, qkv_bias),
             "self_attn.k_proj": (kv, hidden, qkv_bias),
@@ -169,6 +179,9 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes |= {p + name: (hidden,) for name in gemma_norms(arch)}
         if arch in {"qwen3", "qwen3_moe", "gemma3_text"}:
             shapes[p + "self_attn.q_norm.weight"] = shapes[p + "self_attn.k_norm.weight"] = (head,)
+        if arch in {"olmo2", "olmo3"}:
+            shapes[p + "self_attn.q_norm.weight"] = (q,)
+            shapes[p + "self_attn.k_norm.weight"] = (kv,)
     shapes["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocab, hidden)

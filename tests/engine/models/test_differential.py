@@ -92,6 +92,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "long_factor": [1.0, 1.5, 2.0, 3.0],
         },
     },
+    "olmo2-no-gqa": {"arch": "olmo2", "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "olmo3-layer-types": {
+        "arch": "olmo3",
+        "rope": "yarn",
+        "num_hidden_layers": 4,
+        "layer_types": None,
+        "sliding_window": 17,
+    },
+    "granite-tied-biased": {
+        "arch": "granite",
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rms_norm_eps": 0.01,
+    },
     "smollm3-few-turn": {"arch": "smollm3", "no_rope_layers": [0, 1], "tie_word_embeddings": True},
     "smollm3-interval": {
         "arch": "smollm3",

@@ -21,7 +21,11 @@ def write(directory: Path, config: dict[str, Any]) -> Path:
 def test_both_ways_of_writing_rope_mean_the_same(tmp_path: Path, arch: str, rope: str) -> None:
     old = tiny_config(arch, rope, max_position_embeddings=128)
     new = {key: value for key, value in old.items() if key not in {"rope_scaling", "rope_theta"}}
-    new["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, **(old["rope_scaling"] or {})}
+    plain = {"rope_type": "default", "rope_theta": old["rope_theta"]}
+    new["rope_parameters"] = plain | (old["rope_scaling"] or {})
+    if arch == "olmo3":
+        by_type = {"full_attention": new["rope_parameters"], "sliding_attention": plain}
+        new["rope_parameters"] = by_type
     new["dtype"] = new.pop("torch_dtype")
     assert parse_config(write(tmp_path, old)) == parse_config(write(tmp_path, new))
 
@@ -39,7 +43,7 @@ def test_reads_what_transformers_writes(tmp_path: Path, arch: str) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_counts_parameters(tmp_path: Path, arch: str, tied: bool) -> None:
     config = tiny_config(
-        arch, tie_word_embeddings=tied, attention_bias=True, mlp_bias=arch in {"llama", "smollm3"}
+        arch, tie_word_embeddings=tied, attention_bias=True, mlp_bias=arch in {"llama", "smollm3", "granite"}
     )
     if arch in {"mistral", "mixtral", "phi3"}:
         config["attention_bias"] = False  # it has none, whatever config.json says
@@ -70,6 +74,7 @@ def test_windows(tmp_path: Path) -> None:
     assert windows("qwen2", sliding_window=8, use_sliding_window=False) == (None,) * 3
     assert windows("qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=2) == (None, None, 8)
     assert windows("phi3", sliding_window=8) == (8,) * 3
+    assert windows("olmo3", sliding_window=8, num_hidden_layers=5, layer_types=None) == (8, 8, 8, None, 8)
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     assert windows("qwen3", sliding_window=8, use_sliding_window=True, layer_types=types) == (8, None, 8)
 
@@ -162,6 +167,10 @@ def test_code_that_is_known_needs_no_running(tmp_path: Path, prefix: str) -> Non
     [
         ("phi3", {"lm_head_bias": True}, "lm_head_bias"),
         ("phi3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "only longrope"),
+        ("olmo2", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("olmo3", {"rope_parameters": {"rope_type": "default"}}, "full_attention"),
+        ("olmo3", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("granite", {"residual_multiplier": 0.0}, "must be positive"),
         ("smollm3", {"no_rope_layers": [1]}, "0 or a 1 for each of 2 layers"),
         ("smollm3", {"no_rope_layers": [1, "no"]}, "0 or a 1"),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, "layer_types"),

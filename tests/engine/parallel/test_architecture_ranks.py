@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from llmbox.engine.errors import ParallelError
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
 
@@ -24,6 +25,8 @@ PART_TURNS = {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}
         ("phi3", PART_TURNS, {"tp": 2}),
         ("phi3", PART_TURNS, {"pp": 2, "dtype": "bfloat16", "quant": "int8"}),
         ("smollm3", {}, {"tp": 2, "pp": 2}),
+        ("granite", {}, {"tp": 2, "pp": 2}),
+        ("olmo3", {}, {"pp": 2}),
     ],
 )
 def test_ranks_give_the_tokens_of_one(
@@ -32,3 +35,10 @@ def test_ranks_give_the_tokens_of_one(
     model = make_tiny_model(tmp_path, arch=arch, tokenizer=False, **config)
     alone = {key: value for key, value in options.items() if key not in {"tp", "pp"}}
     assert tokens(load(model, **options), REQUESTS) == tokens(load(model, **alone), REQUESTS)
+
+
+@pytest.mark.parametrize("arch", ["olmo2", "olmo3"])
+def test_norms_over_all_heads_are_not_cut(tmp_path: Path, arch: str) -> None:
+    model = make_tiny_model(tmp_path, arch=arch, tokenizer=False)
+    with pytest.raises(ParallelError, match=r"over all heads together.* can take 1$"):
+        load(model, tp=2)

@@ -29,6 +29,8 @@ PROMPTS = {"a": range(3, 22), "b": [5, 9, 11]}
         ("llama", {"dtype": "float32", "deterministic": True}),
         ("qwen3_moe", {"dtype": "float32"}),
         ("smollm3", {"dtype": "float32"}),
+        ("olmo2", {"dtype": "float32"}),
+        ("granite", {"dtype": "float32"}),
         ("gemma2", {"dtype": "float32"}),
         ("gemma3_text", {"dtype": "float32", "deterministic": True}),
     ],
