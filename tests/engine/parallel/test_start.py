@@ -89,3 +89,14 @@ def test_what_nccl_says_is_told_in_one_line_with_what_to_do(two_gpus):
         "rank 1 cannot meet the others over nccl: unhandled system error Last error: no /dev/shm. NCCL_DEBUG"
     )
     assert "--shm-size" in told
+
+
+@pytest.mark.parametrize(
+    ("device", "chosen", "over"),
+    [("cuda", None, "nccl"), ("cuda", "gloo", "nccl"), ("cpu", "gloo", "gloo"), ("cpu", "nccl", "mesh")],
+)
+def test_what_ranks_exchange_numbers_over(monkeypatch, device, chosen, over):
+    monkeypatch.delenv("LLMBOX_RANKS", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("LLMBOX_RANKS", chosen)
+    assert start.choose(SimpleNamespace(device=device)) == over
