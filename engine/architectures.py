@@ -99,8 +99,8 @@ def granite_scales(fields: Fields) -> Scales:
 
 def multiplier(fields: Fields, name: str) -> float:
     value = fields.number(name, 1.0)
-    if value <= 0:
-        raise fields.error(f"{name} {value} must be positive")
+    if not 1e-6 <= value <= 1e6:
+        raise fields.error(f"{name} {value} must be between 1e-6 and 1e6")
     return value
 
 
@@ -114,6 +114,9 @@ def refuse_head_bias(fields: Fields) -> None:
         raise fields.error("lm_head_bias is not supported")
 
 
+SLIDING: Mapping[str, Any] = {"sliding_window": 4096}
+"""Of a config.json without the key; null means no window."""
+
 _OLMO2 = Architecture(
     model_type="olmo2",
     defaults={"rms_norm_eps": 1e-5},
@@ -121,9 +124,6 @@ _OLMO2 = Architecture(
     qk_norm="width",
     refuse=refuse_clipping,
 )
-SLIDING: Mapping[str, Any] = {"sliding_window": 4096}
-"""Of a config.json without the key; null means no window."""
-
 _GEMMA = Architecture(
     model_type="gemma",
     defaults=GEMMA,

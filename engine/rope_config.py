@@ -87,7 +87,7 @@ def olmo3_ropes(
     if not raw.keys() <= set(names):
         raise fields.error(f"rope_parameters must have an entry for {names[0]} and {names[1]}, and no others")
     by_type = Fields(raw, fields.where)
-    found = tuple(read_rope(by_type.mapping(name) or {}, fields, head_dim, positions) for name in names)
+    found = tuple(whole_heads(by_type.mapping(name) or {}, fields, head_dim, positions) for name in names)
     return found, tuple(int(name == "sliding_attention") for name in layer_types(fields, layers))
 
 
@@ -101,11 +101,15 @@ def phi3_ropes(
         raw = {**raw, "rope_type": "longrope"}
     elif rope_type not in ("default", "longrope"):
         raise fields.error(f"RoPE type {rope_type!r} is not supported of this architecture, only longrope")
-    return (read_rope(raw, fields, head_dim, positions),), (0,) * layers
+    partial = partial_rotary(raw, fields)
+    rotary_dim = int(head_dim * partial)
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise fields.error(f"partial_rotary_factor {partial} of head_dim {head_dim} is no even part of it")
+    return (read_rope(raw, fields, rotary_dim, positions),), (0,) * layers
 
 
 def parse_rope(fields: Fields, head_dim: int, max_position_embeddings: int) -> RopeConfig:
-    return read_rope(raw_rope(fields), fields, head_dim, max_position_embeddings)
+    return whole_heads(raw_rope(fields), fields, head_dim, max_position_embeddings)
 
 
 def raw_rope(fields: Fields) -> dict[str, Any]:
@@ -113,7 +117,23 @@ def raw_rope(fields: Fields) -> dict[str, Any]:
     return fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}
 
 
-def read_rope(raw: dict[str, Any], fields: Fields, head_dim: int, max_position_embeddings: int) -> RopeConfig:
+def whole_heads(
+    raw: dict[str, Any], fields: Fields, head_dim: int, max_position_embeddings: int
+) -> RopeConfig:
+    """Of an architecture all of whose dims turn."""
+    if (partial := partial_rotary(raw, fields)) != 1.0:
+        raise fields.error(f"partial_rotary_factor {partial} is not supported of this architecture, only 1.0")
+    return read_rope(raw, fields, head_dim, max_position_embeddings)
+
+
+def partial_rotary(raw: dict[str, Any], fields: Fields) -> float:
+    rope = Fields(raw, f"{fields.where}: rope parameters")
+    return rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+
+
+def read_rope(
+    raw: dict[str, Any], fields: Fields, rotary_dim: int, max_position_embeddings: int
+) -> RopeConfig:
     """`fields`: of the whole config.json, which has some of the numbers."""
     rope = Fields(raw, f"{fields.where}: rope parameters")
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
@@ -122,10 +142,6 @@ def read_rope(raw: dict[str, Any], fields: Fields, head_dim: int, max_position_e
         raise rope.error("RoPE parameters by layer type are not supported")
     if rope_type not in ROPE_TYPES:
         raise rope.error(f"RoPE type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    rotary_dim = int(head_dim * partial)
-    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
-        raise rope.error(f"partial_rotary_factor {partial} of head_dim {head_dim} is no even part of it")
     if theta <= 1.0:
         raise rope.error(f"rope_theta {theta} must be larger than 1")
     if rope_type == "default":

@@ -108,7 +108,7 @@ BAD = {
         [1],
         {"rope_type": "linear", "factor": "2"},
     ),
-    "partial_rotary_factor": (0.2, 0.0, 1.5, "half"),
+    "partial_rotary_factor": (0.5, "half"),
     "rope_parameters": ({"full_attention": {"rope_type": "default"}}, {"rope_type": "longrope"}),
 }
 
@@ -170,7 +170,11 @@ def test_code_that_is_known_needs_no_running(tmp_path: Path, prefix: str) -> Non
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv"),
         ("olmo3", {"rope_parameters": {"rope_type": "default"}}, "full_attention"),
         ("olmo3", {"layer_types": ["full_attention"]}, "layer_types"),
-        ("granite", {"residual_multiplier": 0.0}, "must be positive"),
+        ("granite", {"residual_multiplier": 0.0}, "between 1e-6 and 1e6"),
+        ("granite", {"residual_multiplier": 1e-300}, "between 1e-6 and 1e6"),
+        ("phi3", {"partial_rotary_factor": 0.2}, "no even part"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "no even part"),
+        ("olmo2", {"partial_rotary_factor": 0.5}, "only 1.0"),
         ("smollm3", {"no_rope_layers": [1]}, "0 or a 1 for each of 2 layers"),
         ("smollm3", {"no_rope_layers": [1, "no"]}, "0 or a 1"),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, "layer_types"),
