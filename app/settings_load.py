@@ -83,8 +83,9 @@ def read_file(path: Path) -> dict[str, tuple[Scalar, int | None]]:
 def parse(text: str, path: Path) -> dict[str, tuple[Scalar, int | None]]:
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise CliError(f"{path} is not valid TOML", str(error), "llmbox config edit", Exit.USAGE) from error
+    except (ValueError, RecursionError) as error:  # some numbers and nesting are more than tomllib can hold
+        why = "it nests too deeply" if isinstance(error, RecursionError) else str(error)
+        raise CliError(f"{path} is not valid TOML", why, "llmbox config edit", Exit.USAGE) from error
     found: dict[str, tuple[Scalar, int | None]] = {}
     for section, table in document.items():
         if section not in SECTIONS or not isinstance(table, dict):

@@ -68,11 +68,13 @@ def _call(value: Any) -> ToolCall | None:
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
+    try:
+        if isinstance(arguments, str):
             arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return None
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        f"{name}{written}".encode()  # half a surrogate pair could not be sent
+    except (ValueError, RecursionError):
+        return None
     if not isinstance(arguments, dict):
         return None
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(name, written)

@@ -1,0 +1,259 @@
+"""Every parser that reads what others wrote: strategies of input, and what must hold whatever comes.
+
+A check may raise only for a bug: each parser's own refusal is caught here by its type.
+"""
+
+import contextlib
+import json
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from hypothesis import strategies as st
+
+from llmbox.app.errors import ApiError, CliError
+from llmbox.app.http.strict_json import load
+from llmbox.app.settings import SECTIONS
+from llmbox.app.settings_load import parse
+from llmbox.app.text import grammar_worker, template_worker
+from llmbox.app.text.tool_calls import parse_calls
+from llmbox.engine import messages
+from llmbox.engine.errors import ModelError
+from llmbox.engine.gguf.file import read_gguf
+from llmbox.engine.model_config import parse_config
+from llmbox.engine.safetensors_header import read_header
+from llmbox.engine.transport import FrameReader, TransportError
+from support.tiny_models import tiny_config
+
+from .http_bytes import HTTP, check_http
+from .strategies import JSON, pieces
+
+
+class Target(NamedTuple):
+    inputs: st.SearchStrategy[Any]
+    check: Callable[[Any], None]
+
+
+@cache
+def folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="llmbox-fuzz-"))
+
+
+# ---- JSON, settings, calls
+
+
+def check_json(data: bytes) -> None:
+    refused: ApiError | None = None
+    try:
+        told: Any = load(data)
+    except ApiError as error:
+        refused, told = error, error.body()
+    assert refused is None or refused.status == 400
+    msgspec.json.encode(told)
+
+
+def check_settings(text: str) -> None:
+    with contextlib.suppress(CliError):
+        parse(text, Path("config.toml"))
+
+
+def check_calls(text: str) -> None:
+    for call in parse_calls(text) or ():
+        msgspec.json.encode([call.name, call.arguments])
+        assert isinstance(msgspec.json.decode(call.arguments), dict)
+
+
+# ---- files of models
+
+
+def check_config(content: bytes) -> None:
+    (folder() / "config.json").write_bytes(content)
+    with contextlib.suppress(ModelError):
+        assert parse_config(folder()).shape().params > 0
+
+
+def check_safetensors(content: bytes) -> None:
+    (file := folder() / "x.safetensors").write_bytes(content)
+    with contextlib.suppress(ModelError):
+        for entry in read_header(file).values():
+            assert 0 <= entry.offset <= entry.offset + entry.nbytes <= len(content)
+
+
+def check_gguf(content: bytes) -> None:
+    (file := folder() / "x.gguf").write_bytes(content)
+    with contextlib.suppress(ModelError):
+        read_gguf(file)
+
+
+def _safetensors(header: Any, data: int) -> bytes:
+    raw = json.dumps(header).encode()
+    return struct.pack("<Q", len(raw)) + raw + bytes(data)
+
+
+NAMES = st.sampled_from(["a", "b.weight", "../c", "__metadata__"]) | st.text(max_size=4)
+ENTRY = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F32", "BF16", "I8"]) | JSON,
+        "shape": st.lists(st.integers(-1, 5), max_size=3) | JSON,
+        "data_offsets": st.lists(st.integers(-4, 80), min_size=2, max_size=2) | JSON,
+    }
+)
+CONFIG = tiny_config("qwen3")
+CHANGED = st.dictionaries(st.sampled_from(sorted(CONFIG)), JSON, max_size=3)
+
+# ---- frames of the engine, templates, grammars
+
+
+def check_frames(data: bytes) -> None:
+    reader: FrameReader[messages.ToDaemon] = FrameReader(messages.ToDaemon)
+    with contextlib.suppress(TransportError):
+        list(reader.feed(data))
+        reader.finish()
+
+
+def _framed(bodies: list[bytes]) -> bytes:
+    return b"".join(struct.pack("<II", len(body), zlib.crc32(body)) + body for body in bodies)
+
+
+def check_template(job: dict[str, Any]) -> None:
+    answer = template_worker.answer(job)
+    assert set(answer) <= {"text", "error"}
+    assert all(isinstance(value, str) for value in answer.values())
+
+
+def check_grammar(grammar: dict[str, Any]) -> None:
+    answer = grammar_worker.answer({"grammars": [grammar]})
+    assert set(answer) in ({"grammar"}, {"error"})
+
+
+MESSAGES = st.lists(st.dictionaries(st.sampled_from(["role", "content", "name"]), JSON), max_size=3)
+TEMPLATE = pieces(
+    "{{ messages }}",
+    "{% for m in messages %}",
+    "{% endfor %}",
+    "{{ m.content }}",
+    "{% if m %}",
+    "{% endif %}",
+    "{{ m['role'] | tojson }}",
+    "{{ ''.__class__ }}",
+    "{% generation %}",
+    "{% endgeneration %}",
+    "{{",
+    "}}",
+    "{#",
+    "{{ raise_exception('x') }}",
+    "{{ strftime_now('%Y') }}",
+    "{% set x = namespace() %}",
+    "{{ x.y.z }}",
+)
+SCHEMA = st.recursive(
+    st.sampled_from([{"type": "string"}, {"type": "integer", "minimum": 3}, {"$ref": "#"}, {"enum": [1]}, {}])
+    | st.dictionaries(st.sampled_from(["type", "enum", "pattern", "maxLength", "anyOf", "const"]), JSON),
+    lambda inner: (
+        st.fixed_dictionaries(
+            {"type": st.just("object"), "properties": st.dictionaries(st.text(max_size=3), inner, max_size=3)}
+        )
+        | st.fixed_dictionaries({"type": st.just("array"), "items": inner, "maxItems": st.integers(-1, 9)})
+        | st.fixed_dictionaries({"anyOf": st.lists(inner, max_size=3)})
+    ),
+    max_leaves=6,
+)
+GRAMMAR = (
+    st.fixed_dictionaries({"json_schema": SCHEMA})
+    | st.fixed_dictionaries(
+        {"regex": pieces("[a-z]", "(", ")", "|", "*", "{1,3}", "\\d", "\\p{L}", "(?i)", "^")}
+    )
+    | st.fixed_dictionaries(
+        {"gbnf": pieces("root ::= ", '"a"', "[a-z]+", " | ", "root", "\n", "x ::= ", "(", ")")}
+    )
+    | st.fixed_dictionaries(
+        {"lark_grammar": pieces("start: ", '"a"', "/b+/", "\n", "%json {", "}", "x: ", "|")}
+    )
+)
+
+TARGETS = {
+    "http": Target(st.binary(max_size=300) | HTTP.map(str.encode), check_http),
+    "json": Target(
+        st.binary(max_size=200)
+        | pieces("{", "}", "[", "]", '"a"', ":", ",", "1", "1e999", "NaN", '"\\ud800"', "9" * 4400).map(
+            str.encode
+        ),
+        check_json,
+    ),
+    "settings": Target(
+        pieces(
+            *(f"[{name}]\n" for name in SECTIONS),
+            "server",
+            ".",
+            "port = ",
+            "1",
+            '"x"',
+            "[" * 3000,
+            "9" * 4400,
+            " = ",
+            "{",
+            "}",
+            "\n",
+            "1979-05-27",
+            "inf",
+            "-",
+            "'''",
+            "\0",
+        ),
+        check_settings,
+    ),
+    "tool_calls": Target(
+        pieces(
+            '{"name": "f", ',
+            '"arguments": {"a": ',
+            "}}",
+            "NaN",
+            "1e999",
+            '"\\ud800"',
+            "[",
+            "]",
+            "9" * 4400,
+            ",",
+        ),
+        check_calls,
+    ),
+    "config.json": Target(
+        st.binary(max_size=100) | CHANGED.map(lambda changed: json.dumps({**CONFIG, **changed}).encode()),
+        check_config,
+    ),
+    "safetensors": Target(
+        st.binary(max_size=200)
+        | st.builds(_safetensors, st.dictionaries(NAMES, ENTRY | JSON, max_size=4), st.integers(0, 80)),
+        check_safetensors,
+    ),
+    "gguf": Target(
+        st.builds(
+            lambda tensors, values, rest: struct.pack("<4sIQQ", b"GGUF", 3, tensors, values) + rest,
+            st.integers(0, 3) | st.integers(0, 2**64 - 1),
+            st.integers(0, 3) | st.integers(0, 2**64 - 1),
+            st.lists(
+                st.binary(max_size=20)
+                | st.integers(0, 13).map(lambda kind: struct.pack("<Q1sI", 1, b"k", kind))
+                | st.integers(0, 2**63).map(lambda size: struct.pack("<Q", size)),
+                max_size=6,
+            ).map(b"".join),
+        ),
+        check_gguf,
+    ),
+    "frames": Target(
+        st.binary(max_size=300) | st.lists(st.binary(min_size=1, max_size=60), max_size=4).map(_framed),
+        check_frames,
+    ),
+    "template": Target(
+        st.fixed_dictionaries(
+            {"template": TEMPLATE, "variables": st.fixed_dictionaries({"messages": MESSAGES})}
+        ),
+        check_template,
+    ),
+    "grammar": Target(GRAMMAR, check_grammar),
+}
