@@ -4,7 +4,7 @@ export PYTHONSAFEPATH = 1
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: up down test check format docs bench gpu-check gpu-compile bench-peers clean
+.PHONY: up down test check format docs bench soak fuzz gpu-check gpu-compile bench-peers clean
 up: .venv/installed
 	$(BIN)/llmbox up builtin
 
@@ -29,6 +29,13 @@ docs: .venv/dev
 
 bench: .venv/dev
 	$(BIN)/python tests/bench/scenarios.py
+
+# A daemon, clients and a fault a minute; every parser. ARGS="--minutes 60" and ARGS="--seconds 3600"; results: docs/reliability.md.
+soak: .venv/dev
+	PYTHONPATH=packaging/tree:tests $(BIN)/python -P -m soak.run $(ARGS)
+
+fuzz: .venv/dev
+	PYTHONPATH=packaging/tree:tests $(BIN)/python -P -m fuzz.run $(ARGS)
 
 # PEERS says what is installed where: PEERS="--model DIR --vllm PYTHON --llama BIN --gguf DIR".
 bench-peers: .venv/dev

@@ -35,3 +35,17 @@ def test_files_named_in_backticks_exist(page):
         r"`((?:app|engine|kernels|ui|packaging|tests)/[\w/.]+\.\w+)", page.read_text("utf-8")
     ):
         assert (ROOT / name).exists(), name
+
+
+def test_tests_named_as_proof_exist():
+    proofs = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs/reliability.md").read_text("utf-8"))
+    assert proofs
+    for file, name in proofs:
+        assert re.search(rf"def {name}\(", (ROOT / file).read_text("utf-8")), f"{file}::{name}"
+
+
+def test_every_fault_has_its_row():
+    text = (ROOT / "docs/reliability.md").read_text("utf-8")
+    assert [int(number) for number in re.findall(r"^\| (\d+) .*`tests/", text, re.MULTILINE)] == [
+        *range(1, 31)
+    ]
