@@ -24,7 +24,6 @@ PARAMETERS: Final = (
 MISSING: Final = (
     ("JSON schemas", "this page has no place for them; the API takes response_format"),
     ("Tools", "this page has no place for them; the API takes them"),
-    ("Embeddings", "this page has no place for them; the API has /v1/embeddings"),
 )
 """(name, why) of what people may look for on this page."""
 

@@ -1,31 +1,44 @@
 // The form's request for a terminal and for a program.
 
 const ofTheClient = new Set([
-  "model", "messages", "prompt", "max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop",
+  "model", "messages", "prompt", "input", "max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop",
 ]);
 
 const python = (value) => JSON.stringify(value, null, 4).replaceAll("\n", "\n    "); // numbers, texts and lists are the same
 
 export function asCurl(url, path, body) {
-  const json = JSON.stringify({ ...body, stream: true }, null, 2).replaceAll("'", "'\\''");
-  return `curl -N ${url}${path} \\
+  const streams = !path.endsWith("/embeddings");
+  const json = JSON.stringify(streams ? { ...body, stream: true } : body, null, 2).replaceAll("'", "'\\''");
+  return `curl ${streams ? "-N " : ""}${url}${path} \\
   -H "Authorization: Bearer $LLMBOX_API_KEY" \\
   -H 'Content-Type: application/json' \\
   -d '${json}'`;
 }
 
 export function asPython(url, path, body) {
-  const chat = path.includes("chat");
   const given = Object.entries(body).filter(([name]) => ofTheClient.has(name));
   const extra = Object.fromEntries(Object.entries(body).filter(([name]) => !ofTheClient.has(name)));
   const lines = given.map(([name, value]) => `    ${name}=${python(value)},`);
   if (Object.keys(extra).length) lines.push(`    extra_body=${python(extra)},`);
+  const call = path.endsWith("/embeddings") ? vectorsCall(lines) : streamedCall(path.includes("chat"), lines);
   return `import os
 
 from openai import OpenAI
 
 client = OpenAI(base_url="${url}/v1", api_key=os.environ["LLMBOX_API_KEY"])
-stream = client.${chat ? "chat.completions" : "completions"}.create(
+${call}`;
+}
+
+function vectorsCall(lines) {
+  return `answer = client.embeddings.create(
+${lines.join("\n")}
+)
+for each in answer.data:
+    print(len(each.embedding), each.embedding[:3])`;
+}
+
+function streamedCall(chat, lines) {
+  return `stream = client.${chat ? "chat.completions" : "completions"}.create(
 ${lines.join("\n")}
     stream=True,
 )

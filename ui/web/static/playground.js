@@ -2,6 +2,7 @@
 
 import { answerOf } from "./playground-answer.js";
 import { asCurl, asPython } from "./playground-calls.js";
+import { VECTORS, textsOf, vectorsOf } from "./playground-vectors.js";
 
 const form = document.getElementById("playground");
 let stopper = null;
@@ -40,6 +41,7 @@ class Pane {
   }
 
   body(question) {
+    if (form.elements.kind.value === "embeddings") return [VECTORS, { model: this.model, input: textsOf(question) }];
     const made = { model: this.model, ...parameters() };
     if (form.elements.kind.value === "completion") return ["/v1/completions", { ...made, prompt: question }];
     const system = form.elements.system.value.trim();
@@ -55,12 +57,11 @@ class Pane {
     const turn = this.turn("answer", "");
     this.talk.setAttribute("aria-busy", "true");
     try {
-      const request = new Request(path, {
-        method: "POST",
-        headers: { "Content-Type": "application/json", "X-CSRF-Token": form.dataset.csrf },
-        body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
-        signal,
-      });
+      if (path === VECTORS) {
+        turn.append(...(await vectorsOf(post(path, body, signal), body.input)));
+        return true;
+      }
+      const request = post(path, { ...body, stream: true, stream_options: { include_usage: true } }, signal);
       const into = (find) => (text) => {
         const following = this.talk.scrollHeight - this.talk.scrollTop - this.talk.clientHeight < 40;
         find().textContent += text;
@@ -81,6 +82,11 @@ class Pane {
       this.talk.scrollTop = this.talk.scrollHeight;
     }
   }
+}
+
+function post(path, body, signal) {
+  const headers = { "Content-Type": "application/json", "X-CSRF-Token": form.dataset.csrf };
+  return new Request(path, { method: "POST", headers, body: JSON.stringify(body), signal });
 }
 
 // Made with the first thought; closed, they take one line.
@@ -117,14 +123,23 @@ function busy(is) {
   if (!is) form.elements.prompt.focus();
 }
 
+// What the first model can do stays to choose from.
+function allowedKind(model) {
+  const kinds = [...form.elements.kind.options];
+  const can = { chat: model.chat === "1", completion: model.writes === "1", embeddings: model.vectors === "1" };
+  for (const kind of kinds) kind.disabled = !can[kind.value];
+  if (!can[form.elements.kind.value]) form.elements.kind.value = kinds.find((kind) => !kind.disabled)?.value ?? "completion";
+  return form.elements.kind.value;
+}
+
 function show(panes) {
   const other = form.elements.other.value !== "";
   panes[1].element.hidden = !other;
   document.getElementById("panes").classList.toggle("two", other);
-  const chat = panes[0].select.selectedOptions[0].dataset.chat === "1";
-  form.elements.kind.options[0].disabled = !chat;
-  if (!chat) form.elements.kind.value = "completion";
-  form.querySelector(".system").hidden = form.elements.kind.value === "completion";
+  const kind = allowedKind(panes[0].select.selectedOptions[0].dataset);
+  form.querySelector(".system").hidden = kind === "completion";
+  form.querySelector(".parameters").hidden = kind === "embeddings";
+  form.elements.prompt.placeholder = kind === "embeddings" ? "Texts to compare, one a line" : "Ask something";
   const [path, body] = panes[0].body(form.elements.prompt.value || "Hello");
   document.getElementById("curl").textContent = asCurl(form.dataset.url, path, body);
   document.getElementById("python").textContent = asPython(form.dataset.url, path, body);
