@@ -16,6 +16,8 @@ class Drawn(Widget):
     """Base of what is drawn line by line from tones."""
 
     DEFAULT_CSS = "Drawn { height: 1fr; width: 1fr; }"
+    of_now: bool = False
+    """Keeps its colours when the daemon is gone: it tells of that."""
 
     @property
     def glyphs(self) -> Glyphs:
@@ -24,7 +26,8 @@ class Drawn(Widget):
 
     @property
     def tones(self) -> dict[str, Style]:
-        return styles(self.app.current_theme, stale=bool(getattr(self.app, "is_stale", False)))
+        stale = not self.of_now and bool(getattr(self.app, "is_stale", False))
+        return styles(self.app.current_theme, stale=stale)
 
     def strip_of(self, line: Line, width: int, *, under: str | None = None) -> Strip:
         """`under`: a tone whose background lies below all spans."""
@@ -38,8 +41,9 @@ class Drawn(Widget):
 class Lines(Drawn):
     """`show` new lines; further ones than there is room for are left out."""
 
-    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:  # noqa: A002 - Textual's name
+    def __init__(self, *, id: str | None = None, classes: str | None = None, of_now: bool = False) -> None:  # noqa: A002 - Textual's name
         super().__init__(id=id, classes=classes)
+        self.of_now = of_now
         self._lines: tuple[Line, ...] = ()
 
     def show(self, lines: Sequence[Line]) -> None:

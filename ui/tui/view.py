@@ -56,8 +56,8 @@ class View(Screen[None]):
         return self.dashboard.glyphs
 
     def compose(self) -> ComposeResult:
-        yield Lines(id="bar")
-        yield Lines(id="alert")
+        yield Lines(id="bar", of_now=True)
+        yield Lines(id="alert", of_now=True)
         yield from self.body()
         yield Input(placeholder="Filter: words that a row must hold; esc clears", id="filter", compact=True)
         yield Lines(id="compact")
