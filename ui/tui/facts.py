@@ -9,14 +9,24 @@ from .text import Glyphs, Line, clean, heading, seconds, size, wrapped
 
 _MOST_SHOWN = 4000
 """Characters of a prompt and of an answer: a window is no pager."""
-_IN_WORDS = {"prefix_end", "looked_up_tokens", "output_hash", "fingerprint", "content"}
+_WORDS = {
+    "id": "request", "n": "answers", "stream": "streamed", "prompt_tokens": "prompt tokens",
+    "cached_tokens": "of them cached", "output_tokens": "output tokens", "ttft": "first token after",
+    "ttft_s": "first token after", "tpot_s": "per token", "e2e_s": "in all", "queue_s": "in the queue",
+    "tokens_per_second": "tokens/s", "http_status": "status", "finish_reasons": "ended by",
+    "error_code": "error", "params": "parameters", "resumes": "resumed",
+}  # fmt: skip
+"""Fields of a request as people say them."""
+_IN_WORDS = {"seq", "prefix_end", "looked_up_tokens", "output_hash", "fingerprint", "content"}
 
 
-def fact_lines(facts: Mapping[str, Any], prefix: str = "") -> list[Line]:
-    """Nested facts are led by their name; what is empty is left out."""
+def fact_lines(
+    facts: Mapping[str, Any], prefix: str = "", names: Mapping[str, str] | None = None
+) -> list[Line]:
+    """Nested facts are led by their name, or by what `names` has for it; what is empty is left out."""
     lines: list[Line] = []
     for key, value in facts.items():
-        name = f"{prefix}{key}"
+        name = f"{prefix}{(names or {}).get(key, key)}"
         if isinstance(value, Mapping):
             lines += fact_lines(value, f"{name}.")
         elif value not in (None, "", [], False):
@@ -31,7 +41,7 @@ def request_lines(answer: Mapping[str, Any], width: int, glyphs: Glyphs) -> list
     parts = [
         time_bar(detail, width, glyphs),
         wrapped(answer.get("prefix_note", ""), width),
-        fact_lines(facts),
+        fact_lines(facts, names=_WORDS),
         *_texts(answer, width, glyphs),
         wrapped(answer.get("content_note", ""), width),
     ]
@@ -55,6 +65,8 @@ def _texts(answer: Mapping[str, Any], width: int, glyphs: Glyphs) -> list[list[L
 
 
 def _told(key: str, value: object) -> str:
+    if value is True:
+        return "yes"
     if isinstance(value, float) and (key.endswith("_s") or key in {"age", "ttft"}):
         return seconds(value)
     if isinstance(value, float) and key in {"created", "time", "loaded_at", "last_used", "modified"}:
