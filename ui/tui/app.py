@@ -17,6 +17,7 @@ from .bench import Bench
 from .dialogs import AskLine, Confirm, Facts, Help
 from .facts import fact_lines, request_lines
 from .feed import Feed
+from .keys import key_lines
 from .lines import Drawn
 from .logs import Logs
 from .memory import Memory
@@ -238,13 +239,7 @@ class Dashboard(App[None]):
         self.screen.refresh(layout=True)
 
     def action_help(self) -> None:
-        keys = []
-        for active in self.screen.active_bindings.values():
-            binding = active.binding
-            if binding.description and not binding.system:
-                keys.append((self.get_key_display(binding), binding.description))
-        width = max((len(key) for key, _ in keys), default=0)
-        lines = [((f"{key:>{width}}", "accent"), (f"   {text}", "")) for key, text in sorted(set(keys))]
+        lines = key_lines(self.screen.active_bindings.values(), self.get_key_display)
         self.push_screen(Help("Keys", lines))
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:

@@ -188,6 +188,26 @@ async def test_pause_theme_help_and_palette(stage):
         await scene.until(lambda: isinstance(scene.app.screen, SCREENS[3]))
 
 
+async def test_help_is_sorted_by_use_and_holds_no_keys_of_the_toolkit(stage):
+    async with stage((120, 50)) as scene:
+        await scene.press("2", "question_mark")
+        await scene.settled()
+        groups = ("Screens", "On this screen", "Moving", "Everywhere")
+        places = [scene.text.index(name) for name in groups]
+        assert places == sorted(places)
+        assert "↑ k   Up" in scene.text
+        assert "6   Bench & Doctor" in scene.text
+        assert not any(words in scene.text for words in ("Scroll", "Page right", "Focus", "selected text"))
+
+
+async def test_a_running_request_is_told_in_words(stage):
+    async with stage((120, 40)) as scene:
+        await scene.press("2", "enter")
+        await scene.until(lambda: "prompt tokens" in scene.text)
+        assert "streamed                yes" in scene.text
+        assert "prompt_tokens" not in scene.text
+
+
 async def test_a_daemon_that_goes_leaves_a_grey_frame_with_its_age(stage):
     async with stage((120, 40)) as scene:
         scene.app.state.clock = lambda: scene.app.state.tick_at + 75
@@ -199,6 +219,9 @@ async def test_a_daemon_that_goes_leaves_a_grey_frame_with_its_age(stage):
             segment.style for strip in _strips(scene)[4:-2] for segment in strip if segment.text.strip()
         ]
         colours = {style.color.name for style in styles if style and style.color}
+        alert = next(segment for segment in _strips(scene)[1] if "daemon gone" in segment.text)
+        assert alert.style.bold, "what tells of it is not grey"
+        assert alert.style.color.name not in colours
         assert len(colours) == 2, "everything but rules has one grey"
 
 
