@@ -39,15 +39,17 @@ ANSWERS: Final = ("yes", "no")
 class Judge:
     rows: Sequence[Sequence[float]]
     """What the last state of a text is multiplied with: the row of scores, or those of "yes" and "no"."""
+    scale: float = 1.0
+    """Of logits, and then: logits x count as cap * tanh(x / cap)."""
     cap: float | None = None
-    """Logits x count as cap * tanh(x / cap)."""
 
     def score(self, pooled: bytes) -> float:
         """From 0 to 1. `pooled`: the last state, little-endian float32."""
         states = array("f", pooled)
         if sys.byteorder == "big":
             states.byteswap()
-        logits = [self._capped(math.fsum(map(float.__mul__, states, row))) for row in self.rows]
+        products = (math.fsum(map(float.__mul__, states, row)) for row in self.rows)
+        logits = [self._capped(self.scale * product) for product in products]
         score = logits[0] - sum(logits[1:])
         return 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))
 
@@ -79,7 +81,8 @@ def read_judge(folder: Path, loaded_at: float, answers: tuple[int, int] | None) 
         raise not_a_judge("'yes' and 'no' are no tokens of it")
     name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
     quant = None if config.quant is None or QUANTS[config.quant].keeps_head else QUANTS[config.quant].head
-    return Judge([read_row(folder, name, token, quant) for token in answers], config.scales.logits_cap)
+    rows, scales = [read_row(folder, name, token, quant) for token in answers], config.scales
+    return Judge(rows, scales.logits, scales.logits_cap)
 
 
 def not_a_judge(why: str) -> ApiError:

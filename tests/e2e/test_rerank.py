@@ -59,10 +59,11 @@ def root(tmp_path_factory):
     make_tiny_model(root / "tied", arch="qwen2", **more)
     capped = {"query_pre_attn_scalar": 16, "max_position_embeddings": 1024}
     make_tiny_model(root / "capped", arch="gemma2", **capped)
+    make_tiny_model(root / "scaled", arch="granite", max_position_embeddings=1024, logits_scaling=4.0)
     make_pooled_model(root / "vectors")
     scorer(root / "scorer", 1)
     scorer(root / "sorter", 3)
-    for name in ("asked", "tied", "capped", "scorer", "sorter", "vectors"):
+    for name in ("asked", "tied", "capped", "scaled", "scorer", "sorter", "vectors"):
         write_words(root / name)
     make_tiny_model(root / "wordless")
     make_tiny_model(root / "untold")
@@ -122,7 +123,9 @@ def asked(folder, ids):
     return float(pair.softmax(0)[0])
 
 
-@pytest.mark.parametrize(("name", "near"), [("asked", 1e-4), ("tied", 0.05), ("capped", 1e-4)])
+@pytest.mark.parametrize(
+    ("name", "near"), [("asked", 1e-4), ("tied", 0.05), ("capped", 1e-4), ("scaled", 1e-4)]
+)
 def test_a_model_that_is_asked_scores_as_transformers(http, root, name, near):
     told = scores(http, name)
     for score, document in zip(told, DOCUMENTS, strict=True):
