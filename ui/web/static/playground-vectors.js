@@ -19,7 +19,7 @@ function compared(texts, vectors) {
   const table = document.createElement("table");
   table.className = "vectors";
   const several = texts.length > 1;
-  table.createTHead().append(row("th", ["Text", "Vector", ...(several ? ["Similarity to the first"] : [])]));
+  table.createTHead().append(row("th", ["Text", "Vector", ...(several ? ["Similarity"] : [])]));
   const rows = vectors.map((vector, i) =>
     row("td", [texts[i], start(vector), ...(several ? [similarity(vectors[0], vector).toFixed(4)] : [])]),
   );
@@ -37,6 +37,8 @@ export async function vectorsOf(request, texts) {
   const line = document.createElement("p");
   line.className = "measure";
   const took = Math.round(performance.now() - begun);
-  line.textContent = `${vectors[0].length} dimensions · ${answer.usage.prompt_tokens} tokens in · ${took} ms`;
+  const told = [`${vectors[0].length} dimensions`, `${answer.usage.prompt_tokens} tokens in`, `${took} ms`];
+  if (texts.length > 1) told.push("similarity: cosine to the first text");
+  line.textContent = told.join(" · ");
   return [compared(texts, vectors), line];
 }
