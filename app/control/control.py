@@ -5,7 +5,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class Failure:
     code: str
     status: int = 400
     """Of the answer to whoever waits for it."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """The same."""
 
 
 class Control:
@@ -99,7 +101,7 @@ class Control:
         try:
             model = await asyncio.shield(loading)
         except ApiError as error:
-            failure = Failure(name, error.message, error.code or "load_failed", error.status)
+            failure = Failure(name, error.message, error.code or "load_failed", error.status, error.headers)
             self.failure_codes[name] = failure.code
             return failure
         model.on_request = False

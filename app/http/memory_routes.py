@@ -34,7 +34,8 @@ async def load(request: HttpRequest, data: Annotated[LoadRequest, Body()]) -> Re
     failure = await while_connected(request.receive, _outcome(loading))
     if failure is not None:
         cause = failure.cause.replace(f"{wanted.ref.path}/", "")  # no paths to clients
-        raise ApiError(failure.status, cause, failure.code, "model", error_type(failure.status))
+        kind, headers = error_type(failure.status), dict(failure.headers)
+        raise ApiError(failure.status, cause, failure.code, "model", kind, headers)
     model = control.services.engines.find(wanted.served_name)
     if model is None or model.supervisor.info is None:
         raise _gone()

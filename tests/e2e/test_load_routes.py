@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from llmbox.app.errors import ApiError
 from llmbox.app.security.keys import KeySpec
 from support.cli_box import PATIENCE
 from support.engines import until
@@ -79,3 +80,20 @@ def test_a_failed_load_says_why_without_the_path(
     cleared = httpx.post(f"{server.url}/v1/unload", json={"model": "broken"}, headers=headers)
     assert cleared.status_code == 200
     assert not server.services.engines.failures()
+
+
+def test_where_there_is_no_room_now_it_says_when_to_ask_again(
+    server: Server, headers: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = ApiError(503, "others are busy", "memory_busy", type="server_error", headers={"Retry-After": "5"})
+
+    def no_room(*_: Any, **__: Any) -> "asyncio.Future[Any]":
+        refused: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        refused.set_exception(busy)
+        return refused
+
+    monkeypatch.setattr(server.services.engines, "begin_load", no_room)
+    body = {"model": model(tmp_path, "third")}
+    answer = httpx.post(f"{server.url}/v1/load", json=body, headers=headers, timeout=PATIENCE)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "memory_busy")
+    assert answer.headers["Retry-After"] == "5"
