@@ -25,8 +25,11 @@ def span(number: Number | None) -> str:
 
 
 def percent(number: Number | None) -> str:
+    """Of a share. What is small but not nothing is not called 0."""
     value = known(number)
-    return NONE if value is None else f"{100 * value:.0f} %"
+    if value is None:
+        return NONE
+    return "under 1 %" if 0 < value < 0.01 else f"{100 * value:.0f} %"
 
 
 def rate(number: Number | None) -> str:
