@@ -17,6 +17,7 @@ from ..engines.loaded_model import LoadedModel
 from ..engines.manager import EngineManager
 from ..errors import ApiError
 from ..metrics.metrics import Metrics
+from ..security.rates import TokenReservation
 from ..settings import Settings
 from ..store import RequestLog
 from ..store.content import ContentDraft
@@ -118,12 +119,16 @@ class Gateway:
                 param="request_id",
             )
         messages = self._messages(generation)
-        if generation.meter is not None:
-            generation.meter.take_tokens(sum(map(len, generation.prompts)))
+        reservation = _reserve_tokens(generation, messages)
         submitted = (
             Sequence(index, generation, supervisor.submit(message)) for index, message in enumerate(messages)
         )
-        sequences = list(islice(submitted, at_once))
+        try:
+            sequences = list(islice(submitted, at_once))
+        except ApiError:
+            if reservation is not None:
+                reservation.cancel(sum(map(len, generation.prompts)))
+            raise
         model = generation.model.name
         opened = OpenRequest(
             generation,
@@ -132,6 +137,7 @@ class Gateway:
             lambda gap: self._metrics.record_inter_token(model, gap),
             Transcript(len(messages), self._log.content_bytes) if generation.keep is not None else None,
             submitted,
+            reservation,
         )
         self._open[generation.id] = opened
         self._callers.opened(opened)
@@ -162,12 +168,22 @@ class Gateway:
 
     def _ended(self, request: OpenRequest, status: int, code: str) -> None:
         self._open.pop(request.generation.id, None)
-        if request.generation.meter is not None:
-            request.generation.meter.spend_tokens(request.usage.output_tokens)
         record = _record(request, status, code, self.output_hash(request))
         self._metrics.record_request(record)
         self._log.write(record, _draft(request))
         self._observer.ended(record)
+
+
+def _reserve_tokens(generation: Generation, messages: list[AddRequest]) -> TokenReservation | None:
+    """Raises ApiError 429."""
+    if generation.meter is None:
+        return None
+    unbounded = generation.max_tokens is None and generation.params.pooling is None
+    return generation.meter.reserve_tokens(
+        sum(map(len, generation.prompts)),
+        sum(message.params.max_tokens for message in messages),
+        choices=len(messages) if unbounded else 0,
+    )
 
 
 def max_new_tokens(generation: Generation, prompt: list[int]) -> int:

@@ -11,6 +11,7 @@ from typing import Self
 from llmbox.engine.messages import RequestOutput
 
 from ..errors import ApiError
+from ..security.rates import TokenReservation
 from .generation import Delta, Generation, Usage
 from .live_request import LiveRequest
 from .sequence import Sequence
@@ -45,14 +46,16 @@ class OpenRequest:
         on_gap: Callable[[float], None],
         transcript: Transcript | None = None,
         more: Iterator[Sequence] | None = None,
+        reservation: TokenReservation | None = None,
     ) -> None:
-        """`more`: submitted one by one, each when another has ended."""
+        """`more`: submitted one by one, each when another has ended. `reservation`: of its key's tokens."""
         self.generation = generation
         self.sequences = sequences
         self.usage = Usage(prompt_tokens=sum(map(len, generation.prompts)))
         self.timeline = Timeline(created=time.time(), arrived=time.monotonic())
         self.transcript = transcript
         self._more = more or iter(())
+        self._reservation = reservation
         self._why: ApiError | None = None
         self._prefix_ends: dict[int, str] = {}
         self._on_end = on_end
@@ -117,6 +120,8 @@ class OpenRequest:
         for sequence in self.sequences:
             sequence.stream.cancel()
         self.usage_now()
+        if self._reservation is not None:
+            self._reservation.settle()
         self._on_end(self, status, code)
 
     def live(self) -> LiveRequest:
@@ -192,6 +197,8 @@ class OpenRequest:
             self.usage.looked_up_tokens += output.looked_up_tokens or 0
         if not output.token_ids:
             return
+        if self._reservation is not None:
+            self._reservation.spend(len(output.token_ids))
         now = time.monotonic()
         last = self._last[sequence.index]
         self._last[sequence.index] = clock.last_token = now

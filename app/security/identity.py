@@ -45,9 +45,14 @@ class Identity:
             message = f"This key may not use the model {name!r}."
             raise ApiError(403, message, "model_not_allowed", "model", "permission_error")
 
-    def priority(self, asked: int) -> int:
-        """A key's own, from which a request may only step back."""
-        return asked if self.key is None else max(asked, self.key.priority)
+    def priority(self, asked: int | None) -> int:
+        """The class of the caller's key, from which a request may only step back; 0 without a key. None and 0
+        ask for nothing. The box's own user may ask for any.
+        """
+        if self.kind in {"local", "session"}:
+            return asked or 0
+        own = 0 if self.key is None else self.key.priority
+        return max(asked, own) if asked else own
 
     def cache_namespace(self, salt: str) -> str:
         """What one key computed must not show in another's time to first token, whatever salt it sends.

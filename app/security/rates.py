@@ -1,4 +1,8 @@
-"""Requests and tokens a minute of one key: token buckets on the monotonic clock."""
+"""Requests and tokens a minute of one key: token buckets on the monotonic clock.
+
+Tokens are reserved before a request runs, the longest answer included, and what it did not use is given back
+at its end: requests that run at the same time cannot spend one minute's worth several times.
+"""
 
 import math
 import time
@@ -9,9 +13,12 @@ from .keys import Key
 
 Clock = Callable[[], float]
 
+UNSTATED_OUTPUT = 1024
+"""Tokens reserved for a choice whose request names no bound; half a minute's worth where that is less."""
+
 
 class Bucket:
-    """Holds a minute's worth at most, fills evenly, may go below zero: what was used is paid back."""
+    """Holds a minute's worth at most, fills evenly, may go below zero: debts are paid back first."""
 
     def __init__(self, per_minute: int, clock: Clock) -> None:
         self.capacity = per_minute
@@ -35,8 +42,8 @@ class Bucket:
         return self._seconds(missing)
 
     def spend(self, cost: int) -> None:
-        """Without asking: it is used already."""
-        self._level = self.level - cost
+        """Without asking: it is used already. Negative where a reservation is given back."""
+        self._level = min(self.capacity, self.level - cost)
 
     @property
     def remaining(self) -> int:
@@ -63,15 +70,19 @@ class Meter:
         if self._requests is not None and (wait := self._requests.take(1)):
             raise _limited("requests", self._requests.capacity, wait)
 
-    def take_tokens(self, count: int) -> None:
-        """Of a prompt, before it is computed. Raises ApiError 429."""
-        if self._tokens is not None and (wait := self._tokens.take(count)):
-            raise _limited("tokens", self._tokens.capacity, wait)
+    def reserve_tokens(self, prompt: int, output: int, choices: int = 0) -> "TokenReservation":
+        """For a prompt and the longest answer to it. Raises ApiError 429.
 
-    def spend_tokens(self, count: int) -> None:
-        """Of an answer, once it is known."""
-        if self._tokens is not None:
-            self._tokens.spend(count)
+        `choices`: so many of them name no bound of their own, and get an estimate within `output`.
+        """
+        if self._tokens is None:
+            return TokenReservation(None, 0)
+        if choices:
+            output = min(output, choices * min(UNSTATED_OUTPUT, max(1, self._tokens.capacity // 2)))
+        if wait := self._tokens.take(prompt + output):
+            needs = f" This request reserves {prompt + output}: its prompt and its longest answer."
+            raise _limited("tokens", self._tokens.capacity, wait, needs)
+        return TokenReservation(self._tokens, output)
 
     def headers(self) -> Iterator[tuple[bytes, bytes]]:
         """OpenAI's names."""
@@ -80,6 +91,33 @@ class Meter:
                 yield b"x-ratelimit-limit-" + kind, b"%d" % bucket.capacity
                 yield b"x-ratelimit-remaining-" + kind, b"%d" % bucket.remaining
                 yield b"x-ratelimit-reset-" + kind, _span(bucket.full_in).encode()
+
+
+class TokenReservation:
+    """Output tokens that one request may make at no further cost. `settle` gives the rest back."""
+
+    def __init__(self, bucket: Bucket | None, output: int) -> None:
+        self._bucket = bucket
+        self._left = output
+        self._is_settled = False
+
+    def spend(self, count: int) -> None:
+        """Count tokens of the answer as they come. Those beyond an estimate are charged at once."""
+        self._left -= count
+        if self._left < 0 and self._bucket is not None:
+            self._bucket.spend(-self._left)
+            self._left = 0
+
+    def settle(self) -> None:
+        """The request has ended. Only the first call counts."""
+        if self._bucket is not None and not self._is_settled:
+            self._bucket.spend(-self._left)
+        self._is_settled = True
+
+    def cancel(self, prompt: int) -> None:
+        """The request never ran: its prompt of so many tokens costs nothing either."""
+        self._left += prompt
+        self.settle()
 
 
 class Meters:
@@ -99,11 +137,11 @@ class Meters:
         self._by_key.pop(key.id, None)
 
 
-def _limited(what: str, limit: int, wait: float) -> ApiError:
+def _limited(what: str, limit: int, wait: float, needs: str = "") -> ApiError:
     seconds = max(1, math.ceil(wait))
     return ApiError(
         429,
-        f"This key's limit of {limit} {what} a minute is reached. Try again in {seconds} s.",
+        f"This key's limit of {limit} {what} a minute is reached.{needs} Try again in {seconds} s.",
         "rate_limit_exceeded",
         None,
         "rate_limit_error",

@@ -4,6 +4,7 @@ import json
 import resource
 import stat
 import subprocess
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,8 @@ import pytest
 from llmbox.app.cli.client import ApiRefusal
 from llmbox.app.cli.program import Program
 from llmbox.app.cli.sign_in import sign_in_link
-from llmbox.app.errors import Exit
+from llmbox.app.engines.supervisor import Supervisor
+from llmbox.app.errors import ApiError, Exit
 from llmbox.app.security.key_store import KeyStore
 from llmbox.app.security.keys import Key, KeySpec
 from llmbox.app.store.record import RecordFilter
@@ -184,6 +186,38 @@ def test_tokens_a_minute(server: Server) -> None:
     assert chat(other).choices
 
 
+def test_requests_at_once_share_one_minutes_tokens(server: Server) -> None:
+    _, client = make(server, tpm=500)
+
+    def served(max_tokens: int | None) -> int:
+        try:
+            answer = chat(client, max_tokens=max_tokens, extra_body={"ignore_eos": True})
+        except openai.RateLimitError:
+            return 0
+        return int(answer.usage.total_tokens)
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(40) as pool:
+        used = sum(pool.map(served, [200] * 40))
+    assert 200 < used <= 500 + (time.monotonic() - began) * 500 / 60
+    until(lambda: not server.services.gateway.in_flight())
+
+
+def test_a_refused_request_gets_its_tokens_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, client = make(server, tpm=500)
+
+    def refuse(*_: object) -> None:
+        raise ApiError(503, "The engine is gone.", "engine_failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Supervisor, "submit", refuse)
+        with pytest.raises(openai.APIStatusError):
+            chat(client, max_tokens=400)
+    answer = client.chat.completions.with_raw_response.create(model="alpha", max_tokens=400, messages=PROMPT)
+    used = answer.parse().usage.total_tokens  # type: ignore[union-attr]
+    assert int(answer.headers["x-ratelimit-remaining-tokens"]) >= 500 - used
+
+
 def test_requests_a_minute_also_for_streams(server: Server) -> None:
     _, client = make(server, rpm=2)
     assert len(list(chat(client, stream=True))) > 2
@@ -199,7 +233,10 @@ def test_the_engine_gets_the_keys_priority_and_namespace(
     other, second = make(server, "other", priority=-3)
     asked = {"extra_body": {"priority": -9, "cache_salt": "s"}}
     assert sent(server, first, monkeypatch, **asked).priority == 3
-    assert sent(server, second, monkeypatch).priority == 0
+    for unsaid in ({}, {"extra_body": {"priority": 0}}, asked):
+        assert sent(server, second, monkeypatch, **unsaid).priority == -3
+    assert sent(server, second, monkeypatch, extra_body={"priority": 2}).priority == 2
+    assert sent(server, server.client(), monkeypatch, **asked).priority == 0
     spaces = {
         sent(server, client, monkeypatch, **more).cache_namespace
         for client in (first, second, server.client())

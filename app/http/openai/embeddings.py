@@ -48,7 +48,7 @@ async def prepare_embeddings(call: Call, body: EmbeddingRequest) -> Generation:
         model,
         prompts,
         id_=public_id("embd", body.request_id, call.exchange, call.gateway),
-        priority=body.priority or 0,
+        priority=body.priority,
         cache_salt=body.cache_salt or "",
     )
 
@@ -76,7 +76,7 @@ def pooled_generation(
     prompts: list[list[int]],
     *,
     id_: str,
-    priority: int = 0,
+    priority: int | None = None,
     cache_salt: str = "",
     prompt_param: str = "input",
 ) -> Generation:
@@ -99,7 +99,7 @@ def pooled(
     prompts: list[list[int]],
     pooling: Pooling,
     id_: str,
-    priority: int,
+    priority: int | None,
     cache_salt: str,
     prompt_param: str,
 ) -> Generation:

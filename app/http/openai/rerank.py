@@ -41,7 +41,7 @@ async def prepare_rerank(call: Call, body: RerankRequest) -> Judged:
     prompts = await judged_prompts(templates, model.text, body.query, documents, body.instruction)
     id_ = public_id("rerank", body.request_id, call.exchange, call.gateway)
     salt = body.cache_salt or ""
-    generation = pooled(call, model, prompts, "last", id_, body.priority or 0, salt, "documents")
+    generation = pooled(call, model, prompts, "last", id_, body.priority, salt, "documents")
     return Judged(generation, judge, documents)
 
 

@@ -263,8 +263,9 @@ def test_priorities_and_namespaces() -> None:
         return Identity("key", Key(name=name, id=f"key_{name}", digest="", display="", created=0.0, **more))
 
     assert [key("a", priority=5).priority(asked) for asked in (-10, 0, 7)] == [5, 5, 7]
-    assert key("a", priority=-5).priority(0) == 0
-    assert NOBODY.priority(-3) == -3
+    assert [key("a", priority=-5).priority(asked) for asked in (-9, None, 0, 3)] == [-5, -5, -5, 3]
+    assert [NOBODY.priority(asked) for asked in (-3, None, 0, 3)] == [0, 0, 0, 3]
+    assert [LOCAL.priority(asked) for asked in (-3, None, 3)] == [-3, 0, 3]
     salts = ["", "x", "key_a", "key_a/", "/", "key_a/x"]
     callers = [key("a"), key("b"), NOBODY]
     spaces = [caller.cache_namespace(salt) for caller in callers for salt in salts]

@@ -39,21 +39,47 @@ def test_a_minutes_worth_at_once_then_evenly() -> None:
 def test_answers_are_paid_back_first() -> None:
     clock = Clock()
     meter = Meter(key(tpm=60), clock)
-    meter.take_tokens(10)
-    meter.spend_tokens(110)  # 60 below
+    answer = meter.reserve_tokens(10, 1000, choices=1)  # an estimate of 30
+    answer.spend(110)
+    answer.settle()  # 60 below
     with pytest.raises(ApiError) as caught:
-        meter.take_tokens(10)
+        meter.reserve_tokens(10, 0)
     assert caught.value.headers["Retry-After"] == "70"
     clock.now += 70
-    meter.take_tokens(10)
+    meter.reserve_tokens(10, 0)
+
+
+def test_what_a_request_may_make_is_reserved_and_what_it_did_not_is_given_back() -> None:
+    clock = Clock()
+    meter = Meter(key(tpm=500), clock)
+    first, _second = meter.reserve_tokens(3, 200), meter.reserve_tokens(3, 200)
+    with pytest.raises(ApiError, match="203"):
+        meter.reserve_tokens(3, 200)
+    first.spend(20)
+    first.settle()
+    first.settle()
+    assert dict(meter.headers())[b"x-ratelimit-remaining-tokens"] == b"274"
+    meter.reserve_tokens(3, 200).cancel(3)
+    assert dict(meter.headers())[b"x-ratelimit-remaining-tokens"] == b"274"
+
+
+def test_an_answer_without_a_bound_reserves_an_estimate() -> None:
+    def remaining(tpm: int, room: int, choices: int) -> int:
+        meter = Meter(key(tpm=tpm), Clock())
+        meter.reserve_tokens(10, room, choices=choices)
+        return int(dict(meter.headers())[b"x-ratelimit-remaining-tokens"])
+
+    assert remaining(100_000, 8 * 32_000, 8) == 100_000 - 10 - 8 * 1024
+    assert remaining(100_000, 300, 1) == 100_000 - 310
+    assert remaining(500, 32_000, 1) == 240
 
 
 def test_a_prompt_over_a_minutes_worth_waits_for_a_full_bucket() -> None:
     clock = Clock()
     meter = Meter(key(tpm=60), clock)
-    meter.take_tokens(600)
+    meter.reserve_tokens(500, 100)
     with pytest.raises(ApiError) as caught:
-        meter.take_tokens(1)
+        meter.reserve_tokens(1, 0)
     assert caught.value.headers["Retry-After"] == "541"
 
 
@@ -61,8 +87,7 @@ def test_headers_have_openais_names() -> None:
     clock = Clock()
     meter = Meter(key(rpm=60, tpm=100), clock)
     meter.take_request()
-    meter.take_tokens(50)
-    meter.spend_tokens(200)
+    meter.reserve_tokens(50, 0).spend(200)
     told = {name.decode(): value.decode() for name, value in meter.headers()}
     assert told == {
         "x-ratelimit-limit-requests": "60",
@@ -79,7 +104,7 @@ def test_no_limit_is_no_limit() -> None:
     meter = Meter(key(), Clock())
     for _ in range(100):
         meter.take_request()
-        meter.take_tokens(1 << 40)
+        meter.reserve_tokens(1 << 40, 1 << 40, choices=1).settle()
 
 
 def test_a_meter_lives_with_its_key() -> None:
