@@ -88,10 +88,36 @@ class Paths:
         return self.state_dir / "chat_history"
 
     def create(self) -> None:
-        if not self.data_dir.is_dir():  # one that a user named and made keeps the mode it has
+        """Make the folders. Raises CliError where they cannot be ours alone or cannot be written."""
+        if self.data_dir.is_dir():
+            self._claim_data_dir()
+        else:
             private_dir(self.data_dir)
         for folder in (self.state_dir, self.cache_dir, self.runtime_dir):
             private_dir(folder)
+
+    def _claim_data_dir(self) -> None:
+        """Take over a folder that a user named and made: others may go on reading it, but not write there.
+
+        Whoever could write may have left files that decide who may do what: those must be ours.
+        """
+        _check_owner(self.data_dir)
+        status = self.data_dir.stat()
+        if status.st_mode & 0o022:
+            for file in (
+                self.keys_file,
+                self.registry_file,
+                self.config_file,
+                self.state_dir,
+                self.runtime_dir,
+            ):
+                if file.parent == self.data_dir and file.exists():
+                    _check_owner(file)
+            try:
+                self.data_dir.chmod(status.st_mode & 0o7755)
+            except OSError as error:
+                raise _unusable(self.data_dir, error) from error
+        _check_writable(self.data_dir)
 
 
 def find_paths(data_dir: Path | None = None, config: Path | None = None) -> Paths:
@@ -131,26 +157,47 @@ def _platform_paths() -> Paths:
 
 
 def private_dir(folder: Path) -> None:
-    """Makes `folder` 0700. Refuses one that belongs to another user: it could be a trap in /tmp."""
+    """Make `folder` 0700. Refuse one that belongs to another user: it could be a trap in /tmp."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-        if status.st_uid != os.geteuid():
-            raise CliError(
-                f"cannot use the folder {folder}",
-                f"it belongs to user id {status.st_uid}, we run as {os.geteuid()}",
-                "choose another place with --data-dir DIR, or fix its owner with chown",
-                Exit.DENIED,
-            )
-        if status.st_mode & 0o077:
+        _check_owner(folder)
+        if folder.stat().st_mode & 0o077:
             folder.chmod(0o700)
     except OSError as error:
+        raise _unusable(folder, error) from error
+    _check_writable(folder)
+
+
+def _check_owner(path: Path) -> None:
+    owner = path.stat().st_uid
+    if owner != os.geteuid():
+        what = "folder" if path.is_dir() else "file"
         raise CliError(
-            f"cannot create the folder {folder}",
-            error.strerror or str(error),
-            "choose another place with --data-dir DIR",
+            f"cannot use the {what} {path}",
+            f"it belongs to user id {owner}, we run as {os.geteuid()}",
+            "choose another place with --data-dir DIR, or fix its owner with chown",
             Exit.DENIED,
-        ) from error
+        )
+
+
+def _check_writable(folder: Path) -> None:
+    """Found out before the first file is written: also on file systems that are mounted read-only."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise CliError(
+            f"cannot write to the folder {folder}",
+            "it is read-only for this user",
+            f"choose another place with --data-dir DIR, or: chmod u+rwx {folder}",
+            Exit.DENIED,
+        )
+
+
+def _unusable(folder: Path, error: OSError) -> CliError:
+    return CliError(
+        f"cannot create the folder {folder}",
+        error.strerror or str(error),
+        "choose another place with --data-dir DIR",
+        Exit.DENIED,
+    )
 
 
 def socket_address(path: Path, dir_fd: int | None = None) -> str:

@@ -4,17 +4,38 @@ The same table feeds the TOML file, `LLMBOX_SECTION_KEY` variables, command-line
 the documentation. Settings never change: a reload makes a new object (see `settings_load`).
 """
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cache
+from ipaddress import ip_network
 from types import NoneType, UnionType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-ORIGIN = (
-    r"https?://(?:[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?",
+Scalar = bool | int | float | str | tuple[str, ...] | None
+EntryCheck = tuple[Callable[[str], object], str]
+"""Tells a good entry of a list from a bad one, and how good ones are called."""
+
+
+def is_network(text: str) -> bool:
+    """Whether `text` is an IP address or network."""
+    try:
+        ip_network(text, strict=False)
+    except ValueError:
+        return False
+    return True
+
+
+ORIGIN: EntryCheck = (
+    re.compile(
+        r"https?://(?:[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?",
+    ).fullmatch,
     "origins such as https://chat.example or http://localhost:3000; '*' is not one: name each",
 )
-
-Scalar = bool | int | float | str | tuple[str, ...] | None
+NETWORK: EntryCheck = (
+    is_network,
+    "IP addresses or networks such as 127.0.0.1, 10.0.0.0/8 or fd00::/8",
+)
 
 
 def key(
@@ -23,12 +44,12 @@ def key(
     *,
     low: float | None = None,
     high: float | None = None,
-    each: tuple[str, str] | None = None,
+    each: EntryCheck | None = None,
     live: bool = False,
 ) -> Any:
     """`live` keys take effect on reload (SIGHUP); the others at the next start.
 
-    `each`: what the entries of a list must match, and how that is called.
+    `each`: check for the entries of a list.
     """
     return field(default=default, metadata={"doc": doc, "low": low, "high": high, "each": each, "live": live})
 
@@ -46,6 +67,11 @@ class ServerSettings:
         "Origins of web pages whose scripts browsers let use the API, as https://host or http://host:port; "
         "the panel and the admin API never.",
         each=ORIGIN,
+    )
+    trusted_proxies: tuple[str, ...] = key(
+        (),
+        "Addresses of reverse proxies whose X-Forwarded-For names the caller; nobody else's is believed.",
+        each=NETWORK,
     )
     require_key: bool = key(
         False,
@@ -72,7 +98,18 @@ class LimitSettings:
     idle_timeout: float = key(
         75.0, "Seconds that an idle keep-alive connection stays open.", low=1, high=3600
     )
-    connections: int = key(4096, "Most open connections.", low=8, high=1_000_000)
+    connections: int = key(
+        4096,
+        "Most open TCP connections; at the limit the longest idle one gives way to a new one.",
+        low=8,
+        high=1_000_000,
+    )
+    connections_per_address: int | None = key(
+        None,
+        "Most open connections of one other machine; auto is a quarter of limits.connections.",
+        low=1,
+        high=1_000_000,
+    )
     json_depth: int = key(32, "Deepest nesting of a JSON body.", low=4, high=512)
     messages: int = key(2048, "Most messages of one chat request.", low=1, high=1_000_000)
     tools: int = key(128, "Most tools of one chat request.", low=1, high=100_000)
@@ -312,7 +349,7 @@ class Key:
     doc: str
     low: float | None
     high: float | None
-    each: tuple[str, str] | None
+    each: EntryCheck | None
     live: bool
 
     @property

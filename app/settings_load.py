@@ -7,7 +7,6 @@ check_value      one value of any of them: type, choices, range
 A key or value that cannot be right is an error that names its place and the nearest valid key.
 """
 
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -137,8 +136,8 @@ def check_value(row: Key, value: object, place: str, *, from_text: bool = False)
         if not inside:  # NaN is inside of nothing
             raise _bad(row, place, f"must be between {_number(row.low)} and {_number(row.high)}, not {value}")
     if row.each is not None and isinstance(converted, tuple):
-        pattern, words = row.each
-        if bad := [item for item in converted if not re.fullmatch(pattern, item)]:
+        is_good, words = row.each
+        if bad := [item for item in converted if not is_good(item)]:
             raise _bad(row, place, f"holds {words}; not {bad[0]!r}")
     return converted
 

@@ -63,6 +63,7 @@ async def serve_until_stopped(
             limits=settings.limits,
             drain=services.drain,
             drain_timeout=patience,
+            trusted_proxies=settings.server.trusted_proxies,
             on_ready=lambda: _api_is_up(plan, services, running),
         )
     finally:

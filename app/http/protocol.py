@@ -20,11 +20,15 @@ from uvicorn.server import ServerState
 
 from ..errors import ApiError
 from ..settings import LimitSettings
+from .connections import ConnectionLimiter
 from .errors import encode_error
 from .request import LOCAL
 
 _DISCARD_BODIES = 8
 """Bodies' worth of bytes thrown away after an early answer: a reset would destroy the answer."""
+_FRAMING_BYTES = 65_536
+"""Bytes of chunk sizes, extensions and trailers of one body, beside 16 for each byte of content."""
+_RETRY_WHEN_FULL = "5"
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -52,18 +56,21 @@ class LimitedProtocol(HttpToolsProtocol):
     """One connection. Two timers: for what the client owes us, and for what it should read."""
 
     def __init__(
-        self, config: Config, state: DatedState, limits: LimitSettings, max_connections: int
+        self, config: Config, state: DatedState, limits: LimitSettings, limiter: ConnectionLimiter
     ) -> None:
         super().__init__(config, state, {}, asyncio.get_running_loop())
         self._state = state
         self._limits = limits
-        self._max_connections = max_connections
+        self._limiter = limiter
         self._deadline: asyncio.TimerHandle | None = None
         self._write_watch: asyncio.TimerHandle | None = None
         self._extensions: dict[str, Any] = {}
         self._phase = Phase.NOTHING
         self._line_bytes = 0
         self._discarded = 0
+        self._received = 0
+        """Bytes of the body in progress as they came, framing included."""
+        self._body_bytes = 0
         self._refused = False
 
     # ---- connection
@@ -72,18 +79,30 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         if _is_own_unix_peer(transport):
             self._extensions = {LOCAL: {}}
-        if len(self.connections) > self._max_connections:
-            message = "Too many open connections."
-            self._refuse(ApiError(503, message, "too_many_connections", None, "server_error"))
+        elif not self._limiter.admit(self, self.client[0] if self.client else ""):
+            self._refuse(_too_many_connections())
             return
         self._expect(self._limits.header_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._limiter.release(self)
         self._expect(None)
         self._unset_keepalive_if_required()
         if self._write_watch is not None:
             self._write_watch.cancel()
+
+    def give_way(self) -> None:
+        """Close without a word where nothing was asked; half a request is told why."""
+        if self._phase is Phase.NOTHING:
+            self.transport.close()
+        else:
+            self._refuse(_too_many_connections())
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._phase is not Phase.BODY and self.cycle.response_complete:
+            self._limiter.mark_idle(self)
 
     # ---- what the client owes: headers, then a body
 
@@ -91,12 +110,17 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refused:
             return
         began_before = self._phase is Phase.HEADERS
+        self._received += len(data)
         self._unset_keepalive_if_required()
         self._feed(data)
         if self._refused or self.transport.is_closing():
             return
         if self._phase is Phase.HEADERS:
             self._count_line(data, began_before)
+        elif self._phase is Phase.BODY and self._received > _FRAMING_BYTES + 16 * self._body_bytes:
+            message = "The body's chunk extensions and trailers are too large."
+            self._refuse(ApiError(413, message, "body_too_large"))
+            return
         idle = self._phase is Phase.NOTHING and (not self.cycle or self.cycle.response_complete)
         if self._deadline is None and (idle or self._phase is Phase.HEADERS):
             self._expect(self._limits.header_timeout)
@@ -151,6 +175,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # `_decline_upgrade` follows
         self._phase = Phase.BODY
+        self._received = self._body_bytes = 0
+        self._limiter.mark_busy(self)
         self._expect(self._limits.body_timeout)
         self._state.refresh_date()
         super().on_headers_complete()
@@ -158,6 +184,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         if self._refused:
             return
+        self._body_bytes += len(body)
         super().on_body(body)
         if self.cycle.response_complete:
             self._discarded += len(body)
@@ -170,6 +197,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._phase = Phase.NOTHING
         self._expect(None)
         super().on_message_complete()
+        if self.cycle.response_complete:
+            self._limiter.mark_idle(self)
 
     def _count_line(self, data: bytes, began_before: bool) -> None:
         """An unfinished line never reaches `on_header`: it is bounded here."""
@@ -230,8 +259,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._expect(None)
         if can_answer:
             body = encode_error(error)
-            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-            self.transport.write(STATUS_LINE[error.status] + head % len(body) + body)
+            headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
+            lines = [f"{name.lower()}: {value}\r\n" for name, value in headers.items()]
+            head = "".join((*lines, "connection: close\r\n\r\n")).encode("latin-1")
+            self.transport.write(STATUS_LINE[error.status] + head + body)
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -253,6 +284,17 @@ def _is_own_unix_peer(transport: asyncio.Transport) -> bool:
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     _, uid, _ = _PEER_CREDENTIALS.unpack(raw)
     return bool(uid == os.geteuid())
+
+
+def _too_many_connections() -> ApiError:
+    return ApiError(
+        503,
+        "Too many open connections.",
+        "too_many_connections",
+        None,
+        "server_error",
+        {"Retry-After": _RETRY_WHEN_FULL},
+    )
 
 
 def _header_too_large(message: str) -> ApiError:

@@ -14,12 +14,14 @@ from uvicorn.server import ServerState
 
 from ..drain import Drain
 from ..settings import LimitSettings
+from .connections import ConnectionLimiter
+from .forwarded import ForwardedClientMiddleware, TrustedProxies
 from .protocol import DatedState, LimitedProtocol
 
 _LAST_WORDS = 0.5
 """Seconds for error objects to be written when the drain has expired."""
 _RESERVED_FILES = 128
-"""Descriptors kept back for engines, the database and log files."""
+"""Descriptors kept back for the unix socket, engines, the database and log files."""
 
 
 async def serve(
@@ -29,6 +31,7 @@ async def serve(
     limits: LimitSettings,
     drain: Drain,
     drain_timeout: float = 30.0,
+    trusted_proxies: Sequence[str] = (),
     on_ready: Callable[[], None] | None = None,
 ) -> None:
     """Serves until `drain.begin()` was called and all open requests ended, at most `drain_timeout` seconds.
@@ -36,21 +39,25 @@ async def serve(
     The sockets are closed at the end. While draining they still accept, so that clients are told 503 and
     `/ready` can be asked; every answer then closes its connection. `drain.begin()` again: ends at once.
     """
+    proxies = TrustedProxies(trusted_proxies)
     connections = _connection_limit(limits.connections)
+    per_address = min(limits.connections_per_address or max(8, connections // 4), connections)
+    limiter = ConnectionLimiter(connections, per_address, proxies.__contains__)
     config = Config(
-        app,
+        ForwardedClientMiddleware(app, proxies) if trusted_proxies else app,
         interface="asgi3",
         lifespan="off",
         ws="none",
         access_log=False,
         log_config=None,
+        proxy_headers=False,  # uvicorn would believe X-Forwarded-For of every local process
         timeout_keep_alive=int(limits.idle_timeout),
     )
     config.load()
     state = DatedState()
     loop = asyncio.get_running_loop()
     listeners = [
-        await loop.create_server(lambda: LimitedProtocol(config, state, limits, connections), sock=sock)
+        await loop.create_server(lambda: LimitedProtocol(config, state, limits, limiter), sock=sock)
         for sock in sockets
     ]
     try:

@@ -50,6 +50,37 @@ def test_folders_are_private_and_an_own_data_dir_keeps_its_mode(tmp_path: Path):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775])
+def test_a_data_dir_that_others_could_write_is_closed_to_them(tmp_path: Path, mode: int):
+    tmp_path.chmod(mode)
+    find_paths(tmp_path).create()
+    assert stat.S_IMODE(tmp_path.stat().st_mode) & 0o022 == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+@pytest.mark.parametrize("name", ["keys.json", "config.toml", "state"])
+def test_what_others_left_in_an_open_data_dir_is_refused(tmp_path: Path, name: str):
+    tmp_path.chmod(0o777)
+    (tmp_path / name).touch()
+    os.chown(tmp_path / name, 12345, 12345)
+    with pytest.raises(CliError, match=f"cannot use the file .*{name}") as caught:
+        find_paths(tmp_path).create()
+    assert caught.value.exit == Exit.DENIED
+
+
+def test_folders_that_cannot_be_written_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As on a file system that is mounted read-only, where nothing can be created either."""
+    paths = find_paths(tmp_path)
+    paths.create()
+    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != paths.data_dir)
+    with pytest.raises(CliError, match="cannot write to the folder") as caught:
+        paths.create()
+    assert str(paths.data_dir) in caught.value.fix
+    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != paths.runtime_dir)
+    with pytest.raises(CliError, match=r"cannot write to the folder .*run"):
+        paths.create()
+
+
 def test_a_foreign_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(CliError, match="cannot use the folder") as caught:

@@ -145,3 +145,36 @@ async def test_a_reader_without_progress_is_cut_off_and_bounded() -> None:
         sock.close()
         health = await server.send(server.get("/health", "Connection: close"))
         assert health.startswith(b"HTTP/1.1 200 ")
+
+
+def chunked_head(server: Running, *headers: str) -> bytes:
+    lines = [
+        "POST /echo HTTP/1.1",
+        f"Host: localhost:{server.port}",
+        "Content-Type: application/json",
+        *headers,
+    ]
+    return "\r\n".join([*lines, "Transfer-Encoding: chunked", "", ""]).encode()
+
+
+@pytest.mark.parametrize("ending", [b"", b"\r\n \r\n1;"])
+async def test_chunk_extensions_are_counted(ending: bytes) -> None:
+    """The parser throws them away: a body of no bytes could go on for ever."""
+    async with running([echo]) as server:
+        reader, writer = await server.connect()
+        writer.write(chunked_head(server) + b"1;")
+        for _ in range(40):
+            writer.write(b"x" * 8192 + ending)
+        answer = await asyncio.wait_for(reader.read(), 90)
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b'"code":"body_too_large"' in answer
+        writer.close()
+
+
+@pytest.mark.parametrize("extension", [b"", b";a=b", b';name="value"'])
+async def test_a_body_in_the_smallest_chunks_is_taken(extension: bytes) -> None:
+    body = b'{"text": "' + b"x" * 5000 + b'"}'
+    chunks = b"".join(b"1%b\r\n%c\r\n" % (extension, byte) for byte in body) + b"0\r\n\r\n"
+    async with running([echo]) as server:
+        answer = await server.send(chunked_head(server, "Connection: close") + chunks)
+        assert answer.startswith(b"HTTP/1.1 200 ")

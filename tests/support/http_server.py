@@ -36,7 +36,12 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def running(
-    handlers: Sequence[Any] = (), *, app: Any = None, drain_timeout: float = 60.0, **limits: Any
+    handlers: Sequence[Any] = (),
+    *,
+    app: Any = None,
+    drain_timeout: float = 60.0,
+    trusted_proxies: Sequence[str] = (),
+    **limits: Any,
 ) -> AsyncIterator[Running]:
     services = fake_services(**limits)
     sockets = listen_tcp("127.0.0.1", 0)
@@ -47,6 +52,7 @@ async def running(
         limits=services.settings.limits,
         drain=services.drain,
         drain_timeout=drain_timeout,
+        trusted_proxies=trusted_proxies,
     )
     task = asyncio.create_task(server)
     await asyncio.sleep(0)
