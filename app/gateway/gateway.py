@@ -192,6 +192,8 @@ def max_new_tokens(generation: Generation, prompt: list[int]) -> int:
     wanted = generation.max_tokens
     if generation.params.pooling is not None and len(prompt) <= limit:
         return 0
+    if wanted and generation.max_tokens_clamped and len(prompt) < limit:
+        return min(wanted, limit - len(prompt))
     if len(prompt) + max(wanted or 1, 1) <= limit:
         return limit - len(prompt) if wanted is None else max(wanted, 1)
     asked = f" and {wanted} of output" if wanted else ""

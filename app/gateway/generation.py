@@ -33,6 +33,8 @@ class Generation:
     `pooling` each prompt gives a vector instead."""
     max_tokens: int | None = None
     """None: what the context leaves. 0: only the prompt's own log-probabilities are wanted."""
+    max_tokens_clamped: bool = False
+    """`max_tokens` may be more than the context leaves: the answer then ends where the context does."""
     n: int = 1
     stop: tuple[str, ...] = ()
     begins: bool = True

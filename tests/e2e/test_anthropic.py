@@ -3,8 +3,11 @@
 import json
 
 import httpx
+import msgspec
 import pytest
 
+from llmbox.app.http.anthropic.fields import MessagesRequest
+from llmbox.app.http.anthropic.translate import chat_fields
 from support.cli_box import PATIENCE, until
 from support.fake_engine import write_model
 from support.openai_server import serving
@@ -20,6 +23,13 @@ TEMPLATE = (
     "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
     "{%- endif %}"
 )
+STRICT = (
+    "{%- for m in messages %}"
+    "{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
+    "{%- endif %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+"""Like Mistral's and Gemma's."""
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 ANSWERS = {
     "thinker": "<think>\nhm\n</think>\n\nYes, 你好.",
@@ -29,6 +39,7 @@ ANSWERS = {
 ASKED = {"max_tokens": 300, "messages": [{"role": "user", "content": "hello"}]}
 THINKS = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
 TOOLS = {"tools": [{"name": "weather", "description": "of a city", "input_schema": {"type": "object"}}]}
+SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
 LOOK = {"type": "text", "text": "Let me look."}
 
 
@@ -37,6 +48,7 @@ def server(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     with serving(tmp_path_factory.mktemp("data")) as server:
         server.load_scripted(root, ANSWERS, TEMPLATE)
+        server.load_scripted(root, {"strict": "one"}, STRICT)
         slow = write_text_files(root / "slow", byte_level())
         write_model(slow, vocab_size=300, context=1024, script=[72, 73], step_delay=0.03, hold_at=800)
         server.load(slow, "slow")
@@ -189,7 +201,12 @@ def test_results_of_tools_go_back(http):
     [
         ({"model": "nobody"}, 404, "not_found_error", "nobody"),
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
-        ({"max_tokens": 10_000}, 400, "invalid_request_error", "context"),
+        (
+            {"messages": [{"role": "user", "content": "x" * 1500}]},
+            400,
+            "invalid_request_error",
+            "prompt is too long: 15",
+        ),
         ({"temperature": 5}, 400, "invalid_request_error", "temperature"),
         (TOOLS, 400, "invalid_request_error", "tools"),
         (
@@ -205,6 +222,27 @@ def test_results_of_tools_go_back(http):
             "web_search",
         ),
         ({"mcp_servers": [{}]}, 400, "invalid_request_error", "mcp_servers"),
+        ({"container": "c"}, 400, "invalid_request_error", "container"),
+        ({"speed": "fast"}, 400, "invalid_request_error", "speed"),
+        ({"output_config": {"task_budget": {"total": 9}}}, 400, "invalid_request_error", "task_budget"),
+        (
+            {"output_config": {"format": SCHEMA}, "output_format": SCHEMA},
+            400,
+            "invalid_request_error",
+            "output_config.format",
+        ),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+            400,
+            "invalid_request_error",
+            "output_config.format",
+        ),
+        (
+            {"context_management": {"edits": [{"type": "compact_20260112"}]}},
+            400,
+            "invalid_request_error",
+            "compact_20260112",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             400,
@@ -260,3 +298,114 @@ def test_what_is_ignored_is_told(http):
     ]
     _, names = streamed(http, "plain", moods=1)
     assert "message_stop" in names
+
+
+def test_an_answer_ends_with_the_context_where_max_tokens_reach_further(http):
+    size = ask(http, "plain", "/v1/messages/count_tokens")["input_tokens"]
+    fits = ask(http, "plain", max_tokens=10_000)
+    assert fits["stop_reason"] == "end_turn"
+    long = ask(http, "slow", max_tokens=10_000, messages=[{"role": "user", "content": "x" * 950}])
+    assert long["stop_reason"] == "model_context_window_exceeded"
+    assert long["usage"]["input_tokens"] + long["usage"]["output_tokens"] == 1024 > size
+
+
+def chat_tokens(http, model, messages, **fields) -> int:
+    body = {"model": model, "messages": messages, "chat_template_kwargs": {"enable_thinking": False}}
+    return http.post("/tokenize", json=body | fields).json()["count"]
+
+
+def message_tokens(http, model, messages, **fields) -> int:
+    return ask(http, model, "/v1/messages/count_tokens", messages=messages, **fields)["input_tokens"]
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+def test_a_system_message_in_mid_conversation_stays_where_the_template_renders_it(http):
+    said = [turn("user", "hello"), turn("system", [{"type": "text", "text": "be brief"}]), turn("user", "?")]
+    as_chat = [turn("system", "kind"), turn("user", "hello"), turn("system", "be brief"), turn("user", "?")]
+    assert message_tokens(http, "plain", said, system="kind") == chat_tokens(http, "plain", as_chat)
+    assert ask(http, "plain", messages=said[:2])["stop_reason"] == "end_turn"
+    first = [turn("system", "kind"), turn("user", "hello")]
+    assert message_tokens(http, "plain", first) == chat_tokens(http, "plain", first)
+
+
+def test_a_template_that_refuses_late_system_messages_gets_their_text_in_the_turn_before(http):
+    said = [turn("user", "hello"), turn("system", "be brief")]
+    as_chat = [turn("user", "hello\n<system-reminder>\nbe brief\n</system-reminder>")]
+    assert message_tokens(http, "strict", said) == chat_tokens(http, "strict", as_chat)
+    assert ask(http, "strict", messages=said)["stop_reason"] == "end_turn"
+
+
+def test_consecutive_turns_of_a_role_are_one(http):
+    said = [
+        turn("user", "a"),
+        turn("user", "b"),
+        turn("assistant", "c"),
+        turn("assistant", "d"),
+        turn("user", "e"),
+    ]
+    as_chat = [turn("user", "a\nb"), turn("assistant", "c\nd"), turn("user", "e")]
+    assert message_tokens(http, "strict", said) == chat_tokens(http, "strict", as_chat)
+
+
+def test_an_answer_goes_on_from_the_assistants_last_turn(http):
+    said = [turn("user", "hello"), turn("assistant", "one tw")]
+    whole = {"continue_final_message": True, "add_generation_prompt": False}
+    assert message_tokens(http, "plain", said) == chat_tokens(http, "plain", said, **whole)
+
+
+@pytest.mark.parametrize("name", ["output_config", "output_format"])
+def test_answers_follow_a_schema(server, name):
+    asked = SCHEMA if name == "output_format" else {"format": SCHEMA}
+    fields = {"max_tokens": 5, "messages": ASKED["messages"], name: asked}
+    request = msgspec.convert({"model": "plain", **fields}, MessagesRequest)
+    wanted = chat_fields(request, late_system=True)["response_format"]
+    assert wanted == {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+
+
+def test_thoughts_of_earlier_turns_are_cleared_where_that_is_asked_for(http):
+    thought = {"type": "thinking", "thinking": "hm", "signature": ""}
+    said = []
+    for number in range(3):
+        answer = [thought, {"type": "text", "text": "ok"}]
+        said += [turn("user", str(number)), turn("assistant", answer)]
+    said.append(turn("user", "?"))
+    edit = {"type": "clear_thinking_20251015"}
+    for keep, cleared in ((None, 2), ("all", 0), ({"type": "thinking_turns", "value": 2}, 1)):
+        edits = {"edits": [edit | ({"keep": keep} if keep else {})]}
+        told = ask(http, "plain", messages=said, context_management=edits)["context_management"]
+        assert sum(each["cleared_thinking_turns"] for each in told["applied_edits"]) == cleared
+        message, _ = streamed(http, "plain", messages=said, context_management=edits)
+        assert message["usage"]["output_tokens"] > 0
+        counted = ask(http, "plain", "/v1/messages/count_tokens", messages=said, context_management=edits)
+        assert counted["context_management"]["original_input_tokens"] >= counted["input_tokens"]
+
+
+def test_texts_in_documents_and_search_results_are_read(http):
+    document = {
+        "type": "document",
+        "source": {"type": "text", "media_type": "text/plain", "data": "b"},
+        "title": "a",
+    }
+    found = {"type": "search_result", "source": "c", "title": "d", "content": [{"type": "text", "text": "e"}]}
+    said = [turn("user", [document, found])]
+    assert message_tokens(http, "plain", said) == chat_tokens(http, "plain", [turn("user", "a\nb\nd\nc\ne")])
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": ""}}
+    answer = http.post("/v1/messages", json={"model": "plain", **ASKED, "messages": [turn("user", [pdf])]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[0].content[0].type")
+
+
+def test_deferred_tools_are_offered_once_a_search_has_found_them(http):
+    tool = TOOLS["tools"][0] | {"name": "later", "defer_loading": True}
+    tools = [*TOOLS["tools"], tool]
+    before = message_tokens(http, "caller", ASKED["messages"], tools=tools)
+    assert before == message_tokens(http, "caller", ASKED["messages"], **TOOLS)
+    use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {}}
+    found = {"type": "tool_reference", "tool_name": "later"}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [found]}
+    said = [*ASKED["messages"], turn("assistant", [use]), turn("user", [result])]
+    shown = tool | {"defer_loading": False}
+    whole = message_tokens(http, "caller", said, tools=[*TOOLS["tools"], shown])
+    assert message_tokens(http, "caller", said, tools=tools) == whole

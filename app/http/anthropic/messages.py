@@ -4,15 +4,19 @@ import json
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
+from msgspec import UNSET
+
 from ...gateway.gateway import Gateway
 from ...gateway.open_request import OpenRequest
 from ...text.answer_parts import AnswerParser, Parts
 from ..openai.chat import ChatCall, heading_of
-from ..openai.chat_parts import call_id
+from ..openai.chat_parts import call_id, reasoning_tokens
 from .answers import Message, MessageUsage, named_event, stop_reason
+from .prepare import MessageCall
 
 
-async def complete_message(gateway: Gateway, chat: ChatCall) -> Message:
+async def complete_message(gateway: Gateway, call: MessageCall) -> Message:
+    chat = call.chat
     parser = chat.parsing.parser()
     with gateway.open(chat.generation) as opened:
         pieces = [delta.text async for delta in opened.deltas()]
@@ -25,14 +29,15 @@ async def complete_message(gateway: Gateway, chat: ChatCall) -> Message:
         content=_blocks(parts, chat),
         stop_reason=reason,
         stop_sequence=found,
-        usage=MessageUsage.of(opened.usage),
+        usage=MessageUsage.of(opened.usage, reasoning_tokens(opened, [parser])),
+        context_management=call.context_management or UNSET,
         **chat.extras(),
     )
 
 
-async def stream_message(gateway: Gateway, chat: ChatCall) -> AsyncGenerator[bytes, None]:
-    with gateway.open(chat.generation) as opened:
-        events = _Events(opened, chat)
+async def stream_message(gateway: Gateway, call: MessageCall) -> AsyncGenerator[bytes, None]:
+    with gateway.open(call.chat.generation) as opened:
+        events = _Events(opened, call)
         yield events.begin()
         async for delta in opened.deltas():
             last = delta.finish_reason is not None
@@ -60,9 +65,10 @@ def _tool_use(chat: ChatCall, number: int, name: str) -> dict[str, Any]:
 class _Events:
     """Blocks one after another: each is begun, filled and ended before the next."""
 
-    def __init__(self, opened: OpenRequest, chat: ChatCall) -> None:
+    def __init__(self, opened: OpenRequest, call: MessageCall) -> None:
         self._opened = opened
-        self._chat = chat
+        self._chat = chat = call.chat
+        self._context_management = call.context_management
         self._parser: AnswerParser = chat.parsing.parser()
         self._open: str | None = None
         """Kind of the block that is being filled."""
@@ -98,11 +104,14 @@ class _Events:
     def end(self) -> Iterator[bytes]:
         yield from self._close()
         reason, found = stop_reason(self._opened, self._parser)
-        usage = MessageUsage.of(self._opened.usage)
+        thoughts = reasoning_tokens(self._opened, [self._parser])
+        usage = MessageUsage.of(self._opened.usage, thoughts)
+        edits = self._context_management
         yield named_event(
             "message_delta",
-            delta={"stop_reason": reason, "stop_sequence": found},
+            delta={"stop_reason": reason, "stop_sequence": found, "stop_details": None},
             usage=usage,
+            **({} if edits is None else {"context_management": edits}),
             **{name: value for name, value in self._chat.extras().items() if value},
         )
         yield named_event("message_stop")

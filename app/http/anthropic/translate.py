@@ -4,42 +4,38 @@ import json
 from typing import Any
 
 from ...errors import ApiError
-from .fields import (
-    Block,
-    CountTokensRequest,
-    DocumentBlock,
-    ImageBlock,
-    MessageParam,
-    MessagesRequest,
-    TextBlock,
-    ThinkingBlock,
-    ToolParam,
-    ToolResultBlock,
-    ToolUseBlock,
-)
+from .conversation import chat_messages, referenced_tools
+from .fields import CountTokensRequest, MessagesRequest, OutputFormat, ToolParam, ToolResultBlock
 
 _CHOICES = {"auto": "auto", "none": "none", "any": "required"}
+_EFFORTS = {"max": "xhigh"}
+"""Levels that chat templates know under another name."""
 
 
-def prompt_fields(request: CountTokensRequest) -> dict[str, Any]:
-    """What the prompt depends on. Raises ApiError 400 for blocks and tools that are not for a text model."""
-    messages = [] if not request.system else [{"role": "system", "content": _system(request.system)}]
-    for number, message in enumerate(request.messages):
-        messages += _messages(f"messages[{number}]", message)
-    thinks = request.thinking is not None and request.thinking.type != "disabled"
+def prompt_fields(request: CountTokensRequest, *, late_system: bool) -> dict[str, Any]:
+    """Fields that the prompt depends on; `late_system` as in `chat_messages`. Raises ApiError 400."""
+    messages = chat_messages(request, late_system=late_system)
+    kwargs: dict[str, Any] = {"enable_thinking": is_thinking(request)}
+    if (effort := _effort(request)) is not None:
+        kwargs["reasoning_effort"] = effort
     body: dict[str, Any] = {
         "model": request.model,
         "messages": messages,
-        "chat_template_kwargs": {"enable_thinking": thinks},
+        "chat_template_kwargs": kwargs,
     }
-    if request.tools:
-        body["tools"] = [_tool(f"tools[{number}]", tool) for number, tool in enumerate(request.tools)]
+    last = messages[-1] if messages else {}
+    if last.get("role") == "assistant" and "tool_calls" not in last:
+        body |= {"continue_final_message": True, "add_generation_prompt": False}
+    found = referenced_tools(request.messages)
+    offered = enumerate(request.tools or ())
+    if tools := [_tool(f"tools[{n}]", tool) for n, tool in offered if _is_offered(tool, found)]:
+        body["tools"] = tools
     return body
 
 
-def chat_fields(request: MessagesRequest) -> dict[str, Any]:
-    body = prompt_fields(request)
-    thinks: bool = body["chat_template_kwargs"]["enable_thinking"]
+def chat_fields(request: MessagesRequest, *, late_system: bool) -> dict[str, Any]:
+    body = prompt_fields(request, late_system=late_system)
+    thinking = request.thinking
     given: dict[str, Any] = {
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
@@ -48,12 +44,12 @@ def chat_fields(request: MessagesRequest) -> dict[str, Any]:
         "stop": request.stop_sequences or None,
         "stream": request.stream,
         "user": request.metadata.user_id if request.metadata else None,
-        "include_reasoning": thinks,
+        "include_reasoning": is_thinking(request) and (thinking is None or thinking.display != "omitted"),
     }
-    if (asked := request.output_format) is not None:
+    if (asked := output_format(request)) is not None:
         given["response_format"] = {"type": "json_schema", "json_schema": {"schema": asked.schema}}
     body |= {name: value for name, value in given.items() if value is not None}
-    if request.tools and (choice := request.tool_choice) is not None:
+    if "tools" in body and (choice := request.tool_choice) is not None:
         named = {"type": "function", "function": {"name": choice.name or "-"}}
         body["tool_choice"] = _CHOICES.get(choice.type, named)
         if choice.disable_parallel_tool_use:
@@ -61,50 +57,34 @@ def chat_fields(request: MessagesRequest) -> dict[str, Any]:
     return body
 
 
-def _system(system: str | list[TextBlock]) -> str:
-    return system if isinstance(system, str) else "\n".join(block.text for block in system)
+def is_thinking(request: CountTokensRequest) -> bool:
+    kind = "disabled" if request.thinking is None else request.thinking.type
+    if kind == "between_tools":
+        last = request.messages[-1].content if request.messages else ""
+        return any(isinstance(block, ToolResultBlock) for block in last)
+    return kind != "disabled"
 
 
-def _messages(at: str, message: MessageParam) -> list[dict[str, Any]]:
-    """Results of tools become messages of their own, before the words that came with them."""
-    if isinstance(message.content, str):
-        return [{"role": message.role, "content": message.content}]
-    made: dict[str, Any] = {"role": message.role, "content": []}
-    results, calls, thoughts = [], [], []
-    for number, block in enumerate(message.content):
-        match block:
-            case TextBlock():
-                made["content"].append({"type": "text", "text": block.text})
-            case ToolResultBlock():
-                results.append(_result(f"{at}.content[{number}]", block))
-            case ToolUseBlock():
-                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-                calls.append({"id": block.id, "type": "function", "function": function})
-            case ThinkingBlock():
-                thoughts.append(block.thinking)
-            case ImageBlock() | DocumentBlock():
-                raise _not_text(f"{at}.content[{number}]", block)
-    made |= {"tool_calls": calls} if calls else {}
-    made |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
-    silent = not made["content"] and (results or calls)
-    if silent and not calls:
-        return results
-    made["content"] = None if silent else made["content"]
-    return [*results, made]
+def output_format(request: CountTokensRequest) -> OutputFormat | None:
+    """Raises ApiError 400 where both of its names say something."""
+    new = None if request.output_config is None else request.output_config.format
+    if new is not None and request.output_format is not None:
+        raise ApiError(
+            400,
+            "'output_format' is the older name of 'output_config.format': send one of them.",
+            code="invalid_value",
+            param="output_format",
+        )
+    return new or request.output_format
 
 
-def _result(at: str, block: ToolResultBlock) -> dict[str, Any]:
-    texts = [block.content or ""] if not isinstance(block.content, list) else []
-    for each in block.content if isinstance(block.content, list) else ():
-        if not isinstance(each, TextBlock):
-            raise _not_text(at, each)
-        texts.append(each.text)
-    text = "\n".join(texts)
-    return {
-        "role": "tool",
-        "tool_call_id": block.tool_use_id,
-        "content": f"Error: {text}" if block.is_error else text,
-    }
+def _effort(request: CountTokensRequest) -> str | None:
+    asked = None if request.output_config is None else request.output_config.effort
+    return None if asked is None else _EFFORTS.get(asked, asked)
+
+
+def _is_offered(tool: ToolParam, found: set[str]) -> bool:
+    return not tool.defer_loading or tool.name in found
 
 
 def _tool(at: str, tool: ToolParam) -> dict[str, Any]:
@@ -115,18 +95,20 @@ def _tool(at: str, tool: ToolParam) -> dict[str, Any]:
             code="unsupported_parameter",
             param=f"{at}.type",
         )
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    function = {
+        "name": tool.name,
+        "description": _description(tool),
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
     return {
         "type": "function",
         "function": {name: value for name, value in function.items() if value is not None},
     }
 
 
-def _not_text(at: str, block: Block) -> ApiError:
-    kind = block.__struct_config__.tag
-    return ApiError(
-        400,
-        f"'{at}': blocks of type {kind!r} are not supported: this model reads text.",
-        code="unsupported_content",
-        param=f"{at}.type",
-    )
+def _description(tool: ToolParam) -> str | None:
+    if not tool.input_examples:
+        return tool.description
+    examples = "\n".join(json.dumps(each, ensure_ascii=False) for each in tool.input_examples)
+    return f"{tool.description or ''}\nExamples of input:\n{examples}".lstrip()

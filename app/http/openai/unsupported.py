@@ -21,6 +21,10 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "documents": ([],),
     "truncation": ("disabled",),
+    "mcp_servers": ([],),
+    "speed": ("standard",),
+    "fallbacks": ([],),
+    "inference_geo": ("not_available",),
 }
 """Values that ask for what happens anyway. null and absence always do."""
 
@@ -34,6 +38,14 @@ _REASONS = {
     "max_tokens_per_doc": "Documents are never cut: one over the context gets an error instead.",
     "max_chunks_per_doc": "Documents are never cut: one over the context gets an error instead.",
     "truncation": "Prompts are never cut: one over the context gets an error instead.",
+    "mcp_servers": "Nothing is asked of other servers: connect to them in the client, and send their tools.",
+    "container": "No code is run for a model here.",
+    "speed": "There is one speed: 'standard'.",
+    "inference_geo": "Answers are made on this machine.",
+    "fallbacks": "The model that is named answers, or none.",
+    "fallback_credit_token": "Nothing is billed here.",
+    "billing_policy": "Nothing is billed here.",
+    "thread": "Send the whole conversation each time.",
     "echo": "Only /v1/completions can echo its prompt.",
 }
 

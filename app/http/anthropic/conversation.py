@@ -1,0 +1,171 @@
+"""Messages of the Messages API as messages of a chat."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import ApiError
+from .fields import (
+    Block,
+    BlocksSource,
+    CountTokensRequest,
+    DocumentBlock,
+    ImageBlock,
+    MessageParam,
+    RedactedThinkingBlock,
+    SearchResultBlock,
+    TextBlock,
+    TextSource,
+    ThinkingBlock,
+    ToolReferenceBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+
+ChatMessages = list[dict[str, Any]]
+
+
+def has_late_system(request: CountTokensRequest) -> bool:
+    """Whether a system message stands after the conversation has begun."""
+    roles = [message.role for message in request.messages]
+    return "system" in roles[next((n for n, role in enumerate(roles) if role != "system"), len(roles)) :]
+
+
+def chat_messages(request: CountTokensRequest, *, late_system: bool) -> ChatMessages:
+    """Build the chat: one system message first, consecutive turns of a role combined.
+
+    `late_system`: the model's template renders system messages in mid-conversation; where it does not, their
+    text goes into the turn before. Raises ApiError 400 for blocks that are not for a text model.
+    """
+    system = [] if not request.system else [_system(request.system)]
+    made: ChatMessages = []
+    for number, message in enumerate(request.messages):
+        turn = _turn(f"messages[{number}]", message)
+        if message.role != "system":
+            _append(made, turn)
+        elif not made:
+            system.append(_text_of(turn))
+        elif late_system:
+            made += turn
+        else:
+            _fold(made, _text_of(turn))
+    return [*([{"role": "system", "content": "\n".join(system)}] if system else []), *made]
+
+
+def referenced_tools(messages: Sequence[MessageParam]) -> set[str]:
+    """Names of tools that a search has found."""
+    blocks = (
+        block for message in messages if not isinstance(message.content, str) for block in message.content
+    )
+    results = (block.content for block in blocks if isinstance(block, ToolResultBlock))
+    found = (each for content in results if isinstance(content, list) for each in content)
+    return {each.tool_name for each in found if isinstance(each, ToolReferenceBlock)}
+
+
+def _system(system: str | list[TextBlock]) -> str:
+    return system if isinstance(system, str) else "\n".join(block.text for block in system)
+
+
+def _text_of(turn: ChatMessages) -> str:
+    return "\n".join(part["text"] for message in turn for part in message["content"])
+
+
+def _append(made: ChatMessages, turn: ChatMessages) -> None:
+    first = turn[0]
+    if made and first["role"] == made[-1]["role"] in {"user", "assistant"}:
+        last = made[-1]
+        last["content"] = [*(last["content"] or ()), *(first["content"] or ())] or None
+        if calls := [*last.get("tool_calls", ()), *first.get("tool_calls", ())]:
+            last["tool_calls"] = calls
+        thoughts = [each["reasoning_content"] for each in (last, first) if "reasoning_content" in each]
+        if thoughts:
+            last["reasoning_content"] = "\n".join(thoughts)
+        turn = turn[1:]
+    made += turn
+
+
+def _fold(made: ChatMessages, text: str) -> None:
+    """Put instructions into the turn before: roles go on alternating, as such templates demand."""
+    part = {"type": "text", "text": f"<system-reminder>\n{text}\n</system-reminder>"}
+    last = made[-1]
+    if last["role"] == "tool":
+        last["content"] = f"{last['content']}\n{part['text']}"
+    elif last["role"] == "user":
+        last["content"] = [*last["content"], part]
+    else:
+        made.append({"role": "user", "content": [part]})
+
+
+def _turn(at: str, message: MessageParam) -> ChatMessages:
+    """Results of tools become messages of their own, before the words that came with them."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": [{"type": "text", "text": message.content}]}]
+    texts, results, calls, thoughts = [], [], [], []
+    for number, block in enumerate(message.content):
+        place = f"{at}.content[{number}]"
+        match block:
+            case ToolResultBlock():
+                results.append(_result(place, block))
+            case ToolUseBlock():
+                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case ThinkingBlock():
+                thoughts.append(block.thinking)
+            case RedactedThinkingBlock():
+                pass
+            case _:
+                texts.append(_text(place, block))
+    if results and not (texts or calls):
+        return results
+    if message.role == "assistant" and not texts and not calls:
+        texts = [""]
+    made: dict[str, Any] = {
+        "role": message.role,
+        "content": [{"type": "text", "text": each} for each in texts],
+    }
+    if not texts and (results or calls):
+        made["content"] = None
+    made |= {"tool_calls": calls} if calls else {}
+    made |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+    return [*results, made]
+
+
+def _result(at: str, block: ToolResultBlock) -> dict[str, Any]:
+    if isinstance(block.content, list):
+        text = "\n".join(_text(at, each) for each in block.content)
+    else:
+        text = block.content or ""
+    return {
+        "role": "tool",
+        "tool_call_id": block.tool_use_id,
+        "content": f"Error: {text}" if block.is_error else text,
+    }
+
+
+def _text(at: str, block: Block | ToolReferenceBlock) -> str:
+    """Raises ApiError 400 where the block is no text."""
+    match block:
+        case TextBlock():
+            return block.text
+        case SearchResultBlock():
+            return "\n".join([block.title, block.source, *(each.text for each in block.content)])
+        case ToolReferenceBlock():
+            return f"The tool {block.tool_name} is available now."
+        case DocumentBlock(source=TextSource() | BlocksSource()):
+            heading = [each for each in (block.title, block.context) if each]
+            return "\n".join([*heading, _document(at, block.source)])
+    kind = block.__struct_config__.tag
+    raise ApiError(
+        400,
+        f"'{at}': {'PDFs and files' if isinstance(block, DocumentBlock) else f'blocks of type {kind!r}'} "
+        "are not supported: this model reads text.",
+        code="unsupported_content",
+        param=f"{at}.type",
+    )
+
+
+def _document(at: str, source: Any) -> str:
+    if isinstance(source, TextSource):
+        return source.data
+    content: str | list[TextBlock | ImageBlock] = source.content
+    return content if isinstance(content, str) else "\n".join(_text(at, each) for each in content)

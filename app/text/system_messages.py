@@ -1,0 +1,20 @@
+"""System messages after a conversation has begun: some chat templates refuse them or leave them out."""
+
+from ..errors import ApiError
+from .chat_prompt import Chat
+from .model_text import ModelText
+from .template_pool import TemplatePool
+
+_MARK = "llmbox-late-system"
+
+
+async def renders_late_system(text: ModelText, pool: TemplatePool) -> bool:
+    """Render a short conversation to find out. False for a model without a template."""
+    # At odd and even places: templates that check alternation look at one kind of them only.
+    roles = ("user", "system", "user", "assistant", "system", "user")
+    messages = [{"role": role, "content": _MARK if role == "system" else "a"} for role in roles]
+    try:
+        rendered = await text.render_chat(pool, Chat(messages=messages))
+    except ApiError:
+        return False
+    return rendered.text.count(_MARK) == roles.count("system")
