@@ -14,10 +14,10 @@ from llmbox.engine.rounded import MODELOPT_FILE
 
 from . import errors
 from .errors import HubError
-from .web import Web
+from .web import USER_AGENT, Web
 
 if TYPE_CHECKING:
-    from huggingface_hub import HfApi
+    from .hub_client import HfApi
 
 ENDPOINT = "https://huggingface.co"
 INDEX = "model.safetensors.index.json"
@@ -79,7 +79,7 @@ class Hub:
     @classmethod
     def of_environment(cls) -> "Hub":
         """HF_ENDPOINT, HF_TOKEN (or the token that `hf auth login` stored) and HF_HUB_OFFLINE count."""
-        from huggingface_hub import get_token  # noqa: PLC0415 - 0.3 s that only downloads need
+        from .hub_client import get_token  # noqa: PLC0415 - 0.3 s that only downloads need
 
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
         return cls(os.environ.get("HF_ENDPOINT") or ENDPOINT, get_token(), offline=offline)
@@ -133,11 +133,12 @@ class Hub:
         return choose_files(listing, self.read_json(listing, INDEX, INDEX_LIMIT))
 
     def _api(self) -> "HfApi":
-        from huggingface_hub import HfApi  # noqa: PLC0415 - as above
+        from .hub_client import HfApi  # noqa: PLC0415 - as above
 
         # It tells of its own tries again in words that are not ours; what comes of them is said by `asking`.
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-        return HfApi(endpoint=self.web.endpoint, token=self.web.token or False, library_name="llmbox")
+        headers = {"user-agent": USER_AGENT}  # their own names the Python of this box
+        return HfApi(endpoint=self.web.endpoint, token=self.web.token or False, headers=headers)
 
 
 def choose_files(listing: Listing, index: dict[str, Any] | None) -> list[RepoFile]:
@@ -198,7 +199,7 @@ class asking:  # noqa: N801 - a context manager
 
 
 def _translated(error: Exception, web: Web, what: str) -> HubError:
-    from huggingface_hub import errors as theirs  # noqa: PLC0415 - as above
+    from .hub_client import errors as theirs  # noqa: PLC0415 - as above
 
     if isinstance(error, theirs.GatedRepoError):
         return errors.gated(what, web.token)

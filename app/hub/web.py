@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from . import errors
 from .wires import Wires
 
+USER_AGENT = "llmbox"
 TIMEOUT = 30.0
 """Seconds without a byte until a connection counts as dead."""
 
@@ -50,7 +51,8 @@ class Web:
     def get(self, url: str, what: str, *, start: int = 0, end: int | None = None) -> Iterator[Answer]:
         """Bytes from `start` up to, not including, `end`. Raises HubError."""
         redirects = _Redirects(self.endpoint, self.token)
-        request = urllib.request.Request(url, headers={"User-Agent": "llmbox", "Accept-Encoding": "identity"})  # noqa: S310 - http and https only, see _Redirects
+        headers = {"User-Agent": USER_AGENT, "Accept-Encoding": "identity"}
+        request = urllib.request.Request(url, headers=headers)  # noqa: S310 - http and https, see _Redirects
         _check_scheme(url)
         if self.token and origin(url) == origin(self.endpoint):
             request.add_unredirected_header("Authorization", f"Bearer {self.token}")
