@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .checkpoint import INDEX, SINGLE
+from .tensor_bytes import DTYPES, ROUNDED_DTYPES, bytes_of
 
 SHARD_BYTES: Final = 2 << 30
+_NAMES: Final = {dtype: name for name, dtype in (DTYPES | ROUNDED_DTYPES).items()}
 
 
 class ShardWriter:
@@ -47,9 +48,27 @@ class ShardWriter:
         (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def _write(self) -> None:
-        save_file(self._tensors, self._part(len(self._shards)), metadata={"format": "pt"})
+        write_file(self._tensors, self._part(len(self._shards)))
         self._shards.append(list(self._tensors))
         self._tensors = {}
 
     def _part(self, number: int) -> Path:
         return self._folder / f"part-{number}.safetensors"
+
+
+def write_file(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Contiguous tensors as safetensors. That package's `save_file` wants numpy, which is no dependency."""
+    # Wide elements first, and a header of whole words: each tensor then begins at a multiple of its element.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        dtype = _NAMES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for _name, tensor in ordered:
+            stream.write(bytes_of(tensor))

@@ -1,5 +1,6 @@
-"""From the bytes of a checkpoint's file to tensors."""
+"""From the bytes of a checkpoint's file to tensors, and back: without numpy, which is no dependency."""
 
+import ctypes
 import math
 from collections.abc import Callable
 
@@ -14,6 +15,12 @@ DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 ROUNDED_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
 """Of tensors that mean nothing without scales."""
 READ_CHUNK = 64 << 20
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, which must outlive the view."""
+    assert tensor.is_contiguous()
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def byte_runs(entry: TensorEntry, parts: tuple[Part, ...]) -> tuple[list[tuple[int, int]], tuple[int, ...]]:

@@ -7,7 +7,6 @@ memory in use beyond the model is one fused linear and one tensor of it.
     Source       where weights come from: `Checkpoint` here, or `repacked/source.py`
 """
 
-import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from .rounded import BOUNDS, OF_KEYS_AND_VALUES, SCALES, STEP
 from .rounded_parts import reordered
 from .safetensors_header import FETCH_AGAIN, TensorEntry, shown
 from .split_rows import split_rows
-from .tensor_bytes import DTYPES, ROUNDED_DTYPES, byte_runs, read_fully, refuse_non_finite
+from .tensor_bytes import DTYPES, ROUNDED_DTYPES, byte_runs, bytes_of, read_fully, refuse_non_finite
 
 NOT_NEEDED = (".rotary_emb.inv_freq", "score.weight", *OF_KEYS_AND_VALUES, *BOUNDS)
 """Ends of names. Older checkpoints store the first; it is computed from config.json. The second is no part of
@@ -316,8 +315,7 @@ class Checkpoint:
         runs, shape = byte_runs(entry, parts)
         buffer = torch.empty(sum(length for _, length in runs), dtype=torch.uint8)
         self._total -= entry.nbytes - buffer.nbytes
-        # Not through numpy: torch does without it, and so do we.
-        view = memoryview((ctypes.c_ubyte * buffer.nbytes).from_address(buffer.data_ptr())).cast("B")
+        view = bytes_of(buffer)
         try:
             with entry.file.open("rb", buffering=0) as stream:
                 for offset, length in runs:

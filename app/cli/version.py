@@ -11,7 +11,7 @@ from llmbox import __version__
 from . import output
 from .lazy import Command
 
-PARTS = ("torch", "litestar", "uvicorn", "tokenizers", "safetensors", "huggingface-hub")
+PARTS = ("torch", "litestar", "uvicorn", "tokenizers", "huggingface-hub")
 
 
 @click.command(cls=Command)

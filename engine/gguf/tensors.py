@@ -1,6 +1,5 @@
 """The tensors of a GGUF file by their names in a checkpoint, as floats."""
 
-import ctypes
 from collections.abc import Callable, Mapping
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from ..safetensors_header import TensorEntry, shown
-from ..tensor_bytes import read_fully, refuse_non_finite
+from ..tensor_bytes import bytes_of, read_fully, refuse_non_finite
 from .blocks import dequantise
 from .file import BLOCKS, Gguf
 from .names import NOT_NEEDED, Place, place_of
@@ -78,8 +77,7 @@ class GgufTensors:
                 for start in range(0, blocks, CHUNK_BLOCKS):
                     count = min(CHUNK_BLOCKS, blocks - start)
                     raw = torch.empty(count * block_bytes, dtype=torch.uint8)
-                    view = memoryview((ctypes.c_ubyte * raw.nbytes).from_address(raw.data_ptr())).cast("B")
-                    read_fully(stream.readinto, view, entry)
+                    read_fully(stream.readinto, bytes_of(raw), entry)
                     out[start * block : (start + count) * block] = dequantise(entry.dtype, raw)
                     self._done += raw.nbytes
                     self._progress(self._done, self._total)

@@ -9,7 +9,6 @@ and reads theirs. Nobody writes a slot that somebody still reads: a rank tells o
 has read exchange n, and a slot of exchange n is written again in n + 2, after everybody told of n + 1.
 """
 
-import ctypes
 import mmap
 import os
 import socket
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tensor_bytes import bytes_of
 from .collective import add_in_order
 from .deal import dealt
 from .layout import Layout
@@ -132,13 +132,13 @@ class MeshCollective:
     def _send(self, tensor: Tensor, rank: int) -> None:
         tensor = tensor.contiguous()  # kept alive while its bytes are sent
         try:
-            self._sockets[rank].sendall(_bytes(tensor))
+            self._sockets[rank].sendall(bytes_of(tensor))
         except OSError as error:
             raise RankLost("another stage is gone") from error
 
     def _receive(self, tensor: Tensor, rank: int) -> None:
         assert tensor.is_contiguous()
-        rest = _bytes(tensor)
+        rest = bytes_of(tensor)
         while rest:
             try:
                 count = self._sockets[rank].recv_into(rest)
@@ -176,7 +176,3 @@ def _pieces(flat: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
     """Of a slot's size, in numbers of `like`."""
     size = SLOT // (flat if like is None else like).element_size()
     return (flat,) if len(flat) <= size else torch.split(flat, size)
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
