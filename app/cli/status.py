@@ -1,5 +1,6 @@
 """`llmbox status`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -41,7 +42,20 @@ def _print(answer: dict[str, Any]) -> None:
     output.write(f"  Up      {output.span(answer['uptime_s'])}")
     output.write(f"  Log     {answer['log_file']}")
     output.write(f"  Open    {answer['open_requests']} requests")
+    for each in answer["error_rates"]:
+        if each["failed"]:
+            _print_failing(each)
     if answer["pending_restart"]:
         output.write(f"  Changed settings wait for a restart: {', '.join(answer['pending_restart'])}")
     output.write("")
     print_models(answer["models"])
+
+
+def _print_failing(rate: Mapping[str, Any]) -> None:
+    """As the alerts of `llmbox top` and the panel say it."""
+    from ..telemetry.attention import errors_command
+
+    model, reason = rate["model"], f" ({rate['reason']})" if rate["reason"] else ""
+    share = f"{rate['failed']} of {rate['finished']} requests of the last 5 minutes"
+    output.write(output.printable(f"  Failed  {model or 'no model'}: {share}{reason}"))
+    output.write(f"          {errors_command(model)}")

@@ -95,8 +95,9 @@ class Gateway:
             key=key,
             error_code=error.code or "",
         )
+        self._metrics.record_failure(record)
         self._log.write(record)
-        self._observer.refused(record)
+        self._observer.refused(record, error.message)
 
     def output_hash(self, request: OpenRequest) -> str:
         return self._hasher.of([sequence.output_ids for sequence in request.sequences])
@@ -171,7 +172,7 @@ class Gateway:
         record = _record(request, status, code, self.output_hash(request))
         self._metrics.record_request(record)
         self._log.write(record, _draft(request))
-        self._observer.ended(record)
+        self._observer.ended(record, request.reason)
 
 
 def _reserve_tokens(generation: Generation, messages: list[AddRequest]) -> TokenReservation | None:

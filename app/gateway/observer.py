@@ -11,17 +11,18 @@ class RequestObserver(Protocol):
 
     def opened(self, request: LiveRequest) -> None: ...
 
-    def ended(self, record: RequestRecord) -> None: ...
+    def ended(self, record: RequestRecord, reason: str = "") -> None:
+        """`reason`: the message of the error that the request ended with."""
 
-    def refused(self, record: RequestRecord) -> None: ...
+    def refused(self, record: RequestRecord, reason: str = "") -> None: ...
 
 
 class Unobserved:
     def opened(self, request: LiveRequest) -> None:
         pass
 
-    def ended(self, record: RequestRecord) -> None:
+    def ended(self, record: RequestRecord, reason: str = "") -> None:
         pass
 
-    def refused(self, record: RequestRecord) -> None:
+    def refused(self, record: RequestRecord, reason: str = "") -> None:
         pass

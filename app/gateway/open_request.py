@@ -56,6 +56,8 @@ class OpenRequest:
         self.transcript = transcript
         self._more = more or iter(())
         self._reservation = reservation
+        self.reason = ""
+        """Message of the error that it ended with."""
         self._why: ApiError | None = None
         self._prefix_ends: dict[int, str] = {}
         self._on_end = on_end
@@ -94,7 +96,7 @@ class OpenRequest:
                 yield delta
             self.end(200, "")
         except ApiError as error:
-            self.end(error.status, error.code or "")
+            self._end_with(error)
             raise
 
     def __enter__(self) -> Self:
@@ -103,14 +105,24 @@ class OpenRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Left before the end: nobody reads any more."""
-        self.end(CLIENT_CLOSED, "client_disconnected")
+        """Left before the end: nobody reads any more, or what was read could not be made an answer."""
+        if isinstance(error, ApiError):
+            self._end_with(error)
+        elif isinstance(error, Exception) and not isinstance(error, OSError):
+            self._end_with(ApiError(500, "Something went wrong inside llmbox.", "internal_error"))
+        else:
+            self.end(CLIENT_CLOSED, "client_disconnected")
 
     def cancel(self, why: ApiError | None = None) -> None:
         """On somebody's order: the client gets an error object, `why` or that an operator did it."""
         self._why = why
         for sequence in self.sequences:
             sequence.stream.cancel()
+
+    def _end_with(self, error: ApiError) -> None:
+        if not self._ended:
+            self.reason = error.message
+        self.end(error.status, error.code or "")
 
     def end(self, status: int, code: str) -> None:
         """Stops what still runs and writes the record. Only the first call counts."""

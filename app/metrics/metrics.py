@@ -64,6 +64,13 @@ class Metrics:
             "llmbox_requests_refused", "Requests refused by code.", ["code"], registry=self._registry
         )
 
+        self._failed = Counter(
+            "llmbox_requests_failed",
+            "Requests that failed by the server's fault (5xx), by code.",
+            [*label, "code"],
+            registry=self._registry,
+        )
+
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, ["model_name"], buckets=buckets, registry=self._registry)
 
@@ -78,8 +85,14 @@ class Metrics:
         """A request that was answered with an error before it reached an engine."""
         self._refused.labels(code).inc()
 
+    def record_failure(self, record: RequestRecord) -> None:
+        """Count a request that failed by the server's fault, before or after it reached an engine."""
+        if record.is_failure:
+            self._failed.labels(record.model, record.error_code).inc()
+
     def record_request(self, record: RequestRecord) -> None:
         """A request that reached an engine has ended."""
+        self.record_failure(record)
         model = record.model
         for reason in filter(None, record.finish_reasons.split(",")):
             self._success.labels(model, reason).inc()

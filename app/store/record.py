@@ -1,9 +1,19 @@
 """One finished request as the log knows it, without what was asked and answered (`Content`)."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 ContentState = Literal["", "kept", "dropped"]
+NOT_NOW: Final = {
+    "model_loading",
+    "model_unloaded",
+    "memory_busy",
+    "too_many_connections",
+    "shutting_down",
+    "server_shutdown",
+    "draining",
+}
+"""Error codes of answers 503 that are no failure: the box is busy, starts or ends, or an operator said so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +55,11 @@ class RequestRecord:
     """Of build and settings: another one may well answer otherwise."""
     content: ContentState = ""
     """Empty: nobody allowed it to be kept. `dropped`: allowed, but the disk or the queue was full."""
+
+    @property
+    def is_failure(self) -> bool:
+        """The server's fault: 5xx, errors of engines included; not callers' 4xx, not cancellations (499)."""
+        return self.http_status >= 500 and self.error_code not in NOT_NOW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

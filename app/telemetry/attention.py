@@ -1,5 +1,6 @@
 """What a person should look at, found in one tick. A failure outranks progress; 4xx are the callers' own."""
 
+import shlex
 from collections.abc import Iterator
 
 from .snapshot import NA, Attention, Engine, Gpu, Tick
@@ -8,13 +9,15 @@ DISK_LOW = 1_000_000_000
 MEMORY_LOW = 0.05
 HOT = 90.0
 KV_FULL = 0.95
+FAILING = 0.5
+"""Share of failed requests from which a model is called failing; below it is a warning."""
 SLOW_KERNELS = {"onednn", "reference"}
 """PyTorch's own."""
 
 
 def attention(tick: Tick) -> tuple[Attention, ...]:
     """Failures first."""
-    found = [*_engines(tick), *_gpus(tick), *_host(tick)]
+    found = [*_engines(tick), *_errors(tick), *_gpus(tick), *_host(tick)]
     return tuple(sorted(found, key=lambda each: each.level != "failure"))
 
 
@@ -37,6 +40,25 @@ def _engines(tick: Tick) -> Iterator[Attention]:
             )
         if engine.state == "ready" and engine.kernels in SLOW_KERNELS:
             yield _slow(engine)
+
+
+def _errors(tick: Tick) -> Iterator[Attention]:
+    """Models that fail requests; those whose engine is down are named already."""
+    down = {engine.model for engine in tick.engines if engine.state in {"failed", "restarting"}}
+    for each in tick.error_rates:
+        if each.failed and each.model not in down:
+            share = f"{each.failed} of {each.finished} requests of the last 5 minutes failed"
+            reason = f" ({each.reason.rstrip('.')})" if each.reason else ""
+            yield Attention(
+                level="failure" if each.rate >= FAILING else "warning",
+                text=f"{each.model or 'no model'}: {share}{reason}",
+                fix=errors_command(each.model),
+            )
+
+
+def errors_command(model: str) -> str:
+    """Lists a model's failed requests."""
+    return f"llmbox requests --errors --model {shlex.quote(model)}" if model else "llmbox requests --errors"
 
 
 def _slow(engine: Engine) -> Attention:

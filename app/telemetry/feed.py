@@ -11,26 +11,32 @@ from ..events import Events
 from ..gateway.live_request import LiveRequest
 from ..logs import component
 from ..store.record import RequestRecord
+from .error_rates import ErrorRates
 from .latencies import Latencies
 
 
 class RequestFeed:
     """What the gateway tells. Only to be used from the daemon's event loop."""
 
-    def __init__(self, events: Events, latencies: Latencies) -> None:
+    def __init__(self, events: Events, latencies: Latencies, error_rates: ErrorRates) -> None:
         self._events = events
         self._latencies = latencies
+        self._error_rates = error_rates
         self.on_open: Callable[[], None] = lambda: None
 
     def opened(self, request: LiveRequest) -> None:
         self._events.publish("request.started", asdict(request))
         self.on_open()
 
-    def ended(self, record: RequestRecord) -> None:
+    def ended(self, record: RequestRecord, reason: str = "") -> None:
         self._latencies.add(record)
+        self._error_rates.add(record, reason)
         self._events.publish("request.finished", asdict(record))
 
-    def refused(self, record: RequestRecord) -> None:
+    def refused(self, record: RequestRecord, reason: str = "") -> None:
+        """Refusals by the server's fault are failed requests too."""
+        if record.is_failure:
+            self._error_rates.add(record, reason)
         self._events.publish("request.refused", asdict(record))
 
 

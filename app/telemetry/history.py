@@ -165,6 +165,7 @@ TOTAL_SERIES: Final = (
     "tpot_p95",
     "kv_used",
     "prefix_hit",
+    "error_rate",
 )
 HOST_SERIES: Final = ("cpu", "memory_available", "disk_free")
 GPU_SERIES: Final = (

@@ -39,7 +39,7 @@ class Latencies:
 
     def add(self, record: RequestRecord) -> None:
         self.requests += 1
-        self.failed += record.http_status >= 500
+        self.failed += record.is_failure
         self._ended.append(_Ended(self._clock(), record.model, record.ttft_s, record.tpot_s))
 
     def of(self, model: str | None = None) -> tuple[Spread, Spread]:

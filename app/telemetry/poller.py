@@ -20,12 +20,13 @@ from ..events import Events
 from ..gateway.gateway import Gateway
 from .attention import attention
 from .engines import EngineReader
+from .error_rates import ErrorRates, total_rate
 from .gpus import GpuReader
 from .guarded import Guarded, Stuck
 from .history import History, series_of
 from .host import HostReader
 from .latencies import Latencies
-from .snapshot import MOST_REQUESTS, NA, Engine, Gpus, Host, Number, Tick, Totals
+from .snapshot import MOST_REQUESTS, NA, Engine, ErrorRate, Gpus, Host, Number, Tick, Totals
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class Poller:
         events: Events,
         history: History,
         latencies: Latencies,
+        error_rates: ErrorRates,
         *,
         gpus: GpuReader,
         host: HostReader,
@@ -54,6 +56,7 @@ class Poller:
         self.last = Tick(time=0.0)
         self._engines, self._gateway, self._events = engines, gateway, events
         self._history, self._latencies = history, latencies
+        self._error_rates = error_rates
         self._gpus, self._host = gpus, host
         self._gpu_guard: Guarded[Gpus] = Guarded("telemetry-gpu", timeout)
         self._host_guard: Guarded[Host] = Guarded("telemetry-host", timeout)
@@ -97,6 +100,7 @@ class Poller:
         supervisors = [model.supervisor for model in self._engines.models()] + self._engines.loading()
         engines = self._engine_reader.read(supervisors, gpus)
         ready, cause = self._engines.readiness()
+        error_rates = self._error_rates.read()
         requests = self._gateway.in_flight() if self._events.subscribers else []
         tick = Tick(
             time=self._clock(),
@@ -105,7 +109,8 @@ class Poller:
             gpus=gpus,
             host=host,
             engines=engines,
-            totals=self._totals(engines, self._gateway.open_count),
+            totals=self._totals(engines, self._gateway.open_count, error_rates),
+            error_rates=error_rates,
             requests=tuple(requests[:MOST_REQUESTS]),
         )
         self.last = msgspec.structs.replace(tick, attention=attention(tick))
@@ -142,7 +147,9 @@ class Poller:
             return Host(problem=f"a disk or /proc has not answered for {read.seconds:.0f} s")
         return read
 
-    def _totals(self, engines: tuple[Engine, ...], open_requests: int) -> Totals:
+    def _totals(
+        self, engines: tuple[Engine, ...], open_requests: int, error_rates: tuple[ErrorRate, ...]
+    ) -> Totals:
         ttft, tpot = self._latencies.of()
         blocks = sum(engine.blocks_total for engine in engines)
         live = sum(engine.blocks_live for engine in engines)
@@ -161,6 +168,7 @@ class Poller:
             prefix_hit=sum(hits) / len(hits) if hits else NA,
             requests=self._latencies.requests,
             failed=self._latencies.failed,
+            error_rate=total_rate(error_rates),
         )
 
 

@@ -139,6 +139,19 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Output rate as a share of what the memory bandwidth allows at this batch."""
 
 
+class ErrorRate(Struct, frozen=True, kw_only=True):
+    """One model's requests of the last five minutes, without those that callers got wrong or cancelled."""
+
+    model: str
+    finished: int
+    failed: int
+    """Of those, by our fault: 5xx, errors of engines included."""
+    rate: float
+    """`failed` as a share of `finished`."""
+    reason: str = ""
+    """Message of the newest failure."""
+
+
 class Totals(Struct, frozen=True, kw_only=True):
     """Over all models."""
 
@@ -157,6 +170,8 @@ class Totals(Struct, frozen=True, kw_only=True):
     """Ended since the daemon started."""
     failed: int = 0
     """Of those, by our fault (5xx); a 4xx is the caller's."""
+    error_rate: Number = NA
+    """Failed share of the requests of the last five minutes, see `ErrorRate`."""
 
 
 class Attention(Struct, frozen=True, kw_only=True):
@@ -177,6 +192,8 @@ class Tick(Struct, frozen=True, kw_only=True):
     host: Host = Host()
     engines: tuple[Engine, ...] = ()
     totals: Totals = Totals()
+    error_rates: tuple[ErrorRate, ...] = ()
+    """Models with requests in the last five minutes."""
     attention: tuple[Attention, ...] = ()
     requests: tuple[LiveRequest, ...] = ()
     """In flight, oldest first; at most `MOST_REQUESTS`."""

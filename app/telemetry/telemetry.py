@@ -10,6 +10,7 @@ from ..gateway.gateway import Gateway
 from ..paths import Paths
 from ..store import RequestLog
 from .blocks import BlockReader
+from .error_rates import ErrorRates
 from .feed import LogFeed, RequestFeed
 from .gpus import GpuReader
 from .history import History
@@ -30,7 +31,8 @@ class Telemetry:
         self.marks = Marks(store)
         self.blocks = BlockReader(engines)
         self.latencies = Latencies()
-        self.feed = RequestFeed(events, self.latencies)
+        self.error_rates = ErrorRates()
+        self.feed = RequestFeed(events, self.latencies, self.error_rates)
         self._engines, self._events = engines, events
         events.on_publish = self.marks.take
         self._gpus = gpus or GpuReader()
@@ -45,6 +47,7 @@ class Telemetry:
             self._events,
             self.history,
             self.latencies,
+            self.error_rates,
             gpus=self._gpus,
             host=HostReader(paths.state_dir),
         )

@@ -66,6 +66,8 @@ class FakeOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     die_after_steps: int | None = None
     """In every incarnation."""
     hang_after_steps: int | None = None
+    fail: str = ""
+    """Every request ends with this error of the engine."""
     poison: int | None = None
     """A request whose tokens hold this id brings the engine down when it is computed..."""
     poison_after: int = 0
@@ -179,6 +181,13 @@ class FakeEngine:
         self.vocabulary = vocabulary
 
     def add(self, message: AddRequest) -> RequestOutput | None:
+        if self._options.fail:
+            return RequestOutput(
+                request_id=message.request_id,
+                finish_reason="error",
+                error_code="engine_error",
+                error_message=self._options.fail,
+            )
         needed = len(message.prompt_ids) + message.params.max_tokens
         if needed > self.info.context_window:
             return RequestOutput(

@@ -11,9 +11,11 @@ from llmbox.app.gateway.live_request import LiveRequest
 from llmbox.app.requests.explain import content_note, prefix_note
 from llmbox.app.requests.snippets import as_curl
 from llmbox.app.store.record import RequestRecord
+from llmbox.app.telemetry.attention import attention
 from llmbox.app.telemetry.snapshot import (
     Attention,
     Engine,
+    ErrorRate,
     Gpu,
     GpuLink,
     Gpus,
@@ -77,7 +79,9 @@ def tick(second: int = 0, **changes: Any) -> Tick:
             running=running, waiting=3, open_requests=running + 3, tokens_in=812.0 + second,
             tokens_out=1234.5 + 200 * (second % 7), ttft_p50=0.21, ttft_p95=0.93, tpot_p50=0.011,
             tpot_p95=0.02, kv_used=0.36, prefix_hit=0.41, requests=4182, failed=1,
+            error_rate=0.002,
         ),
+        "error_rates": (ErrorRate(model="qwen3-8b", finished=500, failed=1, rate=0.002),),
         "requests": tuple(
             live_request(number, **({"state": "queued", "ttft": None, "tokens_per_second": None,
                                      "output_tokens": 0} if number > running else {}))
@@ -105,6 +109,14 @@ def failing_tick() -> Tick:
         ),
         engines=(engine(state="failed", cause="the engine died 5 times in 60 s"),),
     )
+
+
+def erring_tick() -> Tick:
+    """An engine that is ready and fails requests."""
+    rates = (ErrorRate(model="qwen3-8b", finished=12, failed=9, rate=0.75, reason="NaN or infinite logits."),)
+    erring = tick(error_rates=rates)
+    totals = msgspec.structs.replace(erring.totals, error_rate=0.75)
+    return msgspec.structs.replace(erring, totals=totals, attention=attention(erring))
 
 
 def record(number: int, **changes: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ def compact_lines(state: State, width: int, glyphs: Glyphs) -> list[Line]:
         ("out", f"{count(totals.tokens_out)} tok/s"),
         ("in", f"{count(totals.tokens_in)} tok/s"),
         ("requests", f"{totals.running} run, {totals.waiting} wait"),
+        ("failed", percent(totals.error_rate)),
         ("TTFT p95", seconds(totals.ttft_p95)),
         ("KV", percent(totals.kv_used)),
         ("CPU", percent(tick.host.cpu)),

@@ -7,11 +7,13 @@ from textual import on
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
+from llmbox.app.telemetry.snapshot import ErrorRate
+
 from .grid import Column, Grid, Row
 from .lines import Lines
 from .messages import Act, Ask, Fetch
 from .state import State
-from .text import DASH, clean, count, duration, heading, size
+from .text import DASH, clean, count, duration, heading, percent, size
 from .view import View
 
 COLUMNS = (
@@ -115,7 +117,8 @@ def model_rows(state: State) -> list[Row]:
     disk = {str(each["name"]): each for each in _items(state, "disk", "models")}
     downloads = _items(state, "downloads", "downloads")
     seen = {str(model["name"]) for model in loaded}
-    rows = [_loaded(model, disk.get(str(model["name"]))) for model in loaded]
+    rates = {each.model: each for each in state.tick.error_rates} if state.tick else {}
+    rows = [_loaded(model, disk.get(str(model["name"])), rates.get(str(model["name"]))) for model in loaded]
     for download in downloads:
         name = str(download.get("model") or download.get("name") or "")
         if name not in seen and str(download.get("state")) not in {"ready", "cancelled"}:
@@ -137,7 +140,7 @@ def _items(state: State, answer: str, name: str) -> list[Mapping[str, Any]]:
     return list(state.answers.get(answer, {}).get(name, []))
 
 
-def _loaded(model: Mapping[str, Any], disk: Mapping[str, Any] | None) -> Row:
+def _loaded(model: Mapping[str, Any], disk: Mapping[str, Any] | None, rate: ErrorRate | None) -> Row:
     info, progress = model.get("info") or {}, model.get("progress")
     state = str(model["state"])
     told = state
@@ -145,12 +148,15 @@ def _loaded(model: Mapping[str, Any], disk: Mapping[str, Any] | None) -> Row:
         told = f"{state} {100 * progress['done'] // progress['total']} %"
     if state == "failed":
         told = f"failed: {model['cause']}"
+    failing = rate is not None and rate.failed > 0
+    if state == "ready" and rate is not None and failing:
+        told = f"ready, {percent(rate.rate)} fail"
     ttl = model.get("expires_s")
     return Row(
         str(model["name"]),
         (
             (clean(str(model["name"])), "strong"),
-            (clean(told), TONES.get(state, "")),
+            (clean(told), "bad" if failing else TONES.get(state, "")),
             (clean(_place(info)), ""),
             (size(info["weights_bytes"]) if info else DASH, ""),
             (size(info["kv_bytes"]) if info else DASH, ""),

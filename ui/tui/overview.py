@@ -7,7 +7,7 @@ from textual import on
 from textual.types import CSSPathType
 from textual.widget import Widget
 
-from llmbox.app.telemetry.snapshot import NA, Gpu, Host, Tick
+from llmbox.app.telemetry.snapshot import NA, Gpu, Host, Number, Tick
 
 from .grid import Grid
 from .lines import Lines, cut
@@ -203,15 +203,23 @@ def figure_lines(state: State, width: int, glyphs: Glyphs) -> list[Line]:
         ("KV in use", "kv_used", percent(totals.kv_used), 1.0),
         ("waiting", "waiting", count(totals.waiting), None),
         ("prefix hits", "prefix_hit", percent(totals.prefix_hit), 1.0),
+        ("failed", "error_rate", percent(totals.error_rate), 1.0),
+        ("TPOT p95", "tpot_p95", seconds(totals.tpot_p95), None),
     ]
     half = width // 2
     cells = min(60, half - 26)
     drawn = []
     for label, name, value, top in figures:
-        tone = "warn" if name == "waiting" and totals.waiting else "strong"
+        tone = _tone(name, getattr(totals, name))
         line = spark(list(state.sparks[name]), cells, glyphs, top=top)
         drawn.append(((f" {label:<13}", "muted"), (f"{value:>9}  ", tone), (line, "spark"), (" ", "")))
     for left, right in zip(drawn[::2], drawn[1::2], strict=True):
         gap = half - sum(len(text) for text, _ in left)
         lines.append((*left, (" " * gap, ""), *right))
     return lines
+
+
+def _tone(name: str, value: Number) -> str:
+    if name == "error_rate" and known(value) > 0:
+        return "bad"
+    return "warn" if name == "waiting" and known(value) else "strong"

@@ -13,6 +13,7 @@ MOST_ENDED: Final = 500
 MOST_LOG: Final = 2000
 SPARKS: Final = (
     "tokens_out", "tokens_in", "running", "waiting", "ttft_p50", "ttft_p95", "kv_used", "prefix_hit",
+    "error_rate", "tpot_p95",
 )  # fmt: skip
 MODEL_CHANGES: Final = "model."
 

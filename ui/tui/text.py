@@ -104,7 +104,10 @@ def count(value: Number | int | None) -> str:
 
 
 def percent(value: Number) -> str:
-    return DASH if value is NA else f"{value * 100:.0f} %"
+    """Small shares are not called 0."""
+    if value is NA:
+        return DASH
+    return "<1 %" if 0 < value < 0.005 else f"{value * 100:.0f} %"
 
 
 def gigabytes(value: Number | int) -> str:

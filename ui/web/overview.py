@@ -16,6 +16,7 @@ CHARTS = (
     ("tokens_out", "Output tokens / s", "rate"),
     ("ttft_p95", "Time to first token, p95", "span"),
     ("kv_used", "KV cache in use", "percent"),
+    ("error_rate", "Failed requests", "percent"),
 )
 
 
@@ -42,7 +43,9 @@ async def overview_pieces(panel: Panel) -> dict[str, str]:
 
 
 async def _now(panel: Panel) -> dict[str, Any]:
-    return {"tick": await panel.services.telemetry.newest(), "models": describe_all(panel.control)}
+    tick = await panel.services.telemetry.newest()
+    rates = {each.model: each for each in tick.error_rates}
+    return {"tick": tick, "models": describe_all(panel.control), "rates": rates}
 
 
 async def _day(panel: Panel) -> list[DayChart]:

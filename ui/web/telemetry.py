@@ -31,6 +31,7 @@ PLOTS = (
     Plot("Time to first token", "seconds", (("ttft_p50", "p50"), ("ttft_p95", "p95"))),
     Plot("Time per output token", "seconds", (("tpot_p50", "p50"), ("tpot_p95", "p95"))),
     Plot("KV cache and prefix cache", "share", (("kv_used", "KV in use"), ("prefix_hit", "prefix hits"))),
+    Plot("Failed requests, over five minutes", "share", (("error_rate", "failed"),)),
     Plot("Processor", "share", (("cpu", "CPU"),)),
     Plot("Memory and disk left", "bytes", (("memory_available", "memory"), ("disk_free", "disk"))),
 )

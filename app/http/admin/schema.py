@@ -8,6 +8,7 @@ from llmbox.engine.messages import EngineStats, ModelInfo, Progress
 
 from ...gateway.live_request import LiveRequest
 from ...settings import Scalar
+from ...telemetry.snapshot import ErrorRate
 
 
 class Model(Struct, kw_only=True):
@@ -88,6 +89,8 @@ class Status(Struct, kw_only=True):
     pending_restart: list[str]
     begun_with: dict[str, Any]
     models: list[Model]
+    error_rates: tuple[ErrorRate, ...] = ()
+    """Models with requests in the last five minutes; most failures first."""
 
 
 class Setting(Struct):

@@ -48,6 +48,7 @@ def status(request: Request[Any, Any, State]) -> Status:
         pending_restart=control.pending_restart(),
         begun_with=dict(control.begun_with),
         models=describe_all(control),
+        error_rates=services.telemetry.error_rates.read(),
     )
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from llmbox.app.events import Events
 from llmbox.app.gateway.live_request import LiveRequest
 from llmbox.app.store.record import RequestRecord
+from llmbox.app.telemetry.error_rates import ErrorRates
 from llmbox.app.telemetry.gpus import GpuReader
 from llmbox.app.telemetry.history import History
 from llmbox.app.telemetry.host import HostReader
@@ -57,10 +58,11 @@ class FakeStore:
 class Scene:
     def __init__(self, tmp_path, nvml=None, **options) -> None:
         self.events, self.gateway, self.engines = Events(), FakeGateway(), FakeEngines()
-        self.latencies = Latencies()
+        self.latencies, self.error_rates = Latencies(), ErrorRates()
         self.poller = Poller(
             self.engines, self.gateway, self.events, History(FakeStore()), self.latencies,
-            gpus=GpuReader(nvml or FakeNvml()), host=HostReader(tmp_path), timeout=60.0, **options,
+            self.error_rates, gpus=GpuReader(nvml or FakeNvml()), host=HostReader(tmp_path), timeout=60.0,
+            **options,
         )  # fmt: skip
 
 

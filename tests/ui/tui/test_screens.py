@@ -11,7 +11,7 @@ import pytest
 from rich.style import Style
 
 from llmbox.ui.tui.app import SCREENS
-from support.snapshots import failing_tick, idle_tick, tick
+from support.snapshots import erring_tick, failing_tick, idle_tick, tick
 
 FOLDER = Path(__file__).parent / "screens"
 SIZES = ((80, 24), (120, 40), (200, 60))
@@ -60,12 +60,20 @@ async def test_screen(stage, number, size):
         ("ascii", (80, 24), {"ascii_only": True}),
         ("idle", (80, 24), {"ticks": (idle_tick(),)}),
         ("failing", (80, 24), {"ticks": (failing_tick(),)}),
+        ("erring", (120, 40), {"ticks": (erring_tick(),)}),
     ],
 )
 async def test_overview_in_other_circumstances(stage, name, size, options):
     async with stage(size, **options) as scene:
         await scene.settled()
         check(name, scene)
+
+
+async def test_models_say_how_many_requests_fail(stage):
+    async with stage((120, 40), ticks=(erring_tick(),)) as scene:
+        await scene.press("3")
+        await scene.settled()
+        assert "ready, 75 % fail" in scene.text
 
 
 async def test_request_detail(stage):
