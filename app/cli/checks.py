@@ -211,6 +211,8 @@ def check_daemon(program: Program) -> Iterator[Finding]:
     told = f"pid {running.pid} on {running.url}"
     if status["ready"]:
         yield Finding("daemon", "ok", told)
+        if status["cause"]:
+            yield Finding("models", "note", status["cause"], "llmbox ps, then llmbox logs")
         yield from _in_memory(program)
     else:
         yield Finding(

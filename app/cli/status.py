@@ -35,7 +35,8 @@ def status(program: Program, *, as_json: bool, quiet: bool) -> int:
 
 
 def _print(answer: dict[str, Any]) -> None:
-    state = "ready" if answer["ready"] else f"not ready: {answer['cause']}"
+    state = "ready" if answer["ready"] else "not ready"
+    state += f": {answer['cause']}" if answer["cause"] else ""
     output.write(f"llmbox {answer['version']} runs (pid {answer['pid']}), {state}")
     output.write(f"  API     {answer['url']}/v1")
     output.write(f"  Socket  {answer['socket']}")

@@ -123,7 +123,7 @@ class Residency:
         self._events.publish("model.loading", {"model": ref.name, "reason": "a request names it"})
         config = ModelRequest(ref).config(settings.model)
         try:
-            model = await self._engines.load(config)
+            model = await self._engines.load(config, on_request=True)
         except ApiError as error:
             with contextlib.suppress(ApiError):  # a request's failure is no failure of the daemon
                 await self._engines.unload(ref.name)

@@ -16,6 +16,7 @@ from ..text.model_text import ModelText, load_model_text
 from .admission import draining, load_failed, model_loading, model_not_found, require_same
 from .deaths import DeathLimits
 from .loaded_model import LoadedModel
+from .readiness import ModelReadiness, Readiness, judge_readiness
 from .spares import Spares
 from .supervisor import Supervisor, SupervisorOptions
 from .watchdog import WatchLimits
@@ -28,6 +29,7 @@ class _Loading:
     config: EngineConfig
     aliases: frozenset[str]
     supervisor: Supervisor
+    on_request: bool = False
     task: "asyncio.Task[LoadedModel]" = field(init=False)
 
 
@@ -64,21 +66,30 @@ class EngineManager:
         self._loading: dict[str, _Loading] = {}
         self._failures: dict[str, str] = {}
         self._draining = False
+        self._has_served = False
+        """Some model was ready since the start."""
         self.admit: Callable[[EngineConfig], Awaitable[EngineConfig]] = _as_asked
         """Called before an engine starts: makes room for it, or raises ApiError."""
         self.clock: Callable[[], float] = time.monotonic
 
     # ------------------------------------------------------------------ loading and unloading
 
-    async def load(self, config: EngineConfig, *, alias: str | None = None) -> LoadedModel:
+    async def load(
+        self, config: EngineConfig, *, alias: str | None = None, on_request: bool = False
+    ) -> LoadedModel:
         """Returns when the model is ready; raises ApiError when it cannot be, and then nothing of it is left.
 
         Concurrent loads of one name share one engine; so does a caller that gives up waiting.
         """
-        return await asyncio.shield(self.begin_load(config, alias=alias))
+        return await asyncio.shield(self.begin_load(config, alias=alias, on_request=on_request))
 
-    def begin_load(self, config: EngineConfig, *, alias: str | None = None) -> "asyncio.Future[LoadedModel]":
-        """Load in the background. A failure is logged, shown by `readiness`, and is the task's exception."""
+    def begin_load(
+        self, config: EngineConfig, *, alias: str | None = None, on_request: bool = False
+    ) -> "asyncio.Future[LoadedModel]":
+        """Load in the background. A failure is logged, shown by `readiness`, and is the task's exception.
+
+        `on_request`: an inference request names it; an operator's load of the same name takes it over.
+        """
         if self._draining:
             raise draining()
         aliases = frozenset([alias] if alias else [])
@@ -94,9 +105,10 @@ class EngineManager:
         if (loading := self._loading.get(config.name)) is not None:
             require_same(loading.config, config)
             loading.aliases |= aliases
+            loading.on_request &= on_request
             return loading.task
         self._check_names(config.name, aliases)
-        return self._start_load(config, aliases)
+        return self._start_load(config, aliases, on_request=on_request)
 
     async def unload(self, name: str) -> None:
         """End its engine; open streams end with `model_unloaded`. Raises 404. Also stops a load under way."""
@@ -111,9 +123,11 @@ class EngineManager:
         del self._loaded[model.name]
         await model.supervisor.stop()
 
-    def _start_load(self, config: EngineConfig, aliases: frozenset[str]) -> "asyncio.Task[LoadedModel]":
+    def _start_load(
+        self, config: EngineConfig, aliases: frozenset[str], *, on_request: bool
+    ) -> "asyncio.Task[LoadedModel]":
         self._failures.pop(config.name, None)
-        loading = _Loading(config, aliases, Supervisor(config, self._options))
+        loading = _Loading(config, aliases, Supervisor(config, self._options), on_request)
         self._loading[config.name] = loading
         loading.task = asyncio.create_task(self._load(loading), name=f"load {config.name}")
         loading.task.add_done_callback(_retrieve)
@@ -152,6 +166,7 @@ class EngineManager:
             idle_since=self.clock(),
         )
         self._loaded[config.name] = model
+        self._has_served = True
         return model
 
     async def _start(self, supervisor: Supervisor) -> None:
@@ -209,20 +224,22 @@ class EngineManager:
         """Models whose last load failed, with the reason."""
         return dict(self._failures)
 
-    def readiness(self) -> tuple[bool, str]:
-        """(every model answers, what is wrong). Failures are named before progress."""
+    def readiness(self) -> Readiness:
         if self._draining:
-            return False, "shutting down"
-        if self._failures:
-            name, cause = next(iter(self._failures.items()))
-            return False, f"{name} could not be loaded: {cause}"
-        for model in self._loaded.values():
-            ready, cause = model.supervisor.readiness()
-            if not ready:
-                return False, f"{model.name}: {cause}"
-        for supervisor in self.loading():
-            return False, f"{supervisor.name} is loading{_percent(supervisor)}"
-        return True, "" if self._loaded else "no model is loaded"
+            return Readiness(ready=False, cause="shutting down")
+        failures = [
+            ModelReadiness(name, "failed", f"{name} could not be loaded: {cause}")
+            for name, cause in self._failures.items()
+        ]
+        loaded = [
+            ModelReadiness(model.name, model.supervisor.state, model.supervisor.readiness()[1])
+            for model in self._loaded.values()
+        ]
+        loading = [
+            ModelReadiness(name, "loading", f"{name} is loading{_percent(each.supervisor)}", each.on_request)
+            for name, each in self._loading.items()
+        ]
+        return judge_readiness(failures, loaded, loading, has_served=self._has_served)
 
     def find(self, name: str) -> LoadedModel | None:
         """By name or alias, without counting as a use."""

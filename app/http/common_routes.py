@@ -9,8 +9,11 @@ from litestar.datastructures import State
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.types import ControllerRouterHandler
 
+from ..engines.readiness import Readiness
 from ..metrics.metrics import CONTENT_TYPE
+from ..security.identity import Identity
 from ..services import Services
+from .credentials import identity_of
 from .guard import Access
 
 INDEX = """\
@@ -29,9 +32,21 @@ class Health(msgspec.Struct):
     status: Literal["ok"]
 
 
-class Readiness(msgspec.Struct):
+class ModelAnswers(msgspec.Struct):
+    """One model in memory, on its way there, or failed to load."""
+
+    name: str
+    state: str
+    """`ready`, `loading`, `restarting` or `failed`."""
+    cause: str
+    """Why it does not answer; empty where it does."""
+
+
+class ReadyAnswer(msgspec.Struct):
     status: Literal["ready", "not_ready"]
     cause: str
+    """The first thing that is wrong, also while other models answer."""
+    models: list[ModelAnswers]
 
 
 class Version(msgspec.Struct):
@@ -56,17 +71,36 @@ def health() -> Health:
     sync_to_thread=False,
     opt={"access": Access.KNOWN},
     name="ready",
-    responses={503: ResponseSpec(Readiness, description="The named cause", generate_examples=False)},
+    responses={503: ResponseSpec(ReadyAnswer, description="The named cause", generate_examples=False)},
 )
-def ready(request: Request[Any, Any, State]) -> Response[Readiness]:
-    """Whether the loaded engines answer; 503 names the cause."""
+def ready(request: Request[Any, Any, State]) -> Response[ReadyAnswer]:
+    """Whether any model answers, and each model's state; 503 names the cause. Without a model in memory the
+    box is ready, unless an operator's load is under way or the first one failed.
+    """
     services: Services = request.app.state.services
     if services.drain.draining:
-        is_ready, cause = False, "draining: the daemon is shutting down"
+        body = ReadyAnswer("not_ready", "draining: the daemon is shutting down", [])
     else:
-        is_ready, cause = services.engines.readiness()
-    body = Readiness("ready" if is_ready else "not_ready", cause)
-    return Response(body) if is_ready else Response(body, status_code=503, headers={"Retry-After": "1"})
+        body = _ready_answer(services.engines.readiness(), identity_of(request))
+    if body.status == "ready":
+        return Response(body)
+    return Response(body, status_code=503, headers={"Retry-After": "1"})
+
+
+def _ready_answer(readiness: Readiness, caller: Identity) -> ReadyAnswer:
+    """With the models that the caller may use."""
+    shown = [model for model in readiness.models if caller.may_use_model(model.name)]
+    cause = readiness.cause
+    if len(shown) < len(readiness.models):
+        hidden = "" if readiness.ready else "no model answers"
+        cause = next((model.problem for model in shown if model.problem), hidden)
+    if not readiness.models:
+        cause = cause or "no model is loaded"
+    return ReadyAnswer(
+        "ready" if readiness.ready else "not_ready",
+        cause,
+        [ModelAnswers(model.name, model.state, model.cause) for model in shown],
+    )
 
 
 @get("/metrics", media_type=CONTENT_TYPE, sync_to_thread=False, opt={"access": Access.READ}, name="metrics")

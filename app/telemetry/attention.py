@@ -22,7 +22,7 @@ def attention(tick: Tick) -> tuple[Attention, ...]:
 
 
 def _engines(tick: Tick) -> Iterator[Attention]:
-    if not tick.ready and tick.cause and not any(e.state in {"failed", "restarting"} for e in tick.engines):
+    if tick.cause and not any(e.state in {"failed", "restarting"} for e in tick.engines):
         level = "warning" if "loading" in tick.cause or "shutting" in tick.cause else "failure"
         yield Attention(level=level, text=tick.cause)
     for engine in tick.engines:

@@ -99,13 +99,13 @@ class Poller:
         gpus, host = await asyncio.gather(self._read_gpus(), self._read_host())
         supervisors = [model.supervisor for model in self._engines.models()] + self._engines.loading()
         engines = self._engine_reader.read(supervisors, gpus)
-        ready, cause = self._engines.readiness()
+        readiness = self._engines.readiness()
         error_rates = self._error_rates.read()
         requests = self._gateway.in_flight() if self._events.subscribers else []
         tick = Tick(
             time=self._clock(),
-            ready=ready,
-            cause=cause,
+            ready=readiness.ready,
+            cause=readiness.cause,
             gpus=gpus,
             host=host,
             engines=engines,

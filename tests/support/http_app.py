@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from llmbox.app.drain import Drain
+from llmbox.app.engines.readiness import ModelReadiness, Readiness
 from llmbox.app.http.app import App, create_app
 from llmbox.app.http.request import LOCAL
 from llmbox.app.metrics.metrics import Metrics
@@ -20,8 +21,10 @@ from llmbox.app.settings import LimitSettings, ServerSettings, Settings
 class FakeEngines:
     state: tuple[bool, str] = (True, "")
 
-    def readiness(self) -> tuple[bool, str]:
-        return self.state
+    models: Sequence[ModelReadiness] = ()
+
+    def readiness(self) -> Readiness:
+        return Readiness(*self.state, self.models)
 
 
 def security_in(folder: Path, clock: Callable[[], float] = time.monotonic) -> Security:

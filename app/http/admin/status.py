@@ -29,7 +29,7 @@ SUMMED = (
 def status(request: Request[Any, Any, State]) -> Status:
     control: Control = request.app.state.control
     services, running = control.services, control.running
-    ready, cause = services.engines.readiness()
+    readiness = services.engines.readiness()
     return Status(
         version=running.version,
         pid=running.pid,
@@ -41,8 +41,8 @@ def status(request: Request[Any, Any, State]) -> Status:
         config_file=str(services.paths.config_file),
         started_at=running.started_at,
         uptime_s=time.time() - running.started_at,
-        ready=ready and not services.drain.draining,
-        cause="draining" if services.drain.draining else cause,
+        ready=readiness.ready and not services.drain.draining,
+        cause="draining" if services.drain.draining else readiness.cause,
         draining=services.drain.draining,
         open_requests=len(services.gateway.in_flight()),
         pending_restart=control.pending_restart(),
@@ -56,13 +56,13 @@ def status(request: Request[Any, Any, State]) -> Status:
 def stats(request: Request[Any, Any, State]) -> Stats:
     control: Control = request.app.state.control
     services = control.services
-    ready, cause = services.engines.readiness()
+    readiness = services.engines.readiness()
     supervisors = [model.supervisor for model in services.engines.models()]
     sums = {name: sum(getattr(each.stats, name) for each in supervisors) for name in SUMMED}
     return Stats(
         monotonic_s=time.monotonic(),
-        ready=ready,
-        cause=cause,
+        ready=readiness.ready,
+        cause=readiness.cause,
         total=Totals(
             **sums,
             open_requests=len(services.gateway.in_flight()),

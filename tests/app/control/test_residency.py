@@ -207,7 +207,7 @@ async def test_busy_and_pinned_models_stay_and_the_refusal_has_numbers(tmp_path:
         assert (refused.value.status, refused.value.code) == (503, "memory_busy")
         assert "c needs 0.1 MB and 0.0 MB can be had while a, b is busy or pinned" in refused.value.message
         assert house.engines.failures() == {}
-        assert house.engines.readiness() == (True, "")
+        assert house.engines.readiness().ready
         house.residency.pin("a", pinned=False)
         await asyncio.create_task(house.ask("c"))
         assert house.names == ["b", "c"]
@@ -243,7 +243,7 @@ async def test_what_can_never_fit_is_refused_and_nobody_leaves_for_it(tmp_path: 
                 await house.residency.find("b")
             assert (refused.value.status, refused.value.code) == (400, "does_not_fit")
         assert house.names == ["a"]
-        assert house.engines.readiness() == (True, "")
+        assert house.engines.readiness().ready
 
 
 async def test_a_load_that_fails_is_the_requests_failure_only(tmp_path: Path):
@@ -251,7 +251,7 @@ async def test_a_load_that_fails_is_the_requests_failure_only(tmp_path: Path):
         house.model("bad", load_error=("bad_model", f"{house.folder}/models/bad/x: broken weights"))
         with pytest.raises(ApiError, match=r"^x: broken weights"):
             await house.residency.find("bad")
-        assert house.engines.readiness()[0]
+        assert house.engines.readiness().ready
         house.model("bad")
         await house.ask("bad")
 

@@ -3,6 +3,8 @@
 import asyncio
 import threading
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +32,7 @@ def refusal(manager: EngineManager, model: str | None) -> tuple[int, str | None,
 
 async def test_load_find_unload(tmp_path):
     async with managing() as manager:
-        assert manager.readiness() == (True, "no model is loaded")
+        assert readiness(manager) == (True, "")
         assert refusal(manager, None) == (400, "model_required", "model")
         model = await manager.load(config(tmp_path, "a"), alias="chat")
         assert manager.get("a") is manager.get("chat") is manager.get(None) is model
@@ -64,19 +66,58 @@ async def test_a_caller_that_gives_up_does_not_stop_the_load(tmp_path):
         assert waiting.cancelled()
 
 
+def readiness(manager: EngineManager) -> tuple[bool, str]:
+    return manager.readiness().ready, manager.readiness().cause
+
+
+async def test_the_box_is_ready_while_any_model_answers(tmp_path):
+    go_on = threading.Event()
+
+    def load_text(path: Path) -> Any:
+        return go_on.wait(60) if path.name == "slow" else None
+
+    async with managing(load_text) as manager:
+        with pytest.raises(ApiError):
+            await manager.load(config(tmp_path, "broken", load_error=("bad_model", "no config.json")))
+        assert not manager.readiness().ready
+        await manager.load(config(tmp_path, "good"))
+        slow = manager.begin_load(config(tmp_path, "slow"))
+        answer = manager.readiness()
+        assert (answer.ready, answer.cause) == (True, "broken could not be loaded: no config.json")
+        states = [(model.name, model.state) for model in answer.models]
+        assert states == [("broken", "failed"), ("good", "ready"), ("slow", "loading")]
+        await manager.unload("good")
+        assert not manager.readiness().ready, "an operator waits for it"
+        go_on.set()
+        await slow
+        await manager.unload("slow")
+        assert manager.readiness().ready, "a request may bring it back"
+
+
+async def test_a_load_on_request_leaves_the_box_ready(tmp_path):
+    go_on = threading.Event()
+    async with managing(lambda _: go_on.wait(60)) as manager:
+        loading = manager.begin_load(config(tmp_path), on_request=True)
+        assert readiness(manager) == (True, "")
+        assert manager.begin_load(config(tmp_path)) is loading
+        assert not manager.readiness().ready, "an operator waits for it too"
+        go_on.set()
+        await loading
+
+
 async def test_while_it_loads(tmp_path):
     go_on = threading.Event()
     async with managing(lambda _: go_on.wait(60)) as manager:
         loading = manager.begin_load(config(tmp_path), alias="x")
         await until(lambda: manager.loading()[0].progress is not None)
-        ready, cause = manager.readiness()
+        ready, cause = readiness(manager)
         assert not ready
         assert "fake is loading (weights" in cause
         for name in ("fake", "x", None):
             assert refusal(manager, name)[:2] == (503, "model_loading")
         go_on.set()
         await loading
-        assert manager.readiness() == (True, "")
+        assert readiness(manager) == (True, "")
 
 
 async def test_a_failing_load_leaves_its_reason_and_nothing_else(tmp_path):
@@ -86,10 +127,10 @@ async def test_a_failing_load_leaves_its_reason_and_nothing_else(tmp_path):
             await manager.load(broken)
         assert manager.models() == manager.loading() == []
         assert manager.failures() == {"broken": "no config.json"}
-        assert manager.readiness() == (False, "broken could not be loaded: no config.json")
+        assert readiness(manager) == (False, "broken could not be loaded: no config.json")
         assert refusal(manager, "broken")[:2] == (503, "model_load_failed")
         await manager.load(config(tmp_path, "broken"))
-        assert manager.readiness() == (True, "")
+        assert readiness(manager) == (True, "")
 
 
 async def test_a_missing_tokenizer_ends_the_engine_too(tmp_path):
@@ -131,7 +172,7 @@ async def test_drain_lets_streams_finish_and_refuses_new_ones(tmp_path):
         draining = asyncio.create_task(manager.drain(20.0))
         await asyncio.sleep(0)
         assert refusal(manager, "fake")[:2] == (503, "draining")
-        assert manager.readiness() == (False, "shutting down")
+        assert readiness(manager) == (False, "shutting down")
         await assert_undisturbed([stream])
         await draining
 
@@ -150,7 +191,7 @@ async def test_a_failed_engine_can_be_loaded_again(tmp_path):
         wanted = config(tmp_path)
         model = await manager.load(wanted)
         model.supervisor._give_up("for this test")
-        assert manager.readiness() == (False, "fake: for this test")
+        assert readiness(manager) == (False, "fake: for this test")
         again = await manager.load(wanted)
         assert again is not model
         await model.supervisor.stop()

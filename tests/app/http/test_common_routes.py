@@ -1,7 +1,10 @@
 import json
+from pathlib import Path
 
+from llmbox.app.engines.readiness import ModelReadiness
 from llmbox.app.http.request import is_local_socket
-from support.http_app import client, fake_services, make_app
+from llmbox.app.security.keys import KeySpec
+from support.http_app import client, fake_services, guarded, make_app
 
 
 async def test_index_says_what_runs_here() -> None:
@@ -22,12 +25,41 @@ async def test_programs_are_told_what_ollamas_clients_look_for() -> None:
 async def test_readiness_names_its_cause() -> None:
     services = fake_services()
     async with client(make_app(services=services)) as http:
-        assert (await http.get("/ready")).json() == {"status": "ready", "cause": ""}
-        services.engines.state = (False, "builtin: loading")
+        empty = {"status": "ready", "cause": "no model is loaded", "models": []}
+        assert (await http.get("/ready")).json() == empty
+        services.engines.state = (False, "builtin is loading")
+        services.engines.models = [ModelReadiness("builtin", "loading", "builtin is loading")]
         answer = await http.get("/ready")
     assert answer.status_code == 503
-    assert answer.json() == {"status": "not_ready", "cause": "builtin: loading"}
+    assert answer.json() == {
+        "status": "not_ready",
+        "cause": "builtin is loading",
+        "models": [{"name": "builtin", "state": "loading", "cause": "builtin is loading"}],
+    }
     assert answer.headers["retry-after"] == "1"
+
+
+async def test_readiness_names_only_models_that_the_key_may_use(tmp_path: Path) -> None:
+    services = guarded(tmp_path, require_key=True)
+    services.engines.state = (True, "secret could not be loaded: no file")
+    services.engines.models = [
+        ModelReadiness("secret", "failed", "secret could not be loaded: no file"),
+        ModelReadiness("open", "ready", ""),
+    ]
+    _, limited = services.security.keys.add(KeySpec(name="limited", models=("open",)))
+    _, free = services.security.keys.add(KeySpec(name="free"))
+    async with client(make_app(services=services)) as http:
+        seen = {
+            secret: (await http.get("/ready", headers={"authorization": f"Bearer {secret}"})).json()
+            for secret in (limited, free)
+        }
+    assert seen[limited] == {
+        "status": "ready",
+        "cause": "",
+        "models": [{"name": "open", "state": "ready", "cause": ""}],
+    }
+    assert seen[free]["cause"] == "secret could not be loaded: no file"
+    assert [model["name"] for model in seen[free]["models"]] == ["secret", "open"]
 
 
 async def test_health_version_metrics() -> None:

@@ -26,6 +26,12 @@ def test_a_failure_outranks_progress():
     ]
 
 
+def test_a_failed_load_is_named_while_other_models_answer():
+    cause = "broken could not be loaded: no config.json"
+    found = texts(ready=True, cause=cause, engines=(Engine(model="a", state="ready"),))
+    assert found == [f"failure: {cause}"]
+
+
 def test_gpus():
     found = texts(
         gpus=Gpus(

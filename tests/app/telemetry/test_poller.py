@@ -4,6 +4,7 @@ import asyncio
 import threading
 from types import SimpleNamespace
 
+from llmbox.app.engines.readiness import Readiness
 from llmbox.app.events import Events
 from llmbox.app.gateway.live_request import LiveRequest
 from llmbox.app.store.record import RequestRecord
@@ -46,7 +47,7 @@ class FakeEngines:
         return []
 
     def readiness(self):
-        return True, ""
+        return Readiness(ready=True, cause="")
 
 
 class FakeStore:
