@@ -4,7 +4,7 @@ export PYTHONSAFEPATH = 1
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: up down test check format docs bench soak fuzz gpu-check gpu-compile bench-peers clean
+.PHONY: up down test check format docs bench soak fuzz nightly gpu-check gpu-compile bench-peers clean
 up: .venv/installed
 	$(BIN)/llmbox up builtin
 
@@ -13,6 +13,14 @@ down: .venv/installed
 
 test: .venv/dev
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# Property tests with examples that no run before had; ROUNDS of them, each with a seed that it prints.
+ROUNDS ?= 10
+nightly: .venv/dev
+	@for round in $$(seq $(ROUNDS)); do seed=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' '); \
+	  echo "round $$round of $(ROUNDS): LLMBOX_TEST_PROFILE=nightly $(BIN)/pytest -m property --hypothesis-seed=$$seed"; \
+	  LLMBOX_TEST_PROFILE=nightly $(BIN)/pytest -q -n 2 --dist worksteal -m property --hypothesis-seed=$$seed || exit 1; \
+	done
 
 check: .venv/dev
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ import signal
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # One cache of compiled kernels for all test processes and for later runs; also for daemons and engines that
@@ -20,8 +21,15 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
 
-# The same examples in every run, and as much time for each as a busy machine needs.
-settings.register_profile(
-    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("suite")
+# As much time for each example as a busy machine needs. The suite has the same examples in every run, so that
+# a change is blamed for its own mistakes alone; `make nightly` draws anew.
+_PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("suite", _PATIENT, derandomize=True)
+settings.register_profile("nightly", _PATIENT, derandomize=False, print_blob=True)
+settings.load_profile(os.environ.get("LLMBOX_TEST_PROFILE", "suite"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("property")

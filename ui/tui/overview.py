@@ -35,6 +35,8 @@ from .text import (
 from .view import View
 
 MOST_GPUS = 8
+_WARM = 85.0
+"""Degrees Celsius from which the figure is colored; an alert comes at `attention.HOT`."""
 
 
 class Overview(View):
@@ -111,7 +113,7 @@ def gpu_lines(gpu: Gpu, width: int, glyphs: Glyphs) -> list[Line]:
         memory = gigabytes(_used(gpu))
     else:
         memory = f"{ours}{others}" if ours else f"{gigabytes(_used(gpu))} used"
-    hot = "warn" if known(gpu.temperature) >= 85 else ""
+    hot = "warn" if known(gpu.temperature) >= _WARM else ""
     main: Line = (
         (name, "strong"),
         *_meter(known(gpu.utilisation), cells, glyphs),

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -155,7 +156,10 @@ async def test_first_facts_are_told_once_even_across_a_death(tmp_path):
     async with supervised(tmp_path, step_delay=0.005, hold_at=200) as supervisor:
         params = SamplingParams(max_tokens=300, prompt_logprobs=1, logprobs=0)
         stream = supervisor.submit(request(1, params=params))
+        assert stream.message(()).params == params
         first = await anext(stream)
+        # The next engine is not asked again: it would compute the whole prompt instead of using its cache.
+        assert stream.message(()).params == replace(params, prompt_logprobs=None)
         assert len(first.prompt_logprobs) == len(stream.request.prompt_ids)
         assert first.cached_tokens == 0
         kill(supervisor)

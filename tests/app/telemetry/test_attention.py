@@ -1,3 +1,5 @@
+import pytest
+
 from llmbox.app.telemetry.attention import attention
 from llmbox.app.telemetry.snapshot import Engine, Gpu, Gpus, Host, Tick
 
@@ -48,6 +50,12 @@ def test_gpus():
         "warning: GPU 0: clocks held down (thermal)",
         "warning: GPU 1: 93 °C",
     ]
+
+
+@pytest.mark.parametrize(("temperature", "warned"), [(89.9, False), (90.0, True)])
+def test_a_gpu_is_hot_from_90_degrees_on(temperature, warned):
+    gpus = Gpus(devices=(Gpu(index=0, name="a", temperature=temperature),))
+    assert texts(gpus=gpus) == (["warning: GPU 0: 90 °C"] if warned else [])
 
 
 def test_a_full_cache_with_a_queue():

@@ -89,6 +89,21 @@ def test_the_edge_of_a_large_nucleus_is_not_rounded_to_float32():
     )
 
 
+@pytest.mark.parametrize(("top_p", "kept"), [(0.5, 2), (0.25, 1), (0.75, 3), (0.5 + 1e-9, 3), (1.0, 4)])
+def test_the_smallest_nucleus_that_reaches_top_p_is_kept(top_p, kept):
+    """Sums of equal weights meet these limits exactly: what would only go beyond them is not kept."""
+    logits_RV = torch.zeros(1, 4)
+    last = knobs(1, 0, top_p=top_p)._replace(noise=torch.tensor([1 - 1e-12]).double())
+    assert draw_ranked(logits_RV, last, 4, cuts_k=False).id.tolist() == [kept - 1]
+    assert draw_binned(logits_RV, last).id.tolist() == [kept - 1]
+    drawn = {
+        token_of(sample_one(logits_RV[0], make_request(top_p=top_p, seed=seed, top_k=top_k)))
+        for seed in range(60)
+        for top_k in (0, 4)
+    }
+    assert drawn == set(range(kept))
+
+
 @given(many_logits(), st.integers(1, 1600))
 @settings(max_examples=200, deadline=None)
 def test_ranking_is_certain_only_of_what_a_full_sort_gives(logits, size):

@@ -180,6 +180,14 @@ def test_whatever_the_row_and_the_request(
     assert_equal(sampler(backend, vocab, 2).sample(logits, asked), expected)
 
 
+@pytest.mark.parametrize(("top_p", "kept"), [(0.5, 2), (0.25, 1), (0.75, 3), (0.5 + 1e-9, 3)])
+def test_the_smallest_nucleus_that_reaches_top_p_is_kept(backend: Backend, top_p: float, kept: int) -> None:
+    drawing = sampler(backend, 4)
+    asked = [make_request(str(seed), top_p=top_p, seed=seed) for seed in range(60)]
+    drawn = drawing.sample(torch.zeros(len(asked), 4), asked)
+    assert {token_of(one) for one in drawn} == set(range(kept))
+
+
 # ---------------------------------------------------------------------------- logprobs
 
 

@@ -1,7 +1,9 @@
+import pytest
 from rich.cells import cell_len
 
-from llmbox.app.telemetry.snapshot import NA
+from llmbox.app.telemetry.snapshot import NA, Gpu
 from llmbox.ui.tui.facts import request_lines
+from llmbox.ui.tui.overview import gpu_lines
 from llmbox.ui.tui.request_rows import time_bar
 from llmbox.ui.tui.text import (
     ASCII,
@@ -51,6 +53,12 @@ def test_numbers():
     assert [seconds(value) for value in (NA, 0.0214, 3.0, 75.0)] == ["-", "21 ms", "3.0 s", "1 min 15 s"]
     assert [duration(value) for value in (59, 3600, 90_000)] == ["59 s", "1 h 00 min", "1 d 1 h"]
     assert rate(NA) == "-"
+
+
+@pytest.mark.parametrize(("temperature", "warns"), [(84.9, False), (85.0, True), (NA, False)])
+def test_a_warm_gpu_is_colored_from_85_degrees_on(temperature, warns):
+    lines = gpu_lines(Gpu(index=0, name="NVIDIA H100", temperature=temperature), 120, UNICODE)
+    assert ("warn" in {style for line in lines for _, style in line}) == warns
 
 
 def test_where_the_time_went():
