@@ -62,7 +62,7 @@ class Control:
         )
         self.residency = Residency(services.engines, services.events, world)
         services.find_model = self.residency.find
-        services.offers = Offers(services, self.library).all
+        services.offers = Offers(services, self.library, self.residency.evicted).all
         services.aliases = lambda: self.library.registry.read_or_nothing().aliases
         self.begun_with = begun_with
         """Flags and models of the start, for `restart`."""
@@ -116,7 +116,9 @@ class Control:
         engines = self.services.engines
         if name is not None:
             name = self.residency.real_name(name)
-            await engines.unload(name)
+            had_left = self.residency.evicted.forget(name)
+            if engines.knows(name) or not had_left:
+                await engines.unload(name)
             self.asked.pop(name, None)
             log.info("%s is unloaded", name)
             return [name]
@@ -124,6 +126,8 @@ class Control:
         names += [supervisor.name for supervisor in engines.loading()] + list(engines.failures())
         for each in names:
             await engines.unload(each)
+        for evicted in self.residency.evicted.all():
+            self.residency.evicted.forget(evicted.name)
         return names
 
     async def places(self, names: Iterable[str]) -> dict[str, Path]:
@@ -142,7 +146,10 @@ class Control:
         if (model := self.services.engines.find(real)) is not None:
             return model.path
         loading = (each for each in self.services.engines.loading() if each.name == real)
-        return next((Path(each.config.model_path) for each in loading), None)
+        config = next((each.config for each in loading), None)
+        if config is None and (evicted := self.residency.evicted.find(real)) is not None:
+            config = evicted.config
+        return None if config is None else Path(config.model_path)
 
     def model_request(self, text: str, alias: str | None, options: Mapping[str, object]) -> ModelRequest:
         """From the admin API's words. Raises CliError for what cannot be."""

@@ -10,30 +10,36 @@ from llmbox.engine.model_config import parse_config
 
 from ..catalog import on_disk
 from ..services import Offer, Services
+from .evicted_models import EvictedModels
 from .library import Library
 
 
 class Offers:
     """What each would have for a window is arithmetic; it is done once for a model and its settings."""
 
-    def __init__(self, services: Services, library: Library) -> None:
+    def __init__(self, services: Services, library: Library, evicted: EvictedModels) -> None:
         self._services = services
+        self._evicted = evicted
         self._library = library
         self._windows: dict[tuple[object, ...], int | None] = {}
 
     async def all(self) -> list[Offer]:
         """Those that nothing is known against: they can be served, and fit here when they are alone."""
         loading = {each.name: Path(each.config.model_path) for each in self._services.engines.loading()}
-        return await asyncio.to_thread(lambda: list(self._offers(loading)))
+        evicted = {each.name: Path(each.config.model_path) for each in self._evicted.all()}
+        return await asyncio.to_thread(lambda: list(self._offers(loading, evicted)))
 
-    def _offers(self, loading: dict[str, Path]) -> Iterator[Offer]:
+    def _offers(self, loading: dict[str, Path], evicted: dict[str, Path]) -> Iterator[Offer]:
         for name, path in loading.items():
             if (window := self._window(path)) is not None:
                 yield Offer(name, "loading", window, _changed(path))
         if not self._services.settings.memory.load_on_request:
             return
+        for name, path in evicted.items():
+            if name not in loading and (window := self._window(path)) is not None:
+                yield Offer(name, "on_disk", window, _changed(path))
         for model in on_disk(os.environ, self._library.registry.read_or_nothing()):
-            if model.ref.name in loading or not model.servable:
+            if model.ref.name in loading or model.ref.name in evicted or not model.servable:
                 continue
             if (window := self._window(model.ref.path)) is not None:
                 yield Offer(model.ref.name, "on_disk", window, int(model.modified))

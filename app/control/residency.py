@@ -1,5 +1,8 @@
 """Which models are in memory: loaded when asked for, gone when idle for long, evicted for others.
 
+A model that the box's owner loaded is not evicted for a request. One that left all the same, because its time
+to live was over or the owner loaded another, comes back as it was when a request names it.
+
 One owner of these decisions; what is decided is in `engines.room`. Timers only: nothing here runs while
 nothing expires.
 """
@@ -9,9 +12,10 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DoesNotFit
@@ -28,6 +32,7 @@ from ..errors import ApiError
 from ..events import Events
 from ..registry import Alias, Registry
 from ..settings import Settings
+from .evicted_models import EvictedModel, EvictedModels
 from .load_history import note_load
 from .model_request import ModelRequest
 from .sizes import Sizes, sizes
@@ -71,6 +76,7 @@ class Residency:
         self._wanted: dict[str, asyncio.Task[LoadedModel]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._leaving: set[asyncio.Task[None]] = set()
+        self.evicted = EvictedModels()
         engines.admit = self.admit
         engines.clock = world.clock
 
@@ -105,33 +111,54 @@ class Residency:
             await asyncio.shield(loading)
         if self._engines.knows(name):
             return name
+        load_on_request = self._world.settings().memory.load_on_request
+        evicted = self.evicted.find(self.real_name(name))
+        if evicted is not None and not load_on_request:
+            raise evicted.unavailable()
+        if evicted is not None and await asyncio.to_thread(Path(evicted.config.model_path).exists):
+            return await self._load_once(evicted.name, lambda: self._bring_back(evicted))
         ref = await asyncio.to_thread(self._world.find, name)
         if ref is None:
             return name
-        if (loading := self._wanted.get(ref.name)) is None:
-            if self._engines.knows(ref.name) or not self._world.settings().memory.load_on_request:
-                return ref.name
-            loading = asyncio.create_task(self._load(ref), name=f"request loads {ref.name}")
-            self._wanted[ref.name] = loading
-            loading.add_done_callback(lambda task: self._loaded(ref.name, task))
+        if not load_on_request and ref.name not in self._wanted:
+            return ref.name
+        return await self._load_once(ref.name, lambda: self._load(ref))
+
+    async def _load_once(self, name: str, load: Callable[[], Coroutine[Any, Any, LoadedModel]]) -> str:
+        """Requests for the same model wait for one load. Returns its name."""
+        if (loading := self._wanted.get(name)) is None:
+            if self._engines.knows(name):
+                return name
+            loading = asyncio.create_task(load(), name=f"request loads {name}")
+            self._wanted[name] = loading
+            loading.add_done_callback(lambda task: self._loaded(name, task))
         await asyncio.shield(loading)
-        return ref.name
+        return name
 
     async def _load(self, ref: ModelRef) -> LoadedModel:
         settings = self._world.settings()
-        log.info("%s is loaded because a request names it", ref.name)
-        self._events.publish("model.loading", {"model": ref.name, "reason": "a request names it"})
-        config = ModelRequest(ref).config(settings.model)
-        try:
-            model = await self._engines.load(config, on_request=True)
-        except ApiError as error:
-            with contextlib.suppress(ApiError):  # a request's failure is no failure of the daemon
-                await self._engines.unload(ref.name)
-            error.message = error.message.replace(f"{ref.path}/", "")  # no paths to clients
-            raise
-        model.on_request = True
+        model = await self._load_config(ModelRequest(ref).config(settings.model))
         self.keep(model, ttl=settings.memory.ttl or None)
         return model
+
+    async def _bring_back(self, evicted: EvictedModel) -> LoadedModel:
+        """With the options, aliases and time to live that its owner gave it."""
+        model = await self._load_config(evicted.config)
+        model.on_request = False
+        model.aliases |= {alias for alias in evicted.aliases if not self._engines.knows(alias)}
+        self.keep(model, ttl=evicted.ttl)
+        return model
+
+    async def _load_config(self, config: EngineConfig) -> LoadedModel:
+        log.info("%s is loaded because a request names it", config.name)
+        self._events.publish("model.loading", {"model": config.name, "reason": "a request names it"})
+        try:
+            return await self._engines.load(config, on_request=True)
+        except ApiError as error:
+            with contextlib.suppress(ApiError):  # a request's failure is no failure of the daemon
+                await self._engines.unload(config.name)
+            error.message = error.message.replace(f"{config.model_path}/", "")  # no paths to clients
+            raise
 
     def _loaded(self, name: str, task: "asyncio.Task[LoadedModel]") -> None:
         del self._wanted[name]
@@ -143,6 +170,7 @@ class Residency:
     def keep(self, model: LoadedModel, *, ttl: float | None) -> None:
         """Called once it is loaded."""
         model.ttl = ttl
+        self.evicted.forget(model.name)
         if self._world.loads_file is not None:
             note_load(self._world.loads_file, model)
         self._arm()
@@ -174,16 +202,20 @@ class Residency:
             self.stay(model, 0.0)
         else:
             await self._evict(model.name, "as a request asked")
+            self.evicted.forget(model.name)
 
-    async def admit(self, config: EngineConfig) -> EngineConfig:
-        """Makes room, and returns the config with its share of memory. Raises ApiError when there is none."""
+    async def admit(self, config: EngineConfig, on_request: bool) -> EngineConfig:
+        """Makes room, and returns the config with its share of memory. Raises ApiError when there is none.
+
+        `on_request`: only what requests loaded leaves for it.
+        """
         try:
-            return await self._admit(config)
+            return await self._admit(config, on_request=on_request)
         except ApiError as error:
             self._events.publish("model.refused", {"model": config.name, "cause": error.message})
             raise
 
-    async def _admit(self, config: EngineConfig) -> EngineConfig:
+    async def _admit(self, config: EngineConfig, *, on_request: bool) -> EngineConfig:
         async with self._admitting:
             device, have = await asyncio.to_thread(self._place, config)
             ours: Counter[int] = Counter()
@@ -195,9 +227,10 @@ class Residency:
                 raise ApiError(400, str(error), "does_not_fit") from error
             if size is None:
                 return config
-            room = find_room(size.wishes, size.have, self.residents(device, but=config.name))
+            residents = self.residents(device, but=config.name)
+            room = find_room(size.wishes, size.have, residents, keep_owned=on_request)
             if isinstance(room, NoRoom):
-                raise _no_room(config.name, room)
+                raise _no_room(config.name, room, residents)
             for name in room.evict:
                 await self._evict(name, f"to make room for {config.name}")
             wanted = next(wish.want for wish in size.wishes if wish.places == room.places)
@@ -222,8 +255,17 @@ class Residency:
             info, state = model.supervisor.info, model.supervisor.state
             if info is None or state == "failed" or (device is not None and info.device != device):
                 continue
-            takes = _takes(info)
-            found.append(Resident(model.name, takes, model.busy, model.pinned, model.idle_since, model.ttl))
+            found.append(
+                Resident(
+                    model.name,
+                    _takes(info),
+                    model.busy,
+                    model.pinned,
+                    model.idle_since,
+                    model.ttl,
+                    owned=not model.on_request,
+                )
+            )
         loading = {supervisor.name for supervisor in self._engines.loading()}
         for name in [name for name in self._promised if name not in loading]:
             del self._promised[name]
@@ -240,6 +282,8 @@ class Residency:
             return
         info = model.supervisor.info
         freed = 0 if info is None else sum(_takes(info).values())
+        if not model.on_request:
+            self.evicted.add(model, reason)
         await self._engines.unload(name)
         log.info("%s leaves memory %s: %s freed", name, reason, show_bytes(freed))
         self._events.publish("model.evicted", {"model": name, "reason": reason, "freed": freed})
@@ -293,13 +337,15 @@ def _takes(info: ModelInfo) -> dict[int, int]:
     return dict.fromkeys(places, total // len(places))
 
 
-def _no_room(name: str, room: NoRoom) -> ApiError:
+def _no_room(name: str, room: NoRoom, residents: Sequence[Resident]) -> ApiError:
     told = f"{name} needs {show_bytes(room.need, up=True)} and {show_bytes(max(0, room.have))} can be had"
     if not room.blockers:
         return ApiError(400, f"{told}: the memory budget is too small for it.", "does_not_fit")
+    why = {each.name: each.claim for each in residents}
     return ApiError(
         503,
-        f"{told} while {', '.join(room.blockers)} is busy or pinned. Try again later, or unload it.",
+        f"{told} while {', '.join(f'{blocker} is {why[blocker]}' for blocker in room.blockers)}. "
+        "Try again later, or have the box's owner unload one.",
         "memory_busy",
         type="server_error",
         headers={"Retry-After": "5"},

@@ -68,8 +68,10 @@ class EngineManager:
         self._draining = False
         self._has_served = False
         """Some model was ready since the start."""
-        self.admit: Callable[[EngineConfig], Awaitable[EngineConfig]] = _as_asked
-        """Called before an engine starts: makes room for it, or raises ApiError."""
+        self.admit: Callable[[EngineConfig, bool], Awaitable[EngineConfig]] = _as_asked
+        """Called before an engine starts, and told whether only a request wants it: makes room, or raises
+        ApiError.
+        """
         self.clock: Callable[[], float] = time.monotonic
 
     # ------------------------------------------------------------------ loading and unloading
@@ -139,7 +141,7 @@ class EngineManager:
         path = Path(config.model_path)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._start(supervisor))
+                group.create_task(self._start(loading))
                 text = group.create_task(self._load_text_beside(supervisor, path))
         except BaseExceptionGroup as failures:
             await supervisor.stop()
@@ -164,14 +166,15 @@ class EngineManager:
             last_used=now,
             clock=self.clock,
             idle_since=self.clock(),
+            on_request=loading.on_request,
         )
         self._loaded[config.name] = model
         self._has_served = True
         return model
 
-    async def _start(self, supervisor: Supervisor) -> None:
-        supervisor.admitted = await self.admit(supervisor.config)
-        await supervisor.start()
+    async def _start(self, loading: _Loading) -> None:
+        loading.supervisor.admitted = await self.admit(loading.config, loading.on_request)
+        await loading.supervisor.start()
 
     async def _load_text_beside(self, supervisor: Supervisor, path: Path) -> ModelText:
         await supervisor.launched()  # a large tokenizer keeps the interpreter for half a second
@@ -289,7 +292,7 @@ class EngineManager:
         await model.supervisor.stop("server_shutdown", "The server is shutting down.")
 
 
-async def _as_asked(config: EngineConfig) -> EngineConfig:
+async def _as_asked(config: EngineConfig, _on_request: bool) -> EngineConfig:
     return config
 
 

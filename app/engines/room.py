@@ -20,6 +20,16 @@ class Resident:
     """Seconds of the clock that `now` is from; of a busy one without meaning."""
     ttl: float | None = None
     """Idle seconds after which it leaves; None keeps it."""
+    owned: bool = False
+    """The box's owner loaded it, and not a request."""
+
+    @property
+    def claim(self) -> str:
+        """Why it stays."""
+        return "busy" if self.busy else "pinned" if self.pinned else "kept for the box's owner"
+
+    def may_leave(self, *, keep_owned: bool) -> bool:
+        return not (self.busy or self.pinned or (keep_owned and self.owned))
 
     @property
     def size(self) -> int:
@@ -52,15 +62,22 @@ class NoRoom:
     have: int
     """Free, and taken by models that could leave."""
     blockers: tuple[str, ...]
-    """Busy or pinned models without which it would fit; empty when it never fits."""
+    """Models that stay and without which it would fit; empty when it never fits."""
 
 
-def find_room(wishes: Sequence[Wish], budgets: Sequence[int], residents: Iterable[Resident]) -> Room | NoRoom:
+def find_room(
+    wishes: Sequence[Wish],
+    budgets: Sequence[int],
+    residents: Iterable[Resident],
+    *,
+    keep_owned: bool = False,
+) -> Room | NoRoom:
     """The first place where nobody has to leave and all that is wanted is free; else the freest of those. If
-    there is none, the one whose models have gone unused for longest.
+    there is none, the one whose models have gone unused for longest. `keep_owned`: only models that requests
+    loaded may leave.
     """
     everybody = list(residents)
-    found = [(wish, make_room(wish, budgets, everybody)) for wish in wishes]
+    found = [(wish, make_room(wish, budgets, everybody, keep_owned=keep_owned)) for wish in wishes]
     rooms = [(wish, room) for wish, room in found if isinstance(room, Room)]
     if not rooms:
         refusals = [room for _, room in found if isinstance(room, NoRoom)]
@@ -72,11 +89,16 @@ def find_room(wishes: Sequence[Wish], budgets: Sequence[int], residents: Iterabl
     return min(rooms, key=lambda each: max(idle_since[name] for name in each[1].evict))[1]
 
 
-def make_room(wish: Wish, budgets: Sequence[int], residents: Iterable[Resident]) -> Room | NoRoom:
-    """The least recently used idle models of these places leave, and no more of them than it takes."""
+def make_room(
+    wish: Wish, budgets: Sequence[int], residents: Iterable[Resident], *, keep_owned: bool = False
+) -> Room | NoRoom:
+    """Idle models of these places leave, and no more of them than it takes: those that requests loaded first,
+    the least recently used before the others.
+    """
     here = [each for each in residents if any(each.takes.get(place) for place in wish.places)]
     free = {place: budgets[place] - sum(r.takes.get(place, 0) for r in here) for place in wish.places}
-    movable = sorted((r for r in here if not r.busy and not r.pinned), key=lambda r: r.idle_since)
+    movable = [r for r in here if r.may_leave(keep_owned=keep_owned)]
+    movable.sort(key=lambda r: (r.owned, r.idle_since))
     leaving: list[Resident] = []
     for each in movable:
         if any(free[place] < wish.need and each.takes.get(place) for place in wish.places):
@@ -84,7 +106,8 @@ def make_room(wish: Wish, budgets: Sequence[int], residents: Iterable[Resident])
             free = _after(free, each)
     if min(free.values()) < wish.need:
         ever = wish.need <= min(budgets[place] for place in wish.places)
-        blockers = tuple(r.name for r in here if r.busy or r.pinned) if ever else ()
+        staying = (r.name for r in here if not r.may_leave(keep_owned=keep_owned))
+        blockers = tuple(staying) if ever else ()
         return NoRoom(wish.need, min(free.values()), blockers)
     for each in reversed(leaving.copy()):  # a large one may have made the small ones before it unnecessary
         without = {place: free[place] - each.takes.get(place, 0) for place in free}

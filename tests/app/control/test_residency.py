@@ -1,6 +1,7 @@
 """Several models in one memory, with fake engines: loads on request, evictions, time to live, pins."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -205,7 +206,7 @@ async def test_busy_and_pinned_models_stay_and_the_refusal_has_numbers(tmp_path:
         with pytest.raises(ApiError) as refused:
             await house.residency.find("c")
         assert (refused.value.status, refused.value.code) == (503, "memory_busy")
-        assert "c needs 0.1 MB and 0.0 MB can be had while a, b is busy or pinned" in refused.value.message
+        assert "c needs 0.1 MB and 0.0 MB can be had while a is pinned, b is busy" in refused.value.message
         assert house.engines.failures() == {}
         assert house.engines.readiness().ready
         house.residency.pin("a", pinned=False)
@@ -261,6 +262,70 @@ async def test_loading_on_request_can_be_switched_off(tmp_path: Path):
         house.settings = replace(house.settings, memory=MemorySettings(load_on_request=False))
         with pytest.raises(ApiError) as refused:
             await house.residency.find("a")
+        assert refused.value.status == 404
+
+
+async def test_a_request_does_not_evict_what_the_owner_loaded(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        house.residency.keep(await house.engines.load(house.config("a")), ttl=None)
+        await house.ask("b")
+        await house.ask("c")
+        assert house.names == ["a", "c"], "the request's own leave, however old the owner's is"
+        model = house.engines.find("c")
+        assert model is not None
+        model.on_request = False  # as after `llmbox load c`
+        with pytest.raises(ApiError) as refused:
+            await house.residency.find("b")
+        assert (refused.value.status, refused.value.code) == (503, "memory_busy")
+        assert "a is kept for the box's owner, c is kept for the box's owner" in refused.value.message
+        assert house.names == ["a", "c"]
+        await house.engines.load(house.config("b"))
+        assert "b" in house.names, "the owner decides"
+
+
+async def test_the_owners_model_comes_back_as_it_was(tmp_path: Path):
+    """Also one that has no name on disk, as a folder that was loaded once."""
+    async with opened(tmp_path) as house:
+        place = house.model("elsewhere")
+        config = EngineConfig(model_path=str(place), name="mine", max_running=3)
+        house.residency.keep(await house.engines.load(config, alias="my"), ttl=50.0)
+        house.now += 51
+        house.residency.expire()
+        await until(lambda: house.told("model.evicted"))
+        assert house.names == []
+        for name in ("mine", "my"):
+            model = await house.residency.find(name)
+            assert (model.name, model.config, model.ttl) == ("mine", config, 50.0)
+            assert (model.on_request, model.aliases) == (False, {"my"})
+        assert house.residency.evicted.all() == []
+
+
+async def test_an_evicted_model_says_why_where_requests_load_nothing(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        house.settings = replace(house.settings, memory=MemorySettings(load_on_request=False))
+        for name in "abc":
+            house.residency.keep(await house.engines.load(house.config(name)), ttl=None)
+            house.now += 1
+        with pytest.raises(ApiError) as refused:
+            await house.residency.find("a")
+        assert (refused.value.status, refused.value.code) == (503, "model_evicted")
+        assert "a left memory to make room for c" in refused.value.message
+        await house.engines.unload("b")
+        house.residency.keep(await house.engines.load(house.config("a")), ttl=None)
+        assert (await house.residency.find("a")).name == "a"
+
+
+async def test_an_evicted_model_whose_files_are_gone_is_gone(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        place = house.model("elsewhere")
+        config = EngineConfig(model_path=str(place), name="mine")
+        house.residency.keep(await house.engines.load(config), ttl=1.0)
+        house.now += 2
+        house.residency.expire()
+        await until(lambda: house.told("model.evicted"))
+        shutil.rmtree(place)
+        with pytest.raises(ApiError) as refused:
+            await house.residency.find("mine")
         assert refused.value.status == 404
 
 
@@ -339,7 +404,7 @@ async def test_a_model_on_two_gpus_takes_from_both(tmp_path: Path):
     async with opened(tmp_path) as house:
         house.device, house.budgets = "cuda", (20_000, 20_000, 20_000)
         shared = EngineConfig(model_path=str(house.folder / "models/a"), name="a", tp=2)
-        await house.engines.load(shared)
+        await house.engines.load(shared, on_request=True)
         (resident,) = house.residency.residents()
         assert resident.takes == {0: SIZE // 2, 1: SIZE // 2}
         await house.ask("b")
