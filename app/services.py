@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .background import Background
+from .batches import BatchRunner
 from .drain import Drain
 from .engines.loaded_model import LoadedModel
 from .engines.manager import EngineManager
@@ -41,6 +42,7 @@ class Services:
     gateway: Gateway
     request_log: RequestLog
     stored: StoredAnswers
+    batches: BatchRunner
     metrics: Metrics
     events: Events
     telemetry: Telemetry

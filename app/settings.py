@@ -318,6 +318,14 @@ class RequestSettings:
         low=1_000_000,
         high=1 << 44,
     )
+    batch_days: float = key(30.0, "Days that batches and their results are kept.", low=0.01, high=36_500)
+    batch_bytes: int = key(
+        1_000_000_000,
+        "Most bytes of batches, results included, that one key may keep; beside max_bytes.",
+        low=100_000,
+        high=1 << 44,
+    )
+    batch_parallel: int = key(8, "Requests of batches that run at once.", low=1, high=4096)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

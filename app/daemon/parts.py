@@ -7,6 +7,7 @@ from pathlib import Path
 from llmbox import __version__
 from llmbox.engine.spawn import Launch, Spawned
 
+from ..batches import BatchRunner
 from ..engines.manager import EngineManager
 from ..engines.supervisor import Supervisor
 from ..events import Events
@@ -17,6 +18,7 @@ from ..security.security import Security
 from ..services import Services
 from ..settings import Settings
 from ..store import RequestLog, Retention
+from ..store.batches import BatchStore
 from ..store.stored import StoredAnswers
 from ..telemetry.gpus import GpuReader
 from ..telemetry.telemetry import Telemetry
@@ -51,6 +53,7 @@ def compose(settings: Settings, paths: Paths, parts: Parts, first: Spawned | Non
             max_bytes=kept.max_bytes,
             stored_days=kept.stored_days,
             stored_bytes=kept.stored_bytes,
+            batch_days=kept.batch_days,
             owners=security.keys.ids,
         ),
         content_bytes=kept.content_bytes,
@@ -82,6 +85,9 @@ def compose(settings: Settings, paths: Paths, parts: Parts, first: Spawned | Non
         telemetry=telemetry,
         security=security,
         stored=StoredAnswers(request_log),
+        batches=BatchRunner(
+            BatchStore(request_log), most_at_once=kept.batch_parallel, most_bytes=kept.batch_bytes
+        ),
         version=__version__,
     )
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 
 import psutil
@@ -21,6 +22,7 @@ from ..control.running import Running
 from ..http.admin import admin_router
 from ..http.anthropic import anthropic_router
 from ..http.app import create_app
+from ..http.in_process import send_in_process
 from ..http.memory_routes import memory_router
 from ..http.ollama import ollama_router
 from ..http.openai import openai_router
@@ -52,6 +54,7 @@ async def serve_until_stopped(
     _handle_signals(control)
     gc.freeze()  # what was imported stays: collections need not look at it
     control.library.downloads.restore()
+    services.batches.start(partial(send_in_process, app))
     loading = asyncio.create_task(_load_first(control, plan.models))
     looking = asyncio.create_task(asyncio.to_thread(name_leftovers))
     patience = settings.server.drain_timeout
@@ -111,6 +114,7 @@ def _handle_signals(control: Control) -> None:
 
 
 async def _close(services: Services) -> None:
+    await services.batches.close()
     await services.background.close()
     await services.engines.close()
     await services.gateway.close()

@@ -11,7 +11,7 @@ from ..security.keys import PREFIX
 from ..security.security import Security
 from ..security.sessions import Session
 from ..services import Services
-from .request import is_local_socket
+from .request import CALLER, is_local_socket
 from .sockets import is_loopback
 
 Connection = ASGIConnection[Any, Any, Any, Any]
@@ -24,6 +24,9 @@ def identify(connection: Connection) -> Identity:
     """Raises ApiError 401 for a key that is not good. `nobody` where no credentials of ours are shown."""
     services: Services = connection.app.state.services
     security = services.security
+    extensions: dict[str, Any] = connection.scope.get("extensions") or {}
+    if isinstance(own := extensions.get(CALLER), Identity):
+        return own
     secret = _shown_key(connection.scope)
     if secret is not None:
         found = security.by_key(secret)

@@ -23,7 +23,7 @@ class ClientGone(Exception):  # noqa: N818 - nothing went wrong on our side
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _OLLAMA_ROUTES = "/api/"
-_ANTHROPIC_ROUTES = ("/v1/messages", "/v1/messages/count_tokens")
+_ANTHROPIC_ROUTES = "/v1/messages"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -68,7 +68,7 @@ def encode_error(error: ApiError, path: str = "") -> bytes:
     """In the shape that clients of the route at `path` know."""
     if path.startswith(_OLLAMA_ROUTES):
         return msgspec.json.encode({"error": error.message})
-    return msgspec.json.encode(_anthropic(error) if path in _ANTHROPIC_ROUTES else error.body())
+    return msgspec.json.encode(_anthropic(error) if path.startswith(_ANTHROPIC_ROUTES) else error.body())
 
 
 def _anthropic(error: ApiError) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from . import strict_json
 LOCAL = "llmbox.local"
 """Key in `scope["extensions"]`: the connection came over our unix socket from our own user."""
 
+CALLER = "llmbox.caller"
+"""Key in `scope["extensions"]`: the identity for which the daemon itself asks (`in_process.py`)."""
+
 _BIG_BODY = 128 * 1024
 
 

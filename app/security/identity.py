@@ -8,6 +8,8 @@ from .keys import Key, Scope
 from .rates import Meter
 from .sessions import Session
 
+BACKGROUND_PRIORITY = 1000
+"""Behind every key's class."""
 PANEL = "(panel)"
 """In the request log, in place of a key's name; no key can be called so."""
 
@@ -20,6 +22,8 @@ class Identity:
     key: Key | None = None
     session: Session | None = None
     meter: Meter | None = None
+    is_background: bool = False
+    """Nobody waits for the answer: everybody else goes first."""
 
     @property
     def name(self) -> str:
@@ -49,6 +53,8 @@ class Identity:
         """The class of the caller's key, from which a request may only step back; 0 without a key. None and 0
         ask for nothing. The box's own user may ask for any.
         """
+        if self.is_background:
+            return BACKGROUND_PRIORITY
         if self.kind in {"local", "session"}:
             return asked or 0
         own = 0 if self.key is None else self.key.priority

@@ -46,6 +46,15 @@ class Security:
         self.used.note(key.id)
         return Identity("key", key, None, self.meters.of(key))
 
+    def background_identity(self, owner: str) -> Identity | None:
+        """Caller of a background request of `owner` (a key's id, or empty); None once the key is gone."""
+        if not owner:
+            return Identity("local", is_background=True)
+        key = next((each for each in self.keys.list() if each.id == owner), None)
+        if key is None or not self.keys.is_good(key.digest):
+            return None
+        return Identity("key", key, None, self.meters.of(key), is_background=True)
+
     def by_session(self, secret: str) -> Identity | None:
         session = self.sessions.find(secret)
         if session is None or not self._is_valid(session):

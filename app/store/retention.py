@@ -8,7 +8,7 @@ from typing import Literal
 
 from sqlalchemy import Engine
 
-from . import queries, stored_queries
+from . import batch_queries, queries, stored_queries
 from .database import erase_damaged, give_back_space, size_on_disk
 from .errors import StoreError
 from .trimming import Retention
@@ -21,7 +21,7 @@ _LEAST_SHARE = 0.1  # so that the cap is not met again at once
 
 
 What = Literal["requests", "content", "stored"]
-"""To be erased: rows with all that belongs to them; all prompts and answers; stored answers alone."""
+"""To be erased: rows with all that belongs to them; prompts and answers; stored answers and batches alone."""
 
 
 def trim(engine: Engine, path: Path, keep: Retention) -> None:
@@ -30,12 +30,15 @@ def trim(engine: Engine, path: Path, keep: Retention) -> None:
     queries.erase(engine, now - keep.content_days * _DAY_S, content_only=True)
     queries.erase(engine, now - keep.rows_days * _DAY_S)
     stored_queries.erase(engine, now - keep.stored_days * _DAY_S)
+    batch_queries.erase(engine, now - keep.batch_days * _DAY_S, ended_only=True)
     if keep.owners is not None:
         stored_queries.erase_owners_but(engine, keep.owners())
     stored_queries.erase_over(engine, keep.stored_bytes)
-    erase_damaged(path, now - min(keep.rows_days, keep.content_days, keep.stored_days) * _DAY_S)
+    erase_damaged(
+        path, now - min(keep.rows_days, keep.content_days, keep.stored_days, keep.batch_days) * _DAY_S
+    )
     give_back_space(engine)
-    most = keep.max_bytes + stored_queries.size(engine)
+    most = keep.max_bytes + stored_queries.size(engine) + batch_queries.size(engine)
     for _ in range(_ROUNDS):
         size = size_on_disk(path)
         over = 1 - most / size if size else 0.0
@@ -49,7 +52,7 @@ def purge(engine: Engine, path: Path, before: float, what: What) -> int:
 
     Raises StoreError when a reader holds on to the write-ahead log, where copies may be.
     """
-    count = stored_queries.erase(engine, before)
+    count = stored_queries.erase(engine, before) + batch_queries.erase(engine, before, ended_only=False)
     if what != "stored":
         count += queries.erase(engine, before, content_only=what == "content")
     erase_damaged(path, before)

@@ -8,6 +8,7 @@ from sqlalchemy import delete as delete_from
 from sqlalchemy import update as change
 from sqlmodel import Session, col
 
+from . import batch_queries
 from .database import give_back_space
 from .stored import Kind, StoredAnswer, StoredFilter, StoredTotal, encoded
 from .tables import StoredRow
@@ -104,11 +105,11 @@ def erase(engine: Engine, before: float) -> int:
 
 
 def erase_owners_but(engine: Engine, known: frozenset[str]) -> int:
-    """Delete what belongs to keys that are not `known`, with the copies in the write-ahead log.
+    """Delete answers and batches of keys that are not `known`, with the copies in the write-ahead log.
 
     What belongs to no key stays.
     """
-    owner, count = col(StoredRow.owner), 0
+    owner, count = col(StoredRow.owner), batch_queries.erase_owners_but(engine, known)
     with engine.begin() as connection:
         owners = connection.execute(select(owner).distinct()).scalars().all()
         gone = [each for each in owners if each and each not in known]

@@ -101,3 +101,43 @@ class StoredRow(SQLModel, table=True):
     """A JSON object."""
     size: int
     """Bytes of the texts."""
+
+
+class BatchRow(SQLModel, table=True):
+    """`Batch`: kept until its owner deletes it or its time is over."""
+
+    __tablename__ = "batch"
+    __table_args__ = (Index("ix_batch_place", "kind", "owner", "id", unique=True),)
+
+    seq: int | None = Field(default=None, primary_key=True)
+    kind: str
+    owner: str
+    id: str
+    created: float = Field(index=True)
+    expires: float
+    ended: float | None = None
+    cancelled: float | None = None
+    total: int
+    details: str
+    """A JSON object."""
+
+
+class BatchItemRow(SQLModel, table=True):
+    """`BatchItem` and its answer. It goes when its batch goes."""
+
+    __tablename__ = "batch_item"
+    __table_args__ = (Index("ix_batch_item_status", "batch", "status"),)
+
+    seq: int | None = Field(default=None, primary_key=True)
+    batch: int = Field(sa_column=Column(Integer, ForeignKey("batch.seq", ondelete="CASCADE"), nullable=False))
+    custom_id: str
+    path: str
+    status: str
+    body: str
+    """JSON; empty once there is an answer."""
+    http_status: int
+    request_id: str
+    answer: str
+    """JSON."""
+    size: int
+    """Bytes of body and answer."""

@@ -24,10 +24,11 @@ class Retention:
     rows_days: float = 30
     content_days: float = 7
     max_bytes: int = 256_000_000
-    """Of the file, beside stored answers."""
+    """Of the file, beside stored answers and batches."""
     stored_days: float = 30
     stored_bytes: int = 256_000_000
     """Of the texts of stored answers."""
+    batch_days: float = 30
     owners: Callable[[], frozenset[str]] | None = None
     """Ids of the keys that there are: what others had stored goes."""
 

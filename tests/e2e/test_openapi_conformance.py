@@ -42,6 +42,11 @@ READING = [
     ("DELETE", "/v1/responses/{response_id}"),
     ("POST", "/v1/responses/{response_id}/cancel"),
     ("GET", "/v1/responses/{response_id}/input_items"),
+    ("GET", "/v1/messages/batches"),
+    ("GET", "/v1/messages/batches/{batch_id}"),
+    ("DELETE", "/v1/messages/batches/{batch_id}"),
+    ("POST", "/v1/messages/batches/{batch_id}/cancel"),
+    ("GET", "/v1/messages/batches/{batch_id}/results"),
 ]
 WRITING = [
     ("POST", "/v1/chat/completions"),
@@ -61,6 +66,7 @@ WRITING = [
     ("POST", "/v1/responses"),
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/v1/messages/batches"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
 ]

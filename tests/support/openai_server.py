@@ -5,6 +5,7 @@ import contextlib
 import threading
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from llmbox.app.control.running import Running
 from llmbox.app.daemon.parts import Parts, compose
 from llmbox.app.http.anthropic import anthropic_router
 from llmbox.app.http.app import create_app
+from llmbox.app.http.in_process import send_in_process
 from llmbox.app.http.memory_routes import memory_router
 from llmbox.app.http.ollama import ollama_router
 from llmbox.app.http.openai import openai_router
@@ -101,6 +103,7 @@ def serving(
     app = create_app(services, dialects)
     if controlled:
         app.state.control = server.control = server.call(_controlled(services))
+    loop.call_soon_threadsafe(services.batches.start, partial(send_in_process, app))
     done = asyncio.run_coroutine_threadsafe(
         serve(app, sockets, limits=services.settings.limits, drain=services.drain, drain_timeout=1.0), loop
     )
@@ -113,6 +116,7 @@ def serving(
         services.security.close()
         if server.control is not None:
             server.call(server.control.close())
+        server.call(services.batches.close())
         server.call(services.background.close())
         server.call(services.engines.close())
         server.call(services.gateway.close())

@@ -11,6 +11,7 @@ from ..guard import Access
 from ..openai.context import Call, HttpRequest
 from ..sse import EventStreamResponse, StreamOptions
 from .answers import Message, TokenCount, error_event
+from .batches import batches_router
 from .fields import CountTokensRequest, MessagesRequest
 from .messages import complete_message, stream_message
 from .prepare import count_prompt_tokens, prepare_message
@@ -52,4 +53,6 @@ async def count_tokens(request: HttpRequest, data: Annotated[CountTokensRequest,
     )
 
 
-anthropic_router = Router(path="/", route_handlers=[messages, count_tokens], tags=["Anthropic"])
+anthropic_router = Router(
+    path="/", route_handlers=[messages, count_tokens, batches_router], tags=["Anthropic"]
+)

@@ -1,0 +1,157 @@
+"""Batches: lists of requests that run in the background, with their answers. Importable without SQLAlchemy.
+
+Every change goes through the request log's writer thread: what was recorded survives the daemon.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from .errors import first_line
+from .request_log import RequestLog
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+log = logging.getLogger(__name__)
+
+BatchKind = Literal["anthropic", "openai"]
+ItemStatus = Literal["pending", "done", "cancelled", "expired"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchItem:
+    """One request of a batch."""
+
+    custom_id: str
+    path: str
+    """Route that answers it, such as `/v1/messages`."""
+    body: bytes
+    """JSON."""
+    seq: int = 0
+    """Place in the store; grows within a batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchResult:
+    custom_id: str
+    seq: int
+    status: ItemStatus
+    http_status: int
+    """0 without an answer."""
+    request_id: str
+    answer: bytes
+    """JSON, as the route answered; empty without an answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchCounts:
+    pending: int = 0
+    succeeded: int = 0
+    """Answered with 200."""
+    failed: int = 0
+    """Answered with an error."""
+    cancelled: int = 0
+    expired: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Times are Unix seconds. A batch is its owner's: nobody else finds it."""
+
+    kind: BatchKind
+    owner: str
+    """Id of the key that made it; empty for callers without one."""
+    id: str
+    created: float
+    expires: float
+    """Requests without an answer by then get none."""
+    ended: float | None = None
+    cancelled: float | None = None
+    total: int
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """Facts of the dialect that made it; JSON values."""
+    counts: BatchCounts = BatchCounts()
+    seq: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPage:
+    """Which batches to list, newest first."""
+
+    kind: BatchKind
+    owner: str
+    after: str = ""
+    """Id: only older ones."""
+    before: str = ""
+    """Id: only newer ones, those next to it."""
+    limit: int = 20
+
+
+class BatchStore:
+    """Only to be used from the daemon's event loop. Whatever is awaited may raise StoreError."""
+
+    def __init__(self, log: RequestLog) -> None:
+        self._log = log
+
+    async def add(self, batch: Batch, items: Sequence[BatchItem]) -> Batch:
+        return await self._log.ask(lambda engine: _sql().add(engine, batch, items))
+
+    async def get(self, kind: BatchKind, owner: str, id_: str) -> Batch | None:
+        return await self._log.ask(lambda engine: _sql().get(engine, kind, owner, id_))
+
+    async def find(self, page: BatchPage) -> list[Batch] | None:
+        """One more than the limit tells of a next page. None: there is no batch `after` or `before`."""
+        return await self._log.ask(lambda engine: _sql().find(engine, page))
+
+    async def pending(self, batch: int, after: int, limit: int) -> list[BatchItem]:
+        """Requests without an answer that follow the one of number `after`."""
+        return await self._log.ask(lambda engine: _sql().pending(engine, batch, after, limit))
+
+    async def record(self, item: int, http_status: int, request_id: str, answer: bytes) -> None:
+        """Keep an answer; the last one ends its batch. Does nothing to what is no longer pending."""
+        text = answer.decode("utf-8", "replace")
+        await self._log.ask(
+            lambda engine: self._wrote(_sql().record(engine, item, http_status, request_id, text))
+        )
+
+    async def end(self, batch: int, status: Literal["cancelled", "expired"]) -> None:
+        """End a batch: what is pending gets `status`."""
+        await self._log.ask(lambda engine: _sql().end(engine, batch, status))
+
+    async def results(self, batch: int, after: int, limit: int) -> list[BatchResult]:
+        return await self._log.ask(lambda engine: _sql().results(engine, batch, after, limit))
+
+    async def delete(self, kind: BatchKind, owner: str, id_: str) -> bool:
+        """Its bytes are overwritten. False: there is no such batch."""
+        return await self._log.ask(lambda engine: _sql().delete(engine, kind, owner, id_))
+
+    async def size(self, owner: str) -> int:
+        """Bytes of requests and answers."""
+        return await self._log.ask(lambda engine: _sql().size(engine, owner))
+
+    async def unfinished(self) -> list[Batch]:
+        """Batches that have not ended, once the file is open anyway: this does not hurry it."""
+        found: Future[list[Batch]] = Future()
+
+        def read(engine: "Engine | None") -> None:
+            try:
+                found.set_result([] if engine is None else _sql().unfinished(engine))
+            except Exception as error:  # noqa: BLE001 - a damaged file: new batches run all the same
+                log.warning("batches of an earlier start cannot be read: %s", first_line(error))
+                found.set_result([])
+
+        # A future that is cancelled takes no result: setting one would end the writer thread.
+        return await asyncio.shield(asyncio.wrap_future(found)) if self._log.submit(read) else []
+
+    def _wrote(self, size: int) -> None:
+        self._log.wrote(size)
+
+
+def _sql() -> Any:
+    from . import batch_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
+
+    return batch_queries
