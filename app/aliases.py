@@ -2,15 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 
-from .catalog import check_name, resolve
+from .catalog import ModelRef, check_name, resolve
 from .errors import CliError, Exit
 from .registry import Alias, Registry, parse_parameters
 
 
 def set_alias(
-    registry: Registry, environ: Mapping[str, str], name: str, ref: str, parameters: Sequence[str]
+    registry: Registry,
+    environ: Mapping[str, str],
+    name: str,
+    ref: str,
+    parameters: Sequence[str],
+    memory: Mapping[str, ModelRef] | None = None,
 ) -> Alias:
-    """Let `name` stand for the model `ref`; `parameters` are `k=v`. Raises CliError for what cannot be."""
+    """Let `name` stand for the model `ref`; `parameters` are `k=v`, `memory` as for `resolve`.
+
+    Raises CliError for what cannot be.
+    """
     names = registry.read()
     check_name(name)
     if ref in names.aliases:
@@ -20,9 +28,12 @@ def set_alias(
             f"llmbox alias set {name} {names.aliases[ref].model}",
             Exit.USAGE,
         )
-    if name == "builtin" or name in names.directories:
+    target = resolve(ref, environ, names, memory)
+    holder = (memory or {}).get(name)
+    if name == "builtin" or name in names.directories or (holder is not None and holder.path != target.path):
         raise CliError(f"{name} is a model's name", "an alias would hide it", "choose another", Exit.CONFLICT)
-    target = resolve(ref, environ, names)
-    alias = Alias(target.name if ref == target.name else target.ref, parse_parameters(list(parameters)))
+    # A directory's name is forgotten with the load, unless it was adopted.
+    known = target.name if target.name in names.directories else target.ref
+    alias = Alias(known, parse_parameters(list(parameters)))
     registry.set_alias(name, alias)
     return alias

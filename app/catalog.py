@@ -41,10 +41,21 @@ class ModelRef:
     path: Path
     source: Source
     revision: str | None = None
+    registered: bool = False
+    """A directory that the daemon finds by this name: it was adopted, or is in memory."""
 
     @property
     def ref(self) -> str:
         return str(self.path) if self.source == "directory" else self.name
+
+    @property
+    def load_ref(self) -> str:
+        """Argument of a load that serves it under `name`."""
+        return self.name if self.registered else self.ref
+
+    def is_target(self, text: str) -> bool:
+        """Whether an alias of `text` stands for this model."""
+        return text in {self.name, str(self.path)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +68,26 @@ class DiskModel:
     """Has a config and safetensors; whether the architecture is supported is the engine's to say."""
 
 
-def resolve(text: str, environ: Mapping[str, str], names: Names | None = None) -> ModelRef:
-    """Raises CliError: exit 2 for a name that cannot be one, exit 4 for what is not on disk."""
+def resolve(
+    text: str,
+    environ: Mapping[str, str],
+    names: Names | None = None,
+    memory: Mapping[str, ModelRef] | None = None,
+) -> ModelRef:
+    """The model that a user's word stands for. `memory`: models in memory by each of their names, which come
+    first, as for requests.
+
+    Raises CliError: exit 2 for a name that cannot be one, exit 4 for what is not on disk.
+    """
+    if memory and (served_now := memory.get(text)) is not None:
+        return served_now
     names = names or Names()
     if (alias := names.aliases.get(text)) is not None:
         text = alias.model
     if text == BUILTIN:
         return _builtin()
     if (place := names.directories.get(text)) is not None:
-        return ModelRef(text, directory(Path(place)).path, "directory")
+        return ModelRef(text, directory(Path(place)).path, "directory", registered=True)
     if text.startswith(("/", "./", "../", "~")) or text in {".", ".."} or Path(text, "config.json").is_file():
         return directory(Path(text))
     match = HUB_ID.fullmatch(text)
@@ -91,6 +113,15 @@ def served(name: str, environ: Mapping[str, str], names: Names) -> ModelRef | No
         return _in_caches(name, match["repo"], match["revision"], caches)
     except (CliError, OSError):
         return None
+
+
+def in_memory(name: str, path: Path) -> ModelRef:
+    """A model that the daemon serves as `name`."""
+    if path == BUILTIN_DIR:
+        return ModelRef(name, path, "builtin")
+    if path.parent.name == "snapshots" and HUB_ID.fullmatch(name) and _COMMIT.fullmatch(path.name):
+        return ModelRef(name, path, "hub", path.name)
+    return ModelRef(name, path, "directory", registered=True)
 
 
 def _in_caches(name: str, repo: str, revision: str | None, caches: list[Path]) -> ModelRef:
@@ -151,7 +182,7 @@ def on_disk(environ: Mapping[str, str], names: Names | None = None) -> list[Disk
         found += [model for model in _in_cache(cache) if model.ref.name not in known]
     for name, place in sorted(names.directories.items()):
         try:
-            found.append(describe(ModelRef(name, directory(Path(place)).path, "directory")))
+            found.append(describe(ModelRef(name, directory(Path(place)).path, "directory", registered=True)))
         except (CliError, OSError):
             continue  # moved away, or a disk that is not mounted
     return found

@@ -54,6 +54,8 @@ class Services:
     """Models beyond those that are loaded, which `find_model` would load."""
     aliases: Callable[[], Mapping[str, Alias]] = dict
     """Names with parameters that stand for models."""
+    real_name: Callable[[str], str] = str
+    """Name that a model is served under, given that one or an alias."""
     drain: Drain = field(default_factory=Drain)
     background: Background = field(default_factory=Background)
     """Answers in the making that no connection waits for."""

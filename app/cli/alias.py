@@ -24,7 +24,9 @@ def set_(program: Program, *, name: str, ref: str, parameters: tuple[str, ...]) 
     Parameters count where a request leaves them open: temperature, top_p, top_k, min_p, repetition_penalty,
     and system, a system prompt. ctx bounds the context. All aliases of a model share one load.
     """
-    found = set_alias(program.registry, program.environ, name, ref, parameters).parameters
+    found = set_alias(
+        program.registry, program.environ, name, ref, parameters, program.in_memory()
+    ).parameters
     output.say(f"{name} is {ref}" + (f" with {_shown(found)}" if found else "") + ".")
 
 

@@ -139,10 +139,9 @@ def _ms(seconds: float | None) -> str:
 
 def _compare(program: Program, names: list[str], model: str, scale: str, rounds: int, **options: Any) -> None:
     from ..bench.compare import compare
-    from ..catalog import resolve
 
     url = _local_url(program)
-    path = str(resolve(model, program.environ).path)
+    path = str(program.resolve(model).path)
     results = []
     for name in names:
         scenario = SCENARIOS[name]

@@ -40,7 +40,7 @@ def fit(program: Program, /, model: str, *, as_json: bool, **flags: Any) -> int:
     MODEL is on disk or on the hub; of the latter only its config and the headers of its weights are read.
     """
     values = {name: value for name, value in given(flags).items() if name.startswith("model.")}
-    facts, ref = find_facts(model, program.environ, program.names)
+    facts, ref = find_facts(model, program.environ, program.names, program.in_memory())
     settings = program.settings().settings
     config = ModelRequest(ref, None, values).config(settings.model)
     return report(program, facts, config, as_json=as_json)

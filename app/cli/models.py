@@ -38,19 +38,21 @@ def ps(program: Program, *, as_json: bool, quiet: bool) -> None:
 @pass_program
 def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
     """List the models on disk: built-in, in the Hugging Face cache, adopted, loaded, on their way."""
-    from ..catalog import ModelRef, describe, on_disk
+    from ..catalog import describe, in_memory, on_disk
 
     loaded = _loaded(program)
     names = program.names
     found = on_disk(program.environ, names)
-    aliases = {
-        model.ref.name: sorted(name for name, each in names.aliases.items() if each.model == model.ref.ref)
-        for model in found
-    }
     coming = _downloads(program)
     known = {str(model.ref.path) for model in found}
     others = {path: name for path, name in loaded.items() if path not in known}
-    found += [describe(ModelRef(name, Path(path), "directory")) for path, name in others.items()]
+    found += [describe(in_memory(name, Path(path))) for path, name in others.items()]
+    aliases = {
+        model.ref.name: sorted(
+            name for name, each in names.aliases.items() if model.ref.is_target(each.model)
+        )
+        for model in found
+    }
     if as_json:
         rows = [
             {
@@ -101,13 +103,10 @@ def _state(model: "DiskModel", *, loaded: bool) -> str:
 @pass_program
 def show(program: Program, ref: str, *, as_json: bool) -> None:
     """Show what is known of one model, on disk and in memory."""
-    from ..catalog import ModelRef, describe, read_config, resolve
+    from ..catalog import describe, read_config
 
-    memory = _in_memory(program, ref)
-    if memory is not None:
-        place = ModelRef(memory["name"], Path(memory["path"]), "directory")
-    else:
-        place = resolve(ref, program.environ, program.names)
+    place = program.resolve(ref)
+    memory = _in_memory(program, place.name)
     disk = describe(place)
     config = read_config(place.path)
     facts: dict[str, Any] = {
@@ -117,9 +116,7 @@ def show(program: Program, ref: str, *, as_json: bool) -> None:
         "size": disk.size,
         "architecture": disk.architecture,
         "servable": disk.servable,
-        "aliases": [
-            name for name, each in program.names.aliases.items() if each.model in {place.ref, place.name}
-        ]
+        "aliases": [name for name, each in program.names.aliases.items() if place.is_target(each.model)]
         or None,
         **{key: config.get(name) for key, name in _CONFIG_FACTS.items()},
         "loaded": memory,

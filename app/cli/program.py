@@ -17,6 +17,7 @@ from ..errors import CliError, Exit
 from ..paths import Paths, find_paths
 
 if TYPE_CHECKING:
+    from ..catalog import ModelRef
     from ..control.model_request import ModelRequest
     from ..daemon.parts import Parts
     from ..registry import Names, Registry
@@ -61,6 +62,26 @@ class Program:
 
         return Client(self.paths)
 
+    def in_memory(self) -> "dict[str, ModelRef]":
+        """Models that the running daemon has, or had in memory, by name and alias; empty when none runs."""
+        from ..catalog import in_memory
+
+        if not self.client.is_up():
+            return {}
+        answer = self.client.get("/admin/api/models")
+        found = {name: in_memory(name, Path(path)) for name, path in answer["evicted"].items()}
+        for row in answer["models"]:
+            if row["path"]:
+                ref = in_memory(row["name"], Path(row["path"]))
+                found |= dict.fromkeys((*row["aliases"], row["name"]), ref)
+        return found
+
+    def resolve(self, text: str) -> "ModelRef":
+        """The model that a user's word stands for, here or in the running daemon. Raises CliError."""
+        from ..catalog import resolve
+
+        return resolve(text, self.environ, self.names, self.in_memory())
+
     @property
     def location_flags(self) -> list[str]:
         """The flags that lead another process to the same files."""
@@ -71,7 +92,6 @@ class Program:
         self, models: Sequence[str], alias: str | None, flags: "Mapping[str, Scalar]"
     ) -> "list[ModelRequest]":
         """What to load: the named models, else those of `server.models`. Raises when one is not on disk."""
-        from ..catalog import resolve
         from ..control.model_request import ModelRequest
 
         options = {name: value for name, value in flags.items() if name.startswith("model.")}
@@ -80,7 +100,7 @@ class Program:
             raise CliError(
                 "--alias names one model", f"{len(texts)} models are given", "give one MODEL", Exit.USAGE
             )
-        return [ModelRequest(resolve(text, self.environ, self.names), alias, options) for text in texts]
+        return [ModelRequest(self.resolve(text), alias, options) for text in texts]
 
 
 pass_program = click.make_pass_decorator(Program)

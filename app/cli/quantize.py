@@ -53,9 +53,7 @@ def quantize(
     It holds the same integers that `--quant` makes at each load, or better ones with --calibrate, takes a
     half or a quarter of the disk, and needs no original. The format is described in docs/quantisation.md.
     """
-    from ..catalog import resolve
-
-    ref = resolve(model, program.environ, program.names)
+    ref = program.resolve(model)
     short = ref.name.rpartition("/")[2].partition("@")[0]
     target = (out or Path(f"{short}-{to}")).absolute()
     arguments = [str(ref.path), str(target), to]

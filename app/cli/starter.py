@@ -44,7 +44,7 @@ def start_daemon(
     program.paths.create()
     command = [*program.command, *program.location_flags, "serve", "--background", *as_arguments(flags)]
     command += [] if alias is None else ["--alias", alias]
-    command += [model.ref.ref for model in wanted] if models else []
+    command += [model.ref.load_ref for model in wanted] if models else []
     offset = program.paths.log_file.stat().st_size if program.paths.log_file.exists() else 0
     log = os.open(program.paths.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:

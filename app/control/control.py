@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import logs
-from ..catalog import resolve
+from ..catalog import ModelRef, in_memory, resolve
 from ..engines.loaded_model import LoadedModel
 from ..errors import ApiError, CliError
 from ..services import Services
@@ -63,6 +63,7 @@ class Control:
         self.residency = Residency(services.engines, services.events, world)
         services.find_model = self.residency.find
         services.offers = Offers(services, self.library, self.residency.evicted).all
+        services.real_name = self.residency.real_name
         services.aliases = lambda: self.library.registry.read_or_nothing().aliases
         self.begun_with = begun_with
         """Flags and models of the start, for `restart`."""
@@ -159,9 +160,29 @@ class Control:
             if row is None:
                 raise unknown_key(f"model.{key}", "options")
             values[row.name] = check_value(row, value, f"options.{key}")
-        request = ModelRequest(resolve(text, os.environ, self.library.registry.read()), alias, values)
+        request = ModelRequest(self.resolve(text), alias, values)
         request.config(self.services.settings.model)  # checks the name
         return request
+
+    def resolve(self, text: str) -> ModelRef:
+        """The model that a user's word stands for: in memory, an alias, on this disk. Raises CliError.
+
+        Reads a few small files. For any thread.
+        """
+        return resolve(text, os.environ, self.library.registry.read(), self.in_memory())
+
+    def in_memory(self) -> dict[str, ModelRef]:
+        """Models in memory, on their way there, and evicted, by each of their names. For any thread."""
+        engines = self.services.engines
+        found: dict[str, ModelRef] = {}
+        for evicted in self.residency.evicted.all():
+            ref = in_memory(evicted.name, Path(evicted.config.model_path))
+            found |= dict.fromkeys((*evicted.aliases, evicted.name), ref)
+        for each in engines.loading():
+            found[each.name] = in_memory(each.name, Path(each.config.model_path))
+        for model in engines.models():
+            found |= dict.fromkeys((*model.aliases, model.name), in_memory(model.name, model.path))
+        return found
 
     async def close(self) -> None:
         """Stops watching loads; the engines themselves end with `engines.close`."""

@@ -1,6 +1,7 @@
 """Models of the box's owner that left memory: how each was loaded, so that a request can bring it back."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from llmbox.engine.config import EngineConfig
 
@@ -44,6 +45,10 @@ class EvictedModels:
         if (exact := self._by_name.get(name)) is not None:
             return exact
         return next((each for each in self._by_name.values() if name in each.aliases), None)
+
+    def name_at(self, path: Path) -> str | None:
+        """Name of the model whose folder this is."""
+        return next((each.name for each in self.all() if Path(each.config.model_path) == path), None)
 
     def forget(self, name: str) -> bool:
         """False if there is none."""

@@ -12,10 +12,12 @@ from ..hub.listing import Hub
 from ..registry import Names
 
 
-def find_facts(model: str, environ: Mapping[str, str], names: Names) -> tuple[Facts, ModelRef]:
+def find_facts(
+    model: str, environ: Mapping[str, str], names: Names, memory: Mapping[str, ModelRef] | None = None
+) -> tuple[Facts, ModelRef]:
     """From this disk if it is there, else from the hub. Raises CliError."""
     try:
-        ref = resolve(model, environ, names)
+        ref = resolve(model, environ, names, memory)
         return local_facts(ref), ref
     except CliError as error:
         match = HUB_ID.fullmatch(model)

@@ -20,8 +20,8 @@ class ModelRequest:
 
     @property
     def served_name(self) -> str:
-        """A directory has no name that others know: there the alias replaces the folder's name."""
-        renamed = self.alias is not None and self.ref.source == "directory"
+        """The alias replaces the folder's name where the directory has none that others know."""
+        renamed = self.alias is not None and self.ref.source == "directory" and not self.ref.registered
         return self.alias if renamed and self.alias else self.ref.name
 
     @property
@@ -30,7 +30,7 @@ class ModelRequest:
 
     def body(self) -> dict[str, Any]:
         """As the admin API takes it."""
-        return {"model": self.ref.ref, "alias": self.alias, "options": self.short_options}
+        return {"model": self.ref.load_ref, "alias": self.alias, "options": self.short_options}
 
     @property
     def short_options(self) -> dict[str, Scalar]:

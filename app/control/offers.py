@@ -43,6 +43,11 @@ class Offers:
                 continue
             if (window := self._window(model.ref.path)) is not None:
                 yield Offer(model.ref.name, "on_disk", window, int(model.modified))
+        for name, alias in self._library.registry.read_or_nothing().aliases.items():
+            ref = self._library.find(name)
+            if ref is not None and (window := self._window(ref.path)) is not None:
+                window = min(window, alias.context or window)
+                yield Offer(name, "on_disk", window, _changed(ref.path))
 
     def _window(self, path: Path) -> int | None:
         """In tokens; None for a model that cannot be served here."""

@@ -84,35 +84,40 @@ class Residency:
 
     async def find(self, name: str | None) -> LoadedModel:
         """The model for a request, loaded now if it is on disk. Raises ApiError as `EngineManager.get`."""
+        if name is None:
+            return self._engines.get(None)
         alias = self._alias(name)
-        if alias is None:
-            if name is not None:
-                await self._ensure(name)
-            return self._engines.get(name)
-        target = alias.model
-        if not self._engines.knows(target):
-            assert name is not None
-            target = await self._ensure(name)
-        return self._engines.get(target).as_variant(alias.sampling, alias.system, alias.context)
+        model = self._engines.get(await self._ensure(name))
+        return model if alias is None else model.as_variant(alias.sampling, alias.system, alias.context)
 
-    def _alias(self, name: str | None) -> Alias | None:
-        if name is None or self._engines.knows(name):
+    def _alias(self, name: str) -> Alias | None:
+        if self._engines.knows(name):
             return None
         return self._world.registry.read_or_nothing().aliases.get(name)
 
     def real_name(self, name: str) -> str:
-        """Of what an alias stands for."""
-        alias = self._alias(name)
-        return name if alias is None else alias.model
+        """Name that a model is served under, given that one, an alias, or an adopted folder's name; the name
+        itself where none is.
+        """
+        if self._engines.knows(name):
+            return name
+        names = self._world.registry.read_or_nothing()
+        alias = names.aliases.get(name)
+        target = name if alias is None else alias.model
+        place = names.directories.get(target, target if alias is not None else None)
+        if place is None or self._engines.knows(target):  # clients name no paths
+            return target
+        return self._engines.name_at(Path(place)) or self.evicted.name_at(Path(place)) or target
 
     async def _ensure(self, name: str) -> str:
         """The name under which it is served, or will not be found."""
-        if (loading := self._wanted.get(name)) is not None:
+        real = self.real_name(name)
+        if (loading := self._wanted.get(real)) is not None:
             await asyncio.shield(loading)
-        if self._engines.knows(name):
-            return name
+        if self._engines.knows(real):
+            return real
         load_on_request = self._world.settings().memory.load_on_request
-        evicted = self.evicted.find(self.real_name(name))
+        evicted = self.evicted.find(real)
         if evicted is not None and not load_on_request:
             raise evicted.unavailable()
         if evicted is not None and await asyncio.to_thread(Path(evicted.config.model_path).exists):

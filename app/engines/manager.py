@@ -248,6 +248,12 @@ class EngineManager:
         """By name or alias, without counting as a use."""
         return self._find(name)
 
+    def name_at(self, path: Path) -> str | None:
+        """Name of the model in memory, or on its way there, whose folder this is."""
+        loaded = (model.name for model in self._loaded.values() if model.path == path)
+        loading = (name for name, each in self._loading.items() if Path(each.config.model_path) == path)
+        return next(loaded, None) or next(loading, None)
+
     def knows(self, name: str) -> bool:
         """Whether it is loaded, being loaded, or failed to load."""
         return name in self._failures or any(name in taken for _, taken in self._names())

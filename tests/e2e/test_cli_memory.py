@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import urllib.error
 import urllib.request
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from llmbox.app.catalog import BUILTIN_DIR
 from llmbox.app.errors import Exit
 from support.cli_box import PATIENCE, Box, box, until
 
@@ -139,3 +141,40 @@ def test_an_alias_carries_its_parameters_over_one_load(served: Box):
     with pytest.raises(urllib.error.HTTPError) as refused:
         post(served, "/v1/completions", body)
     assert refused.value.code == 404
+
+
+def test_one_meaning_of_a_name(served: Box):
+    """What /v1/models lists can be loaded, aliased, asked for by id and taken out of memory by that name."""
+    place = served.folder / "models" / "tiny"
+    (place / "model.safetensors").write_text("")  # what adopting looks for
+    shutil.copy(BUILTIN_DIR / "config.json", place)  # one that a window can be reckoned for
+    running = served.running
+    assert running is not None
+    assert served.run("alias", "set", "poet", place, "ctx=64").code == 0
+    assert served.run("alias", "set", "bard", "tiny").code == 0
+    assert served.run("adopt", place, "--name", "adopted").code == 0
+    found = listed(served)
+    assert {name: model["state"] for name, model in found.items() if name != "builtin"} == {
+        "tiny": "loaded",
+        "poet": "loaded",
+        "bard": "loaded",
+        "adopted": "loaded",
+    }
+    assert found["poet"]["context_window"] == 64
+    for name in ("tiny", "poet", "bard"):
+        with urllib.request.urlopen(f"{running.url}/v1/models/{name}") as answer:
+            assert json.load(answer)["id"] == name
+        assert served.run("load", name).code == 0, name
+        assert served.run("show", name, "--json").json["loaded"]["name"] == "tiny"
+    assert served.run("ls", "--json").json["models"][1]["aliases"] == ["bard", "poet"]
+    assert names(served) == ["tiny"]
+    body = {"prompt": "x", "max_tokens": 1}
+    assert post(served, "/v1/completions", {**body, "model": "adopted"})["model"] == "adopted"
+    assert names(served) == ["tiny"]  # the same folder is not loaded twice
+    taken = served.run("alias", "set", "tiny", "builtin")
+    assert taken.code == Exit.CONFLICT
+    assert served.run("unload", "poet").code == 0
+    assert names(served) == []
+    assert {"tiny", "poet", "bard", "adopted"} & set(listed(served)) == {"poet", "bard", "adopted"}
+    assert post(served, "/v1/completions", {**body, "model": "bard"})["model"] == "bard"
+    assert served.run("load", "adopted").code == 0

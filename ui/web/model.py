@@ -67,4 +67,4 @@ def _effective(panel: Panel, loaded: Any) -> list[Effective]:
 
 def _aliases(panel: Panel, disk: DiskModel) -> dict[str, Alias]:
     names = panel.control.library.registry.read_or_nothing().aliases
-    return {name: alias for name, alias in names.items() if alias.model in {disk.ref.name, disk.ref.ref}}
+    return {name: alias for name, alias in names.items() if disk.ref.is_target(alias.model)}

@@ -31,9 +31,11 @@ async def add_alias(request: PanelRequest) -> Response[str]:
     form = await form_of(request)
     name, ref = form.get("name", "").strip(), form.get("ref", "")
     given = [f"{key}={value.strip()}" for key in (*RANGES, "system") if (value := form.get(key, "")).strip()]
-    registry = panel_of(request).control.library.registry
+    control = panel_of(request).control
     try:
-        await asyncio.to_thread(set_alias, registry, os.environ, name, ref, given)
+        await asyncio.to_thread(
+            set_alias, control.library.registry, os.environ, name, ref, given, control.in_memory()
+        )
     except CliError as error:
         status = {Exit.NOT_FOUND: 404, Exit.CONFLICT: 409}.get(error.exit, 400)
         raise ApiError(status, f"{error.what}: {error.why}.", "bad_alias") from error

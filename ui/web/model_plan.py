@@ -1,7 +1,6 @@
 """What a model would take with other settings: by the function that sizes the pool at load."""
 
 import asyncio
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -9,7 +8,7 @@ from typing import Final
 from litestar import MediaType, Response, get
 from litestar.params import FromQuery
 
-from llmbox.app.catalog import DiskModel, describe, resolve
+from llmbox.app.catalog import DiskModel, describe
 from llmbox.app.control.model_request import ModelRequest
 from llmbox.app.engines.budget import device_of, total_budget
 from llmbox.app.errors import ApiError, CliError
@@ -64,7 +63,7 @@ def options_of(asked: Mapping[str, str]) -> dict[str, Scalar]:
 def find_model(panel: Panel, ref: str) -> tuple[DiskModel, ModelConfig | EngineError]:
     """With why its config cannot be read, in place of the config. Raises ApiError 404."""
     try:
-        found = describe(resolve(ref, os.environ, panel.control.library.registry.read()))
+        found = describe(panel.control.resolve(ref))
     except CliError as error:
         raise ApiError(404, f"{error.what}: {error.why}.", "model_not_found") from error
     try:
@@ -79,7 +78,7 @@ def make_plan(panel: Panel, ref: str, config: ModelConfig | EngineError, asked: 
         return Plan(ref, asked, None, str(config))
     settings = panel.services.settings
     try:
-        found = resolve(ref, os.environ, panel.control.library.registry.read())
+        found = panel.control.resolve(ref)
         options = options_of(asked)
     except CliError as error:
         return Plan(ref, asked, None, f"{error.why}.")

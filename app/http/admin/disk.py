@@ -54,7 +54,7 @@ def _fit(control: Control, model: str) -> dict[str, Any]:
     from ...hub.fit import device_bandwidth  # noqa: PLC0415
     from ...hub.fit import fit as check  # noqa: PLC0415
 
-    facts, ref = find_facts(model, os.environ, control.library.registry.read())
+    facts, ref = find_facts(model, os.environ, control.library.registry.read(), control.in_memory())
     settings = control.services.settings
     config = ModelRequest(ref, None, {}).config(settings.model)
     machine = read_machine()

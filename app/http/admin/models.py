@@ -1,13 +1,14 @@
 """Models in memory: list, load, unload."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from litestar import Request, get, post
 from litestar.datastructures import State
 from litestar.params import JSONBody
 
-from ...catalog import BUILTIN, BUILTIN_DIR
+from ...catalog import BUILTIN, in_memory
 from ...control.control import Control, Failure
 from ...control.model_request import ModelRequest, options_of
 from ...engines.loaded_model import LoadedModel
@@ -20,7 +21,9 @@ STATUS_OF_EXIT = {Exit.NOT_FOUND: (404, "model_not_found"), Exit.USAGE: (400, "i
 
 @get("/models", sync_to_thread=False, name="admin_models")
 def models(request: Request[Any, Any, State]) -> Models:
-    return Models(describe_all(request.app.state.control))
+    control: Control = request.app.state.control
+    evicted = {each.name: each.config.model_path for each in control.residency.evicted.all()}
+    return Models(describe_all(control), evicted)
 
 
 @post("/models/load", status_code=202, name="admin_load")
@@ -101,14 +104,14 @@ def _loading(supervisor: Supervisor) -> Model:
 
 def _of(supervisor: Supervisor) -> Model:
     path = supervisor.config.model_path
-    is_hub = "/" in supervisor.name
+    ref = in_memory(supervisor.name, Path(path))
     return Model(
         name=supervisor.name,
         aliases=[],
         state=supervisor.state,
         cause=supervisor.cause,
         path=path,
-        ref=BUILTIN if path == str(BUILTIN_DIR) else supervisor.name if is_hub else path,
+        ref=BUILTIN if ref.source == "builtin" else ref.ref,
         chat=False,
         options=options_of(supervisor.config),
         progress=supervisor.progress if supervisor.state == "loading" else None,

@@ -43,6 +43,8 @@ class Model(Struct, kw_only=True):
 
 class Models(Struct):
     models: list[Model]
+    evicted: dict[str, str] = field(default_factory=dict)
+    """Folders of models that left memory for others, by name: a request brings them back."""
 
 
 class ModelAnswer(Struct):

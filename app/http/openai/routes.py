@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from litestar import Response, Router, get, post
 from litestar.params import Body, Parameter
 
+from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import context_limit
 from ...text.off_loop import off_loop
@@ -171,55 +172,39 @@ async def detokenize(request: HttpRequest, data: Annotated[DetokenizeRequest, Bo
 
 async def listed_models(call: Call) -> list[Model]:
     shown = _loaded(call)
-    known = {model.id for model in shown}
-    offers = [] if call.services.offers is None else await call.services.offers()
-    shown += [
-        Model(
-            id=offer.name,
-            created=offer.created,
-            context_window=offer.context_window,
-            max_model_len=offer.context_window,
-            state=offer.state,
-        )
-        for offer in offers
-        if offer.name not in known and call.caller.may_use_model(offer.name)
-    ]
-    return shown + _aliases(call, shown)
+    for offer in [] if call.services.offers is None else await call.services.offers():
+        target = call.services.engines.find(call.services.real_name(offer.name))
+        if target is not None:
+            _show(shown, call, offer.name, target, None)
+        elif offer.name not in shown and call.caller.may_use_model(offer.name):
+            shown[offer.name] = Model(
+                id=offer.name,
+                created=offer.created,
+                context_window=offer.context_window,
+                max_model_len=offer.context_window,
+                state=offer.state,
+            )
+    return list(shown.values())
 
 
-def _loaded(call: Call) -> list[Model]:
-    shown = []
+def _loaded(call: Call) -> dict[str, Model]:
+    shown: dict[str, Model] = {}
     for model in call.services.engines.models():
-        info = model.supervisor.info
-        if info is None:
-            continue
-        limit = context_limit(info)
-        shown += [
-            Model(id=name, created=int(model.loaded_at), context_window=limit, max_model_len=limit)
-            for name in (model.name, *sorted(model.aliases - {model.name}))
-            if call.caller.may_use_model(name)
-        ]
+        for name in (model.name, *sorted(model.aliases)):
+            _show(shown, call, name, model, None)
+    for name, alias in sorted(call.services.aliases().items()):
+        target = call.services.engines.find(call.services.real_name(name))
+        if target is not None:
+            _show(shown, call, name, target, alias.context)
     return shown
 
 
-def _aliases(call: Call, shown: list[Model]) -> list[Model]:
-    """Of models that are shown."""
-    known = {model.id: model for model in shown}
-    found = []
-    for name, alias in sorted(call.services.aliases().items()):
-        target = known.get(alias.model)
-        if target is not None and name not in known and call.caller.may_use_model(name):
-            limit = min(target.context_window, alias.context or target.context_window)
-            found.append(
-                Model(
-                    id=name,
-                    created=target.created,
-                    context_window=limit,
-                    max_model_len=limit,
-                    state=target.state,
-                )
-            )
-    return found
+def _show(shown: dict[str, Model], call: Call, name: str, model: LoadedModel, cap: int | None) -> None:
+    """`cap`: an alias's context."""
+    info = model.supervisor.info
+    if info is not None and name not in shown and call.caller.may_use_model(name):
+        limit = min(context_limit(info), cap or context_limit(info))
+        shown[name] = Model(id=name, created=int(model.loaded_at), context_window=limit, max_model_len=limit)
 
 
 openai_router = Router(

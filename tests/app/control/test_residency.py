@@ -474,3 +474,25 @@ def test_sizes_are_the_engines_own_estimate(tmp_path: Path):
     assert sizes(replace(config, model_path=str(tmp_path / "none")), machine, (10**9,), {}) is None
     with pytest.raises(DoesNotFit):
         sizes(config, machine, (1_000_000,), {})
+
+
+async def test_a_request_by_an_alias_waits_for_the_load_that_another_began(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        house.registry.set_alias("poet", Alias("a", {}))
+        first = asyncio.create_task(house.residency.find("a"))
+        while not house.engines.loading():  # noqa: ASYNC110 - no event says so
+            await asyncio.sleep(0)
+        assert (await house.residency.find("poet")).name == (await first).name == "a"
+
+
+async def test_an_alias_of_a_folder_means_the_model_that_was_loaded_from_it(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        folder = house.model("a")
+        await house.engines.load(replace(house.config("a"), name="served"))
+        house.registry.set_alias("poet", Alias(str(folder), {"temperature": 0.5}))
+        house.registry.adopt_directory("mine", folder)
+        assert (await house.residency.find("poet")).name == "served"
+        assert (await house.residency.find("mine")).name == "served"
+        assert house.residency.real_name("poet") == "served"
+        assert house.residency.real_name(str(folder)) == str(folder)  # clients name no paths
+        assert house.names == ["served"]
