@@ -28,8 +28,14 @@ CONFIG_LIMIT = 4_000_000
 """Bytes of a config.json that we are willing to parse; real ones have a few thousand."""
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
-HUB_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9][A-Za-z0-9_./-]{{0,199}}))?")
+HUB_ID = re.compile(
+    rf"(?P<repo>{_PART}/{_PART})(?<!\.git)(?:@(?P<revision>[A-Za-z0-9][A-Za-z0-9_./-]{{0,199}}))?"
+)
 NAME = re.compile(rf"{_PART}(?:/{_PART})?(?:@[A-Za-z0-9][A-Za-z0-9_./-]{{0,199}})?")
+"""The hub has no repository whose name ends in .git."""
+_CLONE_URL = re.compile(
+    r"(?:(?:https?://|git@)?[\w.-]+\.\w+[/:])?(?P<id>[^/@:]+/[^/@:]+?)(?:\.git)?/?(?P<revision>@.+)?"
+)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -95,10 +101,17 @@ def resolve(
         raise CliError(
             f"{text!r} does not name a model",
             "a name is builtin, a directory, or org/name[@revision]",
-            "see what is on disk: llmbox ls",
+            f"{likely_id(text)}see what is on disk: llmbox ls",
             Exit.USAGE if "/" in text else Exit.NOT_FOUND,
         )
     return _in_caches(text, match["repo"], match["revision"], [hub_cache(environ), *map(Path, names.caches)])
+
+
+def likely_id(text: str) -> str:
+    """`"did you mean org/name? "` for the address of a repository; otherwise nothing."""
+    match = _CLONE_URL.fullmatch(text[:400])
+    wanted = match["id"] + (match["revision"] or "") if match else ""
+    return f"did you mean {wanted}? " if wanted != text and HUB_ID.fullmatch(wanted) else ""
 
 
 def served(name: str, environ: Mapping[str, str], names: Names) -> ModelRef | None:

@@ -69,7 +69,7 @@ class Program:
         if not self.client.is_up():
             return {}
         answer = self.client.get("/admin/api/models")
-        found = {name: in_memory(name, Path(path)) for name, path in answer["evicted"].items()}
+        found = {name: in_memory(name, Path(path)) for name, path in answer.get("evicted", {}).items()}
         for row in answer["models"]:
             if row["path"]:
                 ref = in_memory(row["name"], Path(row["path"]))

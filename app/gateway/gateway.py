@@ -202,7 +202,11 @@ def max_new_tokens(generation: Generation, prompt: list[int]) -> int:
     raise ApiError(
         400,
         f"This model's context is {limit} tokens, but the request needs {len(prompt)} of prompt{asked}. "
-        + ("Shorten the prompt." if too_long else f"Ask for at most {limit - len(prompt)} tokens of output."),
+        + (
+            "Shorten the prompt."
+            if too_long
+            else f"Ask for at most {limit - len(prompt)} tokens of output in '{generation.max_tokens_param}'."
+        ),
         code="context_length_exceeded",
         param=generation.prompt_param if too_long else generation.max_tokens_param,
     )

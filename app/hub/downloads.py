@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator
 
-from ..catalog import HUB_ID
+from ..catalog import HUB_ID, likely_id
 from ..errors import ApiError
 from ..events import Events
 from . import errors
@@ -62,7 +62,8 @@ class Downloads:
         if match is None or ".." in model or "--" in model:
             raise ApiError(
                 400,
-                f"{model[:200]!r} is not a model of the hub: it is written org/name or org/name@revision.",
+                f"{model[:200]!r} is not a model of the hub: it is written org/name or org/name@revision"
+                + (f"; {hint.strip()}" if (hint := likely_id(model)) else "."),
                 "invalid_value",
                 "model",
             )

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from llmbox.app import catalog
-from llmbox.app.catalog import check_name, hub_cache, on_disk, resolve
+from llmbox.app.catalog import HUB_ID, check_name, hub_cache, likely_id, on_disk, resolve
 from llmbox.app.errors import CliError, Exit
 
 COMMIT = "a" * 40
@@ -32,6 +32,23 @@ def environ(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
     return tmp_path / "hub"
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("a/b.git", "a/b"),
+        ("a/b.git@main", "a/b@main"),
+        ("https://hub.example/a/b", "a/b"),
+        ("git@hub.example:a/b.git", "a/b"),
+        ("a/b.github", None),
+        ("a/b", None),
+        ("a/b/c", None),
+    ],
+)
+def test_the_address_of_a_repository_is_no_name_but_tells_one(text: str, meant: str | None) -> None:
+    assert likely_id(text) == (f"did you mean {meant}? " if meant else "")
+    assert bool(HUB_ID.fullmatch(text)) == (text in {"a/b", "a/b.github"})
 
 
 def exit_of(text: str, environ: dict[str, str]) -> tuple[Exit, str]:

@@ -89,6 +89,12 @@ BOTH = [
     ({"request_id": "a b"}, "request_id"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
+    ({"metadata": {"k" * 65: "v"}}, "metadata"),
+    ({"metadata": {"k": "v" * 513}}, "metadata"),
+    ({"user": "u" * 100_000}, "user"),
+    ({"session_id": "u" * 513}, "session_id"),
+    ({"safety_identifier": "u" * 513}, "safety_identifier"),
+    ({"prompt_cache_key": "u" * 513}, "prompt_cache_key"),
     ({"priority": "high"}, "priority"),
     ({"stream": "yes"}, "stream"),
     ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
@@ -126,7 +132,8 @@ CHAT_ONLY = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": 3}, "logprobs"),
     ({"max_completion_tokens": 0, "max_tokens": None}, "max_completion_tokens"),
-    ({"max_completion_tokens": 5, "max_tokens": 6}, "max_tokens"),
+    ({"max_completion_tokens": 5, "max_tokens": 6}, "max_completion_tokens"),
+    ({"max_completion_tokens": CONTEXT, "max_tokens": None}, "max_completion_tokens"),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
@@ -233,6 +240,24 @@ def test_context_errors_name_the_numbers(http):
     told = error(ask(http, CHAT, {"messages": [{"role": "user", "content": "x" * 3000}]}), 400)
     assert (told["code"], told["param"]) == ("context_length_exceeded", "messages")
     assert ask(http, PLAIN, {"prompt": [5] * 200, "max_tokens": 56}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [
+        ("/v1/responses", {"input": "x", "max_output_tokens": CONTEXT}, "max_output_tokens"),
+        ("/v1/responses", {"input": "x", "user": "u" * 513}, "user"),
+        ("/v1/responses", {"input": "x", "temperature": 9}, "temperature"),
+        ("/api/chat", {"messages": HELLO, "options": {"num_predict": CONTEXT}}, "options.num_predict"),
+        ("/api/generate", {"prompt": "x", "options": {"num_predict": CONTEXT}}, "options.num_predict"),
+        ("/api/chat", {"messages": HELLO, "options": {"top_k": 10**6}}, "options.top_k"),
+        ("/api/chat", {"messages": HELLO, "options": {"stop": ["x"] * 17}}, "options.stop"),
+    ],
+)
+def test_errors_of_other_dialects_name_the_field_that_was_sent(http, path, fields, name):
+    answer = http.post(path, json={"model": "one", **fields})
+    assert answer.status_code == 400
+    assert f"'{name}'" in answer.text
 
 
 def test_models_that_are_not_there(http):

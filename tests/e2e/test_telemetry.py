@@ -81,8 +81,21 @@ def test_wrong_questions_get_named_errors(box: Box):
     client = box.client
     for path, words in (
         ("telemetry?step=7", "1, 10, 60"),
-        ("telemetry?since=-5", "Unix seconds"),
-        ("telemetry?since=nan", "Unix seconds"),
+        ("telemetry?since=-5", "since"),
+        ("telemetry?since=nan", "since"),
+        ("marks?limit=-1", "limit"),
+        ("marks?limit=1000000000", "limit"),
+        ("requests?limit=-1", "limit"),
+        ("requests?limit=1000000000", "limit"),
+        ("requests?before=-1", "before"),
+        ("requests?status=7", "status"),
+        ("requests?since=inf", "since"),
+        ("blocks?cells=0", "cells"),
+        ("logs?lines=0", "lines"),
+        ("search?text=x&limit=0", "limit"),
+        ("requests?modle=x", "'modle'.*It takes before, errors, key, limit, model, since, status"),
+        ("requests?request=x", "'request'"),
+        ("models?x=1", "'x'.*It takes none"),
         ("telemetry?series=cpu,gpu0.colour", "gpu0.colour"),
         ("logs?level=loud", "debug, info"),
     ):

@@ -8,6 +8,7 @@ from .events import events
 from .keys import add_key, keys, revoke_key, rotate_key, sign_in_link
 from .library import cancel_download, delete_models, downloads, pause, pull, resume, search
 from .models import load_model, models, pin_model, unload_model
+from .query import require_known_parameters
 from .requests import cancel_request, purge_requests, replay_request, request_detail, requests
 from .status import config, stats, status
 from .stored import forget_stored, stored
@@ -53,6 +54,7 @@ admin_router = Router(
         forget_stored,
         unload_model,
     ],
+    guards=[require_known_parameters],
     opt={"access": Access.ADMIN},
     include_in_schema=False,
 )

@@ -1,11 +1,11 @@
 """Models on disk and on the hub: downloads, search, deletion."""
 
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 from litestar import Request, get, post
 from litestar.datastructures import State
-from litestar.params import FromQuery, JSONBody
+from litestar.params import FromQuery, JSONBody, QueryParameter
 from msgspec import Struct
 
 from ...control.control import Control
@@ -68,11 +68,13 @@ async def delete_models(request: Request[Any, Any, State], data: JSONBody[Remove
 
 @get("/search", name="admin_search")
 async def search(
-    request: Request[Any, Any, State], text: FromQuery[str], limit: FromQuery[int] = 15
+    request: Request[Any, Any, State],
+    text: FromQuery[str],
+    limit: Annotated[int, QueryParameter(ge=1, le=MOST_HITS)] = 15,
 ) -> dict[str, Any]:
     """Models of the hub, with whether they would fit here."""
     try:
-        hits = await _library(request).search(text, max(1, min(limit, MOST_HITS)))
+        hits = await _library(request).search(text, limit)
     except HubError as error:
         raise ApiError(502, str(error), error.code) from error
     return {"models": [asdict(hit) for hit in hits]}

@@ -1,11 +1,11 @@
 """The request log, what is in flight, and what can be done with a request."""
 
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 from litestar import Request, get, post
 from litestar.datastructures import State
-from litestar.params import FromPath, FromQuery, JSONBody
+from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 
 from ...errors import ApiError
 from ...requests.detail import Detail, detail_of
@@ -15,6 +15,7 @@ from ...store.errors import StoreError
 from ...store.record import RecordFilter, RequestRecord
 from ..credentials import identity_of
 from ..disconnect import while_connected
+from .query import Before, Since, Status
 from .schema import Cancelled, Purged, PurgeRequest, Requests
 
 MOST_ROWS = 1000
@@ -25,13 +26,12 @@ async def requests(
     request: Request[Any, Any, State],
     model: FromQuery[str | None] = None,
     key: FromQuery[str | None] = None,
-    status: FromQuery[int | None] = None,
+    status: Status = None,
     errors: FromQuery[bool] = False,
-    since: FromQuery[float | None] = None,
-    before: FromQuery[int | None] = None,
-    limit: FromQuery[int] = 50,
+    since: Since = None,
+    before: Before = None,
+    limit: Annotated[int, QueryParameter(ge=1, le=MOST_ROWS)] = 50,
 ) -> Requests:
-    """`since` is Unix seconds; `before` a `seq`, for the next page."""
     services: Services = request.app.state.services
     want = RecordFilter(
         model=model,
@@ -40,7 +40,7 @@ async def requests(
         errors_only=errors,
         since=since,
         before_seq=before,
-        limit=max(1, min(limit, MOST_ROWS)),
+        limit=limit,
     )
     rows, problem = await readable(services, want)
     live = [each for each in services.gateway.in_flight() if model in {None, each.model}]

@@ -1,15 +1,14 @@
 """What dashboards read besides the event feed: the newest tick, history, the log, findings."""
 
 import asyncio
-import math
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from litestar import Request, get
 from litestar.datastructures import State
-from litestar.params import FromQuery
+from litestar.params import FromQuery, QueryParameter
 from msgspec import Struct
 
 from ...control.control import Control
@@ -20,6 +19,7 @@ from ...telemetry.blocks import Blocks
 from ...telemetry.history import KEEP, is_series, step_for
 from ...telemetry.marks import MOST, Mark
 from ...telemetry.snapshot import Tick
+from .query import Since
 
 MOST_LINES = 5000
 DEFAULT_REACH = 600.0
@@ -58,7 +58,7 @@ async def newest_tick(request: Request[Any, Any, State]) -> Tick:
 async def history(
     request: Request[Any, Any, State],
     series: FromQuery[str | None] = None,
-    since: FromQuery[float | None] = None,
+    since: Since = None,
     step: FromQuery[int | None] = None,
 ) -> Telemetry:
     """`series`: names, comma separated; `since`: Unix seconds (default: ten minutes ago)."""
@@ -76,32 +76,34 @@ async def history(
 
 
 def _begin(since: float | None) -> float:
-    begin = time.time() - DEFAULT_REACH if since is None else since
-    if not math.isfinite(begin) or begin < 0:
-        raise ApiError(400, "since must be Unix seconds.", "invalid_value", "since")
-    return begin
+    return time.time() - DEFAULT_REACH if since is None else since
 
 
 @get("/marks", name="admin_marks")
 async def marks(
-    request: Request[Any, Any, State], since: FromQuery[float | None] = None, limit: FromQuery[int] = MOST
+    request: Request[Any, Any, State],
+    since: Since = None,
+    limit: Annotated[int, QueryParameter(ge=1, le=MOST)] = MOST,
 ) -> Marks:
     """What explains the history: loads, evictions, refusals, restarts. `since`: as for the history."""
     services: Services = request.app.state.services
-    return Marks(await services.telemetry.marks.since(_begin(since), max(1, min(limit, MOST))))
+    return Marks(await services.telemetry.marks.since(_begin(since), limit))
 
 
 @get("/blocks", name="admin_blocks")
-async def blocks(request: Request[Any, Any, State], cells: FromQuery[int] = DEFAULT_CELLS) -> BlockMaps:
+async def blocks(
+    request: Request[Any, Any, State],
+    cells: Annotated[int, QueryParameter(ge=1, le=MOST_CELLS)] = DEFAULT_CELLS,
+) -> BlockMaps:
     """The KV blocks of each model in at most so many cells. Asks the engines: not for once a millisecond."""
     services: Services = request.app.state.services
-    return BlockMaps(await services.telemetry.blocks.read(max(1, min(cells, MOST_CELLS))))
+    return BlockMaps(await services.telemetry.blocks.read(cells))
 
 
 @get("/logs", name="admin_logs")
 async def log_lines(
     request: Request[Any, Any, State],
-    lines: FromQuery[int] = 200,
+    lines: Annotated[int, QueryParameter(ge=1, le=MOST_LINES)] = 200,
     level: FromQuery[str] = "debug",
     component: FromQuery[str | None] = None,
 ) -> LogLines:
@@ -109,8 +111,7 @@ async def log_lines(
     services: Services = request.app.state.services
     if level not in LEVELS:
         raise ApiError(400, f"level must be one of {', '.join(LEVELS)}.", "invalid_value", "level")
-    count = max(1, min(lines, MOST_LINES))
-    found = await asyncio.to_thread(tail, services.paths.log_file, count, level, component)
+    found = await asyncio.to_thread(tail, services.paths.log_file, lines, level, component)
     return LogLines(found)
 
 

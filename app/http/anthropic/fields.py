@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from ..openai.fields import Count, Later, Name, Never, Temperature, ToolName, TopP
+from ..openai.fields import Count, Later, Name, Never, Tag, Temperature, ToolName, TopP
 
 TopK = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -143,7 +143,7 @@ class Thinking(Struct, kw_only=True):
 
 
 class Metadata(Struct, kw_only=True):
-    user_id: str | None = None
+    user_id: Tag | None = None
 
 
 class OutputFormat(Struct, kw_only=True):

@@ -21,7 +21,7 @@ from .keep_alive import keep_for, load_or_unload, seconds_of
 from .library_routes import library_routes
 from .model_routes import model_routes
 from .names import our_name
-from .translate import chat_fields, generate_fields
+from .translate import NAMES, chat_fields, generate_fields
 
 
 @post(
@@ -81,9 +81,8 @@ async def _answered(
 
 async def _prepared(call: Call, data: Common, plain: dict[str, Any]) -> ChatCall:
     refuse_unsupported(data)
-    return await prepare_translated(
-        call, plain, _warnings(call, data), "ollama", {"response_format": "format"}
-    )
+    names = NAMES | ({"messages": "prompt"} if isinstance(data, GenerateRequest) else {})
+    return await prepare_translated(call, plain, _warnings(call, data), "ollama", names)
 
 
 def _warnings(call: Call, data: Common) -> list[str]:

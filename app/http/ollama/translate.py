@@ -10,6 +10,14 @@ from .fields import ChatMessage, ChatRequest, Common, GenerateRequest
 from .names import our_name
 
 _SAME = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
+NAMES = {
+    "response_format": "format",
+    "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
+    "top_k": "options.top_k",
+    **{name: f"options.{name}" for name in _SAME},
+}
+"""Ollama's fields by those of the chat."""
 
 
 def chat_fields(request: ChatRequest) -> dict[str, Any]:

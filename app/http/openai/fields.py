@@ -26,6 +26,9 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31, description="Lower is served first.")]
 Name = Annotated[str, Meta(max_length=512)]
 ToolName = Annotated[str, Meta(min_length=1, max_length=256)]
+Tag = Annotated[str, Meta(max_length=512, description="Kept for the caller, or ignored.")]
+MetadataKey = Annotated[str, Meta(max_length=64)]
+MetadataValue = Annotated[str, Meta(max_length=512)]
 Salt = Annotated[str, Meta(min_length=1, max_length=512)]
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:\-]{1,128}\Z")]
 Later = Annotated[Any, Meta(description="Not supported yet: a value other than the default gets 400.")]
@@ -97,11 +100,11 @@ class GenerationFields(Struct, kw_only=True):
     cache_salt: Salt | None = None
     request_id: RequestId | None = None
 
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    session_id: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    user: Tag | None = None
+    metadata: dict[MetadataKey, MetadataValue] | None = None
+    session_id: Tag | None = None
+    safety_identifier: Tag | None = None
+    prompt_cache_key: Tag | None = None
     service_tier: Never = None
     include_reasoning: Later = None
     thinking_token_budget: Later = None
@@ -118,7 +121,7 @@ class GenerationFields(Struct, kw_only=True):
 
 
 class ContentPart(Struct, kw_only=True):
-    type: str
+    type: Name
     text: str | None = None
     refusal: str | None = None
 
@@ -160,7 +163,7 @@ class NamedTool(Struct, kw_only=True):
 class Message(Struct, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
-    name: str | None = None
+    name: Name | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -219,7 +222,7 @@ class EmbeddingRequest(Struct, kw_only=True):
     cache_salt: Salt | None = None
     request_id: RequestId | None = None
 
-    user: str | None = None
+    user: Tag | None = None
     truncate_prompt_tokens: Never = None
 
 
@@ -243,7 +246,7 @@ class RerankRequest(Struct, kw_only=True):
     cache_salt: Salt | None = None
     request_id: RequestId | None = None
 
-    user: str | None = None
+    user: Tag | None = None
     max_tokens_per_doc: Never = None
     max_chunks_per_doc: Never = None
     truncate_prompt_tokens: Never = None

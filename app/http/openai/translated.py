@@ -1,5 +1,6 @@
 """Requests of other dialects, as the chat requests that mean the same."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ...errors import ApiError
+from ..strict_json import invalid
 from .chat import ChatCall, prepare_chat
 from .context import Call
 from .fields import ChatCompletionRequest
@@ -17,7 +19,7 @@ def chat_request(plain: dict[str, Any]) -> ChatCompletionRequest:
     try:
         return msgspec.convert(plain, ChatCompletionRequest)
     except msgspec.ValidationError as error:  # bounds that are the chat's own
-        raise ApiError(400, f"Invalid value: {error}.", code="invalid_value") from None
+        raise invalid(str(error)) from None
 
 
 async def prepare_translated(
@@ -30,9 +32,19 @@ async def prepare_translated(
     try:
         chat = await prepare_chat(translated, chat_request(plain), prefix=prefix)
     except ApiError as error:
-        name = names.get(error.param or "")
-        if name is not None:
-            error.message = error.message.replace(f"'{error.param}'", f"'{name}'")
-            error.param = name
+        _rename(error, names)
         raise
-    return replace(chat, warnings=[*warnings, *chat.warnings])
+    blamed = chat.generation.prompt_param, chat.generation.max_tokens_param
+    prompt_param, max_tokens_param = (names.get(name, name) for name in blamed)
+    generation = replace(chat.generation, prompt_param=prompt_param, max_tokens_param=max_tokens_param)
+    return replace(chat, generation=generation, warnings=[*warnings, *chat.warnings])
+
+
+def _rename(error: ApiError, names: Mapping[str, str]) -> None:
+    """Blames the field that the caller sent. A place inside it (`tools[0].name`) stays as it is."""
+    param = error.param or ""
+    field = re.match(r"\w*", param)
+    name = names.get(field[0]) if field else None
+    if field is not None and name is not None:
+        error.message = error.message.replace(f"'{param}'", f"'{name}{param[field.end() :]}'")
+        error.param = name + param[field.end() :]

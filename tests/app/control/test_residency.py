@@ -496,3 +496,14 @@ async def test_an_alias_of_a_folder_means_the_model_that_was_loaded_from_it(tmp_
         assert house.residency.real_name("poet") == "served"
         assert house.residency.real_name(str(folder)) == str(folder)  # clients name no paths
         assert house.names == ["served"]
+
+
+async def test_an_alias_of_a_folder_brings_back_the_model_that_the_owner_loaded_from_it(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        folder = house.model("a")
+        model = await house.engines.load(replace(house.config("a"), name="served"))
+        house.residency.keep(model, ttl=None)
+        house.residency.evicted.add(model, "to make room")
+        await house.engines.unload("served")
+        house.registry.set_alias("poet", Alias(str(folder)))
+        assert (await house.residency.find("poet")).name == "served"

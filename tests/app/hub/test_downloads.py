@@ -486,7 +486,17 @@ async def test_unknown_names_and_nonsense(place: Place, hub: StubHub):
     assert done.error is not None
     assert done.error.code == "hub_error"
     async with place.downloads() as downloads:
-        for bad in ("", "one", "../x/y", "org/../x", "/etc/passwd", "a/b/c", "org/na--me", "o/n@../x"):
+        for bad in (
+            "",
+            "one",
+            "org/name.git",
+            "../x/y",
+            "org/../x",
+            "/etc/passwd",
+            "a/b/c",
+            "org/na--me",
+            "o/n@../x",
+        ):
             with pytest.raises(ApiError, match="not a model of the hub"):
                 downloads.start(bad)
 
