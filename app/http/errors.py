@@ -13,6 +13,7 @@ from litestar.exceptions import HTTPException, ValidationException
 
 from ..errors import ApiError
 from ..store.errors import StoreError
+from .model_pages import is_anthropic_client
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ class ClientGone(Exception):  # noqa: N818 - nothing went wrong on our side
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _OLLAMA_ROUTES = "/api/"
 _ANTHROPIC_ROUTES = "/v1/messages"
+_MODELS_ROUTES = "/v1/models"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -89,8 +91,11 @@ def answer(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]
             type(error).__name__,
             exc_info=error,
         )
+    path = request.scope["path"]
+    if path.startswith(_MODELS_ROUTES) and is_anthropic_client(request):
+        path = _ANTHROPIC_ROUTES
     return Response(
-        encode_error(told, request.scope["path"]),
+        encode_error(told, path),
         status_code=told.status,
         headers=told.headers,
         media_type="application/json",

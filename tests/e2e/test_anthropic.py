@@ -2,6 +2,7 @@
 
 import json
 
+import anthropic
 import httpx
 import msgspec
 import pytest
@@ -409,3 +410,28 @@ def test_deferred_tools_are_offered_once_a_search_has_found_them(http):
     shown = tool | {"defer_loading": False}
     whole = message_tokens(http, "caller", said, tools=[*TOOLS["tools"], shown])
     assert message_tokens(http, "caller", said, tools=tools) == whole
+
+
+def test_models_have_anthropics_shape_for_anthropics_clients(server, http):
+    plain = http.get("/v1/models").json()
+    assert plain["object"] == "list"
+    ids = [each["id"] for each in plain["data"]]
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        assert [each.id for each in client.models.list()] == ids
+        page = client.models.list(limit=2)
+        assert ([each.id for each in page.data], page.has_more) == (ids[:2], True)
+        assert [each.id for each in client.models.list(limit=2)] == ids
+        assert [each.id for each in client.models.list(before_id=ids[3], limit=2).data] == ids[1:3]
+        found = client.models.retrieve(ids[0])
+        assert (found.display_name, found.type, found.lifecycle) == (ids[0], "model", "active")
+        assert found.max_input_tokens == plain["data"][0]["context_window"]
+        assert int(found.created_at.timestamp()) == plain["data"][0]["created"]
+        for wrong in (
+            lambda: client.models.retrieve("nobody"),
+            lambda: client.models.list(after_id="nobody"),
+        ):
+            with pytest.raises(anthropic.NotFoundError) as error:
+                wrong()
+            assert error.value.body["error"]["type"] == "not_found_error"
+    by_version = http.get(f"/v1/models/{ids[0]}", headers={"anthropic-version": "2023-06-01"}).json()
+    assert by_version["type"] == "model"

@@ -3,7 +3,7 @@
 from typing import Annotated, Any
 
 from litestar import Response, Router, get, post
-from litestar.params import Body, Parameter
+from litestar.params import Body, Parameter, QueryParameter
 
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
@@ -11,6 +11,7 @@ from ...gateway.gateway import context_limit
 from ...text.off_loop import off_loop
 from ..disconnect import while_connected
 from ..guard import Access
+from ..model_pages import ModelInfo, ModelInfoPage, is_anthropic_client, model_info, model_page
 from ..sse import EventStreamResponse
 from .chat import chat_ids, complete_chat, prepare_chat
 from .chat_stream import stream_chat
@@ -118,18 +119,29 @@ async def rerank(request: HttpRequest, data: Annotated[RerankRequest, Body()]) -
 
 
 @get("/v1/models", opt={"access": Access.KNOWN}, name="models", operation_id="listModels")
-async def models(request: HttpRequest) -> ModelList:
-    """Every model that may be asked for, aliases included: loaded, or loaded by the request that names it."""
-    return ModelList(data=await listed_models(await Call.of(request)))
+async def models(
+    request: HttpRequest,
+    limit: Annotated[int, QueryParameter(ge=1, le=1000)] = 20,
+    after_id: Annotated[str | None, QueryParameter(max_length=512)] = None,
+    before_id: Annotated[str | None, QueryParameter(max_length=512)] = None,
+) -> ModelList | ModelInfoPage:
+    """Every model that may be asked for, aliases included: loaded, or loaded by the request that names it.
+
+    Pages, and Anthropic's shape, are for requests with the header `anthropic-version` or `x-api-key`.
+    """
+    listed = await listed_models(await Call.of(request))
+    if is_anthropic_client(request):
+        return model_page(listed, limit, after_id, before_id)
+    return ModelList(data=listed)
 
 
 @get("/v1/models/{model_id:path}", opt={"access": Access.KNOWN}, name="model", operation_id="retrieveModel")
-async def model(request: HttpRequest, model_id: Annotated[str, Parameter()]) -> Model:
+async def model(request: HttpRequest, model_id: Annotated[str, Parameter()]) -> Model | ModelInfo:
     """One of them; ids may contain slashes."""
     wanted = model_id.removeprefix("/")
     for found in await listed_models(await Call.of(request)):
         if found.id == wanted:
-            return found
+            return model_info(found) if is_anthropic_client(request) else found
     raise ApiError(404, f"The model {wanted!r} does not exist here.", code="model_not_found", param="model")
 
 
