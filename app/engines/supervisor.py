@@ -35,6 +35,7 @@ from .block_asker import BlockAsker
 from .deaths import DeathLimits, Deaths
 from .engine_life import Death, EngineLife
 from .open_requests import Hooks, OpenRequests
+from .reservation import QueueReservation, QueueReservations
 from .spares import Spares
 from .token_stream import TokenStream
 from .watchdog import Watchdog, WatchLimits, processor_seconds
@@ -79,6 +80,7 @@ class Supervisor:
         self._pace = Pace(self._options.clock)
         self._watchdog = Watchdog(self, self._options.watch)
         self._requests = OpenRequests(Hooks(self._tell, self._watchdog.rest, self._pace.finished))
+        self._reserved = QueueReservations()
         self._blocks = BlockAsker(self._tell)
         self._life: EngineLife | None = None
         self._launched = asyncio.Event()
@@ -112,8 +114,14 @@ class Supervisor:
         """Raises what `submit` of so many requests would."""
         refuse_by_state(self.name, self.state)
         assert self.info is not None
-        if len(self._requests) + requests > self.info.max_running + self._options.queue_limit:
-            raise queue_full(self.name, len(self._requests), self._pace.seconds_to_next())
+        taken = len(self._requests) + self._reserved.places
+        if taken + requests > self.info.max_running + self._options.queue_limit:
+            raise queue_full(self.name, taken, self._pace.seconds_to_next())
+
+    def reserve(self, requests: int) -> QueueReservation:
+        """Hold places for requests before they are prepared; release it, then `submit`. Raises as that."""
+        self.check_room(requests)
+        return self._reserved.hold(requests)
 
     async def stop(self, code: str = "model_unloaded", message: str = "The model was unloaded.") -> None:
         """End the process; open streams end with this error. Idempotent."""

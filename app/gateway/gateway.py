@@ -110,7 +110,11 @@ class Gateway:
     def _submit(self, generation: Generation) -> OpenRequest:
         supervisor = generation.model.supervisor
         check_kind(generation)
-        at_once = most_at_once(generation, self.limits.queue)
+        pools = generation.params.pooling is not None
+        choices = len(generation.prompts) * generation.n
+        at_once = most_at_once(generation.model, choices, pools=pools, queue=self.limits.queue)
+        if generation.reservation is not None:
+            generation.reservation.release()
         supervisor.check_room(at_once)
         if generation.id in self._open:
             raise ApiError(

@@ -7,6 +7,7 @@ from llmbox.engine.messages import TokenLogprobs
 from llmbox.engine.sampling import SamplingParams
 
 from ..engines.loaded_model import LoadedModel
+from ..engines.reservation import QueueReservation
 from ..security.rates import Meter
 
 
@@ -52,6 +53,8 @@ class Generation:
     keep: Keep | None = None
     """None: nothing of what is asked and answered is kept."""
     stream: bool = False
+    reservation: QueueReservation | None = None
+    """Places in the model's queue, held since before the prompts were made; given up on submission."""
     prompt_param: str = "messages"
     """Name of the field that a too long prompt is blamed on."""
     max_tokens_param: str = "max_tokens"

@@ -1,5 +1,6 @@
 """Text or vectors: whether a model makes what is asked for, and how much of it at the same time."""
 
+from ..engines.loaded_model import LoadedModel
 from ..errors import ApiError
 from .generation import Generation
 
@@ -18,15 +19,14 @@ def check_kind(generation: Generation) -> None:
         )
 
 
-def most_at_once(generation: Generation, queue: int) -> int:
-    """How many of its choices may be with the engine. Thousands of texts may come in one request for vectors:
-    the engine has some to go on with, and others are not kept waiting behind all of them.
+def most_at_once(model: LoadedModel, choices: int, *, pools: bool, queue: int) -> int:
+    """How many choices of one request may be with the engine. Thousands of texts may come in one request for
+    vectors: the engine has some to go on with, and others are not kept waiting behind all of them.
 
     `queue`: requests that may wait for a model.
     """
-    choices = len(generation.prompts) * generation.n
-    if generation.params.pooling is None:
+    if not pools:
         return choices
-    info = generation.model.supervisor.info
+    info = model.supervisor.info
     assert info is not None
     return min(choices, info.max_running + min(info.max_running, queue))

@@ -29,6 +29,10 @@ LONGEST_SECONDS = 60.0
 """For anything, also where others have every core."""
 MUCH_CPU = 0.1
 """Ordinary jobs take some milliseconds."""
+MOST_WAITING = 2048
+"""Jobs that wait for a worker; one more is refused."""
+WAIT_SECONDS = 30.0
+"""For a worker to become free."""
 _TICK = 0.1
 _TOO_EXPENSIVE = "it takes more than 1 s of computing"
 
@@ -42,15 +46,33 @@ class WorkerPool:
         self._slots = asyncio.Semaphore(size)
         self._idle: list[Process] = []
         self._busy: set[Process] = set()
+        self._waiting = 0
 
     async def answer(self, job: bytes) -> dict[str, str]:
-        """The worker's answer, with `error` where it has none. Raises ApiError 503 where no worker lasts."""
-        async with self._slots:
+        """The worker's answer, with `error` where it has none. Raises ApiError 503 where no worker lasts or
+        becomes free in time.
+        """
+        await self._wait_for_slot()
+        try:
             for seconds in (ATTEMPT_SECONDS, TOTAL_SECONDS - ATTEMPT_SECONDS):
                 reply = await self._try(job, seconds)
                 if reply is not None:
                     return reply
+        finally:
+            self._slots.release()
         raise _no_worker()
+
+    async def _wait_for_slot(self) -> None:
+        if self._waiting >= MOST_WAITING:
+            raise _busy()
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(WAIT_SECONDS):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise _busy() from None
+        finally:
+            self._waiting -= 1
 
     async def close(self) -> None:
         for worker in [*self._idle, *self._busy]:
@@ -152,10 +174,18 @@ def _waits_for_core(pid: int) -> bool:
 
 
 def _no_worker() -> ApiError:
+    return _unavailable("its worker stopped. Try again.", "worker_failed", 1)
+
+
+def _busy() -> ApiError:
+    return _unavailable("too many others wait for the same workers. Try again later.", "workers_busy", 5)
+
+
+def _unavailable(why: str, code: str, retry_after: int) -> ApiError:
     return ApiError(
         503,
-        "The request could not be prepared: its worker stopped. Try again.",
-        code="worker_failed",
+        f"The request could not be prepared: {why}",
+        code=code,
         type="server_error",
-        headers={"Retry-After": "1"},
+        headers={"Retry-After": str(retry_after)},
     )

@@ -103,13 +103,14 @@ async def _answered(
         check_inputs(texts, param)
         model = await call.find_model(our_name(data.model))
         check_dimensions(dimensions, model)
+        reservation = call.reserve(model, len(texts), pools=True)
         prompts = await prompt_ids(texts, param, model, special=True)
         if isinstance(data, EmbedRequest) and data.truncate:
             warnings += await _truncate(prompts, texts, model)
     if seconds is not None:
         warnings += keep_for(control, call.caller, model.name, seconds)
     id_ = public_id("embd", None, call.exchange, call.gateway)
-    generation = pooled_generation(call, model, prompts, id_=id_, prompt_param=param)
+    generation = pooled_generation(call, model, prompts, id_=id_, reservation=reservation, prompt_param=param)
     pooled = await while_connected(request.receive, pool(call.gateway, generation))
 
     def encoded() -> bytes:

@@ -69,6 +69,7 @@ async def prepare_chat(call: Call, body: ChatCompletionRequest, prefix: str = "c
     model = await call.find_model(body.model)
     chat, warnings = with_effort(chat, body.reasoning_effort, model.text.chat_template)
     logprobs = Logprobs((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
+    reservation = call.reserve(model, body.n or 1)
     params = sampling_params(body, model, call.limits, logprobs)
     rendered = await model.text.render_chat(call.gateway.templates, chat)
     parsing = Parsing.of(body, model.text, chat, rendered)
@@ -93,6 +94,7 @@ async def prepare_chat(call: Call, body: ChatCompletionRequest, prefix: str = "c
         client=call.client,
         keep=call.keep(),
         stream=bool(body.stream),
+        reservation=reservation,
         max_tokens_param=max_tokens_param,
     )
     return ChatCall(body, generation, _warnings(call, body) + warnings, parsing)

@@ -5,11 +5,9 @@ from functools import partial
 
 from llmbox.engine.messages import TokenLogprobs
 
-from ...engines.loaded_model import LoadedModel
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Delta, Generation, TokenEntry
 from ...gateway.open_request import OpenRequest
-from ...settings import LimitSettings
 from ...text.off_loop import off_loop
 from ..sse import data_event
 from .context import Call, Heading
@@ -44,12 +42,18 @@ async def prepare_completion(call: Call, body: CompletionRequest) -> CompletionC
     check_max_tokens("max_tokens", body.max_tokens, 0 if body.echo else 1, body)
     stop = stop_strings(body, call.limits)
     answer = wanted_answer(body, call.limits)
+    items = prompt_items(body.prompt, "prompt")
+    if len(items) * n > call.limits.queue:
+        raise invalid(
+            "prompt", f"at most {call.limits.queue} choices (prompts times 'n') can be asked for at once"
+        )
     model = await call.find_model(body.model)
+    reservation = call.reserve(model, len(items) * n)
     wanted = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         wanted = max(wanted or 0, body.logprobs)
     params = sampling_params(body, model, call.limits, Logprobs(body.logprobs, wanted))
-    prompts = await _prompts(body, model, call.limits)
+    prompts = await prompt_ids(items, "prompt", model, special=body.add_special_tokens is not False)
     params = await constrained(params, answer, None, "no", model, call.gateway)
     generation = Generation(
         id=public_id("cmpl", body.request_id, call.exchange, call.gateway),
@@ -71,6 +75,7 @@ async def prepare_completion(call: Call, body: CompletionRequest) -> CompletionC
         client=call.client,
         keep=call.keep(),
         stream=bool(body.stream),
+        reservation=reservation,
         prompt_param="prompt",
     )
     return Prepared(body, generation, call.warnings(type(body)) + unknown_inside(call.plain))
@@ -231,13 +236,3 @@ def _joined(deltas: list[Delta]) -> Delta:
         deltas[-1].finish_reason,
         next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), None),
     )
-
-
-async def _prompts(body: CompletionRequest, model: LoadedModel, limits: LimitSettings) -> list[list[int]]:
-    """Texts and id lists, as ids. Raises ApiError 400."""
-    items = prompt_items(body.prompt, "prompt")
-    if len(items) * (body.n or 1) > limits.queue:
-        raise invalid(
-            "prompt", f"at most {limits.queue} choices (prompts times 'n') can be asked for at once"
-        )
-    return await prompt_ids(items, "prompt", model, special=body.add_special_tokens is not False)

@@ -10,9 +10,11 @@ from litestar import Request
 from litestar.datastructures import State
 
 from ...engines.loaded_model import LoadedModel
+from ...engines.reservation import QueueReservation
 from ...errors import ApiError
 from ...gateway.gateway import Gateway, system_fingerprint
 from ...gateway.generation import Keep
+from ...gateway.kinds import most_at_once
 from ...security.identity import Identity
 from ...services import Services
 from ...settings import LimitSettings
@@ -86,6 +88,11 @@ class Call:
                 headers={"Retry-After": "2"},
             )
         return model
+
+    def reserve(self, model: LoadedModel, choices: int, *, pools: bool = False) -> QueueReservation:
+        """Hold places in the model's queue while the prompts are made. Raises ApiError 429 and 503."""
+        places = most_at_once(model, choices, pools=pools, queue=self.limits.queue)
+        return model.supervisor.reserve(places)
 
     def warnings(self, kind: type[msgspec.Struct]) -> list[str]:
         return unknown_fields(kind, self.plain)

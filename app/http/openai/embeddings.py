@@ -10,6 +10,7 @@ from msgspec import UNSET
 from llmbox.engine.sampling import Pooling, SamplingParams
 
 from ...engines.loaded_model import LoadedModel
+from ...engines.reservation import QueueReservation
 from ...errors import ApiError
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Generation, Usage
@@ -42,12 +43,14 @@ async def prepare_embeddings(call: Call, body: EmbeddingRequest) -> Generation:
     model = await call.find_model(body.model)
     check_dimensions(body.dimensions, model)
     special = body.add_special_tokens is not False
+    reservation = call.reserve(model, len(items), pools=True)
     prompts = await prompt_ids(items, "input", model, special=special)
     return pooled_generation(
         call,
         model,
         prompts,
         id_=public_id("embd", body.request_id, call.exchange, call.gateway),
+        reservation=reservation,
         priority=body.priority,
         cache_salt=body.cache_salt or "",
     )
@@ -76,6 +79,7 @@ def pooled_generation(
     prompts: list[list[int]],
     *,
     id_: str,
+    reservation: QueueReservation,
     priority: int | None = None,
     cache_salt: str = "",
     prompt_param: str = "input",
@@ -90,7 +94,7 @@ def pooled_generation(
             code="embeddings_not_supported",
             param="model",
         )
-    return pooled(call, model, prompts, info.pooling, id_, priority, cache_salt, prompt_param)
+    return pooled(call, model, prompts, info.pooling, id_, reservation, priority, cache_salt, prompt_param)
 
 
 def pooled(
@@ -99,6 +103,7 @@ def pooled(
     prompts: list[list[int]],
     pooling: Pooling,
     id_: str,
+    reservation: QueueReservation,
     priority: int | None,
     cache_salt: str,
     prompt_param: str,
@@ -116,6 +121,7 @@ def pooled(
         allowed=call.allowed(),
         client=call.client,
         keep=call.keep(),
+        reservation=reservation,
         prompt_param=prompt_param,
     )
 

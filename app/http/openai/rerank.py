@@ -36,12 +36,13 @@ async def prepare_rerank(call: Call, body: RerankRequest) -> Judged:
     if not body.query:
         raise invalid("query", "it must not be empty")
     model = await call.find_model(body.model)
+    reservation = call.reserve(model, len(documents), pools=True)
     judge = await find_judge(model)
     templates = call.gateway.templates
     prompts = await judged_prompts(templates, model.text, body.query, documents, body.instruction)
     id_ = public_id("rerank", body.request_id, call.exchange, call.gateway)
     salt = body.cache_salt or ""
-    generation = pooled(call, model, prompts, "last", id_, body.priority, salt, "documents")
+    generation = pooled(call, model, prompts, "last", id_, reservation, body.priority, salt, "documents")
     return Judged(generation, judge, documents)
 
 

@@ -106,3 +106,21 @@ async def test_a_cancelled_job_leaves_no_busy_worker(pool):
         await task
     assert not pool._busy
     assert await pool.render(job("ok", {})) == "ok"
+
+
+async def test_a_line_of_jobs_ends_somewhere(pool, monkeypatch):
+    """One more is refused, and none waits for ever: hostile templates take a second each."""
+    monkeypatch.setattr(worker_pool, "MOST_WAITING", 1)
+    monkeypatch.setattr(worker_pool, "WAIT_SECONDS", 0.05)
+    for _ in range(2):
+        await pool._slots.acquire()
+    waiting = asyncio.create_task(pool.render(job("x", {})))
+    await asyncio.sleep(0)
+    for refused in (pool.render(job("y", {})), waiting):
+        with pytest.raises(ApiError) as caught:
+            await refused
+        assert (caught.value.status, caught.value.code) == (503, "workers_busy")
+        assert int(caught.value.headers["Retry-After"]) >= 1
+    for _ in range(2):
+        pool._slots.release()
+    assert await pool.render(job("ok", {})) == "ok"
