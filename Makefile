@@ -4,7 +4,7 @@ export PYTHONSAFEPATH = 1
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: up down test check format docs bench soak fuzz nightly gpu-check gpu-compile bench-peers clean
+.PHONY: up down test test-clients check format docs bench soak fuzz nightly gpu-check gpu-compile bench-peers clean
 up: .venv/installed
 	$(BIN)/llmbox up builtin
 
@@ -21,6 +21,10 @@ nightly: .venv/dev
 	  echo "round $$round of $(ROUNDS): LLMBOX_TEST_PROFILE=nightly $(BIN)/pytest -m property --hypothesis-seed=$$seed"; \
 	  LLMBOX_TEST_PROFILE=nightly $(BIN)/pytest -q -n 2 --dist worksteal -m property --hypothesis-seed=$$seed || exit 1; \
 	done
+
+# Other people's programs from npm against this daemon; what is not in the cache folder yet is installed there.
+test-clients: .venv/dev
+	LLMBOX_TEST_CLIENTS=1 $(BIN)/pytest tests/clients
 
 check: .venv/dev
 	$(BIN)/ruff check .

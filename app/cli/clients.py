@@ -21,6 +21,8 @@ class Endpoint:
     models: tuple[str, ...]
     """All that may be asked for; `model` among them."""
     needs_key: bool
+    context: int | None = None
+    """Tokens that `model` takes, where that is known."""
 
     @property
     def url(self) -> str:
@@ -70,10 +72,18 @@ def _opencode(at: Endpoint) -> dict[str, Any]:
 
 
 def _codex(at: Endpoint) -> dict[str, Any]:
-    provider = {"name": "llmbox", "base_url": at.url, "wire_api": "responses"}
+    provider: dict[str, Any] = {"name": "llmbox", "base_url": at.url, "wire_api": "responses"}
+    # A long prompt takes minutes on a CPU; Codex gives up after five without an event unless told.
+    provider["stream_idle_timeout_ms"] = 3_600_000
     if at.needs_key:
         provider["env_key"] = KEY_VARIABLE
-    return {"model": at.model, "model_provider": "llmbox", "model_providers": {"llmbox": provider}}
+    told: dict[str, Any] = {"model": at.model, "model_provider": "llmbox"}
+    if (
+        at.context is not None
+    ):  # it knows the windows of OpenAI's models only, and summarizes before they are full
+        told["model_context_window"] = at.context
+    # OpenAI's servers search the web; this one does not.
+    return {**told, "web_search": "disabled", "model_providers": {"llmbox": provider}}
 
 
 def _claude(at: Endpoint) -> dict[str, Any]:

@@ -65,13 +65,15 @@ def _endpoint(program: Program, wanted: str | None) -> Endpoint:
         )
     if not names:
         raise CliError("there is no model to use", "none is loaded", "llmbox load MODEL", Exit.NOT_FOUND)
+    model = wanted or names[0]
     settings = program.client.get("/admin/api/config")["settings"]
     loopback = status["host"] in {"127.0.0.1", "::1", "localhost"}
     return Endpoint(
         root=status["url"],
-        model=wanted or names[0],
+        model=model,
         models=(wanted,) if wanted else tuple(names),
         needs_key=not loopback or bool(settings["server.require_key"]["value"]),
+        context=next((each.get("context_window") for each in listed if each["id"] == model), None),
     )
 
 

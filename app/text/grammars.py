@@ -4,7 +4,8 @@ Texts may be written in any tokens (`no_forcing`): what comes next depends on th
 """
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmbox.engine.messages import Vocabulary
@@ -36,22 +37,48 @@ def written(grammar: str) -> Grammar:
     return {"gbnf": grammar}
 
 
+def json_input(name: str, lark: str, field: str) -> list[Grammar]:
+    """An object with one text, which `lark` describes as it is escaped; `name` is the grammar's own."""
+    around = f'start: {_quoted("{" + json.dumps(field) + ": " + chr(34))} @{name} "\\"}}"'
+    return [{"lark_grammar": around}, {"name": name, "lark_grammar": lark}]
+
+
 def calls(
-    text: ModelText, syntax: ToolSyntax, tools: Sequence[dict[str, Any]], *, several: bool
+    text: ModelText,
+    syntax: ToolSyntax,
+    tools: Sequence[dict[str, Any]],
+    inputs: Mapping[str, list[Grammar]],
+    *,
+    several: bool,
 ) -> list[Grammar]:
-    """Calls of these tools as the model writes them, arguments by their schemas; one, or `several`."""
-    found: list[Grammar] = [
-        {
-            "name": f"arguments{number}",
-            **json_schema(tool["function"].get("parameters") or {"type": "object"}),
-        }
-        for number, tool in enumerate(tools)
-    ]
+    """Calls of these tools as the model writes them, arguments by their schemas; one, or `several`.
+
+    `inputs`: what arguments follow instead, by names of tools.
+    """
+    found: list[Grammar] = []
+    for number, tool in enumerate(tools):
+        first, *others = inputs.get(tool["function"]["name"]) or [
+            json_schema(tool["function"].get("parameters") or {"type": "object"})
+        ]
+        found += [{"name": f"arguments{number}", **first}, *others]
     field = "parameters" if syntax.bare else "arguments"
     names = [_quoted(f'{{"name": {json.dumps(tool["function"]["name"])}, "{field}": ') for tool in tools]
     call = " | ".join(f'{name} @arguments{number} "}}"' for number, name in enumerate(names))
     lark = f"start: {_around(text, syntax, several=several)}\ncall: {call}"
     return [{"name": "calls", "lark_grammar": lark}, *found]
+
+
+def free_text(text: ModelText, syntax: ToolSyntax) -> Grammar:
+    """An answer in words, perhaps with calls behind them: any text in which no call begins."""
+    if syntax.bare:
+        return {"lark_grammar": r"start: WORDS?" + "\n" + r"WORDS: /\s*[^\s\{](?s:.)*/"}
+    opener = re.escape(syntax.opener)
+    words = (
+        r"/(?s:.)+/"
+        if _mark(text, syntax.opener).startswith("<[")
+        else rf"/(?s:.)+/ & ~/(?s:.)*{opener}(?s:.)*/"
+    )
+    return {"lark_grammar": f"start: WORDS? | WORDS? @calls\nWORDS: {words}"}
 
 
 def grammars(answer: Grammar | None, of_calls: Sequence[Grammar] = ()) -> list[Grammar]:

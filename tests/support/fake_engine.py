@@ -52,6 +52,8 @@ class FakeOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Prompt (or resumed) tokens that one request computes in a step."""
     script: list[int] | None = None
     """Output these tokens instead of hashes, then the first stop id (or to the end of max_tokens, cyclic)."""
+    replies: list[tuple[list[int], list[int]]] = []
+    """(tokens, script): the first whose tokens stand in the prompt is output instead of `script`."""
     pooling: Literal["last", "mean", "cls"] = "mean"
     pooling_problem: str = ""
     generates: bool = True
@@ -96,6 +98,11 @@ def read_options(model_path: str) -> FakeOptions:
     return msgspec.json.decode(file.read_bytes(), type=FakeOptions)
 
 
+def _contains(tokens: Sequence[int], mark: Sequence[int]) -> bool:
+    packed, wanted = (",".join(map(str, ids)) for ids in (tokens, mark))
+    return f",{wanted}," in f",{packed},"
+
+
 class Sequence_:  # noqa: N801 - typing's name is taken
     """One request. The hash runs along: a new token costs the same at any length."""
 
@@ -108,6 +115,10 @@ class Sequence_:  # noqa: N801 - typing's name is taken
         self.scheduled_at: float | None = None
         self.told_first = False
         seed = 0 if self.params.temperature == 0 else self.params.seed
+        self._script = next(
+            (script for mark, script in options.replies if _contains(message.prompt_ids, mark)),
+            options.script,
+        )
         self._hash = zlib.crc32(str(seed).encode())
         self._extend([*message.prompt_ids, *self.output])
 
@@ -116,8 +127,8 @@ class Sequence_:  # noqa: N801 - typing's name is taken
         return len(self.message.prompt_ids) + len(self.output)
 
     def next_token(self) -> int:
-        if self.options.script is not None:
-            token = self._scripted(self.options.script)
+        if self._script is not None:
+            token = self._scripted(self._script)
         else:
             token = self._hash % self.options.vocab_size
             if len(self.output) < self.params.min_tokens:

@@ -15,14 +15,16 @@ from ...gateway.open_request import OpenRequest
 from ...text.answer_parts import AnswerParser
 from ...text.chat_prompt import Chat
 from ...text.off_loop import off_loop
+from ...text.tool_calls import ToolCall
 from .chat_parts import Parsing, call_id, final_reason, reasoning_tokens
 from .context import Call, Heading
 from .effort import with_effort
-from .fields import ChatCompletionRequest, Message, Tool
+from .fields import ChatCompletionRequest, FunctionTool, Message
 from .logprobs import chat_logprobs, prompt_logprobs
 from .messages import build_chat
 from .prepared import Prepared
 from .responses import (
+    CalledCustom,
     CalledFunction,
     ChatChoice,
     ChatCompletion,
@@ -41,6 +43,7 @@ from .sampling import (
 )
 from .storing import NOT_STORED, Store
 from .structured import constrained, unknown_inside, wanted_answer, wanted_calls
+from .tools import input_of
 from .unsupported import refuse_unsupported, unknown_fields
 
 
@@ -73,7 +76,7 @@ async def prepare_chat(call: Call, body: ChatCompletionRequest, prefix: str = "c
     params = sampling_params(body, model, call.limits, logprobs)
     rendered = await model.text.render_chat(call.gateway.templates, chat)
     parsing = Parsing.of(body, model.text, chat, rendered)
-    calls = wanted_calls(body, chat.tools, parsing.tools)
+    calls = wanted_calls(body, chat.tools, parsing.tools, call.limits)
     params = await constrained(params, answer, calls, parsing.thinking, model, call.gateway)
     generation = Generation(
         id=public_id(prefix, body.request_id, call.exchange, call.gateway),
@@ -166,15 +169,18 @@ def _message(index: int, text: str, chat: ChatCall, parser: AnswerParser) -> Cha
     message = ChatMessage(content=None if parts.calls and not parts.content else parts.content)
     if parts.calls:
         message.tool_calls = [
-            ChatToolCall(
-                id=call_id(chat.generation.id, index, number),
-                function=CalledFunction(call.name, call.arguments),
-            )
+            _called(call_id(chat.generation.id, index, number), call, chat.parsing)
             for number, call in enumerate(parts.calls)
         ]
     if parts.reasoning and chat.parsing.tells_thoughts:
         message.reasoning_content = message.reasoning = parts.reasoning
     return message
+
+
+def _called(id_: str, call: ToolCall, parsing: Parsing) -> ChatToolCall:
+    if call.name in parsing.custom:
+        return ChatToolCall(id=id_, type="custom", custom=CalledCustom(call.name, input_of(call.arguments)))
+    return ChatToolCall(id=id_, function=CalledFunction(call.name, call.arguments))
 
 
 def _prompt_logprobs(deltas: Sequence[Delta], chat: ChatCall) -> Any:
@@ -203,10 +209,13 @@ def _warnings(call: Call, body: ChatCompletionRequest) -> list[str]:
     found = call.warnings(type(body))
     for message in call.plain["messages"]:
         found += unknown_fields(Message, message, "messages[].")
-    for tool in call.plain.get("tools") or ():
-        found += unknown_fields(Tool, tool, "tools[].")
+    for tool, plain in zip(body.tools or (), call.plain.get("tools") or (), strict=True):
+        known = {name: value for name, value in plain.items() if name != "type"}
+        found += unknown_fields(type(tool), known, "tools[].")
     found += unknown_inside(call.plain)
-    if any(tool.function.strict for tool in body.tools or ()) and body.tool_choice in (None, "auto"):
+    if any(
+        isinstance(tool, FunctionTool) and tool.function.strict for tool in body.tools or ()
+    ) and body.tool_choice in (None, "auto"):
         found.append("'tools[].function.strict' has no effect: arguments are what the model writes.")
     options = body.stream_options
     if options is not None and options.include_obfuscation:

@@ -11,6 +11,7 @@ from ...text.chat_prompt import Chat, RenderedChat
 from ...text.model_text import ModelText
 from ...text.tool_calls import ToolSyntax, tool_syntax
 from .fields import ChatCompletionRequest
+from .tools import custom_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,8 @@ class Parsing:
     thinking: Thinking
     tools: ToolSyntax | None
     names: frozenset[str]
+    custom: frozenset[str]
+    """Names of tools that take a text."""
     most_calls: int | None
     tells_thoughts: bool
 
@@ -28,6 +31,7 @@ class Parsing:
             thinking=thinking_after(text.chat_template or "", prompt.marked, continued),
             tools=tool_syntax(text.chat_template) if chat.tools else None,
             names=frozenset(tool["function"]["name"] for tool in chat.tools or ()),
+            custom=custom_names(body),
             most_calls=1 if body.parallel_tool_calls is False else None,
             tells_thoughts=body.include_reasoning is not False,
         )

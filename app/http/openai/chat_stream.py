@@ -9,6 +9,7 @@ from ...gateway.gateway import Gateway
 from ...gateway.generation import Delta
 from ...gateway.open_request import OpenRequest
 from ...text.answer_parts import Parts
+from ...text.tool_calls import ToolCall
 from ..sse import data_event
 from .chat import ChatCall, heading_of, store_answer, whole_answer
 from .chat_parts import call_id, final_reason, reasoning_tokens
@@ -18,10 +19,12 @@ from .responses import (
     ChatChunkChoice,
     ChatDelta,
     CompletionUsage,
+    CustomDelta,
     FunctionDelta,
     ToolCallDelta,
 )
 from .storing import NOT_STORED, Store
+from .tools import input_of
 
 
 async def stream_chat(
@@ -121,12 +124,12 @@ class _Chunks:
             said.append(ChatDelta(content=parts.content))
         for index, call in enumerate(parts.calls, number):
             id_ = call_id(self._base.id, delta.index, index)
-            named = FunctionDelta(name=call.name, arguments="")
-            said.append(
-                ChatDelta(tool_calls=[ToolCallDelta(index=index, id=id_, type="function", function=named)])
+            calls = (
+                _custom(index, id_, call)
+                if call.name in self._chat.parsing.custom
+                else _function(index, id_, call)
             )
-            rest = FunctionDelta(arguments=call.arguments)
-            said.append(ChatDelta(tool_calls=[ToolCallDelta(index=index, function=rest)]))
+            said += [ChatDelta(tool_calls=[each]) for each in calls]
         silent = not said and not self._plain and (delta.entries or delta.token_ids)
         return [ChatDelta()] if silent else said
 
@@ -161,3 +164,21 @@ class _Chunks:
         event = data_event(self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(content=mark))))
         before, _, after = event.partition(msgspec.json.encode(mark))
         return before, after
+
+
+def _function(index: int, id_: str, call: ToolCall) -> tuple[ToolCallDelta, ToolCallDelta]:
+    named = FunctionDelta(name=call.name, arguments="")
+    rest = FunctionDelta(arguments=call.arguments)
+    return (
+        ToolCallDelta(index=index, id=id_, type="function", function=named),
+        ToolCallDelta(index=index, function=rest),
+    )
+
+
+def _custom(index: int, id_: str, call: ToolCall) -> tuple[ToolCallDelta, ToolCallDelta]:
+    named = CustomDelta(name=call.name, input="")
+    rest = CustomDelta(input=input_of(call.arguments))
+    return (
+        ToolCallDelta(index=index, id=id_, type="custom", custom=named),
+        ToolCallDelta(index=index, custom=rest),
+    )

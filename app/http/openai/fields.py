@@ -132,10 +132,18 @@ class FunctionCall(Struct, kw_only=True):
     """JSON, as the model wrote it."""
 
 
+class CustomCall(Struct, kw_only=True):
+    name: ToolName
+    input: str
+
+
 class ToolCall(Struct, kw_only=True):
-    function: FunctionCall
+    """With `function` or `custom`, as its type says."""
+
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
     id: Name | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function", "custom"] = "function"
 
 
 class Function(Struct, kw_only=True):
@@ -146,18 +154,59 @@ class Function(Struct, kw_only=True):
     strict: bool | None = None
 
 
-class Tool(Struct, kw_only=True):
-    type: Literal["function"]
+class CustomGrammar(Struct, kw_only=True):
+    definition: str
+    syntax: Literal["lark", "regex"]
+
+
+class CustomFormat(Struct, kw_only=True):
+    type: Literal["text", "grammar"]
+    grammar: CustomGrammar | None = None
+
+
+class CustomFunction(Struct, kw_only=True):
+    """Takes a text instead of a JSON object; with a grammar, one that follows it."""
+
+    name: ToolName
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
+class FunctionTool(Struct, kw_only=True, tag_field="type", tag="function"):
     function: Function
 
 
-class NamedFunction(Struct, kw_only=True):
+class CustomTool(Struct, kw_only=True, tag_field="type", tag="custom"):
+    custom: CustomFunction
+
+
+Tool = FunctionTool | CustomTool
+
+
+class ToolReference(Struct, kw_only=True):
     name: ToolName
 
 
-class NamedTool(Struct, kw_only=True):
-    type: Literal["function"]
-    function: NamedFunction
+class FunctionReference(Struct, kw_only=True, tag_field="type", tag="function"):
+    function: ToolReference
+
+
+class CustomReference(Struct, kw_only=True, tag_field="type", tag="custom"):
+    custom: ToolReference
+
+
+class AllowedTools(Struct, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: list[FunctionReference | CustomReference]
+
+
+class AllowedChoice(Struct, kw_only=True, tag_field="type", tag="allowed_tools"):
+    """Of all `tools`, the ones that may be called in this answer."""
+
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | FunctionReference | CustomReference | AllowedChoice
 
 
 class Message(Struct, kw_only=True):
@@ -182,7 +231,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: Effort | None = None

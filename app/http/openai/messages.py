@@ -4,13 +4,12 @@ import contextlib
 import json
 from typing import Any
 
-import msgspec
-
 from ...errors import ApiError
 from ...settings import LimitSettings
 from ...text.chat_prompt import Chat
-from .fields import ContentPart, Message, NamedTool, Tool, ToolCall
+from .fields import ContentPart, Message, ToolCall
 from .sampling import invalid
+from .tools import INPUT, offered_tools
 
 _TEMPLATE_OWN = {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
 
@@ -34,32 +33,11 @@ def build_chat(body: Any, limits: LimitSettings) -> Chat:
         raise invalid("chat_template_kwargs", f"{min(own)!r} cannot be set here")
     return Chat(
         messages=messages,
-        tools=_tools(body, limits.tools),
+        tools=offered_tools(body, limits.tools),
         add_generation_prompt=add,
         continue_final_message=continues,
         template_kwargs=kwargs,
     )
-
-
-def _tools(body: Any, most: int) -> list[dict[str, Any]] | None:
-    """None where none are offered, `tool_choice: "none"` included."""
-    tools: list[Tool] = body.tools or []
-    choice = getattr(body, "tool_choice", None)
-    if choice not in (None, "none") and not tools:
-        raise invalid("tool_choice", "it is only allowed when 'tools' are given")
-    if isinstance(choice, NamedTool) and all(t.function.name != choice.function.name for t in tools):
-        raise invalid("tool_choice", f"there is no tool {choice.function.name!r} in 'tools'")
-    if len(tools) > most:
-        raise invalid("tools", f"at most {most} tools are allowed")
-    if choice == "none" or not tools:
-        return None
-    return [{"type": "function", "function": _function(tool)} for tool in tools]
-
-
-def _function(tool: Tool) -> dict[str, Any]:
-    told = msgspec.structs.asdict(tool.function)
-    del told["strict"]
-    return {name: value for name, value in told.items() if value is not None}
 
 
 def _message(index: int, message: Message) -> dict[str, Any]:
@@ -83,7 +61,8 @@ def _message(index: int, message: Message) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": _content(at, message)}
     if message.tool_calls:
-        plain["tool_calls"] = [_called(call) for call in message.tool_calls]
+        calls = enumerate(message.tool_calls)
+        plain["tool_calls"] = [_called(f"{at}.tool_calls[{n}]", call) for n, call in calls]
     for name in ("name", "reasoning_content", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value
@@ -92,14 +71,19 @@ def _message(index: int, message: Message) -> dict[str, Any]:
     return plain
 
 
-def _called(call: ToolCall) -> dict[str, Any]:
+def _called(at: str, call: ToolCall) -> dict[str, Any]:
     """Templates write arguments as JSON themselves, so they get the object."""
-    arguments: Any = call.function.arguments
-    with contextlib.suppress(ValueError, RecursionError):
-        parsed = json.loads(arguments)
-        arguments = parsed if isinstance(parsed, dict) else arguments
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"id": call.id or "", "type": "function", "function": function}
+    arguments: Any
+    if call.type == "custom" and call.custom is not None:
+        name, arguments = call.custom.name, {INPUT: call.custom.input}
+    elif call.type == "function" and call.function is not None:
+        name, arguments = call.function.name, call.function.arguments
+        with contextlib.suppress(ValueError, RecursionError):
+            parsed = json.loads(arguments)
+            arguments = parsed if isinstance(parsed, dict) else arguments
+    else:
+        raise _missing(f"{at}.{call.type}")
+    return {"id": call.id or "", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _content(at: str, message: Message) -> str:
@@ -109,12 +93,7 @@ def _content(at: str, message: Message) -> str:
     if content is None:
         if message.role == "assistant" and message.refusal is not None:
             return message.refusal
-        raise ApiError(
-            400,
-            f"Missing required parameter: '{at}.content'.",
-            code="missing_required_parameter",
-            param=f"{at}.content",
-        )
+        raise _missing(f"{at}.content")
     if isinstance(content, str):
         return content
     if not content:
@@ -132,10 +111,9 @@ def _part(at: str, part: ContentPart) -> str:
             param=f"{at}.type",
         )
     if text is None:
-        raise ApiError(
-            400,
-            f"Missing required parameter: '{at}.{part.type}'.",
-            code="missing_required_parameter",
-            param=f"{at}.{part.type}",
-        )
+        raise _missing(f"{at}.{part.type}")
     return text
+
+
+def _missing(param: str) -> ApiError:
+    return ApiError(400, f"Missing required parameter: '{param}'.", "missing_required_parameter", param)

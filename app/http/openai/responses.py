@@ -85,10 +85,18 @@ class CalledFunction(Struct):
     arguments: str
 
 
+class CalledCustom(Struct):
+    name: str
+    input: str
+
+
 class ChatToolCall(Struct, kw_only=True):
+    """With `function` or `custom`, as its type says."""
+
     id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
+    type: Literal["function", "custom"] = "function"
+    function: CalledFunction | UnsetType = UNSET
+    custom: CalledCustom | UnsetType = UNSET
 
 
 class ChatMessage(Struct, kw_only=True):
@@ -128,13 +136,19 @@ class FunctionDelta(Struct, kw_only=True):
     arguments: str
 
 
+class CustomDelta(Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    input: str
+
+
 class ToolCallDelta(Struct, kw_only=True):
-    """`id`, `type` and the name come once, then pieces of the arguments."""
+    """`id`, `type` and the name come once, then pieces of the arguments or of the input."""
 
     index: int
     id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-    function: FunctionDelta
+    type: Literal["function", "custom"] | UnsetType = UNSET
+    function: FunctionDelta | UnsetType = UNSET
+    custom: CustomDelta | UnsetType = UNSET
 
 
 class ChatDelta(Struct, kw_only=True):

@@ -95,10 +95,11 @@ def check_max_tokens(name: str, wanted: int | None, minimum: int, fields: Genera
 
 def public_id(prefix: str, asked: str | None, exchange: str, gateway: Gateway) -> str:
     """The response's id: from `request_id`, else from `x-request-id`, so that logs of both sides meet."""
+    start = prefix if prefix.endswith("_") else f"{prefix}-"
     if asked is not None:
-        return f"{prefix}-{asked}"
-    made = f"{prefix}-{exchange.removeprefix('req_')}"
-    return f"{prefix}-{secrets.token_hex(16)}" if gateway.is_open(made) else made
+        return start + asked
+    made = start + exchange.removeprefix("req_")
+    return start + secrets.token_hex(16) if gateway.is_open(made) else made
 
 
 def invalid(param: str, why: str) -> ApiError:

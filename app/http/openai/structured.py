@@ -1,7 +1,7 @@
 """Fields that say what an answer must follow, as a grammar for the engine."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +11,30 @@ from ...engines.loaded_model import LoadedModel
 from ...gateway.gateway import Gateway
 from ...settings import LimitSettings
 from ...text.answer_parts import Thinking
-from ...text.grammars import Grammar, calls, choice, grammars, json_schema, regex, vocabulary, written
+from ...text.grammars import (
+    Grammar,
+    calls,
+    choice,
+    free_text,
+    grammars,
+    json_schema,
+    regex,
+    vocabulary,
+    written,
+)
 from ...text.off_loop import off_loop
 from ...text.tool_calls import ToolSyntax
-from .fields import ChatCompletionRequest, GenerationFields, NamedTool, ResponseFormat, StructuredOutputs
+from .fields import (
+    AllowedChoice,
+    ChatCompletionRequest,
+    CustomReference,
+    FunctionReference,
+    GenerationFields,
+    ResponseFormat,
+    StructuredOutputs,
+)
 from .sampling import invalid
+from .tools import input_grammars
 from .unsupported import refuse_unsupported, unknown_fields
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -35,8 +54,15 @@ class Calls:
 
     tools: Sequence[dict[str, Any]]
     syntax: ToolSyntax
+    inputs: Mapping[str, list[Grammar]]
+    """What calls of custom tools with a grammar follow, by their names."""
     forced: bool
     several: bool
+
+    @property
+    def bound(self) -> bool:
+        """An answer that may be in words is followed too."""
+        return self.forced or bool(self.inputs)
 
 
 def wanted_answer(fields: GenerationFields, limits: LimitSettings) -> Answer | None:
@@ -55,19 +81,37 @@ def wanted_answer(fields: GenerationFields, limits: LimitSettings) -> Answer | N
 
 
 def wanted_calls(
-    body: ChatCompletionRequest, tools: Sequence[dict[str, Any]] | None, syntax: ToolSyntax | None
+    body: ChatCompletionRequest,
+    tools: Sequence[dict[str, Any]] | None,
+    syntax: ToolSyntax | None,
+    limits: LimitSettings,
 ) -> Calls | None:
     """`tools` that are offered, and how the model calls them. Raises ApiError 400."""
     if not tools or syntax is None:
         return None
-    named = body.tool_choice
-    forced = named not in (None, "auto")
-    if forced:
-        _check_others(body, "tool_choice")
-    if isinstance(named, NamedTool):
-        tools = [tool for tool in tools if tool["function"]["name"] == named.function.name]
-    several = not isinstance(named, NamedTool) and body.parallel_tool_calls is not False and syntax.most != 1
-    return Calls(tools, syntax, forced, several)
+    choice = body.tool_choice
+    named = isinstance(choice, FunctionReference | CustomReference)
+    if isinstance(choice, AllowedChoice):
+        choice = choice.allowed_tools.mode
+    forced = choice not in (None, "auto")
+    if isinstance(choice, FunctionReference | CustomReference):
+        name = choice.function.name if isinstance(choice, FunctionReference) else choice.custom.name
+        tools = [tool for tool in tools if tool["function"]["name"] == name]
+    inputs = input_grammars(body, limits.grammar_bytes)
+    wanted = Calls(
+        tools=tools,
+        syntax=syntax,
+        inputs={
+            tool["function"]["name"]: found
+            for tool in tools
+            if (found := inputs.get(tool["function"]["name"]))
+        },
+        forced=forced,
+        several=not named and body.parallel_tool_calls is not False and syntax.most != 1,
+    )
+    if wanted.bound:
+        _check_others(body, "tool_choice" if forced else "tools")
+    return wanted
 
 
 async def constrained(
@@ -79,17 +123,20 @@ async def constrained(
     gateway: Gateway,
 ) -> SamplingParams:
     """`params` with the grammar, checked. Raises ApiError 400."""
-    if answer is None and (of_calls is None or not of_calls.forced):
+    if answer is None and (of_calls is None or not of_calls.bound):
         return params
-    param = "tool_choice" if answer is None else answer.param
+    param = answer.param if answer is not None else "tool_choice" if of_calls and of_calls.forced else "tools"
     if not params.stop_token_ids:
         raise invalid(param, "this model has no token that ends an answer")
     made: list[Grammar] = []
+    followed = None if answer is None else answer.grammar
     if of_calls is not None:
-        made = calls(model.text, of_calls.syntax, of_calls.tools, several=of_calls.several)
+        made = calls(model.text, of_calls.syntax, of_calls.tools, of_calls.inputs, several=of_calls.several)
         if of_calls.forced:
-            answer, param = None, "tools"
-    wanted = grammars(None if answer is None else answer.grammar, made)
+            followed, param = None, "tools"
+        elif followed is None:
+            followed = free_text(model.text, of_calls.syntax)
+    wanted = grammars(followed, made)
     grammar = await gateway.grammars.compiled(wanted, param)
     await _teach(model)
     return replace(params, grammar=grammar, thinking=thinking)

@@ -4,12 +4,12 @@ import contextlib
 
 from ...errors import ApiError
 from ...gateway.open_request import OpenRequest
-from ..openai.chat import ChatCall
 from ..openai.context import Call
 from ..openai.storing import Store
 from .answers import ResponseObject
-from .events import Writer, write_whole
+from .events import write_whole
 from .fields import ResponseRequest
+from .writer import PreparedResponse, Writer
 
 
 def check_background(request: ResponseRequest) -> None:
@@ -20,10 +20,10 @@ def check_background(request: ResponseRequest) -> None:
         raise _refused("It cannot be combined with 'stream': its events are not kept.")
 
 
-def begin_alone(call: Call, chat: ChatCall, request: ResponseRequest, store: Store) -> ResponseObject:
+def begin_alone(call: Call, prepared: PreparedResponse, store: Store) -> ResponseObject:
     """It is on its way to the disk, as one in progress, before anything of it is made. Raises ApiError."""
-    opened = call.gateway.open(chat.generation)
-    writer = Writer(opened, chat, request, store)
+    opened = call.gateway.open(prepared.chat.generation)
+    writer = Writer(opened, prepared)
     response = writer.response()
     if not writer.keep(response):
         full = ApiError(

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
 from ...gateway.generation import Usage
-from .fields import FunctionChoice, ResponseRequest
+from .fields import ResponseRequest, ResponseToolChoice
 
 
 class InputDetails(Struct):
@@ -45,13 +45,13 @@ class ResponseObject(Struct, kw_only=True):
     error: dict[str, str] | None = None
     """`code` and `message`, where it failed."""
     output: list[dict[str, Any]] = field(default_factory=list)
-    """Items: `reasoning`, `message`, `function_call`."""
+    """Items: `reasoning`, `message`, `function_call`, `custom_tool_call`."""
     usage: ResponseUsage | None = None
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]
     parallel_tool_calls: bool
-    tool_choice: str | dict[str, str]
+    tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     temperature: float
     top_p: float
@@ -70,10 +70,11 @@ class ResponseObject(Struct, kw_only=True):
     """Ours: what was ignored."""
 
 
-def choice_of(request: ResponseRequest) -> str | dict[str, str]:
+def choice_of(request: ResponseRequest) -> str | dict[str, Any]:
     choice = request.tool_choice
-    if isinstance(choice, FunctionChoice):
-        return {"type": "function", "name": choice.name}
+    if isinstance(choice, ResponseToolChoice):
+        told = msgspec.structs.asdict(choice)
+        return {name: value for name, value in told.items() if value is not None}
     return choice or "auto"
 
 
@@ -84,16 +85,9 @@ def text_of(request: ResponseRequest) -> dict[str, Any]:
 
 
 def tools_of(request: ResponseRequest) -> list[dict[str, Any]]:
-    return [
-        {
-            "type": "function",
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": tool.parameters,
-            "strict": False,
-        }
-        for tool in request.tools or ()
-    ]
+    """As they were sent; functions with every field that OpenAI's have."""
+    whole = {"description": None, "parameters": None, "strict": False}
+    return [{**whole, **tool} if tool.get("type") == "function" else tool for tool in request.tools or ()]
 
 
 def text_part(text: str) -> dict[str, Any]:
@@ -110,14 +104,3 @@ def message_item(id_: str, text: str | None, *, whole: bool = True) -> dict[str,
 def reasoning_item(id_: str, text: str | None) -> dict[str, Any]:
     content = [] if text is None else [{"type": "reasoning_text", "text": text}]
     return {"id": id_, "type": "reasoning", "summary": [], "content": content}
-
-
-def call_item(id_: str, call_id: str, name: str, arguments: str | None) -> dict[str, Any]:
-    return {
-        "id": id_,
-        "type": "function_call",
-        "status": "in_progress" if arguments is None else "completed",
-        "call_id": call_id,
-        "name": name,
-        "arguments": arguments or "",
-    }

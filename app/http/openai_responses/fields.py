@@ -23,9 +23,10 @@ class FunctionCallItem(Struct, kw_only=True):
     call_id: Name
     name: ToolName
     arguments: str
+    namespace: Name | None = None
 
 
-class FunctionOutputItem(Struct, kw_only=True):
+class CallOutputItem(Struct, kw_only=True):
     call_id: Name
     output: str | list[Part]
 
@@ -35,19 +36,54 @@ class ReasoningItem(Struct, kw_only=True):
     summary: list[Part] | None = None
 
 
-class FunctionTool(Struct, kw_only=True):
-    """The only type that is run by the caller, which is the only kind here."""
+class CustomCallItem(Struct, kw_only=True):
+    call_id: Name
+    name: ToolName
+    input: str
+    namespace: Name | None = None
 
-    type: Literal["function"]
+
+class AdditionalToolsItem(Struct, kw_only=True):
+    tools: list[dict[str, Any]]
+
+
+class FunctionTool(Struct, kw_only=True):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class FunctionChoice(Struct, kw_only=True):
-    type: Literal["function"]
+class TextFormatOfTool(Struct, kw_only=True):
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class CustomTool(Struct, kw_only=True):
+    """Takes a text, which follows its grammar where it has one."""
+
     name: ToolName
+    description: str | None = None
+    format: TextFormatOfTool | None = None
+
+
+class NamespaceTool(Struct, kw_only=True):
+    """Functions and custom tools under a common name."""
+
+    name: ToolName
+    tools: list[dict[str, Any]]
+    description: str | None = None
+
+
+class ResponseToolChoice(Struct, kw_only=True):
+    """`function` and `custom` have a name, `allowed_tools` a mode and tools."""
+
+    type: str
+    name: ToolName | None = None
+    namespace: ToolName | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 class Reasoning(Struct, kw_only=True):
@@ -72,7 +108,8 @@ class TextOptions(Struct, kw_only=True):
 
 class ResponseRequest(Struct, kw_only=True):
     input: str | list[dict[str, Any]]
-    """Items: `message` (also without a type), `function_call`, `function_call_output`, `reasoning`."""
+    """Items: `message` (also without a type), `function_call`, `function_call_output`, `custom_tool_call`,
+    `custom_tool_call_output`, `reasoning`, `additional_tools`."""
     model: Name | None = None
     instructions: str | None = None
     max_output_tokens: Count | None = None
@@ -80,8 +117,9 @@ class ResponseRequest(Struct, kw_only=True):
     top_p: TopP | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tools: list[dict[str, Any]] | None = None
+    """Of type `function`, `custom` and `namespace`; of others, only those that a model may do without."""
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
@@ -90,6 +128,7 @@ class ResponseRequest(Struct, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    client_metadata: dict[str, Any] | None = None
     truncation: Never = None
     service_tier: Never = None
     store: bool | None = None

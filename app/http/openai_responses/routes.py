@@ -8,7 +8,6 @@ from litestar.params import Body
 
 from ..disconnect import while_connected
 from ..guard import Access
-from ..openai.chat import ChatCall
 from ..openai.context import Call, HttpRequest
 from ..openai.storing import Store
 from ..openai.translated import prepare_translated
@@ -18,9 +17,11 @@ from .alone import begin_alone, check_background
 from .answers import ResponseObject
 from .conversation import items_before
 from .events import complete_response, error_event, stream_response
-from .fields import FunctionTool, ResponseRequest
+from .fields import ResponseRequest
 from .stored import stored_responses_router
-from .translate import chat_fields, items_of
+from .tools import Toolbox
+from .translate import all_items, chat_fields, items_of
+from .writer import PreparedResponse
 
 _NAMES = {
     "messages": "input",
@@ -46,26 +47,26 @@ async def responses(
         refuse_unsupported(data)
         check_background(data)
         store = Store.wanted(call, "response", data, items_of(data), data.previous_response_id or "")
-        chat = await _prepared(call, data)
+        prepared = await _prepared(call, data, store)
     if data.background and store is not None:
-        return Response(begin_alone(call, chat, data, store))
+        return Response(begin_alone(call, prepared, store))
     if data.stream:
-        return EventStreamResponse(stream_response(call.gateway, chat, data, store), _STREAM)
-    work = complete_response(call.gateway, chat, data, store)
+        return EventStreamResponse(stream_response(call.gateway, prepared), _STREAM)
+    work = complete_response(call.gateway, prepared)
     return Response(await while_connected(request.receive, work))
 
 
-async def _prepared(call: Call, data: ResponseRequest) -> ChatCall:
-    before = await items_before(call, data.previous_response_id)
-    chat = await prepare_translated(call, chat_fields(data, before), _warnings(call, data), "resp", _NAMES)
+async def _prepared(call: Call, data: ResponseRequest, store: Store | None) -> PreparedResponse:
+    items = all_items(data, await items_before(call, data.previous_response_id))
+    tools = Toolbox.of(data.tools or (), items)
+    warnings = [*_warnings(call, data), *tools.warnings]
+    chat = await prepare_translated(call, chat_fields(data, items, tools), warnings, "resp_", _NAMES)
     generation = replace(chat.generation, prompt_param="input", max_tokens_param="max_output_tokens")
-    return replace(chat, generation=generation)
+    return PreparedResponse(data, replace(chat, generation=generation), tools, store)
 
 
 def _warnings(call: Call, data: ResponseRequest) -> list[str]:
     found = unknown_fields(type(data), call.plain)
-    for tool in call.plain.get("tools") or ():
-        found += unknown_fields(FunctionTool, tool, "tools[].")
     if data.include:
         found.append("'include' has no effect: answers hold all there is.")
     if data.reasoning is not None and data.reasoning.effort not in {None, "none", "minimal"}:

@@ -1,0 +1,113 @@
+"""Items of a conversation as messages of a chat."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import msgspec
+
+from ...errors import ApiError
+from ..openai.sampling import invalid
+from .fields import (
+    CallOutputItem,
+    CustomCallItem,
+    FunctionCallItem,
+    MessageItem,
+    Part,
+    ReasoningItem,
+)
+
+_TEXTS = {"input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"}
+Item = TypeVar("Item")
+Rename = Callable[[str | None, str], str]
+
+
+def chat_messages(items: Iterable[tuple[str, dict[str, Any]]], joined: Rename) -> list[dict[str, Any]]:
+    """`items` with their places; `joined`: the name of a tool for the model, of its namespace and its own.
+
+    Thoughts, words and calls of one turn of the model are items of their own; a chat has one message.
+    Raises ApiError 400 for items that are not for a text model.
+    """
+    messages: list[dict[str, Any]] = []
+    for at, item in items:
+        _add(messages, at, item, joined)
+    return messages
+
+
+def convert_item(at: str, item: Any, kind: type[Item]) -> Item:
+    try:
+        return msgspec.convert(item, kind)
+    except msgspec.ValidationError as error:
+        told = str(error).replace("`", "").replace("$", at)
+        raise invalid(at, told) from None
+
+
+def _add(messages: list[dict[str, Any]], at: str, item: dict[str, Any], joined: Rename) -> None:
+    match item.get("type", "message"):
+        case "message":
+            message = convert_item(at, item, MessageItem)
+            content = _text(f"{at}.content", message.content)
+            if message.role == "assistant":
+                turn = _turn(messages, done=lambda last: bool(last["content"] or last.get("tool_calls")))
+                turn["content"] = content
+            else:
+                messages.append({"role": message.role, "content": content})
+        case "function_call":
+            call = convert_item(at, item, FunctionCallItem)
+            function = {"name": joined(call.namespace, call.name), "arguments": call.arguments}
+            _add_call(messages, {"id": call.call_id, "type": "function", "function": function})
+        case "custom_tool_call":
+            said = convert_item(at, item, CustomCallItem)
+            custom = {"name": joined(said.namespace, said.name), "input": said.input}
+            _add_call(messages, {"id": said.call_id, "type": "custom", "custom": custom})
+        case "function_call_output" | "custom_tool_call_output":
+            output = convert_item(at, item, CallOutputItem)
+            text = output.output if isinstance(output.output, str) else _output(output.output)
+            messages.append({"role": "tool", "tool_call_id": output.call_id, "content": text})
+        case "reasoning":
+            thought = convert_item(at, item, ReasoningItem)
+            text = _text(f"{at}.content", thought.content or thought.summary or [])
+            _turn(messages, done=lambda _: True)["reasoning_content"] = text
+        case "additional_tools":
+            pass
+        case kind:
+            raise ApiError(
+                400,
+                f"Items of type {kind!r} are not supported.",
+                code="unsupported_content",
+                param=f"{at}.type",
+            )
+
+
+def _add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
+    _turn(messages).setdefault("tool_calls", []).append(call)
+
+
+def _turn(
+    messages: list[dict[str, Any]], done: Callable[[dict[str, Any]], bool] = lambda _: False
+) -> dict[str, Any]:
+    """The model's turn at the end, or a new one where there is none or it is `done`."""
+    if not messages or messages[-1]["role"] != "assistant" or done(messages[-1]):
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _text(at: str, content: str | list[Part]) -> str:
+    if isinstance(content, str):
+        return content
+    for number, part in enumerate(content):
+        if part.type not in _TEXTS:
+            raise ApiError(
+                400,
+                f"Content parts of type {part.type!r} are not supported: this model reads text.",
+                code="unsupported_content",
+                param=f"{at}[{number}].type",
+            )
+    return "\n".join(part.text or part.refusal or "" for part in content)
+
+
+def _output(parts: list[Part]) -> str:
+    """What a tool said. The model is told of pictures and files: an error would end an agent's session."""
+    return "\n".join(
+        (part.text or "") if part.type in _TEXTS else f"[{part.type} left out: this model reads text only]"
+        for part in parts
+    )
