@@ -55,15 +55,13 @@ def _tell_first(request: Request, answer: RequestOutput) -> None:
     answer.scheduled_at = request.scheduled_at
 
 
-def error_answer(request: Request, code: str, message: str) -> RequestOutput:
-    return RequestOutput(
-        request_id=request.request_id, finish_reason="error", error_code=code, error_message=message
-    )
+def error_answer(request_id: str, code: str, message: str) -> RequestOutput:
+    return RequestOutput(request_id=request_id, finish_reason="error", error_code=code, error_message=message)
 
 
 def failed_answer(request: Request, message: str) -> RequestOutput:
     """To a row that gave no token, for the reason that the sampler tells or for one that is behind it."""
     problem = None if request.constraint is None else request.constraint.problem
     if problem is not None:
-        return error_answer(request, GrammarError.code, problem)
-    return error_answer(request, "invalid_logits", message)
+        return error_answer(request.request_id, GrammarError.code, problem)
+    return error_answer(request.request_id, "invalid_logits", message)

@@ -1,5 +1,6 @@
 """The engine: one loop of four verbs over token ids. No text, no HTTP, no sockets (see `process.py`)."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from typing import Any
 
 from .answers import error_answer, finish_reason
 from .block_map import block_map
-from .errors import DoesNotFit, GrammarError
+from .errors import EngineError
 from .grammar import Grammars
 from .messages import (
     AddRequest,
@@ -20,8 +21,11 @@ from .messages import (
 )
 from .pipeline import OverlappingRunner, pipeline_of
 from .request import Request
+from .request_validation import check_request
 from .scheduler import Scheduler
 from .step import StepPlan
+
+log = logging.getLogger("llmbox.engine")
 
 
 class Engine:
@@ -78,7 +82,25 @@ class Engine:
         self._grammars.learn(vocabulary)
 
     def add(self, message: AddRequest) -> RequestOutput | None:
-        """Queue a request; an output only if it ends here: refused, or complete before it was resumed."""
+        """Queue a request; an output only if it ends here: refused, or complete before it was resumed.
+
+        Nothing that `message` holds raises: at worst it ends this request with an error.
+        """
+        if self._scheduler.has(message.request_id):
+            # An error would end the other one, which has the same id.
+            log.error("a second request with the id %s is dropped", message.request_id)
+            return None
+        try:
+            return self._add(message)
+        except EngineError as error:
+            return error_answer(message.request_id, error.code, str(error))
+        except Exception:
+            log.exception("the request %s cannot be taken", message.request_id)
+            return error_answer(message.request_id, EngineError.code, "The engine cannot take this request.")
+
+    def _add(self, message: AddRequest) -> RequestOutput | None:
+        """Raises EngineError. The scheduler comes last: whatever is raised before has changed nothing."""
+        check_request(message, self.info)
         request = Request(
             request_id=message.request_id,
             prompt_ids=message.prompt_ids,
@@ -90,12 +112,9 @@ class Engine:
         )
         if (reason := finish_reason(request)) is not None:
             return RequestOutput(request_id=request.request_id, finish_reason=reason)
-        try:
-            if request.params.grammar is not None:
-                request.constraint = self._grammars.constraint(request.params, request.num_prompt)
-            self._scheduler.add(request)
-        except (DoesNotFit, GrammarError) as error:
-            return error_answer(request, error.code, str(error))
+        if request.params.grammar is not None:
+            request.constraint = self._grammars.constraint(request.params, request.num_prompt)
+        self._scheduler.add(request)
         return None
 
     def abort(self, request_id: str) -> RequestOutput | None:

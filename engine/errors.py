@@ -4,6 +4,7 @@ EngineError
 ├── ModelError          the model directory cannot be served (names the file)
 │   └── UnsupportedArchitecture
 ├── DoesNotFit          weights, context or one request exceed the memory budget (need/have)
+├── InvalidRequest      a request holds what cannot be computed with
 ├── GrammarError        what an answer must follow cannot be followed
 ├── DeviceError         the asked device or dtype is not there
 └── ParallelError       the model or the machine cannot be cut as asked
@@ -26,6 +27,10 @@ class UnsupportedArchitecture(ModelError):  # noqa: N818 - named for what the us
 
 class DoesNotFit(EngineError):  # noqa: N818
     code = "does_not_fit"
+
+
+class InvalidRequest(EngineError):  # noqa: N818
+    code = "invalid_request"
 
 
 class GrammarError(EngineError):

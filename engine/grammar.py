@@ -104,8 +104,8 @@ class Grammars:
 
     def constraint(self, params: SamplingParams, num_prompt: int) -> "Constraint":
         """Raises GrammarError."""
-        assert params.grammar is not None
-        assert self._tokens is not None, "the vocabulary is told before"
+        if params.grammar is None or self._tokens is None:
+            raise GrammarError("The engine has not been sent what its tokens stand for.")
         return Constraint(self._matcher(params.grammar, self._tokens), self._tokens, params, num_prompt)
 
     def _matcher(self, grammar: str, tokens: Tokens) -> "LLMatcher":
@@ -154,8 +154,7 @@ class Constraint:
         if self._place == "thoughts":
             return self._in_thoughts()
         mask = self._by_grammar()
-        if self._place == "start":
-            assert self._tokens.think is not None
+        if self._place == "start" and self._tokens.think is not None:
             _set(mask, [self._tokens.think])
         elif self._place == "gap":
             _set(mask, self._tokens.breaks)

@@ -153,10 +153,9 @@ def _run(channel: Channel, load: Load) -> int:
 
 
 def _first_message(channel: Channel) -> ToEngine:
-    """`Start` comes alone: the daemon sends the next message after `Ready`."""
-    messages = channel.receive(block=True)
-    assert len(messages) == 1
-    return messages[0]
+    """`Start` comes alone: the daemon sends the next message after `Ready`. Raises ValueError for more."""
+    (message,) = channel.receive(block=True)
+    return message
 
 
 def _import_engine(fd: int) -> Load:

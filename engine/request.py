@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .drafts import Drafter
+from .errors import InvalidRequest
 from .grammar import Constraint
 from .messages import TokenLogprobs
 from .prefix_history import PrefixEnd
@@ -64,7 +65,8 @@ class Request:
     def __post_init__(self) -> None:
         if not self.token_ids:
             self.token_ids = list(self.prompt_ids)
-        assert len(self.token_ids) >= len(self.prompt_ids) > 0
+        if not len(self.token_ids) >= len(self.prompt_ids) > 0:
+            raise InvalidRequest("the prompt has no tokens")
 
     def append(self, ids: Sequence[int]) -> None:
         """What a step drew for it, one token or more."""

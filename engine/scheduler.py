@@ -71,9 +71,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------ add, abort
 
+    def has(self, request_id: str) -> bool:
+        """Whether a request with this id waits or runs."""
+        return request_id in self._requests
+
     def add(self, request: Request) -> None:
-        """Raises `DoesNotFit` for what can never be served."""
-        assert request.request_id not in self._requests
+        """Raises `DoesNotFit` for what can never be served. Its id must not be present."""
         self.tables.refuse_impossible(request)
         # Unique, so that "newest" and "first come" are decided even when the clock stands still.
         self._last_arrival = max(self._clock(), math.nextafter(self._last_arrival, math.inf))

@@ -20,7 +20,13 @@ from .transcript import Transcript
 CLIENT_CLOSED = 499
 """Status in the log of a request whose client left; never sent."""
 
-_ENGINE_STATUS = {"does_not_fit": 400, "request_too_large": 400, "grammar_error": 400, "queue_full": 429}
+_ENGINE_STATUS = {
+    "does_not_fit": 400,
+    "request_too_large": 400,
+    "invalid_request": 400,
+    "grammar_error": 400,
+    "queue_full": 429,
+}
 _UNAVAILABLE = {"engine_failed", "model_unloaded", "server_shutdown"}
 
 

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from tokenizers import Tokenizer
 
@@ -20,6 +20,22 @@ from llmbox.engine.errors import ModelError
 from ..errors import ApiError
 from .off_loop import off_loop
 from .template_pool import TemplatePool, job
+
+_RESERVED: Final = frozenset(
+    {
+        *(
+            "messages",
+            "tools",
+            "documents",
+            "chat_template",
+            "add_generation_prompt",
+            "continue_final_message",
+        ),
+        *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+        *("additional_special_tokens", "raise_exception", "strftime_now", "namespace", "self"),
+    }
+)
+"""Names that every template may rely on: what is served gives them their meaning, never a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,12 +162,25 @@ class RenderedChat:
 async def render_chat(
     pool: TemplatePool, template: str, special_tokens: dict[str, str], control: ControlTokens, chat: Chat
 ) -> RenderedChat:
+    _check_kwargs(chat.template_kwargs, special_tokens)
     size = sum(len(message["content"]) for message in chat.messages)
     markers, work = await off_loop(size, lambda: _job(template, special_tokens, control, chat))
     text = await pool.render(work)
     if chat.continue_final_message:
         text = _cut(text, markers.tail)
     return RenderedChat(text, markers, control)
+
+
+def _check_kwargs(kwargs: dict[str, Any], special_tokens: dict[str, str]) -> None:
+    reserved = kwargs.keys() & (_RESERVED | special_tokens.keys())
+    if reserved:
+        raise ApiError(
+            400,
+            f"Invalid value for 'chat_template_kwargs': {min(reserved)!r} belongs to the model and its chat "
+            "template and cannot be set by a request.",
+            code="invalid_value",
+            param="chat_template_kwargs",
+        )
 
 
 def _job(

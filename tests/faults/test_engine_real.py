@@ -8,7 +8,7 @@ import pytest
 from llmbox.app.engines.deaths import DeathLimits
 from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.messages import AddRequest
+from llmbox.engine.messages import AddRequest, Vocabulary
 from llmbox.engine.sampling import SamplingParams
 from support.engines import kill, read_all, request, until
 from support.tiny_models import make_tiny_model
@@ -20,6 +20,38 @@ def asked(number: int, suffix: str) -> AddRequest:
     params = SamplingParams(max_tokens=200, seed=number, temperature=0.0 if number % 2 else 1.0)
     message = request(number, params=params, prompt_ids=[5 + number, 6, 7] * (1 + number))
     return replace(message, request_id=f"r{number}{suffix}")
+
+
+async def test_what_no_engine_can_compute_ends_alone(tmp_path):
+    """Sent past every check of the daemon, eight at once, beside eight streams."""
+    make_tiny_model(tmp_path)
+    config = EngineConfig(
+        model_path=str(tmp_path), name="tiny", device="cpu", memory_bytes=256 << 20, threads=1
+    )
+    supervisor = Supervisor(config)
+    good = SamplingParams(max_tokens=4)
+    wrong = [
+        *({"prompt_ids": ids} for ids in ([], [-1], [10**6], [2**63])),
+        {"output_ids": [10**6]},
+        *(
+            {"params": replace(good, **p)}
+            for p in ({"top_k": 2**40}, {"temperature": -1.0}, {"grammar": "["})
+        ),
+    ]
+    try:
+        await supervisor.start()
+        supervisor.vocabulary = Vocabulary(data=b"", sizes=[], special=[])
+        undisturbed = await read_all([supervisor.submit(asked(i, "a")) for i in range(8)])
+        streams = [supervisor.submit(asked(i, "b")) for i in range(8)]
+        reading = asyncio.create_task(read_all(streams))
+        await until(lambda: len(streams[0].output_ids) > 20)
+        bad = [supervisor.submit(request(100 + i, **{"params": good, **w})) for i, w in enumerate(wrong)]
+        ends = [last.error_code for _, last in await read_all(bad)]
+        assert ends == ["invalid_request"] * 7 + ["grammar_error"]
+        assert [t for t, _ in await reading] == [t for t, _ in undisturbed]
+        assert (supervisor.restarts, supervisor.state) == (0, "ready")
+    finally:
+        await supervisor.stop()
 
 
 @pytest.mark.parametrize("quant", ["none", "int8", "int4"])

@@ -13,6 +13,7 @@ from ...text.system_messages import renders_late_system
 from ..openai.chat import ChatCall, chat_ids
 from ..openai.context import Call
 from ..openai.messages import build_chat
+from ..openai.prompt_ids import check_prompts
 from ..openai.translated import chat_request, prepare_translated
 from ..openai.unsupported import refuse_unsupported, unknown_fields
 from .context_edits import AppliedEdits, apply_edits
@@ -55,7 +56,9 @@ async def count_prompt_tokens(call: Call, data: CountTokensRequest) -> tuple[int
 
     async def count(request: CountTokensRequest) -> int:
         body = chat_request(prompt_fields(request, late_system=late_system))
-        return len(await chat_ids(call.gateway, model, build_chat(body, call.limits)))
+        ids = await chat_ids(call.gateway, model, build_chat(body, call.limits))
+        check_prompts([ids], "messages", model)
+        return len(ids)
 
     tokens = await count(edited)
     return tokens, await count(data) if edits.thoughts else tokens

@@ -23,6 +23,7 @@ from .fields import ChatCompletionRequest, FunctionTool, Message
 from .logprobs import chat_logprobs, prompt_logprobs
 from .messages import build_chat
 from .prepared import Prepared
+from .prompt_ids import check_prompts
 from .responses import (
     CalledCustom,
     CalledFunction,
@@ -78,11 +79,13 @@ async def prepare_chat(call: Call, body: ChatCompletionRequest, prefix: str = "c
     parsing = Parsing.of(body, model.text, chat, rendered)
     calls = wanted_calls(body, chat.tools, parsing.tools, call.limits)
     params = await constrained(params, answer, calls, parsing.thinking, model, call.gateway)
+    prompt = await off_loop(len(rendered.marked), rendered.ids)
+    check_prompts([prompt], "messages", model)
     generation = Generation(
         id=public_id(prefix, body.request_id, call.exchange, call.gateway),
         endpoint=call.endpoint,
         model=model,
-        prompts=[await off_loop(len(rendered.marked), rendered.ids)],
+        prompts=[prompt],
         params=params,
         max_tokens=max_tokens,
         n=body.n or 1,

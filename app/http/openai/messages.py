@@ -11,8 +11,6 @@ from .fields import ContentPart, Message, ToolCall
 from .sampling import invalid
 from .tools import INPUT, offered_tools
 
-_TEMPLATE_OWN = {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
-
 
 def build_chat(body: Any, limits: LimitSettings) -> Chat:
     """Messages and tools as a template sees them. `body` has the fields that chat and tokenize share."""
@@ -28,15 +26,12 @@ def build_chat(body: Any, limits: LimitSettings) -> Chat:
     messages = [_message(i, message) for i, message in enumerate(body.messages)]
     if continues and messages[-1]["role"] != "assistant":
         raise invalid("continue_final_message", "the last message is not the assistant's")
-    kwargs = body.chat_template_kwargs or {}
-    if own := _TEMPLATE_OWN & kwargs.keys():
-        raise invalid("chat_template_kwargs", f"{min(own)!r} cannot be set here")
     return Chat(
         messages=messages,
         tools=offered_tools(body, limits.tools),
         add_generation_prompt=add,
         continue_final_message=continues,
-        template_kwargs=kwargs,
+        template_kwargs=body.chat_template_kwargs or {},
     )
 
 

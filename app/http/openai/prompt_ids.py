@@ -26,16 +26,17 @@ async def prompt_ids(items: list[Any], param: str, model: LoadedModel, *, specia
         return [model.text.encode(i, add_special_tokens=special) if isinstance(i, str) else i for i in items]
 
     prompts = await off_loop(sum(map(len, items)), encode)
-    _check(prompts, param, model)
+    check_prompts(prompts, param, model)
     return prompts
 
 
-def _check(prompts: list[list[int]], param: str, model: LoadedModel) -> None:
+def check_prompts(prompts: list[list[int]], param: str, model: LoadedModel) -> None:
+    """Raises ApiError 400 where a prompt has no tokens, or one that the model has no embedding for."""
     info = model.supervisor.info
     assert info is not None
     for i, ids in enumerate(prompts):
         place = param if len(prompts) == 1 else f"{param}[{i}]"
         if not ids:
-            raise invalid(place, "it has no tokens")
+            raise invalid(place, "it makes a prompt of no tokens, and a model needs one token to begin with")
         if max(ids) >= info.vocab_size:
             raise invalid(place, f"token id {max(ids)} is not in the vocabulary of {info.vocab_size}")

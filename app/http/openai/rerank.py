@@ -14,6 +14,7 @@ from ...text.off_loop import off_loop
 from .context import Call
 from .embeddings import check_inputs, pool, pooled
 from .fields import RerankRequest
+from .prompt_ids import check_prompts
 from .responses import EmbeddingUsage, Ranked, RankedDocument, Ranking
 from .sampling import invalid, public_id
 from .unsupported import refuse_unsupported
@@ -40,6 +41,7 @@ async def prepare_rerank(call: Call, body: RerankRequest) -> Judged:
     judge = await find_judge(model)
     templates = call.gateway.templates
     prompts = await judged_prompts(templates, model.text, body.query, documents, body.instruction)
+    check_prompts(prompts, "documents", model)
     id_ = public_id("rerank", body.request_id, call.exchange, call.gateway)
     salt = body.cache_salt or ""
     generation = pooled(call, model, prompts, "last", id_, reservation, body.priority, salt, "documents")
