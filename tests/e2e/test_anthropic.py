@@ -51,7 +51,7 @@ def server(tmp_path_factory):
         server.load_scripted(root, ANSWERS, TEMPLATE)
         server.load_scripted(root, {"strict": "one"}, STRICT)
         slow = write_text_files(root / "slow", byte_level())
-        write_model(slow, vocab_size=300, context=1024, script=[72, 73], step_delay=0.03, hold_at=800)
+        write_model(slow, vocab_size=512, context=1024, script=[72, 73] * 512, step_delay=0.03, hold_at=800)
         server.load(slow, "slow")
         yield server
 

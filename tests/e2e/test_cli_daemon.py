@@ -176,7 +176,7 @@ def test_killed_daemons_leave_no_engine_and_the_next_start_is_clean(box: Box):
 
 
 def test_sigterm_lets_open_requests_finish(box: Box):
-    model = box.model(hold_at=5, script=[72, 73])
+    model = box.model(hold_at=5, script=[72, 73] * 2048)
     child = box.serve(model)
     asking = box.spawn("run", "tiny", "hello", "--max-tokens", "60")
     until(lambda: box.api("status")["open_requests"] == 1)
@@ -190,7 +190,7 @@ def test_sigterm_lets_open_requests_finish(box: Box):
 
 
 def test_a_second_sigterm_stops_at_once_and_says_so_to_clients(box: Box):
-    child = box.serve(box.model(hold_at=5, script=[72, 73]))
+    child = box.serve(box.model(hold_at=5, script=[72, 73] * 2048))
     asking = box.spawn("run", "tiny", "hello", "--max-tokens", "4000")
     until(lambda: box.api("status")["open_requests"] == 1)
     child.send_signal(signal.SIGTERM)
@@ -293,7 +293,7 @@ def test_processes_can_be_read_in_ps(box: Box):
 
 
 def test_the_request_log_is_shown_followed_and_filtered(box: Box):
-    box.serve(box.model(script=[72, 73]))
+    box.serve(box.model(script=[72, 73] * 2048))
     for _ in range(2):
         assert box.run("run", "tiny", "hello", "--max-tokens", "6").out == "ijijij\n"
     until(lambda: len(box.api("requests")["requests"]) == 2)
@@ -314,7 +314,7 @@ def test_the_request_log_is_shown_followed_and_filtered(box: Box):
 
 
 def test_a_running_request_can_be_cancelled(box: Box):
-    box.serve(box.model(hold_at=5, script=[72, 73]))
+    box.serve(box.model(hold_at=5, script=[72, 73] * 2048))
     asking = box.spawn("run", "tiny", "hello", "--max-tokens", "4000")
     until(lambda: box.api("requests")["in_flight"])
     (live,) = box.run("requests", "--json").json["in_flight"]

@@ -19,7 +19,7 @@ SAID = "mombasa-said"
 class Place:
     def __init__(self, box: Box) -> None:
         self.box = box
-        box.serve(box.model(vocab_size=300))
+        box.serve(box.model())
         self.secret = box.run("key", "add", "open", "--log-content").out.strip()
         self.quiet = box.run("key", "add", "quiet").out.strip()
 

@@ -54,7 +54,7 @@ class Terminal:
 
 @pytest.fixture
 def chat(box: Box) -> Iterator[Terminal]:
-    box.serve(box.model(script=[72, 73], step_delay=0.01))
+    box.serve(box.model(script=[72, 73] * 2048, step_delay=0.01))
     environ = {**box.environ, "TERM": "xterm", "INPUTRC": "/dev/null"}
     terminal = Terminal(box.command("run", "tiny", "--max-tokens", "6"), environ)
     yield terminal
@@ -62,7 +62,7 @@ def chat(box: Box) -> Iterator[Terminal]:
 
 
 def test_one_shot_starts_the_daemon_and_says_so(box: Box):
-    model = box.model(script=[72, 73])
+    model = box.model(script=[72, 73] * 2048)
     first = box.run("run", model, "hello", "you", "--max-tokens", "6")
     assert (first.code, first.out) == (0, f"{ANSWER}\n")
     assert "starting it" in first.err
@@ -77,7 +77,7 @@ def test_one_shot_starts_the_daemon_and_says_so(box: Box):
 
 
 def test_a_model_without_a_chat_template_continues_text(box: Box):
-    model = box.model(script=[72, 73])
+    model = box.model(script=[72, 73] * 2048)
     settings = model / "tokenizer_config.json"
     settings.write_text(
         re.sub(r'"chat_template": "(\\.|[^"\\])*"', '"chat_template": null', settings.read_text())
@@ -107,7 +107,7 @@ def test_a_chat_in_a_terminal(box: Box, chat: Terminal):
 
 
 def test_ctrl_c_stops_an_answer_and_the_request_behind_it(box: Box):
-    box.serve(box.model(script=[72, 73], hold_at=9))
+    box.serve(box.model(script=[72, 73] * 2048, hold_at=9))
     chat = Terminal(box.command("run", "tiny", "--max-tokens", "4000"), {**box.environ, "TERM": "xterm"})
     try:
         chat.expect(">>> ")

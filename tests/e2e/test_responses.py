@@ -30,7 +30,7 @@ def server(tmp_path_factory):
     with serving(tmp_path_factory.mktemp("data")) as server:
         server.load_scripted(root, ANSWERS, TEMPLATE)
         slow = write_text_files(root / "slow", byte_level())
-        write_model(slow, vocab_size=300, context=1024, script=[72, 73], step_delay=0.03, hold_at=800)
+        write_model(slow, vocab_size=512, context=1024, script=[72, 73] * 512, step_delay=0.03, hold_at=800)
         server.load(slow, "slow")
         yield server
 

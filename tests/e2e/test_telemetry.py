@@ -15,7 +15,7 @@ __all__ = ["box"]
 
 
 def test_ticks_history_log_and_findings_of_a_daemon(box: Box):
-    box.serve(box.model(step_delay=0.1, script=[72, 73]))
+    box.serve(box.model(step_delay=0.1, script=[72, 73] * 2048))
     client = box.client
     asking = box.spawn("run", "tiny", "hello", "--max-tokens", "4000")
     until(lambda: box.api("requests")["in_flight"])

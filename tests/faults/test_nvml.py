@@ -22,7 +22,7 @@ def first_tick(box: Box, wanted) -> dict:
 
 @pytest.mark.parametrize("kind", ["hang", "lost", "errors"])
 def test_serving_is_untouched(box: Box, kind):
-    box.serve(box.model(script=[72, 73]), FAKE_NVML=kind)
+    box.serve(box.model(script=[72, 73] * 2048), FAKE_NVML=kind)
     told = "problem" if kind == "hang" else "devices"  # a slow machine has a problem first
     tick = first_tick(box, lambda tick: tick["gpus"][told])
     if kind == "hang":

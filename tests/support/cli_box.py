@@ -120,7 +120,7 @@ class Box:
     def model(self, name: str = "tiny", **options: Any) -> Path:
         folder = self.folder / "models" / name
         write_text_files(folder, byte_level())
-        return write_model(folder, **options)
+        return write_model(folder, **{"declared_vocab": 480, **options})
 
     @property
     def running(self) -> Running | None:

@@ -45,6 +45,9 @@ GO_FILE = "go"
 
 class FakeOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     vocab_size: int = 256
+    """Ids that it draws from..."""
+    declared_vocab: int = 0
+    """...and those that it says it knows, where these are more: its tokenizer's special tokens, say."""
     context: int = 4096
     max_running: int = 64
     num_blocks: int = 100_000
@@ -351,7 +354,7 @@ def _info(config: EngineConfig, options: FakeOptions, max_running: int) -> Model
         kv_dtype="float32",
         backend="fake",
         context_window=context,
-        vocab_size=options.vocab_size,
+        vocab_size=max(options.vocab_size, options.declared_vocab),
         block_size=config.block_size,
         num_blocks=options.num_blocks,
         weights_bytes=1000,

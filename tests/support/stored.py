@@ -44,5 +44,5 @@ def load_models(server: Server, root: Path, answers: dict[str, str], template: s
     """Those of `answers`, and `slow`, which says a token now and then and never ends by itself."""
     server.load_scripted(root, answers, template)
     slow = write_text_files(root / "slow", byte_level())
-    write_model(slow, vocab_size=300, context=1024, script=[72, 73], step_delay=0.03, hold_at=800)
+    write_model(slow, vocab_size=512, context=1024, script=[72, 73] * 512, step_delay=0.03, hold_at=800)
     server.load(slow, "slow")

@@ -125,7 +125,7 @@ def test_no_daemon(terminal):
 
 
 def test_a_daemon_under_load_in_a_real_terminal(box: Box, terminal, tmp_path):
-    box.serve(box.model(step_delay=0.02, hold_at=100, script=[72, 73]))
+    box.serve(box.model(step_delay=0.02, hold_at=100, script=[72, 73] * 2048))
     asking = [box.spawn("run", "tiny", "hello", "--max-tokens", "4000") for _ in range(2)]
     until(lambda: len(box.api("requests")["in_flight"]) == 2)
     recording = tmp_path / "recording"
