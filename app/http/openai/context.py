@@ -20,6 +20,7 @@ from ...services import Services
 from ...settings import LimitSettings
 from ..credentials import identity_of
 from ..request import StrictRequest, is_local_socket, request_id
+from .foreign_fields import refuse_foreign
 from .unsupported import unknown_fields
 
 HttpRequest = Request[Any, Any, State]
@@ -106,8 +107,12 @@ class Call:
 
     @contextmanager
     def recording_refusals(self) -> Iterator[None]:
-        """Errors before the gateway takes over are logged as requests of their own."""
+        """Errors before the gateway takes over are logged as requests of their own.
+
+        Raises ApiError 400 for fields of other servers that would have changed the answer.
+        """
         try:
+            refuse_foreign(self.plain)
             yield
         except ApiError as error:
             model = self.plain.get("model")
