@@ -86,11 +86,19 @@ def _codex(at: Endpoint) -> dict[str, Any]:
     return {**told, "web_search": "disabled", "model_providers": {"llmbox": provider}}
 
 
+_LEAST_COMPACT_WINDOW = 100_000
+"""Claude Code takes no smaller one; below, it shortens a conversation when it is told that it is too long."""
+
+
 def _claude(at: Endpoint) -> dict[str, Any]:
     told = {"ANTHROPIC_BASE_URL": at.root, "ANTHROPIC_MODEL": at.model}
     # It asks for small tasks under names of Anthropic's, and for 32,000 tokens unless told.
     told |= {f"ANTHROPIC_DEFAULT_{size}_MODEL": at.model for size in ("OPUS", "SONNET", "HAIKU")}
     told["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = "8192"
+    told["API_TIMEOUT_MS"] = "3600000"  # a long prompt takes minutes on a CPU; it gives up after ten
+    told["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] = "1"  # reports and updates that would leave the box
+    if at.context is not None and at.context >= _LEAST_COMPACT_WINDOW:
+        told["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(at.context)
     return {"env": told if at.needs_key else {**told, "ANTHROPIC_AUTH_TOKEN": NO_KEY}}
 
 

@@ -10,13 +10,13 @@ from ..disconnect import while_connected
 from ..guard import Access
 from ..openai.context import Call, HttpRequest
 from ..sse import EventStreamResponse, StreamOptions
-from .answers import Message, TokenCount, error_event
+from .answers import Message, TokenCount, error_event, named_event
 from .batches import batches_router
 from .fields import CountTokensRequest, MessagesRequest
 from .messages import complete_message, stream_message
 from .prepare import count_prompt_tokens, prepare_message
 
-_STREAM = StreamOptions(last=b"", error=error_event)
+_STREAM = StreamOptions(last=b"", error=error_event, comment=named_event("ping"))
 
 
 @post(

@@ -143,3 +143,13 @@ def test_no_settings_hold_a_key():
         told += str(guide.settings(at(needs_key=True)) if guide.settings else "")
         assert "sk-" not in told
         assert "none-needed" not in told
+
+
+@pytest.mark.parametrize(("context", "window"), [(None, None), (32_768, None), (131_072, "131072")])
+def test_claude_code_is_told_of_a_context_that_it_can_be_told_of(context: int | None, window: str | None):
+    at = Endpoint(root="http://h", model="m", models=("m",), needs_key=False, context=context)
+    settings = GUIDES["claude"].settings
+    assert settings is not None
+    told = settings(at)["env"]
+    assert told.get("CLAUDE_CODE_AUTO_COMPACT_WINDOW") == window
+    assert told["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] == "1"
