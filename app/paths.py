@@ -65,6 +65,11 @@ class Paths:
         return self.state_dir / "downloads.json"
 
     @property
+    def bandwidth_file(self) -> Path:
+        """Probes of this machine's memory."""
+        return self.state_dir / "bandwidth.json"
+
+    @property
     def kernel_cache(self) -> Path:
         return self.cache_dir / "kernels"
 

@@ -18,6 +18,8 @@ _LANGUAGE = {
 }
 """What models that see call their language part, in two styles."""
 _VISION = tuple(f"{at}{part}." for at in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
+QUANTIZED_DTYPES = frozenset({"I8", "U8", "F8_E4M3"})
+"""Of tensors that mean nothing without scales."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -31,6 +33,15 @@ def list_tensors(directory: Path) -> dict[str, TensorEntry]:
     if (directory / INDEX).exists():
         return full_names(read_shards(directory))
     raise ModelError(no_weights(directory))
+
+
+def refuse_unsaid(entry: TensorEntry) -> None:
+    """Raises ModelError for quantized weights of a checkpoint whose config.json has no format for them."""
+    if entry.dtype in QUANTIZED_DTYPES:
+        raise ModelError(
+            f"{entry.file}: tensor {shown(entry.name)} is {entry.dtype}, but the quantization_config of "
+            f"config.json does not say so, or it is no linear of a layer; {FETCH_AGAIN}"
+        )
 
 
 def full_names(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:

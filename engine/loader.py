@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -15,6 +16,7 @@ from llmbox.kernels.dispatch import QuantUnavailable, UnknownBackend, native_rea
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant import QUANTS, Quant
 from llmbox.kernels.ragged import KVShape
+from llmbox.kernels.support import KernelSite
 
 from .block_pool import BlockPool
 from .config import EngineConfig
@@ -38,6 +40,7 @@ from .parallel.sampler import rank_sampler
 from .parallel.start import Ranks
 from .pipeline import OneAtATime, OverlappingRunner
 from .pooling_config import read_pooling
+from .runnable import RunnablePlan, require_runnable
 from .runner import ModelRunner
 from .sampler import Sampler
 from .scheduler import Scheduler
@@ -103,7 +106,8 @@ def load_share(
     threads = take_cores(config.threads or read_machine().cpu.cores, layout, device)
     torch.set_num_threads(threads)
     dtype, kv_dtype = TORCH_DTYPES[plan.dtype], KV_DTYPES[plan.kv_dtype]
-    ops = backend(device, dtype, kv_dtype, threads, QUANTS.get(plan.quant), config.deterministic)
+    wanted = RunnablePlan.of(plan, model_config.quant)
+    ops = backend(device, dtype, kv_dtype, threads, QUANTS.get(plan.quant), config, wanted)
     if kv_dtype not in ops.kv_dtypes:
         raise DeviceError(
             f"the kernels that run here ({ops.name} on {device.type}) keep no keys and values in "
@@ -117,9 +121,8 @@ def load_share(
         )
     overlaps = device.type == "cuda" if config.overlap is None else config.overlap
     rows = draft_rows(config, plan, ops, overlaps=overlaps)
-    model, measured = load_weights(
-        model_config, WeightsWanted(directory, ops, dtype, device, plan.quant, rank), progress
-    )
+    weights = WeightsWanted(directory, ops, dtype, device, plan.quant, rank)
+    model, measured = load_weights(model_config, weights, progress)
     kv_shape = KVShape(
         num_layers=len(layout.layers(model_config.num_layers)),
         num_blocks=plan.num_blocks,
@@ -204,10 +207,16 @@ def backend(
     kv_dtype: torch.dtype,
     threads: int,
     quant: Quant | None,
-    deterministic: bool,
+    config: EngineConfig,
+    plan: RunnablePlan,
 ) -> Ops:
+    """Raises DeviceError, with the same reasons as `fit` where none was found out by running kernels."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    has_native = device.type == "cpu" and native_ready()
+    place: Literal["cpu", "cuda"] = "cpu" if device.type == "cpu" else "cuda"
+    require_runnable(plan, KernelSite(device=place, has_native=has_native, capability=capability), config)
     try:
-        return select_ops(device, dtype, kv_dtype, threads, quant, deterministic=deterministic)
+        return select_ops(device, dtype, kv_dtype, threads, quant, deterministic=config.deterministic)
     except QuantUnavailable as error:
         raise DeviceError(f"{error}: load with --quant none, or another checkpoint") from None
     except UnknownBackend as error:

@@ -50,6 +50,8 @@ class Gpu:
     """Peak memory bytes per second, from bus width and clock."""
     is_slice: bool = False
     """Of a GPU in multi-instance mode (MIG)."""
+    capability: tuple[int, int] | None = None
+    """Compute capability."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,16 @@ def _read_gpu(nvml: Any, index: int, handle: Any, bandwidth: float | None, *, is
         free=int(memory.free),
         bandwidth=bandwidth,
         is_slice=is_slice,
+        capability=_capability(nvml, handle),
     )
+
+
+def _capability(nvml: Any, handle: Any) -> tuple[int, int] | None:
+    try:
+        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+        return int(major), int(minor)
+    except (nvml.NVMLError, TypeError):
+        return None
 
 
 def _bandwidth(nvml: Any, handle: Any) -> float | None:

@@ -30,6 +30,9 @@ class MemoryBudget:
     nvlink: tuple[frozenset[int], ...] = ()
     """Sets of visible GPUs that are all NVLink peers of each other."""
 
+    capabilities: tuple[tuple[int, int] | None, ...] = ()
+    """Compute capability of each visible GPU, where it is known."""
+
     @classmethod
     def of(cls, machine: Machine, device: Literal["cpu", "cuda"]) -> "MemoryBudget":
         """`cuda` is the first visible GPU."""
@@ -41,6 +44,7 @@ class MemoryBudget:
                 cores=machine.cpu.cores,
                 more_gpus=tuple(gpu.free for gpu in more),
                 nvlink=machine.nvlink,
+                capabilities=tuple(gpu.capability for gpu in machine.gpus),
             )
         available, cores = machine.memory.available, machine.cpu.cores
         if not native_expected():

@@ -19,7 +19,7 @@ from llmbox.kernels.ops import Ops, PackedLinear
 from llmbox.kernels.packing import Kind, StoredWeights
 from llmbox.kernels.quant import OF_LAYERS, Quant
 
-from .checkpoint import list_tensors
+from .checkpoint import QUANTIZED_DTYPES, list_tensors, refuse_unsaid
 from .errors import ModelError
 from .kept_wide import holds_floats, is_kept_wide
 from .pack import pack
@@ -202,16 +202,12 @@ class Checkpoint:
         stored = self.ops.packing or self.ops.stored
         quant = None if stored is None else stored.format(asked.kind)
         entry = self._entries.get(f"{next(iter(asked.outputs))}.weight")
-        rounded = entry is not None and entry.dtype in ROUNDED_DTYPES
+        rounded = entry is not None and entry.dtype in QUANTIZED_DTYPES
         if stored is not None and quant is not None and (rounded or quant.in_checkpoints_only):
             packed, bias_O = self._pack_rounded(asked, stored, quant)
-        elif rounded:
-            assert entry is not None
-            raise ModelError(
-                f"{entry.file}: tensor {shown(entry.name)} is {entry.dtype}, but the quantization_config of "
-                f"config.json does not say so, or it is no linear of a layer; {FETCH_AGAIN}"
-            )
         else:
+            if entry is not None:
+                refuse_unsaid(entry)
             packed, bias_O = self._pack(asked)
         if self._keeper is not None:
             self._keeper.packed(asked, packed, bias_O)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from importlib.util import find_spec
 
 import torch
 
@@ -12,12 +11,13 @@ from .cpu.compiling import NativeUnavailable
 from .cpu.cores import pick_cores
 from .cpu.levels import usable_levels
 from .cpu.load import backend_name, load_backend
-from .cpu.weights import DTYPES, KV_DTYPES
 from .names import BEST_CPU, TRITON
 from .onednn import ONEDNN, supports
 from .ops import Ops
 from .quant import Quant
 from .reference import REFERENCE
+from .support import KernelSite, is_native, why_no_quant, why_unknown_kernels
+from .support import why_no_triton as why_triton_is_missing
 
 log = logging.getLogger(__name__)
 
@@ -55,14 +55,13 @@ def select_ops(
     asked = os.environ.get("LLMBOX_KERNELS")
     if asked == TRITON or (device.type == "cuda" and asked not in TORCH_BACKENDS):
         return select_triton(device, dtype, quant, asked, deterministic=deterministic)
-    if device.type == "cpu" and quant is not None and not quant.on_cpu:
-        raise QuantUnavailable(why_not_on_cpu(quant))
+    site = KernelSite(device="cpu" if device.type == "cpu" else "cuda")
+    if quant is not None and (why := why_no_quant(quant, _name(dtype), _name(kv_dtype or dtype), site)):
+        raise QuantUnavailable(why)
     if asked in TORCH_BACKENDS:
-        if quant is not None:
-            raise QuantUnavailable(f"LLMBOX_KERNELS={asked} cannot run {quant.name} weights")
         return TORCH_BACKENDS[asked]
-    if asked and asked not in {BEST_CPU, *backends()}:
-        raise UnknownBackend(f"LLMBOX_KERNELS: unknown kernels {asked!r}; llmbox doctor says which there are")
+    if why := why_unknown_kernels(site):
+        raise UnknownBackend(why)
     if runs_native(device, dtype, kv_dtype or dtype):
         try:
             return start(load_backend(asked or BEST_CPU), threads, quant)
@@ -72,9 +71,6 @@ def select_ops(
             if asked:
                 raise UnknownBackend(f"LLMBOX_KERNELS={asked}: {error}") from None
             log.warning("the fast CPU kernels are off, PyTorch's run instead: %s", error)
-    if quant is not None:
-        kinds = "on a CPU, with bfloat16 or float32 beside the weights"
-        raise QuantUnavailable(f"{quant.name} weights run {kinds}")
     return ONEDNN if supports(device, dtype) else REFERENCE
 
 
@@ -129,21 +125,12 @@ def torch_multiplies() -> bool:
     return asked != TRITON
 
 
-def why_not_on_cpu(quant: Quant) -> str:
-    if quant.is_float:
-        return f"{quant.name} weights run on NVIDIA GPUs of compute capability 8.9 or newer"
-    return f"{quant.name} runs on NVIDIA GPUs; on a CPU int8 weights meet int8 rows in any case, with int8"
-
-
 def why_no_triton(device: torch.device) -> str | None:
     """What keeps the Triton kernels from running there; None if nothing does."""
-    if find_spec("triton") is None:
-        return "the triton package is not installed"
     if device.type == "cpu":
-        interpreting = os.environ.get("TRITON_INTERPRET") == "1"
-        return None if interpreting else "on a CPU they run under TRITON_INTERPRET=1 only, for tests"
-    major, minor = torch.cuda.get_device_capability(device)
-    return None if major >= 8 else f"they need compute capability 8.0, this GPU has {major}.{minor}"
+        return why_triton_is_missing(KernelSite(device="cpu")) or None
+    capability = torch.cuda.get_device_capability(device)
+    return why_triton_is_missing(KernelSite(device="cuda", capability=capability)) or None
 
 
 def native_ready() -> bool:
@@ -159,7 +146,11 @@ def native_ready() -> bool:
 
 
 def runs_native(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
-    return device.type == "cpu" and dtype in DTYPES and kv_dtype in KV_DTYPES
+    return device.type == "cpu" and is_native(_name(dtype), _name(kv_dtype))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def start(backend: Backend, threads: int, quant: Quant | None) -> Ops:

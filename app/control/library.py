@@ -12,11 +12,10 @@ from llmbox.engine.model_config import ModelConfig
 from llmbox.engine.repacked.cache import RepackedCache
 
 from ..catalog import ModelRef, hub_cache, served
-from ..engines.budget import device_of, total_budget
 from ..errors import ApiError, CliError, Exit
 from ..hub.downloads import Downloads
 from ..hub.fetching import Setup
-from ..hub.fit import planned
+from ..hub.fit import plan_alone
 from ..hub.listing import Hub
 from ..hub.remove import Removable, Removed, find_removable, remove
 from ..hub.search import Hit, search
@@ -49,9 +48,7 @@ class Library:
     def plan(self, config: ModelConfig) -> tuple[MemoryPlan | None, str]:
         """How a model would be served with the defaults, alone; or why it cannot be. For any thread."""
         settings = self._services.settings
-        machine = read_machine()
         model = settings.model
-        device = device_of(machine, model.device)
         engine = EngineConfig(
             model_path="",
             name="",
@@ -61,8 +58,7 @@ class Library:
             quant=model.quant,
             context=model.ctx,
         )
-        budget = total_budget(machine, device, settings.memory.budget)
-        return planned(config, machine, device, budget, engine)
+        return plan_alone(config, read_machine(), engine, settings.memory.budget)
 
     async def search(self, text: str, limit: int) -> list[Hit]:
         return await asyncio.to_thread(lambda: search(Hub.of_environment(), text, limit, self.plan))

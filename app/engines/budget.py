@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from llmbox.engine.errors import DeviceError
 from llmbox.engine.machine import Machine
 
 Place = Literal["cpu", "cuda"]
@@ -29,6 +30,15 @@ def budgets(machine: Machine, device: Place, gigabytes: float | None) -> tuple[i
     asked = None if gigabytes is None else int(gigabytes * 1e9)
     totals = (gpu.total for gpu in machine.gpus)
     return tuple(int(total * CUDA_SHARE) if asked is None else min(asked, total) for total in totals)
+
+
+def usable_device(machine: Machine, asked: str) -> Place:
+    """Where a model would run. Raises DeviceError where there is no such device."""
+    if asked == "cuda" and not machine.gpus:
+        raise DeviceError(
+            f"no GPU can be used ({machine.no_gpu_reason or 'none is visible'}): use --device cpu"
+        )
+    return device_of(machine, asked)
 
 
 def device_of(machine: Machine, asked: str) -> Place:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from llmbox.engine.checkpoint import full_names, list_tensors
-from llmbox.engine.errors import EngineError
+from llmbox.engine.checkpoint import full_names, list_tensors, refuse_unsaid
+from llmbox.engine.errors import EngineError, ModelError
 from llmbox.engine.model_config import ModelConfig, parse_config
 from llmbox.engine.rounded import MODELOPT_FILE
 from llmbox.engine.safetensors_header import TensorEntry, entries_of, load_json, refuse_overlaps
@@ -68,7 +68,10 @@ def remote_facts(hub: Hub, repo: str, revision: str | None) -> Facts:
     size = sum(file.size for file in files)
     tensors = full_names({tensor.name: tensor for header in found for tensor in header}).values()
     name = repo if revision is None else f"{repo}@{revision}"
-    return _facts(name, config, tensors, size, size)
+    try:
+        return _facts(name, config, tensors, size, size)
+    except ModelError as error:
+        raise HubError("unsupported_model", f"{name} cannot be served", str(error)) from None
 
 
 def remote_config(hub: Hub, listing: Listing) -> ModelConfig:
@@ -118,7 +121,12 @@ def remote_header(hub: Hub, listing: Listing, file: RepoFile) -> list[TensorEntr
 
 
 def _facts(name: str, config: ModelConfig, tensors: Iterable[TensorEntry], size: int, missing: int) -> Facts:
+    """Raises ModelError."""
     entries = list(tensors)
+    if config.quant is None:
+        for each in entries:
+            if each.name.endswith(".weight"):
+                refuse_unsaid(each)
     counted = [e for e in entries if not (config.tie_word_embeddings and e.name.endswith(_TIED))]
     return Facts(
         name,

@@ -1,8 +1,5 @@
 """Does a model fit, how well, and what would make it fit: the engine's arithmetic (`estimate`) in words."""
 
-import ctypes
-import threading
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,26 +9,30 @@ from llmbox.engine.errors import DeviceError, DoesNotFit, ParallelError
 from llmbox.engine.estimator import MemoryBudget, MemoryPlan, estimate, show_bytes
 from llmbox.engine.machine import Machine
 from llmbox.engine.model_config import ModelConfig
+from llmbox.engine.model_shape import ModelShape
 from llmbox.engine.parallel.shares import decode_scaling, traffic
 from llmbox.engine.roofline import decode_tokens_per_second
+from llmbox.engine.runnable import RunnablePlan, kernel_site, require_runnable
 from llmbox.kernels.quant import QUANTS
 
-from ..engines.budget import CUDA_SHARE, Place, device_of, total_budget
+from ..engines.budget import CUDA_SHARE, Place, total_budget, usable_device
+from .bandwidth import Bandwidth
 from .facts import Facts
 from .transfer import free_space
 
 DISK_RESERVE = 512_000_000
 """Bytes that a download leaves free."""
+SUSTAINED = 0.6
+"""Share of the typical bandwidth that an engine reaches at least, when nothing else runs on the machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """What the memory's bandwidth allows: a bound, not a promise. Tokens a second."""
+    """What the memory's bandwidth lets expect: (low, high) in tokens a second, no promise."""
 
-    bandwidth: float
-    """Bytes a second."""
-    one_stream: float
-    all_streams: float
+    bandwidth: Bandwidth
+    one_stream: tuple[float, float]
+    all_streams: tuple[float, float]
     streams: int
     """As many as run at once with a share of the pool each."""
     scaling: float = 1.0
@@ -90,10 +91,13 @@ def fit(
     *,
     budget_gb: float | None,
     disk: Path,
-    bandwidth: float | None,
+    bandwidth: Bandwidth | None,
 ) -> Fit:
-    """`config` holds what was asked for; `disk` is where a download would go; `bandwidth` of the device."""
-    device = device_of(machine, config.device)
+    """`config` holds what was asked for; `disk` is where a download would go; `bandwidth` of the device.
+
+    Raises DeviceError where there is no such device.
+    """
+    device = usable_device(machine, config.device)
     budget = total_budget(machine, device, budget_gb)
     now = MemoryBudget.of(machine, device)
     plan, reason = planned(facts.config, machine, device, budget, config)
@@ -133,9 +137,22 @@ def planned(
         have = replace(have, more_gpus=tuple(int(gpu.total * CUDA_SHARE) for gpu in machine.gpus[1:]))
     asked = replace(engine, memory_bytes=min(budget, engine.memory_bytes or budget))
     try:
-        return estimate(config.shape(engine.context), have, asked), ""
+        plan = estimate(config.shape(engine.context), have, asked)
+        require_runnable(RunnablePlan.of(plan, config.quant), kernel_site(have, plan), engine)
     except (DoesNotFit, DeviceError, ParallelError) as error:
         return None, str(error)
+    return plan, ""
+
+
+def plan_alone(
+    config: ModelConfig, machine: Machine, engine: EngineConfig, budget_gb: float | None
+) -> tuple[MemoryPlan | None, str]:
+    """As `planned`, of a model that is alone on the device that `engine` asks for."""
+    try:
+        device = usable_device(machine, engine.device)
+    except DeviceError as error:
+        return None, str(error)
+    return planned(config, machine, device, total_budget(machine, device, budget_gb), engine)
 
 
 def alternatives(
@@ -177,50 +194,56 @@ def _told_of_experts(config: ModelConfig) -> tuple[str, ...]:
     return (told,)
 
 
-def _slowest(plan: MemoryPlan, machine: Machine, bandwidth: float) -> float:
+def _slowest(plan: MemoryPlan, machine: Machine, bandwidth: Bandwidth) -> Bandwidth:
     """Of the memories that the ranks are in, which wait for each other: GPUs of one box may differ."""
-    told = (machine.gpus[gpu].bandwidth for gpu in plan.gpus)
-    return min(filter(None, told), default=bandwidth)
+    told = [machine.gpus[gpu].bandwidth for gpu in plan.gpus]
+    least = min(filter(None, told), default=None)
+    return bandwidth if least is None else Bandwidth.exact(least)
 
 
-def _speed(config: ModelConfig, plan: MemoryPlan, machine: Machine, bandwidth: float) -> Speed:
+def _speed(config: ModelConfig, plan: MemoryPlan, machine: Machine, bandwidth: Bandwidth) -> Speed:
     shape, bandwidth = config.shape(), _slowest(plan, machine, bandwidth)
     streams = max(1, min(plan.max_running, int(plan.max_concurrency * 4)))
     context = plan.context // 4
+    quant = QUANTS.get(plan.quant)
 
-    def scaling(rows: int) -> float:
-        if plan.ranks == 1:
-            return 1.0
-        link = _link_of(plan, machine, bandwidth)
-        expected = decode_scaling(
-            shape,
-            plan.tp,
-            plan.pp,
-            dtype=plan.dtype,
-            kv_dtype=plan.kv_dtype,
-            bandwidth=link.memory,
-            link_bandwidth=link.bandwidth,
-            sum_seconds=link.seconds,
-            rows=rows,
-            context=context,
-        )
-        return expected.all_ranks / (expected.one_rank * bandwidth / link.memory)
-
-    def rate(rows: int) -> float:
-        quant = QUANTS.get(plan.quant)
+    def rates(rows: int) -> tuple[float, float]:
         alone = decode_tokens_per_second(
-            shape, plan.dtype, plan.kv_dtype, bandwidth, rows=rows, context=context, quant=quant
+            shape, plan.dtype, plan.kv_dtype, 1.0, rows=rows, context=context, quant=quant
         )
-        return alone * scaling(rows)
+        alone *= _scaling(shape, plan, machine, bandwidth.best, rows, context)
+        return alone * SUSTAINED * bandwidth.typical, alone * bandwidth.best
 
     return Speed(
         bandwidth=bandwidth,
-        one_stream=rate(1),
-        all_streams=rate(streams),
+        one_stream=rates(1),
+        all_streams=rates(streams),
         streams=streams,
-        scaling=scaling(1),
+        scaling=_scaling(shape, plan, machine, bandwidth.best, 1, context),
         sums_bytes=traffic(shape, plan.tp, plan.pp, plan.dtype).sums,
     )
+
+
+def _scaling(
+    shape: ModelShape, plan: MemoryPlan, machine: Machine, bandwidth: float, rows: int, context: int
+) -> float:
+    """All ranks against one."""
+    if plan.ranks == 1:
+        return 1.0
+    link = _link_of(plan, machine, bandwidth)
+    expected = decode_scaling(
+        shape,
+        plan.tp,
+        plan.pp,
+        dtype=plan.dtype,
+        kv_dtype=plan.kv_dtype,
+        bandwidth=link.memory,
+        link_bandwidth=link.bandwidth,
+        sum_seconds=link.seconds,
+        rows=rows,
+        context=context,
+    )
+    return expected.all_ranks / (expected.one_rank * bandwidth / link.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,28 +261,3 @@ def _link_of(plan: MemoryPlan, machine: Machine, bandwidth: float) -> _Link:
         return _Link(bandwidth / 2, 20e-6, bandwidth / plan.ranks)
     peers = any(set(plan.gpus) <= peers for peers in machine.nvlink)
     return _Link(200e9, 15e-6, bandwidth) if peers else _Link(20e9, 40e-6, bandwidth)
-
-
-def device_bandwidth(machine: Machine, device: Place, threads: int | None = None) -> float | None:
-    """Bytes a second: told by the GPU, measured on a CPU (0.1 s)."""
-    if device == "cuda":
-        return machine.gpus[0].bandwidth
-    return measure_bandwidth(threads or machine.cpu.cores)
-
-
-def measure_bandwidth(threads: int, size: int = 1 << 26, rounds: int = 2) -> float:
-    """Copies between buffers larger than caches, reading and writing counted; the best of some rounds."""
-    share = size // threads
-    buffers = [
-        (ctypes.create_string_buffer(share), ctypes.create_string_buffer(share)) for _ in range(threads)
-    ]
-    best = 0.0
-    for _ in range(rounds + 1):  # the first round faults the pages in
-        workers = [threading.Thread(target=ctypes.memmove, args=(a, b, share)) for a, b in buffers]
-        began = time.perf_counter()
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        best = max(best, 2 * share * threads / (time.perf_counter() - began))
-    return best

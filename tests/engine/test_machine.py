@@ -128,6 +128,7 @@ def fake_nvml(count=2, **changes):
         "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=100, free=90 - handle),
         "nvmlDeviceGetMemoryBusWidth": lambda _: 384,
         "nvmlDeviceGetMaxClockInfo": lambda *_: 10501,
+        "nvmlDeviceGetCudaComputeCapability": lambda _: (8, 9),
     }
     return SimpleNamespace(**{**calls, **{name: change or fail for name, change in changes.items()}})
 

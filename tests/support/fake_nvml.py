@@ -92,6 +92,7 @@ class FakeNvml:
 
 
 NUMBERS = {
+    "nvmlDeviceGetCudaComputeCapability": (9, 0),
     "nvmlDeviceGetTemperature": 61,
     "nvmlDeviceGetPowerUsage": 412_000,
     "nvmlDeviceGetEnforcedPowerLimit": 700_000,

@@ -15,7 +15,7 @@ from llmbox.app.errors import CliError
 from .api import Api
 from .bench import Bench
 from .dialogs import AskLine, Confirm, Facts, Help
-from .facts import fact_lines, request_lines
+from .facts import fact_lines, fit_lines, request_lines
 from .feed import Feed
 from .keys import key_lines
 from .lines import Drawn
@@ -223,7 +223,7 @@ class Dashboard(App[None]):
         except CliError as error:
             self.notify(f"{error.what} Try: llmbox fit {ref}", severity="warning", markup=False)
             return
-        self.push_screen(Facts(f"fit of {ref}", fact_lines(answer)))
+        self.push_screen(Facts(f"fit of {ref}", fit_lines(answer, 68)))
 
     # ------------------------------------------------------------------ keys
 

@@ -51,6 +51,21 @@ def request_lines(answer: Mapping[str, Any], width: int, glyphs: Glyphs) -> list
     return lines
 
 
+def fit_lines(answer: Mapping[str, Any], width: int) -> list[Line]:
+    """`answer` is what the admin API says of a fit."""
+    words = dict(answer["words"])
+    lines: list[Line] = [*wrapped(words.pop("verdict"), width), ()]
+    rows = [
+        *words.items(),
+        *(("would fit", remedy) for remedy in answer["remedies"]),
+        *(("note", note) for note in answer["notes"]),
+    ]
+    for name, text in rows:
+        for number, line in enumerate(wrapped(text, width - 12)):
+            lines.append(((f"{'' if number else clean(name):<12}", "muted"), *line))
+    return lines
+
+
 def _texts(answer: Mapping[str, Any], width: int, glyphs: Glyphs) -> list[list[Line]]:
     content = answer.get("content")
     if content is None:

@@ -10,9 +10,9 @@ from litestar.params import FromQuery
 
 from llmbox.app.catalog import DiskModel, describe
 from llmbox.app.control.model_request import ModelRequest
-from llmbox.app.engines.budget import device_of, total_budget
+from llmbox.app.engines.budget import total_budget
 from llmbox.app.errors import ApiError, CliError
-from llmbox.app.hub.fit import planned
+from llmbox.app.hub.fit import plan_alone
 from llmbox.app.settings import Scalar, schema
 from llmbox.app.settings_load import check_value
 from llmbox.engine.errors import EngineError
@@ -84,10 +84,11 @@ def make_plan(panel: Panel, ref: str, config: ModelConfig | EngineError, asked: 
         return Plan(ref, asked, None, f"{error.why}.")
     machine = read_machine()
     engine = ModelRequest(found, "plan", options).config(settings.model)
-    device = device_of(machine, engine.device)
-    budget = total_budget(machine, device, settings.memory.budget)
-    plan, reason = planned(config, machine, device, budget, engine)
-    return Plan(ref, asked, plan, reason, budget, _parts(plan, budget) if plan else [])
+    plan, reason = plan_alone(config, machine, engine, settings.memory.budget)
+    if plan is None:
+        return Plan(ref, asked, None, reason)
+    budget = total_budget(machine, plan.device, settings.memory.budget)
+    return Plan(ref, asked, plan, reason, budget, _parts(plan, budget))
 
 
 def _parts(plan: MemoryPlan, budget: int) -> list[tuple[str, float, float]]:

@@ -6,6 +6,7 @@ from llmbox.ui.tui.api import Recorder, Replay
 from llmbox.ui.tui.app import SCREENS
 from llmbox.ui.tui.dialogs import AskLine, Confirm, Facts, Help
 from llmbox.ui.tui.grid import Grid
+from llmbox.ui.tui.lines import Lines
 from llmbox.ui.tui.messages import Act, Changed, Ticked
 from llmbox.ui.tui.state import SPARKS
 from support.snapshots import NOON, FakeApi, idle_tick, live_request, tick
@@ -305,3 +306,30 @@ async def test_a_recording_shows_the_same_again(tmp_path, stage):
 
 def _strips(scene):
     return scene.app.screen._compositor.render_strips()
+
+
+async def test_a_fit_is_told_in_words(stage):
+    async with stage((120, 40)) as scene:
+        scene.api.table["fit?model=Qwen%2FQwen3-8B"] = {
+            "fits": False,
+            "disk_free": 9_000_000_000,
+            "plan": None,
+            "words": {
+                "verdict": "Qwen/Qwen3-8B does not fit on cpu.",
+                "why": "the model needs 17.3 GB and has 8.0 GB " + "(weights 16.4 GB in bfloat16) " * 3,
+                "budget": "8.0 GB (7.1 GB free now)",
+            },
+            "remedies": ["--quant int4: 5.6 GB with a context of 4096 tokens"],
+            "notes": [],
+        }
+        await scene.press("3")
+        await scene.settled()
+        await scene.press("f")
+        await scene.until(lambda: isinstance(scene.app.screen, Facts))
+        await scene.settled()
+        told = scene.app.screen.query_one(Lines).plain
+        assert told[0] == "Qwen/Qwen3-8B does not fit on cpu."
+        assert "budget      8.0 GB (7.1 GB free now)" in told
+        assert "would fit   --quant int4: 5.6 GB with a context of 4096 tokens" in told
+        assert not any("disk_free" in line or "plan" in line for line in told)
+        assert max(map(len, told)) <= 68
