@@ -119,6 +119,11 @@ class LimitSettings:
     grammar_bytes: int = key(
         65_536, "Largest schema, regex, choice or grammar of one request.", low=64, high=1_000_000
     )
+    additional_properties: bool = key(
+        False,
+        "Let objects of a JSON schema have keys that it does not name, where it leaves that open.",
+        live=True,
+    )
     choices: int = key(16, "Largest n (answers of one request).", low=1, high=1024)
     queue: int = key(512, "Requests that may wait for a model; one more gets 429.", low=1, high=1_000_000)
     stream_buffer_bytes: int = key(

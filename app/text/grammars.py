@@ -10,6 +10,7 @@ from typing import Any
 
 from llmbox.engine.messages import Vocabulary
 
+from .closed_schema import close_objects
 from .model_text import ModelText
 from .tool_calls import ToolSyntax
 
@@ -79,6 +80,14 @@ def free_text(text: ModelText, syntax: ToolSyntax) -> Grammar:
         else rf"/(?s:.)+/ & ~/(?s:.)*{opener}(?s:.)*/"
     )
     return {"lark_grammar": f"start: WORDS? | WORDS? @calls\nWORDS: {words}"}
+
+
+def with_closed_objects(found: Sequence[Grammar]) -> list[Grammar]:
+    """Objects of JSON schemas have no keys but those that are named, unless the schema says so."""
+    return [
+        {**each, "json_schema": close_objects(each["json_schema"])} if "json_schema" in each else each
+        for each in found
+    ]
 
 
 def grammars(answer: Grammar | None, of_calls: Sequence[Grammar] = ()) -> list[Grammar]:

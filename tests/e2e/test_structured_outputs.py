@@ -2,6 +2,7 @@
 see them.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -91,7 +92,8 @@ def ask(client, seed=0, **fields):
     answer = client.chat.completions.create(
         model="tiny", messages=ASKED, seed=seed, temperature=1.2, extra_body=extra, **fields
     )
-    assert getattr(answer, "warnings", None) is None
+    cut = answer.choices[0].finish_reason == "length"
+    assert [each.startswith("The answer was cut") for each in getattr(answer, "warnings", [])] == [True] * cut
     return answer.choices[0]
 
 
@@ -213,6 +215,64 @@ def test_a_forced_call_has_arguments_by_its_schema(client, seed):
     (call,) = choice.message.tool_calls
     assert call.function.name == "weather"
     jsonschema_rs.validator_for(CITY).validate(json.loads(call.function.arguments))
+
+
+OPEN = {"type": "object", "properties": {"ok": {"type": "boolean"}}}
+
+
+def test_objects_have_the_keys_that_are_named(client, server):
+    """Seeds with which this model writes further keys where it may."""
+    formats = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": OPEN}}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": OPEN}}]
+    for seed in SEEDS:
+        assert json.loads(ask(client, seed, **formats).message.content).keys() <= {"ok"}
+        (call, *_) = ask(client, seed, tools=tools, tool_choice="required").message.tool_calls
+        assert json.loads(call.function.arguments).keys() <= {"ok"}
+    settings = server.services.settings
+    limits = dataclasses.replace(settings.limits, additional_properties=True)
+    server.services.settings = dataclasses.replace(settings, limits=limits)
+    try:
+        long = [
+            client.chat.completions.create(
+                model="tiny", messages=ASKED, seed=seed, temperature=1.2, max_tokens=60, **formats
+            ).choices[0]
+            for seed in SEEDS
+        ]
+    finally:
+        server.services.settings = settings
+    assert any(each.finish_reason == "length" or '": ' in each.message.content[8:] for each in long)
+
+
+CUT = {
+    "/v1/chat/completions": {
+        "messages": ASKED,
+        "max_tokens": 4,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+    },
+    "/v1/completions": {"prompt": "hello", "max_tokens": 4, "guided_json": SCHEMA},
+    "/v1/responses": {
+        "input": "hello",
+        "max_output_tokens": 4,
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
+    },
+    "/v1/messages": {
+        "messages": ASKED,
+        "max_tokens": 4,
+        "tools": [{"name": "weather", "input_schema": CITY}],
+        "tool_choice": {"type": "any"},
+    },
+    "/api/chat": {"messages": ASKED, "format": SCHEMA, "options": {"num_predict": 4}},
+}
+
+
+@pytest.mark.parametrize("route", CUT)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_cut_says_why_it_is_not_complete(server, route, stream):
+    body = {"model": "tiny", **CUT[route], "stream": stream}
+    text = httpx.post(server.url + route, json=body, timeout=120).text
+    name = CUT[route].get("max_tokens") and "max_tokens"
+    name = name or ("max_output_tokens" if "input" in CUT[route] else "options.num_predict")
+    assert f"The answer was cut at '{name}' (4): what it had to follow is not complete." in text
 
 
 def test_a_call_is_required(client):

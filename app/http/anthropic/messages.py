@@ -31,7 +31,7 @@ async def complete_message(gateway: Gateway, call: MessageCall) -> Message:
         stop_sequence=found,
         usage=MessageUsage.of(opened.usage, reasoning_tokens(opened, [parser])),
         context_management=call.context_management or UNSET,
-        **chat.extras(),
+        **chat.extras(opened),
     )
 
 
@@ -112,7 +112,7 @@ class _Events:
             delta={"stop_reason": reason, "stop_sequence": found, "stop_details": None},
             usage=usage,
             **({} if edits is None else {"context_management": edits}),
-            **{name: value for name, value in self._chat.extras().items() if value},
+            **{name: value for name, value in self._chat.extras(self._opened).items() if value},
         )
         yield named_event("message_stop")
 

@@ -71,7 +71,8 @@ class Teller:
             "eval_count": usage.output_tokens,
             "eval_duration": _nanoseconds(last - first),
         }
-        return told | ({"warnings": self._chat.warnings} if self._chat.warnings else {})
+        warnings = self._chat.warnings_at_end(self._opened)
+        return told | ({"warnings": warnings} if warnings else {})
 
 
 async def complete(gateway: Gateway, chat: ChatCall, kind: Kind, model: str) -> dict[str, Any]:

@@ -78,7 +78,7 @@ async def prepare_chat(call: Call, body: ChatCompletionRequest, prefix: str = "c
     rendered = await model.text.render_chat(call.gateway.templates, chat)
     parsing = Parsing.of(body, model.text, chat, rendered)
     calls = wanted_calls(body, chat.tools, parsing.tools, call.limits)
-    params = await constrained(params, answer, calls, parsing.thinking, model, call.gateway)
+    params = await constrained(params, answer, calls, parsing.thinking, model, call.gateway, call.limits)
     prompt = await off_loop(len(rendered.marked), rendered.ids)
     check_prompts([prompt], "messages", model)
     generation = Generation(
@@ -118,7 +118,7 @@ async def complete_chat(gateway: Gateway, chat: ChatCall, store: Store | None = 
             parts[delta.index].append(delta)
     answer = await whole_answer(opened, chat, parts)
     if store is not None and not store_answer(store, opened, chat, answer):
-        answer.warnings = [*chat.warnings, NOT_STORED]
+        answer.warnings = [*chat.warnings_at_end(opened), NOT_STORED]
     return answer
 
 
@@ -149,7 +149,7 @@ def _answer(opened: OpenRequest, chat: ChatCall, parts: list[list[Delta]]) -> Ch
         usage=CompletionUsage.of(opened.usage, reasoning_tokens(opened, parsers)),
         prompt_token_ids=prompt if body.return_token_ids else UNSET,
         prompt_logprobs=_prompt_logprobs(parts[0], chat),
-        **chat.extras(),
+        **chat.extras(opened),
     )
 
 

@@ -100,7 +100,7 @@ class _Chunks:
         self._base.choices = []
         thoughts = reasoning_tokens(self._opened, self._parsers) if self._parsers else 0
         self._base.usage = CompletionUsage.of(self._opened.usage, thoughts)
-        for name, value in self._chat.extras().items():
+        for name, value in self._chat.extras(self._opened).items():
             setattr(self._base, name, value)
         return data_event(self._base)
 
@@ -140,7 +140,7 @@ class _Chunks:
         choice = ChatChunkChoice(index=delta.index, delta=ChatDelta(), finish_reason=reason)
         chunk = self._chunk(choice)
         if last and not self.with_usage:
-            for name, value in self._chat.extras().items():
+            for name, value in self._chat.extras(self._opened).items():
                 setattr(chunk, name, value)
         return data_event(chunk)
 

@@ -54,7 +54,7 @@ async def prepare_completion(call: Call, body: CompletionRequest) -> CompletionC
         wanted = max(wanted or 0, body.logprobs)
     params = sampling_params(body, model, call.limits, Logprobs(body.logprobs, wanted))
     prompts = await prompt_ids(items, "prompt", model, special=body.add_special_tokens is not False)
-    params = await constrained(params, answer, None, "no", model, call.gateway)
+    params = await constrained(params, answer, None, "no", model, call.gateway, call.limits)
     generation = Generation(
         id=public_id("cmpl", body.request_id, call.exchange, call.gateway),
         endpoint=call.endpoint,
@@ -166,7 +166,7 @@ class _Writer:
         )
 
     def _add_extras(self, chunk: Completion) -> None:
-        for name, value in self._call.extras().items():
+        for name, value in self._call.extras(self._opened).items():
             setattr(chunk, name, value)
 
     def _choice(self, delta: Delta) -> CompletionChoice:

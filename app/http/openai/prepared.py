@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar
 from msgspec import UNSET
 
 from ...gateway.generation import Generation
+from ...gateway.open_request import OpenRequest
 from .fields import ChatCompletionRequest, CompletionRequest
 
 Body = TypeVar("Body", ChatCompletionRequest, CompletionRequest)
@@ -19,10 +20,23 @@ class Prepared(Generic[Body]):
     generation: Generation
     warnings: list[str]
 
-    def extras(self) -> dict[str, Any]:
-        """Fields of ours at the end of an answer: the seed, if we drew it, and what was ignored."""
+    def extras(self, opened: OpenRequest) -> dict[str, Any]:
+        """Fields of ours at the end of an answer: the seed, if we drew it, and warnings."""
         drawn = self.body.seed is None
-        return {"seed": self.generation.params.seed if drawn else UNSET, "warnings": self.warnings or UNSET}
+        return {
+            "seed": self.generation.params.seed if drawn else UNSET,
+            "warnings": self.warnings_at_end(opened) or UNSET,
+        }
+
+    def warnings_at_end(self, opened: OpenRequest) -> list[str]:
+        """What was ignored, and that an answer which has to follow something was cut."""
+        follows = self.generation.params.grammar is not None
+        if not follows or all(each.finish_reason != "length" for each in opened.sequences):
+            return self.warnings
+        where = "the end of the context"
+        if self.generation.max_tokens is not None:
+            where = f"'{self.generation.max_tokens_param}' ({self.generation.max_tokens})"
+        return [*self.warnings, f"The answer was cut at {where}: what it had to follow is not complete."]
 
     @property
     def usage_at_end(self) -> bool:

@@ -20,6 +20,7 @@ from ...text.grammars import (
     json_schema,
     regex,
     vocabulary,
+    with_closed_objects,
     written,
 )
 from ...text.off_loop import off_loop
@@ -121,6 +122,7 @@ async def constrained(
     thinking: Thinking,
     model: LoadedModel,
     gateway: Gateway,
+    limits: LimitSettings,
 ) -> SamplingParams:
     """`params` with the grammar, checked. Raises ApiError 400."""
     if answer is None and (of_calls is None or not of_calls.bound):
@@ -137,6 +139,8 @@ async def constrained(
         elif followed is None:
             followed = free_text(model.text, of_calls.syntax)
     wanted = grammars(followed, made)
+    if not limits.additional_properties:
+        wanted = with_closed_objects(wanted)
     grammar = await gateway.grammars.compiled(wanted, param)
     await _teach(model)
     return replace(params, grammar=grammar, thinking=thinking)

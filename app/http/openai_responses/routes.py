@@ -1,6 +1,5 @@
 """The route that makes responses."""
 
-from dataclasses import replace
 from typing import Annotated
 
 from litestar import Response, Router, post
@@ -61,8 +60,7 @@ async def _prepared(call: Call, data: ResponseRequest, store: Store | None) -> P
     tools = Toolbox.of(data.tools or (), items)
     warnings = [*_warnings(call, data), *tools.warnings]
     chat = await prepare_translated(call, chat_fields(data, items, tools), warnings, "resp_", _NAMES)
-    generation = replace(chat.generation, prompt_param="input", max_tokens_param="max_output_tokens")
-    return PreparedResponse(data, replace(chat, generation=generation), tools, store)
+    return PreparedResponse(data, chat, tools, store)
 
 
 def _warnings(call: Call, data: ResponseRequest) -> list[str]:

@@ -74,7 +74,7 @@ class Writer:
         yield from self._close()
         self._ended = response = self._made()
         if self._store is not None and not self.keep(response):
-            response.store, response.warnings = False, [*self._chat.warnings, NOT_STORED]
+            response.store, response.warnings = False, [*self._chat.warnings_at_end(self._opened), NOT_STORED]
         yield self._event(f"response.{response.status}", response=response)
 
     def break_off(self, error: BaseException) -> None:
@@ -131,7 +131,7 @@ class Writer:
         )
         if ended is not None:
             made.usage = self._usage()
-            extras = self._chat.extras()
+            extras = self._chat.extras(self._opened)
             made.seed, made.warnings = extras["seed"], extras["warnings"]
             if ended == "length":
                 made.incomplete_details = {"reason": "max_output_tokens"}
