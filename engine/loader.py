@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from llmbox.kernels.cpu.build import compile_progress
 from llmbox.kernels.cpu.cores import pick_cores
 from llmbox.kernels.dispatch import QuantUnavailable, UnknownBackend, native_ready, select_ops
 from llmbox.kernels.ops import Ops
@@ -75,6 +76,7 @@ class Share:
 def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> Engine:
     """Raises EngineError; then nothing of the model is left behind."""
     started = time.monotonic()
+    progress(Progress(phase="weights", done=0, total=0))
     model = parse_config(Path(config.model_path))
     device = resolve_device(config.device)
     plan = estimate(model.shape(config.context), memory_budget(device), config)
@@ -144,8 +146,9 @@ def load_share(
     return Share(runner, plan, ops.name, measured, rows)
 
 
-def open_kernels() -> None:
+def open_kernels(progress: Callable[[Progress], None]) -> None:
     """Ahead of `load_engine`, which would do it: compiles or finds the library, and opens it."""
+    compile_progress.set(lambda done, total: progress(Progress(phase="kernels", done=done, total=total)))
     if not torch.cuda.is_available():
         native_ready()
 

@@ -5,6 +5,7 @@ Every request carries all that is needed to go on after the engine died: see `Ad
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from .config import EngineConfig
 from .prefix_history import PrefixEnd
@@ -79,9 +80,9 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Loading goes on. `done` and `total` are bytes of weights."""
+    """Loading goes on. `done` and `total` count steps of a compile or bytes of weights; 0 where not known."""
 
-    phase: str
+    phase: Literal["kernels", "weights"]
     done: int
     total: int
 

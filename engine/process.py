@@ -1,9 +1,10 @@
 """The engine process: `python -P -m llmbox.engine.process --fd N`, started by `client.py`.
 
-It talks through one inherited socket: `Start` comes in, `Progress`… and `Ready` or `LoadFailed` go out, then
-the loop of `serve`. It lives exactly as long as its daemon wants it: a closed socket ends it between two
-steps, and the kernel kills it when the daemon's thread that started it ends, even in the middle of one.
-An exception in a step ends the process: the daemon starts another and hands it the open requests.
+It talks through one inherited socket: `Progress` goes out if kernels have to be compiled, `Start` comes in,
+`Progress`… and `Ready` or `LoadFailed` go out, then the loop of `serve`. It lives exactly as long as its
+daemon wants it: a closed socket ends it between two steps, and the kernel kills it when the daemon's thread
+that started it ends, even in the middle of one. An exception in a step ends the process: the daemon starts
+another and hands it the open requests.
 """
 
 import argparse
@@ -80,8 +81,10 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
     bind_to_parent(options.parent)
     gc.disable()  # until all is imported, as that stays
     try:
-        engine = load or _import_engine(options.fd)
-        return _run(_adopt(options.fd), engine)
+        if load is None:
+            _import_torch(options.fd)
+        channel = _adopt(options.fd)
+        return _run(channel, load or _import_engine(channel))
     except DaemonGone:
         return EXIT_OK
     except Exception:
@@ -158,8 +161,8 @@ def _first_message(channel: Channel) -> ToEngine:
     return message
 
 
-def _import_engine(fd: int) -> Load:
-    """Imports torch and opens the kernels while `Start` is still on its way, or long before."""
+def _import_torch(fd: int) -> None:
+    """While `Start` is still on its way, or long before."""
     name_gpus()
     try:
         import_torch()
@@ -170,9 +173,13 @@ def _import_engine(fd: int) -> Load:
         os.environ[WHOLE] = "1"
         os.set_inheritable(fd, True)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - this program once more
+
+
+def _import_engine(channel: Channel) -> Load:
+    """Opens the kernels too, which may have to be compiled."""
     from .loader import load_engine, open_kernels  # noqa: PLC0415 - a fake engine must do without torch
 
-    open_kernels()
+    open_kernels(channel.send)
     return load_engine
 
 

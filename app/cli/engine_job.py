@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from llmbox.engine.spawn import Launch
 
 from ..daemon.launching import with_caches
+from ..engines.load_words import compile_words
 from ..errors import CliError, Exit
 from ..settings import CacheSettings
 from . import output
@@ -46,7 +48,7 @@ def run_job(
                 report: dict[str, Any] = message["report"]
                 return report
             for what, (done, total) in message.items():
-                line.update(words(what, done, total))
+                line.update((compile_words if what == "compiling" else partial(words, what))(done, total))
     finally:
         line.close()
         if process.poll() is None:

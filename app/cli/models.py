@@ -160,7 +160,7 @@ def print_models(models: Sequence[Mapping[str, Any]]) -> None:
                 output.size(memory),
                 f"{stats['running']}+{stats['waiting']}" if stats else "-",
                 _stay(model),
-                model["cause"] if model["state"] in {"failed", "restarting"} else "",
+                model["cause"] if model["state"] in {"loading", "failed", "restarting"} else "",
             )
         )
     if rows:

@@ -22,6 +22,8 @@ POLL = 0.1
 """Seconds between two looks at a daemon that starts."""
 ENDING = 10.0
 """Seconds that a daemon whose API is gone gets to end."""
+SILENT_S = 2.0
+"""Seconds of waiting that are not counted aloud."""
 START_TIMEOUT = 30.0
 """Seconds until a daemon that neither answers nor ends counts as failed."""
 
@@ -96,7 +98,7 @@ def wait_for_models(
     program: Program, started: Started, names: Sequence[str], timeout: float
 ) -> list[dict[str, Any]]:
     """All models in `names` (all there are, when empty) once they are ready; raises when one cannot be."""
-    deadline = time.monotonic() + timeout
+    began = time.monotonic()
     line = ProgressLine()
     try:
         while True:
@@ -107,8 +109,10 @@ def wait_for_models(
                     raise load_error(model["name"], model["cause"], model["error_code"], log_file)
             if all(model["state"] == "ready" for model in models):
                 return models
-            line.update(", ".join(progress_text(model) for model in models if model["state"] != "ready"))
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            told = ", ".join(progress_text(model) for model in models if model["state"] != "ready")
+            line.update(f"{told} ({waited:.0f} s)" if waited > SILENT_S else told)
+            if waited > timeout:
                 raise CliError(
                     "not ready yet",
                     f"waited {timeout:g} s; the daemon goes on loading",
@@ -149,7 +153,9 @@ def _look(program: Program, started: Started, names: Sequence[str]) -> list[dict
 
 def progress_text(model: Mapping[str, Any]) -> str:
     progress = model.get("progress")
-    if not progress or not progress["total"]:
-        return f"{model['state']} {model['name']}"
-    share = progress["done"] / progress["total"]
-    return f"loading {model['name']}: {progress['phase']} {share:.0%} of {size(progress['total'])}"
+    of = (
+        f" of {size(progress['total'])}"
+        if progress and progress["phase"] == "weights" and progress["total"]
+        else ""
+    )
+    return f"{model['state']} {model['name']}: {model['cause']}{of}"

@@ -239,7 +239,9 @@ class EngineManager:
             for model in self._loaded.values()
         ]
         loading = [
-            ModelReadiness(name, "loading", f"{name} is loading{_percent(each.supervisor)}", each.on_request)
+            ModelReadiness(
+                name, "loading", f"{name} is loading: {each.supervisor.load_stage}", each.on_request
+            )
             for name, each in self._loading.items()
         ]
         return judge_readiness(failures, loaded, loading, has_served=self._has_served)
@@ -309,13 +311,6 @@ def _as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), code=error.code)
     log.error("unexpected error while loading", exc_info=error)
     return ApiError(500, "Loading failed by an internal error.", code="engine_error", type="server_error")
-
-
-def _percent(supervisor: Supervisor) -> str:
-    progress = supervisor.progress
-    if progress is None or not progress.total:
-        return ""
-    return f" ({progress.phase} {100 * progress.done // progress.total} %)"
 
 
 def _retrieve(task: "asyncio.Task[LoadedModel]") -> None:

@@ -34,6 +34,7 @@ from .admission import Pace, State, queue_full, refuse_by_state
 from .block_asker import BlockAsker
 from .deaths import DeathLimits, Deaths
 from .engine_life import Death, EngineLife
+from .load_words import ENGINE_READY, STARTING, load_words
 from .open_requests import Hooks, OpenRequests
 from .reservation import QueueReservation, QueueReservations
 from .spares import Spares
@@ -66,8 +67,8 @@ class Supervisor:
         """The same with its share of memory."""
         self.name = config.name
         self.state: State = "loading"
-        self.cause = ""
-        """Why it is not ready, or why it last was not."""
+        self.cause = STARTING
+        """Why it is not ready, or why it last was not. While it loads, how far that is."""
         self.info: ModelInfo | None = None
         self.stats = EngineStats()
         """Of the running engine: its counters start again with each restart."""
@@ -169,6 +170,11 @@ class Supervisor:
     def pid(self) -> int | None:
         return None if self._life is None else self._life.pid
 
+    @property
+    def load_stage(self) -> str:
+        """What is done for its first load at the moment: its tokenizer is read after its engine is ready."""
+        return self.cause or ENGINE_READY
+
     def readiness(self) -> tuple[bool, str]:
         """(ready, cause if not)."""
         if self.state != "ready":
@@ -265,6 +271,8 @@ class Supervisor:
                 self._blocks.answered(message)
             case Progress():
                 self.progress = message
+                if self.state == "loading":
+                    self.cause = load_words(message)
             case Ready():
                 self._became_ready(message.info)
 

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 from .cache_folder import cache_folder
@@ -18,6 +19,7 @@ from .compiling import (
     DIGITS,
     FLAGS,
     NativeUnavailable,
+    Progress,
     compile_library,
     compiler_version,
     digest_sources,
@@ -30,6 +32,8 @@ from .sealed import is_sealed, seal
 log = logging.getLogger(__name__)
 
 UNFINISHED = "unfinished-"
+compile_progress: ContextVar[Progress] = ContextVar("compile_progress", default=lambda _done, _total: None)
+"""Whom to tell how far a compile is, whoever asked for the kernels."""
 
 
 def library_path(level: Level) -> Path:
@@ -104,10 +108,10 @@ def is_intact(path: Path) -> bool:
 
 
 def build(compiler: list[str], level: Level, path: Path) -> None:
-    log.info("compiling the CPU kernels for %s: once, some seconds", level.name)
+    log.info("compiling the CPU kernels for %s, once for this machine", level.name)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED) as folder:
         made = Path(folder) / path.name
-        compile_library(compiler, level, made)
+        compile_library(compiler, level, made, progress=compile_progress.get())
         seal(made)
         made.chmod(0o700)
         made.replace(path)
@@ -124,5 +128,9 @@ def private_folder(folder: Path) -> None:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     with path.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            compile_progress.get()(0, 0)
+            fcntl.flock(stream, fcntl.LOCK_EX)
         yield

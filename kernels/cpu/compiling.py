@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from .levels import Level
@@ -31,6 +32,10 @@ SECONDS = {
 """What a file takes, beside 1.2 s for the headers of the system: on a Xeon, for AMX."""
 DIGITS = 20
 """Of a digest, in names."""
+
+
+Progress = Callable[[int, int], None]
+"""Steps of a compile that are done, and all of them; (0, 0) while another process compiles the same."""
 
 
 class NativeUnavailable(Exception):  # noqa: N818 - named for what the user reads
@@ -71,7 +76,13 @@ def layout(level: Level) -> str:
     return f"{level.name} {digest_sources(level.name)}"
 
 
-def compile_library(compiler: list[str], level: Level, path: Path, link: tuple[str, ...] = ()) -> None:
+def compile_library(
+    compiler: list[str],
+    level: Level,
+    path: Path,
+    link: tuple[str, ...] = (),
+    progress: Progress = lambda _done, _total: None,
+) -> None:
     """Makes `path`; object files stay beside it. `link`: more for the linker.
 
     Raises NativeUnavailable; OSError where the disk is full.
@@ -80,19 +91,26 @@ def compile_library(compiler: list[str], level: Level, path: Path, link: tuple[s
     parts = deal(min(len(os.sched_getaffinity(0)), MOST_AT_ONCE))
     objects = [path.with_name(f"part{number}.o") for number in range(len(parts))]
 
+    steps = len(parts) + 1  # the last one links
+    progress(0, steps)
+
     def compile_one(sources: list[Path], to: Path) -> None:
         whole = to.with_suffix(".cpp")
         whole.write_text("".join(f'#include "{source}"\n' for source in sources))
         run([*common, "-c", str(whole), "-o", str(to)], level)
 
-    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - seldom needed, and slow to import
+    from concurrent.futures import ThreadPoolExecutor, as_completed  # noqa: PLC0415 - seldom needed, slow
 
     workers = ThreadPoolExecutor(len(parts))
     try:
-        list(workers.map(compile_one, parts, objects))
+        work = [workers.submit(compile_one, *each) for each in zip(parts, objects, strict=True)]
+        for done, each in enumerate(as_completed(work), start=1):
+            each.result()
+            progress(done, steps)
     finally:
         workers.shutdown(cancel_futures=True)
     run([*common, "-shared", *map(str, objects), *link, "-o", str(path)], level)
+    progress(steps, steps)
 
 
 def deal(count: int) -> list[list[Path]]:

@@ -1,5 +1,6 @@
 """The engine's side: the loop, and the channel that never blocks a step."""
 
+import contextvars
 import socket
 import threading
 
@@ -11,6 +12,7 @@ from llmbox.engine.channel import Channel, DaemonGone
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.process import serve
 from llmbox.engine.transport import FrameReader, encode
+from llmbox.kernels.cpu.build import compile_progress
 from support.engines import request
 from support.fake_engine import FakeEngine, FakeOptions
 
@@ -140,6 +142,16 @@ def test_gpus_are_named_before_torch_could_start_cuda(monkeypatch):
     done = []
     monkeypatch.setattr(process, "name_gpus", lambda: done.append("named"))
     monkeypatch.setattr(process, "import_torch", lambda: done.append("torch"))
-    monkeypatch.setattr(loader, "open_kernels", lambda: done.append("kernels"))
-    assert process._import_engine(-1) is loader.load_engine
-    assert done == ["named", "torch", "kernels"]
+    process._import_torch(-1)
+    assert done == ["named", "torch"]
+
+
+def test_a_compile_is_told_before_there_is_anything_to_load(ends, monkeypatch):
+    def compile_something():
+        compile_progress.get()(1, 3)
+
+    daemon, engine_end = ends
+    monkeypatch.setattr(loader, "native_ready", compile_something)
+    assert contextvars.copy_context().run(process._import_engine, Channel(engine_end)) is loader.load_engine
+    told = read(daemon, FrameReader(m.ToDaemon))
+    assert told == [m.Progress(phase="kernels", done=1, total=3)]

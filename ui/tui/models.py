@@ -145,7 +145,8 @@ def _loaded(model: Mapping[str, Any], disk: Mapping[str, Any] | None, rate: Erro
     state = str(model["state"])
     told = state
     if progress and progress["total"]:
-        told = f"{state} {100 * progress['done'] // progress['total']} %"
+        what = "compiling" if progress["phase"] == "kernels" else state
+        told = f"{what} {100 * progress['done'] // progress['total']} %"
     if state == "failed":
         told = f"failed: {model['cause']}"
     failing = rate is not None and rate.failed > 0

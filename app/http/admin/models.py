@@ -99,6 +99,7 @@ def _loading(supervisor: Supervisor) -> Model:
     """Its engine may be ready while its tokenizer is not: requests are still refused."""
     described = _of(supervisor)
     described.state = "loading"
+    described.cause = supervisor.load_stage
     return described
 
 

@@ -1,10 +1,14 @@
 """The compiled library: kept, checked, made again, and what happens where it cannot be made."""
 
 import ctypes
+import fcntl
 import logging
 import multiprocessing
 import os
 import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +51,42 @@ def test_is_built_once(tiny: Path) -> None:
     assert answer(first) == 42
     assert first.stat().st_mode & 0o077 == 0
     assert tiny.stat().st_mode & 0o077 == 0
+
+
+@pytest.fixture
+def told() -> Iterator[list[tuple[int, int]]]:
+    """How far compiles are, as whoever waits hears it."""
+    heard: list[tuple[int, int]] = []
+    before = build.compile_progress.set(lambda done, total: heard.append((done, total)))
+    yield heard
+    build.compile_progress.reset(before)
+
+
+def test_a_build_tells_its_steps_and_a_library_that_is_there_none(
+    tiny: Path, told: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (compiling.SOURCES / "more.cpp").write_text("int llmbox_more() { return 1; }\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    build.library_path(LEVEL)
+    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    build.library_path(LEVEL)
+    assert len(told) == 4
+
+
+def test_a_wait_for_a_build_of_another_process_is_told(tiny: Path, told: list[tuple[int, int]]) -> None:
+    tiny.mkdir(mode=0o700)
+    with (tiny / "build.lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        release = threading.Timer(0.0, lambda: (wait_until(lambda: told), fcntl.flock(other, fcntl.LOCK_UN)))
+        release.start()
+        build.library_path(LEVEL)
+        release.join()
+    assert told == [(0, 0), (0, 2), (1, 2), (2, 2)]
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    while not condition():
+        time.sleep(0.001)
 
 
 def test_another_source_is_another_library(tiny: Path) -> None:

@@ -1,0 +1,19 @@
+"""How far a load is, in words: for `up`, `load`, `/ready`, the panel and `llmbox top`."""
+
+from llmbox.engine.messages import Progress
+
+STARTING = "starting its engine"
+ENGINE_READY = "reading its tokenizer"
+
+
+def load_words(progress: Progress) -> str:
+    if progress.phase == "kernels":
+        return compile_words(progress.done, progress.total)
+    return f"reading weights: {progress.done / progress.total:.0%}" if progress.total else "reading weights"
+
+
+def compile_words(done: int, total: int) -> str:
+    """Nothing is said of the order: the steps go on side by side."""
+    if not total:
+        return "waiting for the CPU kernels, which another process compiles"
+    return f"compiling the CPU kernels (once): {done} of {total} steps"

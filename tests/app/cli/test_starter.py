@@ -1,0 +1,54 @@
+"""What `up`, `load` and `restart` say while a model loads."""
+
+import pytest
+
+from llmbox.app.cli import output, starter
+from llmbox.app.cli.program import Program
+from llmbox.app.cli.starter import Started, progress_text, wait_for_models
+from llmbox.app.control.running import Running
+
+RUNNING = Running(pid=1, host="127.0.0.1", port=1, socket="", started_at=0.0, version="")
+READY = {"name": "m", "aliases": [], "state": "ready", "cause": "", "progress": None}
+
+
+def loading(cause, phase=None, done=0, total=0):
+    progress = phase and {"phase": phase, "done": done, "total": total}
+    return READY | {"state": "loading", "cause": cause, "progress": progress}
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (loading("starting its engine"), "loading m: starting its engine"),
+        (loading("compiling: 1 of 3 steps", "kernels", 1, 3), "loading m: compiling: 1 of 3 steps"),
+        (loading("reading weights: 45%", "weights", 450, 1000), "loading m: reading weights: 45% of 1.0 kB"),
+        (loading("reading weights", "weights"), "loading m: reading weights"),
+    ],
+)
+def test_words_for_a_model_that_loads(model, text):
+    assert progress_text(model) == text
+
+
+def test_a_wait_says_what_is_done_and_for_how_long(tmp_path, monkeypatch, capsys):
+    """A look every second, of a box whose compiler is slow."""
+    now = 100.0
+    steps = [loading("starting"), *[loading("compiling: 0 of 3 steps", "kernels", 0, 3)] * 10, READY]
+
+    class Client:
+        def get(self, _path):
+            return {"models": [steps.pop(0)]}
+
+    def sleep(_seconds):
+        nonlocal now
+        now += 1
+
+    monkeypatch.setattr(output.time, "monotonic", lambda: now)
+    monkeypatch.setattr(starter.time, "sleep", sleep)
+    program = Program(environ={"HOME": str(tmp_path)})
+    program.client = Client()
+    assert wait_for_models(program, Started(RUNNING, None, 0), [], 60.0) == [READY]
+    assert capsys.readouterr().err.splitlines() == [
+        "loading m: starting",
+        "loading m: compiling: 0 of 3 steps (5 s)",
+        "loading m: compiling: 0 of 3 steps (10 s)",
+    ]
