@@ -125,6 +125,20 @@ class LimitSettings:
         live=True,
     )
     choices: int = key(16, "Largest n (answers of one request).", low=1, high=1024)
+    request_timeout: float = key(
+        0.0,
+        "Seconds after which an answer ends, whatever there is of it; 0: none. Requests may ask for less.",
+        low=0,
+        high=86_400,
+        live=True,
+    )
+    first_token_timeout: float = key(
+        0.0,
+        "Seconds without a token after which a request fails with 503; 0: none. Requests may ask for less.",
+        low=0,
+        high=86_400,
+        live=True,
+    )
     queue: int = key(512, "Requests that may wait for a model; one more gets 429.", low=1, high=1_000_000)
     stream_buffer_bytes: int = key(
         1_000_000, "Unread bytes kept for one slow stream.", low=4096, high=1 << 30

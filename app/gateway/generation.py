@@ -38,6 +38,8 @@ class Generation:
     """`max_tokens` may be more than the context leaves: the answer then ends where the context does."""
     n: int = 1
     stop: tuple[str, ...] = ()
+    keep_stop: bool = False
+    """The stop string or token that ends an answer is part of it."""
     begins: bool = True
     """The answer is a text of its own; otherwise it goes on where the prompt ends."""
     skip_special: bool = True
@@ -55,6 +57,12 @@ class Generation:
     stream: bool = False
     reservation: QueueReservation | None = None
     """Places in the model's queue, held since before the prompts were made; given up on submission."""
+    finish_by: float | None = None
+    """`time.monotonic()` at which the answer ends, whatever there is of it."""
+    first_token_by: float | None = None
+    """`time.monotonic()` at which a request without a token fails."""
+    remarks: list[str] = field(default_factory=list)
+    """Filled while it runs: warnings about how it ended."""
     prompt_param: str = "messages"
     """Name of the field that a too long prompt is blamed on."""
     max_tokens_param: str = "max_tokens"

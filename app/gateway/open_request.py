@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from types import TracebackType
 from typing import Self
@@ -15,6 +15,7 @@ from ..security.rates import TokenReservation
 from .generation import Delta, Generation, Usage
 from .live_request import LiveRequest
 from .sequence import Sequence
+from .time_limits import TimeLimits
 from .transcript import Transcript
 
 CLIENT_CLOSED = 499
@@ -65,6 +66,7 @@ class OpenRequest:
         self.reason = ""
         """Message of the error that it ended with."""
         self._why: ApiError | None = None
+        self._limits = TimeLimits(generation)
         self._prefix_ends: dict[int, str] = {}
         self._on_end = on_end
         self._on_gap = on_gap
@@ -90,9 +92,12 @@ class OpenRequest:
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Raises ApiError where the engine gave up or the request was cancelled from elsewhere."""
+        self._limits.start(self.cancel)
         try:
             outputs = self._one() if len(self.sequences) == 1 else self._merged()
             async for sequence, output in outputs:
+                if output.finish_reason == "abort" and self._limits.has_ended_answer:
+                    output = replace(output, finish_reason="length")  # noqa: PLW2901 - what there is
                 if output.finish_reason in {"error", "abort"}:
                     raise self._failure(output)
                 self._note(sequence, output)
@@ -135,6 +140,7 @@ class OpenRequest:
         if self._ended:
             return
         self._ended = True
+        self._limits.stop()
         for sequence in self.sequences:
             sequence.stream.cancel()
         self.usage_now()
@@ -215,6 +221,7 @@ class OpenRequest:
             self.usage.looked_up_tokens += output.looked_up_tokens or 0
         if not output.token_ids:
             return
+        self._limits.note_token()
         if self._reservation is not None:
             self._reservation.spend(len(output.token_ids))
         now = time.monotonic()

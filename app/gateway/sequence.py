@@ -22,7 +22,8 @@ class Sequence:
         self._detokenizer: Detokenizer = self._text.detokenizer(
             begins=generation.begins, skip_special=generation.skip_special
         )
-        self._stops = StopStrings(generation.stop) if generation.stop else None
+        self._stops = StopStrings(generation.stop, keep=generation.keep_stop) if generation.stop else None
+        self._keep_stop = generation.keep_stop
         self._min_tokens = generation.params.min_tokens
         self._silent = generation.max_tokens == 0
         self._entries: deque[TokenEntry] | None = (
@@ -51,7 +52,7 @@ class Sequence:
             return Delta(self.index, "", [], [], self.finish_reason, vector=output.vector)
         ids = output.token_ids
         self.output_tokens += len(ids)
-        spoken = ids[:-1] if output.stop_token_id is not None else ids
+        spoken = ids[:-1] if output.stop_token_id is not None and not self._keep_stop else ids
         text = self._decode(spoken, output.logprobs)
         reason = output.finish_reason
         if reason is not None and not self._stopped:

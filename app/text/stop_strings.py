@@ -2,7 +2,7 @@
 
 One Knuth-Morris-Pratt automaton a stop string: constant work a character, and the result does not depend
 on where the pieces were cut. The string that is complete first wins (of several, the longest); text ends
-before it. What may still become a stop string is held back.
+before it, or with it where `keep` says so. What may still become a stop string is held back.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,10 @@ from collections.abc import Sequence
 class StopStrings:
     """State of one output sequence."""
 
-    __slots__ = ("_held", "_states", "_stops", "matched")
+    __slots__ = ("_held", "_keep", "_states", "_stops", "matched")
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
+        self._keep = keep
         self._stops = [(stop, _failure_table(stop)) for stop in stops]
         self._states = [0] * len(self._stops)
         self._held = ""
@@ -28,7 +29,7 @@ class StopStrings:
             if found is not None:
                 self.matched = found
                 self._held = ""
-                return whole[: index + 1 - len(found)]
+                return whole[: index + 1 - (0 if self._keep else len(found))]
         keep = len(whole) - max(self._states, default=0)
         self._held = whole[keep:]
         return whole[:keep]

@@ -160,7 +160,7 @@ def test_more_inputs_than_run_at_once(client, text):
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "dimensions": "3"}, "dimensions"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
-        ({"input": "a", "truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],
     ids=str,
 )

@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from llmbox.engine.messages import TokenLogprobs
 
 from ...engines.loaded_model import LoadedModel
 from ...gateway.gateway import Gateway
-from ...gateway.generation import Delta, Generation
+from ...gateway.generation import Delta, Generation, TokenEntry
 from ...gateway.open_request import OpenRequest
 from ...text.answer_parts import AnswerParser
 from ...text.chat_prompt import Chat
@@ -18,23 +17,27 @@ from ...text.off_loop import off_loop
 from ...text.tool_calls import ToolCall
 from .chat_parts import Parsing, call_id, final_reason, reasoning_tokens
 from .context import Call, Heading
+from .deadlines import Deadlines
 from .effort import with_effort
 from .fields import ChatCompletionRequest, FunctionTool, Message
 from .logprobs import chat_logprobs, prompt_logprobs
 from .messages import build_chat
 from .prepared import Prepared
-from .prompt_ids import check_prompts
+from .prompt_ids import check_prompts, truncated
 from .responses import (
     CalledCustom,
     CalledFunction,
     ChatChoice,
     ChatCompletion,
+    ChatLogprobs,
     ChatMessage,
     ChatToolCall,
     CompletionUsage,
+    PromptLogprobs,
 )
 from .sampling import (
     Logprobs,
+    check_alternatives,
     check_common,
     check_max_tokens,
     invalid,
@@ -51,6 +54,8 @@ from .unsupported import refuse_unsupported, unknown_fields
 @dataclass(frozen=True, slots=True)
 class ChatCall(Prepared[ChatCompletionRequest]):
     parsing: Parsing
+    echo: str = ""
+    """Text that each answer begins with."""
 
     @property
     def wants_logprobs(self) -> bool:
@@ -64,13 +69,15 @@ async def prepare_chat(call: Call, body: ChatCompletionRequest, prefix: str = "c
     """
     refuse_unsupported(body)
     check_common(body, call.limits)
+    check_alternatives("top_logprobs", body.top_logprobs, 20)
     max_tokens, max_tokens_param = _max_tokens(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "it is only allowed when 'logprobs' is true")
     stop = stop_strings(body, call.limits)
     answer = wanted_answer(body, call.limits)
     chat = build_chat(body, call.limits)
-    model = await call.find_model(body.model)
+    deadlines = Deadlines.of(call, body)
+    model = await call.find_model(body.model, deadlines.next)
     chat, warnings = with_effort(chat, body.reasoning_effort, model.text.chat_template)
     logprobs = Logprobs((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
     reservation = call.reserve(model, body.n or 1)
@@ -81,15 +88,17 @@ async def prepare_chat(call: Call, body: ChatCompletionRequest, prefix: str = "c
     params = await constrained(params, answer, calls, parsing.thinking, model, call.gateway, call.limits)
     prompt = await off_loop(len(rendered.marked), rendered.ids)
     check_prompts([prompt], "messages", model)
+    prompts, cut = truncated([prompt], body.truncate_prompt_tokens, max_tokens, model)
     generation = Generation(
         id=public_id(prefix, body.request_id, call.exchange, call.gateway),
         endpoint=call.endpoint,
         model=model,
-        prompts=[prompt],
+        prompts=prompts,
         params=params,
         max_tokens=max_tokens,
         n=body.n or 1,
         stop=stop,
+        keep_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False and not parsing.needs_special(model.text),
         seed_drawn=body.seed is None,
         priority=call.caller.priority(body.priority),
@@ -101,9 +110,18 @@ async def prepare_chat(call: Call, body: ChatCompletionRequest, prefix: str = "c
         keep=call.keep(),
         stream=bool(body.stream),
         reservation=reservation,
+        finish_by=deadlines.finish_by,
+        first_token_by=deadlines.first_token_by,
         max_tokens_param=max_tokens_param,
     )
-    return ChatCall(body, generation, _warnings(call, body) + warnings, parsing)
+    echo = _echo(chat) if body.echo else ""
+    return ChatCall(body, generation, _warnings(call, body) + warnings + cut, parsing, echo)
+
+
+def _echo(chat: Chat) -> str:
+    """The last message, where the answer is of the same role."""
+    last = chat.messages[-1]
+    return str(last["content"] or "") if last["role"] == "assistant" else ""
 
 
 async def chat_ids(gateway: Gateway, model: LoadedModel, chat: Chat) -> list[int]:
@@ -148,7 +166,7 @@ def _answer(opened: OpenRequest, chat: ChatCall, parts: list[list[Delta]]) -> Ch
         choices=[_choice(index, deltas, chat, parsers[index]) for index, deltas in enumerate(parts)],
         usage=CompletionUsage.of(opened.usage, reasoning_tokens(opened, parsers)),
         prompt_token_ids=prompt if body.return_token_ids else UNSET,
-        prompt_logprobs=_prompt_logprobs(parts[0], chat),
+        prompt_logprobs=told_prompt_logprobs(parts[0], chat),
         **chat.extras(opened),
     )
 
@@ -160,7 +178,7 @@ def _choice(index: int, deltas: list[Delta], chat: ChatCall, parser: AnswerParse
     return ChatChoice(
         index=index,
         message=_message(index, "".join(delta.text for delta in deltas), chat, parser),
-        logprobs=chat_logprobs(entries, chat.generation.model.text.tokens) if chat.wants_logprobs else None,
+        logprobs=told_logprobs(chat, entries) if chat.wants_logprobs else None,
         finish_reason=final_reason(reason, parser),
         token_ids=[i for delta in deltas for i in delta.token_ids] if chat.body.return_token_ids else UNSET,
     )
@@ -169,7 +187,8 @@ def _choice(index: int, deltas: list[Delta], chat: ChatCall, parser: AnswerParse
 def _message(index: int, text: str, chat: ChatCall, parser: AnswerParser) -> ChatMessage:
     parts = parser.push(text)
     parts.add(parser.finish())
-    message = ChatMessage(content=None if parts.calls and not parts.content else parts.content)
+    content = chat.echo + parts.content
+    message = ChatMessage(content=None if parts.calls and not content else content)
     if parts.calls:
         message.tool_calls = [
             _called(call_id(chat.generation.id, index, number), call, chat.parsing)
@@ -186,7 +205,12 @@ def _called(id_: str, call: ToolCall, parsing: Parsing) -> ChatToolCall:
     return ChatToolCall(id=id_, function=CalledFunction(call.name, call.arguments))
 
 
-def _prompt_logprobs(deltas: Sequence[Delta], chat: ChatCall) -> Any:
+def told_logprobs(chat: ChatCall, entries: Sequence[TokenEntry]) -> ChatLogprobs:
+    tokens = chat.generation.model.text.tokens
+    return chat_logprobs(entries, tokens, as_ids=chat.body.return_tokens_as_token_ids)
+
+
+def told_prompt_logprobs(deltas: Sequence[Delta], chat: ChatCall) -> PromptLogprobs | UnsetType:
     top = chat.body.prompt_logprobs
     if top is None:
         return UNSET

@@ -1,6 +1,7 @@
 """A chat answer as a stream of chunks."""
 
 from collections.abc import AsyncGenerator
+from functools import partial
 
 import msgspec
 from msgspec import UNSET
@@ -9,11 +10,18 @@ from ...gateway.gateway import Gateway
 from ...gateway.generation import Delta
 from ...gateway.open_request import OpenRequest
 from ...text.answer_parts import Parts
+from ...text.off_loop import off_loop
 from ...text.tool_calls import ToolCall
 from ..sse import data_event
-from .chat import ChatCall, heading_of, store_answer, whole_answer
+from .chat import (
+    ChatCall,
+    heading_of,
+    store_answer,
+    told_logprobs,
+    told_prompt_logprobs,
+    whole_answer,
+)
 from .chat_parts import call_id, final_reason, reasoning_tokens
-from .logprobs import chat_logprobs
 from .responses import (
     ChatChunk,
     ChatChunkChoice,
@@ -45,6 +53,8 @@ async def stream_chat(
                 answer = await whole_answer(opened, chat, parts)
                 if not store_answer(store, opened, chat, answer):
                     chat.warnings.append(NOT_STORED)
+            if delta.prompt_logprobs and delta.index == 0:
+                yield await off_loop(len(delta.prompt_logprobs), partial(chunks.prompt, delta))
             if event := chunks.event(delta, last=unfinished == 0):
                 yield event
     if chunks.with_usage:
@@ -60,7 +70,6 @@ class _Chunks:
         heading = heading_of(opened, chat)
         self.with_usage = chat.usage_at_end
         self._running_usage = chat.usage_in_chunks
-        self._tokens = chat.generation.model.text.tokens
         self._base = ChatChunk(
             id=heading.id,
             created=heading.created,
@@ -78,6 +87,16 @@ class _Chunks:
         chunk = self._chunk(ChatChunkChoice(index=index, delta=delta))
         if self._chat.body.return_token_ids and index == 0:
             chunk.prompt_token_ids = self._chat.generation.prompts[0]
+        events = data_event(chunk)
+        if self._chat.echo:
+            said = ChatDelta(content=self._chat.echo)
+            events += data_event(self._chunk(ChatChunkChoice(index=index, delta=said)))
+        return events
+
+    def prompt(self, delta: Delta) -> bytes:
+        """Log-probabilities of the prompt, which come with the first tokens."""
+        chunk = self._chunk(ChatChunkChoice(index=0, delta=ChatDelta()))
+        chunk.prompt_logprobs = told_prompt_logprobs([delta], self._chat)
         return data_event(chunk)
 
     def event(self, delta: Delta, *, last: bool) -> bytes:
@@ -148,7 +167,7 @@ class _Chunks:
         """What belongs to the step comes with its `first` chunk."""
         choice = ChatChunkChoice(index=delta.index, delta=said)
         if first and self._chat.wants_logprobs:
-            choice.logprobs = chat_logprobs(delta.entries, self._tokens)
+            choice.logprobs = told_logprobs(self._chat, delta.entries)
         if first and self._chat.body.return_token_ids:
             choice.token_ids = delta.token_ids
         return data_event(self._chunk(choice))

@@ -1,23 +1,30 @@
 """POST /v1/completions: raw prompts, one or many, with echo and the older shape of logprobs."""
 
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from llmbox.engine.messages import TokenLogprobs
+from llmbox.engine.sampling import SamplingParams
 
+from ...engines.loaded_model import LoadedModel
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Delta, Generation, TokenEntry
 from ...gateway.open_request import OpenRequest
+from ...text.fim import fim_prompt, fim_stop_ids
 from ...text.off_loop import off_loop
 from ..sse import data_event
 from .context import Call, Heading
+from .deadlines import Deadlines
 from .fields import CompletionRequest
 from .logprobs import append_completion_entry, completion_logprobs, prompt_logprobs
 from .prepared import Prepared
-from .prompt_ids import prompt_ids, prompt_items
+from .prompt_ids import check_prompts, prompt_ids, prompt_items, truncated
 from .responses import Completion, CompletionChoice, CompletionLogprobs, CompletionUsage
 from .sampling import (
     Logprobs,
+    check_alternatives,
     check_common,
     check_max_tokens,
     invalid,
@@ -38,6 +45,7 @@ async def prepare_completion(call: Call, body: CompletionRequest) -> CompletionC
     n = body.n or 1
     if body.best_of is not None and body.best_of != n:
         raise invalid("best_of", "it must equal 'n': every choice that is generated is returned")
+    check_alternatives("logprobs", body.logprobs, 5)
     # No output at all makes sense only for the log-probabilities of the echoed prompt.
     check_max_tokens("max_tokens", body.max_tokens, 0 if body.echo else 1, body)
     stop = stop_strings(body, call.limits)
@@ -47,13 +55,19 @@ async def prepare_completion(call: Call, body: CompletionRequest) -> CompletionC
         raise invalid(
             "prompt", f"at most {call.limits.queue} choices (prompts times 'n') can be asked for at once"
         )
-    model = await call.find_model(body.model)
+    deadlines = Deadlines.of(call, body)
+    model = await call.find_model(body.model, deadlines.next)
     reservation = call.reserve(model, len(items) * n)
     wanted = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         wanted = max(wanted or 0, body.logprobs)
     params = sampling_params(body, model, call.limits, Logprobs(body.logprobs, wanted))
-    prompts = await prompt_ids(items, "prompt", model, special=body.add_special_tokens is not False)
+    if body.suffix:
+        prompts = await _fim_prompts(items, body, model)
+        params = replace(params, stop_token_ids=_fim_stops(params, body, model))
+    else:
+        prompts = await prompt_ids(items, "prompt", model, special=body.add_special_tokens is not False)
+    prompts, cut = truncated(prompts, body.truncate_prompt_tokens, body.max_tokens, model)
     params = await constrained(params, answer, None, "no", model, call.gateway, call.limits)
     generation = Generation(
         id=public_id("cmpl", body.request_id, call.exchange, call.gateway),
@@ -64,6 +78,7 @@ async def prepare_completion(call: Call, body: CompletionRequest) -> CompletionC
         max_tokens=body.max_tokens,
         n=n,
         stop=stop,
+        keep_stop=bool(body.include_stop_str_in_output),
         begins=False,
         skip_special=body.skip_special_tokens is not False,
         seed_drawn=body.seed is None,
@@ -76,9 +91,31 @@ async def prepare_completion(call: Call, body: CompletionRequest) -> CompletionC
         keep=call.keep(),
         stream=bool(body.stream),
         reservation=reservation,
+        finish_by=deadlines.finish_by,
+        first_token_by=deadlines.first_token_by,
         prompt_param="prompt",
     )
-    return Prepared(body, generation, call.warnings(type(body)) + unknown_inside(call.plain))
+    return Prepared(body, generation, call.warnings(type(body)) + unknown_inside(call.plain) + cut)
+
+
+async def _fim_prompts(items: list[Any], body: CompletionRequest, model: LoadedModel) -> list[list[int]]:
+    suffix = body.suffix or ""
+    if body.echo:
+        raise invalid("echo", "the prompt of a gap, which 'suffix' makes, is not shown")
+    if not all(isinstance(item, str) for item in items):
+        raise invalid("prompt", "with 'suffix' it is a text: what stands before the gap")
+    size = sum(map(len, items)) + len(suffix) * len(items)
+    special = body.add_special_tokens is not False
+    prompts = await off_loop(
+        size, lambda: [fim_prompt(model.text, item, suffix, add_special_tokens=special) for item in items]
+    )
+    check_prompts(prompts, "prompt", model)
+    return prompts
+
+
+def _fim_stops(params: SamplingParams, body: CompletionRequest, model: LoadedModel) -> tuple[int, ...]:
+    more = () if body.ignore_eos else fim_stop_ids(model.text)
+    return tuple(dict.fromkeys((*params.stop_token_ids, *more)))
 
 
 async def complete(gateway: Gateway, call: CompletionCall) -> Completion:
@@ -200,7 +237,9 @@ class _Writer:
         top = self._body.logprobs
         if top is None:
             return None
-        told = completion_logprobs(delta.entries, self._text.tokens, len(echo), top)
+        told = completion_logprobs(
+            delta.entries, self._text.tokens, len(echo), top, as_ids=self._body.return_tokens_as_token_ids
+        )
         if not (first and self._body.echo):
             return told
         whole = self._prompt_part(prompt, delta.prompt_logprobs or [None] * len(prompt), top)
@@ -212,11 +251,11 @@ class _Writer:
         self, prompt: list[int], entries: Sequence[TokenLogprobs | None], top: int
     ) -> CompletionLogprobs:
         result = CompletionLogprobs()
+        as_ids = self._body.return_tokens_as_token_ids
         detokenizer = self._text.detokenizer(skip_special=False)
         offset = 0
         for token_id, entry in zip(prompt, entries, strict=True):
-            data = self._text.tokens.inner(token_id)
-            append_completion_entry(result, entry, data, offset, self._text.tokens, top)
+            append_completion_entry(result, entry, token_id, offset, self._text.tokens, top, as_ids=as_ids)
             offset += len(detokenizer.push(token_id))
         return result
 

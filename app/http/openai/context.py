@@ -1,8 +1,10 @@
 """What every generating route knows besides its own fields."""
 
+import asyncio
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -15,6 +17,7 @@ from ...errors import ApiError
 from ...gateway.gateway import Gateway, system_fingerprint
 from ...gateway.generation import Keep
 from ...gateway.kinds import most_at_once
+from ...gateway.time_limits import late
 from ...security.identity import Identity
 from ...services import Services
 from ...settings import LimitSettings
@@ -38,6 +41,7 @@ class Call:
     plain: dict[str, Any]
     body: bytes = b""
     """As it was sent."""
+    arrived: float = field(default_factory=time.monotonic)
 
     @classmethod
     async def of(cls, request: HttpRequest) -> "Call":
@@ -70,14 +74,15 @@ class Call:
             return None
         return Keep("" if self.caller.key is None else self.caller.key.id, self.body.decode())
 
-    async def find_model(self, name: str | None) -> LoadedModel:
-        """May wait until it is loaded, if it is on disk."""
+    async def find_model(self, name: str | None, by: float | None = None) -> LoadedModel:
+        """May wait until it is loaded, if it is on disk; until `by` of `time.monotonic()`, if that is set."""
         if name is not None:
             self.caller.require_model(name)
-        services = self.services
-        model: LoadedModel = (
-            services.engines.get(name) if services.find_model is None else await services.find_model(name)
-        )
+        try:
+            async with asyncio.timeout(None if by is None else by - time.monotonic()):
+                model = await self._find_model(name)
+        except TimeoutError:
+            raise late("its model was in memory", "request_timeout") from None
         if name is None:
             self.caller.require_model(model.name)
         if model.supervisor.info is None:
@@ -89,6 +94,10 @@ class Call:
                 headers={"Retry-After": "2"},
             )
         return model
+
+    async def _find_model(self, name: str | None) -> LoadedModel:
+        services = self.services
+        return services.engines.get(name) if services.find_model is None else await services.find_model(name)
 
     def reserve(self, model: LoadedModel, choices: int, *, pools: bool = False) -> QueueReservation:
         """Hold places in the model's queue while the prompts are made. Raises ApiError 429 and 503."""

@@ -17,8 +17,9 @@ from ...gateway.generation import Generation, Usage
 from ...gateway.vectors import as_base64, unit_vector
 from ...text.off_loop import off_loop
 from .context import Call
+from .deadlines import Deadlines
 from .fields import EmbeddingRequest
-from .prompt_ids import prompt_ids, prompt_items
+from .prompt_ids import prompt_ids, prompt_items, truncated
 from .responses import Embedding, EmbeddingList, EmbeddingUsage
 from .sampling import invalid, public_id
 from .unsupported import refuse_unsupported
@@ -40,11 +41,12 @@ async def prepare_embeddings(call: Call, body: EmbeddingRequest) -> Generation:
     refuse_unsupported(body)
     items = prompt_items(body.input, "input")
     check_inputs(items, "input")
-    model = await call.find_model(body.model)
+    model = await call.find_model(body.model, Deadlines.of(call).next)
     check_dimensions(body.dimensions, model)
     special = body.add_special_tokens is not False
     reservation = call.reserve(model, len(items), pools=True)
     prompts = await prompt_ids(items, "input", model, special=special)
+    prompts, _ = truncated(prompts, body.truncate_prompt_tokens, None, model)
     return pooled_generation(
         call,
         model,

@@ -23,6 +23,18 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 CountOrZero = Annotated[int, Meta(ge=0, lt=2**31)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+TopLogprobsOrAll = Annotated[
+    int, Meta(ge=-1, le=20, description="0 to 20; -1, the whole vocabulary, gets 400 with the reason.")
+]
+TruncateTo = Annotated[
+    int,
+    Meta(
+        ge=-1,
+        lt=2**31,
+        description="Keep the last so many tokens of a prompt; -1: as many as the context has.",
+    ),
+]
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31, description="Lower is served first.")]
 Name = Annotated[str, Meta(max_length=512)]
 ToolName = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -93,9 +105,17 @@ class GenerationFields(Struct, kw_only=True):
     n: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    prompt_logprobs: TopLogprobs | None = None
+    prompt_logprobs: TopLogprobsOrAll | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Tokens in `logprobs` are written `token_id:N`."""
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: TruncateTo | None = None
+    timeout: Seconds | None = None
+    """Seconds from the request's arrival until its answer ends, whatever there is of it."""
+    first_token_timeout: Seconds | None = None
+    """Seconds from the request's arrival to its first token; without one until then it fails with 503."""
     priority: Priority | None = None
     cache_salt: Salt | None = None
     request_id: RequestId | None = None
@@ -116,8 +136,6 @@ class GenerationFields(Struct, kw_only=True):
     guided_json_object: bool | None = None
     response_format: ResponseFormat | None = None
     use_beam_search: Never = None
-    include_stop_str_in_output: Never = None
-    truncate_prompt_tokens: Never = None
 
 
 class ContentPart(Struct, kw_only=True):
@@ -226,7 +244,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     messages: list[Message]
     max_completion_tokens: CountOrZero | None = None
     logprobs: bool | None = None
-    top_logprobs: TopLogprobs | None = None
+    top_logprobs: TopLogprobsOrAll | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -235,10 +253,11 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: Effort | None = None
+    echo: bool | None = None
+    """The answer begins with the last message, where that is the assistant's."""
 
     chat_template: Never = None
     documents: Never = None
-    echo: Never = None
     functions: Later = None
     function_call: Later = None
     verbosity: Never = None
@@ -253,9 +272,10 @@ class CompletionRequest(GenerationFields, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    logprobs: Annotated[int, Meta(ge=-1, le=5)] | None = None
     best_of: Count | None = None
-    suffix: Never = None
+    suffix: str | None = None
+    """Text after the gap that a model made for that fills."""
 
 
 class EmbeddingRequest(Struct, kw_only=True):
@@ -271,8 +291,8 @@ class EmbeddingRequest(Struct, kw_only=True):
     cache_salt: Salt | None = None
     request_id: RequestId | None = None
 
+    truncate_prompt_tokens: TruncateTo | None = None
     user: Tag | None = None
-    truncate_prompt_tokens: Never = None
 
 
 class RerankDocument(Struct):

@@ -27,39 +27,46 @@ def token_label(data: bytes, prefix: str = "") -> str:
         return prefix + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def chat_logprobs(entries: Sequence[TokenEntry], tokens: TokenBytes) -> ChatLogprobs:
-    return ChatLogprobs([_chat_entry(entry, tokens) for entry in entries])
+def chat_logprobs(
+    entries: Sequence[TokenEntry], tokens: TokenBytes, *, as_ids: bool | None = False
+) -> ChatLogprobs:
+    """`as_ids`: tokens are named by their ids, `token_id:N`; `bytes` stay those of their texts."""
+    return ChatLogprobs([_chat_entry(entry, tokens, as_ids=bool(as_ids)) for entry in entries])
 
 
 def completion_logprobs(
-    entries: Sequence[TokenEntry], tokens: TokenBytes, offset: int, top: int
+    entries: Sequence[TokenEntry], tokens: TokenBytes, offset: int, top: int, *, as_ids: bool | None = False
 ) -> CompletionLogprobs:
     """`offset` is where the answer begins in the returned text, `top` how many alternatives were asked."""
     result = CompletionLogprobs()
     for entry in entries:
-        append_completion_entry(result, entry.logprobs, entry.data, offset + entry.start, tokens, top)
+        id_, start = entry.logprobs.token_id, offset + entry.start
+        append_completion_entry(result, entry.logprobs, id_, start, tokens, top, as_ids=as_ids)
     return result
 
 
 def append_completion_entry(
     result: CompletionLogprobs,
     logprobs: TokenLogprobs | None,
-    data: bytes,
+    token_id: int,
     offset: int,
     tokens: TokenBytes,
     top: int,
+    *,
+    as_ids: bool | None = False,
 ) -> None:
     """The chosen token is always among the alternatives. The first token of all has no logprobs: None."""
+    label = _id_label if as_ids else lambda id_: _label(tokens.inner(id_))
     result.text_offset.append(offset)
-    result.tokens.append(_label(data))
+    result.tokens.append(label(token_id))
     if logprobs is None:
         result.token_logprobs.append(None)
         result.top_logprobs.append(None)
         return
-    best = {_label(tokens.inner(id_)): _finite(value) for id_, value in reversed(logprobs.top[:top])}
+    best = {label(id_): _finite(value) for id_, value in reversed(logprobs.top[:top])}
     chosen = _finite(logprobs.logprob)
     result.token_logprobs.append(chosen)
-    result.top_logprobs.append(dict(reversed(best.items())) | {_label(data): chosen})
+    result.top_logprobs.append(dict(reversed(best.items())) | {label(token_id): chosen})
 
 
 def prompt_logprobs(
@@ -82,13 +89,18 @@ def _prompt_entry(
     }
 
 
-def _chat_entry(entry: TokenEntry, tokens: TokenBytes) -> TokenLogprob:
-    top = [_top(tokens.inner(id_), value) for id_, value in entry.logprobs.top]
-    return TokenLogprob(token_label(entry.data), _finite(entry.logprobs.logprob), list(entry.data), top)
+def _chat_entry(entry: TokenEntry, tokens: TokenBytes, *, as_ids: bool) -> TokenLogprob:
+    def label(id_: int, data: bytes) -> str:
+        return _id_label(id_) if as_ids else token_label(data)
+
+    ranked = ((id_, tokens.inner(id_), value) for id_, value in entry.logprobs.top)
+    top = [TopLogprob(label(id_, data), _finite(value), list(data)) for id_, data, value in ranked]
+    chosen = label(entry.logprobs.token_id, entry.data)
+    return TokenLogprob(chosen, _finite(entry.logprobs.logprob), list(entry.data), top)
 
 
-def _top(data: bytes, logprob: float) -> TopLogprob:
-    return TopLogprob(token_label(data), _finite(logprob), list(data))
+def _id_label(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _label(data: bytes) -> str:

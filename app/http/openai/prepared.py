@@ -32,11 +32,17 @@ class Prepared(Generic[Body]):
         """What was ignored, and that an answer which has to follow something was cut."""
         follows = self.generation.params.grammar is not None
         if not follows or all(each.finish_reason != "length" for each in opened.sequences):
-            return self.warnings
+            return [*self.warnings, *self.generation.remarks]
         where = "the end of the context"
-        if self.generation.max_tokens is not None:
+        if self.generation.remarks:
+            where = "its time limit"
+        elif self.generation.max_tokens is not None:
             where = f"'{self.generation.max_tokens_param}' ({self.generation.max_tokens})"
-        return [*self.warnings, f"The answer was cut at {where}: what it had to follow is not complete."]
+        return [
+            *self.warnings,
+            *self.generation.remarks,
+            f"The answer was cut at {where}: what it had to follow is not complete.",
+        ]
 
     @property
     def usage_at_end(self) -> bool:

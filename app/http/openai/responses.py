@@ -178,6 +178,8 @@ class ChatChunk(Extras, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: CompletionUsage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    """With the first tokens."""
 
 
 class CompletionChoice(Struct, kw_only=True):

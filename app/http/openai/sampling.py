@@ -64,12 +64,19 @@ def check_common(fields: GenerationFields, limits: LimitSettings) -> None:
         raise invalid("n", f"at most {limits.choices} choices can be asked for")
     if fields.stream_options is not None and not fields.stream:
         raise invalid("stream_options", "it is only allowed when 'stream' is true")
-    if fields.stream and fields.prompt_logprobs is not None:
-        raise invalid("prompt_logprobs", "it is not available with 'stream'")
+    check_alternatives("prompt_logprobs", fields.prompt_logprobs, 20)
     if fields.top_k == 0:
         raise invalid("top_k", "it must be -1 (all tokens) or at least 1")
     if fields.metadata is not None and len(fields.metadata) > 16:
         raise invalid("metadata", "at most 16 entries are allowed")
+
+
+def check_alternatives(name: str, wanted: int | None, most: int) -> None:
+    if wanted == -1:
+        raise invalid(
+            name,
+            f"the whole vocabulary would be megabytes for a few words; ask for at most {most} alternatives",
+        )
 
 
 def stop_strings(fields: GenerationFields, limits: LimitSettings) -> tuple[str, ...]:

@@ -16,9 +16,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "include_reasoning": (True,),
     "use_beam_search": (False,),
-    "include_stop_str_in_output": (False,),
-    "echo": (False,),
-    "suffix": ("",),
     "documents": ([],),
     "truncation": ("disabled",),
     "mcp_servers": ([],),
@@ -30,11 +27,9 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 
 _REASONS = {
     "chat_template": "Only the model's own chat template is used.",
-    "suffix": "Models served here continue a prompt; they do not fill gaps.",
-    "truncate_prompt_tokens": "Prompts are never cut: a prompt over the context gets an error instead.",
+    "truncate_prompt_tokens": "Documents are never cut: one over the context gets an error instead.",
     "service_tier": "There is one tier: 'default'.",
     "modalities": "Only text is generated.",
-    "include_stop_str_in_output": "Stop strings are never part of the output.",
     "max_tokens_per_doc": "Documents are never cut: one over the context gets an error instead.",
     "max_chunks_per_doc": "Documents are never cut: one over the context gets an error instead.",
     "truncation": "Prompts are never cut: one over the context gets an error instead.",
@@ -46,7 +41,6 @@ _REASONS = {
     "fallback_credit_token": "Nothing is billed here.",
     "billing_policy": "Nothing is billed here.",
     "thread": "Send the whole conversation each time.",
-    "echo": "Only /v1/completions can echo its prompt.",
 }
 
 

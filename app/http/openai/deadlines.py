@@ -1,0 +1,32 @@
+"""Time limits of a request: those of its fields, and of the server's settings where they are shorter."""
+
+from dataclasses import dataclass
+
+from .context import Call
+from .fields import GenerationFields
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Of `time.monotonic()`."""
+
+    finish_by: float | None
+    first_token_by: float | None
+
+    @classmethod
+    def of(cls, call: Call, fields: GenerationFields | None = None) -> "Deadlines":
+        limits = call.limits
+        most, most_to_first = limits.request_timeout, limits.first_token_timeout
+        if call.caller.is_background:  # nobody waits: the batch's own time bounds it
+            most = most_to_first = 0.0
+        asked = (None, None) if fields is None else (fields.timeout, fields.first_token_timeout)
+        return cls(_at(call, asked[0], most), _at(call, asked[1], most_to_first))
+
+    @property
+    def next(self) -> float | None:
+        return min((at for at in (self.finish_by, self.first_token_by) if at is not None), default=None)
+
+
+def _at(call: Call, asked: float | None, most: float) -> float | None:
+    seconds = [value for value in (asked, most or None) if value is not None]
+    return call.arrived + min(seconds) if seconds else None
