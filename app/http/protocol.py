@@ -29,6 +29,9 @@ _DISCARD_BODIES = 8
 _FRAMING_BYTES = 65_536
 """Bytes of chunk sizes, extensions and trailers of one body, beside 16 for each byte of content."""
 _RETRY_WHEN_FULL = "5"
+_LINGER = 5.0
+"""Seconds that a refused client has to read its answer and close. A close of ours while it still sends would
+be a reset, which destroys the answer."""
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -36,6 +39,11 @@ class DatedState(ServerState):
     """What the connections of one server share. The Date header is made when needed, not by a timer."""
 
     _second = 0
+
+    def __init__(self, most_lingering: int = 64) -> None:
+        super().__init__()
+        self.room_to_linger = most_lingering
+        """Refused connections that may wait for their clients, beside those that do."""
 
     def refresh_date(self) -> None:
         now = int(time.time())
@@ -72,6 +80,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Bytes of the body in progress as they came, framing included."""
         self._body_bytes = 0
         self._refused = False
+        self._lingers: asyncio.TimerHandle | None = None
 
     # ---- connection
 
@@ -91,10 +100,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._write_watch is not None:
             self._write_watch.cancel()
+        if self._lingers is not None:
+            self._lingers.cancel()
+            self._state.room_to_linger += 1
 
     def give_way(self) -> None:
-        """Close without a word where nothing was asked; half a request is told why."""
-        if self._phase is Phase.NOTHING:
+        """Close without a word after a whole request; the first one may be on its way and is told why."""
+        if self._phase is Phase.NOTHING and self.cycle is not None:
             self.transport.close()
         else:
             self._refuse(_too_many_connections())
@@ -266,7 +278,17 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.transport.close()
+        self._close_gently()
+
+    def _close_gently(self) -> None:
+        """End our side; read on and discard until the client has closed too, or for `_LINGER` seconds."""
+        if not self._state.room_to_linger:
+            self.transport.close()
+            return
+        self._state.room_to_linger -= 1
+        self._lingers = self.loop.call_later(_LINGER, self.transport.abort)
+        self.transport.resume_reading()
+        self.transport.write_eof()
 
     def _can_answer(self) -> bool:
         cycle: RequestResponseCycle | None = self.cycle

@@ -17,9 +17,14 @@ from ..settings import LimitSettings
 from .connections import ConnectionLimiter
 from .forwarded import ForwardedClientMiddleware, TrustedProxies
 from .protocol import DatedState, LimitedProtocol
+from .sockets import BACKLOG
 
 _LAST_WORDS = 0.5
 """Seconds for error objects to be written when the drain has expired."""
+_ACCEPTS = 16
+"""Connections accepted in one turn of the loop: a burst of thousands shall not hold up others."""
+_LINGERING = 8192
+"""Refused connections that may wait a moment for their clients to read why."""
 _RESERVED_FILES = 128
 """Descriptors kept back for the unix socket, engines, the database and log files."""
 
@@ -40,7 +45,7 @@ async def serve(
     `/ready` can be asked; every answer then closes its connection. `drain.begin()` again: ends at once.
     """
     proxies = TrustedProxies(trusted_proxies)
-    connections = _connection_limit(limits.connections)
+    connections, lingering = _connection_limits(limits.connections)
     per_address = min(limits.connections_per_address or max(8, connections // 4), connections)
     limiter = ConnectionLimiter(connections, per_address, proxies.__contains__)
     config = Config(
@@ -54,11 +59,10 @@ async def serve(
         timeout_keep_alive=int(limits.idle_timeout),
     )
     config.load()
-    state = DatedState()
+    state = DatedState(lingering)
     loop = asyncio.get_running_loop()
     listeners = [
-        await loop.create_server(lambda: LimitedProtocol(config, state, limits, limiter), sock=sock)
-        for sock in sockets
+        await _listen(loop, sock, lambda: LimitedProtocol(config, state, limits, limiter)) for sock in sockets
     ]
     try:
         if on_ready:
@@ -72,6 +76,15 @@ async def serve(
         for listener in listeners:
             listener.close()
         await _end_all(state, drain)
+
+
+async def _listen(
+    loop: asyncio.AbstractEventLoop, sock: socket.socket, protocol: Callable[[], LimitedProtocol]
+) -> asyncio.Server:
+    """Set the kernel's queue and the accepts of one turn apart: for asyncio they are one number."""
+    server = await loop.create_server(protocol, sock=sock, backlog=_ACCEPTS)
+    sock.listen(BACKLOG)
+    return server
 
 
 def _close_idle(state: ServerState) -> None:
@@ -117,11 +130,16 @@ async def _end_all(state: ServerState, drain: Drain) -> None:
         connection.transport.abort()
 
 
-def _connection_limit(wanted: int) -> int:
-    """Raises the soft limit of open files as far as we may, and keeps some of them for others."""
+def _connection_limits(wanted: int) -> tuple[int, int]:
+    """Return the most open connections, and the most refused ones that wait for their clients to close.
+
+    Raises the soft limit of open files as far as we may, and keeps some of them for others.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + _RESERVED_FILES
+    needed = wanted + _LINGERING + _RESERVED_FILES
     if soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return max(8, min(wanted, soft - _RESERVED_FILES))
+    files = soft - _RESERVED_FILES
+    connections = max(8, min(wanted, files * 3 // 4))
+    return connections, max(0, min(_LINGERING, files - connections))

@@ -16,11 +16,15 @@ from .cors import Cors, Header, is_preflight, preflight_headers, readable_by
 from .errors import ClientGone, encode_error, error_type, to_api_error
 from .forms import FORM
 from .origin import HostList, check_host, check_origin
+from .pacer import RequestPacer
+from .request import is_local_socket
 
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _FORM_TYPE = b"application/x-www-form-urlencoded"
+_UNPACED = frozenset({"/", "/health", "/ready"})
+"""Cheap, and asked to learn whether the daemon still answers."""
 _MORE_HEADERS = "more_headers"
 _PAGE_REFERRER = (b"referrer-policy", b"same-origin")
 """Under no-referrer a browser would post our own forms with `Origin: null`, as if from a foreign page."""
@@ -47,6 +51,7 @@ class Shell:
         self._cors = cors or Cors()
         self._body_bytes = body_bytes
         self._drain = drain
+        self._pacer = RequestPacer()
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,6 +59,8 @@ class Shell:
             return
         exchange = _Exchange(scope, receive, send, self._body_bytes, self._drain)
         try:
+            if scope["path"] not in _UNPACED and not is_local_socket(scope):
+                await self._pacer.turn()
             if (preflight := self._screen(scope, exchange)) is not None:
                 await exchange.answer(204, b"", preflight)
                 return

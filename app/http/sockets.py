@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ..errors import LlmboxError
 
-_BACKLOG = 1024
+BACKLOG = 4096
+"""Connections that the kernel keeps until they are accepted; net.core.somaxconn bounds it."""
 _LOOPBACK = {"127.0.0.1": "::1", "localhost": "::1"}
 _FREE_PORT_TRIES = 20
 
@@ -63,7 +64,7 @@ def listen_unix(path: Path, address: str | None = None) -> socket.socket:
     try:
         sock.bind(address)
         Path(address).chmod(0o600)
-        sock.listen(_BACKLOG)
+        sock.listen(BACKLOG)
     except OSError:
         sock.close()
         raise
@@ -80,7 +81,7 @@ def _listen(host: str, port: int) -> socket.socket:
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind((host, port))
-        sock.listen(_BACKLOG)
+        sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:

@@ -2,6 +2,8 @@
 
 import asyncio
 import resource
+import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -11,12 +13,16 @@ from pathlib import Path
 from litestar import get
 
 from llmbox.app.http.guard import Access
+from llmbox.app.http.server import serve
+from llmbox.app.http.sockets import BACKLOG, listen_tcp
 from llmbox.app.http.sse import EventStreamResponse
 from support.engines import until
+from support.http_app import fake_services
 from support.http_server import running
 
 IDLE_CLIENTS = 1000
 OK = b"HTTP/1.1 200 "
+SOMAXCONN = int(Path("/proc/sys/net/core/somaxconn").read_text())
 
 
 async def test_a_thousand_idle_streams_leave_room_for_others() -> None:
@@ -65,6 +71,41 @@ async def test_connections_over_the_limit_are_told() -> None:
         async with asyncio.timeout(90):
             while not (await server.send(server.get("/health", "Connection: close"))).startswith(OK):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+
+async def test_a_refused_client_that_still_sends_reads_why() -> None:
+    """Closing before its bytes are read would be a reset, which takes the answer with it."""
+    async with running(connections=8) as server:
+        held = [await server.connect() for _ in range(8)]
+        answers = []
+        for _ in range(4):
+            reader, writer = await server.connect()
+            for _ in range(50):
+                writer.write(b"x" * 20_000)
+                await asyncio.sleep(0)
+            answers.append(await asyncio.wait_for(reader.read(), 60))
+            writer.close()
+        for answer in answers:
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"\r\nretry-after: " in answer
+        for _, writer in held:
+            writer.close()
+
+
+async def test_the_kernel_keeps_a_burst_of_connections() -> None:
+    """asyncio would set a hundred."""
+    services, sockets = fake_services(), listen_tcp("127.0.0.1", 0)
+    ready = asyncio.Event()
+    serving = asyncio.create_task(
+        serve(None, sockets, limits=services.settings.limits, drain=services.drain, on_ready=ready.set)
+    )
+    await ready.wait()
+    for sock in sockets:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+        (backlog,) = struct.unpack_from("I", info, 28)  # tcpi_sacked, which is this of a listening socket
+        assert backlog == min(BACKLOG, SOMAXCONN)
+    services.drain.begin()
+    await asyncio.wait_for(serving, 90)
 
 
 OUT_OF_FILES = """
