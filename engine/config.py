@@ -35,6 +35,9 @@ class EngineConfig:
     """Most tokens computed in one step, prefill and decode together."""
     memory_bytes: int | None = None
     """Budget for weights + workspace + KV of this model."""
+    memory_is_limit: bool = False
+    """`memory_bytes` is a limit that the daemon set, no size that somebody asked for: within it the KV pool
+    has its default size."""
     kv_tokens: int | None = None
     """Size of the KV pool in tokens, instead of what the memory budget leaves (benchmarks, tests)."""
     block_size: int = BLOCK_SIZE

@@ -63,6 +63,7 @@ def _rank(plan: MemoryPlan) -> tuple[bool, int]:
 def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut: Cut) -> MemoryPlan:
     """Of each rank. The memory of a CPU is shared by all ranks, a GPU has one of its own."""
     rank_budget, rank_config = budget, config
+    ranks_in_memory = cut.ranks if budget.device == "cpu" else 1
     if budget.device == "cuda":
         free = (budget.available, *budget.more_gpus)
         rank_budget = replace(budget, available=min(free[gpu] for gpu in cut.gpus))
@@ -77,7 +78,7 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
     for attempt in tries:
         part = rank_shape(shape, cut.tp, cut.pp)
         try:
-            plan = Planner(part, rank_budget, attempt, cut.pp).plan()
+            plan = Planner(part, rank_budget, attempt, cut.pp, ranks_in_memory).plan()
         except DoesNotFit as error:
             if attempt is tries[-1]:
                 raise

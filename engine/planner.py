@@ -20,6 +20,8 @@ _CPU_SHARE, _CPU_MOST, _CUDA_SHARE = 0.5, 0.8, 0.85
 # Of what is available, if no budget was asked for: a desktop has other things to do. A model that would not
 # reach a context of _COMFORTABLE_CONTEXT within the share gets more, up to the most.
 _COMFORTABLE_CONTEXT = 4096
+_POOL_BYTES, _POOL_CONTEXTS = 512 << 20, 8
+# A KV pool that nobody asked for, on a CPU: see `Planner._default_pool`.
 _STEP_SECONDS = 0.5
 
 
@@ -49,8 +51,12 @@ def resolve_dtypes(
 
 
 class Planner:
-    def __init__(self, shape: ModelShape, budget: MemoryBudget, config: EngineConfig, stages: int) -> None:
+    def __init__(
+        self, shape: ModelShape, budget: MemoryBudget, config: EngineConfig, stages: int, ranks: int = 1
+    ) -> None:
+        """`ranks`: that share the memory of `budget`'s machine with this one, itself counted."""
         self.shape, self.budget, self.config, self.stages = shape, budget, config, stages
+        self.ranks = ranks
         self.dtype, self.kv_dtype = resolve_dtypes(
             shape, budget.device, config, native_kernels=budget.native_kernels
         )
@@ -77,6 +83,13 @@ class Planner:
             )
         workspace = self._workspace(context)
         room = (have - self.weights - workspace) // self.block_bytes
+        wanted = self._pool_blocks(context)
+        if wanted < min(room, self.max_running * self._blocks(context)) and self.config.kv_tokens is None:
+            self.notes.append(
+                f"the KV cache holds {wanted / self._blocks(context):.1f} whole contexts: by default at most "
+                "512 MiB, or as much as the weights if these are more, and one context in any case; more "
+                "with --memory or --max-running"
+            )
         return MemoryPlan(
             device=self.budget.device,
             dtype=self.dtype,
@@ -86,7 +99,7 @@ class Planner:
             workspace_bytes=workspace,
             kv_bytes_per_token=self.kv_bytes_per_token,
             block_size=self.config.block_size,
-            num_blocks=min(room, self._pool_blocks(context)),
+            num_blocks=min(room, wanted),
             budget_bytes=have,
             context=context,
             max_running=self.max_running,
@@ -126,10 +139,24 @@ class Planner:
         return max(int(available * _CPU_SHARE), min(comfortable, int(available * _CPU_MOST)))
 
     def _pool_blocks(self, context: int) -> int:
-        """Blocks worth having: every request that can run at full context, or what was asked for."""
+        """Blocks worth having: what was asked for, or the default up to what can run at full context."""
         if self.config.kv_tokens is not None:
             return self._blocks(self.config.kv_tokens)
-        return self.max_running * self._blocks(context)
+        return min(self.max_running * self._blocks(context), self._default_pool(context))
+
+    def _default_pool(self, context: int) -> int:
+        """Most blocks of a pool whose size nobody asked for.
+
+        A GPU serves models alone, so a pool takes what the budget leaves there. A CPU's memory belongs to
+        other programs too: a pool takes _POOL_BYTES, or as much as the weights for _POOL_CONTEXTS whole
+        contexts at most, and one whole context in any case.
+        """
+        config, one = self.config, self._blocks(context)
+        asked = config.memory_bytes is not None and not config.memory_is_limit
+        if self.budget.device == "cuda" or asked or config.max_running is not None:
+            return self.max_running * one
+        by_weights = min(_POOL_CONTEXTS * one, self.weights // self.block_bytes)
+        return max(one, _POOL_BYTES // self.ranks // self.block_bytes, by_weights)
 
     def _blocks(self, context: int) -> int:
         return -(-context // self.config.block_size)

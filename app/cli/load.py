@@ -1,5 +1,6 @@
 """`llmbox load` and `llmbox unload`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -50,11 +51,21 @@ def load(
     if as_json:
         output.write_json("load", {"model": answer})
     elif wait:
-        window = answer["info"]["context_window"]
-        output.say(f"{answer['name']} is ready: context {window} tokens.")
+        say_ready(answer["name"], answer["info"])
     else:
         output.say(f"{answer['name']} is loading; follow with llmbox ps.")
     return Exit.OK
+
+
+def say_ready(name: str, info: Mapping[str, Any]) -> None:
+    """With the memory that it took, and why."""
+    total = info["weights_bytes"] + info["kv_bytes"] + info["workspace_bytes"]
+    output.say(
+        f"{name} is ready: context {info['context_window']} tokens, {output.size(total)} of memory "
+        f"({output.size(info['kv_bytes'])} of it for keys and values)."
+    )
+    for note in info["notes"]:
+        output.say(f"Note: {note}")
 
 
 def estimate(program: Program, wanted: ModelRequest, *, as_json: bool) -> int:

@@ -158,14 +158,15 @@ def print_models(models: Sequence[Mapping[str, Any]]) -> None:
                 runs_on(info) if info else "-",
                 info["context_window"] if info else "-",
                 output.size(memory),
+                output.size(info["kv_bytes"]) if info else "-",
                 f"{stats['running']}+{stats['waiting']}" if stats else "-",
                 _stay(model),
                 model["cause"] if model["state"] in {"loading", "failed", "restarting"} else "",
             )
         )
     if rows:
-        headers = ("NAME", "STATE", "ON", "CONTEXT", "MEMORY", "REQUESTS", "STAYS", "")
-        output.table(headers, rows, right=(3, 4))
+        headers = ("NAME", "STATE", "ON", "CONTEXT", "MEMORY", "OF IT KV", "REQUESTS", "STAYS", "")
+        output.table(headers, rows, right=(3, 4, 5))
     else:
         output.say("No model is loaded. Load one: llmbox load MODEL")
 

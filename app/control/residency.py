@@ -247,7 +247,12 @@ class Residency:
                 *map(show_bytes, (share, min(have[place] for place in room.places))),
                 device if device == "cpu" else f"each of its GPUs ({', '.join(map(str, room.places))})",
             )
-            return replace(config, memory_bytes=share, gpus=room.places if device == "cuda" else None)
+            return replace(
+                config,
+                memory_bytes=share,
+                memory_is_limit=config.memory_bytes is None or config.memory_is_limit,
+                gpus=room.places if device == "cuda" else None,
+            )
 
     def _place(self, config: EngineConfig) -> tuple[Place, tuple[int, ...]]:
         device = self._world.device(config.device)

@@ -45,7 +45,7 @@ def sizes(
         shape = parse_config(Path(config.model_path)).shape(config.context)
         found = plans(shape, budget, config)
         if found[0].is_lowered and config.memory_bytes is None:  # a larger share keeps its context
-            found = plans(shape, budget, replace(config, memory_bytes=max(have)))
+            found = plans(shape, budget, replace(config, memory_bytes=max(have), memory_is_limit=True))
     except DoesNotFit:
         raise
     except EngineError:

@@ -6,6 +6,7 @@ import os
 import statistics
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +24,8 @@ PROBE_BYTES: Final = 1 << 28
 PROBE_ROUNDS: Final = 8
 
 
-class Bandwidth(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bandwidth:
     """Bytes a second that all threads read together."""
 
     best: float

@@ -135,7 +135,11 @@ def planned(
     have = replace(MemoryBudget.of(machine, device), available=budget)
     if device == "cuda":
         have = replace(have, more_gpus=tuple(int(gpu.total * CUDA_SHARE) for gpu in machine.gpus[1:]))
-    asked = replace(engine, memory_bytes=min(budget, engine.memory_bytes or budget))
+    asked = replace(
+        engine,
+        memory_bytes=min(budget, engine.memory_bytes or budget),
+        memory_is_limit=engine.memory_bytes is None,
+    )
     try:
         plan = estimate(config.shape(engine.context), have, asked)
         require_runnable(RunnablePlan.of(plan, config.quant), kernel_site(have, plan), engine)

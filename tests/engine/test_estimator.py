@@ -131,6 +131,50 @@ def test_a_small_model_takes_only_what_it_needs():
     assert got.total_bytes < GB / 2
 
 
+SMOL = ModelShape(
+    layers=30,
+    hidden=576,
+    heads=9,
+    kv_heads=3,
+    head_dim=64,
+    ffn=1536,
+    vocab=49_152,
+    tied=True,
+    context_limit=8192,
+    dtype="bfloat16",
+)
+"""135 M parameters; a token's keys and values take 23 kB."""
+
+
+def test_a_pool_that_nobody_asked_for_is_bounded_on_a_cpu():
+    context = 8192 * 23_040
+    small = plan(SMOL, 25 * GB, dtype="bfloat16")
+    assert small.kv_bytes == 512 * 2**20 // (16 * 23_040) * 16 * 23_040
+    assert small.total_bytes < 1.2 * GB, "all 32 contexts would be 6 GB"
+    assert small.context == 8192
+    (note,) = small.notes
+    assert note.startswith("the KV cache holds 2.8 whole contexts: by default at most 512 MiB")
+    asked = plan(SMOL, 25 * GB, dtype="bfloat16", max_running=32)
+    assert (asked.kv_bytes, asked.notes) == (32 * context, ())
+    given = plan(SMOL, 25 * GB, dtype="bfloat16", memory_bytes=5 * GB)
+    assert 4.99 * GB < given.total_bytes <= 5 * GB
+    limited = plan(SMOL, 25 * GB, dtype="bfloat16", memory_bytes=5 * GB, memory_is_limit=True)
+    assert limited.kv_bytes == small.kv_bytes
+    on_gpu = plan(SMOL, 25 * GB, "cuda")
+    assert on_gpu.total_bytes > 0.8 * 25 * GB
+
+
+def test_a_default_pool_holds_a_whole_context_and_grows_with_the_weights():
+    long = plan(replace(SMOL, context_limit=65_536), 25 * GB, dtype="bfloat16")
+    assert long.num_blocks * 16 == long.context == 65_536
+    large = plan(replace(SMOL, exact_params=10**9), 25 * GB, dtype="bfloat16")
+    assert large.kv_bytes == pytest.approx(8 * 8192 * 23_040), "eight contexts are less than the weights"
+    middle = plan(replace(SMOL, exact_params=5 * 10**8), 25 * GB, dtype="bfloat16")
+    assert middle.kv_bytes == pytest.approx(middle.weights_bytes, rel=1e-3)
+    ranks = plan(SMOL, 25 * GB, dtype="bfloat16", tp=3)
+    assert ranks.kv_bytes * 3 == pytest.approx(512 * 2**20, rel=1e-2)
+
+
 def test_dtypes():
     def dtypes(shape, device, native=False, **config):
         config = EngineConfig(model_path="m", name="m", **config)
@@ -149,7 +193,7 @@ def test_dtypes():
 
 
 def test_an_automatic_budget_is_half_of_the_memory():
-    got = plan(QWEN_3_600M, 20 * GB)
+    got = plan(QWEN_3_600M, 20 * GB, max_running=32)
     assert got.budget_bytes == 10 * GB
     assert 9.9 * GB < got.total_bytes <= 10 * GB
 

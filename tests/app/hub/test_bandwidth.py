@@ -42,9 +42,7 @@ def test_a_probe_of_a_busy_machine_is_replaced_when_it_is_idle(
     tmp_path: Path, probes: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     file, idle = tmp_path / "bandwidth.json", bandwidth.probe
-    monkeypatch.setattr(
-        bandwidth, "probe", lambda threads: msgspec.structs.replace(idle(threads), was_busy=True)
-    )
+    monkeypatch.setattr(bandwidth, "probe", lambda threads: replace(idle(threads), was_busy=True))
     monkeypatch.setattr(bandwidth, "is_busy", lambda _: True)
     first = device_bandwidth(MACHINE, "cpu", file)
     assert device_bandwidth(MACHINE, "cpu", file) == first
