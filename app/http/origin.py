@@ -72,6 +72,11 @@ def check_origin(hosts: HostList, scope: Any, headers: dict[bytes, bytes]) -> No
         raise _cross_site()
 
 
+def is_from_browser(headers: dict[bytes, bytes]) -> bool:
+    """Whether a web page may have sent it: browsers say where a request that has a body comes from."""
+    return b"origin" in headers or b"sec-fetch-site" in headers
+
+
 def _is_own_origin(hosts: HostList, scope: Any, origin: bytes) -> bool:
     try:
         parts = urlsplit(origin.decode("ascii"))

@@ -15,7 +15,7 @@ from ..errors import ApiError
 from .cors import Cors, Header, is_preflight, preflight_headers, readable_by
 from .errors import ClientGone, encode_error, error_type, to_api_error
 from .forms import FORM
-from .origin import HostList, check_host, check_origin
+from .origin import HostList, check_host, check_origin, is_from_browser
 from .pacer import RequestPacer
 from .request import is_local_socket
 
@@ -25,6 +25,8 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _FORM_TYPE = b"application/x-www-form-urlencoded"
 _UNPACED = frozenset({"/", "/health", "/ready"})
 """Cheap, and asked to learn whether the daemon still answers."""
+_UNTYPED_ROUTES = "/api/"
+"""Ollama's, whose clients and examples name no type. From a web page they need one, as all routes do."""
 _MORE_HEADERS = "more_headers"
 _PAGE_REFERRER = (b"referrer-policy", b"same-origin")
 """Under no-referrer a browser would post our own forms with `Origin: null`, as if from a foreign page."""
@@ -87,7 +89,9 @@ class Shell:
             add_headers(exchange.scope, lambda: readable_by(origin))
             if is_preflight(scope["method"], exchange.headers):
                 return preflight_headers(exchange.headers)
-        exchange.scope["state"][FORM] = _check_body(exchange.headers, self._body_bytes) == _FORM_TYPE
+        untyped = scope["path"].startswith(_UNTYPED_ROUTES) and not is_from_browser(exchange.headers)
+        kind = _check_body(exchange.headers, self._body_bytes, untyped=untyped)
+        exchange.scope["state"][FORM] = kind == _FORM_TYPE
         return None
 
 
@@ -179,8 +183,11 @@ class _Exchange:
         return headers
 
 
-def _check_body(headers: dict[bytes, bytes], limit: int) -> bytes | None:
-    """The body's media type, None without a body. Of forms the guard asks whether the route takes them."""
+def _check_body(headers: dict[bytes, bytes], limit: int, *, untyped: bool) -> bytes | None:
+    """The body's media type, None without a body. Of forms the guard asks whether the route takes them.
+
+    `untyped`: a body is JSON also without a type, or with the one that `curl -d` sends.
+    """
     length = headers.get(b"content-length", b"0")
     if not length.isdigit():
         raise ApiError(400, "The Content-Length header is not a number.", "invalid_header")
@@ -191,6 +198,8 @@ def _check_body(headers: dict[bytes, bytes], limit: int) -> bytes | None:
     kind, _, parameters = headers.get(b"content-type", b"").partition(b";")
     charset = parameters.strip().lower().replace(b'"', b"")
     kind = kind.strip().lower()
+    if untyped and kind in {b"", _FORM_TYPE}:
+        kind = b"application/json"
     if kind not in {b"application/json", _FORM_TYPE} or charset not in {b"", b"charset=utf-8"}:
         raise _unsupported("Bodies must be sent with Content-Type: application/json.")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":

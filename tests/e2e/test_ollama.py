@@ -120,8 +120,10 @@ def test_models_and_version(http):
         ("/api/chat", {"format": "xml"}, 400, "format"),
         ("/api/chat", {"tools": TOOLS}, 400, "tools"),
         ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, 400, "Images"),
-        ("/api/chat", {"options": {"num_predict": 9999}}, 400, "context"),
-        ("/api/generate", {"prompt": "x", "raw": True}, 400, "raw"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "x" * 1500}]}, 400, "context"),
+        ("/api/chat", {"options": {"mirostat": 2}}, 400, "options.mirostat"),
+        ("/api/chat", {"top_logprobs": 2}, 400, "logprobs"),
+        ("/api/generate", {"prompt": "x", "raw": True, "options": {"top_k": 10**6}}, 400, "options.top_k"),
         ("/api/generate", {"prompt": "x", "suffix": "y"}, 400, "suffix"),
     ],
 )
@@ -133,6 +135,62 @@ def test_errors_are_texts(http, path, fields, status, word):
 
 
 def test_what_is_ignored_is_told(http):
-    fields = {"keep_alive": "5m", "options": {"num_ctx": 8192, "num_gpu": 1}}
-    told = whole(http, "/api/chat", model="plain", messages=ASKED, **fields)
-    assert len(told["warnings"]) == 3
+    options = {"num_ctx": 8192, "num_gpu": 1, "repeat_last_n": 64, "mirostat": 0, "moods": 1}
+    fields = {"keep_alive": "5m", "options": options, "truncate": True, "shift": False}
+    warnings = whole(http, "/api/chat", model="plain", messages=ASKED, **fields)["warnings"]
+    for word in ("keep_alive", "num_ctx", "num_gpu", "repeat_last_n", "moods", "truncate"):
+        assert sum(word in warning for warning in warnings) == 1, word
+    assert len(warnings) == 6
+
+
+def test_a_raw_prompt_has_no_template(http):
+    ids = http.post("/tokenize", json={"model": "plain", "prompt": "hello"}).json()["count"]
+    told = whole(http, "/api/generate", model="plain", prompt="hello", raw=True, system="be kind")
+    assert (told["response"], told["prompt_eval_count"]) == ("one two three", ids)
+    assert any("system" in warning for warning in told["warnings"])
+    *parts, last = lines(http, "/api/generate", model="caller", prompt="hello", raw=True)
+    assert "".join(part["response"] for part in parts) == ANSWERS["caller"]
+    assert last["prompt_eval_count"] == ids
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_logprobs_of_each_token(http, raw):
+    fields = {"model": "plain", "prompt": "hello", "logprobs": True, "top_logprobs": 2, "raw": raw}
+    told = whole(http, "/api/generate", **fields)
+    assert "".join(each["token"] for each in told["logprobs"]) == "one two three"
+    assert {len(each["top_logprobs"]) for each in told["logprobs"]} == {2}
+    streamed = [
+        entry for part in lines(http, "/api/generate", **fields) for entry in part.get("logprobs", [])
+    ]
+    assert streamed == told["logprobs"]
+    chosen = whole(http, "/api/chat", model="plain", messages=ASKED, logprobs=True)["logprobs"]
+    assert [each["token"] for each in chosen] == [each["token"] for each in told["logprobs"]]
+    assert "logprobs" not in whole(http, "/api/generate", model="plain", prompt="hello", raw=raw)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_num_predict_is_at_most_so_many(http, raw):
+    told = whole(http, "/api/generate", model="plain", prompt="x", raw=raw, options={"num_predict": 99_999})
+    assert (told["response"], told["done_reason"]) == ("one two three", "stop")
+    cut = whole(
+        http,
+        "/api/generate",
+        model="plain",
+        prompt="x" * 1010,
+        raw=True,
+        options={"num_predict": 99_999},
+    )
+    assert cut["prompt_eval_count"] + cut["eval_count"] <= 1024
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "application/json"])
+def test_bodies_without_their_type_are_taken_from_programs(http, kind):
+    body = json.dumps({"model": "plain", "prompt": "x", "stream": False})
+    headers = {} if kind is None else {"Content-Type": kind}
+    assert http.post("/api/generate", content=body, headers=headers).json()["response"] == "one two three"
+    typed = kind == "application/json"
+    for page in ({"Origin": str(http.base_url).rstrip("/")}, {"Sec-Fetch-Site": "same-origin"}):
+        answer = http.post("/api/generate", content=body, headers=headers | page)
+        assert answer.status_code == (200 if typed else 415)
+    answer = http.post("/v1/chat/completions", content=body, headers=headers)
+    assert answer.status_code == (400 if typed else 415)

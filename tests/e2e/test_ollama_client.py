@@ -269,13 +269,31 @@ def test_a_key_sees_its_models_alone(server: Server, pulled: None, anybody: olla
 
 def test_what_is_not_done_says_what_to_use_instead(owner: ollama.Client) -> None:
     for call, word in [
-        (lambda: owner.copy(NAME, "mine"), "llmbox alias set"),
         (lambda: owner.create("mine", from_=NAME), "llmbox alias set"),
         (lambda: owner.push(NAME), "Hugging Face"),
+        (lambda: owner.create_blob(__file__), "llmbox adopt"),
     ]:
         with pytest.raises(ollama.ResponseError, match=word) as refused:
             call()
         assert refused.value.status_code == 400
+
+
+def test_a_copy_is_another_name_that_can_be_deleted(pulled: None, owner: ollama.Client) -> None:
+    assert owner.copy(NAME, "mine:latest").status == "success"
+    owner.copy("mine", "yours")
+    assert {"mine", "yours", NAME} <= names(owner.list())
+    assert owner.generate("yours", "hello", options={"num_predict": 2, "seed": 1}).eval_count == 2
+    for name in ("mine", "yours"):
+        assert owner.delete(name).status == "success"
+    assert not {"mine", "yours"} & names(owner.list())
+    assert NAME in names(owner.list())
+    for source, destination, status in (("org/absent", "x", 404), (NAME, "builtin", 409), (NAME, "a b", 400)):
+        with pytest.raises(ollama.ResponseError) as refused:
+            owner.copy(source, destination)
+        assert refused.value.status_code == status
+    nobody = ollama.Client(str(owner._client.base_url))
+    with pytest.raises(ollama.ResponseError, match="admin"):
+        nobody.copy(NAME, "x")
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ WRITING = [
     ("POST", "/api/show"),
     ("POST", "/api/pull"),
     ("DELETE", "/api/delete"),
+    ("POST", "/api/copy"),
     ("POST", "/v1/load"),
     ("POST", "/v1/unload"),
     ("POST", "/v1/responses"),

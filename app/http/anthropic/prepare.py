@@ -67,7 +67,7 @@ async def count_prompt_tokens(call: Call, data: CountTokensRequest) -> tuple[int
 def _edited(data: CountTokensRequest) -> tuple[AppliedEdits, CountTokensRequest]:
     refuse_unsupported(data)
     if data.output_config is not None:
-        refuse_unsupported(data.output_config)
+        refuse_unsupported(data.output_config, "output_config.")
     edits = apply_edits(data)
     return edits, structs.replace(data, messages=edits.messages)
 

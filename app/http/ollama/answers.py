@@ -9,11 +9,14 @@ import msgspec
 
 from ...errors import ApiError
 from ...gateway.gateway import Gateway
+from ...gateway.generation import Delta, TokenEntry
 from ...gateway.open_request import OpenRequest
 from ...text.answer_parts import Parts
+from ...text.off_loop import off_loop
 from ..errors import encode_error
-from ..openai.chat import ChatCall
+from ..openai.logprobs import chat_logprobs
 from ..sse import StreamOptions
+from .calls import OllamaCall
 
 Kind = Literal["chat", "generate"]
 
@@ -33,26 +36,32 @@ def error_line(error: ApiError) -> bytes:
 LINES = StreamOptions(last=b"", error=error_line, comment=b"", content_type=b"application/x-ndjson")
 
 
-class Teller:
+class AnswerWriter:
     """Words of one answer in the shape of a route."""
 
-    def __init__(self, kind: Kind, model: str, opened: OpenRequest, chat: ChatCall) -> None:
+    def __init__(self, kind: Kind, model: str, opened: OpenRequest, call: OllamaCall) -> None:
         self._kind: Kind = kind
-        self._opened, self._chat = opened, chat
+        self._opened, self._call = opened, call
         self._head = {"model": model, "created_at": stamp(opened.timeline.created)}
+        self._entries: list[TokenEntry] = []
+        """Log-probabilities that no line has held yet."""
+
+    def note(self, delta: Delta) -> None:
+        if self._call.has_logprobs:
+            self._entries += delta.entries
 
     def part(self, parts: Parts) -> dict[str, Any]:
-        thoughts = parts.reasoning if self._chat.parsing.tells_thoughts else ""
+        thoughts = parts.reasoning if self._call.parsing.tells_thoughts else ""
         said: dict[str, Any] = {"thinking": thoughts} if thoughts else {}
         if self._kind == "generate":
-            return {**self._head, "response": parts.content, **said, "done": False}
+            return {**self._head, "response": parts.content, **said, "done": False} | self._logprobs()
         if parts.calls:
             said["tool_calls"] = [
                 {"function": {"name": call.name, "arguments": json.loads(call.arguments)}}
                 for call in parts.calls
             ]
         message = {"role": "assistant", "content": parts.content, **said}
-        return {**self._head, "message": message, "done": False}
+        return {**self._head, "message": message, "done": False} | self._logprobs()
 
     def end(self, parts: Parts) -> dict[str, Any]:
         """Times are nanoseconds."""
@@ -71,31 +80,44 @@ class Teller:
             "eval_count": usage.output_tokens,
             "eval_duration": _nanoseconds(last - first),
         }
-        warnings = self._chat.warnings_at_end(self._opened)
+        warnings = self._call.prepared.warnings_at_end(self._opened)
         return told | ({"warnings": warnings} if warnings else {})
 
+    def _logprobs(self) -> dict[str, Any]:
+        if not self._entries:
+            return {}
+        told = chat_logprobs(self._entries, self._call.generation.model.text.tokens).content
+        self._entries = []
+        return {"logprobs": told}
 
-async def complete(gateway: Gateway, chat: ChatCall, kind: Kind, model: str) -> dict[str, Any]:
-    parser = chat.parsing.parser()
-    with gateway.open(chat.generation) as opened:
-        pieces = [delta.text async for delta in opened.deltas()]
+
+async def complete(gateway: Gateway, call: OllamaCall, kind: Kind, model: str) -> dict[str, Any]:
+    parser = call.parsing.parser()
+    with gateway.open(call.generation) as opened:
+        writer = AnswerWriter(kind, model, opened, call)
+        pieces = []
+        async for delta in opened.deltas():
+            writer.note(delta)
+            pieces.append(delta.text)
     parts = parser.push("".join(pieces))
     parts.add(parser.finish())
-    return Teller(kind, model, opened, chat).end(parts)
+    tokens = opened.usage.output_tokens if call.has_logprobs else 0
+    return await off_loop(tokens, lambda: writer.end(parts))
 
 
-async def stream(gateway: Gateway, chat: ChatCall, kind: Kind, model: str) -> AsyncGenerator[bytes, None]:
-    parser = chat.parsing.parser()
-    with gateway.open(chat.generation) as opened:
-        teller = Teller(kind, model, opened, chat)
+async def stream(gateway: Gateway, call: OllamaCall, kind: Kind, model: str) -> AsyncGenerator[bytes, None]:
+    parser = call.parsing.parser()
+    with gateway.open(call.generation) as opened:
+        writer = AnswerWriter(kind, model, opened, call)
         async for delta in opened.deltas():
+            writer.note(delta)
             parts = parser.push(delta.text)
             if parts.reasoning or parts.content or parts.calls:
-                yield line(teller.part(parts))
+                yield line(writer.part(parts))
     rest = parser.finish()
     if rest.reasoning or rest.content or rest.calls:
-        yield line(teller.part(rest))
-    yield line(teller.end(Parts()))
+        yield line(writer.part(rest))
+    yield line(writer.end(Parts()))
 
 
 def nothing_said(

@@ -7,7 +7,6 @@ from msgspec import Meta, Struct
 from ...errors import ApiError
 from ..openai.fields import (
     Count,
-    Later,
     Name,
     Never,
     Penalty,
@@ -17,8 +16,11 @@ from ..openai.fields import (
     Temperature,
     Tool,
     ToolName,
+    TopLogprobs,
     TopP,
 )
+
+NoEffect = Annotated[Any, Meta(description="Has no effect: a warning says so.")]
 
 
 class Options(Struct, kw_only=True):
@@ -32,9 +34,31 @@ class Options(Struct, kw_only=True):
     seed: Seed | None = None
     stop: str | list[str] | None = None
     num_predict: Annotated[int, Meta(ge=-2, lt=2**31)] | None = None
-    """Below 1: what the context leaves."""
+    """At most so many: an answer ends with the context. Below 1: what the context leaves."""
     num_ctx: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     """Has no effect: the window is that of the load."""
+    repeat_last_n: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    """Has no effect: penalties are of the whole context, as with -1."""
+    mirostat: Never = None
+    tfs_z: Never = None
+    typical_p: Never = None
+    penalize_newline: NoEffect = None
+    mirostat_tau: NoEffect = None
+    mirostat_eta: NoEffect = None
+    num_keep: NoEffect = None
+    num_batch: NoEffect = None
+    num_gpu: NoEffect = None
+    num_thread: NoEffect = None
+    main_gpu: NoEffect = None
+    numa: NoEffect = None
+    low_vram: NoEffect = None
+    f16_kv: NoEffect = None
+    logits_all: NoEffect = None
+    vocab_only: NoEffect = None
+    use_mmap: NoEffect = None
+    use_mlock: NoEffect = None
+    embedding_only: NoEffect = None
+    draft_num_predict: NoEffect = None
 
 
 class CalledFunction(Struct, kw_only=True):
@@ -60,7 +84,14 @@ class Common(Struct, kw_only=True):
     options: Options | None = None
     stream: bool | None = None
     """Absent: true, as with Ollama."""
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    logprobs: bool | None = None
+    """Of each token of the answer."""
+    top_logprobs: TopLogprobs | None = None
+    truncate: bool | None = None
+    """Has no effect: prompts are never cut."""
+    shift: bool | None = None
+    """Has no effect: an answer ends with the context."""
     format: str | dict[str, Any] | None = None
     """`json`, or a JSON schema."""
     keep_alive: float | str | None = None
@@ -79,9 +110,11 @@ class GenerateRequest(Common, kw_only=True):
 
     prompt: str | None = None
     system: str | None = None
-    suffix: Never = None
+    suffix: str | None = None
+    """Text after the gap that the answer fills, where the model's tokenizer has tokens for that."""
+    raw: bool | None = None
+    """The prompt is taken as it is, without template and system prompt."""
     template: Never = None
-    raw: Later = None
     images: Never = None
     context: Never = None
 
@@ -125,6 +158,11 @@ class Named(Struct, kw_only=True):
 class ShowRequest(Named, kw_only=True):
     verbose: bool | None = None
     """Has no effect: the vocabulary is not told."""
+
+
+class CopyRequest(Struct, kw_only=True):
+    source: Name
+    destination: Name
 
 
 class DeleteRequest(Named, kw_only=True):

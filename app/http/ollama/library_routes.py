@@ -1,5 +1,6 @@
 """Models onto this disk and off it: pull, delete, and what llmbox does in other ways."""
 
+import asyncio
 import os
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any
@@ -8,10 +9,12 @@ from litestar import Response, delete, post
 from litestar.params import Body
 from litestar.types import ControllerRouterHandler
 
+from ...aliases import set_alias
 from ...catalog import HUB_ID, hub_cache
 from ...control.control import Control
+from ...control.library import STATUS_OF_EXIT
 from ...drain import shutting_down
-from ...errors import ApiError
+from ...errors import ApiError, CliError
 from ...hub.download import Download
 from ...hub.errors import HubError
 from ..disconnect import while_connected
@@ -21,14 +24,14 @@ from ..openai.context import Call, HttpRequest
 from ..openai.unsupported import unknown_fields
 from ..sse import EventStreamResponse
 from .answers import LINES, line
-from .fields import DeleteRequest, PullRequest
+from .fields import CopyRequest, DeleteRequest, PullRequest
 from .names import our_name
 
 _SHA256_DIGITS = 64
 _STATUS_OF = {"repo_not_found": 404, "no_weights": 404, "repo_gated": 403, "bad_token": 403}
 _OURS = {"does_not_fit", "unsupported_model", "disk_full"}
 INSTEAD = {
-    "copy": "llmbox does not copy models. An alias gives one another name: llmbox alias set NAME MODEL",
+    "blobs": "llmbox takes no files over its API. A folder of safetensors is taken in by llmbox adopt.",
     "create": (
         "llmbox makes no models of Modelfiles. An alias has parameters and a system prompt of its own: "
         "llmbox alias set NAME MODEL temperature=0.2; a folder of safetensors is taken in by llmbox adopt."
@@ -62,22 +65,53 @@ async def ollama_pull(request: HttpRequest, data: Annotated[PullRequest, Body()]
     operation_id="ollamaDelete",
 )
 async def ollama_delete(request: HttpRequest, data: Annotated[DeleteRequest, Body()]) -> None:
-    """From the disk. Not what is in memory or being downloaded."""
+    """From the disk. Not what is in memory or being downloaded. Of an alias the name alone."""
     control: Control = request.app.state.control
     call = await Call.of(request)
     name = our_name(data.asked)
     call.caller.require_model(name)
-    await control.library.remove([name])
+    registry = control.library.registry
+    if name in registry.read_or_nothing().aliases:
+        await asyncio.to_thread(registry.remove_alias, name)
+    else:
+        await control.library.remove([name])
 
 
 @post(
-    ["/api/copy", "/api/create", "/api/push"],
+    "/api/copy", status_code=200, opt={"access": Access.ADMIN}, name="ollama_copy", operation_id="ollamaCopy"
+)
+async def ollama_copy(request: HttpRequest, data: Annotated[CopyRequest, Body()]) -> None:
+    """Another name for a model: an alias. Nothing is copied."""
+    control: Control = request.app.state.control
+    call = await Call.of(request)
+    source, destination = our_name(data.source), our_name(data.destination)
+    for name in (source, destination):
+        call.caller.require_model(name)
+    try:
+        await asyncio.to_thread(_set_alias, control, source, destination)
+    except CliError as error:
+        status = STATUS_OF_EXIT.get(error.exit, 400)
+        code, param = ("model_not_found", "source") if status == 404 else ("bad_alias", "destination")
+        raise ApiError(status, f"{error.what}: {error.why}.", code, param) from error
+
+
+def _set_alias(control: Control, source: str, destination: str) -> None:
+    """A copy of an alias has its parameters. Raises CliError."""
+    registry = control.library.registry
+    known = registry.read().aliases.get(source)
+    parameters = [] if known is None else [f"{key}={value}" for key, value in known.parameters.items()]
+    target = source if known is None else known.model
+    set_alias(registry, os.environ, destination, target, parameters, control.in_memory())
+
+
+@post(
+    ["/api/create", "/api/push", "/api/blobs/{digest:str}"],
     opt={"access": Access.KNOWN},
     name="ollama_not_here",
     include_in_schema=False,
 )
 async def ollama_not_here(request: HttpRequest) -> None:
-    raise ApiError(400, INSTEAD[request.scope["path"].strip("/").rpartition("/")[2]], "unsupported_route")
+    raise ApiError(400, INSTEAD[request.scope["path"].split("/")[2]], "unsupported_route")
 
 
 async def _steps(control: Control, name: str, warnings: list[str]) -> AsyncGenerator[dict[str, Any], None]:
@@ -152,4 +186,4 @@ def _warnings(call: Call, data: PullRequest) -> list[str]:
     return found
 
 
-library_routes: list[ControllerRouterHandler] = [ollama_pull, ollama_delete, ollama_not_here]
+library_routes: list[ControllerRouterHandler] = [ollama_pull, ollama_delete, ollama_copy, ollama_not_here]

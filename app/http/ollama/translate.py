@@ -18,6 +18,9 @@ NAMES = {
     **{name: f"options.{name}" for name in _SAME},
 }
 """Ollama's fields by those of the chat."""
+_EFFORTS = {"max": "xhigh"}
+"""Levels that chat templates know under another name."""
+_OF_CHATS = {"chat_template_kwargs", "include_reasoning", "logprobs", "top_logprobs"}
 
 
 def chat_fields(request: ChatRequest) -> dict[str, Any]:
@@ -35,6 +38,15 @@ def generate_fields(request: GenerateRequest) -> dict[str, Any]:
     return body
 
 
+def raw_fields(request: GenerateRequest) -> dict[str, Any]:
+    """A completion: the prompt as it is, or the gap between it and a suffix."""
+    body = {name: value for name, value in _common(request).items() if name not in _OF_CHATS}
+    body["prompt"] = request.prompt or ""
+    if request.suffix:
+        body["suffix"] = request.suffix
+    return body
+
+
 def _common(request: Common) -> dict[str, Any]:
     body: dict[str, Any] = {"model": our_name(request.model)}
     options = request.options
@@ -49,6 +61,10 @@ def _common(request: Common) -> dict[str, Any]:
     if request.think is not None:
         body["chat_template_kwargs"] = {"enable_thinking": request.think is not False}
         body["include_reasoning"] = request.think is not False
+        if isinstance(request.think, str):
+            body["chat_template_kwargs"]["reasoning_effort"] = _EFFORTS.get(request.think, request.think)
+    if request.logprobs:
+        body |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
     return body
 
 

@@ -1,4 +1,4 @@
-"""Requests of other dialects, as the chat requests that mean the same."""
+"""Requests of other dialects, as the chats and completions that mean the same."""
 
 import re
 from collections.abc import Mapping
@@ -10,8 +10,9 @@ import msgspec
 from ...errors import ApiError
 from ..strict_json import invalid
 from .chat import ChatCall, prepare_chat
+from .completions import CompletionCall, prepare_completion
 from .context import Call
-from .fields import ChatCompletionRequest
+from .fields import ChatCompletionRequest, CompletionRequest
 
 
 def chat_request(plain: dict[str, Any]) -> ChatCompletionRequest:
@@ -20,6 +21,21 @@ def chat_request(plain: dict[str, Any]) -> ChatCompletionRequest:
         return msgspec.convert(plain, ChatCompletionRequest)
     except msgspec.ValidationError as error:  # bounds that are the chat's own
         raise invalid(str(error)) from None
+
+
+async def prepare_translated_completion(
+    call: Call, plain: dict[str, Any], names: Mapping[str, str]
+) -> CompletionCall:
+    """As `prepare_translated`, of a raw prompt; the log has it as the completion that it is."""
+    body = msgspec.json.encode(plain)
+    translated = replace(call, plain=plain, body=body, endpoint="/v1/completions")
+    try:
+        return await prepare_completion(translated, msgspec.convert(plain, CompletionRequest))
+    except msgspec.ValidationError as error:
+        raise invalid(str(error)) from None
+    except ApiError as error:
+        _rename(error, names)
+        raise
 
 
 async def prepare_translated(

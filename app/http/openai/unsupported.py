@@ -19,6 +19,12 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "truncation": ("disabled",),
     "mcp_servers": ([],),
+    "images": ([],),
+    "template": ("",),
+    "context": ([],),
+    "mirostat": (0,),
+    "tfs_z": (1, 1.0),
+    "typical_p": (1, 1.0),
     "speed": ("standard",),
     "fallbacks": ([],),
     "inference_geo": ("not_available",),
@@ -33,6 +39,12 @@ _REASONS = {
     "max_tokens_per_doc": "Documents are never cut: one over the context gets an error instead.",
     "max_chunks_per_doc": "Documents are never cut: one over the context gets an error instead.",
     "truncation": "Prompts are never cut: one over the context gets an error instead.",
+    "images": "This model reads text.",
+    "template": "Only the model's own chat template is used.",
+    "context": "Send the conversation to /api/chat.",
+    "mirostat": "Samplers here are temperature, top_k, top_p and min_p.",
+    "tfs_z": "Samplers here are temperature, top_k, top_p and min_p.",
+    "typical_p": "Samplers here are temperature, top_k, top_p and min_p.",
     "mcp_servers": "Nothing is asked of other servers: connect to them in the client, and send their tools.",
     "container": "No code is run for a model here.",
     "speed": "There is one speed: 'standard'.",
@@ -44,17 +56,20 @@ _REASONS = {
 }
 
 
-def refuse_unsupported(request: msgspec.Struct) -> None:
-    """Raises ApiError 400 with `param` for the first field that this build cannot honour."""
+def refuse_unsupported(request: msgspec.Struct, inside: str = "") -> None:
+    """Raises ApiError 400 with `param` for the first field that this build cannot honour.
+
+    `inside`: of the field that holds `request`, with a dot at its end.
+    """
     for name in _refusable(type(request)):
         value = getattr(request, name)
         if value is not None and not _harmless(name, value):
             reason = _REASONS.get(name, "This server does not support it yet.")
             raise ApiError(
                 400,
-                f"The value of '{name}' is not supported. {reason}",
+                f"The value of '{inside}{name}' is not supported. {reason}",
                 code="unsupported_parameter",
-                param=name,
+                param=inside + name,
             )
 
 

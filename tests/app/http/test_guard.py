@@ -56,7 +56,7 @@ def test_the_guard_stands_before_every_route() -> None:
 
 
 OURS = [openai_router, ollama_router, memory_router, admin_router, *panel_routes]
-CHANGES = {"/api/pull", "/api/delete", "/v1/load", "/v1/unload"}
+CHANGES = {"/api/pull", "/api/delete", "/api/copy", "/v1/load", "/v1/unload"}
 """They change the box, and stand where the clients of an API look for them."""
 OPEN = {
     ("/", "GET"),

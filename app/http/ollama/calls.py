@@ -1,0 +1,89 @@
+"""From a request of Ollama's API to a checked chat or completion."""
+
+from dataclasses import dataclass, replace
+
+from ...gateway.generation import Generation
+from ..openai.chat import ChatCall
+from ..openai.chat_parts import Parsing
+from ..openai.completions import CompletionCall
+from ..openai.context import Call
+from ..openai.sampling import invalid
+from ..openai.translated import prepare_translated, prepare_translated_completion
+from ..openai.unsupported import refuse_unsupported, unknown_fields
+from .fields import ChatRequest, Common, GenerateRequest, NoEffect, Options
+from .translate import NAMES, chat_fields, generate_fields, raw_fields
+
+_RAW = Parsing(
+    thinking="no", tools=None, names=frozenset(), custom=frozenset(), most_calls=None, tells_thoughts=False
+)
+_WITHOUT_EFFECT = [name for name, hint in Options.__annotations__.items() if hint is NoEffect]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OllamaCall:
+    prepared: ChatCall | CompletionCall
+    parsing: Parsing
+    has_logprobs: bool
+
+    @property
+    def generation(self) -> Generation:
+        return self.prepared.generation
+
+
+async def prepare_ollama(call: Call, data: ChatRequest | GenerateRequest) -> OllamaCall:
+    """Raises ApiError for everything that can be known before the engine has it."""
+    refuse_unsupported(data)
+    if data.options is not None:
+        refuse_unsupported(data.options, "options.")
+    if data.top_logprobs is not None and not data.logprobs:
+        raise invalid("top_logprobs", "it is only allowed when 'logprobs' is true")
+    warnings = find_warnings(call, data)
+    if isinstance(data, GenerateRequest) and (data.raw or data.suffix):
+        return await _prepare_raw(call, data, warnings)
+    if isinstance(data, GenerateRequest):
+        plain, names = generate_fields(data), NAMES | {"messages": "prompt"}
+    else:
+        plain, names = chat_fields(data), NAMES
+    chat = await prepare_translated(call, plain, warnings, "ollama", names)
+    generation = replace(chat.generation, max_tokens_clamped=True, stream=data.stream is not False)
+    return OllamaCall(
+        prepared=replace(chat, generation=generation),
+        parsing=chat.parsing,
+        has_logprobs=bool(data.logprobs),
+    )
+
+
+async def _prepare_raw(call: Call, data: GenerateRequest, warnings: list[str]) -> OllamaCall:
+    raw = await prepare_translated_completion(call, raw_fields(data), NAMES)
+    params = raw.generation.params
+    if data.logprobs:
+        params = replace(params, logprobs=data.top_logprobs or 0)
+    if data.system:
+        warnings.append("'system' has no effect: a prompt without a template has no place for it.")
+    generation = replace(
+        raw.generation, params=params, max_tokens_clamped=True, stream=data.stream is not False
+    )
+    return OllamaCall(
+        prepared=replace(raw, generation=generation, warnings=warnings + raw.warnings),
+        parsing=_RAW,
+        has_logprobs=bool(data.logprobs),
+    )
+
+
+def find_warnings(call: Call, data: Common) -> list[str]:
+    """What is ignored, or means less than it says."""
+    found = unknown_fields(type(data), call.plain)
+    options = data.options or Options()
+    found += unknown_fields(Options, call.plain.get("options") or {}, "options.")
+    if options.num_ctx is not None:
+        found.append("'options.num_ctx' has no effect: the window is that of the load.")
+    if options.repeat_last_n not in {None, -1}:
+        found.append("'options.repeat_last_n' has no effect: penalties are of the whole context.")
+    for name in _WITHOUT_EFFECT:
+        if getattr(options, name) is not None:
+            found.append(f"'options.{name}' has no effect.")
+    if data.truncate:
+        found.append("'truncate' has no effect: prompts are never cut.")
+    if data.shift:
+        found.append("'shift' has no effect: an answer ends with the context.")
+    return found
