@@ -84,6 +84,16 @@ class ServerSettings:
         low=0,
         high=3600,
     )
+    restart_cooldown: float = key(
+        30.0,
+        "Seconds until a model whose engine died five times in a minute is started again; each failure "
+        "doubles them. 0 leaves it to a load by the owner.",
+        low=0,
+        high=86_400,
+    )
+    restart_cooldown_max: float = key(
+        900.0, "Longest wait between two such starts, in seconds.", low=1, high=86_400
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """`llmbox status`."""
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from .program import Program, pass_program
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing; the exit code tells.")
 @pass_program
 def status(program: Program, *, as_json: bool, quiet: bool) -> int:
-    """Show whether the daemon runs; exit 3 when it does not."""
+    """Show whether the daemon runs; exit 3 when it does not, 1 when one of its models has failed."""
     running = find_running(program.paths)
     if running is None:
         if as_json:
@@ -31,7 +32,8 @@ def status(program: Program, *, as_json: bool, quiet: bool) -> int:
         output.write_json("status", {"running": True, **answer})
     elif not quiet:
         _print(answer)
-    return Exit.OK
+    failed = any(model["state"] == "failed" for model in answer["models"])
+    return Exit.FAILED if failed else Exit.OK
 
 
 def _print(answer: dict[str, Any]) -> None:
@@ -50,6 +52,11 @@ def _print(answer: dict[str, Any]) -> None:
         output.write(f"  Changed settings wait for a restart: {', '.join(answer['pending_restart'])}")
     output.write("")
     print_models(answer["models"])
+    for model in answer["models"]:
+        if model["state"] == "failed":
+            name = model["name"]
+            again = f"llmbox load {shlex.quote(name)} (at once)"
+            output.write(output.printable(f"\n{name} has failed. Start it again: {again}; or unload it."))
 
 
 def _print_failing(rate: Mapping[str, Any]) -> None:

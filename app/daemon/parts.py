@@ -8,6 +8,7 @@ from llmbox import __version__
 from llmbox.engine.spawn import Launch, Spawned
 
 from ..batches import BatchRunner
+from ..engines.deaths import DeathLimits
 from ..engines.manager import EngineManager
 from ..engines.supervisor import Supervisor
 from ..events import Events
@@ -40,8 +41,17 @@ def real_parts() -> Parts:
     return Parts(Launch(), load_model_text)
 
 
-def compose(settings: Settings, paths: Paths, parts: Parts, first: Spawned | None = None) -> Services:
-    """Nothing runs yet, but perhaps a `first` engine process, which waits for its model."""
+def compose(
+    settings: Settings,
+    paths: Paths,
+    parts: Parts,
+    first: Spawned | None = None,
+    on_model_change: Callable[[EngineManager], None] = lambda _: None,
+) -> Services:
+    """Nothing runs yet, but perhaps a `first` engine process, which waits for its model.
+
+    `on_model_change` is called after each change of a model's state.
+    """
     events = Events()
     security = Security.of(paths.keys_file, paths.keys_used_file)
     kept = settings.requests
@@ -60,13 +70,18 @@ def compose(settings: Settings, paths: Paths, parts: Parts, first: Spawned | Non
     )
 
     def changed(supervisor: Supervisor) -> None:
-        events.publish(f"model.{supervisor.state}", {"model": supervisor.name, "cause": supervisor.cause})
+        events.publish(f"model.{supervisor.state}", {"model": supervisor.name, "cause": supervisor.problem})
+        on_model_change(engines)
 
     launch = with_caches(parts.launch, paths, settings.cache)
     engines = EngineManager(
         parts.load_text,
         launch,
         settings.limits.queue,
+        deaths=DeathLimits(
+            cooldown=settings.server.restart_cooldown,
+            longest_cooldown=settings.server.restart_cooldown_max,
+        ),
         on_change=changed,
         keep_spare=settings.memory.spare_engine,
         first=first,

@@ -31,7 +31,7 @@ from ..http.server import serve
 from ..services import Services
 from .leftovers import name_leftovers
 from .load_error import load_error
-from .notify import notify
+from .notify import StatusLine, notify
 from .parts import compose, real_parts
 from .run import Plan
 
@@ -50,7 +50,8 @@ async def serve_until_stopped(
     `first` is the engine process for the first model, started already.
     """
     settings = plan.loaded.settings
-    services = compose(settings, plan.paths, (plan.parts or real_parts)(), first)
+    status = StatusLine(running.url)
+    services = compose(settings, plan.paths, (plan.parts or real_parts)(), first, status.update)
     control = Control(services, running, plan.loaded, plan.reload, plan.begun_with, plan.checks)
     dialects = [openai_router, responses_router, anthropic_router, ollama_router, memory_router]
     app = create_app(services, [*dialects, admin_router, *_panel()])
@@ -75,6 +76,7 @@ async def serve_until_stopped(
             on_ready=lambda: _api_is_up(plan, services, running),
         )
     finally:
+        status.close()
         notify("STOPPING=1")
         loading.cancel()
         if not services.drain.draining:

@@ -14,17 +14,31 @@ _LONGEST_RETRY_AFTER: Final = 60
 _RETRY_LOADING: Final = 2
 
 
-def refuse_by_state(name: str, state: State) -> None:
-    """A restarting model takes requests: they wait for the next engine."""
+def refuse_by_state(name: str, state: State, seconds_to_try: int | None = None) -> None:
+    """A restarting model takes requests: they wait for the next engine. `seconds_to_try`: of a failed one,
+    until its engine is started again.
+    """
     match state:
         case "loading":
             raise model_loading(name)
         case "failed":
-            raise _unavailable(f"The engine of {name} has failed. Load the model again.", "engine_failed")
+            raise engine_failed(name, seconds_to_try)
         case "stopped":
             raise _unavailable(f"{name} was unloaded.", "model_unloaded")
         case _:
             return
+
+
+def engine_failed(name: str, seconds_to_try: int | None) -> ApiError:
+    if seconds_to_try is None:
+        return _unavailable(f"The engine of {name} has failed. Load the model again.", "engine_failed")
+    error = _unavailable(
+        f"The engine of {name} has failed too often. It is started again in {seconds_to_try} s, and at once "
+        "when the box's owner loads the model.",
+        "engine_failed",
+    )
+    error.headers = {"Retry-After": str(seconds_to_try)}
+    return error
 
 
 def model_loading(name: str) -> ApiError:

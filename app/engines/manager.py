@@ -103,7 +103,8 @@ class EngineManager:
                 done: asyncio.Future[LoadedModel] = asyncio.get_running_loop().create_future()
                 done.set_result(loaded)
                 return done
-            del self._loaded[config.name]  # its process is gone already
+            loaded.supervisor.retire()  # its process is gone already
+            del self._loaded[config.name]
         if (loading := self._loading.get(config.name)) is not None:
             require_same(loading.config, config)
             loading.aliases |= aliases
@@ -173,8 +174,10 @@ class EngineManager:
         return model
 
     async def _start(self, loading: _Loading) -> None:
-        loading.supervisor.admitted = await self.admit(loading.config, loading.on_request)
-        await loading.supervisor.start()
+        supervisor, config = loading.supervisor, loading.config
+        supervisor.readmit = lambda: self.admit(config, loading.on_request)
+        supervisor.admitted = await supervisor.readmit()
+        await supervisor.start()
 
     async def _load_text_beside(self, supervisor: Supervisor, path: Path) -> ModelText:
         await supervisor.launched()  # a large tokenizer keeps the interpreter for half a second

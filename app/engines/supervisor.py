@@ -1,13 +1,13 @@
 """One model's engine: started, watched, restarted, and its open requests carried over (`open_requests.py`).
 
-loading -> ready <-> restarting -> failed          any -> stopped
+loading -> ready <-> restarting -> failed -> restarting (one start after a cool-down)      any -> stopped
 """
 
 import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -32,7 +32,7 @@ from llmbox.engine.spawn import Launch, Spawned, spawn
 from ..errors import ApiError
 from .admission import Pace, State, queue_full, refuse_by_state
 from .block_asker import BlockAsker
-from .deaths import DeathLimits, Deaths
+from .deaths import DeathLimits, Deaths, RestartBreaker
 from .engine_life import Death, EngineLife
 from .load_words import ENGINE_READY, STARTING, load_words
 from .open_requests import Hooks, OpenRequests
@@ -56,6 +56,8 @@ class SupervisorOptions:
     deaths: DeathLimits = field(default_factory=DeathLimits)
     watch: WatchLimits = field(default_factory=WatchLimits)
     clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    """Between two starts."""
     on_change: Callable[["Supervisor"], None] = lambda _: None
     """Called after every change of `state`."""
 
@@ -89,6 +91,11 @@ class Supervisor:
         self._started: asyncio.Future[None] | None = None
         self._died_at = -math.inf
         self._deaths = Deaths(self._options.deaths, self._options.clock)
+        self._breaker = RestartBreaker(self._options.deaths, self._options.clock)
+        self._half_open = False
+        """One start is tried after the model was given up."""
+        self.readmit: Callable[[], Awaitable[EngineConfig]] = self._as_admitted
+        """Called before that start: room in memory may be others' by now. Raises ApiError."""
 
     # ------------------------------------------------------------------ what the manager and gateway call
 
@@ -113,7 +120,7 @@ class Supervisor:
 
     def check_room(self, requests: int) -> None:
         """Raises what `submit` of so many requests would."""
-        refuse_by_state(self.name, self.state)
+        refuse_by_state(self.name, self.state, self.seconds_to_try)
         assert self.info is not None
         taken = len(self._requests) + self._reserved.places
         if taken + requests > self.info.max_running + self._options.queue_limit:
@@ -178,10 +185,26 @@ class Supervisor:
     def readiness(self) -> tuple[bool, str]:
         """(ready, cause if not)."""
         if self.state != "ready":
-            return False, self.cause or self.state
+            return False, self.problem or self.state
         if self._watchdog.silence:
             return False, f"the engine has not answered for {self._watchdog.silence:.0f} s"
         return True, ""
+
+    @property
+    def seconds_to_try(self) -> int | None:
+        """Until a model that was given up is started again; None for any other, or if it is not."""
+        return self._breaker.seconds_to_try if self.state == "failed" else None
+
+    @property
+    def problem(self) -> str:
+        """`cause`, and when a model that was given up is started again."""
+        seconds = self.seconds_to_try
+        return self.cause if seconds is None else f"{self.cause}; it is started again in {seconds} s"
+
+    def retire(self) -> None:
+        """A new load takes the place of this one, which was given up: it is not tried again."""
+        if self._task is not None:
+            self._task.cancel()
 
     # ------------------------------------------------------------------ life and death of the process
 
@@ -190,6 +213,7 @@ class Supervisor:
             await self._keep_alive()
         except Exception as error:
             log.exception("the supervision of %s failed", self.name)
+            self._breaker.close()
             self._give_up(f"internal error: {error}")
 
     async def _keep_alive(self) -> None:
@@ -202,13 +226,36 @@ class Supervisor:
                 self._load_failed(death)
                 return
             self._died(death)
-            if self._deaths.too_many:
+            if self._half_open:
+                await self._cool_down(f"the engine could not be started again: {death.cause}")
+            elif self._deaths.too_many:
                 limits = self._options.deaths
-                self._give_up(
-                    f"the engine died {limits.deaths} times in {limits.window:.0f} s: {death.cause}"
-                )
-                return
-            await asyncio.sleep(self._deaths.pause)
+                times = f"{limits.deaths} times in {limits.window:.0f} s"
+                await self._cool_down(f"the engine died {times}: {death.cause}")
+            else:
+                await self._options.sleep(self._deaths.pause)
+
+    async def _cool_down(self, cause: str) -> None:
+        """Give the engine up; returns when one start is to be tried, which may be never."""
+        while True:
+            wait = self._breaker.open()
+            self._give_up(cause)
+            if wait is None:
+                await asyncio.get_running_loop().create_future()
+                continue
+            await self._options.sleep(wait)
+            try:
+                self.admitted = await self.readmit()
+            except ApiError as error:
+                cause = f"the engine could not be started again: {error.message}"
+                continue
+            self._half_open = True
+            log.info("engine %s is started again after %.0f s", self.name, wait)
+            self._change("restarting", f"the engine was given up and is being started again: {cause}")
+            return
+
+    async def _as_admitted(self) -> EngineConfig:
+        return self.admitted
 
     def _spawn(self) -> Spawned:
         spares = self._options.spares
@@ -280,6 +327,10 @@ class Supervisor:
         if self.state not in {"loading", "restarting"}:
             return
         self.info = info
+        self._breaker.close()
+        if self._half_open:
+            self._half_open = False
+            self._deaths.clear()
         first = self.state == "loading"
         self._change("ready", "")
         if first and self._started is not None and not self._started.done():

@@ -240,4 +240,8 @@ class OpenRequest:
         code = output.error_code or "engine_error"
         status = _ENGINE_STATUS.get(code, 503 if code in _UNAVAILABLE else 500)
         kind = "server_error" if status >= 500 else "invalid_request_error"
-        return ApiError(status, output.error_message or "The engine failed.", code=code, type=kind)
+        error = ApiError(status, output.error_message or "The engine failed.", code=code, type=kind)
+        seconds = self.generation.model.supervisor.seconds_to_try
+        if code == "engine_failed" and seconds is not None:
+            error.headers = {"Retry-After": str(seconds)}
+        return error

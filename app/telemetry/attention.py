@@ -28,7 +28,9 @@ def _engines(tick: Tick) -> Iterator[Attention]:
     for engine in tick.engines:
         if engine.state == "failed":
             yield Attention(
-                level="failure", text=f"{engine.model}: {engine.cause}", fix=f"llmbox unload {engine.model}"
+                level="failure",
+                text=f"{engine.model}: {engine.cause}",
+                fix=f"llmbox load {shlex.quote(engine.model)}",
             )
         elif engine.state == "restarting":
             yield Attention(level="failure", text=f"{engine.model}: {engine.cause}")

@@ -48,7 +48,7 @@ class EngineReader:
         described = Engine(
             model=name,
             state=supervisor.state,
-            cause=supervisor.cause,
+            cause=supervisor.problem,
             pid=supervisor.pid or 0,
             pids=tuple(supervisor.pids),
             running=stats.running,

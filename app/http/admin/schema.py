@@ -25,6 +25,8 @@ class Model(Struct, kw_only=True):
     asked: dict[str, Scalar] = field(default_factory=dict)
     """Of `options`, those that its load named; the others come from the settings."""
     error_code: str | None = None
+    retry_s: int | None = None
+    """Seconds until a failed model's engine is started again; null where it is not."""
     progress: Progress | None = None
     info: ModelInfo | None = None
     stats: EngineStats | None = None

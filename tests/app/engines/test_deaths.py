@@ -1,4 +1,4 @@
-from llmbox.app.engines.deaths import DeathLimits, Deaths
+from llmbox.app.engines.deaths import DeathLimits, Deaths, RestartBreaker
 
 
 class Clock:
@@ -44,3 +44,34 @@ def test_explained_deaths_do_not_count_but_not_for_ever():
     deaths.add()
     deaths.explained()
     assert len(deaths) == 0
+
+
+def test_each_failed_try_doubles_the_cooldown_up_to_a_bound():
+    clock = Clock()
+    breaker = RestartBreaker(DeathLimits(cooldown=30.0, longest_cooldown=200.0), clock)
+    assert breaker.seconds_to_try is None
+    waits = []
+    for _ in range(100):
+        waits.append(breaker.open())
+        assert breaker.seconds_to_try == waits[-1]
+        clock.now += waits[-1]
+    assert waits == [30.0, 60.0, 120.0] + [200.0] * 97
+
+
+def test_an_engine_that_held_out_for_long_begins_anew():
+    clock = Clock()
+    breaker = RestartBreaker(DeathLimits(cooldown=30.0, longest_cooldown=200.0), clock)
+    assert [breaker.open(), breaker.open()] == [30.0, 60.0]
+    breaker.close()
+    assert breaker.seconds_to_try is None
+    clock.now += 200.0
+    assert breaker.open() == 120.0, "it was ready, but not for long"
+    breaker.close()
+    clock.now += 200.1
+    assert breaker.open() == 30.0
+
+
+def test_no_cooldown_means_no_try():
+    breaker = RestartBreaker(DeathLimits(cooldown=0.0), Clock())
+    assert breaker.open() is None
+    assert breaker.seconds_to_try is None

@@ -35,7 +35,7 @@ class FakeGateway:
 class FakeEngines:
     def __init__(self) -> None:
         self.supervisor = SimpleNamespace(
-            name="m", state="ready", cause="", info=None, stats=EngineStats(), pid=None, pids=[],
+            name="m", state="ready", problem="", info=None, stats=EngineStats(), pid=None, pids=[],
             restarts=0, resumed=0,
             config=SimpleNamespace(model_path="/nowhere"),
         )  # fmt: skip
