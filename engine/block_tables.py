@@ -8,12 +8,12 @@ A table only grows at its end until the request leaves; shared blocks are full, 
 
 from .block_pool import BlockPool
 from .errors import DoesNotFit
+from .fair_shares import is_premium
 from .prefix_cache import extend_hashes, first_block_digest
 from .prefix_history import PrefixEnd
 from .prefix_uses import PrefixUses
 from .request import Request
 from .scheduler_config import SchedulerConfig
-from .waiting import band
 
 MAX_PREEMPTIONS = 4
 
@@ -63,15 +63,13 @@ class BlockTables:
         Returns the (source, destination) copies to make before the step; None, with nothing changed, when
         blocks are short. `alone`: nothing else runs, so nothing needs to be left free.
         """
-        shared, computed = self._find_prefix(request)
-        hits = computed
+        shared, hits = self._find_prefix(request)
+        computed = hits
         if sibling is not None and (forked := self._forkable(request)) > computed:
             shared, computed = sibling.block_table[: forked // self.pool.block_size], forked
-        pinned = self.is_pinned(request)
-        size = self._reserved(request) if pinned else self.pool.blocks_for(request.num_tokens)
+        size = self._admission_size(request)
         fresh = size - len(shared)
-        left = self.pool.num_available - self.pool.num_idle(shared) - fresh
-        if left < self._kept_free(request, alone=alone):
+        if not self._has_room(request, shared, fresh, alone=alone):
             return None
         self._count_prefix(request, hits)
         self.pool.share(shared)
@@ -83,6 +81,19 @@ class BlockTables:
             return []
         partial = len(shared)  # copy-on-write: the sibling goes on writing into its own
         return [(sibling.block_table[partial], request.block_table[partial])]
+
+    def fits(self, request: Request) -> bool:
+        """Whether `admit` would find the blocks, beside others that run and without a sibling's."""
+        shared, _ = self._find_prefix(request)
+        return self._has_room(request, shared, self._admission_size(request) - len(shared), alone=False)
+
+    def _admission_size(self, request: Request) -> int:
+        pinned = self.is_pinned(request)
+        return self._reserved(request) if pinned else self.pool.blocks_for(request.num_tokens)
+
+    def _has_room(self, request: Request, shared: list[int], fresh: int, *, alone: bool) -> bool:
+        left = self.pool.num_available - self.pool.num_idle(shared) - fresh
+        return left >= self._kept_free(request, alone=alone)
 
     def grow(self, request: Request, *, alone: bool) -> bool:
         """One more block for a decoding request; False when blocks are short."""
@@ -167,10 +178,10 @@ class BlockTables:
 
     def _kept_for_premium(self, request: Request) -> int:
         """What of the premium share is not taken yet. Free until then, it serves as prefix cache."""
-        return 0 if band(request) < 0 else max(0, self._premium_blocks - self._premium_held)
+        return 0 if is_premium(request) else max(0, self._premium_blocks - self._premium_held)
 
     def _count_premium(self, request: Request, blocks: int) -> None:
-        if band(request) < 0:
+        if is_premium(request):
             self._premium_held += blocks
 
     def _count_prefix(self, request: Request, hits: int) -> None:

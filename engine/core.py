@@ -106,6 +106,7 @@ class Engine:
             prompt_ids=message.prompt_ids,
             params=message.params,
             priority=message.priority,
+            tenant=message.tenant,
             cache_namespace=message.cache_namespace,
             fork_of=message.fork_of,
             token_ids=message.prompt_ids + message.output_ids,

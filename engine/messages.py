@@ -35,6 +35,8 @@ class AddRequest:
     output_ids: list[int] = field(default_factory=list)
     priority: int = 0
     """Lower is served first (vLLM's convention); bands are formed from it."""
+    tenant: str = ""
+    """Id of the caller's key, or empty: callers get equal shares of the engine (`fair_shares.py`)."""
     cache_namespace: str = ""
     """Prefix-cache blocks are shared only inside a namespace (per-key salt, `cache_salt`)."""
     fork_of: str | None = None

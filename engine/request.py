@@ -10,6 +10,7 @@ num_computed, and num_pending is 0. The last token's logits give the next token.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .drafts import Drafter
 from .errors import InvalidRequest
@@ -17,6 +18,9 @@ from .grammar import Constraint
 from .messages import TokenLogprobs
 from .prefix_history import PrefixEnd
 from .sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from .fair_shares import Flow
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -27,6 +31,8 @@ class Request:
     prompt_ids: Sequence[int]
     params: SamplingParams
     priority: int = 0
+    tenant: str = ""
+    """Whose share of the engine it takes; see `AddRequest`."""
     cache_namespace: str = ""
     fork_of: str | None = None
     arrived_at: float = 0.0
@@ -47,6 +53,15 @@ class Request:
     """Why no more of them were found."""
     scheduled_at: float | None = None
     preemptions: int = 0
+    """Times that it lost its blocks to running requests that grew."""
+    displacements: int = 0
+    """Times that it gave its place to a waiting request."""
+    flow: "Flow" = field(init=False)
+    """Set when the scheduler takes it."""
+    num_charged: int = 0
+    """Tokens that count in its flow already."""
+    num_protected: int = 0
+    """Output tokens before which it keeps its place."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Prefix-cache chain hash of each full block of `token_ids`, as far as it was needed."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -114,6 +129,11 @@ class Request:
     def needs_all_tokens(self) -> bool:
         """Whether the host must know its last token before the next is drawn: a grammar reads it."""
         return self.params.grammar is not None
+
+    @property
+    def keeps_place(self) -> bool:
+        """It was served out of turn and is to get something of it, or its last tokens are on their way."""
+        return self.num_output < self.num_protected or bool(self.num_pending and self.is_ending)
 
     @property
     def is_ending(self) -> bool:

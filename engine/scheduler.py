@@ -16,14 +16,16 @@ from collections.abc import Callable, Iterable, Iterator
 from .answers import failed_answer, finish_reason, pooled_answer, token_answer
 from .block_pool import BlockPool
 from .block_tables import BlockTables
+from .displacement import Displacement
 from .drafting import Drafting
+from .fair_shares import Flow, Flows
 from .messages import RequestOutput
 from .pooled_sums import add_up
 from .request import Request
 from .scheduler_config import SchedulerConfig
 from .step import SampledToken, ScheduledRequest, StepPlan, StepResult, planned
 from .turns import ONE_STAGE, Pipeline, Turns, share
-from .waiting import WaitingQueue, least_deserving
+from .waiting import ALL_BANDS, NO_BAND, WaitingQueue, least_deserving
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
@@ -40,7 +42,9 @@ class Scheduler:
         self._last_arrival = -math.inf
         self._requests: dict[str, Request] = {}
         self._running: dict[str, Request] = {}
-        self._waiting = WaitingQueue(config.ageing_seconds)
+        self._flows = Flows()
+        self._waiting = WaitingQueue(config.ageing_seconds, self._flows, clock)
+        self._displacement = Displacement(config.max_running, self.tables, self._flows, self._waiting)
         self._turns = Turns()
         self.prompt_tokens = 0
         self.output_tokens = 0
@@ -83,6 +87,7 @@ class Scheduler:
         request.arrived_at = self._last_arrival
         sibling = self._sibling(request)
         self._requests[request.request_id] = request
+        self._flows.enter(request)
         if sibling is None or _has_prompt(sibling) or self.config.batching == "static":
             self._waiting.push(request)
         else:
@@ -101,6 +106,7 @@ class Scheduler:
             self._stop_running(request, suspect=suspect)
         else:
             self._waiting.discard(request)
+        self._flows.leave(request)
         self._waiting.end_fork_wait(request)
 
     def _sibling(self, request: Request) -> Request | None:
@@ -113,23 +119,23 @@ class Scheduler:
     # ------------------------------------------------------------------ schedule
 
     def schedule(self, pipeline: Pipeline = ONE_STAGE) -> StepPlan:
-        """The next step: decoding requests first, so that streams never starve; then prompts, most urgent
-        first, whether admitted already or still waiting. Steps of several stages share the token budget.
+        """The next step: decoding requests first, so that streams never starve; then prompts, in the order
+        of `WaitingQueue.choose`, whether admitted already or still waiting. Steps of several stages share
+        the token budget.
         """
         plan = StepPlan()
-        admitting = self.config.batching == "continuous" or not self._running
         self._grow_running()
+        if self._waiting and self.config.batching == "continuous":
+            self._displace()
         decoding, prompts = self._by_phase()
         plan.rows.extend(planned(request, 1, 1) for request in self._turns.due(decoding, pipeline))
-        budget = share(self.config.token_budget, pipeline.stages) - len(plan.rows)
-        for request in sorted(prompts, key=self._waiting.urgency):
-            if admitting:
-                budget = self._admit_waiting(plan, budget, before=request)
-            budget = self._schedule_prompt(plan, budget, request)
-        if admitting:
-            self._admit_waiting(plan, budget)
+        self._flows.charge(plan.rows)
+        self._schedule_prompts(
+            plan, share(self.config.token_budget, pipeline.stages) - len(plan.rows), prompts
+        )
         if not plan.rows:
             plan.rows.extend(planned(request, 1, 1) for request in self._turns.early(decoding, pipeline))
+            self._flows.charge(plan.rows)
         self.drafting.extend(plan, len(self._running))
         self._turns.end(plan)
         return plan
@@ -148,6 +154,34 @@ class Scheduler:
                 decoding.append(request)
         return decoding, prompts
 
+    def _schedule_prompts(self, plan: StepPlan, budget: int, prompts: list[Request]) -> None:
+        """Let waiting requests run, and prompts go on, one chunk each. A waiting request that does not fit
+        holds up all but better bands, so that large ones get their turn; one that starved holds up those
+        too. A static batch is filled whatever the budget.
+        """
+        if not (prompts or self._waiting):
+            return
+        static = self.config.batching == "static"
+        better_than = ALL_BANDS if not static or not self._running else NO_BAND
+        by_flow: dict[Flow, list[Request]] = {}
+        for request in sorted(prompts, key=lambda request: request.arrived_at, reverse=True):
+            if request.keeps_place:
+                budget = self._schedule_prompt(plan, budget, request)
+            else:
+                by_flow.setdefault(request.flow, []).append(request)
+        while budget > 0 or (static and better_than == ALL_BANDS):
+            if len(self._running) >= self.config.max_running:
+                better_than = NO_BAND
+            chosen = self._waiting.choose(by_flow, better_than)
+            if chosen is None:
+                break
+            if chosen.request_id in self._running:
+                by_flow[chosen.flow].pop()
+            elif not self._admit(plan, chosen):
+                better_than = NO_BAND if self._waiting.has_starved(chosen) else chosen.flow.band
+                continue
+            budget = self._schedule_prompt(plan, budget, chosen)
+
     def _schedule_prompt(self, plan: StepPlan, budget: int, request: Request) -> int:
         """As much of the prompt as the budget has, or all of it without chunking. Returns what is left."""
         if budget <= 0:
@@ -156,38 +190,26 @@ class Scheduler:
         if self.config.chunked_prefill:
             tokens = min(tokens, budget)
         plan.rows.append(planned(request, tokens, remaining))
+        self._flows.charge(plan.rows[-1:])
+        self._flows.note_served(request, self._clock())
         return budget - tokens
 
-    def _admit_waiting(self, plan: StepPlan, budget: int, before: Request | None = None) -> int:
-        """Let waiting requests run, in order and nobody overtaking: one that does not fit yet holds up the
-        rest, so that large ones get their turn. A static batch is filled whatever the budget.
-
-        `before`: only those more urgent than this running request. Returns what is left of the budget.
-        """
-        static = self.config.batching == "static"
-        while (budget > 0 or static) and len(self._running) < self.config.max_running:
-            request = self._waiting.peek()
-            if request is None or (before is not None and self._is_before(before, request)):
-                break
-            sibling = self._sibling(request)
-            if sibling is not None and not _has_prompt(sibling):
-                sibling = None  # preempted meanwhile: no reason to wait again
-            copies = self.tables.admit(request, sibling, alone=not self._running)
-            if copies is None:
-                break
-            plan.copies.extend(copies)
-            self._running[request.request_id] = self._waiting.pop()
-            self._note_start(request)
-            budget = self._schedule_prompt(plan, budget, request)
-        return budget
-
-    def _is_before(self, one: Request, other: Request) -> bool:
-        return self._waiting.urgency(one) < self._waiting.urgency(other)
-
-    def _note_start(self, request: Request) -> None:
+    def _admit(self, plan: StepPlan, request: Request) -> bool:
+        """Let it run; False when blocks are short."""
+        sibling = self._sibling(request)
+        if sibling is not None and not _has_prompt(sibling):
+            sibling = None  # preempted meanwhile: no reason to wait again
+        copies = self.tables.admit(request, sibling, alone=not self._running)
+        if copies is None:
+            return False
+        plan.copies.extend(copies)
+        self._waiting.take(request)
+        self._running[request.request_id] = request
+        request.flow.running += 1
         if request.scheduled_at is None:
             request.scheduled_at = self._clock()
             self.prompt_tokens += request.num_prompt
+        return True
 
     # ------------------------------------------------------------------ preempt
 
@@ -207,6 +229,13 @@ class Scheduler:
                     break
                 self._preempt(max(self._preemptible(), key=least_deserving))
 
+    def _displace(self) -> None:
+        """Comes before any row is planned, too."""
+        for victim in self._displacement.victims(self._running):
+            victim.displacements += 1
+            self.preemptions += 1
+            self._requeue(victim)
+
     def _preemptible(self) -> Iterator[Request]:
         """Never empty when a request must grow: pinned ones do not, so it is in here itself."""
         return (request for request in self._running.values() if not self.tables.is_pinned(request))
@@ -225,6 +254,7 @@ class Scheduler:
 
     def _stop_running(self, request: Request, *, suspect: bool) -> None:
         del self._running[request.request_id]
+        request.flow.running -= 1
         self.tables.release(request, suspect=suspect)
 
     # ------------------------------------------------------------------ update
@@ -311,6 +341,9 @@ class Scheduler:
             for block in request.block_table:
                 held[block] = held.get(block, 0) + 1
         self.pool.check_holders(held)
+        flows = [flow for _, flows in self._flows.bands for flow in flows]
+        assert sum(flow.running for flow in flows) == len(self._running)
+        assert sum(flow.present for flow in flows) == len(self._requests)
         assert 0 <= self.slots_used <= self.pool.num_used * self.pool.block_size
 
 

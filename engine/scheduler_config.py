@@ -18,7 +18,7 @@ class SchedulerConfig:
     premium_share: float = 0.0
     watermark: float = 0.01
     ageing_seconds: float = 10.0
-    """Waiting this long is worth one priority band."""
+    """A band of priority that waits this long is lifted by one, for one request."""
     draft_rows: int = 0
     """Rows of a step up to which drafts are verified (`drafting.py`); 0: none are. Only for runners that
     take one step at a time and whose rows do not depend on each other."""

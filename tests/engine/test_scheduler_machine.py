@@ -50,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail=st.integers(1, 6),
         namespace=st.sampled_from(["", "", "alice"]),
         priority=st.integers(-2, 2),
+        tenant=st.sampled_from(["", "", "bob"]),
         count=st.sampled_from([1, 1, 2, 3]),
         params=st.fixed_dictionaries(
             {
@@ -61,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             }
         ),
     )
-    def add(self, prefix, tail, namespace, priority, count, params):
+    def add(self, prefix, tail, namespace, priority, tenant, count, params):
         """One call with `n = count`: the first sequence and its forks."""
         first = f"r{len(self.asked)}"
         for seed in range(count):
@@ -70,6 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 prefix + [2] * tail,
                 namespace=namespace,
                 priority=priority,
+                tenant=tenant,
                 fork_of=first if seed else None,
                 seed=seed,
                 **params,
@@ -177,6 +179,7 @@ def _resumed(request, output):
         request.prompt_ids,
         output=list(output),
         priority=request.priority,
+        tenant=request.tenant,
         namespace=request.cache_namespace,
         fork_of=request.fork_of,
         **params,

@@ -59,6 +59,7 @@ def make_request(
     *,
     output: Iterable[int] = (),
     priority: int = 0,
+    tenant: str = "",
     namespace: str = "",
     fork_of: str | None = None,
     **params: object,
@@ -71,6 +72,7 @@ def make_request(
         token_ids=[*ids, *output],
         params=SamplingParams(**{"max_tokens": 8, **params}),
         priority=priority,
+        tenant=tenant,
         cache_namespace=namespace,
         fork_of=fork_of,
     )
@@ -140,6 +142,7 @@ class FakeEngine:
                     params=request.params,
                     output_ids=request.token_ids[request.num_prompt :],
                     priority=request.priority,
+                    tenant=request.tenant,
                     cache_namespace=request.cache_namespace,
                     fork_of=request.fork_of,
                 )

@@ -1,0 +1,76 @@
+"""Who gives its place to whom: running requests that are preempted for waiting ones.
+
+A premium request takes a place, or blocks, of others. Between callers of one band, one that has no place
+takes one of a caller that has more than its share, so that nobody waits for another's long answers to end.
+What is preempted keeps its tokens and goes on later, with the tokens that it would have had anyway.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from .block_tables import BlockTables
+from .fair_shares import Flows, is_premium
+from .request import Request
+from .waiting import ALL_BANDS, WaitingQueue, least_deserving
+
+MAX_DISPLACEMENTS = 4
+"""Of one request, by callers of its own band: what is computed again is bounded."""
+
+
+class Displacement:
+    def __init__(self, max_running: int, tables: BlockTables, flows: Flows, waiting: WaitingQueue) -> None:
+        self._max_running = max_running
+        self._tables = tables
+        self._flows = flows
+        self._waiting = waiting
+
+    def victims(self, running: Mapping[str, Request]) -> Iterator[Request]:
+        """One at a time: each is to be preempted before the next is asked for."""
+        while self._waiting.num_premium() + len(running) > self._max_running:
+            if (victim := self._pick(filter(_is_standard, running.values()))) is None:
+                break
+            yield victim
+        premium = self._waiting.choose({}, better_than=0)
+        while premium is not None and running and not self._tables.fits(premium):
+            if (victim := self._pick(filter(_is_standard, running.values()))) is None:
+                break
+            yield victim
+        head = self._waiting.choose({}, better_than=ALL_BANDS)
+        while head is not None and self._lacks_place(head, running):
+            if (victim := self._pick(self._beyond_share(head, running))) is None:
+                break
+            self._flows.pay(head, self._cost(victim))
+            yield victim
+
+    def _lacks_place(self, request: Request, running: Mapping[str, Request]) -> bool:
+        """It does not fit beside the others, and its caller has nothing running."""
+        if request.flow.running or not running:
+            return False
+        return len(running) >= self._max_running or not self._tables.fits(request)
+
+    def _beyond_share(self, request: Request, running: Mapping[str, Request]) -> Iterator[Request]:
+        """Running requests, in no better band, of callers that have more places than their share and are
+        ahead by what it costs to preempt: busy callers take turns as requests end.
+        """
+        share = max(1.0, len(running) / self._flows.num_present())
+        return (
+            each
+            for each in running.values()
+            if each.flow.band >= request.flow.band
+            and each.flow.running > share
+            and each.flow.tokens >= request.flow.tokens + self._cost(each)
+            and each.displacements < MAX_DISPLACEMENTS
+        )
+
+    def _cost(self, victim: Request) -> int:
+        """Tokens to compute again, as far as the prefix cache does not keep them."""
+        pool = self._tables.pool
+        return min(victim.num_computed, pool.block_size) if pool.caching else victim.num_computed
+
+    def _pick(self, candidates: Iterable[Request]) -> Request | None:
+        """The least deserving of those that do not keep their places."""
+        able = [each for each in candidates if not (each.keeps_place or self._tables.is_pinned(each))]
+        return max(able, key=least_deserving, default=None)
+
+
+def _is_standard(request: Request) -> bool:
+    return not is_premium(request)
