@@ -32,7 +32,9 @@ def search(program: Program, *, text: str, limit: int, as_json: bool, quiet: boo
     progress = output.ProgressLine()
     progress.update(f"Asking {os.environ.get('HF_ENDPOINT') or 'the hub'}…")
     try:
-        hits = search_hub(Hub.of_environment(), text, limit, planner(program))
+        hits = search_hub(
+            Hub.of_environment(lambda text: output.say(f"  {text}")), text, limit, planner(program)
+        )
     except HubError as error:
         raise as_cli(error) from error
     finally:

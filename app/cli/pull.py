@@ -28,6 +28,7 @@ BAR = 24
 @click.option("--pause", "act", flag_value="pause", help="Pause the download of REF.")
 @click.option("--resume", "act", flag_value="resume", help="Go on with it.")
 @click.option("--cancel", "act", flag_value="cancel", help="Give it up and delete what was fetched.")
+@click.option("--dismiss", "act", flag_value="dismiss", help="Take a failed or finished one from the list.")
 @click.option("--json", "as_json", is_flag=True, help="Events as JSON, one a line.")
 @click.option("-q", "--quiet", is_flag=True, help="With --list: names only.")
 @pass_program
@@ -54,7 +55,10 @@ def pull(
         raise CliError("which model?", "REF is missing", "llmbox search TEXT", Exit.USAGE)
     if act is not None:
         found = program.client.post(f"/admin/api/downloads/{act}", {"model": ref}, timeout=60.0)["download"]
-        _tell(found, as_json=as_json)
+        if act == "dismiss" and not as_json:
+            output.say(f"{ref} is off the list.")
+        else:
+            _tell(found, as_json=as_json)
         if act != "resume":
             return
     else:
@@ -150,15 +154,25 @@ def _list(program: Program, *, as_json: bool, quiet: bool) -> None:
                 f"{row['done'] / row['total']:.0%}" if row["total"] else "-",
                 output.size(row["total"] or None),
                 f"{output.size(row['rate'])}/s" if row["rate"] and row["state"] == "downloading" else "-",
-                row["error"]["what"] if row["error"] else row["message"],
+                reason(row) or row["message"],
             )
             for row in rows
         ],
         right=(2, 3, 4),
     )
+    if failed := [row["model"] for row in rows if row["state"] == "failed"]:
+        output.say(f"Try again: llmbox pull {failed[0]}; off the list: llmbox pull --dismiss {failed[0]}")
+
+
+def reason(found: Mapping[str, Any]) -> str:
+    """Why it failed; empty where it did not."""
+    error = found["error"]
+    return f"{error['what']}: {error['why']}" if error else ""
 
 
 def summary(found: Mapping[str, Any]) -> str:
+    if found["state"] == "failed":
+        return f"failed: {reason(found)}"
     if not found["total"]:
         return str(found["state"])
     text = f"{found['state']} {found['done'] / found['total']:.0%} of {output.size(found['total'])}"

@@ -46,6 +46,8 @@ class Download:
     works: "set[asyncio.Future[None]]" = field(default_factory=set)
     """Threads that fetch its files, until they have ended."""
     started_at: float = field(default_factory=time.time)
+    ended_at: float | None = None
+    """When it failed, Unix seconds."""
     message: str = ""
     """The last thing that went wrong and was overcome."""
     rate: float | None = None
@@ -107,9 +109,15 @@ def prepare(
     fit: FitCheck,
     free: Callable[[], int],
     retries: Retries,
+    note: Callable[[str], None],
 ) -> Preparation:
-    """Looks before a byte is fetched: does it exist, can it be served, does it fit, is there disk for it?"""
-    listing, files = stubbornly(lambda: _look(hub, download), stop, retries)
+    """Looks before a byte is fetched: does it exist, can it be served, does it fit, is there disk for it?
+
+    `note` hears of failed tries. A download that had begun earlier outlasts a network that is down.
+    """
+    hub.note = note
+    has_begun = bool(download.etags)
+    listing, files = stubbornly(lambda: _look(hub, download), stop, retries, note, outlasts=has_begun)
     if not download.anyway:
         _check_fit(hub, listing, download, fit)
     need = sum(max(0, file.size - _present(repo, file)) for file in files)
@@ -119,7 +127,15 @@ def prepare(
     return Preparation(listing, tuple(files))
 
 
-def stubbornly(work: Callable[[], T], stop: threading.Event, retries: Retries) -> T:
+def stubbornly(
+    work: Callable[[], T],
+    stop: threading.Event,
+    retries: Retries,
+    note: Callable[[str], None],
+    *,
+    outlasts: bool,
+) -> T:
+    """`outlasts`: tries again also where nothing is to be expected of the network for now."""
     failures = 0
     while True:
         try:
@@ -128,9 +144,11 @@ def stubbornly(work: Callable[[], T], stop: threading.Event, retries: Retries) -
             if stop.is_set():
                 raise Stopped from None
             failures += 1
-            if not error.retry or failures >= retries.tries:
+            if not error.retry or failures >= retries.tries or (error.is_definite and not outlasts):
                 raise
-            if stop.wait(retries.wait(failures, error.retry_after)):
+            wait = retries.wait(failures, error.retry_after)
+            note(f"{error}; next try in {wait:.1f} s ({failures + 1} of {retries.tries})")
+            if stop.wait(wait):
                 raise Stopped from None
 
 

@@ -26,6 +26,8 @@ PATIENCE = 2.0
 """Seconds that whoever cancels waits for files to be gone."""
 REMEMBERED = 50
 """Finished downloads kept in the list."""
+FORGET_S = 3600.0
+"""After which a failed download that fetched nothing, as of a name that does not exist, leaves the list."""
 
 
 class Downloads:
@@ -44,6 +46,7 @@ class Downloads:
 
     def all(self) -> list[Download]:
         """Oldest first."""
+        self._drop_empty_failures()
         return list(self._all.values())
 
     def get(self, model: str) -> Download:
@@ -111,6 +114,26 @@ class Downloads:
         await asyncio.wait({cleaning}, timeout=PATIENCE)
         return download
 
+    async def dismiss(self, model: str) -> Download:
+        """Leaves the list. What a failed download has fetched is deleted."""
+        download = self.get(model)
+        if download.active or download.state == "paused":
+            raise _not_now(download, "dismissed")
+        if download.state == "failed":
+            await self.cancel(model)
+        self._all.pop(model, None)
+        self._save()
+        self._events.publish("download.dismissed", {"model": model})
+        return download
+
+    def _drop_empty_failures(self) -> None:
+        oldest = time.time() - FORGET_S
+        for download in list(self._all.values()):
+            ended = download.ended_at or download.started_at
+            if download.state == "failed" and not download.etags and ended < oldest:
+                log.info("the failed download of %s is forgotten: nothing was fetched", download.model)
+                del self._all[download.model]
+
     async def _clean(self, download: Download, earlier: "asyncio.Task[None] | None") -> None:
         await _ended(download, earlier)
         repo, etags = self._fetching.repo(download), list(download.etags)
@@ -154,7 +177,7 @@ class Downloads:
     def _go(self, download: Download) -> Download:
         download.stop = threading.Event()  # threads of before keep theirs, which is set
         download.cut = _nothing
-        download.error, download.message = None, ""
+        download.error, download.message, download.ended_at = None, "", None
         self._change(download, "checking")
         earlier = self._tasks.get(download.model)
         self._tasks[download.model] = asyncio.create_task(self._run(download, download.stop, earlier))
@@ -187,7 +210,7 @@ class Downloads:
             return
         if not stop.is_set():
             _stop(download)
-            download.error = failure
+            download.error, download.ended_at = failure, time.time()
             log.error("download of %s failed: %s", download.model, failure)
             self._change(download, "failed")
 

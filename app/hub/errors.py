@@ -38,6 +38,8 @@ class HubError(LlmboxError):
     retry: bool = False
     retry_after: float | None = None
     """Seconds that the server asks us to wait."""
+    is_definite: bool = False
+    """The network or the name is wrong: who has not begun need not try again."""
 
     def __str__(self) -> str:
         return f"{self.what}: {self.why}" if self.why else self.what
@@ -97,13 +99,14 @@ def not_found(what: str, token: str | None) -> HubError:
     return HubError("repo_not_found", f"{what} was not found", why, "look for it: llmbox search TEXT")
 
 
-def unreachable(endpoint: str, error: object) -> HubError:
+def unreachable(endpoint: str, error: object, *, is_definite: bool = False) -> HubError:
     return HubError(
         "hub_unreachable",
         f"{endpoint} cannot be reached",
         str(error) or type(error).__name__,
         "check the network, HF_ENDPOINT and HTTPS_PROXY, then try again: what was fetched is kept",
         retry=True,
+        is_definite=is_definite,
     )
 
 

@@ -66,6 +66,7 @@ class Fetching:
     async def _look(self, download: Download, stop: threading.Event) -> tuple[Hub, Preparation]:
         """A thread that waits for a listing is left to itself when the download stops: it writes nothing."""
         setup, repo = self._setup, self.repo(download)
+        note = self._noting(download)
 
         def look() -> tuple[Hub, Preparation]:
             hub = setup.hub()
@@ -77,6 +78,7 @@ class Fetching:
                 fit=setup.fit,
                 free=lambda: setup.free(setup.cache),
                 retries=setup.retries,
+                note=note,
             )
 
         looking = in_thread(look, "llmbox-hub")
@@ -85,13 +87,18 @@ class Fetching:
         download.cut = hub.web.cut
         return hub, found
 
-    async def _fetch_files(self, hub: Hub, download: Download, stop: threading.Event) -> None:
+    def _noting(self, download: Download) -> Callable[[str], None]:
+        """For threads."""
         loop = asyncio.get_running_loop()
 
         def note(text: str) -> None:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._note, download, text)
 
+        return note
+
+    async def _fetch_files(self, hub: Hub, download: Download, stop: threading.Event) -> None:
+        note = self._noting(download)
         means = Means(hub.web, self.repo(download), stop, self._valve, self._setup.retries, note)
         try:
             async with asyncio.TaskGroup() as group:

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -14,6 +14,7 @@ from llmbox.engine.rounded import MODELOPT_FILE
 
 from . import errors
 from .errors import HubError
+from .reach import require_reachable
 from .web import USER_AGENT, Web
 
 if TYPE_CHECKING:
@@ -72,21 +73,31 @@ class Listing:
 class Hub:
     """The hub that the environment names. Every method may block and raises HubError."""
 
-    def __init__(self, endpoint: str, token: str | None, *, offline: bool = False) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        token: str | None,
+        *,
+        offline: bool = False,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`note` hears what a call waits for."""
         self.web = Web(endpoint, token)
         self.offline = offline
+        self.note = note
 
     @classmethod
-    def of_environment(cls) -> "Hub":
+    def of_environment(cls, note: Callable[[str], None] = lambda _: None) -> "Hub":
         """HF_ENDPOINT, HF_TOKEN (or the token that `hf auth login` stored) and HF_HUB_OFFLINE count."""
         from .hub_client import get_token  # noqa: PLC0415 - 0.3 s that only downloads need
 
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
-        return cls(os.environ.get("HF_ENDPOINT") or ENDPOINT, get_token(), offline=offline)
+        return cls(os.environ.get("HF_ENDPOINT") or ENDPOINT, get_token(), offline=offline, note=note)
 
     def require_online(self) -> None:
         if self.offline:
             raise errors.offline()
+        require_reachable(self.web.endpoint, self.note)
 
     def list_files(self, repo: str, revision: str | None) -> Listing:
         self.require_online()

@@ -167,3 +167,34 @@ def test_two_clients_wait_for_one_download(box: Box, hub: StubHub):
     running = box.running
     assert running is not None
     assert is_alive(running.pid)
+
+
+def test_a_failure_keeps_its_reason_over_a_kill_until_it_is_dismissed(box: Box, hub: StubHub):
+    child = box.serve()
+    typo = box.run("pull", "org/typo")
+    assert typo.code == Exit.NOT_FOUND
+    assert "org/typo was not found" in typo.err
+    running = box.running
+    assert running is not None
+    os.kill(running.pid, signal.SIGKILL)
+    child.communicate()
+    box.serve()
+    listed = box.run("pull", "--list")
+    assert "org/typo was not found: the hub knows no such model" in listed.out
+    assert "llmbox pull --dismiss org/typo" in listed.err
+    assert "failed: org/typo was not found" in box.run("ls").out
+    assert box.run("pull", "--dismiss", "org/typo").err == "org/typo is off the list.\n"
+    assert box.run("pull", "--list", "--json").json["downloads"] == []
+    assert box.run("pull", "--dismiss", "org/typo").code == Exit.NOT_FOUND
+
+
+def test_without_a_network_it_is_said_what_fails(box: Box):
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    box.serve(**nowhere)
+    pull = box.run("pull", NAME)
+    assert pull.code == Exit.NETWORK
+    assert "http://127.0.0.1:9 cannot be reached" in pull.err
+    assert "nothing listens at 127.0.0.1 port 9" in pull.err
+    search = box.run("search", "x", HF_ENDPOINT="http://no-such-host.invalid")
+    assert search.code == Exit.NETWORK
+    assert "the name no-such-host.invalid cannot be resolved" in search.err

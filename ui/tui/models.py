@@ -101,7 +101,14 @@ class Models(View):
         self.post_message(Ask("Pull a model", hint, "downloads", "model", "The download has begun."))
 
     def action_delete(self) -> None:
-        if (name := self._chosen) is not None:
+        if (name := self._chosen) is None:
+            return
+        if find_model(self.state, name).get("state") in {"failed", "cancelled"} and not _is_known(
+            self.state, name
+        ):
+            question = f"Dismiss the download of {name}? What was fetched is deleted."
+            self.post_message(Act("downloads/dismiss", {"model": name}, f"{name} is off the list.", question))
+        else:
             self.post_message(
                 Act(
                     "models/delete",
@@ -133,7 +140,14 @@ def find_model(state: State, name: str) -> Mapping[str, Any]:
         for each in _items(state, answer, "models"):
             if each["name"] == name:
                 return each
-    return {}
+    return next((each for each in _items(state, "downloads", "downloads") if each.get("model") == name), {})
+
+
+def _is_known(state: State, name: str) -> bool:
+    """Whether it is in memory or on disk, and not a download alone."""
+    return any(
+        each["name"] == name for answer in ("models", "disk") for each in _items(state, answer, "models")
+    )
 
 
 def _items(state: State, answer: str, name: str) -> list[Mapping[str, Any]]:
@@ -181,6 +195,8 @@ def _download(name: str, download: Mapping[str, Any]) -> Row:
     share = f" {100 * done / total:.0f} %" if total else ""
     state = str(download.get("state", "downloading"))
     tone = "bad" if state == "failed" else "warn"
+    if state == "failed" and (error := download.get("error")):
+        state, share = f"failed: {error['what']}", ""
     cells = [(DASH, "muted")] * (len(COLUMNS) - 3)
     return Row(
         name,

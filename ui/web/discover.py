@@ -52,9 +52,16 @@ async def change_download(request: PanelRequest, what: FromPath[str]) -> Respons
         downloads.resume(name)
     elif what == "cancel":
         await downloads.cancel(name)
+    elif what == "dismiss":
+        await downloads.dismiss(name)
     else:
-        raise ApiError(404, "Downloads can be paused, resumed and cancelled.", "not_found")
-    said = {"pause": "Paused", "resume": "Going on with", "cancel": "Cancelled"}[what]
+        raise ApiError(404, "Downloads can be paused, resumed, cancelled and dismissed.", "not_found")
+    said = {
+        "pause": "Paused",
+        "resume": "Going on with",
+        "cancel": "Cancelled",
+        "dismiss": "Took off the list:",
+    }[what]
     return done(request, ACTIVITY, f"{said} {name}.")
 
 

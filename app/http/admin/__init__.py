@@ -6,7 +6,16 @@ from ..guard import Access
 from .disk import disk, fit
 from .events import events
 from .keys import add_key, keys, revoke_key, rotate_key, sign_in_link
-from .library import cancel_download, delete_models, downloads, pause, pull, resume, search
+from .library import (
+    cancel_download,
+    delete_models,
+    dismiss_download,
+    downloads,
+    pause,
+    pull,
+    resume,
+    search,
+)
 from .models import load_model, models, pin_model, unload_model
 from .query import require_known_parameters
 from .requests import cancel_request, purge_requests, replay_request, request_detail, requests
@@ -25,6 +34,7 @@ admin_router = Router(
         bench_runs,
         blocks,
         cancel_download,
+        dismiss_download,
         cancel_request,
         config,
         disk,

@@ -60,6 +60,14 @@ async def cancel_download(
     return {"download": (await _library(request).downloads.cancel(data.model)).as_dict()}
 
 
+@post("/downloads/dismiss", status_code=200, name="admin_dismiss_download")
+async def dismiss_download(
+    request: Request[Any, Any, State], data: JSONBody[DownloadRequest]
+) -> dict[str, Any]:
+    """Takes one that has ended from the list; what a failed one fetched is deleted."""
+    return {"download": (await _library(request).downloads.dismiss(data.model)).as_dict()}
+
+
 @post("/models/delete", status_code=200, name="admin_delete_models")
 async def delete_models(request: Request[Any, Any, State], data: JSONBody[RemoveRequest]) -> dict[str, Any]:
     """From the disk. Not what is loaded or being downloaded."""

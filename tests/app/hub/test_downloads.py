@@ -19,6 +19,7 @@ from llmbox.app.events import Events
 from llmbox.app.hub import fetching, transfer
 from llmbox.app.hub.download import Download
 from llmbox.app.hub.downloads import Downloads
+from llmbox.app.hub.errors import HubError
 from llmbox.app.hub.fetching import Setup
 from llmbox.app.hub.layout import Repo
 from llmbox.app.hub.listing import Hub
@@ -671,3 +672,103 @@ async def until(condition: Any) -> None:
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+
+# ------------------------------------------------------------------ reasons, and lists that stay short
+
+
+async def test_a_failure_keeps_its_reason_when_the_daemon_is_killed(place: Place):
+    async with place.downloads() as downloads:
+        failed = await ended(downloads.start("org/typo"))
+        assert failed.error is not None
+        noted = place.state_file.read_bytes()
+    place.state_file.write_bytes(noted)  # what a kill leaves
+    async with place.downloads() as downloads:
+        found = downloads.get("org/typo")
+        assert found.state == "failed"
+        assert found.error == failed.error
+        assert found.error.code == "repo_not_found"
+        assert (found.started_at, found.ended_at) == (failed.started_at, failed.ended_at)
+        assert downloads.start("org/typo").active
+
+
+async def test_a_state_file_of_the_first_version_is_read(place: Place):
+    row = {"model": NAME, "repo": NAME, "revision": None, "anyway": False, "commit": None, "etags": []}
+    rows = [row | {"state": "paused"}, row | {"model": "org/x", "repo": "org/x", "state": "failed"}]
+    place.state_file.write_text(json.dumps({"schema": 1, "downloads": rows}))
+    async with place.downloads() as downloads:
+        paused, failed = downloads.all()
+        assert (paused.state, failed.state) == ("paused", "failed")
+        assert failed.error is not None
+
+
+async def test_what_never_fetched_a_byte_leaves_the_list(place: Place, hub: StubHub):
+    async with place.downloads() as downloads:
+        typo = await ended(downloads.start("org/typo"))
+        hub.faults.append(times(99, "model.safetensors", lambda handler: handler.fail(404, "EntryNotFound")))
+        begun = await ended(downloads.start(NAME))
+        assert [each.state for each in downloads.all()] == ["failed", "failed"]
+        assert begun.etags
+        for each in (typo, begun):
+            assert each.ended_at is not None
+            each.ended_at -= 3601
+        assert downloads.all() == [begun], "files of it are on the disk"
+
+
+async def test_dismiss(place: Place, hub: StubHub):
+    async with place.downloads() as downloads:
+        await ended(downloads.start("org/typo"))
+        await downloads.dismiss("org/typo")
+        assert downloads.all() == []
+        assert not place.state_file.exists()
+        await ended(downloads.start(NAME))
+        await downloads.dismiss(NAME)
+        place.assert_ready()
+        hub.hold_after = 0
+        hub.repos["org/slow"] = StubRepo(model_files(1))
+        downloads.start("org/slow")
+        with pytest.raises(ApiError, match="cannot be dismissed"):
+            await downloads.dismiss("org/slow")
+
+
+# ------------------------------------------------------------------ without a network
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "says"),
+    [
+        ("http://127.0.0.1:9", "nothing listens at 127.0.0.1 port 9"),
+        ("http://no-such-host.invalid", "the name no-such-host.invalid cannot be resolved"),
+    ],
+)
+async def test_no_network_is_said_at_once(place: Place, endpoint: str, says: str):
+    place.options |= {"hub": lambda: Hub(endpoint, None), "retries": Retries(tries=8, first=60.0)}
+    done = await place.pull()
+    assert done.error is not None
+    assert done.error.code == "hub_unreachable"
+    assert says in done.error.why
+    with pytest.raises(HubError, match=says):
+        Hub(endpoint, None).search("x", 5)
+
+
+async def test_what_had_begun_outlasts_a_network_that_is_down_and_says_so(place: Place, hub: StubHub):
+    hub.faults.append(times(99, "model.safetensors", lambda handler: handler.fail(404, "EntryNotFound")))
+    await place.pull()
+    hub.faults.clear()
+    place.options |= {"hub": lambda: Hub("http://127.0.0.1:9", None), "retries": Retries(tries=8, first=60.0)}
+    async with place.downloads() as downloads:
+        going = downloads.resume(NAME)
+        async with asyncio.timeout(60):
+            while not going.message:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        assert going.active
+        assert "nothing listens" in going.message
+        assert "(2 of 8)" in going.message
+
+
+async def test_failed_listings_are_announced(place: Place, hub: StubHub):
+    hub.faults.append(times(1, "/api/models/", lambda handler: handler.fail(503)))
+    done = await place.pull()
+    assert done.state == "ready"
+    assert "HTTP 503" in done.message
+    assert "next try in" in done.message

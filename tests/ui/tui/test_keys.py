@@ -333,3 +333,19 @@ async def test_a_fit_is_told_in_words(stage):
         assert "would fit   --quant int4: 5.6 GB with a context of 4096 tokens" in told
         assert not any("disk_free" in line or "plan" in line for line in told)
         assert max(map(len, told)) <= 68
+
+
+async def test_a_failed_download_is_dismissed(stage):
+    async with stage((120, 40)) as scene:
+        error = {"what": "org/typo was not found", "why": "no such model", "fix": ""}
+        failed = {"model": "org/typo", "state": "failed", "done": 0, "total": 0, "error": error}
+        scene.api.table["downloads"] = {"downloads": [failed]}
+        await scene.press("3")
+        await scene.settled()
+        await scene.until(lambda: "failed: org/typo" in scene.text)
+        await scene.press("down", "down")
+        await scene.press("d")
+        await scene.until(lambda: isinstance(scene.app.screen, Confirm))
+        await scene.press("y")
+        await scene.until(lambda: scene.api.posted)
+        assert scene.api.posted == [("downloads/dismiss", {"model": "org/typo"})]

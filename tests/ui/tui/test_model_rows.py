@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmbox.ui.tui.models import model_rows
+from llmbox.ui.tui.models import find_model, model_rows
 from llmbox.ui.tui.state import State
 
 INFO = {"device": "cuda", "weights_bytes": 10, "kv_bytes": 10, "context_window": 100}
@@ -15,3 +15,12 @@ def test_a_model_on_several_ranks_says_on_how_many(cut, told):
     model = {"name": "m", "state": "ready", "info": {**INFO, **cut}}
     (row,) = model_rows(State(answers={"models": {"models": [model]}}))
     assert row.cells[2][0] == told
+
+
+def test_a_failed_download_says_why():
+    error = {"code": "repo_not_found", "what": "org/typo was not found", "why": "no such model", "fix": ""}
+    failed = {"model": "org/typo", "state": "failed", "done": 0, "total": 0, "error": error}
+    state = State(answers={"downloads": {"downloads": [failed]}})
+    (row,) = model_rows(state)
+    assert row.cells[1] == ("failed: org/typo was not found", "bad")
+    assert find_model(state, "org/typo") == failed

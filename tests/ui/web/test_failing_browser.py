@@ -56,3 +56,15 @@ def test_the_command_line_metrics_and_the_admin_api(panel, failing):
     counted = httpx.get(f"{panel.url}/metrics").text
     assert 'llmbox_requests_failed_total{code="engine_error",model_name="failing"} 3.0' in counted
     assert 'llmbox_requests_failed_total{code="engine_error",model_name="tiny"}' not in counted
+
+
+def test_a_failed_download_says_why_and_is_dismissed(window: Window):
+    window.panel.box.client.post("/admin/api/downloads", {"model": "org/typo"})
+    window.open("/admin/models/activity")
+    page = window.page
+    page.get_by_text("org/typo was not found").wait_for()
+    page.screenshot(path=SHOTS / "failed-download.png")
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Dismiss").click()
+    page.get_by_text("Took off the list: org/typo.").wait_for()
+    page.get_by_text("org/typo was not found").wait_for(state="detached")

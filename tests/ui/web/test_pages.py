@@ -299,3 +299,13 @@ def test_the_lock_file_pins_by_hash_and_names_no_host():
 
 def csrf(text: str) -> str:
     return next(f["value"] for f in Page(text).all("input") if f.get("name") == "csrf_token") or ""
+
+
+def test_a_failed_download_is_dismissed(panel, signed_in):
+    token = csrf(signed_in.get("/admin/models/activity").text)
+    signed_in.post("/admin/models/pull", data={"model": "org/typo", "csrf_token": token})
+    until(lambda: "Dismiss" in signed_in.get("/admin/models/activity").text)
+    assert "org/typo was not found" in signed_in.get("/admin/models/activity").text
+    done = signed_in.post("/admin/models/download/dismiss", data={"model": "org/typo", "csrf_token": token})
+    assert done.status_code == 200
+    assert "org/typo was not found" not in signed_in.get("/admin/models/activity").text
