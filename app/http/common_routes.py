@@ -4,7 +4,7 @@ import platform
 from typing import Any, Literal
 
 import msgspec
-from litestar import MediaType, Request, Response, get
+from litestar import MediaType, Request, Response, get, route
 from litestar.datastructures import State
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.types import ControllerRouterHandler
@@ -49,6 +49,11 @@ class ReadyAnswer(msgspec.Struct):
     models: list[ModelAnswers]
 
 
+class ServerLoad(msgspec.Struct):
+    server_load: int
+    """Requests that are open: running, waiting, or being answered."""
+
+
 class Version(msgspec.Struct):
     version: str
     python: str
@@ -64,6 +69,26 @@ def index(request: Request[Any, Any, State]) -> str:
 def health() -> Health:
     """The daemon's loop answers."""
     return Health("ok")
+
+
+@route(
+    "/ping",
+    http_method=["GET", "POST"],
+    status_code=200,
+    sync_to_thread=False,
+    opt={"access": Access.LIVENESS},
+    name="ping",
+)
+def ping() -> Health:
+    """The same, for SageMaker's and vLLM's clients."""
+    return Health("ok")
+
+
+@get("/load", sync_to_thread=False, opt={"access": Access.KNOWN}, name="server_load")
+def server_load(request: Request[Any, Any, State]) -> ServerLoad:
+    """How much is under way, for load balancers (vLLM's)."""
+    services: Services = request.app.state.services
+    return ServerLoad(services.gateway.open_count)
 
 
 @get(
@@ -116,4 +141,4 @@ def version(request: Request[Any, Any, State]) -> Version:
     return Version(services.version, platform.python_version())
 
 
-common_routes: list[ControllerRouterHandler] = [index, health, ready, metrics, version]
+common_routes: list[ControllerRouterHandler] = [index, health, ping, server_load, ready, metrics, version]

@@ -81,6 +81,11 @@ class ModelText:
         end = before + len(inner)
         return whole[: end - cut] + whole[end:]
 
+    def beginning(self, text: str, most: int) -> str:
+        """So much of `text` that it has `most` tokens."""
+        offsets = self.tokenizer.encode_batch([text], add_special_tokens=False)[0].offsets
+        return text if len(offsets) <= most else text[: offsets[most - 1][1]]
+
     def decode(self, ids: Sequence[int], *, begins: bool = True, skip_special: bool = True) -> str:
         return decode(self.tokens, ids, begins=begins, skip_special=skip_special)
 
@@ -163,6 +168,11 @@ def _load(path: Path) -> ModelText:
 def read_template(path: Path) -> str | None:
     """The chat template of a model that is not loaded. Raises ModelError."""
     return _template(path, _read_json(path / "tokenizer_config.json"))
+
+
+def read_tokenizer_config(path: Path) -> dict[str, Any]:
+    """As its author wrote it; empty where there is none. Raises ModelError."""
+    return _read_json(path / "tokenizer_config.json")
 
 
 def read_generation_defaults(path: Path) -> dict[str, float]:

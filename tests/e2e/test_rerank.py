@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForSequenceClassification
 
 from llmbox.app.text.judge import INSTRUCTION, SYSTEM
 from llmbox.engine.quantize import quantize
@@ -208,7 +209,8 @@ def test_models_that_cannot(http, model, why):
         ({"documents": ["a"] * 2049}, "documents"),
         ({"query": ""}, "query"),
         ({"top_n": 0}, "top_n"),
-        ({"max_tokens_per_doc": 100}, "max_tokens_per_doc"),
+        ({"max_tokens_per_doc": 0}, "max_tokens_per_doc"),
+        ({"max_chunks_per_doc": 1}, "max_chunks_per_doc"),
         ({"documents": ["a", "word " * 900]}, "documents"),
     ],
 )
@@ -221,3 +223,126 @@ def test_bad_requests(http, fields, param):
 def test_a_model_with_scores_writes_no_text(http):
     answer = http.post("/v1/completions", json={"model": "scorer", "prompt": "a"})
     assert answer.json()["error"]["code"] == "generation_not_supported"
+
+
+def test_other_addresses_give_the_same(http):
+    body = {"model": "asked", "query": QUERY, "documents": DOCUMENTS}
+    told = post(http, "asked")
+    plain, cohere = (http.post(route, json=body).json() for route in ("/rerank", "/v2/rerank"))
+    assert plain["results"] == told["results"]
+    assert [each["relevance_score"] for each in cohere["results"]] == [
+        each["relevance_score"] for each in told["results"]
+    ]
+    assert all("document" not in each for each in cohere["results"])
+    shown = http.post("/v2/rerank", json={**body, "return_documents": True}).json()
+    assert shown["results"] == told["results"]
+
+
+def test_documents_are_cut_where_a_request_asks_for_it(http):
+    told = post(http, "asked", documents=["fox dog " * 400, "fox"], max_tokens_per_doc=3)
+    whole = post(http, "asked", documents=[told["results"][0]["document"]["text"]])
+    assert len({each["document"]["text"] for each in told["results"]}) == 2
+    assert all(len(each["document"]["text"]) < 20 for each in told["results"])
+    assert whole["results"][0]["relevance_score"] == told["results"][0]["relevance_score"]
+    assert told["warnings"] == ["1 documents were cut to 3 tokens, as 'max_tokens_per_doc' asks."]
+
+
+def test_scores_of_pairs(http):
+    def score(model, first, second):
+        answer = http.post("/v1/score", json={"model": model, "text_1": first, "text_2": second})
+        assert answer.status_code == 200, answer.text
+        told = answer.json()
+        assert (
+            http.post("/score", json={"model": model, "text_1": first, "text_2": second}).json()["data"]
+            == (told["data"])
+        )
+        assert [each["index"] for each in told["data"]] == list(range(len(told["data"])))
+        return [each["score"] for each in told["data"]]
+
+    ranked = scores(http, "asked")
+    assert score("asked", QUERY, DOCUMENTS) == ranked
+    assert score("asked", QUERY, DOCUMENTS[0]) == ranked[:1]
+    assert score("asked", [QUERY] * len(DOCUMENTS), DOCUMENTS) == ranked
+    mixed = score("asked", [QUERY, "else", QUERY], DOCUMENTS[:3])
+    assert (mixed[0], mixed[2]) == (ranked[0], ranked[2])
+    assert mixed[1] != ranked[1]
+    same, other = score("vectors", "the fox", ["the fox", "a dog in the morning"])
+    assert same == pytest.approx(1, abs=1e-5)
+    assert -1 <= other < 0.9999
+    first, second = http.post(
+        "/v1/embeddings", json={"model": "vectors", "input": ["the fox", "a dog in the morning"]}
+    ).json()["data"]
+    assert other == pytest.approx(
+        math.fsum(map(float.__mul__, first["embedding"], second["embedding"])), abs=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"text_1": []}, "text_1"),
+        ({"text_2": []}, "text_2"),
+        ({"text_2": ["a", ""]}, "text_2[1]"),
+        ({"text_1": ["a", "b"]}, "text_1"),
+        ({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+        ({"text_1": 5}, "text_1"),
+        ({"text_2": ["a"] * 2049}, "text_2"),
+        ({"model": "sorter"}, "model"),
+    ],
+)
+def test_bad_pairs(http, fields, param):
+    answer = http.post("/v1/score", json={"model": "asked", "text_1": "a", "text_2": "b", **fields})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_classes_are_those_of_transformers(http, root):
+    model = AutoModelForSequenceClassification.from_pretrained(root / "sorter").eval()
+    tokenizer = Tokenizer.from_file(str(root / "sorter" / "tokenizer.json"))
+    wanted = []
+    for document in DOCUMENTS:
+        with torch.no_grad():
+            logits = model(torch.tensor([tokenizer.encode(document).ids])).logits[0]
+        wanted.append(torch.softmax(logits, -1).tolist())
+    answer = http.post("/classify", json={"model": "sorter", "input": DOCUMENTS}).json()
+    assert answer["object"] == "list"
+    assert answer["usage"]["prompt_tokens"] > 0
+    for i, (told, probs) in enumerate(zip(answer["data"], wanted, strict=True)):
+        assert told["probs"] == pytest.approx(probs, abs=1e-4)
+        assert (told["index"], told["num_classes"]) == (i, 3)
+        assert told["label"] == f"LABEL_{probs.index(max(probs))}"
+    pooled = http.post("/pooling", json={"model": "sorter", "input": DOCUMENTS}).json()
+    assert [each["data"] for each in pooled["data"]] == [each["probs"] for each in answer["data"]]
+    one = http.post("/classify", json={"model": "sorter", "input": DOCUMENTS[0]}).json()
+    assert one["data"] == answer["data"][:1]
+
+
+def test_pooling_of_other_models_is_their_vector(http):
+    inputs = {"model": "vectors", "input": ["the fox", "a dog"]}
+    wanted = [each["embedding"] for each in http.post("/v1/embeddings", json=inputs).json()["data"]]
+    told = http.post("/pooling", json=inputs).json()
+    assert [each["data"] for each in told["data"]] == wanted
+    assert {each["object"] for each in told["data"]} == {"pooling"}
+    encoded = http.post("/pooling", json={**inputs, "encoding_format": "base64"}).json()
+    assert isinstance(encoded["data"][0]["data"], str)
+    short = http.post("/pooling", json={**inputs, "dimensions": 4}).json()
+    assert len(short["data"][0]["data"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        ("/classify", {"model": "asked"}, "model"),
+        ("/classify", {"model": "vectors"}, "model"),
+        ("/classify", {"model": "sorter", "input": []}, "input"),
+        ("/classify", {"model": "sorter", "input": ["a", ""]}, "input[1]"),
+        ("/pooling", {"model": "vectors", "task": "classify"}, "model"),
+        ("/pooling", {"model": "vectors", "task": "token_embed"}, "task"),
+        ("/pooling", {"model": "sorter", "dimensions": 4}, "dimensions"),
+        ("/pooling", {"model": "vectors", "dimensions": 10**6}, "dimensions"),
+    ],
+)
+def test_bad_requests_for_classes_and_pools(http, route, fields, param):
+    answer = http.post(route, json={"input": "a", **fields})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param

@@ -311,12 +311,13 @@ class RerankRequest(Struct, kw_only=True):
     """Absent: yes."""
     instruction: str | None = None
     """What the model judges documents by, where it reads one."""
+    max_tokens_per_doc: Count | None = None
+    """Of each document only so many tokens count, the first ones."""
     priority: Priority | None = None
     cache_salt: Salt | None = None
     request_id: RequestId | None = None
 
     user: Tag | None = None
-    max_tokens_per_doc: Never = None
     max_chunks_per_doc: Never = None
     truncate_prompt_tokens: Never = None
 

@@ -25,6 +25,7 @@ class Judged:
     generation: Generation
     judge: Judge
     documents: list[str]
+    warnings: list[str]
 
 
 async def prepare_rerank(call: Call, body: RerankRequest) -> Judged:
@@ -40,12 +41,24 @@ async def prepare_rerank(call: Call, body: RerankRequest) -> Judged:
     reservation = call.reserve(model, len(documents), pools=True)
     judge = await find_judge(model)
     templates = call.gateway.templates
+    documents, cut = await _cut(documents, body.max_tokens_per_doc, model)
     prompts = await judged_prompts(templates, model.text, body.query, documents, body.instruction)
     check_prompts(prompts, "documents", model)
     id_ = public_id("rerank", body.request_id, call.exchange, call.gateway)
     salt = body.cache_salt or ""
     generation = pooled(call, model, prompts, "last", id_, reservation, body.priority, salt, "documents")
-    return Judged(generation, judge, documents)
+    return Judged(generation, judge, documents, cut)
+
+
+async def _cut(documents: list[str], most: int | None, model: LoadedModel) -> tuple[list[str], list[str]]:
+    """The beginning of each document, of `most` tokens, and a warning where something was cut."""
+    if most is None:
+        return documents, []
+    size = sum(map(len, documents))
+    cut = await off_loop(size, lambda: [model.text.beginning(document, most) for document in documents])
+    count = sum(len(a) > len(b) for a, b in zip(documents, cut, strict=True))
+    told = f"{count} documents were cut to {most} tokens, as 'max_tokens_per_doc' asks."
+    return cut, [told] if count else []
 
 
 async def find_judge(model: LoadedModel) -> Judge:

@@ -219,6 +219,12 @@ class Model(Struct, kw_only=True):
     """A request that names one on disk loads it first."""
 
 
+class DeletedModel(Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    deleted: Literal[True] = True
+
+
 class ModelList(Struct, kw_only=True):
     object: Literal["list"] = "list"
     data: list[Model]

@@ -1,14 +1,18 @@
 """The OpenAI dialect's routes."""
 
+import asyncio
 from typing import Annotated, Any
 
-from litestar import Response, Router, get, post
+from litestar import Response, Router, delete, get, post
 from litestar.params import Body, Parameter, QueryParameter
 
+from ...control.control import Control
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import context_limit
+from ...text.model_text import read_tokenizer_config
 from ...text.off_loop import off_loop
+from ..credentials import identity_of
 from ..disconnect import while_connected
 from ..guard import Access
 from ..model_pages import ModelInfo, ModelInfoPage, is_anthropic_client, model_info, model_page
@@ -17,25 +21,21 @@ from .chat import chat_ids, complete_chat, prepare_chat
 from .chat_stream import stream_chat
 from .completions import complete, prepare_completion, stream_completion
 from .context import Call, HttpRequest
-from .embeddings import embed, prepare_embeddings
 from .fields import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    EmbeddingRequest,
-    RerankRequest,
     TokenizeRequest,
 )
 from .messages import build_chat
-from .rerank import prepare_rerank, rank
+from .pooling_routes import pooling_router
 from .responses import (
     ChatCompletion,
     Completion,
+    DeletedModel,
     Detokenized,
-    EmbeddingList,
     Model,
     ModelList,
-    Ranking,
     Tokenized,
 )
 from .sampling import invalid
@@ -83,41 +83,6 @@ async def completions(
     return Response(await while_connected(request.receive, complete(call.gateway, completion)))
 
 
-@post(
-    "/v1/embeddings",
-    status_code=200,
-    opt={"access": Access.INFER},
-    name="embeddings",
-    operation_id="createEmbedding",
-)
-async def embeddings(
-    request: HttpRequest, data: Annotated[EmbeddingRequest, Body()]
-) -> Response[EmbeddingList]:
-    """A vector for each text."""
-    call = await Call.of(request)
-    with call.recording_refusals():
-        generation = await prepare_embeddings(call, data)
-    work = embed(call.gateway, generation, data, call.warnings(EmbeddingRequest))
-    encoded: Any = await while_connected(request.receive, work)
-    return Response(encoded, media_type="application/json")
-
-
-@post(
-    "/v1/rerank",
-    status_code=200,
-    opt={"access": Access.INFER},
-    name="rerank",
-    operation_id="createRerank",
-)
-async def rerank(request: HttpRequest, data: Annotated[RerankRequest, Body()]) -> Response[Ranking]:
-    """How relevant documents are to a query, the most relevant first."""
-    call = await Call.of(request)
-    with call.recording_refusals():
-        judged = await prepare_rerank(call, data)
-    work = rank(call.gateway, judged, data, call.warnings(RerankRequest))
-    return Response(await while_connected(request.receive, work))
-
-
 @get("/v1/models", opt={"access": Access.KNOWN}, name="models", operation_id="listModels")
 async def models(
     request: HttpRequest,
@@ -143,6 +108,22 @@ async def model(request: HttpRequest, model_id: Annotated[str, Parameter()]) -> 
         if found.id == wanted:
             return model_info(found) if is_anthropic_client(request) else found
     raise ApiError(404, f"The model {wanted!r} does not exist here.", code="model_not_found", param="model")
+
+
+@delete(
+    "/v1/models/{model_id:path}",
+    status_code=200,
+    opt={"access": Access.ADMIN},
+    name="remove_model",
+    operation_id="deleteModel",
+)
+async def remove_model(request: HttpRequest, model_id: Annotated[str, Parameter()]) -> DeletedModel:
+    """Delete a model from this disk, as `llmbox rm` does; one that was adopted is only forgotten."""
+    control: Control = request.app.state.control
+    name = model_id.removeprefix("/")
+    identity_of(request).require_model(name)
+    await control.library.remove([name])
+    return DeletedModel(id=name)
 
 
 @post("/tokenize", status_code=200, opt={"access": Access.INFER}, name="tokenize", operation_id="tokenize")
@@ -180,6 +161,17 @@ async def detokenize(request: HttpRequest, data: Annotated[DetokenizeRequest, Bo
         raise invalid("tokens", f"token id {max(data.tokens)} is not in the vocabulary of {info.vocab_size}")
     text = await off_loop(len(data.tokens), lambda: model.text.decode(data.tokens, skip_special=False))
     return Detokenized(prompt=text)
+
+
+@get("/tokenizer_info", opt={"access": Access.INFER}, name="tokenizer_info", operation_id="tokenizerInfo")
+async def tokenizer_info(
+    request: HttpRequest, model: Annotated[str | None, QueryParameter(max_length=512)] = None
+) -> dict[str, Any]:
+    """A model's `tokenizer_config.json`, with the chat template that is used."""
+    call = await Call.of(request)
+    found = await call.find_model(model)
+    config = await asyncio.to_thread(read_tokenizer_config, found.path)
+    return {"tokenizer_class": "PreTrainedTokenizerFast", **config, "chat_template": found.text.chat_template}
 
 
 async def listed_models(call: Call) -> list[Model]:
@@ -224,12 +216,13 @@ openai_router = Router(
     route_handlers=[
         chat_completions,
         completions,
-        embeddings,
-        rerank,
         models,
         model,
+        remove_model,
         tokenize,
         detokenize,
+        tokenizer_info,
+        pooling_router,
         stored_chats_router,
     ],
     tags=["OpenAI"],

@@ -36,7 +36,6 @@ _REASONS = {
     "truncate_prompt_tokens": "Documents are never cut: one over the context gets an error instead.",
     "service_tier": "There is one tier: 'default'.",
     "modalities": "Only text is generated.",
-    "max_tokens_per_doc": "Documents are never cut: one over the context gets an error instead.",
     "max_chunks_per_doc": "Documents are never cut: one over the context gets an error instead.",
     "truncation": "Prompts are never cut: one over the context gets an error instead.",
     "images": "This model reads text.",

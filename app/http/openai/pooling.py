@@ -1,0 +1,305 @@
+"""vLLM's routes over vectors: scores of pairs, classes of texts, and `/pooling`."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from llmbox.engine.errors import ModelError
+from llmbox.engine.sampling import Pooling
+
+from ...engines.loaded_model import LoadedModel
+from ...errors import ApiError
+from ...gateway.generation import Generation
+from ...gateway.vectors import as_base64, unit_vector
+from ...text.classifier import Classifier, not_a_classifier, read_classifier
+from ...text.judge import Judge, judged_prompts
+from ...text.off_loop import off_loop
+from .context import Call
+from .deadlines import Deadlines
+from .embeddings import check_dimensions, check_inputs, pool, pooled, pooled_generation
+from .fields import EmbeddingRequest, Name, Priority, RequestId, Salt, Tag, TokenId, TruncateTo
+from .prompt_ids import check_prompts, prompt_ids, prompt_items, truncated
+from .rerank import find_judge
+from .responses import EmbeddingUsage
+from .sampling import invalid, public_id
+from .unsupported import refuse_unsupported
+
+
+class ScoreRequest(Struct, kw_only=True):
+    """Each of `text_1` with each of `text_2`: one with one, one with many, or pair by pair."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+    model: Name | None = None
+    instruction: str | None = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+    request_id: RequestId | None = None
+    user: Tag | None = None
+
+
+class Score(Struct, kw_only=True):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+    """Of a reranker or a chat model, from 0 to 1; of a model for vectors the cosine, from -1 to 1."""
+
+
+class ScoreList(Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+    warnings: list[str] | UnsetType = UNSET
+
+
+class ClassifyRequest(Struct, kw_only=True):
+    input: str | list[str | TokenId | list[TokenId]]
+    model: Name | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: TruncateTo | None = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+    request_id: RequestId | None = None
+    user: Tag | None = None
+
+
+class TextClass(Struct, kw_only=True):
+    index: int
+    label: str
+    """The most probable class."""
+    probs: list[float]
+    num_classes: int
+
+
+class ClassList(Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[TextClass]
+    usage: EmbeddingUsage
+    warnings: list[str] | UnsetType = UNSET
+
+
+class PoolingRequest(EmbeddingRequest, kw_only=True):
+    task: Literal["embed", "classify"] | None = None
+    """Absent: `classify` for a model with classes, else `embed`."""
+
+
+class PooledData(Struct, kw_only=True):
+    index: int
+    object: Literal["pooling"] = "pooling"
+    data: list[float] | str
+    """A vector of length 1 (base64 where asked for), or the probability of each class."""
+
+
+class PoolingList(Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[PooledData]
+    usage: EmbeddingUsage
+    warnings: list[str] | UnsetType = UNSET
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreCall:
+    generation: Generation
+    judge: Judge | None
+    """None: by the vectors of both texts, those of `text_1` first."""
+    pairs: list[tuple[int, int]]
+    """Places of both texts among the vectors."""
+
+
+async def prepare_score(call: Call, body: ScoreRequest) -> ScoreCall:
+    """Raises ApiError for everything that can be known before the engine has it."""
+    left, right = (_texts(body, name) for name in ("text_1", "text_2"))
+    if len(left) not in {1, len(right)}:
+        raise invalid("text_1", f"it is one text, or as many as 'text_2' has ({len(right)})")
+    model = await call.find_model(body.model, Deadlines.of(call).next)
+    reservation = call.reserve(model, len(left) + len(right), pools=True)
+    id_ = public_id("score", body.request_id, call.exchange, call.gateway)
+    judge = await _judge_of(model)
+    if judge is None:
+        prompts = await prompt_ids([*left, *right], "text_2", model, special=True)
+        generation = pooled_generation(
+            call,
+            model,
+            prompts,
+            id_=id_,
+            reservation=reservation,
+            priority=body.priority,
+            cache_salt=body.cache_salt or "",
+            prompt_param="text_2",
+        )
+        firsts = range(len(left)) if len(left) > 1 else [0] * len(right)
+        return ScoreCall(generation, None, list(zip(firsts, range(len(left), len(prompts)), strict=True)))
+    prompts = await _judged(call, model, left, right, body.instruction)
+    check_prompts(prompts, "text_2", model)
+    salt = body.cache_salt or ""
+    generation = pooled(call, model, prompts, "last", id_, reservation, body.priority, salt, "text_2")
+    return ScoreCall(generation, judge, [])
+
+
+async def run_score(call: Call, body: ScoreRequest, prepared: ScoreCall) -> ScoreList:
+    """Raises ApiError."""
+    found = await pool(call.gateway, prepared.generation)
+    size = sum(map(len, found.vectors))
+    scores = await off_loop(size, lambda: _scores(prepared, found.vectors))
+    tokens = found.usage.prompt_tokens
+    return ScoreList(
+        id=prepared.generation.id,
+        created=int(time.time()),
+        model=body.model or prepared.generation.model.name,
+        data=[Score(index=i, score=score) for i, score in enumerate(scores)],
+        usage=EmbeddingUsage(tokens, tokens),
+        warnings=call.warnings(ScoreRequest) or UNSET,
+    )
+
+
+async def classify(call: Call, body: ClassifyRequest, model: LoadedModel, found: Classifier) -> ClassList:
+    """Raises ApiError."""
+    generation = await _inputs(call, body, model, "classify", "last")
+    result = await pool(call.gateway, generation)
+    size = sum(map(len, result.vectors)) * len(found.labels)
+    told = await off_loop(size, lambda: list(map(found.probabilities, result.vectors)))
+    tokens = result.usage.prompt_tokens
+    return ClassList(
+        id=generation.id,
+        created=int(time.time()),
+        model=body.model or model.name,
+        data=[
+            TextClass(
+                index=i,
+                label=found.labels[max(range(len(probs)), key=probs.__getitem__)],
+                probs=probs,
+                num_classes=len(probs),
+            )
+            for i, probs in enumerate(told)
+        ],
+        usage=EmbeddingUsage(tokens, tokens),
+        warnings=call.warnings(type(body)) or UNSET,
+    )
+
+
+async def find_classifier(model: LoadedModel) -> Classifier | None:
+    try:
+        return await off_loop(1 << 20, lambda: read_classifier(model.path, model.loaded_at))
+    except ModelError:
+        return None
+
+
+async def require_classifier(model: LoadedModel) -> Classifier:
+    """Raises ApiError 400."""
+    found = await find_classifier(model)
+    if found is None:
+        raise not_a_classifier()
+    return found
+
+
+async def run_pooling(call: Call, body: PoolingRequest) -> bytes:
+    """The answer's JSON. Raises ApiError."""
+    with call.recording_refusals():
+        refuse_unsupported(body)
+        model = await call.find_model(body.model, Deadlines.of(call).next)
+        classes = await find_classifier(model) if body.task != "embed" else None
+        if body.task == "classify" and classes is None:
+            raise not_a_classifier()
+        if classes is not None and body.dimensions is not None:
+            raise invalid("dimensions", "probabilities of classes have no dimensions to choose from")
+        check_dimensions(body.dimensions, model)
+        generation = await _inputs(call, body, model, "pool", None if classes is None else "last")
+    result = await pool(call.gateway, generation)
+
+    def told() -> bytes:
+        tokens = result.usage.prompt_tokens
+        answer = PoolingList(
+            id=generation.id,
+            created=int(time.time()),
+            model=body.model or model.name,
+            data=[
+                PooledData(index=i, data=_data(raw, body, classes)) for i, raw in enumerate(result.vectors)
+            ],
+            usage=EmbeddingUsage(tokens, tokens),
+            warnings=call.warnings(PoolingRequest) or UNSET,
+        )
+        return msgspec.json.encode(answer)
+
+    return await off_loop(sum(map(len, result.vectors)), told)
+
+
+def _data(raw: bytes, body: PoolingRequest, classes: Classifier | None) -> list[float] | str:
+    if classes is not None:
+        return classes.probabilities(raw)
+    vector = unit_vector(raw, body.dimensions)
+    return as_base64(vector) if body.encoding_format == "base64" else vector.tolist()
+
+
+def _texts(body: ScoreRequest, name: str) -> list[str]:
+    given = getattr(body, name)
+    texts: list[str] = [given] if isinstance(given, str) else given
+    if not texts:
+        raise invalid(name, "it must not be empty")
+    check_inputs(texts, name)
+    return texts
+
+
+async def _judge_of(model: LoadedModel) -> Judge | None:
+    """None for a model for vectors, whose cosine is the score. Raises ApiError 400 for what is neither."""
+    info = model.supervisor.info
+    assert info is not None
+    try:
+        return await find_judge(model)
+    except ApiError:
+        if info.pooling_problem or await find_classifier(model) is not None:
+            raise
+        return None
+
+
+async def _judged(
+    call: Call, model: LoadedModel, left: list[str], right: list[str], instruction: str | None
+) -> list[list[int]]:
+    """One question a pair; the template is rendered once for all pairs with the same `text_1`."""
+    queries = left if len(left) > 1 else left * len(right)
+    prompts: list[list[int]] = [[] for _ in right]
+    for query in dict.fromkeys(queries):
+        places = [i for i, each in enumerate(queries) if each == query]
+        made = await judged_prompts(
+            call.gateway.templates, model.text, query, [right[i] for i in places], instruction
+        )
+        for i, prompt in zip(places, made, strict=True):
+            prompts[i] = prompt
+    return prompts
+
+
+def _scores(prepared: ScoreCall, vectors: Sequence[bytes]) -> list[float]:
+    if prepared.judge is not None:
+        return list(map(prepared.judge.score, vectors))
+    units = [unit_vector(raw, None) for raw in vectors]
+    return [sum(map(float.__mul__, units[a], units[b])) for a, b in prepared.pairs]
+
+
+async def _inputs(
+    call: Call, body: Any, model: LoadedModel, prefix: str, pooling: Pooling | None
+) -> Generation:
+    """Of `input`; `pooling`: that of the model's folder where it is None."""
+    items = prompt_items(body.input, "input")
+    check_inputs(items, "input")
+    reservation = call.reserve(model, len(items), pools=True)
+    prompts = await prompt_ids(items, "input", model, special=body.add_special_tokens is not False)
+    prompts, _ = truncated(prompts, body.truncate_prompt_tokens, None, model)
+    id_ = public_id(prefix, body.request_id, call.exchange, call.gateway)
+    salt = body.cache_salt or ""
+    if pooling is not None:
+        return pooled(call, model, prompts, pooling, id_, reservation, body.priority, salt, "input")
+    return pooled_generation(
+        call, model, prompts, id_=id_, reservation=reservation, priority=body.priority, cache_salt=salt
+    )

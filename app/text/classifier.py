@@ -1,0 +1,82 @@
+"""Probabilities of classes, from models with a row of scores for each (`...ForSequenceClassification`)."""
+
+import json
+import math
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+from llmbox.engine.weight_rows import count_rows, read_row
+
+from ..errors import ApiError
+
+MOST_CLASSES: Final = 1000
+_CONFIG_LIMIT: Final = 4_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    labels: Sequence[str]
+    rows: Sequence[Sequence[float]]
+    is_exclusive: bool
+    """One class a text, by softmax; otherwise each class by its own sigmoid."""
+
+    def probabilities(self, pooled: bytes) -> list[float]:
+        """`pooled`: the last state, little-endian float32."""
+        states = array("f", pooled)
+        if sys.byteorder == "big":
+            states.byteswap()
+        logits = [math.fsum(map(float.__mul__, states, row)) for row in self.rows]
+        if not self.is_exclusive:
+            return [_sigmoid(logit) for logit in logits]
+        highest = max(logits)
+        powers = [math.exp(logit - highest) for logit in logits]
+        total = math.fsum(powers)
+        return [power / total for power in powers]
+
+
+@lru_cache(maxsize=16)
+def read_classifier(folder: Path, loaded_at: float) -> Classifier | None:  # noqa: ARG001
+    """Of a model's files, once each time it is loaded; None for one without classes. Raises ModelError."""
+    count = count_rows(folder, "score")
+    if not 0 < count <= MOST_CLASSES:
+        return None
+    config = _config(folder)
+    is_exclusive = count > 1 and config.get("problem_type") != "multi_label_classification"
+    return Classifier(
+        _labels(config, count), [read_row(folder, "score", i) for i in range(count)], is_exclusive
+    )
+
+
+def not_a_classifier() -> ApiError:
+    return ApiError(
+        400,
+        "This model cannot classify texts: it has no row of scores for each class. Models whose config names "
+        "...ForSequenceClassification have. For scores of documents there is /v1/rerank, for vectors "
+        "/v1/embeddings.",
+        code="classification_not_supported",
+        param="model",
+    )
+
+
+def _labels(config: dict[str, Any], count: int) -> list[str]:
+    names = config.get("id2label")
+    names = names if isinstance(names, dict) else {}
+    return [str(names.get(str(i), f"LABEL_{i}")) for i in range(count)]
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        data = json.loads(path.read_bytes()) if path.stat().st_size <= _CONFIG_LIMIT else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _sigmoid(logit: float) -> float:
+    return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))
