@@ -26,6 +26,8 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 _OLLAMA_ROUTES = "/api/"
 _ANTHROPIC_ROUTES = "/v1/messages"
 _MODELS_ROUTES = "/v1/models"
+NO_THREADS = "thread_unsupported_request"
+"""Code of an error whose details tell Anthropic's clients to go on by sending whole conversations."""
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -77,7 +79,9 @@ def _anthropic(error: ApiError) -> dict[str, Any]:
     """Their two keys, and our code and field beside them."""
     other = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(error.status, other)
-    told = {"type": kind, "message": error.message, "code": error.code, "param": error.param}
+    told: dict[str, Any] = {"type": kind, "message": error.message, "code": error.code, "param": error.param}
+    if error.code == NO_THREADS:
+        told["details"] = {"error_code": NO_THREADS, "unsupported": [error.param]}
     return {"type": "error", "error": told}
 
 
@@ -92,7 +96,8 @@ def answer(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]
             exc_info=error,
         )
     path = request.scope["path"]
-    if path.startswith(_MODELS_ROUTES) and is_anthropic_client(request):
+    of_models = path.startswith(_MODELS_ROUTES) and is_anthropic_client(request)
+    if of_models or (path.startswith("/v1/") and "anthropic-version" in request.headers):
         path = _ANTHROPIC_ROUTES
     return Response(
         encode_error(told, path),

@@ -66,6 +66,8 @@ _SCOPES: dict[Access, Scope] = {
 }
 _OPEN = {Access.LIVENESS, Access.SIGN_IN}
 _KEYLESS = {Access.KNOWN, Access.READ, Access.INFER, Access.STORED}
+_OPENAI_FILES = "/v1/files"
+"""Anthropic's API has other files at the same path."""
 _SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}
 
 
@@ -76,6 +78,8 @@ async def default_deny(connection: ASGIConnection[Any, Any, Any, Any], handler: 
         raise _denied("This route is closed.")
     if is_form(connection) and not handler.opt.get("form"):
         raise ApiError(415, "This route takes application/json.", "unsupported_media_type")
+    if "anthropic-version" in connection.headers and connection.scope["path"].startswith(_OPENAI_FILES):
+        raise ApiError(404, "Files are kept for OpenAI's clients only.", "not_found")
     if access in _OPEN:
         return
     identity = identify(connection)

@@ -193,6 +193,7 @@ class CountTokensRequest(Struct, kw_only=True):
     compaction: Later = None
     speed: Never = None
     thread: Never = None
+    billing_policy: Never = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -211,4 +212,3 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     inference_geo: Never = None
     fallbacks: Never = None
     fallback_credit_token: Never = None
-    billing_policy: Never = None

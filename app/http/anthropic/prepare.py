@@ -10,6 +10,7 @@ from ...errors import ApiError
 from ...gateway.gateway import model_limit
 from ...text.off_loop import off_loop
 from ...text.system_messages import renders_late_system
+from ..errors import NO_THREADS
 from ..openai.chat import ChatCall, chat_ids
 from ..openai.context import Call
 from ..openai.messages import build_chat
@@ -65,6 +66,13 @@ async def count_prompt_tokens(call: Call, data: CountTokensRequest) -> tuple[int
 
 
 def _edited(data: CountTokensRequest) -> tuple[AppliedEdits, CountTokensRequest]:
+    if data.thread is not None:
+        raise ApiError(
+            400,
+            "The value of 'thread' is not supported. Send the whole conversation each time.",
+            code=NO_THREADS,
+            param="thread",
+        )
     refuse_unsupported(data)
     if data.output_config is not None:
         refuse_unsupported(data.output_config, "output_config.")

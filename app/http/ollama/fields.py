@@ -117,6 +117,9 @@ class GenerateRequest(Common, kw_only=True):
     template: Never = None
     images: Never = None
     context: Never = None
+    width: Never = None
+    height: Never = None
+    steps: Never = None
 
 
 class EmbedCommon(Struct, kw_only=True):

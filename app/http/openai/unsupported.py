@@ -41,6 +41,9 @@ _REASONS = {
     "images": "This model reads text.",
     "template": "Only the model's own chat template is used.",
     "context": "Send the conversation to /api/chat.",
+    "width": "Only text is generated.",
+    "height": "Only text is generated.",
+    "steps": "Only text is generated.",
     "mirostat": "Samplers here are temperature, top_k, top_p and min_p.",
     "tfs_z": "Samplers here are temperature, top_k, top_p and min_p.",
     "typical_p": "Samplers here are temperature, top_k, top_p and min_p.",
@@ -51,7 +54,6 @@ _REASONS = {
     "fallbacks": "The model that is named answers, or none.",
     "fallback_credit_token": "Nothing is billed here.",
     "billing_policy": "Nothing is billed here.",
-    "thread": "Send the whole conversation each time.",
 }
 
 
