@@ -11,9 +11,13 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import click
 import msgspec
+from litestar import Litestar, Router
+from litestar.routes import HTTPRoute
 
 from llmbox.app.cli.commands import COMMANDS
-from llmbox.app.http.openai.fields import ChatCompletionRequest, CompletionRequest, Later, Never
+from llmbox.app.http.dialects import DIALECTS
+from llmbox.app.http.openai.fields import ChatCompletionRequest, CompletionRequest, Later, Never, NoEffect
+from llmbox.app.http.openai.unsupported import HARMLESS
 from llmbox.app.main import cli
 from llmbox.app.settings import schema
 
@@ -39,13 +43,83 @@ def request_fields() -> str:
     return "\n".join(lines) + "\n"
 
 
+def dialect_fields() -> str:
+    """A row for each route that takes a body, and for each object in it that has a field without effect."""
+    pieces: dict[str, str] = {}
+    for router in DIALECTS:
+        tag = router.tags[0]
+        heading = f"| {tag}: route | honoured | without effect | 400 |\n| --- | --- | --- | --- |\n"
+        rows = (f"| {name} | {fields_of(kind)} |\n" for name, kind in rows_of(router))
+        pieces[tag] = pieces.get(tag, heading) + "".join(rows)
+    return "\n".join(pieces.values())
+
+
+def rows_of(router: Router) -> Iterator[tuple[str, type[msgspec.Struct]]]:
+    app = Litestar([router], openapi_config=None, logging_config=None)
+    for route in app.routes:
+        for handler in route.route_handlers if isinstance(route, HTTPRoute) else ():
+            body = handler.parsed_data_field
+            if body is None or not handler.resolve_include_in_schema() or not is_struct(body.annotation):
+                continue
+            (method,) = handler.http_methods - {"OPTIONS"}
+            name = f"`{method} {route.path}`"
+            if body.annotation not in (ChatCompletionRequest, CompletionRequest):  # they have their own table
+                yield name, body.annotation
+            for field, kind in inner_structs(body.annotation):
+                yield f"{name}: `{field}`", kind
+
+
+def inner_structs(kind: type[msgspec.Struct]) -> Iterator[tuple[str, type[msgspec.Struct]]]:
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        for inner in filter(is_struct, inner_types(hint)):
+            if any(is_refused(each) or each is NoEffect for each in hints_of(inner).values()):
+                yield name, inner
+
+
+def inner_types(hint: Any) -> Iterator[Any]:
+    yield hint
+    for inner in get_args(hint):
+        yield from inner_types(inner)
+
+
+def is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def is_refused(hint: Any) -> bool:
+    return hint in (Later, Never)
+
+
+def hints_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hints[name] for name in kind.__struct_fields__}
+
+
+def fields_of(kind: type[msgspec.Struct]) -> str:
+    """Names in three columns, with bounds, and with the values of refused fields that ask for nothing."""
+    columns: tuple[list[str], list[str], list[str]] = ([], [], [])
+    for name, hint in hints_of(kind).items():
+        if is_refused(hint):
+            columns[2].append(f"`{name}`" + harmless(name))
+        else:
+            columns[1 if hint is NoEffect else 0].append(f"`{name}`" + bounds_of(hint))
+    return " | ".join(", ".join(names) for names in columns)
+
+
+def harmless(name: str) -> str:
+    values = [f"`{msgspec.json.encode(value).decode()}`" for value in HARMLESS.get(name, ())]
+    return f" (but {', '.join(values)})" if values else ""
+
+
+def bounds_of(hint: Any) -> str:
+    bounds = [text for part in parts_of(hint) if isinstance(part, msgspec.Meta) for text in ranges(part)]
+    return f" ({', '.join(bounds)})" if bounds else ""
+
+
 def support(hint: Any) -> str:
     if hint is None:
         return "not there"
-    if hint in (Later, Never):
-        return "400"
-    bounds = [text for part in parts_of(hint) if isinstance(part, msgspec.Meta) for text in ranges(part)]
-    return "yes" + (f" ({', '.join(bounds)})" if bounds else "")
+    return "400" if is_refused(hint) else "yes" + bounds_of(hint)
 
 
 def parts_of(hint: Any) -> Iterator[Any]:
@@ -103,6 +177,7 @@ def help_of(command: click.Command, name: str) -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "request_fields": request_fields,
+    "dialect_fields": dialect_fields,
     "settings": settings,
     "commands": commands,
 }

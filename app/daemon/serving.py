@@ -20,13 +20,9 @@ from ..control.control import Control, Failure
 from ..control.model_request import ModelRequest
 from ..control.running import Running
 from ..http.admin import admin_router
-from ..http.anthropic import anthropic_router
 from ..http.app import create_app
+from ..http.dialects import DIALECTS
 from ..http.in_process import send_in_process
-from ..http.memory_routes import memory_router
-from ..http.ollama import ollama_router
-from ..http.openai import openai_router
-from ..http.openai_responses import responses_router
 from ..http.server import serve
 from ..services import Services
 from .leftovers import name_leftovers
@@ -53,8 +49,7 @@ async def serve_until_stopped(
     status = StatusLine(running.url)
     services = compose(settings, plan.paths, (plan.parts or real_parts)(), first, status.update)
     control = Control(services, running, plan.loaded, plan.reload, plan.begun_with, plan.checks)
-    dialects = [openai_router, responses_router, anthropic_router, ollama_router, memory_router]
-    app = create_app(services, [*dialects, admin_router, *_panel()])
+    app = create_app(services, [*DIALECTS, admin_router, *_panel()])
     app.state.control = control
     _handle_signals(control)
     gc.freeze()  # what was imported stays: collections need not look at it

@@ -49,3 +49,13 @@ def test_every_fault_has_its_row():
     assert [int(number) for number in re.findall(r"^\| (\d+) .*`tests/", text, re.MULTILINE)] == [
         *range(1, 31)
     ]
+
+
+def test_every_dialect_and_every_route_with_a_body_is_in_the_matrix():
+    module = renderer()
+    text = module.dialect_fields() + module.request_fields()
+    rows = {name for router in module.DIALECTS for name, _ in module.rows_of(router)}
+    for route in ("/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/rerank", "/api/chat", "/api/embed"):
+        assert f"`POST {route}`" in rows
+    assert all(name in text for name in rows)
+    assert "`mcp_servers` (but `[]`)" in text

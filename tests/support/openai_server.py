@@ -14,13 +14,9 @@ import openai
 from llmbox.app.control.control import Control
 from llmbox.app.control.running import Running
 from llmbox.app.daemon.parts import Parts, compose
-from llmbox.app.http.anthropic import anthropic_router
 from llmbox.app.http.app import create_app
+from llmbox.app.http.dialects import DIALECTS
 from llmbox.app.http.in_process import send_in_process
-from llmbox.app.http.memory_routes import memory_router
-from llmbox.app.http.ollama import ollama_router
-from llmbox.app.http.openai import openai_router
-from llmbox.app.http.openai_responses import responses_router
 from llmbox.app.http.server import serve
 from llmbox.app.http.sockets import listen_tcp
 from llmbox.app.paths import find_paths
@@ -99,8 +95,7 @@ def serving(
     services = asyncio.run_coroutine_threadsafe(compose_on_loop(), loop).result(PATIENCE)
     sockets = listen_tcp("127.0.0.1", 0)
     server = Server(loop, services, sockets[0].getsockname()[1])
-    dialects = [openai_router, responses_router, anthropic_router, ollama_router, memory_router]
-    app = create_app(services, dialects)
+    app = create_app(services, DIALECTS)
     if controlled:
         app.state.control = server.control = server.call(_controlled(services))
     loop.call_soon_threadsafe(services.batches.start, partial(send_in_process, app))

@@ -4,21 +4,21 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from ..openai.fields import Count, Later, Name, Never, Tag, Temperature, ToolName, TopP
+from ..openai.fields import Count, Later, Name, Never, NoEffect, Tag, Temperature, ToolName, TopP
 
 TopK = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class TextBlock(Struct, kw_only=True, tag_field="type", tag="text"):
     text: str
-    cache_control: Any = None
+    cache_control: NoEffect = None
     """Has nothing to do here: every prompt's beginning is cached."""
-    citations: Any = None
+    citations: NoEffect = None
 
 
 class ImageBlock(Struct, kw_only=True, tag_field="type", tag="image"):
     source: Any = None
-    cache_control: Any = None
+    cache_control: NoEffect = None
 
 
 class TextSource(Struct, kw_only=True, tag_field="type", tag="text"):
@@ -49,23 +49,23 @@ class DocumentBlock(Struct, kw_only=True, tag_field="type", tag="document"):
     source: TextSource | BlocksSource | Base64Source | UrlSource | FileSource
     title: str | None = None
     context: str | None = None
-    citations: Any = None
-    cache_control: Any = None
+    citations: NoEffect = None
+    cache_control: NoEffect = None
 
 
 class SearchResultBlock(Struct, kw_only=True, tag_field="type", tag="search_result"):
     source: str
     title: str
     content: list[TextBlock]
-    citations: Any = None
-    cache_control: Any = None
+    citations: NoEffect = None
+    cache_control: NoEffect = None
 
 
 class ToolReferenceBlock(Struct, kw_only=True, tag_field="type", tag="tool_reference"):
     """Finding of a search for tools: that tool, sent with `defer_loading`, is offered from now on."""
 
     tool_name: ToolName
-    cache_control: Any = None
+    cache_control: NoEffect = None
 
 
 class ThinkingBlock(Struct, kw_only=True, tag_field="type", tag="thinking"):
@@ -81,7 +81,7 @@ class ToolUseBlock(Struct, kw_only=True, tag_field="type", tag="tool_use"):
     id: Name
     name: ToolName
     input: dict[str, Any]
-    cache_control: Any = None
+    cache_control: NoEffect = None
 
 
 class ToolResultBlock(Struct, kw_only=True, tag_field="type", tag="tool_result"):
@@ -90,7 +90,7 @@ class ToolResultBlock(Struct, kw_only=True, tag_field="type", tag="tool_result")
         str | list[TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock] | None
     ) = None
     is_error: bool | None = None
-    cache_control: Any = None
+    cache_control: NoEffect = None
 
 
 Block = (
@@ -121,10 +121,10 @@ class ToolParam(Struct, kw_only=True):
     """Not offered until a `tool_reference` names it."""
     input_examples: list[dict[str, Any]] | None = None
     """Shown to the model with the description."""
-    eager_input_streaming: bool | None = None
+    eager_input_streaming: NoEffect = None
     """Has no effect: arguments come once they are complete."""
-    allowed_callers: list[str] | None = None
-    cache_control: Any = None
+    allowed_callers: NoEffect = None
+    cache_control: NoEffect = None
 
 
 class ToolChoice(Struct, kw_only=True):
@@ -138,7 +138,7 @@ class Thinking(Struct, kw_only=True):
     budget_tokens: Count | None = None
     display: Literal["summarized", "omitted", "updates"] | None = None
     """`omitted`: thoughts are left out of the answer."""
-    block_binding: Any = None
+    block_binding: NoEffect = None
     """Has no effect: thoughts carry no signature that could fail."""
 
 
@@ -187,7 +187,7 @@ class CountTokensRequest(Struct, kw_only=True):
     output_format: OutputFormat | None = None
     """An older name of `output_config.format`."""
     context_management: ContextManagement | None = None
-    cache_control: Any = None
+    cache_control: NoEffect = None
     """Has no effect: every prompt's beginning is cached."""
     mcp_servers: Never = None
     compaction: Later = None
@@ -206,8 +206,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     stream: bool | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    diagnostics: dict[str, Any] | None = None
-    """Has no effect."""
+    diagnostics: NoEffect = None
     container: Never = None
     inference_geo: Never = None
     fallbacks: Never = None

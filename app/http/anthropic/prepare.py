@@ -117,6 +117,6 @@ def _warnings(call: Call, data: MessagesRequest, model: LoadedModel) -> list[str
     config = data.output_config
     if config is not None and config.effort and "reasoning_effort" not in (model.text.chat_template or ""):
         found.append("'output_config.effort' has no effect: this model's chat template knows no levels.")
-    if data.diagnostics and data.diagnostics.get("previous_message_id"):
+    if data.diagnostics:
         found.append("'diagnostics' has no effect: the log tells where a prefix ended (llmbox requests).")
     return found

@@ -7,16 +7,23 @@ from ..openai.chat import ChatCall
 from ..openai.chat_parts import Parsing
 from ..openai.completions import CompletionCall
 from ..openai.context import Call
+from ..openai.fields import NoEffect
 from ..openai.sampling import invalid
 from ..openai.translated import prepare_translated, prepare_translated_completion
 from ..openai.unsupported import refuse_unsupported, unknown_fields
-from .fields import ChatRequest, Common, GenerateRequest, NoEffect, Options
+from .fields import ChatRequest, Common, GenerateRequest, Options
 from .translate import NAMES, chat_fields, generate_fields, raw_fields
 
 _RAW = Parsing(
     thinking="no", tools=None, names=frozenset(), custom=frozenset(), most_calls=None, tells_thoughts=False
 )
 _WITHOUT_EFFECT = [name for name, hint in Options.__annotations__.items() if hint is NoEffect]
+
+_REASONS = {
+    "num_ctx": ": the window is that of the load",
+    "repeat_last_n": ": penalties are of the whole context",
+}
+_WHOLE_CONTEXT = ("repeat_last_n", -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +82,9 @@ def find_warnings(call: Call, data: Common) -> list[str]:
     found = unknown_fields(type(data), call.plain)
     options = data.options or Options()
     found += unknown_fields(Options, call.plain.get("options") or {}, "options.")
-    if options.num_ctx is not None:
-        found.append("'options.num_ctx' has no effect: the window is that of the load.")
-    if options.repeat_last_n not in {None, -1}:
-        found.append("'options.repeat_last_n' has no effect: penalties are of the whole context.")
     for name in _WITHOUT_EFFECT:
-        if getattr(options, name) is not None:
-            found.append(f"'options.{name}' has no effect.")
+        if getattr(options, name) is not None and (name, getattr(options, name)) != _WHOLE_CONTEXT:
+            found.append(f"'options.{name}' has no effect{_REASONS.get(name, '')}.")
     if data.truncate:
         found.append("'truncate' has no effect: prompts are never cut.")
     if data.shift:

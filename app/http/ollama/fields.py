@@ -9,6 +9,7 @@ from ..openai.fields import (
     Count,
     Name,
     Never,
+    NoEffect,
     Penalty,
     Probability,
     RepetitionPenalty,
@@ -19,8 +20,6 @@ from ..openai.fields import (
     TopLogprobs,
     TopP,
 )
-
-NoEffect = Annotated[Any, Meta(description="Has no effect: a warning says so.")]
 
 
 class Options(Struct, kw_only=True):
@@ -35,10 +34,10 @@ class Options(Struct, kw_only=True):
     stop: str | list[str] | None = None
     num_predict: Annotated[int, Meta(ge=-2, lt=2**31)] | None = None
     """At most so many: an answer ends with the context. Below 1: what the context leaves."""
-    num_ctx: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
-    """Has no effect: the window is that of the load."""
-    repeat_last_n: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
-    """Has no effect: penalties are of the whole context, as with -1."""
+    num_ctx: NoEffect = None
+    """The window is that of the load."""
+    repeat_last_n: NoEffect = None
+    """Penalties are of the whole context, as with -1."""
     mirostat: Never = None
     tfs_z: Never = None
     typical_p: Never = None
@@ -88,10 +87,10 @@ class Common(Struct, kw_only=True):
     logprobs: bool | None = None
     """Of each token of the answer."""
     top_logprobs: TopLogprobs | None = None
-    truncate: bool | None = None
-    """Has no effect: prompts are never cut."""
-    shift: bool | None = None
-    """Has no effect: an answer ends with the context."""
+    truncate: NoEffect = None
+    """Prompts are never cut."""
+    shift: NoEffect = None
+    """An answer ends with the context."""
     format: str | dict[str, Any] | None = None
     """`json`, or a JSON schema."""
     keep_alive: float | str | None = None
@@ -159,8 +158,8 @@ class Named(Struct, kw_only=True):
 
 
 class ShowRequest(Named, kw_only=True):
-    verbose: bool | None = None
-    """Has no effect: the vocabulary is not told."""
+    verbose: NoEffect = None
+    """The vocabulary is not told."""
 
 
 class CopyRequest(Struct, kw_only=True):
@@ -175,5 +174,5 @@ class DeleteRequest(Named, kw_only=True):
 class PullRequest(Named, kw_only=True):
     stream: bool | None = None
     """Absent: true, as with Ollama."""
-    insecure: bool | None = None
-    """Has no effect: every file's hash is checked."""
+    insecure: NoEffect = None
+    """Every file's hash is checked."""

@@ -45,6 +45,7 @@ Salt = Annotated[str, Meta(min_length=1, max_length=512)]
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:\-]{1,128}\Z")]
 Later = Annotated[Any, Meta(description="Not supported yet: a value other than the default gets 400.")]
 Never = Annotated[Any, Meta(description="Not supported: a value other than the default gets 400.")]
+NoEffect = Annotated[Any, Meta(description="Taken, and without effect here.")]
 
 
 class StreamOptions(Struct, kw_only=True):

@@ -8,7 +8,7 @@ import msgspec
 from ...errors import ApiError
 from .fields import Later, Never
 
-_HARMLESS: dict[str, tuple[Any, ...]] = {
+HARMLESS: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
@@ -88,4 +88,4 @@ def _refusable(kind: type[msgspec.Struct]) -> tuple[str, ...]:
 
 
 def _harmless(name: str, value: Any) -> bool:
-    return any(type(value) is type(known) and value == known for known in _HARMLESS.get(name, ()))
+    return any(type(value) is type(known) and value == known for known in HARMLESS.get(name, ()))

@@ -1,0 +1,11 @@
+"""The APIs that programs speak with the daemon; the admin API and the panel stand beside them."""
+
+from litestar import Router
+
+from .anthropic import anthropic_router
+from .memory_routes import memory_router
+from .ollama import ollama_router
+from .openai import openai_router
+from .openai_responses import responses_router
+
+DIALECTS: list[Router] = [openai_router, responses_router, anthropic_router, ollama_router, memory_router]
