@@ -150,6 +150,12 @@ class LimitSettings:
         live=True,
     )
     queue: int = key(512, "Requests that may wait for a model; one more gets 429.", low=1, high=1_000_000)
+    queue_per_key: int = key(
+        64,
+        "Requests of one key that a model takes although those of others fill its queue.",
+        low=0,
+        high=1_000_000,
+    )
     stream_buffer_bytes: int = key(
         1_000_000, "Unread bytes kept for one slow stream.", low=4096, high=1 << 30
     )
@@ -227,6 +233,13 @@ class ModelSettings:
     )
     batching: Literal["continuous", "static"] = key(
         "continuous", "static runs each batch to its longest request (for comparison).", live=True
+    )
+    premium_share: float = key(
+        0.0,
+        "Share of the KV cache for requests of premium keys (priority below 0) alone; all others lose it.",
+        low=0,
+        high=0.9,
+        live=True,
     )
     prefix_cache: bool = key(True, "Keep and reuse the KV of prompts that begin alike.", live=True)
     chunked_prefill: bool = key(

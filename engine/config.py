@@ -62,7 +62,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Replay decoding steps on a GPU from graphs."""
     premium_share: float = 0.0
-    """Share of KV blocks that only requests of negative priority (premium bands) may take. Off until
-    somebody is premium: the share is lost to all others."""
+    """Share of KV blocks that only requests of negative priority (premium bands) may take: it is lost to all
+    others. Off by default, as premium requests take blocks of others where none is free."""
     watermark: float = 0.01
     """Share of KV blocks kept free at admission, so that running requests can grow."""

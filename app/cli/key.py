@@ -69,7 +69,13 @@ def key() -> None:
 @click.option("--expires", type=Expiry(), metavar="WHEN", help="12h, 30d, 8w, or a day: 2030-12-31.")
 @click.option("--rpm", type=int, metavar="N", help="Most requests a minute.")
 @click.option("--tpm", type=int, metavar="N", help="Most tokens a minute, prompts and answers together.")
-@click.option("--priority", type=int, default=0, metavar="N", help="Lower is served first (default 0).")
+@click.option(
+    "--priority",
+    type=int,
+    default=0,
+    metavar="N",
+    help="Class: lower is served first, below 0 is premium (default 0).",
+)
 @click.option("--log-content", is_flag=True, help="Let the request log keep prompts and answers of this key.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @pass_program

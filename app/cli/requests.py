@@ -14,7 +14,9 @@ from .lazy import Group
 from .program import Program
 from .request_actions import cancel, purge, replay, show, stored
 
-HEADERS = ("TIME", "ID", "KEY", "MODEL", "STATUS", "PROMPT", "CACHED", "OUTPUT", "TTFT", "TOTAL", "END")
+HEADERS = (
+    "TIME", "ID", "KEY", "TIER", "MODEL", "STATUS", "PROMPT", "CACHED", "OUTPUT", "TTFT", "TOTAL", "END",
+)  # fmt: skip
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 ENDS = {"request.finished", "request.refused"}
 Row = Mapping[str, Any]
@@ -102,7 +104,7 @@ def _print(answer: Mapping[str, Any]) -> None:
     rows = answer["requests"][::-1]
     _print_live(answer["in_flight"])
     if rows:
-        output.table(HEADERS, [_row(row) for row in rows], right=(5, 6, 7, 8, 9))
+        output.table(HEADERS, [_row(row) for row in rows], right=(6, 7, 8, 9, 10))
     elif answer["problem"]:
         output.say(answer["problem"])
     elif not answer["in_flight"]:
@@ -116,6 +118,7 @@ def _row(row: Row) -> Sequence[object]:
         output.clock(row["created"]),
         row["id"],
         row["key"] or "-",
+        row["tier"] or "-",
         row["model"],
         row["http_status"],
         row["prompt_tokens"],
@@ -128,9 +131,10 @@ def _row(row: Row) -> Sequence[object]:
 
 
 def _line(row: Row) -> str:
-    when, name, key, model, status, prompt, cached, out, ttft, total, end = _row(row)
+    when, name, key, tier, model, status, prompt, cached, out, ttft, total, end = _row(row)
     tokens = f"{prompt} ({cached} cached) -> {out} tokens"
-    return output.printable(f"{when}  {name}  {key}  {model}  {status}  {tokens}  {ttft} / {total}  {end}")
+    who = f"{name}  {key}  {tier}  {model}"
+    return output.printable(f"{when}  {who}  {status}  {tokens}  {ttft} / {total}  {end}")
 
 
 def _print_live(live: Sequence[Row]) -> None:

@@ -78,6 +78,7 @@ def compose(
         parts.load_text,
         launch,
         settings.limits.queue,
+        settings.limits.queue_per_key,
         deaths=DeathLimits(
             cooldown=settings.server.restart_cooldown,
             longest_cooldown=settings.server.restart_cooldown_max,

@@ -57,10 +57,11 @@ def load_failed(name: str) -> ApiError:
     return _unavailable(f"{name} could not be loaded; the log says why.", "model_load_failed")
 
 
-def queue_full(name: str, open_requests: int, retry_after: int) -> ApiError:
+def queue_full(name: str, open_requests: int, own: int, retry_after: int) -> ApiError:
     return ApiError(
         429,
-        f"The queue of {name} is full ({open_requests} requests are open). Try again later.",
+        f"The queue of {name} is full ({open_requests} requests are open, {own} of this caller). "
+        "Try again later.",
         code="queue_full",
         type="rate_limit_error",
         headers={"Retry-After": str(retry_after)},

@@ -41,6 +41,7 @@ class EngineManager:
         load_text: Callable[[Path], ModelText] = load_model_text,
         launch: Launch | None = None,
         queue_limit: int = 512,
+        queue_per_key: int = 64,
         *,
         deaths: DeathLimits | None = None,
         watch: WatchLimits | None = None,
@@ -58,6 +59,7 @@ class EngineManager:
         self._options = SupervisorOptions(
             spares=self._spares,
             queue_limit=queue_limit,
+            queue_per_key=queue_per_key,
             deaths=deaths or DeathLimits(),
             watch=watch or WatchLimits(),
             on_change=on_change,

@@ -8,6 +8,7 @@ would have drawn. Whom to hand over, and when, is decided by `Trial` after crash
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -33,6 +34,8 @@ class OpenRequests:
         self.resumed = 0
         """Requests carried over, each time one is."""
         self._hooks = hooks
+        self.of_tenant: Counter[str] = Counter()
+        """Open requests by caller."""
         self._open: dict[str, TokenStream] = {}
         self._in_engine: dict[str, None] = {}
         """Handed over and not ended by the engine yet, in that order; cancelled ones too."""
@@ -56,6 +59,7 @@ class OpenRequests:
         assert message.request_id not in self._open
         stream = TokenStream(message, self._cancel)
         self._open[message.request_id] = stream
+        self.of_tenant[message.tenant] += 1
         self._idle.clear()
         held = self._trial.hold(message.request_id)
         if hand_over and not held:
@@ -145,6 +149,11 @@ class OpenRequests:
         self._trial.withdrawn(request_id)
         self._interrupted.discard(request_id)
         stream = self._open.pop(request_id, None)
+        if stream is not None:
+            tenant = stream.request.tenant
+            self.of_tenant[tenant] -= 1
+            if not self.of_tenant[tenant]:
+                del self.of_tenant[tenant]
         if not self._open:
             self._idle.set()
             self._hooks.emptied()

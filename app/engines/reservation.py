@@ -1,6 +1,7 @@
 """Places in a model's queue, held while a request is being prepared: rendering and tokenizing take time."""
 
 import asyncio
+from collections import Counter
 
 
 class QueueReservations:
@@ -8,25 +9,34 @@ class QueueReservations:
 
     def __init__(self) -> None:
         self.places = 0
+        self.of_tenant: Counter[str] = Counter()
 
-    def hold(self, places: int) -> "QueueReservation":
+    def hold(self, places: int, tenant: str = "") -> "QueueReservation":
         """Until it is released or the running task ends, whichever is first."""
-        return QueueReservation(self, places)
+        return QueueReservation(self, places, tenant)
+
+    def add(self, places: int, tenant: str) -> None:
+        """Negative where they are given back."""
+        self.places += places
+        self.of_tenant[tenant] += places
+        if not self.of_tenant[tenant]:
+            del self.of_tenant[tenant]
 
 
 class QueueReservation:
     """`places` of one request. `release` gives them back, once."""
 
-    __slots__ = ("_of", "_places")
+    __slots__ = ("_of", "_places", "_tenant")
 
-    def __init__(self, of: QueueReservations, places: int) -> None:
+    def __init__(self, of: QueueReservations, places: int, tenant: str) -> None:
         self._of = of
         self._places = places
-        of.places += places
+        self._tenant = tenant
+        of.add(places, tenant)
         task = asyncio.current_task()
         assert task is not None, "requests are prepared on the event loop"
         task.add_done_callback(lambda _: self.release())
 
     def release(self) -> None:
-        self._of.places -= self._places
+        self._of.add(-self._places, self._tenant)
         self._places = 0

@@ -53,6 +53,8 @@ class SupervisorOptions:
     """Where processes come from, instead of `launch`."""
     queue_limit: int = 512
     """Open requests beyond those that can run at once."""
+    queue_per_key: int = 64
+    """Open requests of one caller that are taken although others fill the queue."""
     deaths: DeathLimits = field(default_factory=DeathLimits)
     watch: WatchLimits = field(default_factory=WatchLimits)
     clock: Callable[[], float] = time.monotonic
@@ -111,25 +113,31 @@ class Supervisor:
 
     def submit(self, message: AddRequest) -> TokenStream:
         """Open a request. Its id must never have been used. Raises ApiError 429 and 503."""
-        self.check_room(1)
+        self.check_room(1, message.tenant)
         ready = self.state == "ready"
         stream = self._requests.add(message, hand_over=ready)
         if ready and self._requests:
             self._watchdog.watch()
         return stream
 
-    def check_room(self, requests: int) -> None:
-        """Raises what `submit` of so many requests would."""
+    def check_room(self, requests: int, tenant: str = "") -> None:
+        """Raises what `submit` of so many requests would. Where others fill the queue, a caller has some room
+        of its own beyond.
+        """
         refuse_by_state(self.name, self.state, self.seconds_to_try)
         assert self.info is not None
         taken = len(self._requests) + self._reserved.places
-        if taken + requests > self.info.max_running + self._options.queue_limit:
-            raise queue_full(self.name, taken, self._pace.seconds_to_next())
+        room = self.info.max_running + self._options.queue_limit
+        if taken + requests <= room:
+            return
+        own = self._requests.of_tenant[tenant] + self._reserved.of_tenant[tenant]
+        if own + requests > min(self._options.queue_per_key, room // 2):
+            raise queue_full(self.name, taken, own, self._pace.seconds_to_next())
 
-    def reserve(self, requests: int) -> QueueReservation:
+    def reserve(self, requests: int, tenant: str = "") -> QueueReservation:
         """Hold places for requests before they are prepared; release it, then `submit`. Raises as that."""
-        self.check_room(requests)
-        return self._reserved.hold(requests)
+        self.check_room(requests, tenant)
+        return self._reserved.hold(requests, tenant)
 
     async def stop(self, code: str = "model_unloaded", message: str = "The model was unloaded.") -> None:
         """End the process; open streams end with this error. Idempotent."""

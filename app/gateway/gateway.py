@@ -17,6 +17,7 @@ from ..engines.loaded_model import LoadedModel
 from ..engines.manager import EngineManager
 from ..errors import ApiError
 from ..metrics.metrics import Metrics
+from ..security.keys import tier_of
 from ..security.rates import TokenReservation
 from ..settings import Settings
 from ..store import RequestLog
@@ -115,7 +116,7 @@ class Gateway:
         at_once = most_at_once(generation.model, choices, pools=pools, queue=self.limits.queue)
         if generation.reservation is not None:
             generation.reservation.release()
-        supervisor.check_room(at_once)
+        supervisor.check_room(at_once, generation.tenant)
         if generation.id in self._open:
             raise ApiError(
                 409,
@@ -134,12 +135,12 @@ class Gateway:
             if reservation is not None:
                 reservation.cancel(sum(map(len, generation.prompts)))
             raise
-        model = generation.model.name
+        model, tier = generation.model.name, tier_of(generation.priority)
         opened = OpenRequest(
             generation,
             sequences,
             self._ended,
-            lambda gap: self._metrics.record_inter_token(model, gap),
+            lambda gap: self._metrics.record_inter_token(model, tier, gap),
             Transcript(len(messages), self._log.content_bytes) if generation.keep is not None else None,
             submitted,
             reservation,
@@ -164,6 +165,7 @@ class Gateway:
                         prompt_ids=prompt,
                         params=replace(generation.params, max_tokens=room, seed=seed),
                         priority=generation.priority,
+                        tenant=generation.tenant,
                         cache_namespace=generation.cache_salt,
                         fork_of=first,
                     )
@@ -272,6 +274,7 @@ def _record(request: OpenRequest, status: int, code: str, output_hash: str) -> R
         model=generation.model.name,
         endpoint=generation.endpoint,
         key=generation.key,
+        tier=tier_of(generation.priority),
         stream=generation.stream,
         http_status=status,
         finish_reasons=",".join(dict.fromkeys(reasons) if pools else reasons),

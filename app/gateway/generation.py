@@ -45,6 +45,9 @@ class Generation:
     skip_special: bool = True
     seed_drawn: bool = False
     priority: int = 0
+    """Lower is served first; below 0 is premium."""
+    tenant: str = ""
+    """Whose share of the engine it takes: see `Identity.tenant`."""
     cache_salt: str = ""
     key: str = ""
     """Name of the caller's key."""

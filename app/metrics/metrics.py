@@ -47,11 +47,11 @@ class Metrics:
     ) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(read_engines, read_dropped))
-        label = ["model_name"]
+        label = ["model_name", "tier"]
         histogram = self._histogram
         self._ttft = histogram("vllm:time_to_first_token_seconds", "Request to first token.", _LATENCY)
         self._inter_token = histogram("vllm:inter_token_latency_seconds", "Between tokens.", _PER_TOKEN)
-        self._inter_token_of: dict[str, Histogram] = {}
+        self._inter_token_of: dict[tuple[str, str], Histogram] = {}
         self._tpot = histogram("vllm:request_time_per_output_token_seconds", "Mean per request.", _PER_TOKEN)
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "Whole request.", _LATENCY)
         self._queue = histogram("vllm:request_queue_time_seconds", "Request to first prefill.", _LATENCY)
@@ -67,18 +67,18 @@ class Metrics:
         self._failed = Counter(
             "llmbox_requests_failed",
             "Requests that failed by the server's fault (5xx), by code.",
-            [*label, "code"],
+            ["model_name", "code"],
             registry=self._registry,
         )
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, ["model_name"], buckets=buckets, registry=self._registry)
+        return Histogram(name, text, ["model_name", "tier"], buckets=buckets, registry=self._registry)
 
-    def record_inter_token(self, model: str, seconds: float) -> None:
+    def record_inter_token(self, model: str, tier: str, seconds: float) -> None:
         # Once a token: the labelled child is kept, looking it up costs more than observing.
-        child = self._inter_token_of.get(model)
+        child = self._inter_token_of.get((model, tier))
         if child is None:
-            child = self._inter_token_of[model] = self._inter_token.labels(model)
+            child = self._inter_token_of[model, tier] = self._inter_token.labels(model, tier)
         child.observe(seconds)
 
     def record_refusal(self, code: str) -> None:
@@ -93,9 +93,9 @@ class Metrics:
     def record_request(self, record: RequestRecord) -> None:
         """A request that reached an engine has ended."""
         self.record_failure(record)
-        model = record.model
+        labels = record.model, record.tier
         for reason in filter(None, record.finish_reasons.split(",")):
-            self._success.labels(model, reason).inc()
+            self._success.labels(*labels, reason).inc()
         for histogram, seconds in (
             (self._ttft, record.ttft_s),
             (self._tpot, record.tpot_s),
@@ -103,11 +103,11 @@ class Metrics:
             (self._queue, record.queue_s),
         ):
             if seconds is not None:
-                histogram.labels(model).observe(seconds)
+                histogram.labels(*labels).observe(seconds)
         if record.ttft_s is not None:
-            self._prefill.labels(model).observe(max(0.0, record.ttft_s - (record.queue_s or 0.0)))
+            self._prefill.labels(*labels).observe(max(0.0, record.ttft_s - (record.queue_s or 0.0)))
             if record.e2e_s is not None:
-                self._decode.labels(model).observe(max(0.0, record.e2e_s - record.ttft_s))
+                self._decode.labels(*labels).observe(max(0.0, record.e2e_s - record.ttft_s))
 
     def render(self) -> bytes:
         """Prometheus text exposition, `CONTENT_TYPE`."""

@@ -60,13 +60,19 @@ class Identity:
         own = 0 if self.key is None else self.key.priority
         return max(asked, own) if asked else own
 
+    @property
+    def tenant(self) -> str:
+        """Whose share of an engine, and whose room in its queue, the requests take: a key's id. Callers
+        without a key are one.
+        """
+        return "" if self.key is None else self.key.id
+
     def cache_namespace(self, salt: str) -> str:
         """What one key computed must not show in another's time to first token, whatever salt it sends.
 
         Nobody else's namespace begins with a key's id.
         """
-        tenant = "" if self.key is None else self.key.id
-        return f"{tenant}/{salt}" if tenant or salt else ""
+        return f"{self.tenant}/{salt}" if self.tenant or salt else ""
 
     def rate_headers(self) -> list[tuple[bytes, bytes]]:
         return [] if self.meter is None else list(self.meter.headers())

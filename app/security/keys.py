@@ -15,6 +15,9 @@ from msgspec import Meta, Struct
 Scope = Literal["infer", "read", "admin"]
 """`infer` uses models, `read` reads metrics, `admin` does everything."""
 
+Tier = Literal["premium", "standard", "background"]
+"""Class of a request by its priority."""
+
 PREFIX = "sk-llmbox-"
 _SHOWN = len(PREFIX) + 4
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)"
@@ -62,6 +65,11 @@ class Key(KeySpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def is_expired(self, now: float | None = None) -> bool:
         return self.expires is not None and (time.time() if now is None else now) >= self.expires
+
+
+def tier_of(priority: int) -> Tier:
+    """Of a request with this priority, which may have stepped back from its key's."""
+    return "premium" if priority < 0 else "standard" if priority == 0 else "background"
 
 
 def new_secret() -> str:

@@ -53,6 +53,8 @@ class RequestRecord:
     """Keyed hash of the answer's token ids (`app/gateway/output_hash.py`); empty where there is none."""
     fingerprint: str = ""
     """Of build and settings: another one may well answer otherwise."""
+    tier: str = ""
+    """`premium`, `standard` or `background`, by its priority; empty where it reached no engine."""
     content: ContentState = ""
     """Empty: nobody allowed it to be kept. `dropped`: allowed, but the disk or the queue was full."""
 

@@ -35,6 +35,7 @@ class RequestRow(SQLModel, table=True):
     prefix_end: str = Field(default="", sa_column_kwargs={"server_default": ""})
     output_hash: str = Field(default="", sa_column_kwargs={"server_default": ""})
     fingerprint: str = Field(default="", sa_column_kwargs={"server_default": ""})
+    tier: str = Field(default="", sa_column_kwargs={"server_default": ""})
     content: str = Field(default="", sa_column_kwargs={"server_default": ""})
 
 

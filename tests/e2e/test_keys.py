@@ -218,6 +218,16 @@ def test_a_refused_request_gets_its_tokens_back(server: Server, monkeypatch: pyt
     assert int(answer.headers["x-ratelimit-remaining-tokens"]) >= 500 - used
 
 
+def test_the_class_of_a_request_is_in_the_log_and_the_metrics(server: Server) -> None:
+    for priority, tier in ((-1, "premium"), (0, "standard"), (4, "background")):
+        _, client = make(server, tier, priority=priority)
+        chat(client)
+        assert rows(server)[0].tier == tier
+        assert f'vllm:request_success_total{{finished_reason="length",model_name="alpha",tier="{tier}"}}' in (
+            server.services.metrics.render().decode()
+        )
+
+
 def test_requests_a_minute_also_for_streams(server: Server) -> None:
     _, client = make(server, rpm=2)
     assert len(list(chat(client, stream=True))) > 2
@@ -237,6 +247,8 @@ def test_the_engine_gets_the_keys_priority_and_namespace(
         assert sent(server, second, monkeypatch, **unsaid).priority == -3
     assert sent(server, second, monkeypatch, extra_body={"priority": 2}).priority == 2
     assert sent(server, server.client(), monkeypatch, **asked).priority == 0
+    assert sent(server, first, monkeypatch).tenant == one.id
+    assert sent(server, server.client(), monkeypatch).tenant == ""
     spaces = {
         sent(server, client, monkeypatch, **more).cache_namespace
         for client in (first, second, server.client())

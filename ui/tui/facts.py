@@ -14,7 +14,7 @@ _WORDS = {
     "cached_tokens": "of them cached", "output_tokens": "output tokens", "ttft": "first token after",
     "ttft_s": "first token after", "tpot_s": "per token", "e2e_s": "in all", "queue_s": "in the queue",
     "tokens_per_second": "tokens/s", "http_status": "status", "finish_reasons": "ended by",
-    "error_code": "error", "params": "parameters", "resumes": "resumed",
+    "error_code": "error", "tier": "class", "params": "parameters", "resumes": "resumed",
 }  # fmt: skip
 """Fields of a request as people say them."""
 _IN_WORDS = {"seq", "prefix_end", "looked_up_tokens", "output_hash", "fingerprint", "content"}

@@ -102,6 +102,7 @@ async def prepare_chat(call: Call, body: ChatCompletionRequest, prefix: str = "c
         skip_special=body.skip_special_tokens is not False and not parsing.needs_special(model.text),
         seed_drawn=body.seed is None,
         priority=call.caller.priority(body.priority),
+        tenant=call.caller.tenant,
         cache_salt=call.caller.cache_namespace(body.cache_salt or ""),
         key=call.caller.name,
         meter=call.caller.meter,

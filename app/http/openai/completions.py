@@ -83,6 +83,7 @@ async def prepare_completion(call: Call, body: CompletionRequest) -> CompletionC
         skip_special=body.skip_special_tokens is not False,
         seed_drawn=body.seed is None,
         priority=call.caller.priority(body.priority),
+        tenant=call.caller.tenant,
         cache_salt=call.caller.cache_namespace(body.cache_salt or ""),
         key=call.caller.name,
         meter=call.caller.meter,

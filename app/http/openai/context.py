@@ -102,7 +102,7 @@ class Call:
     def reserve(self, model: LoadedModel, choices: int, *, pools: bool = False) -> QueueReservation:
         """Hold places in the model's queue while the prompts are made. Raises ApiError 429 and 503."""
         places = most_at_once(model, choices, pools=pools, queue=self.limits.queue)
-        return model.supervisor.reserve(places)
+        return model.supervisor.reserve(places, self.caller.tenant)
 
     def warnings(self, kind: type[msgspec.Struct]) -> list[str]:
         return unknown_fields(kind, self.plain)

@@ -117,6 +117,7 @@ def pooled(
         prompts=prompts,
         params=SamplingParams(max_tokens=0, pooling=pooling),
         priority=call.caller.priority(priority),
+        tenant=call.caller.tenant,
         cache_salt=call.caller.cache_namespace(cache_salt),
         key=call.caller.name,
         meter=call.caller.meter,

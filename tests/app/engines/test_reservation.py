@@ -27,6 +27,27 @@ async def test_reserved_places_count_until_they_are_released(tmp_path):
         supervisor.check_room(3)
 
 
+async def test_a_caller_has_room_of_its_own_where_others_fill_the_queue(tmp_path):
+    options = {"queue_limit": 6, "queue_per_key": 2}
+    async with supervised(tmp_path, supervisor=options, max_running=2, hold_at=0) as supervisor:
+        streams = [supervisor.submit(request(number, tenant="flood")) for number in range(8)]
+        with pytest.raises(ApiError) as full:
+            supervisor.submit(request(8, tenant="flood"))
+        assert full.value.code == "queue_full"
+        assert "8 of this caller" in full.value.message
+        held = supervisor.reserve(1, "quiet")
+        quiet = supervisor.submit(request(9, tenant="quiet"))
+        with pytest.raises(ApiError):
+            supervisor.reserve(1, "quiet")
+        held.release()
+        supervisor.reserve(1, "quiet").release()
+        for stream in (*streams, quiet):
+            stream.cancel()
+        assert not supervisor._requests.of_tenant
+        assert not supervisor._reserved.of_tenant
+        supervisor.check_room(8, "flood")
+
+
 async def test_a_task_that_ends_without_submitting_gives_its_places_back(tmp_path):
     async with supervised(tmp_path, supervisor={"queue_limit": 1}, max_running=1) as supervisor:
 

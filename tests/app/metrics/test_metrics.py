@@ -32,10 +32,10 @@ def test_a_request_fills_its_histograms():
     metrics.record_request(
         RequestRecord(
             id="r", created=0, model="m", endpoint="chat", http_status=200, finish_reasons="stop,length",
-            queue_s=0.01, ttft_s=0.04, tpot_s=0.02, e2e_s=1.0,
+            queue_s=0.01, ttft_s=0.04, tpot_s=0.02, e2e_s=1.0, tier="premium",
         )
     )  # fmt: skip
-    metrics.record_inter_token("m", 0.02)
+    metrics.record_inter_token("m", "premium", 0.02)
     metrics.record_refusal("queue_full")
     got = samples(metrics)
     assert got["vllm:time_to_first_token_seconds_count", "m"] == 1
@@ -44,6 +44,8 @@ def test_a_request_fills_its_histograms():
     assert round(got["vllm:request_decode_time_seconds_sum", "m"], 6) == 0.96
     assert got["vllm:inter_token_latency_seconds_count", "m"] == 1
     assert 'finished_reason="length"' in metrics.render().decode()
+    labels = 'model_name="m",tier="premium"'
+    assert f"vllm:time_to_first_token_seconds_count{{{labels}}} 1.0" in metrics.render().decode()
 
 
 def test_a_request_without_a_first_token_leaves_latencies_alone():
