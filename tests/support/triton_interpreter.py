@@ -1,11 +1,13 @@
-"""Triton's interpreter for tests: on before Triton is first imported, and two faults of it put right.
+"""Triton's interpreter for tests: on before Triton is first imported, and three faults of it put right.
 
 Triton reads TRITON_INTERPRET as its own functions are decorated, so it cannot be turned on later.
 """
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -28,5 +30,12 @@ def turn_on() -> None:
             return convert_float(numbers, source, target, rounding)
         return torch.from_numpy(numbers).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
+    def multiply(a: Any, b: Any, dtype: Any) -> Any:
+        """Let bits of a row not depend on its place in the tile, as some BLAS kernels for float32 do."""
+        if dtype != np.float32:
+            return np.matmul(a, b, dtype=dtype)
+        return np.matmul(a, b, dtype=np.float64).astype(np.float32)
+
     interpreter._patch_lang_tensor, interpreter._convert_float = patch, convert
+    interpreter.np = SimpleNamespace(**{**vars(np), "matmul": multiply})
     interpreter._llmbox_patched = True
