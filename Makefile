@@ -4,7 +4,7 @@ export PYTHONSAFEPATH = 1
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: up down test test-clients check format docs bench soak fuzz nightly gpu-check gpu-compile bench-peers clean
+.PHONY: up down test test-installed test-clients check format docs bench soak fuzz nightly gpu-check gpu-compile bench-peers clean
 up: .venv/installed
 	$(BIN)/llmbox up builtin
 
@@ -13,6 +13,10 @@ down: .venv/installed
 
 test: .venv/dev
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# A wheel in new environments, of the pinned and of the lowest versions: every command, every dialect, every page.
+test-installed: .venv/dev
+	$(BIN)/pytest tests/installed/lane.py $(ARGS)
 
 # Property tests with examples that no run before had; ROUNDS of them, each with a seed that it prints.
 ROUNDS ?= 10

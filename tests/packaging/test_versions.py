@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 LEAST = {
     "h11": (0, 16),
     "jinja2": (3, 1, 6),
-    "litestar": (2, 22),
+    "litestar": (2, 23),
     "safetensors": (0, 8),
     "torch": (2, 9, 1),
 }
