@@ -18,7 +18,7 @@ from .block_pool import BlockPool
 from .block_tables import BlockTables
 from .displacement import Displacement
 from .drafting import Drafting
-from .fair_shares import Flow, Flows
+from .fair_shares import Flow, Flows, is_premium
 from .messages import RequestOutput
 from .pooled_sums import add_up
 from .request import Request
@@ -46,6 +46,7 @@ class Scheduler:
         self._waiting = WaitingQueue(config.ageing_seconds, self._flows, clock)
         self._displacement = Displacement(config.max_running, self.tables, self._flows, self._waiting)
         self._turns = Turns()
+        self._was_express = False
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.preemptions = 0
@@ -122,23 +123,53 @@ class Scheduler:
         """The next step: decoding requests first, so that streams never starve; then prompts, in the order
         of `WaitingQueue.choose`, whether admitted already or still waiting. Steps of several stages share
         the token budget.
+
+        Premium prompts get a step of their own beside other classes' streams, every second one at most.
         """
         plan = StepPlan()
         self._grow_running()
         if self._waiting and self.config.batching == "continuous":
             self._displace()
         decoding, prompts = self._by_phase()
-        plan.rows.extend(planned(request, 1, 1) for request in self._turns.due(decoding, pipeline))
-        self._flows.charge(plan.rows)
-        self._schedule_prompts(
-            plan, share(self.config.token_budget, pipeline.stages) - len(plan.rows), prompts
+        budget = share(self.config.token_budget, pipeline.stages)
+        self._was_express = not self._was_express and self._schedule_express(
+            plan, budget, decoding, prompts, pipeline
         )
+        if not self._was_express:
+            self._schedule_decoding(plan, self._turns.due(decoding, pipeline))
+            self._schedule_prompts(plan, budget - len(plan.rows), prompts)
         if not plan.rows:
-            plan.rows.extend(planned(request, 1, 1) for request in self._turns.early(decoding, pipeline))
-            self._flows.charge(plan.rows)
+            self._schedule_decoding(plan, self._turns.early(decoding, pipeline))
         self.drafting.extend(plan, len(self._running))
         self._turns.end(plan)
         return plan
+
+    def _schedule_express(
+        self,
+        plan: StepPlan,
+        budget: int,
+        decoding: list[Request],
+        prompts: list[Request],
+        pipeline: Pipeline,
+    ) -> bool:
+        """A step without the streams of other classes, which would delay the first token; False where that
+        helps nobody, with nothing planned.
+        """
+        going_on = [request for request in decoding if is_premium(request) or request.keeps_place]
+        urgent = [request for request in prompts if is_premium(request)]
+        is_static = self.config.batching == "static"
+        if is_static or len(going_on) == len(decoding) or not (urgent or self._waiting.num_premium()):
+            return False
+        self._schedule_prompts(plan, budget - len(going_on), urgent, better_than=0)
+        if not plan.rows:
+            return False
+        self._schedule_decoding(plan, self._turns.due(going_on, pipeline))
+        return True
+
+    def _schedule_decoding(self, plan: StepPlan, decoding: Iterable[Request]) -> None:
+        rows = [planned(request, 1, 1) for request in decoding]
+        plan.rows.extend(rows)
+        self._flows.charge(rows)
 
     def _by_phase(self) -> tuple[list[Request], list[Request]]:
         """Running requests with one token left to compute, known or not, and those with more. One that
@@ -154,7 +185,9 @@ class Scheduler:
                 decoding.append(request)
         return decoding, prompts
 
-    def _schedule_prompts(self, plan: StepPlan, budget: int, prompts: list[Request]) -> None:
+    def _schedule_prompts(
+        self, plan: StepPlan, budget: int, prompts: list[Request], better_than: int = ALL_BANDS
+    ) -> None:
         """Let waiting requests run, and prompts go on, one chunk each. A waiting request that does not fit
         holds up all but better bands, so that large ones get their turn; one that starved holds up those
         too. A static batch is filled whatever the budget.
@@ -162,7 +195,8 @@ class Scheduler:
         if not (prompts or self._waiting):
             return
         static = self.config.batching == "static"
-        better_than = ALL_BANDS if not static or not self._running else NO_BAND
+        if static and self._running:
+            better_than = NO_BAND
         by_flow: dict[Flow, list[Request]] = {}
         for request in sorted(prompts, key=lambda request: request.arrived_at, reverse=True):
             if request.keeps_place:

@@ -154,6 +154,17 @@ def test_a_premium_request_takes_a_place_at_once():
             assert {each.tenant for each in scheduler.running} == {"vip"}
 
 
+def test_a_premium_prompt_has_a_step_without_the_streams_of_others():
+    """And those have the next one, however many such prompts there are."""
+    scheduler = make_scheduler(num_blocks=2000, max_running=4, token_budget=16)
+    flood(scheduler, 2)
+    for _ in range(3):
+        step(scheduler)
+    scheduler.add(make_request("long", 100, tenant="vip", priority=-1, max_tokens=4))
+    found = [step(scheduler) for _ in range(4)]
+    assert found == [{"long": 16}, {"flood0": 1, "flood1": 1, "long": 14}] * 2
+
+
 def test_a_premium_request_takes_blocks_of_others():
     scheduler = make_scheduler(num_blocks=40, max_running=16)
     flood(scheduler, 20, prompt=16, answer=60)
