@@ -4,7 +4,8 @@ Everything goes through the request log's writer thread, in order: what was stor
 question. Importable without SQLAlchemy.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +17,7 @@ from .request_log import RequestLog
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
-Kind = Literal["response", "chat"]
+Kind = Literal["response", "chat", "conversation"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,20 +79,35 @@ class StoredAnswers:
         `size`: bytes, roughly, that it takes while it waits. False: there is no room, and it is not stored.
         What is lost after that, to a full disk, is counted with the log's rows.
         """
+        return self._submit(answer.owner, size, lambda engine: _sql().put(engine, answer))
 
+    def append(self, kind: Kind, owner: str, id_: str, items: Sequence[Any], size: int) -> bool:
+        """Queue further `input` of what is stored; it counts as new from then on. As `put` otherwise.
+
+        Nothing happens where it was deleted meanwhile.
+        """
+        return self._submit(
+            owner, size, lambda engine: _sql().append(engine, kind, owner, id_, items, time.time())
+        )
+
+    def _submit(self, owner: str, size: int, work: "Callable[[Engine], int]") -> bool:
         def write(engine: "Engine | None") -> None:
             if engine is None:
                 self._log.drop(1, "the file cannot be opened")
                 return
             owners = self._log.keep.owners
-            if answer.owner and owners is not None and answer.owner not in owners():
+            if owner and owners is not None and owner not in owners():
                 return  # its key was revoked while it was made
             try:
-                self._log.wrote(_sql().put(engine, answer))
+                self._log.wrote(work(engine))
             except Exception as error:  # noqa: BLE001 - full disk, locked or damaged file
                 self._log.drop(1, f"an answer cannot be stored: {first_line(error)}")
 
         return self._log.submit(write, size)
+
+    async def remove_item(self, kind: Kind, owner: str, id_: str, item: str) -> bool:
+        """Delete an item of its `input`, overwritten. False: there is no such item."""
+        return await self._log.ask(lambda engine: _sql().remove_item(engine, kind, owner, id_, item))
 
     async def get(self, kind: Kind, owner: str, id_: str) -> StoredAnswer | None:
         return await self._log.ask(lambda engine: _sql().get(engine, kind, owner, id_))

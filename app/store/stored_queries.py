@@ -1,6 +1,7 @@
 """The SQL of stored answers, as functions of an open database."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 from sqlalchemy import ColumnElement, Engine, and_, func, insert, select, text
@@ -89,6 +90,36 @@ def update(engine: Engine, kind: Kind, owner: str, id_: str, metadata: Mapping[s
     return True
 
 
+def append(engine: Engine, kind: Kind, owner: str, id_: str, items: Sequence[Any], now: float) -> int:
+    """Returns its further bytes."""
+    place = _is(kind, owner, id_)
+    with engine.begin() as connection:
+        old = connection.execute(select(col(StoredRow.input)).where(place)).scalar()
+        if old is None:
+            return 0
+        new = encoded([*msgspec.json.decode(old), *items])
+        more = len(new.encode()) - len(old.encode())
+        values = {"input": new, "size": col(StoredRow.size) + more, "created": now}
+        connection.execute(change(StoredRow).where(place).values(**values))
+    return more
+
+
+def remove_item(engine: Engine, kind: Kind, owner: str, id_: str, item: str) -> bool:
+    """With the copies in the write-ahead log."""
+    place = _is(kind, owner, id_)
+    with engine.begin() as connection:
+        old = connection.execute(select(col(StoredRow.input)).where(place)).scalar()
+        items = [] if old is None else msgspec.json.decode(old)
+        left = [each for each in items if each.get("id") != item]
+        if old is None or len(left) == len(items):
+            return False
+        new = encoded(left)
+        smaller = col(StoredRow.size) + len(new.encode()) - len(old.encode())
+        connection.execute(change(StoredRow).where(place).values(input=new, size=smaller))
+    give_back_space(engine)
+    return True
+
+
 def delete(engine: Engine, kind: Kind, owner: str, id_: str) -> bool:
     """With the copies in the write-ahead log."""
     with engine.begin() as connection:
@@ -162,4 +193,5 @@ def _answer(row: StoredRow) -> StoredAnswer:
 
 
 def _kind(text: str) -> Kind:
-    return "chat" if text == "chat" else "response"
+    kinds: dict[str, Kind] = {"chat": "chat", "conversation": "conversation"}
+    return kinds.get(text, "response")

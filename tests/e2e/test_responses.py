@@ -131,9 +131,12 @@ def test_a_conversation_goes_on_with_its_items(client):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"conversation": "conv_1"}, "conversation"),
+        ({"conversation": 1}, "conversation"),
         ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "newest"}, "truncation"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"max_tool_calls": 0}, "max_tool_calls"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format"),
         ({"tools": TOOLS}, "tools"),
         ({"model": "caller", "tool_choice": "required"}, "tool_choice"),

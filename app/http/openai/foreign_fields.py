@@ -77,6 +77,8 @@ def refuse_foreign(plain: Mapping[str, Any], places: tuple[str, ...] = ("options
             value = fields[name]
             if value is None or any(_same(value, each) for each in harmless):
                 continue
+            if at and name in _ONLY_WITH:
+                continue  # Ollama's clients send its default, and are warned
             if name in _ONLY_WITH and all(fields.get(each) in _NO_PENALTY for each in _ONLY_WITH[name]):
                 continue
             raise ApiError(

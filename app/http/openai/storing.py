@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from ...errors import ApiError
 from ...store.stored import Kind, StoredAnswer, StoredAnswers
 from .context import Call
@@ -58,8 +60,19 @@ class Store:
             previous=previous,
         )
 
-    def put(self, answer: Any, created: float, tokens: int, *, logprobs: bool = False) -> bool:
-        """`answer` has an `id` and a `model`, and is not changed any more. False: there is no room."""
+    def put(
+        self,
+        answer: Any,
+        created: float,
+        tokens: int,
+        *,
+        logprobs: bool = False,
+        private: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """`answer` has an `id` and a `model`, and is not changed any more; `private` is kept beside it.
+
+        False: there is no room.
+        """
         kept = StoredAnswer(
             kind=self.kind,
             owner=self.owner,
@@ -69,7 +82,7 @@ class Store:
             previous=self.previous,
             metadata=self.metadata,
             input=self.input,
-            answer=answer,
+            answer=answer if private is None else {**msgspec.to_builtins(answer), **private},
         )
         return self.answers.put(kept, self.size + tokens * (_LOGPROB_BYTES if logprobs else _TOKEN_BYTES))
 

@@ -1,5 +1,6 @@
 """The response object and its items."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -59,15 +60,23 @@ class ResponseObject(Struct, kw_only=True):
     reasoning: dict[str, Any]
     background: bool = False
     previous_response_id: str | None = None
+    conversation: dict[str, str] | None = None
     service_tier: Literal["default"] = "default"
     store: bool = False
     """Whether it can be had again: otherwise nothing of it is kept."""
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
+    top_logprobs: int = 0
+    max_tool_calls: int | None = None
     user: str | None
     seed: int | UnsetType = UNSET
     """Ours: drawn for this request."""
     warnings: list[str] | UnsetType = UNSET
     """Ours: what was ignored."""
+
+
+class InputTokens(Struct, kw_only=True):
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
 def choice_of(request: ResponseRequest) -> str | dict[str, Any]:
@@ -90,14 +99,16 @@ def tools_of(request: ResponseRequest) -> list[dict[str, Any]]:
     return [{**whole, **tool} if tool.get("type") == "function" else tool for tool in request.tools or ()]
 
 
-def text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def text_part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
-def message_item(id_: str, text: str | None, *, whole: bool = True) -> dict[str, Any]:
+def message_item(
+    id_: str, text: str | None, logprobs: Sequence[Any] = (), *, whole: bool = True
+) -> dict[str, Any]:
     """None: nothing is there yet."""
     status = ("completed" if whole else "incomplete") if text is not None else "in_progress"
-    content = [] if text is None else [text_part(text)]
+    content = [] if text is None else [text_part(text, logprobs)]
     return {"id": id_, "type": "message", "status": status, "role": "assistant", "content": content}
 
 

@@ -7,8 +7,10 @@ import msgspec
 from ...errors import ApiError
 from ...gateway.gateway import Gateway
 from ...gateway.open_request import OpenRequest
+from ..sse import StreamOptions
 from .answers import ResponseObject
-from .writer import Event, PreparedResponse, Writer, run
+from .item_writer import Event
+from .writer import PreparedResponse, Writer, run
 
 
 async def complete_response(gateway: Gateway, prepared: PreparedResponse) -> ResponseObject:
@@ -19,15 +21,13 @@ async def complete_response(gateway: Gateway, prepared: PreparedResponse) -> Res
 
 
 async def write_whole(opened: OpenRequest, writer: Writer) -> None:
-    pieces: list[str] = []
+    """For what is left in the writer at the end."""
     try:
         async for delta in opened.deltas():
-            pieces.append(delta.text)  # noqa: PERF401 - those before an error count
+            run(writer.say(delta.text, delta.entries))
     except BaseException as error:
-        run(writer.say("".join(pieces)))
-        writer.break_off(error)
+        run(writer.break_off(error))
         raise
-    run(writer.say("".join(pieces)))
     run(writer.finish())
 
 
@@ -35,14 +35,14 @@ async def stream_response(gateway: Gateway, prepared: PreparedResponse) -> Async
     with gateway.open(prepared.chat.generation) as opened:
         writer = Writer(opened, prepared)
         try:
-            yield _framed(writer.begin())
+            yield _all_framed(writer.begin())
             async for delta in opened.deltas():
-                if said := _framed(writer.say(delta.text)):
+                if said := _all_framed(writer.say(delta.text, delta.entries)):
                     yield said
         except BaseException as error:  # also GeneratorExit: the client left
-            writer.break_off(error)
+            run(writer.break_off(error))
             raise
-    yield _framed(writer.finish())
+    yield _all_framed(writer.finish())
 
 
 def error_event(error: ApiError) -> bytes:
@@ -50,7 +50,12 @@ def error_event(error: ApiError) -> bytes:
     return b"event: error\ndata: %b\n\n" % msgspec.json.encode(told)
 
 
-def _framed(events: Iterator[Event]) -> bytes:
-    return b"".join(
-        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event)) for event in events
-    )
+STREAM = StreamOptions(last=b"", error=error_event)
+
+
+def framed(event: Event) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
+
+
+def _all_framed(events: Iterator[Event]) -> bytes:
+    return b"".join(map(framed, events))

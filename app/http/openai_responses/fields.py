@@ -5,7 +5,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from ..openai.effort import Effort
-from ..openai.fields import Count, Later, Name, Never, StreamOptions, Temperature, ToolName, TopP
+from ..openai.fields import Count, Later, Name, Never, StreamOptions, Temperature, ToolName, TopLogprobs, TopP
 
 
 class Part(Struct, kw_only=True):
@@ -34,6 +34,10 @@ class CallOutputItem(Struct, kw_only=True):
 class ReasoningItem(Struct, kw_only=True):
     content: list[Part] | None = None
     summary: list[Part] | None = None
+
+
+class CompactionItem(Struct, kw_only=True):
+    encrypted_content: str
 
 
 class CustomCallItem(Struct, kw_only=True):
@@ -106,35 +110,66 @@ class TextOptions(Struct, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ResponseRequest(Struct, kw_only=True):
-    input: str | list[dict[str, Any]]
+class ConversationReference(Struct, kw_only=True):
+    id: Name
+
+
+class PromptFields(Struct, kw_only=True):
+    """What the prompt is made of."""
+
+    input: str | list[dict[str, Any]] | None = None
     """Items: `message` (also without a type), `function_call`, `function_call_output`, `custom_tool_call`,
-    `custom_tool_call_output`, `reasoning`, `additional_tools`."""
+    `custom_tool_call_output`, `reasoning`, `compaction`, `additional_tools`."""
     model: Name | None = None
     instructions: str | None = None
-    max_output_tokens: Count | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    previous_response_id: Name | None = None
+    conversation: Name | ConversationReference | None = None
     tools: list[dict[str, Any]] | None = None
     """Of type `function`, `custom` and `namespace`; of others, only those that a model may do without."""
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """`auto`: of a conversation that does not fit, the oldest items are left out."""
+
+    @property
+    def conversation_id(self) -> str | None:
+        asked = self.conversation
+        return asked.id if isinstance(asked, ConversationReference) else asked
+
+
+class ResponseRequest(PromptFields, kw_only=True):
+    max_output_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_logprobs: TopLogprobs | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
     include: list[str] | None = None
+    """`message.output_text.logprobs`; others have no effect."""
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     client_metadata: dict[str, Any] | None = None
-    truncation: Never = None
     service_tier: Never = None
     store: bool | None = None
-    previous_response_id: Name | None = None
     background: bool | None = None
-    conversation: Later = None
+    max_tool_calls: Count | None = None
+    """Of tools that a server runs: there are none here."""
     prompt: Later = None
-    top_logprobs: Later = None
-    max_tool_calls: Later = None
+
+
+class InputTokensRequest(PromptFields, kw_only=True):
+    personality: Never = None
+
+
+class CompactRequest(Struct, kw_only=True):
+    model: Name
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    """Added to what the model is told about its summary."""
+    previous_response_id: Name | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Never = None

@@ -1,5 +1,6 @@
 """Items of a conversation as messages of a chat."""
 
+import base64
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ from ...errors import ApiError
 from ..openai.sampling import invalid
 from .fields import (
     CallOutputItem,
+    CompactionItem,
     CustomCallItem,
     FunctionCallItem,
     MessageItem,
@@ -16,6 +18,7 @@ from .fields import (
     ReasoningItem,
 )
 
+_PACKED = "llmbox1."
 _TEXTS = {"input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"}
 Item = TypeVar("Item")
 Rename = Callable[[str | None, str], str]
@@ -67,6 +70,10 @@ def _add(messages: list[dict[str, Any]], at: str, item: dict[str, Any], joined: 
             thought = convert_item(at, item, ReasoningItem)
             text = _text(f"{at}.content", thought.content or thought.summary or [])
             _turn(messages, done=lambda _: True)["reasoning_content"] = text
+        case "compaction":
+            summary = read_summary(at, convert_item(at, item, CompactionItem).encrypted_content)
+            turn = _turn(messages, done=lambda last: bool(last["content"] or last.get("tool_calls")))
+            turn["content"] = f"Summary of the conversation so far:\n{summary}"
         case "additional_tools":
             pass
         case kind:
@@ -76,6 +83,21 @@ def _add(messages: list[dict[str, Any]], at: str, item: dict[str, Any], joined: 
                 code="unsupported_content",
                 param=f"{at}.type",
             )
+
+
+def summary_item(id_: str, summary: str) -> dict[str, Any]:
+    """It stands for a long conversation. It is packed, not encrypted: who sends it back has seen it all."""
+    packed = base64.urlsafe_b64encode(summary.encode()).decode()
+    return {"id": id_, "type": "compaction", "encrypted_content": _PACKED + packed}
+
+
+def read_summary(at: str, packed: str) -> str:
+    try:
+        if packed.startswith(_PACKED):
+            return base64.urlsafe_b64decode(packed.removeprefix(_PACKED)).decode()
+    except ValueError:
+        pass
+    raise invalid(f"{at}.encrypted_content", "it was not made by this server's /v1/responses/compact")
 
 
 def _add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:

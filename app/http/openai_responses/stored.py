@@ -1,5 +1,6 @@
 """Stored responses: get, cancel, delete, and the items that they answer."""
 
+from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any
 
 from litestar import Response, Router, delete, get, post
@@ -10,6 +11,7 @@ from ...services import Services
 from ...store.stored import StoredAnswer
 from ..guard import Access
 from ..openai.context import HttpRequest
+from ..openai.sampling import invalid
 from ..openai.stored_pages import (
     After,
     Deleted,
@@ -20,7 +22,12 @@ from ..openai.stored_pages import (
     page_after,
     services_and_owner,
 )
+from ..sse import EventStreamResponse
+from .alone import LiveResponse
 from .answers import ResponseObject
+from .events import STREAM, framed
+from .item_writer import replay
+from .writer import CUTS
 
 _PATH = "/v1/responses/{response_id:str}"
 _LOST = "The daemon stopped before this response had ended, or its end could not be stored."
@@ -30,18 +37,23 @@ _LOST = "The daemon stopped before this response had ended, or its end could not
 async def stored_response(
     request: HttpRequest,
     response_id: FromPath[str],
-    stream: Annotated[bool, QueryParameter(description="Only false: events are not kept.")] = False,
+    stream: Annotated[bool, QueryParameter(description="As server-sent events.")] = False,
+    starting_after: Annotated[
+        int | None, QueryParameter(ge=0, description="With `stream`: only events behind this number.")
+    ] = None,
 ) -> Response[ResponseObject]:
     """One that the caller has stored, or that is in the making in the background."""
-    if stream:
-        raise ApiError(
-            400,
-            "The value of 'stream' is not supported. The events of a response are not kept: ask without it.",
-            code="unsupported_parameter",
-            param="stream",
-        )
     services, owner = services_and_owner(request)
-    return Response(await _now(services, owner, response_id))
+    after = -1 if starting_after is None else starting_after
+    if not stream:
+        if starting_after is not None:
+            raise invalid("starting_after", "it is only allowed when 'stream' is true")
+        return Response(await _now(services, owner, response_id))
+    live: LiveResponse | None = services.background.look((owner, response_id))
+    if live is not None:
+        return EventStreamResponse(live.follow(after), STREAM)
+    found = await _find(services, owner, response_id)
+    return EventStreamResponse(_told_again(_ended(found), found.answer.get(CUTS, ()), after), STREAM)
 
 
 @post(_PATH + "/cancel", status_code=200, name="stored_response_cancel", operation_id="cancelResponse")
@@ -50,7 +62,8 @@ async def cancel_response(request: HttpRequest, response_id: FromPath[str]) -> R
     services, owner = services_and_owner(request)
     await services.background.cancel((owner, response_id))
     told = await _now(services, owner, response_id)
-    if not told["background"]:
+    background = told["background"] if isinstance(told, dict) else told.background
+    if not background:
         raise ApiError(
             400,
             "Only responses with 'background': true can be cancelled; others end when their client leaves.",
@@ -85,13 +98,25 @@ async def input_items(
 
 
 async def _now(services: Services, owner: str, response_id: str) -> Any:
-    live = services.background.look((owner, response_id))
+    live: LiveResponse | None = services.background.look((owner, response_id))
     if live is not None:
-        return live
-    told = (await _find(services, owner, response_id)).answer
+        return live.response()
+    return _ended(await _find(services, owner, response_id))
+
+
+def _ended(found: StoredAnswer) -> dict[str, Any]:
+    told = {name: value for name, value in found.answer.items() if name != CUTS}
     if told["status"] == "in_progress":  # it is not: nothing of that name runs
         told |= {"status": "failed", "error": {"code": "server_error", "message": _LOST}}
     return told
+
+
+async def _told_again(
+    response: dict[str, Any], cuts: Sequence[int], after: int
+) -> AsyncGenerator[bytes, None]:
+    for event in replay(response, cuts):
+        if event["sequence_number"] > after:
+            yield framed(event)
 
 
 async def _find(services: Services, owner: str, response_id: str) -> StoredAnswer:

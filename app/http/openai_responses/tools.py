@@ -17,6 +17,8 @@ from ..openai.unsupported import unknown_fields
 from .fields import AdditionalToolsItem, CustomTool, FunctionTool, NamespaceTool, ResponseToolChoice
 from .items import convert_item
 
+Placed = tuple[str, dict[str, Any]]
+"""An item with its place in the request."""
 _JOINT: Final = "__"
 _DISPENSABLE: Final = ("web_search", "image_generation", "tool_search")
 """What agents offer in every request, beginnings of types: a model without them answers all the same."""
@@ -39,7 +41,7 @@ class Toolbox:
     _by_name: dict[str, ResponseTool] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tools: Sequence[dict[str, Any]], items: Iterable[tuple[str, dict[str, Any]]]) -> "Toolbox":
+    def of(cls, tools: Sequence[dict[str, Any]], items: Iterable[Placed]) -> "Toolbox":
         """`items`: all of the conversation with their places; they may bring tools. Raises ApiError 400."""
         box = cls()
         box._add_all("tools", tools)
@@ -65,18 +67,15 @@ class Toolbox:
             raise invalid("tool_choice.tools", "at least one tool of 'tools' must be allowed")
         return {"type": "allowed_tools", "allowed_tools": {"mode": asked.mode, "tools": allowed}}
 
-    def item(self, id_: str, call_id: str, call: ToolCall, *, whole: bool) -> dict[str, Any]:
-        """A call of the model's, or the beginning of its item."""
+    def item(self, call_id: str, call: ToolCall) -> dict[str, Any]:
+        """A call of the model's as an item that has no id yet."""
         tool = self._by_name.get(call.name) or ResponseTool(call.name, None, custom=False)
         named = {"call_id": call_id, "name": tool.name}
         if tool.namespace is not None:
             named["namespace"] = tool.namespace
-        status = "completed" if whole else "in_progress"
-        if tool.custom:
-            said = input_of(call.arguments) if whole else ""
-            return {"id": id_, "type": "custom_tool_call", "status": status, **named, "input": said}
-        said = call.arguments if whole else ""
-        return {"id": id_, "type": "function_call", "status": status, **named, "arguments": said}
+        said = {"input": input_of(call.arguments)} if tool.custom else {"arguments": call.arguments}
+        kind = "custom_tool_call" if tool.custom else "function_call"
+        return {"id": "", "type": kind, "status": "completed", **named, **said}
 
     def _add_all(self, at: str, tools: Iterable[dict[str, Any]]) -> None:
         for number, tool in enumerate(tools):
@@ -137,7 +136,7 @@ def joined_name(namespace: str | None, name: str) -> str:
     return name if not namespace else f"{namespace}{_JOINT}{name}"
 
 
-def with_places(at: str, items: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+def with_places(at: str, items: Iterable[dict[str, Any]]) -> Iterator[Placed]:
     for number, item in enumerate(items):
         yield f"{at}[{number}]", item
 

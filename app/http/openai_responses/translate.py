@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..openai.effort import thinks
-from .fields import ResponseRequest
+from .fields import PromptFields, ResponseRequest
 from .items import chat_messages
-from .tools import Toolbox, joined_name, with_places
+from .tools import Placed, Toolbox, joined_name
 
-Placed = tuple[str, dict[str, Any]]
+LOGPROBS = "message.output_text.logprobs"
 
 
-def chat_fields(request: ResponseRequest, items: Sequence[Placed], tools: Toolbox) -> dict[str, Any]:
+def prompt_fields(request: PromptFields, items: Sequence[Placed], tools: Toolbox) -> dict[str, Any]:
     """`items`: of the whole conversation, with their places in the request.
 
     Raises ApiError 400 for items that are not for a text model.
@@ -22,18 +22,10 @@ def chat_fields(request: ResponseRequest, items: Sequence[Placed], tools: Toolbo
     given = {
         "model": request.model,
         "messages": messages,
-        "max_completion_tokens": request.max_output_tokens,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "stream": request.stream,
         "tools": tools.chat or None,
         "tool_choice": tools.choice(request.tool_choice),
         "response_format": _format(request),
         "parallel_tool_calls": request.parallel_tool_calls,
-        "metadata": request.metadata,
-        "user": request.user,
-        "safety_identifier": request.safety_identifier,
-        "prompt_cache_key": request.prompt_cache_key,
     }
     body = {name: value for name, value in given.items() if value is not None}
     effort = request.reasoning.effort if request.reasoning else None
@@ -42,20 +34,33 @@ def chat_fields(request: ResponseRequest, items: Sequence[Placed], tools: Toolbo
     return body
 
 
-def items_of(request: ResponseRequest) -> list[dict[str, Any]]:
-    """Its own, a text as the message that it means."""
-    if not isinstance(request.input, str):
-        return request.input
-    content = [{"type": "input_text", "text": request.input}]
+def chat_fields(request: ResponseRequest, items: Sequence[Placed], tools: Toolbox) -> dict[str, Any]:
+    wants_logprobs = LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
+    given = {
+        "max_completion_tokens": request.max_output_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "logprobs": wants_logprobs or None,
+        "top_logprobs": request.top_logprobs if wants_logprobs else None,
+        "stream": request.stream,
+        "metadata": request.metadata,
+        "user": request.user,
+        "safety_identifier": request.safety_identifier,
+        "prompt_cache_key": request.prompt_cache_key,
+    }
+    set_ones = {name: value for name, value in given.items() if value is not None}
+    return {**prompt_fields(request, items, tools), **set_ones}
+
+
+def items_of(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """A text as the message that it means."""
+    if not isinstance(given, str):
+        return given or []
+    content = [{"type": "input_text", "text": given}]
     return [{"type": "message", "role": "user", "content": content}]
 
 
-def all_items(request: ResponseRequest, before: Sequence[dict[str, Any]]) -> list[Placed]:
-    """`before`: items of the conversation that this request goes on with."""
-    return [*with_places("previous_response_id", before), *with_places("input", items_of(request))]
-
-
-def _format(request: ResponseRequest) -> dict[str, Any] | None:
+def _format(request: PromptFields) -> dict[str, Any] | None:
     asked = request.text.format if request.text is not None else None
     if asked is None or asked.type == "text":
         return None

@@ -11,7 +11,7 @@ from sqlalchemy import create_engine, text
 from llmbox.app.store import RequestLog, RequestRecord, Retention
 from llmbox.app.store.database import open_database, upgrade
 from llmbox.app.store.errors import StoreError
-from llmbox.app.store.stored import StoredAnswer, StoredAnswers, StoredFilter
+from llmbox.app.store.stored import StoredAnswer, StoredAnswers, StoredFilter, encoded
 
 SECRET = "the-secret-of-the-pudding"
 
@@ -111,6 +111,27 @@ async def test_metadata_is_replaced_and_counted(stored):
     assert (await stored.get("response", "key_1", "r1")).metadata == {"topic": "ü" * 100}
     (after,) = await stored.totals()
     assert after.size - before.size == 200 - len("grüße".encode())
+
+
+async def test_items_are_added_and_taken_away_without_a_byte_left(stored, log):
+    made = answer("c1", kind="conversation", created=time.time() - 1000, input=[{"id": "a"}])
+    stored.put(made, 100)
+    assert stored.append("conversation", "key_1", "c1", [{"id": "b", "content": SECRET}, {"id": "c"}], 100)
+    assert stored.append("conversation", "key_2", "c1", [{"id": "d"}], 100)
+    found = await stored.get("conversation", "key_1", "c1")
+    assert [item["id"] for item in found.input] == ["a", "b", "c"]
+    assert found.created > made.created + 900  # its time begins anew
+    assert SECRET.encode() in bytes_of(log.path.parent)
+    assert not await stored.remove_item("conversation", "key_2", "c1", "b")
+    assert not await stored.remove_item("conversation", "key_1", "c1", "x")
+    assert await stored.remove_item("conversation", "key_1", "c1", "b")
+    assert [item["id"] for item in (await stored.get("conversation", "key_1", "c1")).input] == ["a", "c"]
+    assert SECRET.encode() not in bytes_of(log.path.parent)
+    (total,) = await stored.totals()
+    assert (
+        total.size
+        == len(encoded([{"id": "a"}, {"id": "c"}]) + encoded(made.metadata) + encoded(made.answer)) + 3
+    )
 
 
 async def test_delete_leaves_no_byte(stored, log):

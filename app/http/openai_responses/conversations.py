@@ -1,0 +1,208 @@
+"""Stored conversations: made, read, changed and deleted, with their items."""
+
+import secrets
+import time
+from typing import Annotated, Any
+
+from litestar import Request, Router, delete, get, post
+from litestar.params import Body, FromPath
+from msgspec import Struct
+
+from ...errors import ApiError
+from ...store.stored import StoredAnswer
+from ..guard import Access
+from ..openai.context import HttpRequest
+from ..openai.sampling import invalid
+from ..openai.stored_pages import After, Deleted, Limit, Order, Page, page_after, services_and_owner
+from ..openai.storing import check_metadata
+from ..request import StrictRequest
+from .conversation import check_room, find_conversation, require_storing, with_ids
+from .items import chat_messages
+from .tools import joined_name, with_places
+
+_PATH = "/v1/conversations/{conversation_id:str}"
+_ITEMS, _ITEM = _PATH + "/items", _PATH + "/items/{item_id:str}"
+_MOST_AT_ONCE = 20
+_PARAM = "conversation_id"
+
+
+class Conversation(Struct, kw_only=True):
+    id: str
+    object: str = "conversation"
+    created_at: int
+    metadata: dict[str, str]
+
+
+class ConversationCreate(Struct, kw_only=True):
+    items: list[dict[str, Any]] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class ConversationUpdate(Struct, kw_only=True):
+    metadata: dict[str, str] | None
+    """Takes the place of what there was."""
+
+
+class ItemsCreate(Struct, kw_only=True):
+    items: list[dict[str, Any]]
+
+
+@post("/v1/conversations", status_code=200, name="conversation_create", operation_id="createConversation")
+async def create_conversation(
+    request: HttpRequest, data: Annotated[ConversationCreate, Body()]
+) -> Conversation:
+    """Make one, with up to 20 items. It is stored, for its owner alone, until it is deleted or expires."""
+    services, owner = services_and_owner(request)
+    require_storing(services, None)
+    metadata, items = data.metadata or {}, data.items or []
+    check_metadata(metadata)
+    _check(items)
+    now = time.time()
+    made = Conversation(id=f"conv_{secrets.token_hex(16)}", created_at=int(now), metadata=metadata)
+    kept = StoredAnswer(
+        kind="conversation",
+        owner=owner,
+        id=made.id,
+        created=now,
+        model="",
+        metadata=metadata,
+        input=with_ids(items),
+        answer={"created_at": made.created_at},
+    )
+    _require_room(services.stored.put(kept, await _size(request)))
+    return made
+
+
+@get(_PATH, name="conversation", operation_id="getConversation")
+async def get_conversation(request: HttpRequest, conversation_id: FromPath[str]) -> Conversation:
+    """One of the caller's."""
+    return _told(await _find(request, conversation_id))
+
+
+@post(_PATH, status_code=200, name="conversation_update", operation_id="updateConversation")
+async def update_conversation(
+    request: HttpRequest, conversation_id: FromPath[str], data: Annotated[ConversationUpdate, Body()]
+) -> Conversation:
+    """Change its metadata."""
+    services, owner = services_and_owner(request)
+    metadata = data.metadata or {}
+    check_metadata(metadata)
+    await services.stored.update("conversation", owner, conversation_id, metadata)
+    return _told(await _find(request, conversation_id))
+
+
+@delete(_PATH, status_code=200, name="conversation_delete", operation_id="deleteConversation")
+async def delete_conversation(request: HttpRequest, conversation_id: FromPath[str]) -> Deleted:
+    """Erase it with its items, overwritten. Responses of it that were stored by themselves stay."""
+    services, owner = services_and_owner(request)
+    await _find(request, conversation_id)
+    await services.stored.delete("conversation", owner, conversation_id)
+    return Deleted(id=conversation_id, object="conversation.deleted")
+
+
+@post(_ITEMS, status_code=200, name="conversation_items_create", operation_id="createConversationItems")
+async def create_items(
+    request: HttpRequest, conversation_id: FromPath[str], data: Annotated[ItemsCreate, Body()]
+) -> Page:
+    """Add up to 20 items at its end."""
+    services, owner = services_and_owner(request)
+    require_storing(services, None)
+    _check(data.items)
+    found = await _find(request, conversation_id)
+    check_room(len(found.input) + len(data.items), services.settings.limits.messages, "items")
+    added = with_ids(data.items)
+    size = await _size(request)
+    _require_room(services.stored.append("conversation", owner, conversation_id, added, size))
+    first, last = (added[0]["id"], added[-1]["id"]) if added else (None, None)
+    return Page(data=added, first_id=first, last_id=last, has_more=False)
+
+
+@get(_ITEMS, name="conversation_items", operation_id="listConversationItems")
+async def list_items(
+    request: HttpRequest,
+    conversation_id: FromPath[str],
+    after: After = None,
+    limit: Limit = 20,
+    order: Order = "desc",
+) -> Page:
+    """Its items, the newest first unless `order` is `asc`."""
+    found = await _find(request, conversation_id)
+    return page_after(list(found.input), after, limit, order)
+
+
+@get(_ITEM, name="conversation_item", operation_id="getConversationItem")
+async def get_item(
+    request: HttpRequest, conversation_id: FromPath[str], item_id: FromPath[str]
+) -> dict[str, Any]:
+    """One of its items."""
+    found = await _find(request, conversation_id)
+    for item in found.input:
+        if item["id"] == item_id:
+            told: dict[str, Any] = item
+            return told
+    raise _no_item(item_id)
+
+
+@delete(_ITEM, status_code=200, name="conversation_item_delete", operation_id="deleteConversationItem")
+async def delete_item(
+    request: HttpRequest, conversation_id: FromPath[str], item_id: FromPath[str]
+) -> Conversation:
+    """Erase one of its items, overwritten."""
+    services, owner = services_and_owner(request)
+    found = await _find(request, conversation_id)
+    if not await services.stored.remove_item("conversation", owner, conversation_id, item_id):
+        raise _no_item(item_id)
+    return _told(found)
+
+
+def _check(items: list[dict[str, Any]]) -> None:
+    """Raises ApiError 400."""
+    if len(items) > _MOST_AT_ONCE:
+        raise invalid("items", f"at most {_MOST_AT_ONCE} items can be added at once")
+    chat_messages(with_places("items", items), joined_name)
+
+
+def _require_room(put: bool) -> None:
+    if not put:
+        raise ApiError(
+            503,
+            "Too much waits for the disk.",
+            "request_log_unavailable",
+            type="server_error",
+            headers={"Retry-After": "5"},
+        )
+
+
+async def _find(request: HttpRequest, id_: str) -> StoredAnswer:
+    services, owner = services_and_owner(request)
+    return await find_conversation(services, owner, id_, _PARAM)
+
+
+async def _size(request: Request[Any, Any, Any]) -> int:
+    assert isinstance(request, StrictRequest)
+    return len(await request.body())
+
+
+def _told(found: StoredAnswer) -> Conversation:
+    return Conversation(id=found.id, created_at=found.answer["created_at"], metadata=dict(found.metadata))
+
+
+def _no_item(id_: str) -> ApiError:
+    return ApiError(404, f"There is no item {id_!r} in this conversation.", "item_not_found", "item_id")
+
+
+conversations_router = Router(
+    path="/",
+    route_handlers=[
+        create_conversation,
+        get_conversation,
+        update_conversation,
+        delete_conversation,
+        create_items,
+        list_items,
+        get_item,
+        delete_item,
+    ],
+    opt={"access": Access.STORED},
+    tags=["OpenAI"],
+)
