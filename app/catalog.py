@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from .errors import CliError, Exit
 from .registry import Names
+from .suggest import did_you_mean
 
 Source = Literal["builtin", "directory", "hub"]
 
@@ -101,10 +102,25 @@ def resolve(
         raise CliError(
             f"{text!r} does not name a model",
             "a name is builtin, a directory, or org/name[@revision]",
-            f"{likely_id(text)}see what is on disk: llmbox ls",
+            f"{likely_id(text) or did_you_mean(text, _all_names(environ, names, memory))}"
+            "see what is on disk: llmbox ls",
             Exit.USAGE if "/" in text else Exit.NOT_FOUND,
         )
-    return _in_caches(text, match["repo"], match["revision"], [hub_cache(environ), *map(Path, names.caches)])
+    caches = [hub_cache(environ), *map(Path, names.caches)]
+    try:
+        return _in_caches(text, match["repo"], match["revision"], caches)
+    except CliError as error:
+        if error.exit == Exit.NOT_FOUND:
+            error.fix = did_you_mean(match["repo"], _all_names(environ, names, memory)) + error.fix
+        raise
+
+
+def _all_names(environ: Mapping[str, str], names: Names, memory: Mapping[str, ModelRef] | None) -> set[str]:
+    """What could have been meant: folders are listed, not read."""
+    caches = [hub_cache(environ), *map(Path, names.caches)]
+    repos = (repo.name for cache in caches if cache.is_dir() for repo in cache.glob("models--*--*"))
+    fetched = {repo.removeprefix("models--").replace("--", "/", 1) for repo in repos}
+    return {BUILTIN, *names.aliases, *names.directories, *(memory or ()), *fetched}
 
 
 def likely_id(text: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from .errors import CliError, Exit
 from .files import locked
+from .suggest import did_you_mean
 
 log = logging.getLogger("llmbox.daemon")
 
@@ -116,7 +117,10 @@ class Registry:
     def remove_alias(self, name: str) -> None:
         def edit(names: Names) -> Names:
             if name not in names.aliases:
-                raise CliError(f"no alias {name}", "it is not in the list", "llmbox alias ls", Exit.NOT_FOUND)
+                hint = did_you_mean(name, names.aliases)
+                raise CliError(
+                    f"no alias {name}", "it is not in the list", f"{hint}llmbox alias ls", Exit.NOT_FOUND
+                )
             return replace(names, aliases={k: v for k, v in names.aliases.items() if k != name})
 
         self.change(edit)

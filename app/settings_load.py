@@ -192,6 +192,13 @@ def _bad(row: Key, place: str, why: str) -> CliError:
 
 
 def unknown_key(name: str, place: str = "") -> CliError:
+    if name not in SECTIONS and "." not in name and (section := get_close_matches(name, SECTIONS, n=1)):
+        return CliError(
+            f"unknown section {name}" + (f" ({place})" if place else ""),
+            f"did you mean {section[0]}?",
+            "see all keys: llmbox config show",
+            Exit.USAGE,
+        )
     hint = get_close_matches(name, schema(), n=1) or [
         full for full in schema() if full.partition(".")[2] == name.rpartition(".")[2]
     ]

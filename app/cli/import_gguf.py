@@ -14,6 +14,7 @@ from llmbox.engine.gguf.settings import config_of, is_rounded
 from llmbox.engine.rounded import FORMATS
 
 from ..errors import CliError, Exit
+from ..suggest import did_you_mean
 from . import output
 from .engine_job import run_job
 from .lazy import Command
@@ -66,6 +67,7 @@ def import_gguf(
     Done once: the folder holds safetensors and the file's tokenizer and chat template, and needs the file no
     more. Of a model in several files name the first. See docs/models.md for what can be read.
     """
+    _require_file(file)
     try:
         gguf = read_gguf(file.absolute())
         config_of(gguf)  # what cannot be read is said at once
@@ -85,6 +87,19 @@ def import_gguf(
         output.write_json("import", {"file": str(gguf.path), "out": str(target), **report})
     else:
         _print(report, target)
+
+
+def _require_file(file: Path) -> None:
+    if file.exists() and not file.is_dir():
+        return
+    folder = file if file.is_dir() else file.absolute().parent
+    there = [each.name for each in folder.glob("*.gguf")] if folder.is_dir() else []
+    if file.is_dir():
+        why = f"{file} is a folder: name a GGUF file" + (f", such as {min(there)}" if there else "")
+    else:
+        why = f"{file} does not exist"
+    hint = "" if file.is_dir() else did_you_mean(file.name, there)
+    raise CliError("not imported", why, f"{hint}llmbox import FILE.gguf", Exit.NOT_FOUND)
 
 
 def _name_of(gguf: Gguf) -> str:

@@ -13,6 +13,7 @@ import click
 
 from ..errors import CliError, Exit
 from . import output
+from .confirm import require_consent
 from .lazy import Command, Group
 from .program import Program, pass_program
 
@@ -106,11 +107,18 @@ def rotate(program: Program, name: str, *, as_json: bool) -> None:
 
 @key.command(cls=Command)
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.option("--yes", is_flag=True, help="Do not ask.")
 @pass_program
-def rm(program: Program, names: tuple[str, ...]) -> None:
+def rm(program: Program, names: tuple[str, ...], *, yes: bool) -> None:
     """Revoke keys. What they had stored (store: true) is erased."""
-    for name in dict.fromkeys(names):
-        gone = _store(program).remove(name)
+    store = _store(program)
+    store.check()
+    wanted = [store.get(name) for name in dict.fromkeys(names)]
+    keys = ", ".join(f"{each.name} ({each.display})" for each in wanted)
+    question = f"Revoke {keys}? Their running requests end, and what they had stored is erased"
+    require_consent(question, "nothing was revoked", yes=yes, as_json=False)
+    for each in wanted:
+        gone = store.remove(each.name)
         output.say(f"{gone.name} ({gone.display}) is revoked.")
     _forget_stored(program)
 

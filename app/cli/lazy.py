@@ -1,11 +1,48 @@
 """A click group whose commands are imported when they run, so that `--help` stays quick."""
 
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 import click
 
+from ..suggest import nearest
 from .program import location_options
+
+SYNONYMS: Final = {
+    "list": ("ls", "show"),
+    "models": ("ls",),
+    "get": ("pull", "show"),
+    "download": ("pull",),
+    "install": ("pull",),
+    "delete": ("rm",),
+    "remove": ("rm",),
+    "start": ("up",),
+    "stop": ("down",),
+    "chat": ("run",),
+    "ask": ("run",),
+    "info": ("show",),
+    "log": ("logs",),
+    "keys": ("key",),
+    "settings": ("config",),
+    "create": ("add", "set"),
+    "new": ("add", "set"),
+    "revoke": ("rm",),
+    "monitor": ("top",),
+    "dashboard": ("top",),
+}
+"""Words of other programs, and what is meant by them here: the first that the group has."""
+
+
+def refuse_unknown(group: click.Group, ctx: click.Context, args: list[str]) -> None:
+    """Raises UsageError with the nearest command, if the first word is none of the group's."""
+    word = args[0]
+    if ctx.resilient_parsing or word.startswith("-") or group.get_command(ctx, word) is not None:
+        return
+    names = group.list_commands(ctx)
+    meant = next((name for name in SYNONYMS.get(word.lower(), ()) if name in names), None)
+    meant = meant or nearest(word, names)
+    hint = f" Did you mean '{meant}'?" if meant else ""
+    raise click.UsageError(f"No such command '{word}'.{hint}", ctx)
 
 
 class Command(click.Command):
@@ -25,6 +62,12 @@ class Group(click.Group):
         super().__init__(*args, **kwargs)
         self.params += location_options()
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        refuse_unknown(self, ctx, args)
+        return super().resolve_command(ctx, args)
+
 
 class ReaderLeft(Exception):  # noqa: N818 - nothing went wrong
     """Whoever read our stdout has closed it (`llmbox logs | head`)."""
@@ -43,6 +86,12 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except BrokenPipeError as error:  # click would end with 1
             raise ReaderLeft from error
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        refuse_unknown(self, ctx, args)
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         return list(self.table)

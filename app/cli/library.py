@@ -1,6 +1,7 @@
 """`llmbox search`, `adopt`, `rm` and `df`: models on the hub and on this disk."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ import click
 
 from ..errors import CliError, Exit
 from . import output
+from .confirm import require_consent
 from .lazy import Command
 from .program import Program, pass_program
 
@@ -103,13 +105,16 @@ def adopt(program: Program, *, paths: tuple[Path, ...], name: str | None, as_jso
 
 @click.command(cls=Command)
 @click.argument("refs", nargs=-1, required=True)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object; needs --yes.")
 @pass_program
-def rm(program: Program, *, refs: tuple[str, ...], as_json: bool) -> None:
+def rm(program: Program, *, refs: tuple[str, ...], yes: bool, as_json: bool) -> None:
     """Delete models from this disk; org/name@revision deletes that revision only.
 
     An adopted folder is only forgotten: its files stay. What is loaded or being downloaded stays too.
     """
+    if not yes:
+        require_consent(_what_goes(program, refs), "nothing was deleted", yes=False, as_json=as_json)
     if program.client.is_up():
         answer = program.client.post("/admin/api/models/delete", {"models": refs}, timeout=600.0)
         removed: list[dict[str, Any]] = answer["removed"]
@@ -127,6 +132,23 @@ def rm(program: Program, *, refs: tuple[str, ...], as_json: bool) -> None:
             output.say(f"{each['name']} is forgotten; its files stay where they are.")
         else:
             output.say(f"{each['name']} is deleted: {output.size(each['freed'])} freed.")
+
+
+def _what_goes(program: Program, refs: Sequence[str]) -> str:
+    """The question, with what is freed. Raises CliError for what is not there."""
+    from ..hub.remove import find_removable, folder_size
+
+    parts = []
+    for ref in dict.fromkeys(refs):
+        found = find_removable(ref, program.environ, program.names)
+        if found.repo is None:
+            parts.append(f"forget {found.name} (its files stay in {found.folder})")
+        elif found.commit is not None:
+            parts.append(f"delete {found.name}, with the files that no other revision uses")
+        else:
+            parts.append(f"delete {found.name} ({output.size(folder_size(found.folder))})")
+    words = "; ".join(parts)
+    return f"{words[0].upper()}{words[1:]}?"
 
 
 @click.command(cls=Command)

@@ -8,7 +8,9 @@ import click
 from ..control.model_request import ModelRequest
 from ..daemon.instance import find_running
 from ..errors import CliError, Exit
+from ..suggest import did_you_mean
 from . import output
+from .client import TIMEOUT, ApiRefusal
 from .lazy import Command
 from .options import checked_alias, given, model_options
 from .program import Program, pass_program
@@ -98,8 +100,18 @@ def unpin(program: Program, *, model: str) -> None:
 
 
 def _pin(program: Program, model: str, *, pinned: bool) -> None:
-    answer = program.client.post("/admin/api/models/pin", {"model": model, "pinned": pinned})["model"]
+    answer = _post(program, "pin", {"model": model, "pinned": pinned})["model"]
     output.say(f"{answer['name']} is {'pinned' if pinned else 'not pinned any more'}.")
+
+
+def _post(program: Program, what: str, body: Mapping[str, Any], timeout: float = TIMEOUT) -> dict[str, Any]:
+    """For a model in memory; the error for one that is not names the nearest."""
+    try:
+        return program.client.post(f"/admin/api/models/{what}", body, timeout=timeout)
+    except ApiRefusal as error:
+        if error.code == "model_not_found" and isinstance(body["model"], str):
+            error.fix = f"{did_you_mean(body['model'], program.in_memory())}llmbox ps"
+        raise
 
 
 @click.command(cls=Command)
@@ -110,6 +122,6 @@ def unload(program: Program, model: str | None, *, every: bool) -> None:
     """Take a model out of memory. Its open requests end with an error."""
     if (model is None) != every:
         raise CliError("which model?", "one MODEL or --all is needed", "llmbox ps", Exit.USAGE)
-    answer = program.client.post("/admin/api/models/unload", {"model": model}, timeout=60.0)
+    answer = _post(program, "unload", {"model": model}, timeout=60.0)
     for name in answer["unloaded"]:
         output.say(f"{name} is unloaded.")

@@ -1,6 +1,5 @@
 """`llmbox requests show`, `replay`, `cancel`, `purge`."""
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ import click
 
 from ..errors import CliError, Exit
 from . import output
+from .confirm import require_consent
 from .lazy import Command
 from .program import Program, pass_program
 
@@ -122,20 +122,14 @@ def purge(program: Program, *, older_than: float, what: str | None, yes: bool, a
     what = what or "requests"
     named = _NAMED[what]
     which = f"{named} older than {older_than:g} days" if older_than else f"all {named}"
-    if not yes:
-        _ask(which, as_json=as_json)
+    question = f"Erase {which}? This cannot be undone"
+    require_consent(question, "nothing was erased", yes=yes, as_json=as_json)
     body = {"before": time.time() - older_than * 86_400, "what": what}
     answer = program.client.post("/admin/api/requests/purge", body, timeout=90.0)
     if as_json:
         output.write_json("purge", answer)
     else:
         output.say(f"Erased {answer['purged']}: {named}.")
-
-
-def _ask(which: str, *, as_json: bool) -> None:
-    if as_json or not sys.stdin.isatty():
-        raise CliError("nothing was erased", "nobody can be asked here", "say it with --yes", Exit.USAGE)
-    click.confirm(f"Erase {which}? This cannot be undone", abort=True, err=True)
 
 
 def _path(request_id: str) -> str:

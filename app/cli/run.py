@@ -152,8 +152,8 @@ class _Thoughts:
 def _ensure_loaded(program: Program, model: str) -> dict[str, Any]:
     running = find_running(program.paths)
     if running is None:
+        (wanted,) = program.wanted([model], None, {})  # a wrong name needs no daemon
         output.say("The daemon does not run; starting it. It stays until llmbox down.")
-        (wanted,) = program.wanted([model], None, {})
         started = start_daemon(program, [model], None, {})
         names = [wanted.served_name]
     else:

@@ -11,6 +11,7 @@ import click
 from ..daemon.instance import find_running
 from ..errors import CliError, Exit
 from . import output
+from .confirm import require_consent
 from .lazy import Command
 from .lifecycle import stop
 from .program import Program, pass_program
@@ -43,7 +44,7 @@ def uninstall(program: Program, *, models: bool, yes: bool, as_json: bool) -> No
         _announce(program, items, with_models=models)
     if not items:
         return
-    _confirm(yes=yes, as_json=as_json)
+    require_consent("Remove all of it?", "nothing was removed", yes=yes, as_json=as_json)
     running = find_running(program.paths)
     if running is not None:
         stop(program, running, now=False, timeout=None)
@@ -120,14 +121,6 @@ def _announce(program: Program, items: list[Item], *, with_models: bool) -> None
         from ..catalog import hub_cache
 
         output.say(f"Models stay: {hub_cache(program.environ)} (--models deletes them too).")
-
-
-def _confirm(*, yes: bool, as_json: bool) -> None:
-    if yes:
-        return
-    if as_json or not sys.stdin.isatty():
-        raise CliError("nothing was removed", "nobody can be asked here", "say it with --yes", Exit.USAGE)
-    click.confirm("Remove all of it?", abort=True, err=True)
 
 
 def _delete(path: Path) -> None:

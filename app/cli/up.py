@@ -78,6 +78,7 @@ def _find_or_start(
 ) -> Started:
     running = find_running(program.paths)
     if running is None:
+        program.wanted(models, alias, flags)  # a wrong name needs no daemon
         output.say("Starting the daemon…")
         try:
             return start_daemon(program, models, alias, flags)

@@ -15,6 +15,7 @@ import msgspec
 
 from ..errors import CliError, Exit
 from ..files import locked, write_whole
+from ..suggest import did_you_mean
 from .keys import Key, KeySpec, digest_of, display_of, is_name, new_id, new_secret
 
 log = logging.getLogger("llmbox.security")
@@ -177,7 +178,10 @@ def _find(keys: tuple[Key, ...], name: str) -> Key:
     found = next((key for key in keys if key.name == name), None)
     if found is None:
         shown = name if is_name(name) else repr(name[:64])
-        raise CliError(f"there is no key {shown}", "it is not in the list", "llmbox key ls", Exit.NOT_FOUND)
+        hint = did_you_mean(name[:64], (key.name for key in keys))
+        raise CliError(
+            f"there is no key {shown}", "it is not in the list", f"{hint}llmbox key ls", Exit.NOT_FOUND
+        )
     return found
 
 

@@ -59,15 +59,15 @@ def test_search_fit_pull_list_show_delete(box: Box, hub: StubHub):
     assert box.run("pull", NAME, "--json").out.count('"state": "ready"') == 1
 
     assert box.run("load", NAME).code == 0
-    busy = box.run("rm", NAME)
+    busy = box.run("rm", NAME, "--yes")
     assert busy.code == Exit.CONFLICT
     assert "llmbox unload" in busy.err
     assert box.run("unload", NAME).code == 0
     used = box.run("df", "--json").json
     assert used["models"][0]["size"] > 80_000
-    removed = box.run("rm", NAME, "--json").json
+    removed = box.run("rm", NAME, "--yes", "--json").json
     assert removed["freed"] == used["models"][0]["size"]
-    assert box.run("rm", NAME).code == Exit.NOT_FOUND
+    assert box.run("rm", NAME, "--yes").code == Exit.NOT_FOUND
     assert NAME not in box.run("ls", "-q").out
 
 
@@ -100,7 +100,7 @@ def test_pause_list_resume_and_cancel_by_command(box: Box, hub: StubHub):
     assert box.run("pull", "--pause", NAME).code == 0
     (row,) = box.run("pull", "--list", "--json").json["downloads"]
     assert row["state"] == "paused"
-    assert box.run("rm", NAME).code in {Exit.CONFLICT, Exit.NOT_FOUND}
+    assert box.run("rm", NAME, "--yes").code in {Exit.CONFLICT, Exit.NOT_FOUND}
     hub.go_on.set()
     resumed = box.run("pull", "--resume", NAME)
     assert resumed.code == 0, resumed.err
@@ -144,10 +144,10 @@ def test_adopt_and_alias_without_a_daemon(box: Box, hub: StubHub):
     (row,) = box.run("alias", "ls", "--json").json["aliases"]
     assert row["parameters"] == {"temperature": 0.9, "ctx": 128}
     assert box.run("show", "poet", "--json").json["name"] == "org/mine"
-    assert box.run("rm", "poet").code == Exit.FAILED
+    assert box.run("rm", "poet", "--yes").code == Exit.FAILED
     assert box.run("alias", "rm", "poet").code == 0
     assert box.run("alias", "rm", "poet").code == Exit.NOT_FOUND
-    assert "forgotten" in box.run("rm", "org/mine").err
+    assert "forgotten" in box.run("rm", "org/mine", "--yes").err
     assert studio.is_dir()
     other = box.folder / "other"
     shutil.copytree(studio, other / "models--a--b" / "snapshots" / ("0" * 40))

@@ -87,6 +87,6 @@ def test_they_go_with_their_model(box: Box, daemon: bool) -> None:
     if daemon:
         assert box.run("up", box.model()).code == 0
     assert len(box.run("df", "--json").json["repacked"]) == 1
-    removed = box.run("rm", "org/little")
+    removed = box.run("rm", "org/little", "--yes")
     assert removed.code == 0, removed.err
     assert box.run("df", "--json").json["repacked"] == []

@@ -162,7 +162,7 @@ def test_another_admin_key_gets_the_numbers_but_not_the_words(place: Place):
         timeout=PATIENCE,
     )
     assert mine.status_code == 403
-    place.box.run("key", "rm", "boss")
+    place.box.run("key", "rm", "boss", "--yes")
 
 
 def test_purge_asks_and_erases(place: Place):
@@ -232,6 +232,6 @@ def test_stored_answers_are_counted_and_go_with_a_purge_or_their_key(place: Plac
     assert place.box.run("requests", "purge", "--stored", "--yes").err == "Erased 1: stored answers.\n"
     assert stored() == []
     store()
-    assert place.box.run("key", "rm", "keeper").code == 0
+    assert place.box.run("key", "rm", "keeper", "--yes").code == 0
     assert stored() == []
     assert place.box.run("requests", "stored").err == "Nothing is stored.\n"

@@ -297,7 +297,7 @@ def test_beyond_this_machine_only_with_a_key(box: Box) -> None:
     rotated = box.run("key", "rotate", "laptop").out.strip()
     assert ask(f"{url}/v1/models", secret) == 401
     assert ask(f"{url}/v1/models", rotated) == 200
-    assert box.run("key", "rm", "laptop").code == 0
+    assert box.run("key", "rm", "laptop", "--yes").code == 0
     assert ask(f"{url}/v1/models", rotated) == 401
     assert box.api("status")["host"] == "0.0.0.0", "the unix socket needs no key"
     log = box.paths.log_file.read_text()
@@ -373,7 +373,7 @@ def test_mistakes_on_the_command_line(box: Box) -> None:
         (["add", "x", "--expires", "yesterday"], Exit.USAGE),
         (["add", "x", "--expires", "2001-01-01"], Exit.USAGE),
         (["add", "x", "--rpm", "0"], Exit.USAGE),
-        (["rm", "nobody"], Exit.NOT_FOUND),
+        (["rm", "nobody", "--yes"], Exit.NOT_FOUND),
         (["rotate", "nobody"], Exit.NOT_FOUND),
     ]:
         done = box.run("key", *arguments)

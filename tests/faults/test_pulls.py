@@ -81,7 +81,7 @@ def test_pull_load_and_delete_at_once_have_defined_answers(box: Box, hub: StubHu
     for _ in range(2):
         threads = [
             threading.Thread(target=run, args=arguments)
-            for arguments in (("pull", NAME), ("rm", NAME), ("load", NAME), ("pull", NAME))
+            for arguments in (("pull", NAME), ("rm", NAME, "--yes"), ("load", NAME), ("pull", NAME))
         ]
         for thread in threads:
             thread.start()
@@ -96,5 +96,5 @@ def test_pull_load_and_delete_at_once_have_defined_answers(box: Box, hub: StubHu
     assert box.run("pull", NAME).code == 0
     assert is_whole(box, hub)
     assert box.run("load", NAME).code == 0
-    assert box.run("rm", NAME).code == Exit.CONFLICT
+    assert box.run("rm", NAME, "--yes").code == Exit.CONFLICT
     assert Path(box.run("show", NAME, "--json").json["path"]).is_dir()

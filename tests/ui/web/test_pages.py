@@ -226,7 +226,7 @@ def test_what_a_key_used_is_told(panel, signed_in):
     assert "only times, counts and parameters" in page
     (row,) = [row for row in panel.box.run("key", "ls", "--json").json["keys"] if row["name"] == "worker"]
     assert (row["usage"]["requests"], row["usage"]["tokens_out"]) == (1, 5)
-    panel.box.run("key", "rm", "worker")
+    panel.box.run("key", "rm", "worker", "--yes")
 
 
 def test_a_backup_and_a_bundle_can_be_taken_away(panel, signed_in, tmp_path):
