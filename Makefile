@@ -45,8 +45,8 @@ docs: .venv/dev
 
 bench: .venv/dev
 	$(BIN)/python tests/bench/scenarios.py
-	$(BIN)/python -P tests/bench/burst.py --write
-	$(BIN)/python -P tests/bench/key_flood.py --write
+	$(BIN)/python tests/bench/burst.py --write
+	$(BIN)/python tests/bench/key_flood.py --write
 
 # A daemon, clients and a fault a minute; every parser. ARGS="--minutes 60" and ARGS="--seconds 3600"; results: docs/reliability.md.
 soak: .venv/dev

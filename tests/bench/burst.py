@@ -1,6 +1,6 @@
 """`make bench`: ten thousand chats at once, and how long `/health` takes meanwhile.
 
-    python -P tests/bench/burst.py [--requests 10000] [--model builtin] [--write]
+    python tests/bench/burst.py [--requests 10000] [--model builtin] [--write]
 
 Starts a daemon of its own in a temporary folder on a free port. Every request opens a connection of its own;
 a second process asks `/health` all the while, over a TCP connection that stays open and over new ones to
@@ -152,7 +152,7 @@ def table(
     seconds: float,
 ) -> str:
     where = f"{os.cpu_count()} cores, shared with the clients; load average {os.getloadavg()[0]:.1f}"
-    command = f"python -P tests/bench/burst.py --requests {options.requests} --model {options.model}"
+    command = f"python tests/bench/burst.py --requests {options.requests} --model {options.model}"
     lines = [
         f"\n{where}; {dt.datetime.now(dt.UTC).date()}; `{command}`\n",
         "| what | |",

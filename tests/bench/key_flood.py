@@ -1,6 +1,6 @@
 """`make bench`: time to first token of one key while another key floods the model.
 
-    python -P tests/bench/key_flood.py [--flood 200] [--probes 20] [--model builtin] [--write]
+    python tests/bench/key_flood.py [--flood 200] [--probes 20] [--model builtin] [--write]
 
 Starts a daemon of its own in a temporary folder on a free port. One key keeps so many requests open. Now
 short requests come, one after another: with the flood's own key, which waits behind the flood as everybody
@@ -126,7 +126,7 @@ async def ask(port: int, model: str, secret: str, text: str, tokens: int, *, who
 
 def table(options: argparse.Namespace, delays: dict[str, list[float]]) -> str:
     where = f"{os.cpu_count()} cores, shared with the clients; load average {os.getloadavg()[0]:.1f}"
-    command = f"python -P tests/bench/key_flood.py --flood {options.flood} --model {options.model}"
+    command = f"python tests/bench/key_flood.py --flood {options.flood} --model {options.model}"
     lines = [
         f"\n{where}; {dt.datetime.now(dt.UTC).date()}; `{command}`\n",
         "| who asks | requests | p50 | p95 | longest |",
