@@ -68,7 +68,12 @@ class Program:
 
         if not self.client.is_up():
             return {}
-        answer = self.client.get("/admin/api/models")
+        try:
+            answer = self.client.get("/admin/api/models")
+        except CliError as error:
+            if error.exit != Exit.UNREACHABLE:
+                raise
+            return {}  # it ends, or ended while it started, of which others tell
         found = {name: in_memory(name, Path(path)) for name, path in answer.get("evicted", {}).items()}
         for row in answer["models"]:
             if row["path"]:

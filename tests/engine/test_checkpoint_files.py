@@ -1,8 +1,10 @@
 """Checkpoints are written by `shards.py`: as safetensors, and without numpy."""
 
+import contextvars
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from llmbox.engine.job import Tell, told
 from llmbox.engine.safetensors_header import read_header
 from llmbox.engine.shards import ShardWriter, write_file
+from llmbox.kernels.cpu.build import compile_progress
 from llmbox.kernels.dispatch import native_ready
 from support.gguf_models import write_gguf
 from support.tiny_models import make_tiny_model
@@ -80,6 +84,20 @@ def run_without(*arguments: object) -> dict:
     last = json.loads((done.stdout.splitlines() or ["{}"])[-1])
     assert "report" in last, done.stdout + done.stderr
     return last["report"]
+
+
+def test_a_job_tells_how_far_a_compile_is(capsys: pytest.CaptureFixture[str]) -> None:
+    @dataclass
+    class Nothing:
+        bytes_after: int = 0
+
+    def work(_tell: Tell) -> Nothing:
+        compile_progress.get()(1, 3)
+        return Nothing()
+
+    assert contextvars.copy_context().run(told, work) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [{"compiling": [1, 3]}, {"report": {"bytes_after": 0}}]
 
 
 @pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")

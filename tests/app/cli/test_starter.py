@@ -6,6 +6,7 @@ from llmbox.app.cli import output, starter
 from llmbox.app.cli.program import Program
 from llmbox.app.cli.starter import Started, progress_text, wait_for_models
 from llmbox.app.control.running import Running
+from llmbox.app.errors import CliError, Exit
 
 RUNNING = Running(pid=1, host="127.0.0.1", port=1, socket="", started_at=0.0, version="")
 READY = {"name": "m", "aliases": [], "state": "ready", "cause": "", "progress": None}
@@ -27,6 +28,21 @@ def loading(cause, phase=None, done=0, total=0):
 )
 def test_words_for_a_model_that_loads(model, text):
     assert progress_text(model) == text
+
+
+def test_a_daemon_that_ends_while_names_are_looked_up_is_no_error_of_the_name(tmp_path):
+    """`up` tells why it ended; `quantize`, `fit` and `show` need none."""
+
+    class Client:
+        def is_up(self):
+            return True
+
+        def get(self, _path):
+            raise CliError("lost the daemon", "", "", Exit.UNREACHABLE)
+
+    program = Program(environ={"HOME": str(tmp_path)})
+    program.client = Client()
+    assert program.resolve("builtin").ref == "builtin"
 
 
 def test_a_wait_says_what_is_done_and_for_how_long(tmp_path, monkeypatch, capsys):

@@ -24,3 +24,14 @@ def test_a_failed_download_says_why():
     (row,) = model_rows(state)
     assert row.cells[1] == ("failed: org/typo was not found", "bad")
     assert find_model(state, "org/typo") == failed
+
+
+@pytest.mark.parametrize(
+    ("phase", "done", "total", "told"),
+    [("weights", 40, 100, "loading 40 %"), ("kernels", 1, 3, "compiling 33 %"), ("kernels", 0, 0, "loading")],
+)
+def test_a_load_says_how_far_it_is(phase, done, total, told):
+    progress = {"phase": phase, "done": done, "total": total}
+    model = {"name": "m", "state": "loading", "progress": progress}
+    (row,) = model_rows(State(answers={"models": {"models": [model]}}))
+    assert row.cells[1][0] == told
