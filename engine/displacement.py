@@ -1,17 +1,20 @@
 """Who gives its place to whom: running requests that are preempted for waiting ones.
 
-A premium request takes a place, or blocks, of others. Between callers of one band, one that has no place
-takes one of a caller that has more than its share, so that nobody waits for another's long answers to end.
-What is preempted keeps its tokens and goes on later, with the tokens that it would have had anyway.
+A request of a better class takes a place, or blocks, of a worse one: premium (bands below 0) before
+standard (0) before background. Between callers of one class, one that has no place takes one of a caller
+that has more than its share, so that nobody waits for another's long answers to end. What is preempted
+keeps its tokens and goes on later, with the tokens that it would have had anyway.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 
 from .block_tables import BlockTables
-from .fair_shares import Flows, is_premium
+from .fair_shares import Flows
 from .request import Request
 from .waiting import ALL_BANDS, WaitingQueue, least_deserving
 
+CLASS_ENDS = (0, 1)
+"""First bands behind the premium class and behind the standard one."""
 MAX_DISPLACEMENTS = 4
 """Of one request, by callers of its own band: what is computed again is bounded."""
 
@@ -25,20 +28,31 @@ class Displacement:
 
     def victims(self, running: Mapping[str, Request]) -> Iterator[Request]:
         """One at a time: each is to be preempted before the next is asked for."""
-        while self._waiting.num_premium() + len(running) > self._max_running:
-            if (victim := self._pick(filter(_is_standard, running.values()))) is None:
-                break
-            yield victim
-        premium = self._waiting.choose({}, better_than=0)
-        while premium is not None and running and not self._tables.fits(premium):
-            if (victim := self._pick(filter(_is_standard, running.values()))) is None:
-                break
-            yield victim
+        for class_end in CLASS_ENDS:
+            worse = [each for each in running.values() if each.flow.band >= class_end]
+            if worse:
+                yield from self._victims_of_better(class_end, running)
         head = self._waiting.choose({}, better_than=ALL_BANDS)
         while head is not None and self._lacks_place(head, running):
             if (victim := self._pick(self._beyond_share(head, running))) is None:
                 break
             self._flows.pay(head, self._cost(victim))
+            yield victim
+
+    def _victims_of_better(self, class_end: int, running: Mapping[str, Request]) -> Iterator[Request]:
+        """For waiting requests below this band, of those that are not."""
+
+        def pick() -> Request | None:
+            return self._pick(each for each in running.values() if each.flow.band >= class_end)
+
+        while self._waiting.num_queued(class_end) + len(running) > self._max_running:
+            if (victim := pick()) is None:
+                return
+            yield victim
+        head = self._waiting.choose({}, better_than=class_end)
+        while head is not None and running and not self._tables.fits(head):
+            if (victim := pick()) is None:
+                return
             yield victim
 
     def _lacks_place(self, request: Request, running: Mapping[str, Request]) -> bool:
@@ -70,7 +84,3 @@ class Displacement:
         """The least deserving of those that do not keep their places."""
         able = [each for each in candidates if not (each.keeps_place or self._tables.is_pinned(each))]
         return max(able, key=least_deserving, default=None)
-
-
-def _is_standard(request: Request) -> bool:
-    return not is_premium(request)

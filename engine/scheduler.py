@@ -158,7 +158,7 @@ class Scheduler:
         going_on = [request for request in decoding if is_premium(request) or request.keeps_place]
         urgent = [request for request in prompts if is_premium(request)]
         is_static = self.config.batching == "static"
-        if is_static or len(going_on) == len(decoding) or not (urgent or self._waiting.num_premium()):
+        if is_static or len(going_on) == len(decoding) or not (urgent or self._waiting.num_queued(0)):
             return False
         self._schedule_prompts(plan, budget - len(going_on), urgent, better_than=0)
         if not plan.rows:

@@ -102,8 +102,9 @@ class WaitingQueue:
         since = max(request.arrived_at, self._flows.served_at(band))
         return self._clock() - since > (LOWEST_BAND + 1 + band) * self._ageing_seconds
 
-    def num_premium(self) -> int:
-        return sum(flow.queued for band, flows in self._flows.bands if band < 0 for flow in flows)
+    def num_queued(self, better_than: int) -> int:
+        """Requests of bands below that which could be admitted."""
+        return sum(flow.queued for band, flows in self._flows.bands if band < better_than for flow in flows)
 
     def take(self, request: Request) -> None:
         """It is admitted."""

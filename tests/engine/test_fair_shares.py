@@ -173,6 +173,18 @@ def test_a_premium_request_takes_blocks_of_others():
     assert steps_to_first_token(scheduler, request, most=4) <= 2
 
 
+def test_background_requests_give_way_to_all_others():
+    scheduler = make_scheduler(num_blocks=2000, max_running=4)
+    flood(scheduler, 8, priority=1000)
+    step(scheduler)
+    for number in range(4):
+        scheduler.add(make_request(f"standard{number}", 8, tenant="flood", max_tokens=9))
+    assert [name for name in step(scheduler) if name.startswith("standard")] == [
+        f"standard{number}" for number in range(4)
+    ]
+    assert scheduler.preemptions == 4
+
+
 def test_a_displaced_request_goes_on_with_its_tokens():
     scheduler = make_scheduler(num_blocks=2000, max_running=1)
     flood(scheduler, 1, answer=20)
