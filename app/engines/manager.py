@@ -106,7 +106,7 @@ class EngineManager:
                 done.set_result(loaded)
                 return done
             loaded.supervisor.retire()  # its process is gone already
-            del self._loaded[config.name]
+            self._loaded.pop(config.name).text.close()
         if (loading := self._loading.get(config.name)) is not None:
             require_same(loading.config, config)
             loading.aliases |= aliases
@@ -127,6 +127,7 @@ class EngineManager:
             raise model_not_found(name)
         del self._loaded[model.name]
         await model.supervisor.stop()
+        model.text.close()
 
     def _start_load(
         self, config: EngineConfig, aliases: frozenset[str], *, on_request: bool
@@ -303,6 +304,7 @@ class EngineManager:
 
     async def _stop(self, model: LoadedModel) -> None:
         await model.supervisor.stop("server_shutdown", "The server is shutting down.")
+        model.text.close()
 
 
 async def _as_asked(config: EngineConfig, _on_request: bool) -> EngineConfig:

@@ -73,7 +73,9 @@ class Shell:
             if not self._drain.expired:
                 raise
             await exchange.fail(shutting_down())
-        except Exception as error:
+        except (GeneratorExit, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of a library in Rust is no Exception
             if not isinstance(error, ApiError):
                 logger.exception("request %s failed", exchange.request_id)
             await exchange.fail(to_api_error(error))

@@ -9,7 +9,7 @@ what the tokenizer gives for the rendered text.
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,6 +20,8 @@ from llmbox.engine.errors import ModelError
 from ..errors import ApiError
 from .off_loop import off_loop
 from .template_pool import TemplatePool, job
+from .text_encoder import Markers
+from .tokenizer_safety import MOST_ADDED
 
 _RESERVED: Final = frozenset(
     {
@@ -49,29 +51,21 @@ class Chat:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Markers:
-    """Private-use characters that occur nowhere in the messages or the template."""
-
-    start: str
-    end: str
-    tail: str
-
-    @classmethod
-    def absent_from(cls, text: str) -> "Markers":
-        free = (char for char in map(chr, range(0xF0000, 0xFFFFE)) if char not in text)
-        return cls(next(free), next(free), next(free))
+_LONGEST = 1024
+"""Characters of an added token."""
+_Trie = dict[str, "_Trie"]
+"""By the next character; the empty text marks an end."""
 
 
 class ControlTokens:
-    """Which literals a client's text may not turn into tokens, and how to encode such text."""
+    """Which literals a client's text may not turn into tokens."""
 
     def __init__(self, tokenizer: Tokenizer, named: frozenset[str]) -> None:
-        """`named` are tokens that the model's files call special."""
-        self._tokenizer = tokenizer
-        self._plain: dict[bool, Tokenizer] = {}
+        """`named` are tokens that the model's files call special. Raises ModelError for too many."""
         added = tokenizer.get_added_tokens_decoder()
-        self._ids = frozenset(added)
+        if len(added) > MOST_ADDED or any(len(t.content) > _LONGEST for t in added.values()):
+            problem = f"more than {MOST_ADDED} added tokens, or one of more than {_LONGEST} characters"
+            raise ModelError(f"tokenizer.json: {problem}")
         special = [t.content for t in added.values() if t.special or t.content in named]
         self._special = _any_of(special)
         self._all = _any_of([t.content for t in added.values()])
@@ -87,60 +81,27 @@ class ControlTokens:
             return [self.mark(item, markers, every=every) for item in value]
         return value
 
-    def encode(self, rendered: str, markers: Markers) -> list[int]:
-        if markers.start not in rendered and markers.end not in rendered:
-            return encode_ids(self._tokenizer, rendered, add_special_tokens=False)
-        return [id_ for part in self._encode_marked(rendered, markers) for id_ in part]
 
-    def _encode_marked(self, rendered: str, markers: Markers) -> Iterator[Sequence[int]]:
-        broken = rendered.replace(markers.end, "")
-        # start, literal -> first character, start, rest: no longer the literal
-        broken = re.sub(f"{markers.start}(.)", f"\\g<1>{markers.start}", broken, flags=re.DOTALL)
-        (encoding,) = self._tokenizer.encode_batch([broken], add_special_tokens=False)
-        ids = encoding.ids
-        begin = first = 0
-        for i in [i for i, id_ in enumerate(ids) if id_ in self._ids]:
-            place = encoding.token_to_chars(i)  # `offsets` would make objects for every token
-            assert place is not None
-            start, end = place
-            yield self._span(broken[begin:start], ids[first:i], markers, at_start=begin == 0)
-            yield (ids[i],)
-            begin, first = end, i + 1
-        yield self._span(broken[begin:], ids[first:], markers, at_start=begin == 0)
-
-    def _span(self, text: str, ids: Sequence[int], markers: Markers, *, at_start: bool) -> Sequence[int]:
-        if markers.start not in text:
-            return ids
-        tokenizer = self._plain_tokenizer(at_start=at_start)
-        return encode_ids(tokenizer, text.replace(markers.start, ""), add_special_tokens=False)
-
-    def _plain_tokenizer(self, *, at_start: bool) -> Tokenizer:
-        """Without added tokens; unless `at_start`, also without the space put before a text's first word."""
-        if at_start not in self._plain:
-            source = json.loads(self._tokenizer.to_str())
-            source["added_tokens"] = []
-            source["post_processor"] = None
-            if not at_start:
-                _never_prepend(source.get("pre_tokenizer"))
-            self._plain[at_start] = Tokenizer.from_str(json.dumps(source))
-        return self._plain[at_start]
+def _any_of(literals: Iterable[str]) -> re.Pattern[str]:
+    """Match the longest of these, in time that does not grow with their number: as a trie."""
+    trie: _Trie = {}
+    for literal in literals:
+        node = trie
+        for char in literal:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return re.compile(_trie_regex(trie) if trie.keys() - {""} else r"(?!)")
 
 
-def encode_ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Unlike `Tokenizer.encode`, lets other threads run meanwhile, which the event loop needs."""
-    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-    return ids
-
-
-def _any_of(literals: Sequence[str]) -> re.Pattern[str]:
-    longest_first = sorted(literals, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-
-
-def _never_prepend(pre_tokenizer: dict[str, Any] | None) -> None:
-    for step in (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}]):
-        if step.get("prepend_scheme") == "first":
-            step["prepend_scheme"] = "never"
+def _trie_regex(trie: "_Trie") -> str:
+    prefix = ""
+    while len(trie) == 1 and "" not in trie:  # no branch: no group, of which regexes may not nest many
+        ((char, trie),) = trie.items()
+        prefix += re.escape(char)
+    branches = [re.escape(char) + _trie_regex(node) for char, node in trie.items() if char]
+    if not branches:
+        return prefix
+    return f"{prefix}(?:{'|'.join(branches)}){'?' if '' in trie else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,26 +110,32 @@ class RenderedChat:
 
     marked: str
     markers: Markers
-    control: ControlTokens
+    encode: Callable[[str, Markers], list[int]]
 
     @property
     def text(self) -> str:
         return self.marked.replace(self.markers.start, "").replace(self.markers.end, "")
 
     def ids(self) -> list[int]:
-        return self.control.encode(self.marked, self.markers)
+        return self.encode(self.marked, self.markers)
 
 
 async def render_chat(
-    pool: TemplatePool, template: str, special_tokens: dict[str, str], control: ControlTokens, chat: Chat
+    pool: TemplatePool,
+    template: str,
+    special_tokens: dict[str, str],
+    control: ControlTokens,
+    chat: Chat,
+    encode: Callable[[str, Markers], list[int]],
 ) -> RenderedChat:
+    """`encode` makes ids of the text with its marks."""
     _check_kwargs(chat.template_kwargs, special_tokens)
     size = sum(len(message["content"]) for message in chat.messages)
     markers, work = await off_loop(size, lambda: _job(template, special_tokens, control, chat))
     text = await pool.render(work)
     if chat.continue_final_message:
         text = _cut(text, markers.tail)
-    return RenderedChat(text, markers, control)
+    return RenderedChat(text, markers, encode)
 
 
 def _check_kwargs(kwargs: dict[str, Any], special_tokens: dict[str, str]) -> None:

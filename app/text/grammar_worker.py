@@ -46,4 +46,4 @@ def _translated(grammar: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_worker("grammar worker", answer, MEMORY_BYTES)
+    run_worker("grammar worker", lambda: answer, MEMORY_BYTES)

@@ -22,10 +22,9 @@ from llmbox.engine.weight_rows import count_rows, read_row
 from llmbox.kernels.quant import QUANTS
 
 from ..errors import ApiError
-from .chat_prompt import Markers, encode_ids
 from .model_text import ModelText
-from .off_loop import off_loop
 from .template_pool import TemplatePool, job
+from .text_encoder import Markers
 
 SYSTEM: Final = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
@@ -59,7 +58,7 @@ class Judge:
 
 def answer_ids(text: ModelText) -> tuple[int, int] | None:
     """Tokens of "yes" and "no", where each is one."""
-    found = [encode_ids(text.tokenizer, answer, add_special_tokens=False) for answer in ANSWERS]
+    found = [text.encode(answer, add_special_tokens=False) for answer in ANSWERS]
     if any(len(ids) != 1 for ids in found):
         return None
     (yes,), (no,) = found
@@ -119,6 +118,6 @@ async def judged_prompts(
 
     def encode() -> list[list[int]]:
         marked = (text.control.mark(document, markers, every=True) for document in documents)
-        return [text.control.encode(before + document + after, markers) for document in marked]
+        return [text.encode_marked(before + document + after, markers) for document in marked]
 
-    return await off_loop(sum(map(len, documents)), encode)
+    return await text.off_loop(sum(map(len, documents)), encode)

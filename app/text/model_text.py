@@ -3,10 +3,13 @@
 import contextlib
 import ctypes
 import json
-from collections.abc import Sequence
+import logging
+import os
+import stat
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -17,15 +20,23 @@ from .chat_prompt import (
     Chat,
     ControlTokens,
     RenderedChat,
-    encode_ids,
     named_special_tokens,
     pick_template,
     render_chat,
 )
 from .detokenizer import Detokenizer, decode
+from .off_loop import off_loop
 from .template_pool import TemplatePool
+from .text_encoder import Markers, TextEncoder, TokenizeError, load_tokenizer
 from .token_bytes import TokenBytes
+from .tokenizer_safety import find_unsafe_part, find_unsafe_step
 from .tool_calls import tool_syntax
+from .walled_encoder import WalledEncoder, as_api_error
+
+T = TypeVar("T")
+_MOST_BYTES: Final = 256 << 20
+"""Of one text file of a model. The largest tokenizer.json known has 35 MB."""
+log = logging.getLogger("llmbox.text")
 
 END_OF_TURN = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<end_of_turn>",
@@ -47,6 +58,8 @@ class ModelText:
     """Methods here work in the calling thread; large texts belong in one of their own."""
 
     tokenizer: Tokenizer
+    """Its vocabulary. Texts are encoded by `encoder`."""
+    encoder: TextEncoder | WalledEncoder
     tokens: TokenBytes
     control: ControlTokens
     special_tokens: dict[str, str]
@@ -64,7 +77,28 @@ class ModelText:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a raw prompt: here the caller writes the template, so special-token literals are tokens."""
-        return encode_ids(self.tokenizer, text, add_special_tokens=add_special_tokens)
+        try:
+            return self.encoder.encode(text, special=add_special_tokens)
+        except TokenizeError as error:
+            raise as_api_error(error) from None
+
+    def encode_marked(self, rendered: str, markers: Markers) -> list[int]:
+        """Ids of a rendered chat (`chat_prompt.py`)."""
+        try:
+            return self.encoder.encode_marked(rendered, markers)
+        except TokenizeError as error:
+            raise as_api_error(error, "messages") from None
+
+    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """`work` that encodes `size` characters, where it cannot hold up the event loop."""
+        if isinstance(self.encoder, WalledEncoder):
+            return await self.encoder.run(work)
+        return await off_loop(size, work)
+
+    def close(self) -> None:
+        """End the process that encodes, if there is one."""
+        if isinstance(self.encoder, WalledEncoder):
+            self.encoder.close()
 
     def encode_start(self, text: str, most: int) -> list[int]:
         """As `encode`, of so much of the text that there are `most` ids: those that the tokenizer adds around
@@ -107,7 +141,9 @@ class ModelText:
         self._check_tools(chat)
         if self.system is not None and all(message["role"] != "system" for message in chat.messages):
             chat = replace(chat, messages=[{"role": "system", "content": self.system}, *chat.messages])
-        return await render_chat(pool, self.chat_template, self.special_tokens, self.control, chat)
+        return await render_chat(
+            pool, self.chat_template, self.special_tokens, self.control, chat, self.encode_marked
+        )
 
     def _check_tools(self, chat: Chat) -> None:
         """What the template would leave out is refused."""
@@ -139,23 +175,18 @@ def load_model_text(path: Path) -> ModelText:
 
 
 def _load(path: Path) -> ModelText:
-    source = _read_bytes(path / "tokenizer.json")
-    try:
-        tokenizer = Tokenizer.from_buffer(source)
-        decoder = None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
-    except Exception as error:  # noqa: BLE001 - the library raises nothing finer
-        raise ModelError(f"tokenizer.json is not a tokenizer: {error}") from None
+    tokenizer, encoder = _load_tokenizer(path / "tokenizer.json")
+    decoder = None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
     config = _read_json(path / "tokenizer_config.json")
     generation = _read_json(path / "generation_config.json")
     special_tokens = named_special_tokens(
         _read_json(path / "special_tokens_map.json")
     ) | named_special_tokens(config)
     template = _template(path, config)
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
     eos = _eos_ids(tokenizer, special_tokens, template, [_read_json(path / "config.json"), generation])
     return ModelText(
         tokenizer=tokenizer,
+        encoder=encoder,
         tokens=TokenBytes(tokenizer, decoder),
         control=ControlTokens(tokenizer, frozenset(special_tokens.values())),
         special_tokens=special_tokens,
@@ -163,6 +194,30 @@ def _load(path: Path) -> ModelText:
         eos_token_ids=eos,
         generation_defaults=_generation_defaults(generation),
     )
+
+
+def _load_tokenizer(file: Path) -> tuple[Tokenizer, TextEncoder | WalledEncoder]:
+    """The vocabulary and the encoder. Raises ModelError."""
+    source = _read_bytes(file)
+    unsafe = find_unsafe_step(source)
+    encoder: TextEncoder | WalledEncoder | None = None
+    if unsafe:
+        log.info("%s: texts are tokenized in a process of its own, for %s", file, unsafe)
+        encoder = WalledEncoder(file)
+        source = _without_steps(source)
+    try:
+        tokenizer = load_tokenizer(source)
+    except ValueError as error:
+        raise ModelError(f"tokenizer.json is not a tokenizer: {error}") from None
+    if encoder is None and find_unsafe_part(tokenizer):  # a key that is there twice was read in two ways
+        raise ModelError("tokenizer.json is ambiguous: the library reads other steps in it")
+    return tokenizer, encoder or TextEncoder(tokenizer)
+
+
+def _without_steps(source: bytes) -> bytes:
+    """Only what tells tokens and ids: nothing of it works on a text."""
+    file = json.loads(source)
+    return json.dumps({**file, "normalizer": None, "pre_tokenizer": None, "post_processor": None}).encode()
 
 
 def read_template(path: Path) -> str | None:
@@ -236,7 +291,8 @@ def _read_text(path: Path) -> str:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with open(path, "rb", opener=_open_regular) as file:
+            data: bytes = file.read(_MOST_BYTES + 1)
     except FileNotFoundError:
         raise ModelError(
             f"{path.name} is missing in the model's directory: there is no tokenizer to read text with. "
@@ -244,3 +300,15 @@ def _read_bytes(path: Path) -> bytes:
         ) from None
     except OSError as error:
         raise ModelError(f"{path.name} cannot be read: {error}") from None
+    if len(data) > _MOST_BYTES:
+        raise ModelError(f"{path.name} is larger than {_MOST_BYTES >> 20} MB")
+    return data
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """A pipe or a device could hold us for ever. Raises OSError."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError("it is no regular file")
+    return descriptor

@@ -106,4 +106,4 @@ def answer(message: dict[str, Any]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    run_worker("template worker", answer, MEMORY_BYTES)
+    run_worker("template worker", lambda: answer, MEMORY_BYTES)

@@ -16,6 +16,8 @@ from tokenizers import Tokenizer
 
 from llmbox.engine.errors import ModelError
 
+from .tokenizer_safety import MOST_GROWTH, MOST_STEPS, replaced_growth
+
 Step = Callable[[str, bool], str]
 """(token, is it the first of the text) -> its text; ends before bytes are made."""
 
@@ -43,7 +45,10 @@ class TokenBytes:
         self.special_ids = frozenset(
             id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
-        for step in _flatten(decoder):
+        steps = _flatten(decoder)
+        if len(steps) > MOST_STEPS or replaced_growth(steps) > MOST_GROWTH:
+            raise ModelError("tokenizer.json: its decoder makes tokens many times longer than they are")
+        for step in steps:
             self._add(step)
         self._cache: dict[int, bytes] = {}
 

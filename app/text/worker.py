@@ -2,7 +2,7 @@
 
 Frames on stdin and stdout: 4 bytes of length (little-endian), then JSON.
 in:  {...}, one job
-out: "ready" once, then an object of texts for each, with "error" where there is no answer
+out: "ready" once, then an object for each, with "error" where there is no answer
 """
 
 import json
@@ -11,12 +11,13 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, BinaryIO
 
 from setproctitle import setproctitle
 
 CPU_SECONDS = 1.0
-Answer = Callable[[dict[str, Any]], dict[str, str]]
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def limit_process(memory: int) -> None:
@@ -43,21 +44,30 @@ def write_frame(stream: BinaryIO, value: Any) -> None:
     stream.flush()
 
 
-def serve(stdin: BinaryIO, stdout: BinaryIO, answer: Answer, arm: Callable[[float], Any]) -> None:
+def serve(
+    stdin: BinaryIO,
+    stdout: BinaryIO,
+    answer: Answer,
+    arm: Callable[[float], Any],
+    cpu_seconds: float = CPU_SECONDS,
+) -> None:
     """`arm(seconds)` starts the CPU alarm of one job, whose default action ends the process; 0 stops it."""
     write_frame(stdout, "ready")
     while (message := read_frame(stdin)) is not None:
-        arm(CPU_SECONDS)
+        arm(cpu_seconds)
         reply = answer(message)
         arm(0)
         write_frame(stdout, reply)
 
 
-def run_worker(title: str, answer: Answer, memory: int) -> None:
-    """`memory`: bytes that the process may have."""
+def run_worker(
+    title: str, make_answer: Callable[[], Answer], memory: int, *, cpu_seconds: float = CPU_SECONDS
+) -> None:
+    """`make_answer` works under the limits too. `memory`: bytes that the process may have."""
     setproctitle(f"llmbox: {title}")
     stdout = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     limit_process(memory)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C of a foreground daemon is the daemon's to handle
-    serve(sys.stdin.buffer, stdout, answer, lambda seconds: signal.setitimer(signal.ITIMER_PROF, seconds))
+    arm = partial(signal.setitimer, signal.ITIMER_PROF)
+    serve(sys.stdin.buffer, stdout, make_answer(), arm, cpu_seconds)

@@ -64,13 +64,13 @@ class WorkerPool:
 
     async def _wait_for_slot(self) -> None:
         if self._waiting >= MOST_WAITING:
-            raise _busy()
+            raise workers_busy()
         self._waiting += 1
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 await self._slots.acquire()
         except TimeoutError:
-            raise _busy() from None
+            raise workers_busy() from None
         finally:
             self._waiting -= 1
 
@@ -177,7 +177,7 @@ def _no_worker() -> ApiError:
     return _unavailable("its worker stopped. Try again.", "worker_failed", 1)
 
 
-def _busy() -> ApiError:
+def workers_busy() -> ApiError:
     return _unavailable("too many others wait for the same workers. Try again later.", "workers_busy", 5)
 
 

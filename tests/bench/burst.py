@@ -21,9 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+PAGE = Path(__file__).parents[2] / "docs/performance.md"
 PAUSE = 0.005
 """Seconds from one answer of `/health` to the next question."""
 PATIENCE = 120.0
@@ -47,12 +49,10 @@ def main() -> int:
             outcomes, delays, seconds = measure(urlsplit(told["url"]).port or 0, told["socket"], options)
         finally:
             llmbox("down", "--now", *where)
-    told = table(options, outcomes, delays, seconds)
-    print(told)
+    text = table(options, outcomes, delays, seconds)
+    print(text)
     if options.write:
-        from scenarios import renew
-
-        renew("burst", told)
+        renew("burst", text)
     return 0 if set(outcomes) <= {"200", "429 with Retry-After", "503 with Retry-After"} else 1
 
 
@@ -166,6 +166,12 @@ def table(
         figures = f"{p50 * 1e3:.1f} / {p99 * 1e3:.1f} / {ordered[-1] * 1e3:.1f} ms of {len(ordered)}"
         lines.append(f"| `/health`, {kind}: p50 / p99 / longest | {figures} |")
     return "\n".join(lines) + "\n\n"
+
+
+def renew(part: str, text: str) -> None:
+    begin, end = f"<!-- measured {part} -->\n", "<!-- end measured -->"
+    before, _, rest = PAGE.read_text("utf-8").partition(begin)
+    PAGE.write_text(f"{before}{begin}{text}{end}{rest.partition(end)[2]}", "utf-8")
 
 
 if __name__ == "__main__":

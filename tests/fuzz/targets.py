@@ -21,6 +21,10 @@ from llmbox.app.http.strict_json import load
 from llmbox.app.settings import SECTIONS
 from llmbox.app.settings_load import parse
 from llmbox.app.text import grammar_worker, template_worker
+from llmbox.app.text.detokenizer import decode
+from llmbox.app.text.text_encoder import TextEncoder, TokenizeError, load_tokenizer
+from llmbox.app.text.token_bytes import TokenBytes
+from llmbox.app.text.tokenizer_safety import find_unsafe_step
 from llmbox.app.text.tool_calls import parse_calls
 from llmbox.engine import messages
 from llmbox.engine.errors import ModelError
@@ -29,6 +33,7 @@ from llmbox.engine.model_config import parse_config
 from llmbox.engine.safetensors_header import read_header
 from llmbox.engine.transport import FrameReader, TransportError
 from support.tiny_models import tiny_config
+from support.tokenizers_zoo import byte_level
 
 from .http_bytes import HTTP, check_http
 from .strategies import JSON, pieces
@@ -105,6 +110,74 @@ ENTRY = st.fixed_dictionaries(
 )
 CONFIG = tiny_config("qwen3")
 CHANGED = st.dictionaries(st.sampled_from(sorted(CONFIG)), JSON, max_size=3)
+
+
+def check_tokenizer(source: bytes) -> None:
+    """What is called safe is: it loads or is refused, and a text becomes no more tokens than it can."""
+    if find_unsafe_step(source):
+        return
+    try:
+        tokenizer = load_tokenizer(source)
+        decoder = None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
+        tokens = TokenBytes(tokenizer, decoder)
+    except (ValueError, ModelError):
+        return
+    text = "aa aaa <|im_end|> 12\n\n  \u4f60" * 40
+    with contextlib.suppress(TokenizeError):
+        ids = TextEncoder(tokenizer).encode(text, special=True)
+        assert len(ids) <= 64 * len(text)
+        assert len(decode(tokens, ids)) <= 64 * len(text) * 64
+
+
+TOKENIZER = json.loads(byte_level().to_str())
+PATTERN = st.sampled_from(
+    [
+        {"String": "a"}, {"String": ""}, {"String": " "}, {"Regex": "(a+)+c"}, {"Regex": " {2,}"},
+        {"Regex": "\\s+"}, {"Regex": "("}, {},
+    ]
+)  # fmt: skip
+STEP = st.recursive(
+    st.fixed_dictionaries(
+        {
+            "type": st.just("Replace"),
+            "pattern": PATTERN,
+            "content": st.sampled_from(["", "a", "aa", "a" * 99]),
+        }
+    )
+    | st.fixed_dictionaries(
+        {
+            "type": st.just("Split"),
+            "pattern": PATTERN,
+            "behavior": st.just("Isolated"),
+            "invert": st.booleans(),
+        }
+    )
+    | st.fixed_dictionaries({"type": st.just("Prepend"), "prepend": st.sampled_from(["", "a", "a" * 500])})
+    | st.fixed_dictionaries(
+        {
+            "type": st.just("Strip"),
+            "content": st.sampled_from(["", "a"]),
+            "start": st.integers(0, 2**63),
+            "stop": st.just(0),
+        }
+    )
+    | st.sampled_from(["NFKD", "Lowercase", "Fuse", "ByteFallback", "Whitespace", "Punctuation"]).map(
+        lambda kind: {"type": kind}
+    )
+    | st.just(TOKENIZER["pre_tokenizer"])
+    | JSON,
+    lambda inner: st.sampled_from(["normalizers", "pretokenizers", "decoders", "processors"]).flatmap(
+        lambda name: st.fixed_dictionaries({"type": st.just("Sequence"), name: st.lists(inner, max_size=20)})
+    ),
+    max_leaves=8,
+)
+STEPS = st.dictionaries(
+    st.sampled_from(
+        ["normalizer", "pre_tokenizer", "decoder", "post_processor", "added_tokens", "truncation"]
+    ),
+    STEP,
+    max_size=3,
+)
 
 # ---- frames of the engine, templates, grammars
 
@@ -225,6 +298,10 @@ TARGETS = {
     "config.json": Target(
         st.binary(max_size=100) | CHANGED.map(lambda changed: json.dumps({**CONFIG, **changed}).encode()),
         check_config,
+    ),
+    "tokenizer.json": Target(
+        st.binary(max_size=100) | STEPS.map(lambda steps: json.dumps({**TOKENIZER, **steps}).encode()),
+        check_tokenizer,
     ),
     "safetensors": Target(
         st.binary(max_size=200)

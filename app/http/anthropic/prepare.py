@@ -8,7 +8,6 @@ from msgspec import structs
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import model_limit
-from ...text.off_loop import off_loop
 from ...text.system_messages import renders_late_system
 from ..errors import NO_THREADS
 from ..openai.chat import ChatCall, chat_ids
@@ -105,7 +104,7 @@ async def _described(edits: AppliedEdits, model: LoadedModel) -> dict[str, Any] 
     def count_tokens(text: str) -> int:
         return len(model.text.encode(text, add_special_tokens=False))
 
-    return await off_loop(size, lambda: edits.describe(count_tokens))
+    return await model.text.off_loop(size, lambda: edits.describe(count_tokens))
 
 
 def _warnings(call: Call, data: MessagesRequest, model: LoadedModel) -> list[str]:

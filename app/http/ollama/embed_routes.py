@@ -127,7 +127,9 @@ async def _truncate(prompts: list[list[int]], texts: list[str], model: LoadedMod
     warnings = []
     for i, ids in enumerate(prompts):
         if len(ids) > limit:
-            prompts[i] = await off_loop(len(texts[i]), partial(model.text.encode_start, texts[i], limit))
+            prompts[i] = await model.text.off_loop(
+                len(texts[i]), partial(model.text.encode_start, texts[i], limit)
+            )
             warnings.append(f"'input[{i}]' was cut from {len(ids)} tokens to the context of {limit}.")
     return warnings
 

@@ -81,12 +81,12 @@ async def prepare_chat(call: Call, body: ChatCompletionRequest, prefix: str = "c
     chat, warnings = with_effort(chat, body.reasoning_effort, model.text.chat_template)
     logprobs = Logprobs((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
     reservation = call.reserve(model, body.n or 1)
-    params = sampling_params(body, model, call.limits, logprobs)
+    params = await sampling_params(body, model, call.limits, logprobs)
     rendered = await model.text.render_chat(call.gateway.templates, chat)
     parsing = Parsing.of(body, model.text, chat, rendered)
     calls = wanted_calls(body, chat.tools, parsing.tools, call.limits)
     params = await constrained(params, answer, calls, parsing.thinking, model, call.gateway, call.limits)
-    prompt = await off_loop(len(rendered.marked), rendered.ids)
+    prompt = await model.text.off_loop(len(rendered.marked), rendered.ids)
     check_prompts([prompt], "messages", model)
     prompts, cut = truncated([prompt], body.truncate_prompt_tokens, max_tokens, model)
     generation = Generation(
@@ -127,7 +127,7 @@ def _echo(chat: Chat) -> str:
 
 async def chat_ids(gateway: Gateway, model: LoadedModel, chat: Chat) -> list[int]:
     rendered = await model.text.render_chat(gateway.templates, chat)
-    return await off_loop(len(rendered.marked), rendered.ids)
+    return await model.text.off_loop(len(rendered.marked), rendered.ids)
 
 
 async def complete_chat(gateway: Gateway, chat: ChatCall, store: Store | None = None) -> ChatCompletion:

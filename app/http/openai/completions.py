@@ -61,7 +61,7 @@ async def prepare_completion(call: Call, body: CompletionRequest) -> CompletionC
     wanted = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         wanted = max(wanted or 0, body.logprobs)
-    params = sampling_params(body, model, call.limits, Logprobs(body.logprobs, wanted))
+    params = await sampling_params(body, model, call.limits, Logprobs(body.logprobs, wanted))
     if body.suffix:
         prompts = await _fim_prompts(items, body, model)
         params = replace(params, stop_token_ids=_fim_stops(params, body, model))
@@ -107,7 +107,7 @@ async def _fim_prompts(items: list[Any], body: CompletionRequest, model: LoadedM
         raise invalid("prompt", "with 'suffix' it is a text: what stands before the gap")
     size = sum(map(len, items)) + len(suffix) * len(items)
     special = body.add_special_tokens is not False
-    prompts = await off_loop(
+    prompts = await model.text.off_loop(
         size, lambda: [fim_prompt(model.text, item, suffix, add_special_tokens=special) for item in items]
     )
     check_prompts(prompts, "prompt", model)

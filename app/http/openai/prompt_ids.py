@@ -4,7 +4,6 @@ from typing import Any
 
 from ...engines.loaded_model import LoadedModel
 from ...gateway.gateway import model_limit
-from ...text.off_loop import off_loop
 from .sampling import invalid
 
 
@@ -48,7 +47,7 @@ async def prompt_ids(items: list[Any], param: str, model: LoadedModel, *, specia
     def encode() -> list[list[int]]:
         return [model.text.encode(i, add_special_tokens=special) if isinstance(i, str) else i for i in items]
 
-    prompts = await off_loop(sum(map(len, items)), encode)
+    prompts = await model.text.off_loop(sum(map(len, items)), encode)
     check_prompts(prompts, param, model)
     return prompts
 

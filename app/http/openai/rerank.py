@@ -65,7 +65,8 @@ async def find_judge(model: LoadedModel) -> Judge:
     """Raises ApiError 400."""
     info = model.supervisor.info
     assert info is not None
-    answers = answer_ids(model.text) if info.generates or info.pooling_problem else None
+    asks = info.generates or info.pooling_problem
+    answers = await model.text.off_loop(0, lambda: answer_ids(model.text)) if asks else None
     try:
         return await off_loop(info.vocab_size, lambda: read_judge(model.path, model.loaded_at, answers))
     except ModelError:

@@ -139,7 +139,9 @@ async def tokenize(request: HttpRequest, data: Annotated[TokenizeRequest, Body()
         ids = await chat_ids(call.gateway, model, chat)
     else:
         text, special = data.prompt or "", data.add_special_tokens is not False
-        ids = await off_loop(len(text), lambda: model.text.encode(text, add_special_tokens=special))
+        ids = await model.text.off_loop(
+            len(text), lambda: model.text.encode(text, add_special_tokens=special)
+        )
     strings = None
     if data.return_token_strs:
         strings = await off_loop(len(ids), lambda: [model.text.token_text(i) for i in ids])

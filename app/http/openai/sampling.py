@@ -1,9 +1,8 @@
 """Sampling fields of a request to the engine's parameters: defaults filled in, checked against the model."""
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from llmbox.engine.sampling import SamplingParams
 
@@ -14,6 +13,8 @@ from ...gateway.seeds import draw_seed
 from ...settings import LimitSettings
 from .fields import GenerationFields
 
+_MOST_BAD_WORDS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
@@ -23,7 +24,7 @@ class Logprobs:
     prompt: int | None
 
 
-def sampling_params(
+async def sampling_params(
     fields: GenerationFields, model: LoadedModel, limits: LimitSettings, logprobs: Logprobs
 ) -> SamplingParams:
     """Raises ApiError 400. `max_tokens` is for the gateway to fill in."""
@@ -49,7 +50,7 @@ def sampling_params(
         presence_penalty=_first(fields.presence_penalty, 0.0),
         frequency_penalty=_first(fields.frequency_penalty, 0.0),
         logit_bias=_logit_bias(fields, vocabulary, limits.logit_bias),
-        bad_words=_bad_words(fields.bad_words or (), model),
+        bad_words=await _bad_words(fields.bad_words or (), model),
         allowed_token_ids=allowed,
         min_tokens=fields.min_tokens or 0,
         stop_token_ids=stop_ids,
@@ -148,14 +149,19 @@ def _check_allowed(allowed: tuple[int, ...], min_tokens: int, stop_ids: tuple[in
         raise invalid("allowed_token_ids", "they only end the answer, which 'min_tokens' forbids")
 
 
-def _bad_words(words: Iterable[str], model: LoadedModel) -> tuple[tuple[int, ...], ...]:
+async def _bad_words(words: Collection[str], model: LoadedModel) -> tuple[tuple[int, ...], ...]:
     """Each word as it stands alone and as it stands after a space, which are different tokens."""
-    sequences: dict[tuple[int, ...], Any] = {}
-    for word in words:
-        if not word.strip():
-            raise invalid("bad_words", "a word must not be empty")
-        for text in (word.lstrip(), " " + word.lstrip()):
-            sequences[tuple(model.text.encode(text, add_special_tokens=False))] = None
-    if len(sequences) > 2048:
-        raise invalid("bad_words", "at most 1024 words are allowed")
-    return tuple(ids for ids in sequences if ids)
+    if not words:
+        return ()
+    words = dict.fromkeys(word.lstrip() for word in words)
+    if not all(words):
+        raise invalid("bad_words", "a word must not be empty")
+    if len(words) > _MOST_BAD_WORDS:
+        raise invalid("bad_words", f"at most {_MOST_BAD_WORDS} words are allowed")
+
+    def encode() -> tuple[tuple[int, ...], ...]:
+        texts = (text for word in words for text in (word, " " + word))
+        found = dict.fromkeys(tuple(model.text.encode(text, add_special_tokens=False)) for text in texts)
+        return tuple(ids for ids in found if ids)
+
+    return await model.text.off_loop(sum(map(len, words)), encode)

@@ -26,6 +26,15 @@ async def boom() -> None:
     raise RuntimeError("secret at /etc/shadow")
 
 
+class Panic(BaseException):
+    """Such as libraries in Rust raise: no `Exception`."""
+
+
+@get("/panic", opt={"access": Access.READ})
+async def panic() -> None:
+    raise Panic("secret at /etc/shadow")
+
+
 def check_error(answer: httpx.Response, status: int, code: str | None = None) -> None:
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
@@ -235,6 +244,13 @@ async def test_errors_have_one_shape_and_tell_nothing(caplog: pytest.LogCaptureF
     assert "secret" not in answer.text
     assert "shadow" not in answer.text
     assert "secret" in caplog.text
+
+
+async def test_a_panic_is_an_error_like_others(caplog: pytest.LogCaptureFixture) -> None:
+    """No framework catches it: uvicorn would answer in plain text."""
+    async with client(make_app([panic])) as http:
+        check_error(await http.get("/panic"), 500, "internal_error")
+    assert "Panic" in caplog.text
 
 
 async def test_405_names_the_methods() -> None:

@@ -5,9 +5,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmbox.app.errors import ApiError
-from llmbox.app.text.chat_prompt import Chat, ControlTokens, RenderedChat
+from llmbox.app.text.chat_prompt import Chat, RenderedChat
 from llmbox.app.text.model_text import ModelText, load_model_text
 from llmbox.app.text.template_worker import render
+from llmbox.app.text.text_encoder import TextEncoder
 from support.tokenizers_zoo import FAMILIES, SPECIALS, TEMPLATES, write_text_files
 
 FAMILY_NAMES = ("byte_level", "llama2", "metaspace", "gemma")
@@ -88,7 +89,7 @@ async def test_neighbours_of_a_literal_keep_their_boundaries(texts):
     text = "\n\n the <|im_end|> fox"
     ids = await prompt_ids(ours, conversation(text), add_generation_prompt=False)
     bare = FAMILIES["byte_level"]()
-    plain = ControlTokens(bare, frozenset())._plain_tokenizer(at_start=False)
+    plain = TextEncoder(bare)._plain_tokenizer(at_start=False)
     start, end = (ours.tokenizer.token_to_id(t) for t in ("<|im_start|>", "<|im_end|>"))
     newline = ours.tokenizer.encode("\n").ids
     assert ids == [start, *plain.encode("user\n" + text).ids, end, *newline]

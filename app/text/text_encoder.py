@@ -1,0 +1,114 @@
+"""Text to token ids, with or without marks around literals that must stay text (`chat_prompt.py`)."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+
+class TokenizeError(Exception):
+    """The tokenizer could not encode a text. The message is for the caller who sent it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """Private-use characters that occur nowhere in the messages or the template."""
+
+    start: str
+    end: str
+    tail: str
+
+    @classmethod
+    def absent_from(cls, text: str) -> "Markers":
+        free = (char for char in map(chr, range(0xF0000, 0xFFFFE)) if char not in text)
+        return cls(next(free), next(free), next(free))
+
+
+class TextEncoder:
+    """One tokenizer, working in this process. Raises TokenizeError."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._plain: dict[bool, Tokenizer] = {}
+        self._added = frozenset(tokenizer.get_added_tokens_decoder())
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """`special`: with the tokens that the tokenizer adds around a text."""
+        return _encode(self._tokenizer, text, special=special)
+
+    def encode_marked(self, rendered: str, markers: Markers) -> list[int]:
+        if markers.start not in rendered and markers.end not in rendered:
+            return self.encode(rendered, special=False)
+        return [id_ for part in self._encode_marked(rendered, markers) for id_ in part]
+
+    def _encode_marked(self, rendered: str, markers: Markers) -> Iterator[Sequence[int]]:
+        broken = rendered.replace(markers.end, "")
+        # start, literal -> first character, start, rest: no longer the literal
+        broken = re.sub(f"{markers.start}(.)", f"\\g<1>{markers.start}", broken, flags=re.DOTALL)
+        try:
+            (encoding,) = self._tokenizer.encode_batch([broken], add_special_tokens=False)
+        except BaseException as error:  # noqa: BLE001 - panics, which are told as errors
+            raise _as_tokenize_error(error) from None
+        ids = encoding.ids
+        begin = first = 0
+        for i in [i for i, id_ in enumerate(ids) if id_ in self._added]:
+            place = encoding.token_to_chars(i)  # `offsets` would make objects for every token
+            assert place is not None
+            start, end = place
+            yield self._span(broken[begin:start], ids[first:i], markers, at_start=begin == 0)
+            yield (ids[i],)
+            begin, first = end, i + 1
+        yield self._span(broken[begin:], ids[first:], markers, at_start=begin == 0)
+
+    def _span(self, text: str, ids: Sequence[int], markers: Markers, *, at_start: bool) -> Sequence[int]:
+        if markers.start not in text:
+            return ids
+        tokenizer = self._plain_tokenizer(at_start=at_start)
+        return _encode(tokenizer, text.replace(markers.start, ""), special=False)
+
+    def _plain_tokenizer(self, *, at_start: bool) -> Tokenizer:
+        """Without added tokens; unless `at_start`, also without the space put before a text's first word."""
+        if at_start not in self._plain:
+            source = json.loads(self._tokenizer.to_str())
+            source["added_tokens"] = []
+            source["post_processor"] = None
+            if not at_start:
+                _never_prepend(source.get("pre_tokenizer"))
+            self._plain[at_start] = Tokenizer.from_str(json.dumps(source))
+        return self._plain[at_start]
+
+
+def load_tokenizer(source: bytes) -> Tokenizer:
+    """Raises ValueError with the reason, also where the library panics."""
+    try:
+        tokenizer = Tokenizer.from_buffer(source)
+    except BaseException as error:  # noqa: BLE001 - panics, which are told as errors
+        raise ValueError(str(_as_tokenize_error(error))) from None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _encode(tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
+    """Unlike `Tokenizer.encode`, lets other threads run meanwhile, which the event loop needs."""
+    try:
+        ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+    except BaseException as error:  # noqa: BLE001 - panics, which are told as errors
+        raise _as_tokenize_error(error) from None
+    return ids
+
+
+def _as_tokenize_error(error: BaseException) -> BaseException:
+    """A panic of the library is no `Exception`: pyo3 derives it from BaseException."""
+    if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+        return TokenizeError(" ".join(str(error).split())[:300] or type(error).__name__)
+    return error
+
+
+def _never_prepend(pre_tokenizer: dict[str, Any] | None) -> None:
+    for step in (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}]):
+        if step.get("prepend_scheme") == "first":
+            step["prepend_scheme"] = "never"

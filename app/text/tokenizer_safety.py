@@ -1,0 +1,220 @@
+"""Tell which tokenizers may work in the daemon: their time and memory grow in proportion to a text.
+
+A step of a pipeline can be hostile: chained replacements double a text each, a regex backtracks for ever. So
+only steps that are listed here, with bounded parameters, work in the daemon. A file with any other step is
+no less welcome, but its tokenizer works in a process of its own (`walled_encoder.py`).
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import msgspec
+from tokenizers import Tokenizer
+
+MOST_STEPS: Final = 16
+MOST_GROWTH: Final = 4.0
+"""Of a text by all replacements of one part together."""
+MOST_ADDED: Final = 65_536
+LONGEST_ADDED: Final = 128
+"""Characters of an added token, and of anything that a step inserts."""
+LONGEST_UNIGRAM: Final = 512
+"""Characters of a token that Unigram may look up at each character."""
+LONGEST_WORD: Final = 1000
+"""Characters of a word for which WordPiece looks up all beginnings."""
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KNOWN_REGEXES: Final = frozenset(
+    {
+        # GPT-2 and its heirs
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        # Llama 3, cl100k; Qwen2 and Qwen3; Qwen3.5
+        _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST,
+        _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST,
+        _CONTRACTIONS
+        + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        # o200k: GPT-4o, gpt-oss, Phi-4-mini; Mistral's tekken
+        _O200K,
+        _TEKKEN,
+        # DeepSeek V3 and R1
+        "[一-龥\u3040-ゟ\u30a0-ヿ]+",
+        _DEEPSEEK,
+        # BLOOM, Falcon, numbers
+        r" ?[^(\s|[.,!?…。，、।۔،])]+",  # noqa: RUF001 - as in the files
+        r"\p{N}{1,3}",
+        r"[0-9][0-9][0-9]",
+        # SentencePiece: runs of blanks
+        r" {2,}",
+        r"\s+",
+    }
+)
+"""Split patterns of well-known models. Each takes time in proportion to the text."""
+_SAFE_NORMALIZERS = frozenset(
+    {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "Nmt", "BertNormalizer", "ByteLevel"}
+)
+_SAFE_PRE_TOKENIZERS = frozenset(
+    {
+        "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "Metaspace", "Punctuation",
+        "UnicodeScripts", "Whitespace", "WhitespaceSplit",
+    }
+)  # fmt: skip
+_SAFE_POST_PROCESSORS = frozenset({"BertProcessing", "ByteLevel", "RobertaProcessing"})
+
+
+class _Model(msgspec.Struct):
+    """The scalars alone: a vocabulary has hundreds of thousands of entries."""
+
+    type: str | None = None
+    max_input_chars_per_word: int = 100
+
+
+class _Unigram(msgspec.Struct):
+    vocab: list[tuple[str, float]]
+
+
+class _UnigramFile(msgspec.Struct):
+    model: _Unigram
+
+
+class _Added(msgspec.Struct):
+    content: str
+
+
+class _File(msgspec.Struct):
+    model: _Model
+    added_tokens: list[_Added] = []
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+    post_processor: dict[str, Any] | None = None
+
+
+class _UnknownStepError(Exception):
+    """The message names what is not known to be safe."""
+
+
+def find_unsafe_step(source: bytes) -> str:
+    """Return what in this tokenizer.json is not known to be safe; nothing where all is.
+
+    What is no JSON of this shape at all is not known to be safe either.
+    """
+    try:
+        file = msgspec.json.decode(source, type=_File)
+        _check_pipeline(file.normalizer, file.pre_tokenizer, file.post_processor)
+        _check_model(file, source)
+    except RecursionError:
+        return "nesting that is too deep"
+    except _UnknownStepError as unknown:
+        return str(unknown)
+    except (msgspec.MsgspecError, KeyError, TypeError, AttributeError, ValueError) as error:
+        return f"a form that is not known ({error})"
+    return ""
+
+
+def replaced_growth(steps: list[dict[str, Any]]) -> float:
+    """How many times longer all `Replace` among these steps can make a text; infinite where unknown."""
+    growth = 1.0
+    for step in steps:
+        if step["type"] == "Replace":
+            pattern = step["pattern"].get("String") or step["pattern"].get("Regex")
+            if not pattern or ("Regex" in step["pattern"] and pattern not in KNOWN_REGEXES):
+                return math.inf
+            shortest = len(pattern) if "String" in step["pattern"] else 1
+            growth *= max(1.0, len(step["content"]) / shortest)
+    return growth
+
+
+def find_unsafe_part(tokenizer: Tokenizer) -> str:
+    """Return what `find_unsafe_step` does, of the steps as the library has read them."""
+    parts = (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.post_processor)
+    try:
+        _check_pipeline(*(None if part is None else json.loads(part.__getstate__()) for part in parts))
+    except _UnknownStepError as unknown:
+        return str(unknown)
+    return ""
+
+
+def _check_pipeline(
+    normalizer: dict[str, Any] | None,
+    pre_tokenizer: dict[str, Any] | None,
+    post_processor: dict[str, Any] | None,
+) -> None:
+    _check_steps(normalizer, "normalizers", _check_normalizer)
+    _check_steps(pre_tokenizer, "pretokenizers", _check_pre_tokenizer)
+    _check_steps(post_processor, "processors", _check_post_processor)
+
+
+def _check_model(file: _File, source: bytes) -> None:
+    if len(file.added_tokens) > MOST_ADDED:
+        raise _UnknownStepError(f"{len(file.added_tokens)} added tokens")
+    if any(len(token.content) > LONGEST_ADDED for token in file.added_tokens):
+        raise _UnknownStepError("a very long added token")
+    if file.model.type not in {"BPE", "WordPiece", "WordLevel", "Unigram"}:
+        raise _UnknownStepError(f"model {file.model.type}")
+    if file.model.max_input_chars_per_word > LONGEST_WORD:
+        raise _UnknownStepError("words of any length for WordPiece")
+    if file.model.type == "Unigram":
+        tokens = msgspec.json.decode(source, type=_UnigramFile).model.vocab
+        if any(len(token) > LONGEST_UNIGRAM for token, _ in tokens):
+            raise _UnknownStepError("a very long token for Unigram")
+
+
+def _flatten(step: dict[str, Any], inner: str) -> Iterator[dict[str, Any]]:
+    if step["type"] == "Sequence":
+        for each in step[inner]:
+            yield from _flatten(each, inner)
+    else:
+        yield step
+
+
+def _check_steps(top: dict[str, Any] | None, inner: str, check: Callable[[dict[str, Any]], bool]) -> None:
+    steps = [] if top is None else list(_flatten(top, inner))
+    kinds = [step["type"] for step in steps]
+    if len(steps) > MOST_STEPS or kinds.count("ByteLevel") > 1:
+        raise _UnknownStepError(f"{len(steps)} steps in {inner}")
+    for step in steps:
+        if not check(step):
+            raise _UnknownStepError(f"step {step['type']} in {inner}")
+    if replaced_growth(steps) > MOST_GROWTH:
+        raise _UnknownStepError(f"replacements in {inner} that make a text many times longer")
+
+
+def _check_normalizer(step: dict[str, Any]) -> bool:
+    match step["type"]:
+        case "Replace":
+            return _is_known_pattern(step) and len(step["content"]) <= LONGEST_ADDED
+        case "Prepend":
+            return len(step["prepend"]) <= LONGEST_ADDED
+        case kind:
+            return kind in _SAFE_NORMALIZERS
+
+
+def _check_pre_tokenizer(step: dict[str, Any]) -> bool:
+    return _is_known_pattern(step) if step["type"] == "Split" else step["type"] in _SAFE_PRE_TOKENIZERS
+
+
+def _check_post_processor(step: dict[str, Any]) -> bool:
+    if step["type"] != "TemplateProcessing":
+        return step["type"] in _SAFE_POST_PROCESSORS
+    texts = [piece for piece in step["single"] if "Sequence" in piece]
+    return len(texts) == 1 and len(step["single"]) <= MOST_STEPS
+
+
+def _is_known_pattern(step: dict[str, Any]) -> bool:
+    pattern = step["pattern"]
+    return bool(pattern.get("String")) or pattern.get("Regex") in KNOWN_REGEXES
