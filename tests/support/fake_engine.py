@@ -97,7 +97,7 @@ def read_options(model_path: str) -> FakeOptions:
     path = Path(model_path)
     file = path / OPTIONS_FILE if path.is_dir() else path
     if not file.exists():
-        return FakeOptions(declared_vocab=512)  # tokenizers of `tokenizers_zoo` have fewer
+        return FakeOptions(declared_vocab=4096)  # more than any tokenizer that stands beside it
     return msgspec.json.decode(file.read_bytes(), type=FakeOptions)
 
 
