@@ -85,9 +85,14 @@ def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
             for model in found
         ]
         table += [
-            (row["model"], output.size(row["total"] or None), "-", summary(row), "", "") for row in coming
+            (row["model"], output.size(row["total"] or None), "-", _coming(row), "", "") for row in coming
         ]
         output.table(("NAME", "SIZE", "ARCHITECTURE", "STATE", "MODIFIED", "ALIASES"), table, right=(1,))
+
+
+def _coming(row: Mapping[str, Any]) -> str:
+    """In a few words; `pull --list` has the whole reason."""
+    return f"failed: {row['error']['what']}" if row["state"] == "failed" else summary(row)
 
 
 def _state(model: "DiskModel", *, loaded: bool) -> str:
