@@ -156,6 +156,8 @@ class BatchRunner:
         tries = 0
         while True:
             answer = await send(item.path, item.body, batch.owner)
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError  # a daemon that ends answers what it cuts off: that is no answer
             tries += answer.status == 503
             if answer.status not in _RETRIED or tries >= _MOST_503:
                 break

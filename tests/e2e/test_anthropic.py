@@ -435,3 +435,19 @@ def test_models_have_anthropics_shape_for_anthropics_clients(server, http):
             assert error.value.body["error"]["type"] == "not_found_error"
     by_version = http.get(f"/v1/models/{ids[0]}", headers={"anthropic-version": "2023-06-01"}).json()
     assert by_version["type"] == "model"
+
+
+def test_what_an_agent_tells_of_itself_is_no_part_of_the_prompt(http):
+    billing = {
+        "type": "text",
+        "text": "x-anthropic-billing-header: cc_version=2.1.197.123; cc_entrypoint=cli;",
+    }
+    kind = {"type": "text", "text": "kind"}
+    tokens = {
+        message_tokens(http, "plain", ASKED["messages"], system=system)
+        for system in ([billing, kind], [kind], "kind")
+    }
+    assert len(tokens) == 1
+    assert message_tokens(http, "plain", ASKED["messages"], system=[billing]) == message_tokens(
+        http, "plain", ASKED["messages"]
+    )

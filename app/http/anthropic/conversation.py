@@ -23,6 +23,7 @@ from .fields import (
 )
 
 ChatMessages = list[dict[str, Any]]
+_BILLING = "x-anthropic-billing-header:"
 
 
 def has_late_system(request: CountTokensRequest) -> bool:
@@ -37,7 +38,7 @@ def chat_messages(request: CountTokensRequest, *, late_system: bool) -> ChatMess
     `late_system`: the model's template renders system messages in mid-conversation; where it does not, their
     text goes into the turn before. Raises ApiError 400 for blocks that are not for a text model.
     """
-    system = [] if not request.system else [_system(request.system)]
+    system = [text] if request.system and (text := _system(request.system)) else []
     made: ChatMessages = []
     for number, message in enumerate(request.messages):
         turn = _turn(f"messages[{number}]", message)
@@ -63,7 +64,12 @@ def referenced_tools(messages: Sequence[MessageParam]) -> set[str]:
 
 
 def _system(system: str | list[TextBlock]) -> str:
-    return system if isinstance(system, str) else "\n".join(block.text for block in system)
+    """Without what an agent tells Anthropic about itself: it differs between conversations, so that no two of
+    them would share the cached beginning of their prompts.
+    """
+    if isinstance(system, str):
+        return system
+    return "\n".join(block.text for block in system if not block.text.startswith(_BILLING))
 
 
 def _text_of(turn: ChatMessages) -> str:

@@ -108,6 +108,23 @@ async def test_what_has_no_answer_runs_again_after_a_restart(store):
     assert not before & {f"c{n}" for n in again.asked}
 
 
+async def test_an_answer_to_being_cut_off_is_none(store):
+    started = asyncio.Event()
+
+    async def cut_off(path, body, owner):
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return RouteAnswer(status=503, body=b"{}")
+
+    async with running(store, cut_off) as runner:
+        batch = await runner.create("openai", "", "b_", items(1))
+        await started.wait()
+        await asyncio.wait_for(runner.close(), 60)
+    assert (await store.get("openai", "", batch.id)).counts.pending == 1
+
+
 async def test_busy_and_loading_models_are_asked_again(store, monkeypatch):
     pauses = []
     sleep = asyncio.sleep
