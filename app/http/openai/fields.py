@@ -267,6 +267,9 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     audio: Never = None
     moderation: Never = None
     web_search_options: Never = None
+    prediction: NoEffect = None
+    prompt_cache_retention: NoEffect = None
+    prompt_cache_options: NoEffect = None
 
 
 class CompletionRequest(GenerationFields, kw_only=True):

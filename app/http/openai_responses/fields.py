@@ -5,7 +5,18 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from ..openai.effort import Effort
-from ..openai.fields import Count, Later, Name, Never, StreamOptions, Temperature, ToolName, TopLogprobs, TopP
+from ..openai.fields import (
+    Count,
+    Later,
+    Name,
+    Never,
+    NoEffect,
+    StreamOptions,
+    Temperature,
+    ToolName,
+    TopLogprobs,
+    TopP,
+)
 
 
 class Part(Struct, kw_only=True):
@@ -56,6 +67,9 @@ class FunctionTool(Struct, kw_only=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    output_schema: NoEffect = None
+    defer_loading: NoEffect = None
+    allowed_callers: Never = None
 
 
 class TextFormatOfTool(Struct, kw_only=True):
@@ -70,6 +84,8 @@ class CustomTool(Struct, kw_only=True):
     name: ToolName
     description: str | None = None
     format: TextFormatOfTool | None = None
+    defer_loading: NoEffect = None
+    allowed_callers: Never = None
 
 
 class NamespaceTool(Struct, kw_only=True):
@@ -152,6 +168,9 @@ class ResponseRequest(PromptFields, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: NoEffect = None
+    prompt_cache_options: NoEffect = None
+    image: NoEffect = None
     client_metadata: dict[str, Any] | None = None
     service_tier: Never = None
     store: bool | None = None
@@ -159,6 +178,9 @@ class ResponseRequest(PromptFields, kw_only=True):
     max_tool_calls: Count | None = None
     """Of tools that a server runs: there are none here."""
     prompt: Later = None
+    context_management: Never = None
+    moderation: Never = None
+    access_programs: Never = None
 
 
 class InputTokensRequest(PromptFields, kw_only=True):
@@ -172,4 +194,7 @@ class CompactRequest(Struct, kw_only=True):
     """Added to what the model is told about its summary."""
     previous_response_id: Name | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: NoEffect = None
+    prompt_cache_options: NoEffect = None
+    image: NoEffect = None
     service_tier: Never = None

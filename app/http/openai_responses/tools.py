@@ -13,7 +13,7 @@ from ...errors import ApiError
 from ...text.tool_calls import ToolCall
 from ..openai.sampling import invalid
 from ..openai.tools import input_of
-from ..openai.unsupported import unknown_fields
+from ..openai.unsupported import refuse_unsupported, unknown_fields
 from .fields import AdditionalToolsItem, CustomTool, FunctionTool, NamespaceTool, ResponseToolChoice
 from .items import convert_item
 
@@ -92,10 +92,12 @@ class Toolbox:
         kind = tool.get("type")
         if kind == "function":
             function = convert_item(at, tool, FunctionTool)
+            refuse_unsupported(function)
             self._warn(FunctionTool, tool)
             self._put(at, function.name, namespace, custom=False, told=_function(function))
         elif kind == "custom":
             custom = convert_item(at, tool, CustomTool)
+            refuse_unsupported(custom)
             self._warn(CustomTool, tool)
             self._put(at, custom.name, namespace, custom=True, told=_custom(at, custom))
         elif _dispensable(kind):
@@ -118,7 +120,7 @@ class Toolbox:
         self.chat.append({"type": kind, kind: {"name": joined, **told}})
 
     def _warn(self, kind: type[msgspec.Struct], tool: dict[str, Any]) -> None:
-        known = {name: value for name, value in tool.items() if name not in ("type", "defer_loading")}
+        known = {name: value for name, value in tool.items() if name != "type"}
         self.warnings += unknown_fields(kind, known, "tools[].")
 
     def _reference(self, at: str, asked: ResponseToolChoice) -> dict[str, Any]:
