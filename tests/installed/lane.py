@@ -132,7 +132,7 @@ def test_settings_keys_and_names(box: InstalledBox, models: Path):
     assert "ExecStart" in box.run("service", "install", "--user", "--print").out
     box.run("service", "status", "--user", code=3)
     box.run("service", "uninstall", "--user", code=4)
-    for words in (["add", "one"], ["ls"], ["rotate", "one"], ["rm", "one"]):
+    for words in (["add", "one"], ["ls"], ["rotate", "one"], ["rm", "one", "--yes"]):
         box.run("key", *words)
     box.run("adopt", models / "source", "--name", "adopted")
     box.run("alias", "set", "poet", "builtin", "temperature=0.5")
@@ -198,7 +198,7 @@ def test_models_come_from_the_hub_and_from_folders_and_go(box: InstalledBox):
         box.run("unload", name)
     box.run("pin", "builtin")
     box.run("unpin", "builtin")
-    box.run("rm", NAME)
+    box.run("rm", NAME, "--yes")
     assert NAME not in {row["name"] for row in box.json("ls")["models"]}
 
 
