@@ -46,6 +46,11 @@ class Paths:
         return self.state_dir / "daemon.log"
 
     @property
+    def files_dir(self) -> Path:
+        """What clients uploaded."""
+        return self.state_dir / "files"
+
+    @property
     def request_db(self) -> Path:
         return self.state_dir / "requests.db"
 

@@ -18,6 +18,7 @@ from .registry import Alias
 from .security.security import Security
 from .settings import Settings
 from .store import RequestLog
+from .store.files import FileStore
 from .store.stored import StoredAnswers
 from .telemetry.telemetry import Telemetry
 
@@ -43,6 +44,7 @@ class Services:
     request_log: RequestLog
     stored: StoredAnswers
     batches: BatchRunner
+    files: FileStore
     metrics: Metrics
     events: Events
     telemetry: Telemetry

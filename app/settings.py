@@ -99,6 +99,7 @@ class ServerSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitSettings:
     body_bytes: int = key(2_000_000, "Largest request body.", low=1024, high=1 << 30)
+    file_bytes: int = key(200_000_000, "Largest file that is uploaded.", low=1024, high=1 << 36)
     header_line_bytes: int = key(
         16_384, "Longest header line, request line included.", low=1024, high=1 << 20
     )
@@ -366,6 +367,10 @@ class RequestSettings:
         "Most bytes of batches, results included, that one key may keep; beside max_bytes.",
         low=100_000,
         high=1 << 44,
+    )
+    file_days: float = key(30.0, "Days that uploaded files are kept.", low=0.01, high=36_500)
+    file_bytes: int = key(
+        1_000_000_000, "Most bytes of uploaded files that one key may keep.", low=100_000, high=1 << 44
     )
     batch_parallel: int = key(8, "Requests of batches that run at once.", low=1, high=4096)
 

@@ -20,6 +20,7 @@ from ..services import Services
 from ..settings import Settings
 from ..store import RequestLog, Retention
 from ..store.batches import BatchStore
+from ..store.files import FileStore
 from ..store.stored import StoredAnswers
 from ..telemetry.gpus import GpuReader
 from ..telemetry.telemetry import Telemetry
@@ -55,6 +56,9 @@ def compose(
     events = Events()
     security = Security.of(paths.keys_file, paths.keys_used_file)
     kept = settings.requests
+    files = FileStore(
+        paths.files_dir, most_bytes=kept.file_bytes, days=kept.file_days, owners=security.keys.ids
+    )
     request_log = RequestLog(
         paths.request_db,
         Retention(
@@ -65,6 +69,7 @@ def compose(
             stored_bytes=kept.stored_bytes,
             batch_days=kept.batch_days,
             owners=security.keys.ids,
+            sweep_files=files.sweep,
         ),
         content_bytes=kept.content_bytes,
     )
@@ -104,6 +109,7 @@ def compose(
         batches=BatchRunner(
             BatchStore(request_log), most_at_once=kept.batch_parallel, most_bytes=kept.batch_bytes
         ),
+        files=files,
         version=__version__,
     )
 

@@ -48,7 +48,9 @@ class App(Litestar):
         )
         hosts = HostList(services.settings.server.allowed_hosts)
         cors = Cors(services.settings.server.cors_origins)
-        self.shell = Shell(super().__call__, hosts, limits.body_bytes, services.drain, cors)
+        self.shell = Shell(
+            super().__call__, hosts, limits.body_bytes, services.drain, cors, limits.file_bytes
+        )
 
     @staticmethod
     def _get_default_plugins(plugins: list[PluginProtocol]) -> list[PluginProtocol]:

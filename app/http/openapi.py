@@ -50,6 +50,30 @@ _EVERYWHERE = ("401", "403", "404", "405", "408", "421", "431", "500", "503")
 _WITH_BODY = ("413", "415", "429")
 
 
+_UPLOAD = {
+    "required": True,
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "required": ["file", "purpose"],
+                "properties": {
+                    "file": {"type": "string", "format": "binary"},
+                    "purpose": {"type": "string", "enum": ["batch"]},
+                    "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                    "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
+                },
+                "dependentRequired": {
+                    "expires_after[anchor]": ["expires_after[seconds]"],
+                    "expires_after[seconds]": ["expires_after[anchor]"],
+                },
+            }
+        }
+    },
+}
+"""Body of `POST /v1/files`, which Litestar does not read from the handler."""
+
+
 def document(handlers: Sequence[ControllerRouterHandler], version: str) -> bytes:
     """Made from a second application: in the real one Litestar would add documentation routes of its own."""
     config = OpenAPIConfig("llmbox", version, use_handler_docstrings=True)
@@ -65,6 +89,10 @@ def document(handlers: Sequence[ControllerRouterHandler], version: str) -> bytes
         for operation in item.values():
             if isinstance(operation, dict):
                 _add_answers(operation, schemas)
+    if (upload := schema["paths"].get("/v1/files", {}).get("post")) is not None:
+        upload["requestBody"] = _UPLOAD
+        for status in _WITH_BODY:
+            upload["responses"].setdefault(status, _ANSWER)
     return msgspec.json.encode(schema)
 
 

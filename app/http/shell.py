@@ -23,8 +23,11 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _FORM_TYPE = b"application/x-www-form-urlencoded"
-_UNPACED = frozenset({"/", "/health", "/ready"})
+_UNPACED = frozenset({"/", "/health", "/ping", "/ready"})
 """Cheap, and asked to learn whether the daemon still answers."""
+_UPLOAD_TYPE = b"multipart/form-data"
+_UPLOAD_ROUTES = frozenset({"/v1/files"})
+"""They take files, which may be larger than other bodies."""
 _UNTYPED_ROUTES = "/api/"
 """Ollama's, whose clients and examples name no type. From a web page they need one, as all routes do."""
 _MORE_HEADERS = "more_headers"
@@ -46,12 +49,19 @@ class Shell:
     """Host, Origin, Content-Type, body size, request id, security headers, HEAD, the last error handler."""
 
     def __init__(
-        self, app: ASGIApp, hosts: HostList, body_bytes: int, drain: Drain, cors: Cors | None = None
+        self,
+        app: ASGIApp,
+        hosts: HostList,
+        body_bytes: int,
+        drain: Drain,
+        cors: Cors | None = None,
+        file_bytes: int = 0,
     ) -> None:
         self._app = app
         self._hosts = hosts
         self._cors = cors or Cors()
         self._body_bytes = body_bytes
+        self._file_bytes = file_bytes or body_bytes
         self._drain = drain
         self._pacer = RequestPacer()
 
@@ -59,7 +69,7 @@ class Shell:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = _Exchange(scope, receive, send, self._body_bytes, self._drain)
+        exchange = _Exchange(scope, receive, send, self._limit(scope), self._drain)
         try:
             if scope["path"] not in _UNPACED and not is_local_socket(scope):
                 await self._pacer.turn()
@@ -80,6 +90,10 @@ class Shell:
                 logger.exception("request %s failed", exchange.request_id)
             await exchange.fail(to_api_error(error))
 
+    def _limit(self, scope: Any) -> int:
+        """Most bytes of the body."""
+        return self._file_bytes if scope["path"] in _UPLOAD_ROUTES else self._body_bytes
+
     def _screen(self, scope: Any, exchange: "_Exchange") -> list[Header] | None:
         """The answer's headers where it is a browser's question before a request of an allowed page."""
         hosts = [value for name, value in scope["headers"] if name == b"host"]
@@ -92,7 +106,8 @@ class Shell:
             if is_preflight(scope["method"], exchange.headers):
                 return preflight_headers(exchange.headers)
         untyped = scope["path"].startswith(_UNTYPED_ROUTES) and not is_from_browser(exchange.headers)
-        kind = _check_body(exchange.headers, self._body_bytes, untyped=untyped)
+        uploads = scope["path"] in _UPLOAD_ROUTES
+        kind = _check_body(exchange.headers, self._limit(scope), untyped=untyped, uploads=uploads)
         exchange.scope["state"][FORM] = kind == _FORM_TYPE
         return None
 
@@ -185,10 +200,11 @@ class _Exchange:
         return headers
 
 
-def _check_body(headers: dict[bytes, bytes], limit: int, *, untyped: bool) -> bytes | None:
+def _check_body(headers: dict[bytes, bytes], limit: int, *, untyped: bool, uploads: bool) -> bytes | None:
     """The body's media type, None without a body. Of forms the guard asks whether the route takes them.
 
-    `untyped`: a body is JSON also without a type, or with the one that `curl -d` sends.
+    `untyped`: a body is JSON also without a type, or with the one that `curl -d` sends. `uploads`: it may be
+    a multipart form, whose parameters its reader checks.
     """
     length = headers.get(b"content-length", b"0")
     if not length.isdigit():
@@ -202,7 +218,10 @@ def _check_body(headers: dict[bytes, bytes], limit: int, *, untyped: bool) -> by
     kind = kind.strip().lower()
     if untyped and kind in {b"", _FORM_TYPE}:
         kind = b"application/json"
-    if kind not in {b"application/json", _FORM_TYPE} or charset not in {b"", b"charset=utf-8"}:
+    is_upload = uploads and kind == _UPLOAD_TYPE
+    if not is_upload and (
+        kind not in {b"application/json", _FORM_TYPE} or charset not in {b"", b"charset=utf-8"}
+    ):
         raise _unsupported("Bodies must be sent with Content-Type: application/json.")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise _unsupported("Compressed bodies are not supported.")
@@ -214,5 +233,8 @@ def _unsupported(message: str) -> ApiError:
 
 
 def _too_large(limit: int) -> ApiError:
-    message = f"The request body is too large: at most {limit:,} bytes are taken (limits.body_bytes)."
+    message = (
+        f"The request body is too large: at most {limit:,} bytes are taken (limits.body_bytes, and "
+        "limits.file_bytes for files)."
+    )
     return ApiError(413, message, "request_too_large", None, error_type(413))

@@ -1,5 +1,6 @@
 """When the file is looked at for what is too old or too much. Importable without SQLAlchemy."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -29,6 +30,8 @@ class Retention:
     stored_bytes: int = 256_000_000
     """Of the texts of stored answers."""
     batch_days: float = 30
+    sweep_files: Callable[[], None] | None = None
+    """The same for uploaded files."""
     owners: Callable[[], frozenset[str]] | None = None
     """Ids of the keys that there are: what others had stored goes."""
 
@@ -53,6 +56,9 @@ class Trimmer:
         if time.monotonic() < self._next and self._written < _EVERY_BYTES:
             return
         self._next, self._written = time.monotonic() + _EVERY_S, 0
+        if self._keep.sweep_files is not None:
+            with contextlib.suppress(OSError):  # tried again in an hour
+                self._keep.sweep_files()
         if engine is None:
             return
         from .retention import trim  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads

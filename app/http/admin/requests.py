@@ -84,4 +84,7 @@ async def replay_request(request: Request[Any, Any, State], request_id: FromPath
 async def purge_requests(request: Request[Any, Any, State], data: JSONBody[PurgeRequest]) -> Purged:
     """Erases what was created before a moment."""
     services: Services = request.app.state.services
-    return Purged(await services.request_log.purge(data.before, data.what))
+    erased = await services.request_log.purge(data.before, data.what)
+    if data.what != "content":
+        erased += await services.files.erase_before(data.before)
+    return Purged(erased)

@@ -17,6 +17,7 @@ from ..disconnect import while_connected
 from ..guard import Access
 from ..model_pages import ModelInfo, ModelInfoPage, is_anthropic_client, model_info, model_page
 from ..sse import EventStreamResponse
+from .batches import openai_batches_router
 from .chat import chat_ids, complete_chat, prepare_chat
 from .chat_stream import stream_chat
 from .completions import complete, prepare_completion, stream_completion
@@ -27,6 +28,7 @@ from .fields import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from .files import files_router
 from .messages import build_chat
 from .pooling_routes import pooling_router
 from .responses import (
@@ -225,6 +227,8 @@ openai_router = Router(
         detokenize,
         tokenizer_info,
         pooling_router,
+        files_router,
+        openai_batches_router,
         stored_chats_router,
     ],
     tags=["OpenAI"],
