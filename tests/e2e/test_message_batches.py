@@ -24,7 +24,7 @@ def server(tmp_path_factory, root):
     with serving(tmp_path_factory.mktemp("data")) as server:
         server.load_scripted(root, {"plain": "one two three"}, "")
         held = write_text_files(root / "held", byte_level())
-        write_model(held, vocab_size=300, context=1024, script=[72, 73], hold_at=2)
+        write_model(held, declared_vocab=512, context=1024, script=[72, 73], hold_at=2)
         server.load(held, "held")
         yield server
 
