@@ -73,13 +73,25 @@ def free_text(text: ModelText, syntax: ToolSyntax) -> Grammar:
     """An answer in words, perhaps with calls behind them: any text in which no call begins."""
     if syntax.bare:
         return {"lark_grammar": r"start: WORDS?" + "\n" + r"WORDS: /\s*[^\s\{](?s:.)*/"}
-    opener = re.escape(syntax.opener)
-    words = (
-        r"/(?s:.)+/"
-        if _mark(text, syntax.opener).startswith("<[")
-        else rf"/(?s:.)+/ & ~/(?s:.)*{opener}(?s:.)*/"
+    if _mark(text, syntax.opener).startswith("<["):  # a token without a text
+        return {"lark_grammar": "start: WORDS? @calls?\nWORDS: /(?s:.)+/"}
+    return {"lark_grammar": _words_before(syntax.opener)}
+
+
+def _words_before(mark: str) -> str:
+    """Words, and what follows once `mark` stands behind them, in terminals that never have to be cut short.
+
+    A lexer does not go back: so a piece of text that begins like the mark ends where it is something else.
+    The first character of a mark stands in it once.
+    """
+    first = mark[0]
+    begins = [re.escape(mark[:size]) for size in range(1, len(mark))]
+    other = "|".join(f"{begin}[^{re.escape(first + mark[size])}]" for size, begin in enumerate(begins, 1))
+    some = "|".join(reversed(begins))
+    return (
+        "start: word* (@calls | REST)?\nword: PLAIN | OTHER\n"
+        f"PLAIN: /[^{re.escape(first)}]+/\nOTHER: /(?:{some})*(?:{other})/\nREST: /(?:{some})+/"
     )
-    return {"lark_grammar": f"start: WORDS? | WORDS? @calls\nWORDS: {words}"}
 
 
 def with_closed_objects(found: Sequence[Grammar]) -> list[Grammar]:

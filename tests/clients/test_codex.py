@@ -20,7 +20,7 @@ TEMPLATE = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}"
     "{%- for call in m.tool_calls or [] %}{{- '<tool_call>' + call.function | tojson + '</tool_call>' }}"
     "{%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}{#- </think> -#}"
 )
 PATCH = "*** Begin Patch\n*** Add File: made.txt\n+ZQ2\n*** End Patch\n"
 CATALOG = {
@@ -106,7 +106,7 @@ def events(done: "subprocess.CompletedProcess[str]") -> list[dict]:
 
 def test_a_turn_with_a_command_and_a_final_answer(codex: Path, box: Box, work: Path) -> None:
     echo = call("exec_command", {"cmd": "echo ZQ$((3 * 7))"})
-    serve(box, [("ZQ21", "All done, ZQ9.")], f"I will look.\n{echo}")
+    serve(box, [("ZQ21", "All done, ZQ9.")], f"<think>\nZQ3\n</think>\n\nI will look.\n{echo}")
     said = events(ask(codex, box, work))
     items = [each["item"] for each in said if each["type"] == "item.completed"]
     command = next(each for each in items if each["type"] == "command_execution")

@@ -20,7 +20,7 @@ def daemon(
     return FakeClient(
         {
             "/admin/api/status": {"url": "http://127.0.0.1:7411", "host": host},
-            "/v1/models": {"data": [{"id": "qwen"}, {"id": "org/other"}]},
+            "/v1/models": {"data": [{"id": "qwen", "context_window": 32768}, {"id": "org/other"}]},
             "/admin/api/config": {"settings": {"server.require_key": {"value": key}}},
             "/openapi.json": {"paths": {route: {} for route in routes}},
         }
@@ -28,7 +28,7 @@ def daemon(
 
 
 def at(*, needs_key: bool = False) -> Endpoint:
-    return Endpoint(root="http://h:1", model="m", models=("m", "n/o"), needs_key=needs_key)
+    return Endpoint(root="http://h:1", model="m", models=("m", "n/o"), needs_key=needs_key, context=4096)
 
 
 def test_what_a_client_needs_is_printed_on_stdout_alone(call: Call):
@@ -59,6 +59,13 @@ def test_clients_that_need_a_route_that_is_not_there_are_told_so(call: Call, nam
     assert (done.code, done.out) == (Exit.FAILED, "")
     assert GUIDES[name].needs in done.err
     assert call("connect", name, client=daemon(routes=(GUIDES[name].needs,))).code == 0
+
+
+def test_codex_is_told_the_window_of_its_model(call: Call):
+    ready = daemon(routes=("/v1/responses",))
+    assert "model_context_window = 32768" in call("connect", "codex", client=ready).out
+    other = call("connect", "codex", "--model", "org/other", client=ready)
+    assert (other.code, "model_context_window" in other.out) == (0, False)
 
 
 def test_unknown_clients_models_and_writes_without_a_file(call: Call):
@@ -111,6 +118,8 @@ def test_toml_keeps_comments_and_tables_of_others(tmp_path: Path):
     assert "# why" in new
     assert (read["model"], read["model_provider"]) == ("m", "llmbox")
     assert read["mcp_servers"] == {"docs": {"command": "docs"}}
+    assert (read["web_search"], read["model_context_window"]) == ("disabled", 4096)
+    assert read["model_providers"]["llmbox"]["wire_api"] == "responses"
     assert read["model_providers"]["llmbox"]["env_key"] == "LLMBOX_API_KEY"
 
 
