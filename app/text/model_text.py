@@ -116,9 +116,9 @@ class ModelText:
         return whole[: end - cut] + whole[end:]
 
     def beginning(self, text: str, most: int) -> str:
-        """So much of `text` that it has `most` tokens."""
-        offsets = self.tokenizer.encode_batch([text], add_special_tokens=False)[0].offsets
-        return text if len(offsets) <= most else text[: offsets[most - 1][1]]
+        """The text of the first `most` tokens of `text`."""
+        ids = self.encode(text, add_special_tokens=False)
+        return text if len(ids) <= most else self.decode(ids[:most], skip_special=False)
 
     def decode(self, ids: Sequence[int], *, begins: bool = True, skip_special: bool = True) -> str:
         return decode(self.tokens, ids, begins=begins, skip_special=skip_special)

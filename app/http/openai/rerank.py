@@ -55,7 +55,9 @@ async def _cut(documents: list[str], most: int | None, model: LoadedModel) -> tu
     if most is None:
         return documents, []
     size = sum(map(len, documents))
-    cut = await off_loop(size, lambda: [model.text.beginning(document, most) for document in documents])
+    cut = await model.text.off_loop(
+        size, lambda: [model.text.beginning(document, most) for document in documents]
+    )
     count = sum(len(a) > len(b) for a, b in zip(documents, cut, strict=True))
     told = f"{count} documents were cut to {most} tokens, as 'max_tokens_per_doc' asks."
     return cut, [told] if count else []
