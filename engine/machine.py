@@ -5,9 +5,12 @@
 
 import os
 import platform
+import re
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import psutil
 
@@ -65,13 +68,33 @@ class Machine:
     """Sets of GPUs (by `Gpu.index`) that are all joined to each other by NVLink."""
 
 
+NO_CUDA: Final = "this PyTorch has no CUDA in it: install llmbox with one that has"
+
+
 def read_machine() -> Machine:
+    """What engines can use: without CUDA in PyTorch no GPU is among it."""
     gpus, reason = read_gpus()
+    if gpus and not torch_has_cuda():
+        gpus, reason = (), NO_CUDA
     nvlink = read_nvlink([gpu.uuid for gpu in gpus]) if len(gpus) > 1 else ()
     return Machine(read_cpu(), read_memory(), gpus, reason, nvlink)
 
 
 # ---------------------------------------------------------------------------- cpu and memory
+
+
+@cache
+def torch_has_cuda() -> bool:
+    """As the installed torch says in a file, without its import; taken for granted where it says nothing."""
+    found = find_spec("torch")
+    folders = (found and found.submodule_search_locations) or ()
+    for folder in folders:
+        try:
+            text = (Path(folder) / "version.py").read_text("utf-8", "replace")
+        except OSError:
+            continue
+        return re.search(r"^cuda\b[^=\n]*=\s*None\s*$", text, re.MULTILINE) is None
+    return True
 
 
 def read_cpu() -> Cpu:

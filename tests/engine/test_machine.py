@@ -157,6 +157,28 @@ def test_gpu_facts(gpus):
 
 
 @pytest.mark.parametrize(
+    ("line", "has_cuda"),
+    [
+        ("cuda: Optional[str] = None", False),
+        ("cuda = None", False),
+        ("cuda: Optional[str] = '13.0'", True),
+        ("", True),
+    ],
+)
+def test_a_pytorch_without_cuda_leaves_gpus_alone(gpus, monkeypatch, tmp_path, line, has_cuda):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "version.py").write_text(f"debug = False\n{line}\ncuda_other = None\n")
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "torch")])
+    monkeypatch.setattr(machine, "find_spec", lambda _: spec)
+    machine.torch_has_cuda.cache_clear()
+    assert len(gpus(count=1)[0]) == 1
+    found = machine.read_machine()
+    machine.torch_has_cuda.cache_clear()
+    assert bool(found.gpus) == has_cuda
+    assert found.no_gpu_reason == (None if has_cuda else machine.NO_CUDA)
+
+
+@pytest.mark.parametrize(
     ("visible", "names"),
     [
         ("1", ["GPU 1"]),

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pynvml
 import pytest
 
+from llmbox.engine import machine as machine_module
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.estimator import MemoryBudget, estimate
 from llmbox.engine.machine import read_machine
@@ -69,6 +70,7 @@ class Box(FakeNvml):
 def see(monkeypatch):
     def see(box, visible=None):
         monkeypatch.setitem(sys.modules, "pynvml", box)
+        monkeypatch.setattr(machine_module, "torch_has_cuda", lambda: True)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

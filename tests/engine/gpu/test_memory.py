@@ -166,6 +166,7 @@ class Card:
         self.tensors = 0
         fake = FakeNvml([self.gpu], init_error=None if nvml else "NVMLError_LibraryNotFound")
         monkeypatch.setitem(sys.modules, "pynvml", fake)
+        monkeypatch.setattr("llmbox.engine.machine.torch_has_cuda", lambda: True)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         cuda = {
             "device_count": lambda: 1,

@@ -210,6 +210,7 @@ class Linked(FakeNvml):
 def driver(monkeypatch):
     def install(nvml):
         monkeypatch.setitem(__import__("sys").modules, "pynvml", nvml)
+        monkeypatch.setattr(machine_module, "torch_has_cuda", lambda: True)
         return nvml
 
     assert machine_module.read_nvlink is nvlink_module.read_nvlink

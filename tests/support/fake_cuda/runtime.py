@@ -98,6 +98,7 @@ def fake_cuda(card: Card | None = None, *, nvml: bool = True, blank: bool = Fals
         stack.callback(_clear_caches)
         driver: Any = _Driver(card) if nvml else FakeNvml([], init_error="NVMLError_LibraryNotFound")
         stack.enter_context(mock.patch.dict(sys.modules, {"pynvml": driver}))
+        stack.enter_context(mock.patch("llmbox.engine.machine.torch_has_cuda", return_value=True))
         stack.enter_context(operations)
         yield operations
 
