@@ -8,7 +8,7 @@ import asyncio
 from collections import deque
 from typing import Final
 
-PER_TURN: Final = 4
+PER_TURN: Final = 2
 
 
 class RequestPacer:

@@ -28,6 +28,8 @@ from urllib.parse import urlsplit
 PAGE = Path(__file__).parents[2] / "docs/performance.md"
 PAUSE = 0.005
 """Seconds from one answer of `/health` to the next question."""
+BEFORE = 200
+"""Questions while nothing else is asked: what the machine itself adds."""
 PATIENCE = 120.0
 
 
@@ -117,21 +119,26 @@ def probe(port: int, path: str, started: Any, done: Any, send: Any) -> None:
 
 
 async def _probe(port: int, path: str, started: Any, done: Any) -> dict[str, list[float]]:
-    delays: dict[str, list[float]] = {"TCP, kept open": [], "unix socket, new connection": []}
     kept = await asyncio.open_connection("127.0.0.1", port)
-    await _ask(f"localhost:{port}", *kept)
-    started.set()
-    while not done.is_set():
+    delays: dict[str, list[float]] = {}
+
+    async def look(when: str) -> None:
         began = time.perf_counter()
         await _ask(f"localhost:{port}", *kept)
-        delays["TCP, kept open"].append(time.perf_counter() - began)
+        delays.setdefault(f"{when}, TCP, kept open", []).append(time.perf_counter() - began)
         await asyncio.sleep(PAUSE)
         began = time.perf_counter()
         reader, writer = await asyncio.open_unix_connection(path)
         await _ask("localhost", reader, writer)
-        delays["unix socket, new connection"].append(time.perf_counter() - began)
+        delays.setdefault(f"{when}, unix socket, new", []).append(time.perf_counter() - began)
         writer.close()
         await asyncio.sleep(PAUSE)
+
+    for _ in range(BEFORE):
+        await look("before")
+    started.set()
+    while not done.is_set():
+        await look("meanwhile")
     return delays
 
 
