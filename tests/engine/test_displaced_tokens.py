@@ -1,5 +1,6 @@
 """Requests that gave their places away get the tokens that they get alone. A real engine on a tiny model."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from llmbox.engine.core import Engine
 from llmbox.engine.messages import AddRequest
+from support.late_device import device_engine
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
 
@@ -14,6 +16,13 @@ REQUESTS = [
     ask(f"r{number}", [5 + number, 9, 30 + number] * 6, 40, temperature=float(number % 2), seed=number)
     for number in range(3)
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def reference_kernels() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLMBOX_KERNELS", "reference")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +52,13 @@ def disturbed(engine: Engine, others: dict[int, AddRequest]) -> dict[str, list[i
     return found
 
 
+@pytest.mark.parametrize("runner", [load, device_engine], ids=["one step at a time", "one step ahead"])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("by", ["a better class", "another caller"])
 def test_a_displaced_request_has_its_own_tokens(
-    model: Path, alone: dict[str, list[int]], by: str, prefix_cache: bool
+    model: Path, alone: dict[str, list[int]], by: str, prefix_cache: bool, runner: Callable[..., Engine]
 ) -> None:
-    engine = load(model, max_running=2, kv_tokens=2048, context=200, prefix_cache=prefix_cache)
+    engine = runner(model, max_running=2, kv_tokens=2048, context=200, prefix_cache=prefix_cache)
     fields = {"priority": -1} if by == "a better class" else {"tenant": "quiet"}
     others = {step: replace(ask(f"other{step}", [step, 7, 8], 4), **fields) for step in (3, 9, 20, 21, 40)}
     found = disturbed(engine, others)

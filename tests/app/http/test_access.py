@@ -266,6 +266,7 @@ def test_priorities_and_namespaces() -> None:
     assert [key("a", priority=-5).priority(asked) for asked in (-9, None, 0, 3)] == [-5, -5, -5, 3]
     assert [NOBODY.priority(asked) for asked in (-3, None, 0, 3)] == [0, 0, 0, 3]
     assert [LOCAL.priority(asked) for asked in (-3, None, 3)] == [-3, 0, 3]
+    assert [caller.tenant for caller in (key("a"), NOBODY, LOCAL)] == ["key_a", "", ""]
     salts = ["", "x", "key_a", "key_a/", "/", "key_a/x"]
     callers = [key("a"), key("b"), NOBODY]
     spaces = [caller.cache_namespace(salt) for caller in callers for salt in salts]

@@ -1,0 +1,29 @@
+"""From settings and a load's own options to the engine's configuration, and back."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llmbox.app.catalog import ModelRef
+from llmbox.app.control.model_request import ModelRequest, options_of
+from llmbox.app.settings import ModelSettings
+from llmbox.engine.config import EngineConfig
+
+REF = ModelRef("org/name", Path("/models/name"), "hub")
+
+
+def test_every_setting_of_models_reaches_the_engine() -> None:
+    """All of them are told back too: `up` compares its flags with them."""
+    names = set(ModelSettings.__dataclass_fields__)
+    assert set(options_of(ModelRequest(REF).config(ModelSettings()))) == names
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_the_share_of_premium_keys_is_a_setting_and_an_option(share: float) -> None:
+    defaults = replace(ModelSettings(), premium_share=share)
+    config = ModelRequest(REF).config(defaults)
+    assert config.premium_share == share
+    assert ModelRequest(REF, options={"model.premium_share": 0.5}).config(defaults).premium_share == 0.5
+    assert options_of(config)["premium_share"] == share
+    assert EngineConfig(model_path="", name="").premium_share == 0.0
