@@ -29,8 +29,7 @@ class Displacement:
     def victims(self, running: Mapping[str, Request]) -> Iterator[Request]:
         """One at a time: each is to be preempted before the next is asked for."""
         for class_end in CLASS_ENDS:
-            worse = [each for each in running.values() if each.flow.band >= class_end]
-            if worse:
+            if self._flows.has_running(class_end):
                 yield from self._victims_of_better(class_end, running)
         head = self._waiting.choose({}, better_than=ALL_BANDS)
         while head is not None and self._lacks_place(head, running):

@@ -58,6 +58,12 @@ class Flows:
     def num_present(self) -> int:
         return sum(flow.present > 0 for flows in self._bands.values() for flow in flows.values())
 
+    def has_running(self, band: int) -> bool:
+        """In this band or a worse one."""
+        return any(
+            flow.running for each, flows in self._bands.items() if each >= band for flow in flows.values()
+        )
+
     def served_at(self, band: int) -> float:
         """When a step last took a prompt of this band; of a new band: never."""
         return self._served_at.get(band, -1e300)
@@ -100,9 +106,11 @@ class Flows:
             return
         for row in rows:
             request = row.request
-            end = row.start + row.num_tokens
-            request.flow.tokens += max(0, end - max(row.start, request.num_charged))
-            request.num_charged = max(request.num_charged, end)
+            start, end = row.start, row.start + row.num_tokens
+            start = max(start, request.num_charged)
+            if start < end:
+                request.flow.tokens += end - start
+                request.num_charged = end
 
     def pay(self, request: Request, tokens: int) -> None:
         """For what is computed again because of it."""
