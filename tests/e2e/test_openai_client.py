@@ -502,7 +502,8 @@ def test_finished_refused_and_abandoned_requests_are_logged(server, client):
     record = server.call(log.get(refused.value.request_id))
     assert (record.http_status, record.error_code) == (400, "invalid_value")
     metrics = server.services.metrics.render().decode()
-    assert 'vllm:request_success_total{finished_reason="length",model_name="org/random"}' in metrics
+    labels = 'finished_reason="length",model_name="org/random",tier="standard"'
+    assert f"vllm:request_success_total{{{labels}}}" in metrics
 
 
 def test_an_open_request_id_cannot_be_taken_twice(client):
