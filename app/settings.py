@@ -99,7 +99,7 @@ class ServerSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitSettings:
     body_bytes: int = key(2_000_000, "Largest request body.", low=1024, high=1 << 30)
-    file_bytes: int = key(200_000_000, "Largest file that is uploaded.", low=1024, high=1 << 36)
+    file_bytes: int = key(100_000_000, "Largest file that is uploaded.", low=1024, high=1 << 36)
     header_line_bytes: int = key(
         16_384, "Longest header line, request line included.", low=1024, high=1 << 20
     )

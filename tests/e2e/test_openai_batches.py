@@ -21,7 +21,7 @@ HELLO = {"model": "plain", "messages": [{"role": "user", "content": "hello"}]}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    with serving(tmp_path_factory.mktemp("data"), file_bytes=100_000) as server:
+    with serving(tmp_path_factory.mktemp("data"), file_bytes=100_000, body_bytes=50_000) as server:
         server.load_scripted(root, {"plain": "one two three"}, CHATML)
         tokenizer = byte_level()
         held = write_text_files(root / "held", tokenizer, CHATML)
@@ -182,6 +182,10 @@ GOOD = line("one", HELLO)
         (json.dumps(GOOD | {"url": "/v1/models"}).encode(), "'url' must be the batch's endpoint"),
         (json.dumps(GOOD | {"body": [1]}).encode(), "'body' must be an object"),
         (json.dumps(line("one", HELLO | {"stream": True})).encode(), "'body.stream' is not for"),
+        (
+            json.dumps(line("one", HELLO | {"user": "u" * 50_000})).encode(),
+            "Line 1 .*longer than 50000 bytes",
+        ),
         (b'{"custom_id": "a", "custom_id": "b"}', "the key 'custom_id' twice"),
     ],
 )

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from ...errors import ApiError
 from ...services import Services
+from ...settings import LimitSettings
 from ...store.batches import Batch, BatchItem, BatchPage, BatchResult
 from .. import strict_json
 from ..guard import Access
@@ -85,8 +86,8 @@ async def create_batch(request: HttpRequest, data: Annotated[BatchCreateRequest,
         raise ApiError(
             400, f"There is no file {data.input_file_id!r} of yours.", "file_not_found", "input_file_id"
         )
-    depth = services.settings.limits.json_depth
-    items = await asyncio.to_thread(read_items, services.files.path(file), data.endpoint, depth)
+    limits = services.settings.limits
+    items = await asyncio.to_thread(read_items, services.files.path(file), data.endpoint, limits)
     details = {
         "endpoint": data.endpoint,
         "input_file_id": file.id,
@@ -147,7 +148,7 @@ async def cancel_batch(request: HttpRequest, batch_id: FromPath[str]) -> BatchOb
     return shown(await _find(services, owner, batch_id))
 
 
-def read_items(path: Path, endpoint: str, depth: int) -> list[BatchItem]:
+def read_items(path: Path, endpoint: str, limits: LimitSettings) -> list[BatchItem]:
     """The requests of a JSONL file. For any thread. Raises ApiError 400 that names the first bad line."""
     items: dict[str, BatchItem] = {}
     with path.open("rb") as lines:
@@ -156,7 +157,9 @@ def read_items(path: Path, endpoint: str, depth: int) -> list[BatchItem]:
                 continue
             if len(items) == MOST_REQUESTS:
                 raise _bad_file(number, f"a batch has at most {MOST_REQUESTS} requests")
-            item = _item(number, line, endpoint, depth)
+            if len(line) > limits.body_bytes:
+                raise _bad_file(number, f"it is longer than {limits.body_bytes} bytes (limits.body_bytes)")
+            item = _item(number, line, endpoint, limits.json_depth)
             if item.custom_id in items:
                 raise _bad_file(number, f"the custom_id {item.custom_id!r} is there twice")
             items[item.custom_id] = item

@@ -34,6 +34,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 """Values that ask for what happens anyway. null and absence always do."""
 
 _REASONS = {
+    "use_beam_search": "Answers are drawn: 'n' gives several, 'temperature' 0 the greedy one.",
     "chat_template": "Only the model's own chat template is used.",
     "truncate_prompt_tokens": "Documents are never cut: one over the context gets an error instead.",
     "service_tier": "There is one tier: 'default'.",
