@@ -2,9 +2,9 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,8 +15,26 @@ from support.engines import assert_undisturbed, config, is_running, read, reques
 from support.fake_engine import fake_launch
 
 
+class FakeText:
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def waiting_for(event: threading.Event) -> Callable[[Path], FakeText]:
+    """A text side that is there once the test says so."""
+
+    def load_text(_: Path) -> FakeText:
+        event.wait(60)
+        return FakeText()
+
+    return load_text
+
+
 @asynccontextmanager
-async def managing(load_text=lambda _: "text", **options):
+async def managing(load_text=lambda _: FakeText(), **options):
     manager = EngineManager(load_text, fake_launch(), **options)
     try:
         yield manager
@@ -36,7 +54,8 @@ async def test_load_find_unload(tmp_path):
         assert refusal(manager, None) == (400, "model_required", "model")
         model = await manager.load(config(tmp_path, "a"), alias="chat")
         assert manager.get("a") is manager.get("chat") is manager.get(None) is model
-        assert (model.name, model.text) == ("a", "text")
+        assert model.name == "a"
+        assert not model.text.closed
         assert refusal(manager, "b") == (404, "model_not_found", "model")
         await manager.load(config(tmp_path, "b"))
         assert refusal(manager, None) == (400, "model_required", "model")
@@ -73,8 +92,8 @@ def readiness(manager: EngineManager) -> tuple[bool, str]:
 async def test_the_box_is_ready_while_any_model_answers(tmp_path):
     go_on = threading.Event()
 
-    def load_text(path: Path) -> Any:
-        return go_on.wait(60) if path.name == "slow" else None
+    def load_text(path: Path) -> FakeText:
+        return waiting_for(go_on)(path) if path.name == "slow" else FakeText()
 
     async with managing(load_text) as manager:
         with pytest.raises(ApiError):
@@ -96,7 +115,7 @@ async def test_the_box_is_ready_while_any_model_answers(tmp_path):
 
 async def test_a_load_on_request_leaves_the_box_ready(tmp_path):
     go_on = threading.Event()
-    async with managing(lambda _: go_on.wait(60)) as manager:
+    async with managing(waiting_for(go_on)) as manager:
         loading = manager.begin_load(config(tmp_path), on_request=True)
         assert readiness(manager) == (True, "")
         assert manager.begin_load(config(tmp_path)) is loading
@@ -107,7 +126,7 @@ async def test_a_load_on_request_leaves_the_box_ready(tmp_path):
 
 async def test_while_it_loads(tmp_path):
     go_on = threading.Event()
-    async with managing(lambda _: go_on.wait(60)) as manager:
+    async with managing(waiting_for(go_on)) as manager:
         loading = manager.begin_load(config(tmp_path), alias="x")
         await until(lambda: manager.loading()[0].progress is not None)
         ready, cause = readiness(manager)
