@@ -83,14 +83,20 @@ class ControlTokens:
 
 
 def _any_of(literals: Iterable[str]) -> re.Pattern[str]:
-    """Match the longest of these, in time that does not grow with their number: as a trie."""
+    """Match the longest of these, in time that does not grow with their number: as a trie.
+
+    Raises ModelError where hundreds of them are beginnings of each other.
+    """
     trie: _Trie = {}
     for literal in literals:
         node = trie
         for char in literal:
             node = node.setdefault(char, {})
         node[""] = {}
-    return re.compile(_trie_regex(trie) if trie.keys() - {""} else r"(?!)")
+    try:
+        return re.compile(_trie_regex(trie) if trie.keys() - {""} else r"(?!)")
+    except (RecursionError, re.error, OverflowError):
+        raise ModelError("tokenizer.json: its added tokens are beginnings of each other too often") from None
 
 
 def _trie_regex(trie: "_Trie") -> str:

@@ -1,14 +1,16 @@
 import json
+import re
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from llmbox.app.errors import ApiError
-from llmbox.app.text.chat_prompt import Chat, RenderedChat
+from llmbox.app.text.chat_prompt import Chat, RenderedChat, _any_of
 from llmbox.app.text.model_text import ModelText, load_model_text
 from llmbox.app.text.template_worker import render
 from llmbox.app.text.text_encoder import TextEncoder
+from llmbox.engine.errors import ModelError
 from support.tokenizers_zoo import FAMILIES, SPECIALS, TEMPLATES, write_text_files
 
 FAMILY_NAMES = ("byte_level", "llama2", "metaspace", "gemma")
@@ -54,6 +56,9 @@ chats = st.lists(ORDINARY, min_size=1, max_size=3).map(lambda contents: conversa
 @given(messages=chats, add=st.booleans())
 async def test_ordinary_chats_equal_transformers(texts, family, template, messages, add):
     ours, theirs = texts[family, template]
+    literals = ours.tokenizer.get_added_tokens_decoder().values()
+    said = " ".join(message["content"] for message in messages)
+    assume(not any(token.content in said for token in literals))  # Hypothesis draws texts of our sources too
     expected = theirs.apply_chat_template(
         messages, add_generation_prompt=add, tokenize=True, return_dict=False
     )
@@ -160,3 +165,26 @@ def test_rendered_chat_shows_text_without_markers(texts):
 
     markers = Markers.absent_from("")
     assert RenderedChat(f"a{markers.start}<s>{markers.end}b", markers, ours.control).text == "a<s>b"
+
+
+LITERALS = st.lists(st.text("ab<|>.", min_size=1, max_size=5), max_size=8)
+
+
+@given(literals=LITERALS, text=st.text("ab<|>.", max_size=30))
+def test_the_longest_literal_is_found_as_if_each_was_tried(literals, text):
+    longest_first = sorted(literals, key=len, reverse=True)
+    plain = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    assert _any_of(literals).findall(text) == plain.findall(text)
+
+
+def test_thousands_of_literals_cost_a_text_nothing():
+    """One try for each would be 10^10 steps."""
+    pattern = _any_of([f"<unused{number}>" for number in range(60_000)])
+    assert pattern.sub("", "<" * 200_000) == "<" * 200_000
+    assert pattern.sub("", "a<unused59999>b<unused7>") == "ab"
+
+
+def test_literals_that_begin_each_other_end_somewhere():
+    assert _any_of(["a" * count for count in range(1, 50)]).fullmatch("a" * 49)
+    with pytest.raises(ModelError, match="added tokens"):
+        _any_of(["a" * count for count in range(1, 1024)])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from llmbox.app.text.from_gguf import _PATTERNS
 from llmbox.app.text.tokenizer_safety import KNOWN_REGEXES, find_unsafe_part, find_unsafe_step
 from support.hostile_tokenizers import BACKTRACKING, PANICKING, doubling, replace, splitting, with_steps
 from support.tokenizers_zoo import FAMILIES
@@ -67,3 +68,8 @@ def test_qwen_and_llama_3_are_among_them():
 )
 def test_everything_else_works_behind_the_wall(source):
     assert find_unsafe_step(source)
+
+
+@pytest.mark.parametrize("name", _PATTERNS)
+def test_tokenizers_from_gguf_files_are_known(name):
+    assert _PATTERNS[name] in KNOWN_REGEXES
