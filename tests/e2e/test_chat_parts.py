@@ -149,7 +149,8 @@ def test_a_conversation_with_calls_is_rendered_by_the_template(client):
         ("caller", {"tool_choice": "auto"}, "tool_choice"),
         ("caller", {"tools": TOOLS * 3}, "tools"),
         ("caller", {"tools": [{"type": "function"}]}, "tools[0].function"),
-        ("caller", {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ("caller", {"tools": [{"type": "mcp", "mcp": {"name": "x"}}]}, "tools[0].type"),
+        ("caller", {"tools": [{"type": "custom"}]}, "tools[0].custom"),
     ],
 )
 def test_what_cannot_be_done_is_refused(client, model, fields, param):

@@ -75,7 +75,7 @@ async def test_what_passes_is_followed_to_its_end(pool, bytewise):
 @pytest.mark.parametrize("several", [False, True])
 async def test_calls_are_what_the_parser_reads(pool, bytewise, syntax, several):
     grammar = await pool.compiled(
-        grammars(None, calls(bytewise, syntax, TOOLS, several=several and syntax.most != 1)), "x"
+        grammars(None, calls(bytewise, syntax, TOOLS, {}, several=several and syntax.most != 1)), "x"
     )
     field = "parameters" if syntax == LLAMA else "arguments"
     one, other = (f'{{"name": {name}, "{field}": {{"a":1}}}}' for name in ('"f"', '"g\\""'))
