@@ -258,8 +258,6 @@ def test_context_errors_name_the_numbers(http):
         ("/v1/responses", {"input": "x", "max_output_tokens": CONTEXT}, "max_output_tokens"),
         ("/v1/responses", {"input": "x", "user": "u" * 513}, "user"),
         ("/v1/responses", {"input": "x", "temperature": 9}, "temperature"),
-        ("/api/chat", {"messages": HELLO, "options": {"num_predict": CONTEXT}}, "options.num_predict"),
-        ("/api/generate", {"prompt": "x", "options": {"num_predict": CONTEXT}}, "options.num_predict"),
         ("/api/chat", {"messages": HELLO, "options": {"top_k": 10**6}}, "options.top_k"),
         ("/api/chat", {"messages": HELLO, "options": {"stop": ["x"] * 17}}, "options.stop"),
     ],
