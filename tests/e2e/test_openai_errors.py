@@ -259,6 +259,7 @@ def test_context_errors_name_the_numbers(http):
         ("/v1/responses", {"input": "x", "user": "u" * 513}, "user"),
         ("/v1/responses", {"input": "x", "temperature": 9}, "temperature"),
         ("/api/chat", {"messages": HELLO, "options": {"top_k": 10**6}}, "options.top_k"),
+        ("/api/generate", {"prompt": "x", "options": {"top_k": 10**6}}, "options.top_k"),
         ("/api/chat", {"messages": HELLO, "options": {"stop": ["x"] * 17}}, "options.stop"),
     ],
 )
