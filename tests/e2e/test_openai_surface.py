@@ -30,7 +30,7 @@ from llmbox.app.http.openai_responses.fields import (
     NamespaceTool,
     ResponseRequest,
 )
-from support.cli_box import PATIENCE
+from support.cli_box import PATIENCE, until
 from support.fake_engine import write_model
 from support.openai_server import serving
 from support.tokenizers_zoo import CHATML, byte_level, write_text_files
@@ -115,6 +115,28 @@ def converse(conversations: Any) -> None:
     assert conversations.delete(made.id).deleted
 
 
+def keep_files(files: Any) -> None:
+    file = files.create(file=("a.jsonl", b"{}\n"), purpose="batch")
+    assert files.retrieve(file.id) == file == files.wait_for_processing(file.id)
+    assert files.content(file.id).text == files.retrieve_content(file.id) == "{}\n"
+    assert file.id in [each.id for each in files.list()]
+    assert files.delete(file.id).deleted
+
+
+def run_batches(batches: Any) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": ASKED}
+    files = batches._client.files
+    file = files.create(file=("a.jsonl", json.dumps(line).encode()), purpose="batch")
+    made = batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    until(lambda: batches.retrieve(made.id).status == "completed")
+    done = json.loads(files.content(batches.retrieve(made.id).output_file_id).text)
+    assert done["response"]["body"]["choices"][0]["message"]["content"] == SAID
+    assert made.id in [each.id for each in batches.list()]
+    with pytest.raises(openai.APIStatusError):  # it has ended
+        batches.cancel(made.id)
+
+
+FILES = ("create", "retrieve", "list", "delete", "content", "retrieve_content", "wait_for_processing")
 CHAT = dict.fromkeys(
     ("create", "stream", "parse", "list", "retrieve", "update", "delete", "messages.list"), chat
 )
@@ -130,6 +152,8 @@ RESOURCES: dict[str, dict[str, Callable[[Any], None]]] = {
     "models": dict.fromkeys(("list", "retrieve", "delete"), models),
     "responses": RESPONSES | {"parse": parse_and_stream, "stream": parse_and_stream},
     "beta.responses": RESPONSES,
+    "files": dict.fromkeys(FILES, keep_files),
+    "batches": dict.fromkeys(("create", "retrieve", "list", "cancel"), run_batches),
     "conversations": dict.fromkeys(("create", "retrieve", "update", "delete", *ITEMS), converse),
 }
 """Resources that are honoured: every method but those in SOCKETS."""
@@ -141,8 +165,6 @@ PLATFORM = (
     "moderations", "realtime", "safety", "skills", "uploads", "vector_stores", "videos", "webhooks",
 )  # fmt: skip
 """Resources of OpenAI's platform, which is not a model: each of their methods is refused."""
-ELSEWHERE = ("files", "batches")
-"""Resources with tests of their own."""
 IN_THE_CLIENT = (
     "webhooks.unwrap",
     "webhooks.verify_signature",
@@ -222,8 +244,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
 def test_every_method_is_known() -> None:
     shown = surface(client_of("http://127.0.0.1:9"))
     known = {f"{at}.{name}" for at, drivers in RESOURCES.items() for name in drivers} | set(SOCKETS)
-    assert {name for name in shown if not is_in(name, PLATFORM + ELSEWHERE)} == known
-    assert all(any(is_in(name, (at,)) for name in shown) for at in PLATFORM + ELSEWHERE)
+    assert {name for name in shown if not is_in(name, PLATFORM)} == known
+    assert all(any(is_in(name, (at,)) for name in shown) for at in PLATFORM)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +267,8 @@ def test_what_is_openais_platform_is_not_here(client: openai.OpenAI) -> None:
             continue
         with pytest.raises(openai.APIStatusError) as refused:
             ask(method)
-        assert refused.value.status_code in {404, 415}, name  # 415: a form, which no route of ours takes
+        uploads = refused.value.param == "purpose"  # of a file that only a refused method could use
+        assert uploads or refused.value.status_code in {404, 415}, name  # 415: a form
         assert refused.value.body is not None
 
 
