@@ -288,6 +288,7 @@ def test_scores_of_pairs(http):
         ({"text_1": 5}, "text_1"),
         ({"text_2": ["a"] * 2049}, "text_2"),
         ({"model": "sorter"}, "model"),
+        ({"model": "wordless"}, "model"),
     ],
 )
 def test_bad_pairs(http, fields, param):

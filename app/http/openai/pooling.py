@@ -259,7 +259,7 @@ async def _judge_of(model: LoadedModel) -> Judge | None:
     try:
         return await find_judge(model)
     except ApiError:
-        if info.pooling_problem or await find_classifier(model) is not None:
+        if info.generates or info.pooling_problem or await find_classifier(model) is not None:
             raise
         return None
 
