@@ -10,12 +10,16 @@ Nothing is downloaded here. Names follow closed patterns and every path is resol
 its folder: a name never leads anywhere else.
 """
 
-import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from llmbox.engine.gguf.file import is_gguf
+from llmbox.engine.json_file import parse_json
+from llmbox.engine.regular_file import read_regular
 
 from .errors import CliError, Exit
 from .registry import Names
@@ -27,6 +31,8 @@ BUILTIN = "builtin"
 BUILTIN_DIR = Path(__file__).parent / "assets" / "builtin"
 CONFIG_LIMIT = 4_000_000
 """Bytes of a config.json that we are willing to parse; real ones have a few thousand."""
+
+WEIGHT_SUFFIXES = (".gguf", ".safetensors")
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 HUB_ID = re.compile(
@@ -95,7 +101,12 @@ def resolve(
         return _builtin()
     if (place := names.directories.get(text)) is not None:
         return ModelRef(text, directory(Path(place)).path, "directory", registered=True)
-    if text.startswith(("/", "./", "../", "~")) or text in {".", ".."} or Path(text, "config.json").is_file():
+    if (
+        text.startswith(("/", "./", "../", "~"))
+        or text in {".", ".."}
+        or Path(text, "config.json").is_file()
+        or (text.lower().endswith(WEIGHT_SUFFIXES) and Path(text).exists())
+    ):
         return directory(Path(text))
     match = HUB_ID.fullmatch(text)
     if match is None or ".." in text or "--" in text:
@@ -168,16 +179,35 @@ def _in_caches(name: str, repo: str, revision: str | None, caches: list[Path]) -
 
 def directory(path: Path) -> ModelRef:
     folder = path.expanduser().resolve()
-    if not folder.is_dir():
+    if not folder.exists():
         raise CliError(f"no directory {folder}", "it does not exist", "llmbox ls", Exit.NOT_FOUND)
-    if not (folder / "config.json").is_file():
+    if not folder.is_dir():
+        raise not_a_folder(folder)
+    config = folder / "config.json"
+    if not config.is_file():
         raise CliError(
             f"{folder} holds no model",
-            "config.json is missing",
+            "config.json is no regular file" if config.exists() else "config.json is missing",
             "name a directory in Hugging Face layout: config.json, *.safetensors, tokenizer.json",
             Exit.NOT_FOUND,
         )
     return ModelRef(folder.name, folder, "directory")
+
+
+def not_a_folder(file: Path) -> CliError:
+    if file.suffix.lower() == ".gguf" or is_gguf(file):
+        return CliError(
+            f"{file} is a GGUF file",
+            "models are served from folders with safetensors; of a GGUF file `llmbox import` makes one, once",
+            f"llmbox import {shlex.quote(str(file))}, then use the name that it says",
+            Exit.USAGE,
+        )
+    return CliError(
+        f"{file} is no directory",
+        "a model is a folder with config.json, *.safetensors and tokenizer.json",
+        f"name the folder: {shlex.quote(str(file.parent))}",
+        Exit.USAGE,
+    )
 
 
 def check_name(name: str) -> str:
@@ -249,10 +279,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """config.json for display; empty when it is absent or broken (loading says what is wrong)."""
     path = folder / "config.json"
     try:
-        if path.stat().st_size > CONFIG_LIMIT:
-            return {}
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        data = parse_json(read_regular(path, CONFIG_LIMIT))
+    except (OSError, ValueError):
         return {}
     return data if isinstance(data, dict) else {}
 
@@ -297,7 +325,7 @@ def commit_of(folder: Path, revision: str | None) -> str | None:
     if not reference.resolve().is_relative_to((folder / "refs").resolve()):
         return None
     try:
-        text = reference.read_text("ascii").strip()
+        text = read_regular(reference, 4096).decode("ascii").strip()
     except (OSError, ValueError):
         return None
     return text if _COMMIT.fullmatch(text) else None

@@ -1,11 +1,12 @@
 """Which tensors a model directory holds, and in which file: one safetensors file, or shards with an index."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .errors import ModelError
+from .json_file import MAX_BYTES, parse_json
+from .regular_file import read_regular
 from .safetensors_header import FETCH_AGAIN, TensorEntry, read_header, shown
 
 SINGLE = "model.safetensors"
@@ -129,10 +130,10 @@ def read_index(index: Path) -> dict[str, str]:
         return dict(pairs)
 
     try:
-        raw = json.loads(index.read_bytes(), object_pairs_hook=unique)
+        raw = parse_json(read_regular(index, MAX_BYTES), unique)
     except OSError as error:
         raise ModelError(f"{index} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise ModelError(f"{index} is not valid JSON; {FETCH_AGAIN}") from None
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

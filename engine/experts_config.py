@@ -81,9 +81,7 @@ def count_experts(fields: Fields) -> tuple[int, int]:
             )
     # Transformers 5 calls it so in its own code, and may write it.
     key = "num_local_experts" if fields.raw.get("num_experts") is None else "num_experts"
-    count, per_token = fields.integer(key), fields.integer("num_experts_per_tok")
-    if count > MAX_EXPERTS:
-        raise fields.error(f"{key} {count} is beyond anything known ({MAX_EXPERTS})")
+    count, per_token = fields.integer(key, most=MAX_EXPERTS), fields.integer("num_experts_per_tok")
     if per_token > count:
         raise fields.error(f"num_experts_per_tok {per_token} is more than {key} {count}")
     return count, per_token

@@ -7,7 +7,7 @@ from typing import Any
 from .config_fields import Fields
 from .rope_config import RopeConfig, parse_rope
 from .scales import Scales
-from .windows import Windows, windows_by_type
+from .windows import Windows, layer_types, windows_by_type
 
 _COMMON: Mapping[str, Any] = {
     "vocab_size": 256000,
@@ -94,7 +94,7 @@ def gemma3_ropes(
     if whole.rope_type == "linear":  # max_position_embeddings counts what scaling has made of it
         whole = replace(whole, original_context=int(positions / whole.factor))
     local = _rope(fields, _SLIDING, head_dim, positions)
-    types = _typed_as_gemma3(fields, layers).raw["layer_types"]
+    types = layer_types(_typed_as_gemma3(fields, layers), layers)
     return (whole, local), tuple(int(name == _SLIDING) for name in types)
 
 

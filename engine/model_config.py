@@ -9,7 +9,7 @@ from llmbox.kernels.quant import QUANTS
 from .architectures import ARCHITECTURES, Architecture, QKNorm
 from .backbone import has_head, with_head
 from .config import Dtype
-from .config_fields import Fields
+from .config_fields import Fields, show
 from .errors import UnsupportedArchitecture
 from .experts_config import ExpertsConfig
 from .fp8_config import NotReadable, modelopt_entry
@@ -21,6 +21,11 @@ from .rounded import MODELOPT_FILE, read_entry
 from .scales import Scales
 
 MAX_LAYERS = 1024
+MAX_HEADS = 1 << 12
+MAX_WIDTH = 1 << 20
+"""Of hidden states and heads; MLPs and vocabularies may be 16 times as wide."""
+MAX_POSITIONS = 1 << 27
+"""Fourteen times the longest context that any model was published with."""
 OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 """What config.json may say beside `text_config` and not in it."""
 DTYPES: dict[str, Dtype] = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
@@ -124,6 +129,13 @@ class ModelConfig:
         )
 
 
+def norm_eps(fields: Fields) -> float:
+    eps = fields.number("rms_norm_eps", 1e-6)
+    if not 0.0 <= eps <= 1.0:
+        raise fields.error(f"rms_norm_eps {eps} must be from 0 to 1")
+    return eps
+
+
 def expert_shape(experts: ExpertsConfig) -> ExpertShape:
     return ExpertShape(
         count=experts.count, per_token=experts.per_token, inner=experts.inner, layers=experts.num_layers
@@ -139,34 +151,36 @@ def parse_config(path: Path | str) -> ModelConfig:
         fields = text_fields(fields)
     fields = Fields({**kind.defaults, **fields.raw}, fields.where)
     refuse_unsupported(fields, kind)
-    heads = fields.integer("num_attention_heads")
-    hidden = fields.integer("hidden_size")
-    head_dim = fields.integer("head_dim", kind.head_dim or hidden // heads or None)
-    kv_heads = fields.integer("num_key_value_heads", heads)
+    heads = fields.integer("num_attention_heads", most=MAX_HEADS)
+    hidden = fields.integer("hidden_size", most=MAX_WIDTH)
+    head_dim = fields.integer("head_dim", kind.head_dim or hidden // heads or None, most=MAX_WIDTH)
+    kv_heads = fields.integer("num_key_value_heads", heads, most=MAX_HEADS)
     if heads % kv_heads:
         raise fields.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if head_dim % 2:
         raise fields.error(f"head_dim {head_dim} must be even")
-    layers = fields.integer("num_hidden_layers")
-    if layers > MAX_LAYERS:
-        raise fields.error(f"num_hidden_layers {layers} is beyond anything known ({MAX_LAYERS})")
-    positions = fields.integer("max_position_embeddings")
+    layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    positions = fields.integer("max_position_embeddings", most=MAX_POSITIONS)
     head = has_head(fields, Path(path))
     bias = kind.attention_bias and fields.flag("attention_bias", default=False)
     scales = kind.scales(fields)
     ropes, layer_ropes = kind.ropes(fields, head_dim, positions, layers)
+    if (longest := max(rope.context_limit(positions) for rope in ropes)) > MAX_POSITIONS:
+        raise fields.error(
+            f"a context of {longest} tokens, after scaling, is beyond anything known ({MAX_POSITIONS})"
+        )
     return ModelConfig(
         model_type=kind.model_type,
         dtype=checkpoint_dtype(fields),
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=fields.integer("vocab_size", most=16 * MAX_WIDTH),
         hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer("intermediate_size", most=16 * MAX_WIDTH),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=positions,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6) / scales.residual**2,
+        rms_norm_eps=norm_eps(fields) / scales.residual**2,
         tie_word_embeddings=not head or fields.flag("tie_word_embeddings", default=False),
         has_head=head,
         qkv_bias=bias or kind.qkv_bias,
@@ -213,7 +227,7 @@ def named_architecture(fields: Fields) -> Architecture:
     for kind in ARCHITECTURES.values():
         if not names and model_type == kind.model_type:
             return kind
-    wanted = ", ".join(map(str, names)) if isinstance(names, list) and names else repr(model_type)
+    wanted = ", ".join(map(str, names[:4])) if isinstance(names, list) and names else show(model_type)
     raise UnsupportedArchitecture(
         f"{fields.where}: architecture {wanted} is not supported; supported: {', '.join(ARCHITECTURES)}"
     )
@@ -261,5 +275,5 @@ def checkpoint_dtype(fields: Fields) -> Dtype:
     dtype = fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32"
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise fields.error(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+        raise fields.error(f"dtype {show(dtype)} is not supported; supported: {', '.join(DTYPES)}")
     return DTYPES[name]

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from .config import EngineConfig
 from .core import Engine
+from .json_file import MAX_BYTES
 from .messages import AddRequest
 from .model_config import parse_config
+from .regular_file import read_regular
 from .sampling import SamplingParams
 
 LONGEST = 1000
@@ -18,7 +20,7 @@ def sequences_of(model: Path, text: str) -> list[list[int]]:
     """Token ids of the parts of a text, which blank lines divide. Raises ValueError for an empty text."""
     from tokenizers import Tokenizer  # noqa: PLC0415 - engines know only token ids
 
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer = Tokenizer.from_buffer(read_regular(model / "tokenizer.json", MAX_BYTES))
     parts = [tokenizer.encode(part).ids[: longest(model)] for part in text.split("\n\n")]
     found = [ids for ids in parts if len(ids) > 1]
     if not found:

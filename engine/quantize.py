@@ -149,9 +149,11 @@ def bytes_at_most(config: ModelConfig, quant: Quant) -> int:
 def take_along(source: Path, target: Path) -> None:
     """Tokenizer, templates, defaults: everything beside the weights, as files of its own."""
     for file in source.iterdir():
-        if file.suffix in WEIGHTS or file.name in {INDEX, "config.json"} or not file.is_file():
+        if file.suffix in WEIGHTS or file.name in {INDEX, "config.json"} or file.is_dir():
             continue
-        if not file.name.startswith(".") and file.stat().st_size <= LARGEST_COPY:
+        if file.exists() and not file.is_file():
+            raise ModelError(f"{file} is neither a regular file nor a folder: take it away")
+        if file.is_file() and not file.name.startswith(".") and file.stat().st_size <= LARGEST_COPY:
             shutil.copyfile(file, target / file.name)
     if (source / POOLING_FILE).is_file():
         (target / POOLING_FILE).parent.mkdir()

@@ -7,6 +7,8 @@ from typing import Any
 from .config_fields import Fields
 from .windows import layer_types
 
+MAX_FACTOR = 65536.0
+MAX_THETA = 1e15
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -142,8 +144,8 @@ def read_rope(
         raise rope.error("RoPE parameters by layer type are not supported")
     if rope_type not in ROPE_TYPES:
         raise rope.error(f"RoPE type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    if theta <= 1.0:
-        raise rope.error(f"rope_theta {theta} must be larger than 1")
+    if not 1.0 < theta <= MAX_THETA:
+        raise rope.error(f"rope_theta {theta} must be larger than 1 and at most {MAX_THETA:g}")
     if rope_type == "default":
         return RopeConfig(rotary_dim=rotary_dim, theta=theta)
     original = fields.integer("original_max_position_embeddings", 0) or rope.integer(
@@ -171,12 +173,15 @@ def read_rope(
 
 
 def check(config: RopeConfig, rope: Fields) -> None:
-    if config.factor < 1.0:
-        raise rope.error(f"factor {config.factor} must be at least 1")
+    if not 1.0 <= config.factor <= MAX_FACTOR:
+        raise rope.error(f"factor {config.factor} must be from 1 to {MAX_FACTOR:.0f}")
+    for name, value in (("attention_factor", config.attention_factor), ("mscale", config.mscale)):
+        if value is not None and not 0.0 <= value <= MAX_FACTOR:
+            raise rope.error(f"{name} {value} must be from 0 to {MAX_FACTOR:.0f}")
     if min(config.beta_fast, config.beta_slow) <= 0 or config.original_context < 2:
         raise rope.error("beta_fast and beta_slow must be positive, the original context at least 2")
-    if config.rope_type == "llama3" and config.high_freq_factor <= config.low_freq_factor:
-        raise rope.error("high_freq_factor must be larger than low_freq_factor")
+    if config.rope_type == "llama3" and not 0 < config.low_freq_factor < config.high_freq_factor:
+        raise rope.error("low_freq_factor must be positive, and high_freq_factor larger")
     if config.rope_type == "longrope":
         wanted = config.rotary_dim // 2
         for name, values in (("short_factor", config.short_factor), ("long_factor", config.long_factor)):

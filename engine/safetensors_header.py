@@ -4,8 +4,8 @@ Layout: 8 bytes little-endian length, a JSON object {name: {dtype, shape, data_o
 Read with plain file reads, never mapped: a file that shrinks later is an error message, not a SIGBUS.
 """
 
-import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
 from .errors import ModelError
+from .json_file import parse_json
+from .regular_file import open_regular
 from .rounded import FLOATS, INTEGERS, SCALE, STEP
 
 FETCH_AGAIN = "the file is damaged or its download was cut short: fetch it again"
@@ -56,8 +58,8 @@ class TensorEntry:
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """All tensors of a file, by name. Raises ModelError naming the file, the tensor and what to do."""
     try:
-        with file.open("rb") as stream:
-            size = file.stat().st_size
+        with open_regular(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
             raw, data_start = load_json(file, stream, size)
     except FileNotFoundError:
         raise ModelError(f"{file} is missing: fetch the model again") from None
@@ -89,8 +91,8 @@ def load_json(file: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any], 
         return seen
 
     try:
-        raw = json.loads(stream.read(length), object_pairs_hook=unique)
-    except (ValueError, RecursionError):
+        raw = parse_json(stream.read(length), unique)
+    except ValueError:
         raise ModelError(f"{file}: the header is not valid JSON; {FETCH_AGAIN}") from None
     if not isinstance(raw, dict):
         raise ModelError(f"{file}: the header is not a JSON object; {FETCH_AGAIN}")

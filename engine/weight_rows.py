@@ -9,6 +9,7 @@ from llmbox.kernels.quant import Quant
 
 from .checkpoint import list_tensors
 from .errors import ModelError
+from .regular_file import open_regular
 from .rounded import SCALE
 from .safetensors_header import FETCH_AGAIN, TensorEntry, shown
 
@@ -47,7 +48,7 @@ def _row(entry: TensorEntry, row: int) -> list[float]:
     count = entry.shape[1]
     size = count * _BYTES[entry.dtype]
     try:
-        with entry.file.open("rb") as stream:
+        with open_regular(entry.file) as stream:
             stream.seek(entry.offset + row * size)
             raw = stream.read(size)
     except OSError as error:

@@ -26,6 +26,7 @@ from .pack import pack
 from .parallel.layout import Part
 from .parallel.rank import ALONE, Rank
 from .read_rounded import read_rounded
+from .regular_file import open_regular
 from .rounded import BOUNDS, OF_KEYS_AND_VALUES, SCALES, STEP
 from .rounded_parts import reordered
 from .safetensors_header import FETCH_AGAIN, TensorEntry, shown
@@ -313,7 +314,7 @@ class Checkpoint:
         self._total -= entry.nbytes - buffer.nbytes
         view = bytes_of(buffer)
         try:
-            with entry.file.open("rb", buffering=0) as stream:
+            with open_regular(entry.file, buffering=0) as stream:
                 for offset, length in runs:
                     stream.seek(entry.offset + offset)
                     read_fully(stream.readinto, view[:length], entry)

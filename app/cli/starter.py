@@ -13,6 +13,7 @@ from ..daemon.instance import find_running
 from ..daemon.load_error import load_error
 from ..errors import CliError, Exit
 from ..settings import Scalar
+from . import output
 from .log_lines import error_in, last_lines
 from .options import as_arguments
 from .output import ProgressLine, size
@@ -108,6 +109,8 @@ def wait_for_models(
                     log_file = str(program.paths.log_file)
                     raise load_error(model["name"], model["cause"], model["error_code"], log_file)
             if all(model["state"] == "ready" for model in models):
+                line.close()
+                _print_warnings(models)
                 return models
             waited = time.monotonic() - began
             told = ", ".join(progress_text(model) for model in models if model["state"] != "ready")
@@ -123,6 +126,12 @@ def wait_for_models(
             time.sleep(POLL / 2)
     finally:
         line.close()
+
+
+def _print_warnings(models: Sequence[Mapping[str, Any]]) -> None:
+    for model in models:
+        for warning in model.get("warnings", ()):
+            output.say(output.printable(f"Warning: {model['name']}: {warning}"))
 
 
 def _look(program: Program, started: Started, names: Sequence[str]) -> list[dict[str, Any]]:

@@ -159,13 +159,14 @@ class EngineManager:
         finally:
             del self._loading[config.name]
         now = time.time()
+        loaded_text = _with_warnings(config.name, text.result(), supervisor)
         model = LoadedModel(
             name=config.name,
             aliases=loading.aliases,
             path=path,
             config=config,
             supervisor=supervisor,
-            text=text.result(),
+            text=loaded_text,
             loaded_at=now,
             last_used=now,
             clock=self.clock,
@@ -318,6 +319,14 @@ def _as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), code=error.code)
     log.error("unexpected error while loading", exc_info=error)
     return ApiError(500, "Loading failed by an internal error.", code="engine_error", type="server_error")
+
+
+def _with_warnings(name: str, text: ModelText, supervisor: Supervisor) -> ModelText:
+    """With what only shows beside the weights. Each warning is logged."""
+    text = text.beside_embedding(0 if supervisor.info is None else supervisor.info.vocab_size)
+    for warning in text.warnings:
+        log.warning("%s: %s", name, warning)
+    return text
 
 
 def _retrieve(task: "asyncio.Task[LoadedModel]") -> None:

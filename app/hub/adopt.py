@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..catalog import not_a_folder
 from ..errors import CliError, Exit
 
 
@@ -16,8 +17,10 @@ class Adoptable:
 def find_adoptable(place: Path) -> list[Adoptable]:
     """Raises CliError (exit 4) when there is nothing that could be served."""
     folder = place.expanduser().resolve()
-    if not folder.is_dir():
+    if not folder.exists():
         raise CliError(f"no directory {folder}", "it does not exist", "name a folder", Exit.NOT_FOUND)
+    if not folder.is_dir():
+        raise not_a_folder(folder)
     if _is_model(folder):
         return [Adoptable(folder.name, folder, is_cache=False)]
     for cache in (folder, folder / "hub"):

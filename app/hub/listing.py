@@ -1,6 +1,5 @@
 """What a repository holds at one commit, and which of its files serving needs."""
 
-import json
 import logging
 import os
 import re
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from llmbox.engine.json_file import parse_json
 from llmbox.engine.pooling_config import MODULES_FILE, POOLING_FILE
 from llmbox.engine.rounded import MODELOPT_FILE
 
@@ -132,8 +132,8 @@ class Hub:
         what = f"{name} of {listing.repo}"
         data = self.web.read(self.url(listing.repo, listing.commit, name), listing.repo, limit)
         try:
-            value = json.loads(data)
-        except (ValueError, RecursionError):
+            value = parse_json(data)
+        except ValueError:
             value = None
         if not isinstance(value, dict):
             raise HubError("unsupported_model", f"{what} is broken", "it holds no JSON object")

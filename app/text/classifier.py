@@ -1,6 +1,5 @@
 """Probabilities of classes, from models with a row of scores for each (`...ForSequenceClassification`)."""
 
-import json
 import math
 import sys
 from array import array
@@ -12,10 +11,10 @@ from typing import Any, Final
 
 from llmbox.engine.weight_rows import count_rows, read_row
 
+from ..catalog import read_config
 from ..errors import ApiError
 
 MOST_CLASSES: Final = 1000
-_CONFIG_LIMIT: Final = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ def read_classifier(folder: Path, loaded_at: float) -> Classifier | None:  # noq
     count = count_rows(folder, "score")
     if not 0 < count <= MOST_CLASSES:
         return None
-    config = _config(folder)
+    config = read_config(folder)
     is_exclusive = count > 1 and config.get("problem_type") != "multi_label_classification"
     return Classifier(
         _labels(config, count), [read_row(folder, "score", i) for i in range(count)], is_exclusive
@@ -67,15 +66,6 @@ def _labels(config: dict[str, Any], count: int) -> list[str]:
     names = config.get("id2label")
     names = names if isinstance(names, dict) else {}
     return [str(names.get(str(i), f"LABEL_{i}")) for i in range(count)]
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        data = json.loads(path.read_bytes()) if path.stat().st_size <= _CONFIG_LIMIT else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return data if isinstance(data, dict) else {}
 
 
 def _sigmoid(logit: float) -> float:

@@ -4,16 +4,16 @@ import contextlib
 import ctypes
 import json
 import logging
-import os
-import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
 from llmbox.engine.errors import ModelError
+from llmbox.engine.json_file import MAX_BYTES, parse_json
+from llmbox.engine.regular_file import read_regular
 
 from ..errors import ApiError
 from .chat_prompt import (
@@ -25,24 +25,18 @@ from .chat_prompt import (
     render_chat,
 )
 from .detokenizer import Detokenizer, decode
+from .end_tokens import declared_ids, end_token_ids
 from .off_loop import off_loop
 from .template_pool import TemplatePool
 from .text_encoder import Markers, TextEncoder, TokenizeError, load_tokenizer
 from .token_bytes import TokenBytes
 from .tokenizer_safety import find_unsafe_part, find_unsafe_step
 from .tool_calls import tool_syntax
+from .vocabulary_check import vocabulary_warnings
 from .walled_encoder import WalledEncoder, as_api_error
 
 T = TypeVar("T")
-_MOST_BYTES: Final = 256 << 20
-"""Of one text file of a model. The largest tokenizer.json known has 35 MB."""
 log = logging.getLogger("llmbox.text")
-
-END_OF_TURN = (
-    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<end_of_turn>",
-    "<|endofturn|>", "<|eot|>", "<|return|>", "<|call|>",
-)  # fmt: skip
-"""Turn ends that models emit although their configs may not list them; taken if the template writes them."""
 
 _DEFAULT_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
@@ -67,6 +61,8 @@ class ModelText:
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, float]
     """Used where a request leaves a field absent."""
+    warnings: tuple[str, ...] = ()
+    """What of its files is not believed, and what will not work."""
     system: str | None = None
     """Of an alias: said first where a conversation has no system message."""
 
@@ -74,6 +70,10 @@ class ModelText:
     def vocab_size(self) -> int:
         size: int = self.tokenizer.get_vocab_size(with_added_tokens=True)
         return size
+
+    def beside_embedding(self, rows: int) -> "ModelText":
+        """The same, with warnings of tokens that an embedding of so many rows has none for."""
+        return replace(self, warnings=(*self.warnings, *vocabulary_warnings(self, rows)))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a raw prompt: here the caller writes the template, so special-token literals are tokens."""
@@ -183,7 +183,8 @@ def _load(path: Path) -> ModelText:
         _read_json(path / "special_tokens_map.json")
     ) | named_special_tokens(config)
     template = _template(path, config)
-    eos = _eos_ids(tokenizer, special_tokens, template, [_read_json(path / "config.json"), generation])
+    configs = {"config.json": _read_json(path / "config.json"), "generation_config.json": generation}
+    declared, warnings = declared_ids(configs)
     return ModelText(
         tokenizer=tokenizer,
         encoder=encoder,
@@ -191,7 +192,8 @@ def _load(path: Path) -> ModelText:
         control=ControlTokens(tokenizer, frozenset(special_tokens.values())),
         special_tokens=special_tokens,
         chat_template=template,
-        eos_token_ids=eos,
+        eos_token_ids=end_token_ids(tokenizer, special_tokens, template, declared),
+        warnings=tuple(warnings),
         generation_defaults=_generation_defaults(generation),
     )
 
@@ -204,8 +206,9 @@ def _load_tokenizer(file: Path) -> tuple[Tokenizer, TextEncoder | WalledEncoder]
     if unsafe:
         log.info("%s: texts are tokenized in a process of its own, for %s", file, unsafe)
         encoder = WalledEncoder(file)
-        source = _without_steps(source)
     try:
+        if unsafe:
+            source = _without_steps(source)
         tokenizer = load_tokenizer(source)
     except ValueError as error:
         raise ModelError(f"tokenizer.json is not a tokenizer: {error}") from None
@@ -215,8 +218,10 @@ def _load_tokenizer(file: Path) -> tuple[Tokenizer, TextEncoder | WalledEncoder]
 
 
 def _without_steps(source: bytes) -> bytes:
-    """Only what tells tokens and ids: nothing of it works on a text."""
-    file = json.loads(source)
+    """Only what tells tokens and ids: nothing of it works on a text. Raises ValueError."""
+    file = parse_json(source)
+    if not isinstance(file, dict):
+        raise ValueError("it holds no JSON object")  # noqa: TRY004 - of a file, not of an argument
     return json.dumps({**file, "normalizer": None, "pre_tokenizer": None, "post_processor": None}).encode()
 
 
@@ -237,25 +242,7 @@ def read_generation_defaults(path: Path) -> dict[str, float]:
 
 def _template(path: Path, config: dict[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
-    return _read_text(file) if file.is_file() else pick_template(config.get("chat_template"))
-
-
-def _eos_ids(
-    tokenizer: Tokenizer,
-    special_tokens: dict[str, str],
-    template: str | None,
-    configs: Sequence[dict[str, Any]],
-) -> tuple[int, ...]:
-    """Every id that ends an answer, in a fixed order."""
-    ids: list[int | None] = []
-    for config in configs:
-        declared = config.get("eos_token_id")
-        ids += declared if isinstance(declared, list) else [declared]
-    names = [special_tokens.get("eos_token", "")]
-    names += [name for name in END_OF_TURN if template and name in template]
-    ids += [tokenizer.token_to_id(name) for name in names]
-    known = (id_ for id_ in ids if isinstance(id_, int) and not isinstance(id_, bool) and id_ >= 0)
-    return tuple(dict.fromkeys(known))
+    return _read_text(file) if file.exists() else pick_template(config.get("chat_template"))
 
 
 def _generation_defaults(config: dict[str, Any]) -> dict[str, float]:
@@ -271,10 +258,10 @@ def _generation_defaults(config: dict[str, Any]) -> dict[str, float]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """An absent file is an empty object: only tokenizer.json is needed."""
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
-        value = json.loads(_read_text(path))
+        value = parse_json(_read_text(path))
     except ValueError as error:
         raise ModelError(f"{path.name} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -291,24 +278,11 @@ def _read_text(path: Path) -> str:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        with open(path, "rb", opener=_open_regular) as file:
-            data: bytes = file.read(_MOST_BYTES + 1)
+        return read_regular(path, MAX_BYTES)
     except FileNotFoundError:
         raise ModelError(
             f"{path.name} is missing in the model's directory: there is no tokenizer to read text with. "
             "Fetch the whole model again; tokenizer.model and vocab.json alone are not read."
         ) from None
     except OSError as error:
-        raise ModelError(f"{path.name} cannot be read: {error}") from None
-    if len(data) > _MOST_BYTES:
-        raise ModelError(f"{path.name} is larger than {_MOST_BYTES >> 20} MB")
-    return data
-
-
-def _open_regular(path: str, flags: int) -> int:
-    """A pipe or a device could hold us for ever. Raises OSError."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError("it is no regular file")
-    return descriptor
+        raise ModelError(f"{path.name} cannot be read: {error.strerror or error}") from None

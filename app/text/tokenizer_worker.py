@@ -12,6 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from llmbox.engine.json_file import MAX_BYTES
+from llmbox.engine.regular_file import read_regular
+
 from .text_encoder import Markers, TextEncoder, TokenizeError, load_tokenizer
 from .worker import Answer, run_worker
 
@@ -23,7 +26,7 @@ def make_answer(path: Path, load_seconds: float) -> Answer:
     """The tokenizer is loaded before the first job."""
     signal.setitimer(signal.ITIMER_PROF, load_seconds)
     try:
-        encoder, problem = TextEncoder(load_tokenizer(path.read_bytes())), ""
+        encoder, problem = TextEncoder(load_tokenizer(read_regular(path, MAX_BYTES))), ""
     except (OSError, ValueError, TokenizeError, MemoryError) as error:
         encoder, problem = None, f"{error}" or type(error).__name__
     signal.setitimer(signal.ITIMER_PROF, 0)

@@ -25,6 +25,7 @@ from ..model_config import parse_config
 from ..models import build_model
 from ..quantize import DISK_RESERVE, Progress, packing_for
 from ..quantizer import Quantizer
+from ..regular_file import open_regular
 from ..rounded import FORMATS, entry_in_config
 from ..shards import ShardWriter
 from .blocks import dequantise
@@ -83,7 +84,7 @@ def rope_factors(gguf: Gguf) -> list[float] | None:
     entry = gguf.tensors.get("rope_freqs.weight")
     if entry is None:
         return None
-    with entry.file.open("rb") as stream:
+    with open_regular(entry.file) as stream:
         stream.seek(entry.offset)
         raw = torch.frombuffer(bytearray(stream.read(entry.nbytes)), dtype=torch.uint8)
     factors: list[float] = dequantise(entry.dtype, raw).tolist()

@@ -7,6 +7,7 @@ message, not a SIGBUS.
 """
 
 import math
+import os
 import re
 import struct
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from ..errors import ModelError
+from ..regular_file import open_regular
 from ..safetensors_header import FETCH_AGAIN, TensorEntry, refuse_overlaps, shown
 
 MAGIC: Final = b"GGUF"
@@ -77,7 +79,7 @@ class Gguf:
 
 def is_gguf(path: Path) -> bool:
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             return stream.read(4) == MAGIC
     except OSError:
         return False
@@ -121,8 +123,8 @@ def _other_parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
 
 def _read_one(path: Path) -> Gguf:
     try:
-        with path.open("rb") as stream:
-            return _Reader(path, stream, path.stat().st_size).read()
+        with open_regular(path) as stream:
+            return _Reader(path, stream, os.fstat(stream.fileno()).st_size).read()
     except FileNotFoundError:
         raise ModelError(f"{path} is missing: fetch the model again") from None
     except OSError as error:

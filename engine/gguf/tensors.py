@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
+from ..regular_file import open_regular
 from ..safetensors_header import TensorEntry, shown
 from ..tensor_bytes import bytes_of, read_fully, refuse_non_finite
 from .blocks import dequantise
@@ -72,7 +73,7 @@ class GgufTensors:
         blocks = entry.nbytes // block_bytes
         out = torch.empty(blocks * block)
         try:
-            with entry.file.open("rb", buffering=0) as stream:
+            with open_regular(entry.file, buffering=0) as stream:
                 stream.seek(entry.offset)
                 for start in range(0, blocks, CHUNK_BLOCKS):
                     count = min(CHUNK_BLOCKS, blocks - start)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint import weight_files
+from ..json_file import MAX_BYTES
+from ..regular_file import open_regular, read_regular
 from ..safetensors_header import MAX_HEADER
 from .file import Origin
 
@@ -37,8 +39,9 @@ class PackKey:
         """Raises ModelError and OSError. The bytes of the weights themselves are not read."""
         digest = hashlib.sha256()
         parts = (self.dtype, self.quant, self.layout, self.shard)
-        for part in (*parts, (self.directory / "config.json").read_text(encoding="utf-8")):
-            digest.update(part.encode() + b"\0")
+        config = read_regular(self.directory / "config.json", MAX_BYTES)
+        for part in (*map(str.encode, parts), config):
+            digest.update(part + b"\0")
         for file in weight_files(self.directory):
             digest.update(identity(file.resolve()).encode() + b"\0")
         return digest.hexdigest()[:32]
@@ -49,7 +52,7 @@ def identity(file: Path) -> str:
     if file.parent.name == "blobs" and SHA256.fullmatch(file.name):
         return file.name
     status = file.stat()
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         length = min(int.from_bytes(stream.read(8), "little"), status.st_size, MAX_HEADER)
         header = hashlib.sha256(stream.read(length)).hexdigest()
     return f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0{header}"

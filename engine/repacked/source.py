@@ -16,6 +16,7 @@ from llmbox.kernels.packing import Packing
 
 from ..ending import before_end
 from ..parallel.rank import ALONE, Rank
+from ..regular_file import open_regular
 from ..weights import Asked
 from .cache import RepackedCache
 from .file import Content, Damaged, Item, Mapped
@@ -127,5 +128,5 @@ class Keeper:
 def forget_pages(files: Sequence[Path]) -> None:
     """The next load will not read them: what the system keeps of them may go."""
     for file in files:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -30,7 +30,10 @@ GREEDY_BELOW = 1e-5
 _ROWS_AT_ONCE = {"cpu": 1, "cuda": 64}
 # On CPU a row and its weights stay in the core's cache; on a GPU this bounds the int64 scratch space.
 
-BROKEN = "the model produced NaN or infinite logits for this request"
+BROKEN = (
+    "the model produced NaN or infinite logits for this request: its weights may be damaged, or its numbers "
+    "too large for the dtype that it was loaded with"
+)
 NOTHING_LEFT = (
     "no token is left to choose: allowed_token_ids, bad_words, min_tokens and the grammar forbid every one"
 )

@@ -6,6 +6,7 @@ import pytest
 from llmbox.app import catalog
 from llmbox.app.catalog import HUB_ID, check_name, hub_cache, likely_id, on_disk, resolve
 from llmbox.app.errors import CliError, Exit
+from support.odd_files import KINDS, make_odd, no_hanging
 
 COMMIT = "a" * 40
 
@@ -147,3 +148,45 @@ def test_served_names_are_plain(name: str):
 @pytest.mark.parametrize("name", ["mine", "org/model", "org/model@v1", "Qwen3-0.6B", "a"])
 def test_usual_names_pass(name: str):
     assert check_name(name) == name
+
+
+@pytest.mark.parametrize("written", ["absolute", "relative", "capital"])
+def test_a_gguf_file_is_named_as_one_with_the_way_to_import_it(
+    tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, written: str
+):
+    file = tmp_path / "a b" / ("Tiny.GGUF" if written == "capital" else "tiny.gguf")
+    file.parent.mkdir()
+    file.write_bytes(b"GGUF")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CliError) as caught:
+        resolve(str(file) if written == "absolute" else f"a b/{file.name}", environ)
+    assert caught.value.what == f"{file} is a GGUF file"
+    assert caught.value.fix.startswith(f"llmbox import '{file}'")
+    assert caught.value.exit == Exit.USAGE
+
+
+def test_other_files_are_no_folders_either(tmp_path: Path, environ: dict[str, str]):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    with pytest.raises(CliError) as caught:
+        resolve(str(file), environ)
+    assert caught.value.what == f"{file} is no directory"
+    assert str(tmp_path) in caught.value.fix
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_does_not_hang_a_listing(cache: Path, environ: dict[str, str], kind: str):
+    snapshot = write_repo(cache)
+    write_repo(cache, "org/other")
+    make_odd(snapshot / "config.json", kind)
+    make_odd(cache / "models--org--other" / "refs" / "main", kind)
+    with no_hanging():
+        assert [model.ref.name for model in on_disk(environ) if model.servable] == ["builtin"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_that_is_no_file_is_said(tmp_path: Path, environ: dict[str, str], kind: str):
+    make_odd(tmp_path / "config.json", kind)
+    with no_hanging(), pytest.raises(CliError) as caught:
+        resolve(str(tmp_path), environ)
+    assert caught.value.why == "config.json is no regular file"

@@ -198,3 +198,28 @@ def test_without_a_network_it_is_said_what_fails(box: Box):
     search = box.run("search", "x", HF_ENDPOINT="http://no-such-host.invalid")
     assert search.code == Exit.NETWORK
     assert "the name no-such-host.invalid cannot be resolved" in search.err
+
+
+@pytest.mark.parametrize("command", ["up", "serve", "load", "run", "fit", "show"])
+def test_a_gguf_file_is_named_as_one_by_every_command_that_takes_a_model(box: Box, command: str):
+    file = box.folder / "tiny.gguf"
+    file.write_bytes(b"GGUF")
+    done = box.run(command, file, *(["hello"] if command == "run" else []))
+    assert done.code == Exit.USAGE
+    assert f"{file} is a GGUF file" in done.err
+    assert f"llmbox import {file}" in done.err
+    assert "no directory" not in done.err
+    assert box.running is None
+
+
+def test_what_will_not_work_is_said_when_a_model_is_loaded(box: Box):
+    """Its tokenizer has more tokens than its embedding has rows."""
+    box.serve(box.model())
+    loaded = box.run("load", box.model("odd", declared_vocab=0))
+    assert loaded.code == Exit.OK
+    assert "Warning: odd: the tokenizer has " in loaded.err
+    assert "embedding 256 rows" in loaded.err
+    assert "chat template writes <|im_start|>" in loaded.err
+    warnings = {model["name"]: model["warnings"] for model in box.api("models")["models"]}
+    assert warnings["tiny"] == []
+    assert any("embedding 256 rows" in warning for warning in warnings["odd"])

@@ -20,6 +20,7 @@ from llmbox.engine.shards import ShardWriter
 from llmbox.kernels.dispatch import native_ready
 from llmbox.kernels.quant import QUANTS
 from llmbox.kernels.steps import to_numbers
+from support.odd_files import make_odd, no_hanging
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
 
@@ -143,6 +144,15 @@ def test_what_is_quantised_already_is_refused(tmp_path: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"bits": 4}}))
     with pytest.raises(ModelError, match="quantised"):
         made(source, tmp_path / "foreign", "int4")
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a device", "a socket"])
+def test_what_is_no_file_is_not_left_out_in_silence(tmp_path: Path, kind: str) -> None:
+    source = make_tiny_model(tmp_path / "model")
+    make_odd(source / "tokenizer.json", kind)
+    with no_hanging(), pytest.raises(ModelError, match=r"tokenizer\.json is neither a regular file"):
+        made(source, tmp_path / "out", "int8")
+    assert not (tmp_path / "out").exists()
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:

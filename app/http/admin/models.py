@@ -87,6 +87,7 @@ def describe_all(control: Control) -> list[Model]:
 def _loaded(model: LoadedModel) -> Model:
     described = _of(model.supervisor)
     described.aliases = sorted(model.aliases)
+    described.warnings = list(model.text.warnings)
     described.chat = model.text.chat_template is not None
     described.loaded_at, described.last_used = model.loaded_at, model.last_used
     described.pinned, described.busy, described.ttl_s = model.pinned, model.busy, model.ttl

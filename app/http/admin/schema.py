@@ -24,6 +24,8 @@ class Model(Struct, kw_only=True):
     options: dict[str, Scalar]
     asked: dict[str, Scalar] = field(default_factory=dict)
     """Of `options`, those that its load named; the others come from the settings."""
+    warnings: list[str] = field(default_factory=list)
+    """What of its files is not believed, and what will not work."""
     error_code: str | None = None
     retry_s: int | None = None
     """Seconds until a failed model's engine is started again; null where it is not."""

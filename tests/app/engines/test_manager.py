@@ -12,12 +12,18 @@ from llmbox.app.engines.manager import EngineManager
 from llmbox.app.errors import ApiError
 from llmbox.engine.errors import ModelError
 from support.engines import assert_undisturbed, config, is_running, read, request, until
-from support.fake_engine import fake_launch
+from support.fake_engine import FakeOptions, fake_launch
 
 
 class FakeText:
+    warnings = ()
+
     def __init__(self) -> None:
         self.closed = False
+
+    def beside_embedding(self, rows: int) -> "FakeText":
+        assert rows == FakeOptions().vocab_size
+        return self
 
     def close(self) -> None:
         self.closed = True

@@ -219,6 +219,17 @@ def test_broken_headers_are_refused(hub: StubHub, header: bytes):
     assert caught.value.code == "unsupported_model"
 
 
+@pytest.mark.parametrize(
+    "config",
+    [b'{"x": ' + b"[" * 4000 + b"]" * 4000 + b"}", json.dumps({**CONFIG, "vocab_size": 10**12}).encode()],
+)
+def test_a_hostile_config_is_refused(hub: StubHub, config: bytes):
+    hub.repos[NAME].files["config.json"] = config
+    with pytest.raises(HubError) as caught:
+        facts(hub)
+    assert caught.value.code == "unsupported_model"
+
+
 def test_unsupported_architectures_name_no_path_of_ours(hub: StubHub, tmp_path: Path):
     hub.repos[NAME].files["config.json"] = json.dumps({**CONFIG, "architectures": ["Odd"]}).encode()
     with pytest.raises(HubError) as caught:

@@ -1,11 +1,15 @@
 import json
+import re
+from dataclasses import replace
 
 import pytest
 
 from llmbox.app.errors import ApiError
 from llmbox.app.text.chat_prompt import Chat
 from llmbox.app.text.model_text import load_model_text
+from llmbox.app.text.vocabulary_check import vocabulary_warnings
 from llmbox.engine.errors import ModelError
+from support.odd_files import KINDS, make_odd, no_hanging
 from support.tokenizers_zoo import CHATML, FAMILIES, LLAMA3, write_text_files
 
 
@@ -76,3 +80,86 @@ def test_raw_prompts_may_hold_special_tokens_and_get_the_bos(tmp_path):
     bos, end = (text.tokenizer.token_to_id(t) for t in ("<s>", "<|im_end|>"))
     assert text.encode("the<|im_end|>")[0] == bos
     assert text.encode("the<|im_end|>", add_special_tokens=False)[-1] == end
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "config.json",
+        "chat_template.jinja",
+    ],
+)
+def test_what_is_no_file_is_named_and_not_waited_for(model, name, kind):
+    make_odd(model / name, kind)
+    with no_hanging(), pytest.raises(ModelError, match=rf"{re.escape(name)} cannot be read: it is {kind}"):
+        load_model_text(model)
+
+
+def test_a_deep_tokenizer_is_refused(model):
+    file = json.loads((model / "tokenizer.json").read_text())
+    text = json.dumps({**file, "normalizer": "DEEP"}).replace(
+        '"DEEP"', '{"type":"Sequence","normalizers":[' * 2000 + "]}" * 2000
+    )
+    write(model, "tokenizer.json", text)
+    with pytest.raises(
+        ModelError, match=r"tokenizer\.json is not a tokenizer: .*(nested deeper|recursion limit)"
+    ):
+        load_model_text(model)
+
+
+@pytest.mark.parametrize("depth", [100, 4000])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "config.json"])
+def test_deep_nesting_is_an_error_that_names_the_file(model, name, depth):
+    write(model, name, '{"x": ' + "[" * depth + "]" * depth + "}")
+    with pytest.raises(ModelError, match=rf"{re.escape(name)} is not valid JSON: it is nested deeper"):
+        load_model_text(model)
+
+
+@pytest.mark.parametrize("value", [-1, 3.0, True, "5", {"a": 1}, 2**31, 10**400, [-1, 7], [[7], 7]])
+def test_an_end_token_that_is_none_is_ignored_with_a_warning(model, value):
+    write(model, "generation_config.json", {"eos_token_id": value})
+    text = load_model_text(model)
+    assert all(type(id_) is int and 0 <= id_ < 2**31 for id_ in text.eos_token_ids)
+    assert (7 in text.eos_token_ids) == isinstance(value, list)
+    (warning,) = text.warnings
+    assert warning.startswith("generation_config.json: eos_token_id ")
+    assert len(warning) < 150
+
+
+def test_a_list_of_end_tokens_is_bounded(model):
+    write(model, "generation_config.json", {"eos_token_id": list(range(64))})
+    assert load_model_text(model).warnings == ()
+    write(model, "generation_config.json", {"eos_token_id": [1] * 1_000_000})
+    with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id lists 1000000 ids"):
+        load_model_text(model)
+
+
+def test_an_embedding_padded_or_just_as_large_is_fine(model):
+    text = load_model_text(model)
+    for rows in (text.vocab_size, text.vocab_size + 100):
+        assert vocabulary_warnings(text, rows) == []
+
+
+def test_added_tokens_without_a_row_are_warned_of(model):
+    text = load_model_text(model)
+    last = max(text.tokenizer.get_added_tokens_decoder())
+    (warning,) = vocabulary_warnings(replace(text, chat_template=None, eos_token_ids=()), last)
+    assert f"embedding of {last} rows: 1 from {last} (" in warning
+
+
+def test_a_template_that_writes_a_token_without_a_row_is_warned_of(model):
+    text = load_model_text(model)
+    rows = text.tokenizer.token_to_id("<|im_start|>")
+    assert any("the chat template writes <|im_start|>" in each for each in vocabulary_warnings(text, rows))
+
+
+def test_a_tokenizer_of_another_model_is_warned_of_with_both_numbers(model):
+    text = load_model_text(model)
+    size = text.tokenizer.get_vocab_size(with_added_tokens=False)
+    warnings = vocabulary_warnings(text, 100)
+    assert any(f"has {size} tokens and the embedding 100 rows" in each for each in warnings)
+    assert any("end token" in each and "vocabulary of 100" in each for each in warnings)

@@ -12,6 +12,7 @@ from llmbox.engine.errors import ModelError
 from llmbox.engine.gguf.file import is_gguf, read_gguf
 from llmbox.engine.gguf.settings import config_of
 from support.gguf_models import write_gguf
+from support.odd_files import KINDS, make_odd, no_hanging
 from support.tiny_models import make_tiny_model
 
 
@@ -101,3 +102,12 @@ def test_damaged_files_are_refused_in_words(file: Path, data: st.DataObject) -> 
         except ModelError:
             return
         assert all(entry.offset + entry.nbytes <= len(raw) for entry in found.tensors.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path, kind: str) -> None:
+    make_odd(tmp_path / "x.gguf", kind)
+    with no_hanging():
+        assert not is_gguf(tmp_path / "x.gguf")
+        with pytest.raises(ModelError, match=f"cannot be read: it is {kind}"):
+            read_gguf(tmp_path / "x.gguf")

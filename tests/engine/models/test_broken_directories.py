@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from llmbox.engine.checkpoint import INDEX
 from llmbox.engine.errors import ModelError
+from support.odd_files import KINDS, make_odd, no_hanging
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
 
@@ -171,7 +173,6 @@ def sharded(tmp_path: Path) -> Path:
     return make_tiny_model(tmp_path / "s", shards=3, tokenizer=False)
 
 
-INDEX = "model.safetensors.index.json"
 SHARD = "model-00002-of-00003.safetensors"
 
 
@@ -241,3 +242,24 @@ def test_a_tied_checkpoint_may_store_its_head(tmp_path: Path) -> None:
     directory = make_tiny_model(tmp_path / "t", tokenizer=False, tie_word_embeddings=True)
     edit_weights(directory, lambda weights: weights.update({"lm_head.weight": torch.zeros(320, 64)}))
     assert load(directory)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["config.json", FILE, INDEX, "model-00001-of-00002.safetensors"])
+def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path, name: str, kind: str) -> None:
+    shards = 1 if name == FILE else 2
+    model = make_tiny_model(tmp_path / "m", tokenizer=False, shards=shards)
+    make_odd(model / name, kind)
+    with no_hanging():
+        message = refused(model)
+    assert f"{name} cannot be read: it is {kind}" in message
+
+
+def test_a_deep_header_and_a_deep_index(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "m", tokenizer=False, shards=2)
+    deep = b"[" * 900 + b"]" * 900
+    (model / INDEX).write_bytes(b'{"weight_map": ' + deep + b"}")
+    assert f"{INDEX} is not valid JSON" in refused(model)
+    (model / INDEX).unlink()
+    write_raw(model / FILE, b'{"a": {"shape": ' + deep + b"}}")
+    assert f"{FILE}: the header is not valid JSON" in refused(model)

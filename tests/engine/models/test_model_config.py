@@ -228,3 +228,66 @@ def test_a_file_that_is_no_object(tmp_path: Path, content: bytes) -> None:
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json is missing"):
         parse_config(tmp_path)
+
+
+ABSURD = {
+    "max_position_embeddings": [4.6e18, 4_600_000_000_000_000_000, 2**31, 10**400, -1, 0, True, 1.5],
+    "vocab_size": [10**9, 2**63],
+    "num_hidden_layers": [10**9, 2000],
+    "num_attention_heads": [10**9],
+    "num_key_value_heads": [10**9],
+    "hidden_size": [10**9],
+    "head_dim": [10**9],
+    "intermediate_size": [10**12],
+    "sliding_window": [10**12],
+    "rope_theta": [1e300, 10**400, 0, -5.0],
+    "rms_norm_eps": [-1.0, 1e300],
+    "rope_scaling": [
+        {"rope_type": "linear", "factor": 1e300},
+        {"rope_type": "yarn", "factor": 60000.0, "original_max_position_embeddings": 2**20},
+        {"rope_type": "dynamic", "factor": 65536.0, "original_max_position_embeddings": 2**20},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 0, "high_freq_factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1e300},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in ABSURD.items() for value in values]
+)
+def test_absurd_numbers_are_refused_by_name(tmp_path: Path, key: str, value: Any) -> None:
+    config = tiny_config("mistral" if key == "sliding_window" else "llama", **{key: value})
+    if isinstance(value, dict) and value["rope_type"] == "dynamic":
+        config["max_position_embeddings"] = 2**20
+    with pytest.raises(ModelError) as caught:
+        parse_config(write(tmp_path, config))
+    message = str(caught.value)
+    names = [key, *(value if isinstance(value, dict) else ()), "a context of"]
+    assert any(name in message for name in names)
+    assert len(message) < 600
+
+
+ODD = [0, 1, 3, 7, 2**27, 2**31 - 1, 10**400, 1e300, [], {}, [1], [1e300] * 8]
+WILD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.floats(),
+    st.integers(-(10**20), 10**20),
+    st.text(max_size=3),
+    st.sampled_from([*ODD, {"rope_type": "yarn", "factor": 1e9}]),
+)
+
+
+@given(
+    st.sampled_from(sorted(ARCHITECTURES)), st.dictionaries(st.integers(0, 60), WILD, min_size=1, max_size=3)
+)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_value_of_any_key_is_taken_or_refused(tmp_path: Path, arch: str, changes: dict[int, Any]) -> None:
+    """And what is taken can be reckoned with."""
+    config = tiny_config(arch, ROPES[arch][-1])
+    extra = ("sliding_window", "layer_types", "num_experts", "no_rope_layers", "partial_rotary_factor")
+    keys = sorted({*config, *extra})
+    config |= {keys[place % len(keys)]: value for place, value in changes.items()}
+    with suppress(ModelError):
+        found = parse_config(write(tmp_path, config))
+        assert found.shape().context_limit <= found.shape(100).context_limit <= 2**27
