@@ -56,7 +56,8 @@ class TextEncoder:
         begin = first = 0
         for i in [i for i, id_ in enumerate(ids) if id_ in self._added]:
             place = encoding.token_to_chars(i)  # `offsets` would make objects for every token
-            assert place is not None
+            if place is None:
+                raise TokenizeError("the tokenizer does not say where a token of it stands")
             start, end = place
             yield self._span(broken[begin:start], ids[first:i], markers, at_start=begin == 0)
             yield (ids[i],)
