@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import click
 
 from .cli import output
-from .cli.commands import COMMANDS
-from .cli.lazy import LazyGroup, ReaderLeft
-from .cli.program import Program
+from .cli.context import Program
+from .cli.root import COMMANDS, LazyGroup, ReaderLeft
 from .errors import CliError, Exit
 
 INTERRUPTED = 130

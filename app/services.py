@@ -5,26 +5,26 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .background import Background
 from .batches import BatchRunner
-from .drain import Drain
+from .config.paths import Paths
+from .config.schema import Settings
 from .engines.loaded_model import LoadedModel
 from .engines.manager import EngineManager
 from .events import Events
 from .gateway.gateway import Gateway
+from .lifecycle.background_tasks import Background
+from .lifecycle.drain import Drain
 from .metrics.metrics import Metrics
-from .paths import Paths
-from .registry import Alias
+from .models.registry import Alias
 from .security.security import Security
-from .settings import Settings
 from .store import RequestLog
 from .store.files import FileStore
-from .store.stored import StoredAnswers
+from .store.stored_answers import StoredAnswers
 from .telemetry.telemetry import Telemetry
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class AvailableModel:
     """A model that is not loaded and that a request may name."""
 
     name: str
@@ -52,7 +52,7 @@ class Services:
     version: str
     find_model: Callable[[str | None], Awaitable[LoadedModel]] | None = None
     """The model for a request, loaded if need be; without it only what is loaded is found."""
-    offers: Callable[[], Awaitable[list[Offer]]] | None = None
+    offers: Callable[[], Awaitable[list[AvailableModel]]] | None = None
     """Models beyond those that are loaded, which `find_model` would load."""
     aliases: Callable[[], Mapping[str, Alias]] = dict
     """Names with parameters that stand for models."""

@@ -54,7 +54,7 @@ class EngineConfig:
     chunked_prefill: bool = True
     """Off: a prompt is computed in one step, whatever the budget (for comparison)."""
     speculate: Speculate = "auto"
-    """Verify guesses at the next tokens, where that cannot change them (`speculation.py`); `on` refuses to
+    """Verify guesses at the next tokens, where that cannot change them (`build.py`); `on` refuses to
     load elsewhere."""
     deterministic: bool = False
     overlap: bool | None = None

@@ -43,3 +43,9 @@ class DeviceError(EngineError):
 
 class ParallelError(EngineError):
     code = "cannot_split"
+
+
+class RankLost(EngineError):  # noqa: N818 - named for what happened
+    """A worker is gone: its end of the socket is closed."""
+
+    code = "rank_lost"

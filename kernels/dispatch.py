@@ -5,17 +5,17 @@ import os
 
 import torch
 
-from .cpu.backend import Backend
+from .cpu.backend import CPUBackend
 from .cpu.cache_folder import cache_folder
 from .cpu.compiling import NativeUnavailable
 from .cpu.cores import pick_cores
-from .cpu.levels import usable_levels
-from .cpu.load import backend_name, load_backend
-from .names import BEST_CPU, TRITON
+from .cpu.isa import usable_levels
+from .cpu.library import backend_name, load_backend
 from .onednn import ONEDNN, supports
 from .ops import Ops
-from .quant import Quant
+from .quant_formats import Quant
 from .reference import REFERENCE
+from .registry import BEST_CPU, TRITON
 from .support import KernelSite, is_native, why_no_quant, why_unknown_kernels
 from .support import why_no_triton as why_triton_is_missing
 
@@ -85,7 +85,7 @@ def select_triton(
         os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "triton"))
         from .triton.backend import triton_ops  # noqa: PLC0415 - needs the package, takes a second
         from .triton.probe import why_it_fails  # noqa: PLC0415
-        from .triton.tiles import has_fp8  # noqa: PLC0415
+        from .triton.tile_config import has_fp8  # noqa: PLC0415
 
         if quant is not None and quant.is_float and not has_fp8(device):
             raise QuantUnavailable(f"{quant.name} weights need compute capability 8.9: use int8 or int4")
@@ -153,7 +153,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def start(backend: Backend, threads: int, quant: Quant | None) -> Ops:
+def start(backend: CPUBackend, threads: int, quant: Quant | None) -> Ops:
     backend.use_threads(pick_cores(threads))
     torch.set_num_threads(1)  # its spinning workers would take the cores from ours
     return backend.ops(quant)

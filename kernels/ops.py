@@ -17,12 +17,19 @@ import torch
 from torch import Tensor
 
 from .activation import Activation
-from .draws import Drawn, DrawRow, Ranks
-from .experts import Mixture
-from .packing import Packing, Rounded, StoredWeights
-from .part_ops import PartOps
-from .ragged import KVShape, Ragged
-from .rows import DecodeInputs, DecodeRows, RuleRows, Sampled, SampleRows
+from .op_types import BatchLayout, KVShape, Mixture
+from .sampling_types import (
+    CandidateRanks,
+    DecodeInputs,
+    DecodeRows,
+    DrawResult,
+    DrawRow,
+    PartOps,
+    PenaltyState,
+    Sampled,
+    SampleRows,
+)
+from .weight_packing import Packing, QuantizedWeight, StoredWeights
 
 PackedLinear = Any
 """Weights in the backend's own layout, made by `pack_linear`, read by `linear`."""
@@ -51,7 +58,7 @@ class StepInputs(Protocol):
 
 
 class Sample(Protocol):
-    def __call__(self, logits_RV: Tensor, rows: SampleRows, rules: RuleRows | None = None) -> Sampled:
+    def __call__(self, logits_RV: Tensor, rows: SampleRows, rules: PenaltyState | None = None) -> Sampled:
         """Draws every row on the device, without waiting for it; logits are the same afterwards."""
         ...
 
@@ -148,7 +155,7 @@ class Ops:
     make_kv_cache: Callable[[KVShape, torch.device], KVCache]
     """Content is undefined: `clear_blocks` comes before a block's first use."""
 
-    plan_attention: Callable[[Ragged, KVCache, int | None], AttentionPlan]
+    plan_attention: Callable[[BatchLayout, KVCache, int | None], AttentionPlan]
     """(shape of the step, cache, sliding window or None) -> plan for `write_kv` and `attention`.
 
     A window of w lets a row at position p see positions p - w + 1 .. p.
@@ -198,7 +205,7 @@ class Ops:
     stored: StoredWeights | None = None
     """For checkpoints that hold rounded weights, where there is no `packing`."""
 
-    pack_experts: Callable[[Tensor | Rounded], PackedLinear] | None = None
+    pack_experts: Callable[[Tensor | QuantizedWeight], PackedLinear] | None = None
     """(weights of all experts of a layer, one after the other, [X O, I]) -> packed, for `experts` alone.
 
     None: a `Mixture` has a linear for each expert instead of one of all."""
@@ -219,11 +226,11 @@ class Ops:
 
     NaN anywhere in a row gives NaN."""
 
-    draw: Callable[[Tensor, Sequence[DrawRow]], list[Drawn]] | None = None
+    draw: Callable[[Tensor, Sequence[DrawRow]], list[DrawResult]] | None = None
     """(logits_RV as for `best_of`, rows that do not overlap; how each is drawn): on the host, by the rules of
     `engine/sampler` to the last bit. Edits change a row meanwhile, and it is put back."""
 
-    rank: Callable[[Tensor, Sequence[int], Sequence[int], int], Ranks] | None = None
+    rank: Callable[[Tensor, Sequence[int], Sequence[int], int], CandidateRanks] | None = None
     """(logits_RV as for `best_of`, rows, an id of each, N): how likely these are, and the N likeliest."""
 
     sample: Sample | None = None

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Final, Literal
 
-from .names import TORCH, TRITON, known_kernels
-from .quant import Quant
+from .quant_formats import Quant
+from .registry import TORCH, TRITON, known_kernels
 
 NATIVE_DTYPES: Final = frozenset({"float32", "bfloat16"})
 NATIVE_KV_DTYPES: Final = NATIVE_DTYPES | {"int8"}

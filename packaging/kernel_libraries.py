@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels for a wheel: one library for each instruction set (kernels/cpu/levels.py).
+"""Compiles the CPU kernels for a wheel: one library for each instruction set (kernels/cpu/isa.py).
 
 LLMBOX_WHEEL_KERNELS says which: all (the default), none, or names such as "avx2 portable". What cannot be
 compiled is left out, and then compiled at the first start where a compiler is.

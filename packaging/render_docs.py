@@ -14,12 +14,18 @@ import msgspec
 from litestar import Litestar, Router
 from litestar.routes import HTTPRoute
 
-from llmbox.app.cli.commands import COMMANDS
+from llmbox.app.cli.root import COMMANDS
+from llmbox.app.config.schema import schema
 from llmbox.app.http.dialects import DIALECTS
-from llmbox.app.http.openai.fields import ChatCompletionRequest, CompletionRequest, Later, Never, NoEffect
+from llmbox.app.http.openai.request_types import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    Later,
+    Never,
+    NoEffect,
+)
 from llmbox.app.http.openai.unsupported import HARMLESS
 from llmbox.app.main import cli
-from llmbox.app.settings import schema
 
 DOCS = Path(__file__).parents[1] / "docs"
 PART = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -28,7 +28,7 @@ class Target:
 
 
 @dataclass(slots=True)
-class Sample:
+class RequestTiming:
     """One request as the client saw it. Times in seconds on the monotonic clock."""
 
     wanted_tokens: int
@@ -56,9 +56,9 @@ class Sample:
         return (self.token_times[-1] - self.token_times[0]) / (self.tokens - 1)
 
 
-async def complete(target: Target, prompt: list[int] | str, max_tokens: int) -> Sample:
-    """Stream one greedy completion of exactly `max_tokens` tokens. Failures end up in `Sample.error`."""
-    sample = Sample(wanted_tokens=max_tokens)
+async def complete(target: Target, prompt: list[int] | str, max_tokens: int) -> RequestTiming:
+    """Stream one greedy completion of exactly `max_tokens` tokens. Failures end up in `RequestTiming.error`."""
+    sample = RequestTiming(wanted_tokens=max_tokens)
     body = {
         "model": target.model,
         "prompt": prompt,
@@ -79,7 +79,7 @@ async def complete(target: Target, prompt: list[int] | str, max_tokens: int) -> 
     return sample
 
 
-async def _exchange(target: Target, body: bytes, sample: Sample) -> None:
+async def _exchange(target: Target, body: bytes, sample: RequestTiming) -> None:
     parts = urlsplit(target.url)
     tls = ssl.create_default_context() if parts.scheme == "https" else None
     port = parts.port or (443 if tls else 80)
@@ -124,7 +124,7 @@ async def _receive(
             return status, pieces
 
 
-def _read_events(pieces: list[tuple[float, bytes]], sample: Sample) -> None:
+def _read_events(pieces: list[tuple[float, bytes]], sample: RequestTiming) -> None:
     buffer = b""
     for arrived, data in pieces:
         *lines, buffer = (buffer + data).split(b"\n")
@@ -133,7 +133,7 @@ def _read_events(pieces: list[tuple[float, bytes]], sample: Sample) -> None:
                 _read_chunk(json.loads(payload), arrived, sample)
 
 
-def _read_chunk(chunk: dict[str, Any], arrived: float, sample: Sample) -> None:
+def _read_chunk(chunk: dict[str, Any], arrived: float, sample: RequestTiming) -> None:
     if error := chunk.get("error"):
         sample.error = json.dumps(error)[:300]
         return

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .client import Sample, Target, complete
-from .workload import Ask, Workload
+from .client import RequestTiming, Target, complete
+from .workload import BenchRequest, Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BenchRun:
     """One pass of a workload."""
 
-    samples: list[tuple[Ask, Sample]]
+    samples: list[tuple[BenchRequest, RequestTiming]]
     seconds: float
 
-    def good(self, tag: str | None = None) -> list[Sample]:
+    def good(self, tag: str | None = None) -> list[RequestTiming]:
         return [s for ask, s in self.samples if not s.error and tag in (None, ask.tag)]
 
     @property
@@ -54,10 +54,10 @@ class Summary:
         return asdict(self)
 
 
-async def run(target: Target, workload: Workload) -> Run:
+async def run(target: Target, workload: Workload) -> BenchRun:
     """All requests of `workload` against `target`."""
     pending = deque(workload.asks)
-    done: list[tuple[Ask, Sample]] = []
+    done: list[tuple[BenchRequest, RequestTiming]] = []
     began = time.perf_counter()
 
     async def worker() -> None:
@@ -67,10 +67,10 @@ async def run(target: Target, workload: Workload) -> Run:
             done.append((ask, await complete(target, ask.prompt, ask.max_tokens)))
 
     await asyncio.gather(*(worker() for _ in range(workload.concurrency)))
-    return Run(done, time.perf_counter() - began)
+    return BenchRun(done, time.perf_counter() - began)
 
 
-def summarise(run: Run) -> Summary:
+def summarise(run: BenchRun) -> Summary:
     good = run.good()
     ttft = [s.ttft for s in good]
     gaps = [gap for s in good for gap in s.gaps]

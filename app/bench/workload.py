@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class BenchRequest:
     """One request. `after` delays its start, in seconds since the run began."""
 
     prompt: list[int]
@@ -19,7 +19,7 @@ class Ask:
 class Workload:
     """Requests in order; at most `concurrency` are open at once."""
 
-    asks: list[Ask]
+    asks: list[BenchRequest]
     concurrency: int
 
 
@@ -39,11 +39,11 @@ class Prompts:
 
 
 def uniform(prompts: Prompts, count: int, concurrency: int, prompt: int, output: int) -> Workload:
-    return Workload([Ask(prompts.ids(prompt), output) for _ in range(count)], concurrency)
+    return Workload([BenchRequest(prompts.ids(prompt), output) for _ in range(count)], concurrency)
 
 
 def heavy_tail(prompts: Prompts, count: int, concurrency: int, prompt: int, mean: int, cap: int) -> Workload:
-    asks = [Ask(prompts.ids(prompt), prompts.capped_exponential(mean, cap)) for _ in range(count)]
+    asks = [BenchRequest(prompts.ids(prompt), prompts.capped_exponential(mean, cap)) for _ in range(count)]
     return Workload(asks, concurrency)
 
 
@@ -51,11 +51,11 @@ def shared_prefix(
     prompts: Prompts, count: int, concurrency: int, prefix: int, tail: int, output: int
 ) -> Workload:
     head = prompts.ids(prefix)
-    return Workload([Ask(head + prompts.ids(tail), output) for _ in range(count)], concurrency)
+    return Workload([BenchRequest(head + prompts.ids(tail), output) for _ in range(count)], concurrency)
 
 
 def long_arrival(prompts: Prompts, streams: int, prompt: int, output: int, long_prompt: int) -> Workload:
     """`streams` decode; once they do, one long prompt arrives (tag `long`)."""
-    asks = [Ask(prompts.ids(prompt), output, tag="stream") for _ in range(streams)]
-    asks.append(Ask(prompts.ids(long_prompt), 4, after=1.0, tag="long"))
+    asks = [BenchRequest(prompts.ids(prompt), output, tag="stream") for _ in range(streams)]
+    asks.append(BenchRequest(prompts.ids(long_prompt), 4, after=1.0, tag="long"))
     return Workload(asks, streams + 1)

@@ -2,13 +2,13 @@
 
 import click
 
-from ..aliases import set_alias
+from ..models.aliases import set_alias
 from . import output
-from .lazy import Command, Group
-from .program import Program, pass_program
+from .context import Program, pass_program
+from .root import Command, CommandGroup
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def alias() -> None:
     """Names and parameter variants of models."""
 

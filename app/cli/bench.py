@@ -8,16 +8,15 @@ from typing import Any
 
 import click
 
+from ..bench.ab_compare import SCALES, SCENARIOS
 from ..bench.client import Target
-from ..bench.earlier import Levels, ratios, read_levels
 from ..bench.measure import Summary, run, summarise
-from ..bench.runs import bench_folder, keep_run
-from ..bench.scenarios import SCALES, SCENARIOS
+from ..bench.results import Levels, bench_folder, keep_run, ratios, read_levels
 from ..bench.workload import Prompts, uniform
 from ..errors import CliError
 from . import output
-from .lazy import Command
-from .program import Program, pass_program
+from .context import Program, pass_program
+from .root import Command
 
 
 @click.command(cls=Command)
@@ -138,7 +137,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def _compare(program: Program, names: list[str], model: str, scale: str, rounds: int, **options: Any) -> None:
-    from ..bench.compare import compare
+    from ..bench.ab_compare import compare
 
     url = _local_url(program)
     path = str(program.resolve(model).path)

@@ -1,21 +1,35 @@
-"""`llmbox config`: what is set, where each value comes from, and changes to the user's file."""
+"""`llmbox completion`."""
 
 import os
 import shlex
 import subprocess
 
 import click
+from click.shell_completion import get_completion_class
 
-from ..daemon.instance import find_running
+from ..config.loader import LoadedSettings, SettingOrigin, check_value, unknown_key
+from ..config.schema import Scalar, SettingSpec, schema
 from ..errors import CliError, Exit
-from ..settings import Key, Scalar, schema
-from ..settings_load import LoadedSettings, Origin, check_value, unknown_key
+from ..lifecycle.instance import find_running
 from . import output
-from .lazy import Group
-from .program import Program, pass_program
+from .context import Program, pass_program
+from .root import Command, CommandGroup
 
 
-@click.group(cls=Group)
+@click.command(cls=Command)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print a shell's completion script.
+
+    For bash: llmbox completion bash > ~/.local/share/bash-completion/completions/llmbox
+    """
+    kind = get_completion_class(shell)
+    assert kind is not None
+    output.write(kind(context.find_root().command, {}, "llmbox", "_LLMBOX_COMPLETE").source())
+
+
+@click.group(cls=CommandGroup)
 def config() -> None:
     """Show and change settings.
 
@@ -65,7 +79,7 @@ def get(program: Program, key: str) -> None:
 @pass_program
 def set_(program: Program, key: str, value: str) -> None:
     """Write one value to the user's file; comments stay. Lists are separated by commas."""
-    from ..settings_file import set_value
+    from ..config.toml_file import set_value
 
     row = _key(key)
     checked = check_value(row, value, key, from_text=True)
@@ -82,7 +96,7 @@ def set_(program: Program, key: str, value: str) -> None:
 @pass_program
 def edit(program: Program) -> None:
     """Open the file in $EDITOR, then check it."""
-    from ..settings_file import template, write_atomic
+    from ..config.toml_file import template, write_atomic
 
     path = program.paths.config_file
     if not path.exists():
@@ -122,18 +136,18 @@ def shown(value: Scalar) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _key(name: str) -> Key:
+def _key(name: str) -> SettingSpec:
     row = schema().get(name)
     if row is None:
         raise unknown_key(name)
     return row
 
 
-def _rows(loaded: LoadedSettings) -> list[tuple[Key, Scalar, Origin]]:
+def _rows(loaded: LoadedSettings) -> list[tuple[SettingSpec, Scalar, SettingOrigin]]:
     return loaded.table()
 
 
-def _effective(program: Program) -> list[tuple[Key, Scalar, Origin]]:
+def _effective(program: Program) -> list[tuple[SettingSpec, Scalar, SettingOrigin]]:
     answer = program.client.get("/admin/api/config")["settings"]
     rows = []
     for name, row in schema().items():
@@ -143,5 +157,5 @@ def _effective(program: Program) -> list[tuple[Key, Scalar, Origin]]:
                 "the daemon is of another version", f"it has no key {name}", "llmbox restart", Exit.CONFLICT
             )
         value = tuple(item["value"]) if isinstance(item["value"], list) else item["value"]
-        rows.append((row, value, Origin(item["origin"], item["place"])))
+        rows.append((row, value, SettingOrigin(item["origin"], item["place"])))
     return rows

@@ -5,10 +5,11 @@ from typing import Any
 import click
 
 from ..errors import CliError, Exit
+from ..integrations.guides import GUIDES, KEY_VARIABLE, Endpoint, Guide
+from ..util import formatting
 from . import output
-from .clients import GUIDES, KEY_VARIABLE, Endpoint, Guide
-from .lazy import Command
-from .program import Program, pass_program
+from .context import Program, pass_program
+from .root import Command
 
 
 @click.command(cls=Command)
@@ -101,7 +102,7 @@ def _as_dict(program: Program, client: str, guide: Guide, at: Endpoint) -> dict[
 
 
 def _print(program: Program, guide: Guide, at: Endpoint, *, quiet: bool) -> None:
-    from .client_files import as_text
+    from ..integrations.config_files import as_text
 
     if guide.settings is not None and guide.file is not None:
         if not quiet:
@@ -123,7 +124,7 @@ def _hint(guide: Guide, at: Endpoint) -> None:
 
 
 def _write(program: Program, client: str, guide: Guide, at: Endpoint, *, as_json: bool) -> None:
-    from .client_files import difference, merged, replace
+    from ..integrations.config_files import difference, merged, replace
 
     if guide.file is None or guide.settings is None:
         raise CliError(
@@ -142,6 +143,6 @@ def _write(program: Program, client: str, guide: Guide, at: Endpoint, *, as_json
     if new == old:
         output.say(f"{file} has these settings already.")
     else:
-        output.write(output.printable(difference(file, old, new)).rstrip("\n"))
+        output.write(formatting.printable(difference(file, old, new)).rstrip("\n"))
         output.say(f"{file} is written" + (f"; as it was: {backup}" if backup else "."))
     _hint(guide, at)

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import click
 
-from ..daemon.instance import find_running
 from ..errors import CliError, Exit
+from ..lifecycle.instance import find_running
+from ..util import formatting
 from . import output
-from .lazy import Command, Group
-from .program import Program, pass_program
+from .context import Program, pass_program
+from .root import Command, CommandGroup
 
 BUSY_S = 10.0
 """Seconds to wait for a writer."""
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def db() -> None:
     """Care for the file of the request log and the history of telemetry.
 
@@ -42,7 +43,7 @@ def check(program: Program, *, as_json: bool, quiet: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class DatabaseState:
     path: str
     sound: bool
     schema: str | None
@@ -53,7 +54,7 @@ class State:
     findings: list[str]
 
 
-def _examine(path: Path) -> State:
+def _examine(path: Path) -> DatabaseState:
     findings, schema, rows = ["ok"], None, {}
     with _opened(path) as connection:
         try:
@@ -65,7 +66,7 @@ def _examine(path: Path) -> State:
         except sqlite3.DatabaseError as error:
             findings = [str(error)]
     sound = findings == ["ok"]
-    return State(
+    return DatabaseState(
         path=str(path),
         sound=sound,
         schema=schema,
@@ -76,12 +77,12 @@ def _examine(path: Path) -> State:
     )
 
 
-def _print(state: State) -> None:
-    output.write(f"{state.path}: {'sound' if state.sound else 'DAMAGED'}, {output.size(state.size)}")
+def _print(state: DatabaseState) -> None:
+    output.write(f"{state.path}: {'sound' if state.sound else 'DAMAGED'}, {formatting.size(state.size)}")
     for name, count in state.rows.items():
         output.write(f"  {name}: {count} rows")
     for finding in state.findings:
-        output.write(f"  {output.printable(finding)}")
+        output.write(f"  {formatting.printable(finding)}")
     if not state.sound:
         output.say("A daemon that starts moves a damaged file aside and begins a new one: llmbox restart")
     elif state.schema != state.newest_schema:
@@ -97,7 +98,7 @@ def vacuum(program: Program) -> None:
     with _opened(path, write=True) as connection:
         connection.execute("VACUUM")
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-    output.say(f"{output.size(before)} before, {output.size(size_on_disk(path))} now.")
+    output.say(f"{formatting.size(before)} before, {formatting.size(size_on_disk(path))} now.")
 
 
 @db.command(cls=Command)

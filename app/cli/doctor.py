@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import Exit
+from ..util import formatting
 from . import output
-from .lazy import Command
-from .program import Program, pass_program
+from .context import Program, pass_program
+from .root import Command
 
 if TYPE_CHECKING:
-    from .checks import Finding
+    from ..diagnostics.checks import Finding
 
 MARKS = {"ok": "ok    ", "note": "note  ", "failed": "FAILED"}
 
@@ -29,12 +30,12 @@ MARKS = {"ok": "ok    ", "note": "note  ", "failed": "FAILED"}
 @pass_program
 def doctor(program: Program, *, as_json: bool, quiet: bool, bundle: Path | None) -> int:
     """Check this box; every finding comes with its fix. Exit 10 when something is broken."""
-    from .checks import run_checks
+    from ..diagnostics.checks import run_checks
 
     findings = run_checks(program)
     failed = [finding for finding in findings if finding.status == "failed"]
     if bundle is not None:
-        from .bundle import write_bundle
+        from ..diagnostics.bundle import write_bundle
 
         parts = write_bundle(program, findings, bundle)
         output.say(f"{bundle} holds {', '.join(parts)}. Look through it before you give it away.")
@@ -53,5 +54,5 @@ def doctor(program: Program, *, as_json: bool, quiet: bool, bundle: Path | None)
 
 
 def _lines(finding: "Finding") -> list[str]:
-    told = [output.printable(f"{MARKS[finding.status]}  {finding.name}: {finding.message}")]
-    return [*told, output.printable(f"          fix: {finding.fix}")] if finding.fix else told
+    told = [formatting.printable(f"{MARKS[finding.status]}  {finding.name}: {finding.message}")]
+    return [*told, formatting.printable(f"          fix: {finding.fix}")] if finding.fix else told

@@ -7,24 +7,23 @@ import click
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DeviceError
-from llmbox.engine.estimator import MemoryPlan
-from llmbox.engine.machine import read_machine
-from llmbox.engine.model_config import ModelConfig
+from llmbox.engine.hardware.machine import read_machine
+from llmbox.engine.model_config.config import ModelConfig
+from llmbox.engine.planning.estimator import MemoryPlan
 
-from ..catalog import hub_cache
-from ..control.facts import find_facts
-from ..control.model_request import ModelRequest
-from ..engines.budget import usable_device
+from ..engines.eviction import usable_device
 from ..errors import CliError, Exit
-from ..hub.bandwidth import device_bandwidth
-from ..hub.facts import Facts
-from ..hub.fit import Fit, plan_alone
-from ..hub.fit import fit as check_fit
-from ..hub.fit_text import fit_rows, verdict
+from ..fit.bandwidth import device_bandwidth
+from ..fit.fit import Fit, plan_alone
+from ..fit.fit import fit as check_fit
+from ..fit.words import fit_rows, verdict
+from ..hub.model_info import ModelFacts, find_facts
+from ..models.catalog import hub_cache
+from ..models.load_request import ModelRequest
 from . import output
-from .lazy import Command
+from .context import Program, pass_program
 from .options import given, setting_options
-from .program import Program, pass_program
+from .root import Command
 
 FLAGS = (
     *("device", "dtype", "kv_dtype", "quant", "ctx", "max_running", "token_budget", "memory", "tp", "pp"),
@@ -51,7 +50,7 @@ def fit(program: Program, /, model: str, *, as_json: bool, probe: bool, **flags:
 
 
 def report(
-    program: Program, facts: Facts, config: EngineConfig, *, as_json: bool, probe: bool = False
+    program: Program, facts: ModelFacts, config: EngineConfig, *, as_json: bool, probe: bool = False
 ) -> int:
     """Prints a fit; the result is the exit code."""
     machine = read_machine()

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import CliError, Exit
+from ..util import formatting
 from . import output
 from .confirm import require_consent
-from .lazy import Command, Group
-from .program import Program, pass_program
+from .context import Program, pass_program
+from .root import Command, CommandGroup
 
 if TYPE_CHECKING:
-    from ..security.key_store import KeyStore
-    from ..security.keys import Key
-    from ..security.last_used import LastUsed
+    from ..security.key_store import KeyStore, LastUsed
+    from ..security.keys import ApiKey
 
 HEADERS = (
     "NAME", "KEY", "SCOPES", "MODELS", "EXPIRES", "RPM", "TPM",
@@ -47,7 +47,7 @@ class Expiry(click.ParamType[float]):
         return when
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def key() -> None:
     """API keys: make, list, rotate, revoke.
 
@@ -157,7 +157,7 @@ def _forget_stored(program: Program) -> None:
         output.say(f"Answers that were stored go within the hour: {error.why}.")
 
 
-def _print_secret(program: Program, key: "Key", secret: str, *, as_json: bool) -> None:
+def _print_secret(program: Program, key: "ApiKey", secret: str, *, as_json: bool) -> None:
     if as_json:
         output.write_json("key", {"key": _view(key, _used(program)), "secret": secret})
         return
@@ -166,7 +166,7 @@ def _print_secret(program: Program, key: "Key", secret: str, *, as_json: bool) -
 
 
 def _row(row: Mapping[str, Any]) -> tuple[object, ...]:
-    expires = "never" if row["expires"] is None else output.clock(row["expires"])
+    expires = "never" if row["expires"] is None else formatting.clock(row["expires"])
     usage = row["usage"] or {}
     return (
         row["name"],
@@ -177,14 +177,14 @@ def _row(row: Mapping[str, Any]) -> tuple[object, ...]:
         row["rpm"] or "-",
         row["tpm"] or "-",
         *(usage.get(name, "-") for name in ("requests", "tokens_in", "tokens_out")),
-        "never" if row["last_used"] is None else output.clock(row["last_used"]),
+        "never" if row["last_used"] is None else formatting.clock(row["last_used"]),
     )
 
 
-def _view(key: "Key", used: "LastUsed") -> dict[str, Any]:
+def _view(key: "ApiKey", used: "LastUsed") -> dict[str, Any]:
     import msgspec
 
-    from ..security.view import view
+    from ..security.key_view import view
 
     told: dict[str, Any] = msgspec.to_builtins(view(key, used))
     return told
@@ -206,7 +206,7 @@ def _store(program: Program) -> "KeyStore":
 
 
 def _used(program: Program) -> "LastUsed":
-    from ..security.last_used import LastUsed
+    from ..security.key_store import LastUsed
 
     return LastUsed(program.paths.keys_used_file)
 

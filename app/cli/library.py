@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import CliError, Exit
+from ..util import formatting
 from . import output
 from .confirm import require_consent
-from .lazy import Command
-from .program import Program, pass_program
+from .context import Program, pass_program
+from .root import Command
 
 if TYPE_CHECKING:
-    from llmbox.engine.repacked.cache import Entry, RepackedCache
+    from llmbox.engine.weights.packed_cache.cache import PackedCacheEntry, PackedWeightCache
 
 
 @click.command(cls=Command)
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 def search(program: Program, *, text: str, limit: int, as_json: bool, quiet: bool) -> None:
     """Search the hub for models, with whether they fit on this machine."""
     from ..hub.errors import HubError
-    from ..hub.listing import Hub
+    from ..hub.repo_files import Hub
     from ..hub.search import search as search_hub
     from .fit import planner
 
@@ -55,7 +56,7 @@ def search(program: Program, *, text: str, limit: int, as_json: bool, quiet: boo
                 _count(hit.params),
                 hit.fits + (", gated" if hit.gated else ""),
                 hit.context or "-",
-                output.size(hit.memory),
+                formatting.size(hit.memory),
                 hit.downloads,
                 hit.detail.partition(";")[0][:60],
             )
@@ -77,8 +78,8 @@ def adopt(program: Program, *, paths: tuple[Path, ...], name: str | None, as_jso
     A PATH is another Hugging Face cache, a model's folder, or a folder of such folders (as LM Studio keeps
     them).
     """
-    from ..catalog import check_name
-    from ..hub.adopt import find_adoptable
+    from ..hub.cache_layout import find_adoptable
+    from ..models.catalog import check_name
 
     if name is not None and len(paths) != 1:
         raise CliError("--name names one folder", f"{len(paths)} are given", "give one PATH", Exit.USAGE)
@@ -131,7 +132,7 @@ def rm(program: Program, *, refs: tuple[str, ...], yes: bool, as_json: bool) -> 
         if each["forgotten"]:
             output.say(f"{each['name']} is forgotten; its files stay where they are.")
         else:
-            output.say(f"{each['name']} is deleted: {output.size(each['freed'])} freed.")
+            output.say(f"{each['name']} is deleted: {formatting.size(each['freed'])} freed.")
 
 
 def _what_goes(program: Program, refs: Sequence[str]) -> str:
@@ -146,7 +147,7 @@ def _what_goes(program: Program, refs: Sequence[str]) -> str:
         elif found.commit is not None:
             parts.append(f"delete {found.name}, with the files that no other revision uses")
         else:
-            parts.append(f"delete {found.name} ({output.size(folder_size(found.folder))})")
+            parts.append(f"delete {found.name} ({formatting.size(folder_size(found.folder))})")
     words = "; ".join(parts)
     return f"{words[0].upper()}{words[1:]}?"
 
@@ -159,9 +160,9 @@ def _what_goes(program: Program, refs: Sequence[str]) -> str:
 @pass_program
 def df(program: Program, *, prune: bool, prune_all: bool, as_json: bool, quiet: bool) -> None:
     """Show the disk space that models take, unfinished downloads and packed weights included."""
-    from ..catalog import hub_cache
     from ..hub.remove import disk_use, folder_size
     from ..hub.transfer import free_space
+    from ..models.catalog import hub_cache
 
     packed = packed_weights(program)
     freed = packed.prune(everything=prune_all) if prune or prune_all else None
@@ -199,8 +200,8 @@ def df(program: Program, *, prune: bool, prune_all: bool, as_json: bool, quiet: 
             (
                 each.name,
                 each.source,
-                output.size(each.size),
-                output.size(each.partial) if each.partial else "-",
+                formatting.size(each.size),
+                formatting.size(each.partial) if each.partial else "-",
                 each.revisions,
             )
             for each in taken
@@ -215,8 +216,8 @@ def df(program: Program, *, prune: bool, prune_all: bool, as_json: bool, quiet: 
                 (
                     row["model"] or "?",
                     row["format"] or "?",
-                    output.size(row["size"]),
-                    output.clock(row["last_used"]),
+                    formatting.size(row["size"]),
+                    formatting.clock(row["last_used"]),
                     "of no use" if row["useless"] else "",
                 )
                 for row in repacked
@@ -225,21 +226,21 @@ def df(program: Program, *, prune: bool, prune_all: bool, as_json: bool, quiet: 
         )
     output.write("")
     if freed is not None:
-        output.write(f"{output.size(freed)} of packed weights deleted")
-    output.write(f"{output.size(total)} in models, {output.size(free)} free on the disk of {cache}")
+        output.write(f"{formatting.size(freed)} of packed weights deleted")
+    output.write(f"{formatting.size(total)} in models, {formatting.size(free)} free on the disk of {cache}")
     output.write(
-        f"{output.size(own['state'])} of logs and state, {output.size(own['cache'])} of files safe to delete"
+        f"{formatting.size(own['state'])} of logs and state, {formatting.size(own['cache'])} of files safe to delete"
     )
 
 
-def packed_weights(program: Program) -> "RepackedCache":
-    from llmbox.engine.repacked.cache import RepackedCache
+def packed_weights(program: Program) -> "PackedWeightCache":
+    from llmbox.engine.weights.packed_cache.cache import PackedWeightCache
 
     gigabytes = program.settings().settings.cache.repacked_gb
-    return RepackedCache(program.paths.repacked, int(gigabytes * 1e9))
+    return PackedWeightCache(program.paths.repacked, int(gigabytes * 1e9))
 
 
-def repacked_row(entry: "Entry") -> dict[str, Any]:
+def repacked_row(entry: "PackedCacheEntry") -> dict[str, Any]:
     index = entry.index
     return {
         "model": None if index is None else index.model,

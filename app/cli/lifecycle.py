@@ -1,18 +1,83 @@
-"""`llmbox down`, and how a daemon is stopped."""
+"""`llmbox status`."""
 
 import os
 import select
+import shlex
 import signal
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import click
 
-from ..control.running import Running
-from ..daemon.instance import find_running
+from ..config.schema import Scalar
 from ..errors import CliError, Exit
+from ..lifecycle.instance import RunningDaemon, find_running
+from ..util import formatting
 from . import output
-from .lazy import Command
-from .program import Program, pass_program
+from .context import Program, pass_program
+from .daemon_starter import start_daemon, wait_for_models
+from .models import print_models
+from .options import parameter
+from .root import Command
+
+
+@click.command(cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing; the exit code tells.")
+@pass_program
+def status(program: Program, *, as_json: bool, quiet: bool) -> int:
+    """Show whether the daemon runs; exit 3 when it does not, 1 when one of its models has failed."""
+    running = find_running(program.paths)
+    if running is None:
+        if as_json:
+            output.write_json("status", {"running": False})
+        elif not quiet:
+            output.write("llmbox does not run. Start it: llmbox up")
+        return Exit.UNREACHABLE
+    answer = program.client.get("/admin/api/status")
+    if as_json:
+        output.write_json("status", {"running": True, **answer})
+    elif not quiet:
+        _print(answer)
+    failed = any(model["state"] == "failed" for model in answer["models"])
+    return Exit.FAILED if failed else Exit.OK
+
+
+def _print(answer: dict[str, Any]) -> None:
+    state = "ready" if answer["ready"] else "not ready"
+    state += f": {answer['cause']}" if answer["cause"] else ""
+    output.write(f"llmbox {answer['version']} runs (pid {answer['pid']}), {state}")
+    output.write(f"  API     {answer['url']}/v1")
+    output.write(f"  Socket  {answer['socket']}")
+    output.write(f"  Up      {formatting.span(answer['uptime_s'])}")
+    output.write(f"  Log     {answer['log_file']}")
+    output.write(f"  Open    {answer['open_requests']} requests")
+    for each in answer["error_rates"]:
+        if each["failed"]:
+            _print_failing(each)
+    if answer["pending_restart"]:
+        output.write(f"  Changed settings wait for a restart: {', '.join(answer['pending_restart'])}")
+    output.write("")
+    print_models(answer["models"])
+    for model in answer["models"]:
+        if model["state"] == "failed":
+            name = model["name"]
+            again = f"llmbox load {shlex.quote(name)} (at once)"
+            output.write(formatting.printable(f"\n{name} has failed. Start it again: {again}; or unload it."))
+
+
+def _print_failing(rate: Mapping[str, Any]) -> None:
+    """As the alerts of `llmbox top` and the panel say it."""
+    from ..telemetry.alerts import errors_command
+
+    model, reason = rate["model"], f" ({rate['reason']})" if rate["reason"] else ""
+    share = f"{rate['failed']} of {rate['finished']} requests of the last 5 minutes"
+    output.write(formatting.printable(f"  Failed  {model or 'no model'}: {share}{reason}"))
+    output.write(f"          {errors_command(model)}")
+
 
 HURRY = 5.0
 """Seconds that a daemon gets to end after it was told to end at once; then it is killed."""
@@ -32,7 +97,7 @@ def down(program: Program, *, now: bool, timeout: float | None) -> None:
     output.say(f"The daemon (pid {running.pid}) has stopped.")
 
 
-def stop(program: Program, running: Running, *, now: bool, timeout: float | None) -> None:
+def stop(program: Program, running: RunningDaemon, *, now: bool, timeout: float | None) -> None:
     """SIGTERM drains, a second one hurries, SIGKILL is the end. Returns when the process is gone."""
     if timeout is None:
         timeout = program.settings().settings.server.drain_timeout + HURRY
@@ -53,7 +118,7 @@ def stop(program: Program, running: Running, *, now: bool, timeout: float | None
         os.close(process)
 
 
-def _stop(running: Running, process: int, timeout: float, program: Program) -> None:
+def _stop(running: RunningDaemon, process: int, timeout: float, program: Program) -> None:
     for number, patience in (
         (signal.SIGTERM, timeout),
         (signal.SIGTERM, HURRY),
@@ -76,7 +141,7 @@ def _stop(running: Running, process: int, timeout: float, program: Program) -> N
     )
 
 
-def _wait_for_end(running: Running, process: int, seconds: float) -> bool:
+def _wait_for_end(running: RunningDaemon, process: int, seconds: float) -> bool:
     end = select.poll()
     end.register(process, select.POLLIN)
     line = output.ProgressLine()
@@ -89,3 +154,99 @@ def _wait_for_end(running: Running, process: int, seconds: float) -> bool:
     finally:
         line.close()
     return bool(end.poll(0))
+
+
+Row = Mapping[str, Any]
+"""A model as the admin API describes it."""
+
+
+@click.command(cls=Command)
+@click.option("--now", is_flag=True, help="Do not wait for open requests; they end with an error.")
+@click.option(
+    "--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Longest wait for models."
+)
+@pass_program
+def restart(program: Program, *, now: bool, timeout: float) -> None:
+    """Stop the daemon and start it as it was: its flags, the models in memory, their pins and aliases."""
+    before = SavedState()
+    running = find_running(program.paths)
+    if running is not None:
+        before = SavedState.of(program.client.get("/admin/api/status"))
+        program.settings(before.flags)  # a mistake in the file must not be found when nothing runs any more
+        program.wanted(before.models, before.alias, before.flags)
+        stop(program, running, now=now, timeout=None)
+    started = start_daemon(program, before.models, before.alias, before.flags)
+    for row in before.later:
+        _load(program, row)
+    wait_for_models(program, started, [], timeout)
+    for name in before.pinned:
+        _pin(program, name)
+    output.say(f"The daemon (pid {started.running.pid}) is up: {started.running.url}/v1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedState:
+    """What to bring back. `models` go on the command line, `later` are loaded once the API is up."""
+
+    flags: dict[str, Scalar] = field(default_factory=dict)
+    models: list[str] = field(default_factory=list)
+    alias: str | None = None
+    later: list[Row] = field(default_factory=list)
+    pinned: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, status: Row) -> "SavedState":
+        begun = status["begun_with"]
+        rows = [row for row in status["models"] if row["state"] != "failed"]
+        common = {
+            parameter(name): value for name, value in begun["flags"].items() if name.startswith("model.")
+        }
+        first = [row for row in rows if _is_plain(row, common)]
+        if begun["alias"] is not None or not first:
+            # With an alias the command line names one model: whatever else there is comes later.
+            first = [row for row in rows if row["name"] in _names(begun)]
+            models = list(begun["models"])
+        else:
+            models = [str(row["ref"]) for row in first]
+        return cls(
+            flags=begun["flags"],
+            models=models,
+            alias=begun["alias"],
+            later=[row for row in rows if row not in first],
+            pinned=[str(row["name"]) for row in rows if row["pinned"]],
+        )
+
+
+def _is_plain(row: Row, common: Mapping[str, Scalar]) -> bool:
+    """Whether it can be loaded by its name alone, with the flags of the start."""
+    is_default = row["asked"] == common and row["ttl_s"] is None
+    return is_default and not row["aliases"] and not _is_renamed(row)
+
+
+def _is_renamed(row: Row) -> bool:
+    """A directory that is served under another name than its own."""
+    return str(row["ref"]).startswith("/") and Path(row["ref"]).name != row["name"]
+
+
+def _names(begun: Row) -> set[str]:
+    """Under which the model of a start with `--alias` may be served."""
+    return {str(begun["alias"]), *map(str, begun["models"])}
+
+
+def _load(program: Program, row: Row) -> None:
+    """One that cannot be loaded again does not keep the others away."""
+    body = {"model": row["ref"], "options": row["asked"], "ttl": row["ttl_s"]}
+    names = [row["name"]] if _is_renamed(row) else row["aliases"] or [None]
+    for name in names:
+        try:
+            program.client.post("/admin/api/models/load", {**body, "alias": name})
+        except CliError as error:
+            output.say(f"{row['name']} is not loaded again: {error.what}")
+            return
+
+
+def _pin(program: Program, name: str) -> None:
+    try:
+        program.client.post("/admin/api/models/pin", {"model": name, "pinned": True})
+    except CliError as error:
+        output.say(f"{name} is not pinned again: {error.what}")

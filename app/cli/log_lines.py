@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CliError
-from .output import clock, printable
+from ..util.formatting import clock, printable
 
-LEVELS = ("debug", "info", "warning", "error")
+LEVEL_WORDS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,11 @@ from pathlib import Path
 import click
 
 from ..errors import CliError, Exit
+from ..util import formatting
 from . import output
-from .lazy import Command
-from .log_lines import LEVELS, parse
-from .program import Program, pass_program
+from .context import Program, pass_program
+from .log_lines import LEVEL_WORDS, parse
+from .root import Command
 
 FOLLOW_INTERVAL = 0.2
 
@@ -23,7 +24,7 @@ FOLLOW_INTERVAL = 0.2
     "-n", "--lines", type=click.IntRange(0), default=100, show_default=True, help="Last lines shown."
 )
 @click.option("--component", metavar="NAME", help="Only of one part: daemon, engines, http, gateway, store…")
-@click.option("--level", type=click.Choice(LEVELS), default="debug", help="Only this severe or more.")
+@click.option("--level", type=click.Choice(LEVEL_WORDS), default="debug", help="Only this severe or more.")
 @click.option("--json", "as_json", is_flag=True, help="The lines as they are in the file: JSON objects.")
 @pass_program
 def logs(
@@ -33,13 +34,13 @@ def logs(
     path = program.paths.log_file
     if not path.exists() and not follow:
         raise CliError("there is no log yet", f"{path} does not exist", "llmbox up", Exit.NOT_FOUND)
-    wanted = LEVELS[LEVELS.index(level) :]
+    wanted = LEVEL_WORDS[LEVEL_WORDS.index(level) :]
 
     def select(raw: str) -> str | None:
         line = parse(raw)
         if line.level not in wanted or component not in {None, line.component}:
             return None
-        return output.printable(raw) if as_json else line.text
+        return formatting.printable(raw) if as_json else line.text
 
     tail, offset = _tail(path, lines, select)
     if not follow:

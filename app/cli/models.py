@@ -7,13 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..util import formatting
 from . import output
-from .lazy import Command
-from .program import Program, pass_program
+from .context import Program, pass_program
 from .pull import summary
+from .root import Command
 
 if TYPE_CHECKING:
-    from ..catalog import DiskModel
+    from ..models.catalog import DiskModel
+from ..admin_client import TIMEOUT, ApiRefusal
+from ..errors import CliError, Exit
+from ..lifecycle.instance import find_running
+from ..models.load_request import ModelRequest
+from ..util.suggest import did_you_mean
+from .daemon_starter import Started, wait_for_models
+from .options import checked_alias, given, model_options
 
 
 @click.command(cls=Command)
@@ -38,7 +46,7 @@ def ps(program: Program, *, as_json: bool, quiet: bool) -> None:
 @pass_program
 def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
     """List the models on disk: built-in, in the Hugging Face cache, adopted, loaded, on their way."""
-    from ..catalog import describe, in_memory, on_disk
+    from ..models.catalog import describe, in_memory, on_disk
 
     loaded = _loaded(program)
     names = program.names
@@ -76,7 +84,7 @@ def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
         table = [
             (
                 model.ref.name,
-                output.size(model.size),
+                formatting.size(model.size),
                 model.architecture or "-",
                 _state(model, loaded=str(model.ref.path) in loaded),
                 time.strftime("%Y-%m-%d", time.localtime(model.modified)) if model.modified else "-",
@@ -85,7 +93,7 @@ def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
             for model in found
         ]
         table += [
-            (row["model"], output.size(row["total"] or None), "-", _coming(row), "", "") for row in coming
+            (row["model"], formatting.size(row["total"] or None), "-", _coming(row), "", "") for row in coming
         ]
         output.table(("NAME", "SIZE", "ARCHITECTURE", "STATE", "MODIFIED", "ALIASES"), table, right=(1,))
 
@@ -108,7 +116,7 @@ def _state(model: "DiskModel", *, loaded: bool) -> str:
 @pass_program
 def show(program: Program, ref: str, *, as_json: bool) -> None:
     """Show what is known of one model, on disk and in memory."""
-    from ..catalog import describe, read_config
+    from ..models.catalog import describe, read_config
 
     place = program.resolve(ref)
     memory = _in_memory(program, place.name)
@@ -130,11 +138,11 @@ def show(program: Program, ref: str, *, as_json: bool) -> None:
     if as_json:
         output.write_json("show", facts)
         return
-    shown = {**facts, "size": output.size(disk.size), "loaded": memory["state"] if memory else "no"}
+    shown = {**facts, "size": formatting.size(disk.size), "loaded": memory["state"] if memory else "no"}
     shown["loads"] = _last_load(facts["loads"])
     for key, value in shown.items():
         if value is not None:
-            output.write(f"{key.replace('_', ' '):16} {output.printable(str(value))}")
+            output.write(f"{key.replace('_', ' '):16} {formatting.printable(str(value))}")
     if memory and memory["info"]:
         _print_info(memory)
 
@@ -162,8 +170,8 @@ def print_models(models: Sequence[Mapping[str, Any]]) -> None:
                 model["state"],
                 runs_on(info) if info else "-",
                 info["context_window"] if info else "-",
-                output.size(memory),
-                output.size(info["kv_bytes"]) if info else "-",
+                formatting.size(memory),
+                formatting.size(info["kv_bytes"]) if info else "-",
                 f"{stats['running']}+{stats['waiting']}" if stats else "-",
                 _stay(model),
                 model["cause"] if model["state"] in {"loading", "failed", "restarting"} else "",
@@ -193,10 +201,10 @@ def _last_load(rows: Sequence[Mapping[str, Any]]) -> str | None:
         return None
     row = rows[-1]
     predicted, measured = row["predicted_weights"], row["measured_weights"]
-    text = f"{output.clock(row['at'])} on {row['device']} as {row['dtype']} in {output.span(row['seconds'])}"
-    text += f"; weights predicted {output.size(predicted)}"
+    text = f"{formatting.clock(row['at'])} on {row['device']} as {row['dtype']} in {formatting.span(row['seconds'])}"
+    text += f"; weights predicted {formatting.size(predicted)}"
     if measured:
-        text += f", measured {output.size(measured)} ({measured / predicted - 1:+.1%})"
+        text += f", measured {formatting.size(measured)} ({measured / predicted - 1:+.1%})"
     return text
 
 
@@ -207,7 +215,7 @@ def _stay(model: Mapping[str, Any]) -> str:
     if model.get("ttl_s") is None:
         return ""
     left = model.get("expires_s")
-    return f"idle {output.span(model['ttl_s'])}" if left is None else output.span(left)
+    return f"idle {formatting.span(model['ttl_s'])}" if left is None else formatting.span(left)
 
 
 def runs_on(info: Mapping[str, Any]) -> str:
@@ -226,9 +234,9 @@ def _print_info(model: Mapping[str, Any]) -> None:
         **({"because": "; ".join(info["notes"])} if info["notes"] else {}),
         "context window": f"{info['context_window']} tokens",
         "at full context": f"{info['max_concurrency']:.1f} requests at once",
-        "weights": output.size(info["weights_bytes"]),
-        "KV cache": f"{output.size(info['kv_bytes'])}, {output.size(info['kv_bytes_per_token'])} a token",
-        "workspace": output.size(info["workspace_bytes"]),
+        "weights": formatting.size(info["weights_bytes"]),
+        "KV cache": f"{formatting.size(info['kv_bytes'])}, {formatting.size(info['kv_bytes_per_token'])} a token",
+        "workspace": formatting.size(info["workspace_bytes"]),
         "restarts": f"{model['restarts']}, requests resumed {model['resumed']}",
     }
     for key, value in rows.items():
@@ -255,3 +263,113 @@ def _in_memory(program: Program, name: str) -> dict[str, Any] | None:
         return None
     models: list[dict[str, Any]] = program.client.get("/admin/api/models")["models"]
     return next((model for model in models if name in {model["name"], *model["aliases"]}), None)
+
+
+@click.command(cls=Command)
+@click.argument("model")
+@model_options
+@click.option("--ttl", type=click.FloatRange(0, 1e7), metavar="S", help="Unload after S idle seconds.")
+@click.option("--estimate-only", is_flag=True, help="Say what it would need; load nothing.")
+@click.option("--wait/--no-wait", default=True, help="Wait until the model is ready (default).")
+@click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Longest wait.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@pass_program
+def load(
+    program: Program,
+    /,
+    model: str,
+    alias: str | None,
+    *,
+    ttl: float | None,
+    estimate_only: bool,
+    wait: bool,
+    timeout: float,
+    as_json: bool,
+    **flags: Any,
+) -> int:
+    """Load a model into the running daemon."""
+    (wanted,) = program.wanted([model], checked_alias(alias), given(flags))
+    if estimate_only:
+        return estimate(program, wanted, as_json=as_json)
+    running = find_running(program.paths)
+    if running is None:
+        raise program.client.not_running()
+    body = {**wanted.body(), "ttl": ttl}
+    answer = program.client.post("/admin/api/models/load", body)["model"]
+    if wait:
+        (answer,) = wait_for_models(program, Started(running, None, 0), [wanted.served_name], timeout)
+    if as_json:
+        output.write_json("load", {"model": answer})
+    elif wait:
+        say_ready(answer["name"], answer["info"])
+    else:
+        output.say(f"{answer['name']} is loading; follow with llmbox ps.")
+    return Exit.OK
+
+
+def say_ready(name: str, info: Mapping[str, Any]) -> None:
+    """With the memory that it took, and why."""
+    total = info["weights_bytes"] + info["kv_bytes"] + info["workspace_bytes"]
+    output.say(
+        f"{name} is ready: context {info['context_window']} tokens, {formatting.size(total)} of memory "
+        f"({formatting.size(info['kv_bytes'])} of it for keys and values)."
+    )
+    for note in info["notes"]:
+        output.say(f"Note: {note}")
+
+
+def estimate(program: Program, wanted: ModelRequest, *, as_json: bool) -> int:
+    from llmbox.engine.errors import EngineError
+
+    from ..hub.model_info import local_facts
+    from .fit import report
+
+    try:
+        facts = local_facts(wanted.ref)
+    except EngineError as error:
+        raise CliError(f"cannot estimate {wanted.served_name}", str(error), "llmbox ls") from error
+    return report(program, facts, wanted.config(program.settings().settings.model), as_json=as_json)
+
+
+@click.command(cls=Command)
+@click.argument("model")
+@pass_program
+def pin(program: Program, *, model: str) -> None:
+    """Keep MODEL in memory: it is neither evicted for others nor unloaded when idle."""
+    _pin(program, model, pinned=True)
+
+
+@click.command(cls=Command)
+@click.argument("model")
+@pass_program
+def unpin(program: Program, *, model: str) -> None:
+    """Let MODEL leave memory again."""
+    _pin(program, model, pinned=False)
+
+
+def _pin(program: Program, model: str, *, pinned: bool) -> None:
+    answer = _post(program, "pin", {"model": model, "pinned": pinned})["model"]
+    output.say(f"{answer['name']} is {'pinned' if pinned else 'not pinned any more'}.")
+
+
+def _post(program: Program, what: str, body: Mapping[str, Any], timeout: float = TIMEOUT) -> dict[str, Any]:
+    """For a model in memory; the error for one that is not names the nearest."""
+    try:
+        return program.client.post(f"/admin/api/models/{what}", body, timeout=timeout)
+    except ApiRefusal as error:
+        if error.code == "model_not_found" and isinstance(body["model"], str):
+            error.fix = f"{did_you_mean(body['model'], program.in_memory())}llmbox ps"
+        raise
+
+
+@click.command(cls=Command)
+@click.argument("model", required=False)
+@click.option("--all", "every", is_flag=True, help="All models.")
+@pass_program
+def unload(program: Program, model: str | None, *, every: bool) -> None:
+    """Take a model out of memory. Its open requests end with an error."""
+    if (model is None) != every:
+        raise CliError("which model?", "one MODEL or --all is needed", "llmbox ps", Exit.USAGE)
+    answer = _post(program, "unload", {"model": model}, timeout=60.0)
+    for name in answer["unloaded"]:
+        output.say(f"{name} is unloaded.")

@@ -5,9 +5,9 @@ from typing import Any, TypeVar
 
 import click
 
-from ..catalog import check_name
-from ..settings import Key, Scalar, schema
-from ..settings_load import check_value
+from ..config.loader import check_value
+from ..config.schema import Scalar, SettingSpec, schema
+from ..models.catalog import check_name
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -68,7 +68,7 @@ def _add(function: F, names: tuple[str, ...]) -> F:
     return function
 
 
-def _option(row: Key) -> Callable[[F], F]:
+def _option(row: SettingSpec) -> Callable[[F], F]:
     if row.kind is bool:
         off = flag(row.name).replace("--", "--no-", 1)
         return click.option(f"{flag(row.name)}/{off}", parameter(row.name), default=None, help=row.doc)

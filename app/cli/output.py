@@ -11,10 +11,10 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from ..errors import CliError
+from ..util.formatting import printable
 
 PLAIN_INTERVAL = 5.0
 """Seconds between progress lines where nobody watches live."""
@@ -95,14 +95,6 @@ def print_error(error: CliError) -> None:
             say(f"  {label}: {printable(text)}")
 
 
-def printable(text: str) -> str:
-    """Control characters from data become visible escapes instead of moving the cursor."""
-    return "".join(
-        char if char in "\n\t" or char.isprintable() else char.encode("unicode_escape").decode()
-        for char in text
-    )
-
-
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> None:
     """Aligned columns, lines cut to the terminal's width. `right` are indexes of right-aligned columns."""
     cells = [[printable(str(cell)) for cell in row] for row in rows]
@@ -118,35 +110,6 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Se
         text = text if len(text) <= limit else text[: limit - 1] + "…"
         shown.append(bold(text) if number == 0 else text)
     write_lines(shown)
-
-
-def size(count: float | None) -> str:
-    if count is None:
-        return "-"
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
-
-
-def span(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-def clock(unix: float) -> str:
-    return datetime.fromtimestamp(unix).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 class ProgressLine:

@@ -9,11 +9,12 @@ from typing import Any
 
 import click
 
-from ..daemon.instance import find_running
 from ..errors import CliError, Exit
+from ..lifecycle.instance import find_running
+from ..util import formatting
 from . import output
-from .lazy import Command
-from .program import Program, pass_program
+from .context import Program, pass_program
+from .root import Command
 
 LOOK = 0.25
 """Seconds between two looks at the download."""
@@ -75,7 +76,7 @@ def pull(
 
 
 def _start_daemon_if_needed(program: Program) -> None:
-    from .starter import start_daemon
+    from .daemon_starter import start_daemon
 
     if find_running(program.paths) is None:
         output.say("Starting the daemon…")
@@ -127,7 +128,7 @@ def _tell(found: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
         output.write_json("pull", {"download": found})
     elif found["state"] == "ready":
-        output.say(f"{found['model']} is here ({output.size(found['total'])}, every file checked).")
+        output.say(f"{found['model']} is here ({formatting.size(found['total'])}, every file checked).")
         output.say(f"Load it: llmbox load {found['model']}")
     else:
         output.say(f"{found['model']}: {summary(found)}")
@@ -152,8 +153,8 @@ def _list(program: Program, *, as_json: bool, quiet: bool) -> None:
                 row["model"],
                 row["state"],
                 f"{row['done'] / row['total']:.0%}" if row["total"] else "-",
-                output.size(row["total"] or None),
-                f"{output.size(row['rate'])}/s" if row["rate"] and row["state"] == "downloading" else "-",
+                formatting.size(row["total"] or None),
+                f"{formatting.size(row['rate'])}/s" if row["rate"] and row["state"] == "downloading" else "-",
                 reason(row) or row["message"],
             )
             for row in rows
@@ -175,11 +176,11 @@ def summary(found: Mapping[str, Any]) -> str:
         return f"failed: {reason(found)}"
     if not found["total"]:
         return str(found["state"])
-    text = f"{found['state']} {found['done'] / found['total']:.0%} of {output.size(found['total'])}"
+    text = f"{found['state']} {found['done'] / found['total']:.0%} of {formatting.size(found['total'])}"
     if found["state"] == "downloading" and found["rate"]:
-        text += f", {output.size(found['rate'])}/s"
+        text += f", {formatting.size(found['rate'])}/s"
         if found["eta_s"] is not None:
-            text += f", {output.span(found['eta_s'])} left"
+            text += f", {formatting.span(found['eta_s'])} left"
     return text
 
 
@@ -218,13 +219,13 @@ class BarsView:
         lines = [f"{found['model']}  {summary(found)}"]
         lines += [bar_line(file, columns) for file in open_files[: max(0, rows - 3)]]
         self._clear()
-        sys.stderr.write("".join(f"{output.printable(line)[: columns - 1]}\n" for line in lines))
+        sys.stderr.write("".join(f"{formatting.printable(line)[: columns - 1]}\n" for line in lines))
         sys.stderr.flush()
         self._height = len(lines)
 
     def note(self, text: str) -> None:
         self._clear()
-        output.say(f"  {output.printable(text)}")
+        output.say(f"  {formatting.printable(text)}")
 
     def close(self) -> None:
         self._clear()
@@ -244,4 +245,4 @@ def bar_line(file: Mapping[str, Any], columns: int) -> str:
     name = name if len(name) <= room else "…" + name[1 - room :]
     what = " checking" if file["state"] == "checking" else ""
     bar = "#" * filled + "-" * (BAR - filled)
-    return f"  {name:{min(room, 40)}} [{bar}] {share:4.0%} {output.size(file['size']):>9}{what}"
+    return f"  {name:{min(room, 40)}} [{bar}] {share:4.0%} {formatting.size(file['size']):>9}{what}"

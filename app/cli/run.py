@@ -10,12 +10,12 @@ from typing import Any
 
 import click
 
-from ..daemon.instance import find_running
 from ..errors import CliError, Exit
+from ..lifecycle.instance import find_running
 from . import output
-from .lazy import Command
-from .program import Program, pass_program
-from .starter import Started, start_daemon, wait_for_models
+from .context import Program, pass_program
+from .daemon_starter import Started, start_daemon, wait_for_models
+from .root import Command
 from .up import load_missing
 
 HELP = "Commands: /clear forgets the conversation, /bye ends it. Ctrl-C stops an answer."
@@ -44,7 +44,9 @@ def run(
         if not question:
             raise CliError("nothing was asked", "stdin is empty", f"llmbox run {model} 'Hello'", Exit.USAGE)
     served = _ensure_loaded(program, model)
-    talk = Talk(program, served, system, {key: value for key, value in sampling.items() if value is not None})
+    talk = ChatSession(
+        program, served, system, {key: value for key, value in sampling.items() if value is not None}
+    )
     if question:
         talk.ask(question)
     else:
@@ -57,7 +59,7 @@ def _piped() -> str:
     return sys.stdin.read().strip() if stat.S_ISFIFO(mode) or stat.S_ISREG(mode) else ""
 
 
-class Talk:
+class ChatSession:
     """A conversation with one model. Models without a chat template continue text instead."""
 
     def __init__(
@@ -168,7 +170,7 @@ def _ensure_loaded(program: Program, model: str) -> dict[str, Any]:
     return wait_for_models(program, started, names, timeout=600.0)[0]
 
 
-def _chat(program: Program, talk: Talk) -> None:
+def _chat(program: Program, talk: ChatSession) -> None:
     with _line_editing(program):
         output.say(HELP)
         while True:
@@ -190,7 +192,7 @@ def _chat(program: Program, talk: Talk) -> None:
                 _answer(talk, question)
 
 
-def _answer(talk: Talk, question: str) -> None:
+def _answer(talk: ChatSession, question: str) -> None:
     try:
         talk.ask(question)
     except KeyboardInterrupt:

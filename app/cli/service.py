@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 
 import click
 
-from ..daemon.instance import find_running
+from ..diagnostics.systemd import NAME, SYSTEM_DATA, SYSTEM_FOLDER, SYSTEM_USER, UnitSpec, unit_text
 from ..errors import CliError, Exit
-from ..files import write_whole
+from ..lifecycle.instance import find_running
+from ..util import formatting
+from ..util.atomic_file import write_whole
 from . import output
-from .lazy import Command, Group
-from .program import Program, pass_program
-from .unit import NAME, SYSTEM_DATA, SYSTEM_FOLDER, SYSTEM_USER, UnitSpec, unit_text
+from .context import Program, pass_program
+from .root import Command, CommandGroup
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -36,7 +37,7 @@ def scope_option(function: F) -> F:
     )(function)
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def service() -> None:
     """Run the daemon under systemd.
 
@@ -171,7 +172,7 @@ def _print_status(facts: dict[str, Any]) -> None:
         output.write("         llmbox serve")
         return
     pid = f", pid {facts['pid']}" if facts["pid"] else ""
-    detail = f" ({output.printable(facts['detail'])})" if facts["detail"] else ""
+    detail = f" ({formatting.printable(facts['detail'])})" if facts["detail"] else ""
     output.write(f"State    {facts['active']}{detail}{pid}")
     output.write(f"At boot  {facts['enabled']}")
     if not facts["installed"]:

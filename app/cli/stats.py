@@ -8,9 +8,10 @@ from typing import Any
 
 import click
 
+from ..util import formatting
 from . import output
-from .lazy import Command
-from .program import Program, pass_program
+from .context import Program, pass_program
+from .root import Command
 
 
 @click.command(cls=Command)
@@ -60,7 +61,7 @@ def _tick_line(tick: Mapping[str, Any]) -> str:
         *(f"GPU{gpu['index']} {_percent(gpu['utilisation'])}" for gpu in tick["gpus"]["devices"]),
         *(each["text"] for each in tick["attention"]),
     ]
-    return output.printable(" | ".join(parts))
+    return formatting.printable(" | ".join(parts))
 
 
 def _number(value: float | str) -> str:

@@ -8,20 +8,21 @@ from pathlib import Path
 
 import click
 
-from ..daemon.instance import find_running
+from ..diagnostics.systemd import quoted
 from ..errors import CliError, Exit
+from ..lifecycle.instance import find_running
+from ..util import formatting
 from . import output
 from .confirm import require_consent
-from .lazy import Command
+from .context import Program, pass_program
 from .lifecycle import stop
-from .program import Program, pass_program
+from .root import Command
 from .service import remove as remove_service
 from .service import unit_file
-from .unit import quoted
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class UninstallItem:
     what: str
     path: Path
     size: int
@@ -58,12 +59,12 @@ def uninstall(program: Program, *, models: bool, yes: bool, as_json: bool) -> No
         rows = [{"what": item.what, "path": str(item.path), "size": item.size} for item in items]
         output.write_json("uninstall", {"removed": rows, "freed": freed})
     else:
-        output.say(f"Done: {output.size(freed)} freed. The program itself: {how_to_remove_program()}")
+        output.say(f"Done: {formatting.size(freed)} freed. The program itself: {how_to_remove_program()}")
 
 
-def _items(program: Program, *, with_models: bool) -> Iterator[Item]:
+def _items(program: Program, *, with_models: bool) -> Iterator[UninstallItem]:
     """What is there. Of a --data-dir that somebody named only what is ours, no other file."""
-    from ..catalog import hub_cache
+    from ..models.catalog import hub_cache
 
     paths = program.paths
     found = [
@@ -85,7 +86,7 @@ def _items(program: Program, *, with_models: bool) -> Iterator[Item]:
         found += [("model", folder) for folder in sorted(cache.glob("models--*--*"))]
     for what, path in found:
         if path.exists() or path.is_symlink():
-            yield Item(what, path, _size(path))
+            yield UninstallItem(what, path, _size(path))
 
 
 def _services(program: Program) -> list[bool]:
@@ -108,17 +109,17 @@ def _size(path: Path) -> int:
     return folder_size(path) if path.is_dir() else path.lstat().st_size
 
 
-def _announce(program: Program, items: list[Item], *, with_models: bool) -> None:
+def _announce(program: Program, items: list[UninstallItem], *, with_models: bool) -> None:
     if not items:
         output.say("There is nothing of llmbox here.")
         return
     output.say("This goes:")
     for item in items:
-        output.say(f"  {output.size(item.size):>9}  {item.what}: {item.path}")
+        output.say(f"  {formatting.size(item.size):>9}  {item.what}: {item.path}")
     if (running := find_running(program.paths)) is not None:
         output.say(f"The daemon (pid {running.pid}) is stopped first.")
     if not with_models:
-        from ..catalog import hub_cache
+        from ..models.catalog import hub_cache
 
         output.say(f"Models stay: {hub_cache(program.environ)} (--models deletes them too).")
 

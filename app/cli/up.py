@@ -1,24 +1,34 @@
-"""`llmbox up`."""
+"""The way into the panel for whoever may use the daemon's unix socket."""
 
 import json
+import os
 import shlex
-from collections.abc import Mapping, Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..control.model_request import ModelRequest
-from ..control.running import Running
-from ..daemon.instance import find_running
+from ..config.schema import Scalar
 from ..errors import CliError, Exit
-from ..settings import Scalar
+from ..lifecycle.instance import RunningDaemon, find_running
+from ..models.load_request import ModelRequest
 from . import output
 from .config import shown
-from .lazy import Command
+from .context import Program, pass_program
+from .daemon_starter import Started, start_daemon, wait_for_models
 from .options import checked_alias, daemon_options, flag, given, model_options, parameter
-from .program import Program, pass_program
-from .sign_in import sign_in_link
-from .starter import Started, start_daemon, wait_for_models
+from .root import Command
+
+if TYPE_CHECKING:
+    from ..lifecycle.instance import RunningDaemon
+
+
+def sign_in_link(program: Program) -> str:
+    """A new one-time link from the running daemon, good for 15 minutes. Raises CliError."""
+    url: str = program.client.post("/admin/api/signin-link", {})["url"]
+    return url
 
 
 @click.command(cls=Command)
@@ -157,7 +167,7 @@ def _context(model: Mapping[str, Any]) -> int | None:
 
 
 def _print(
-    program: Program, running: Running, models: Sequence[Mapping[str, Any]], panel: str, *, waited: bool
+    program: Program, running: RunningDaemon, models: Sequence[Mapping[str, Any]], panel: str, *, waited: bool
 ) -> None:
     llmbox = shlex.join(["llmbox", *program.location_flags])
     output.write(f"llmbox is up (pid {running.pid})")
@@ -178,7 +188,7 @@ def _print(
     output.write(f"Watch it: {llmbox} top    Stop it: {llmbox} down")
 
 
-def _curl(running: Running, model: Mapping[str, Any]) -> str:
+def _curl(running: RunningDaemon, model: Mapping[str, Any]) -> str:
     body: dict[str, Any] = {"model": model["name"]}
     if model["chat"]:
         path, body["messages"] = "chat/completions", [{"role": "user", "content": "What is llmbox?"}]
@@ -187,3 +197,63 @@ def _curl(running: Running, model: Mapping[str, Any]) -> str:
     return (
         f"  curl {running.url}/v1/{path} -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'"
     )
+
+
+@click.command(cls=Command)
+@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@daemon_options
+@model_options
+@click.option("--background", is_flag=True, hidden=True, help="Log to the file only; set by `up`.")
+@pass_program
+def serve(
+    program: Program, /, models: tuple[str, ...], alias: str | None, *, background: bool, **flags: Any
+) -> None:
+    """Run the daemon in the foreground, for systemd, containers and debugging.
+
+    A MODEL is builtin, a directory, or org/name from the Hugging Face cache. SIGTERM lets open requests
+    finish, a second one stops at once, SIGHUP reads the configuration again.
+    """
+    from ..daemon.run import DaemonOptions, run_daemon
+    from ..lifecycle.instance import already_running, find_running
+
+    if (other := find_running(program.paths)) is not None:  # before complaints about models
+        raise already_running(other)
+    given_flags = given(flags)
+    plan = DaemonOptions(
+        paths=program.paths,
+        loaded=program.settings(given_flags),
+        models=program.wanted(models, checked_alias(alias), given_flags),
+        begun_with={"flags": given_flags, "models": list(models), "alias": alias},
+        reload=lambda: program.settings(given_flags),
+        checks=partial(_checks, program),
+        parts=program.parts,
+        on_up=(lambda *_: None) if background else partial(_tell, program),
+        background=background,
+    )
+    run_daemon(plan)
+
+
+def _checks(program: Program) -> list[dict[str, str]]:
+    from dataclasses import asdict
+
+    from ..diagnostics.checks import run_checks
+
+    return [asdict(finding) for finding in run_checks(program)]
+
+
+def _tell(program: Program, running: "RunningDaemon", sign_in_link: Callable[[], str]) -> None:
+    output.write(f"{running.url}/v1")
+    if not _is_journal():
+        output.write(sign_in_link())
+        return
+    from ..util.atomic_file import write_whole
+
+    # Others may read the journal, and it is kept: a link in it would be a key under the mat.
+    write_whole(program.paths.sign_in_file, f"{sign_in_link()}\n".encode())
+    output.write(f"The link that signs one browser in, within 15 minutes: {program.paths.sign_in_file}")
+
+
+def _is_journal() -> bool:
+    """Whether a service manager keeps what we print."""
+    started_by_systemd = "NOTIFY_SOCKET" in os.environ or "JOURNAL_STREAM" in os.environ
+    return started_by_systemd and not sys.stdout.isatty()

@@ -9,7 +9,7 @@ import click
 from llmbox import __version__
 
 from . import output
-from .lazy import Command
+from .root import Command
 
 PARTS = ("torch", "litestar", "uvicorn", "tokenizers", "huggingface-hub")
 

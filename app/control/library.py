@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.estimator import MemoryPlan
-from llmbox.engine.machine import read_machine
-from llmbox.engine.model_config import ModelConfig
-from llmbox.engine.repacked.cache import RepackedCache
+from llmbox.engine.hardware.machine import read_machine
+from llmbox.engine.model_config.config import ModelConfig
+from llmbox.engine.planning.estimator import MemoryPlan
+from llmbox.engine.weights.packed_cache.cache import PackedWeightCache
 
-from ..catalog import ModelRef, hub_cache, served
 from ..errors import ApiError, CliError, Exit
-from ..hub.downloads import Downloads
-from ..hub.fetching import Setup
-from ..hub.fit import plan_alone
-from ..hub.listing import Hub
+from ..fit.fit import plan_alone
+from ..hub.download import Setup
+from ..hub.download_queue import Downloads
 from ..hub.remove import Removable, Removed, find_removable, remove
+from ..hub.repo_files import Hub
 from ..hub.search import Hit, search
-from ..registry import Registry
+from ..models.catalog import ModelRef, hub_cache, served
+from ..models.registry import Registry
 from ..services import Services
 
 STATUS_OF_EXIT = {Exit.NOT_FOUND: 404, Exit.DENIED: 403, Exit.CONFLICT: 409}
@@ -84,7 +84,7 @@ class Library:
             status = STATUS_OF_EXIT.get(error.exit, 400)
             code = "model_not_found" if status == 404 else "cannot_delete"
             raise ApiError(status, f"{error.what}: {error.why}", code, "models") from error
-        await asyncio.to_thread(RepackedCache(self._services.paths.repacked, 0).prune)
+        await asyncio.to_thread(PackedWeightCache(self._services.paths.repacked, 0).prune)
         return removed
 
     def _require_unused(self, found: Removable) -> None:

@@ -6,11 +6,11 @@ import ipaddress
 import os
 import socket
 
+from ..config.paths import Paths, socket_address
+from ..config.schema import ServerSettings
 from ..errors import CliError, Exit
-from ..http.sockets import PortInUse, listen_tcp, listen_unix
-from ..paths import Paths, socket_address
+from ..http.server.sockets import PortInUse, listen_tcp, listen_unix
 from ..security.key_store import KeyStore
-from ..settings import ServerSettings
 
 
 def open_sockets(server: ServerSettings, paths: Paths) -> tuple[list[socket.socket], socket.socket]:

@@ -10,31 +10,40 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from setproctitle import setproctitle
 
 from llmbox import __version__
-from llmbox.engine.spawn import Launch, Spawned, spawn
+from llmbox.engine.ipc.spawn import Launch, Spawned, spawn
+from llmbox.engine.weights.packed_cache import environment
+from llmbox.kernels.cpu.cache_folder import KERNEL_CACHE
 
-from .. import logs
-from ..control.model_request import ModelRequest
-from ..control.running import Running
-from ..paths import Paths
-from ..settings_load import LoadedSettings
-from .instance import InstanceLock
-from .launching import with_caches
+from ..config.loader import LoadedSettings
+from ..config.paths import Paths
+from ..config.schema import CacheSettings
+from ..lifecycle.instance import InstanceLock, RunningDaemon
+from ..logging import setup as logs
+from ..models.load_request import ModelRequest
 from .listen import open_sockets
 
 if TYPE_CHECKING:
-    from .parts import Parts
+    from .compose import DaemonParts
+
+
+def with_caches(launch: Launch, paths: Paths, settings: CacheSettings) -> Launch:
+    """Kernels and packed weights are kept where everything else is: under --data-dir, if there is one."""
+    kernels = {} if KERNEL_CACHE in os.environ else {KERNEL_CACHE: str(paths.kernel_cache)}
+    repacked = environment.variables(paths.repacked, settings.repacked_gb)
+    return replace(launch, env={**kernels, **repacked, **launch.env})
+
 
 log = logging.getLogger("llmbox.daemon")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class DaemonOptions:
     """What a daemon is told at its start."""
 
     paths: Paths
@@ -44,16 +53,16 @@ class Plan:
     """Flags and model names of the command line, for `restart`."""
     reload: Callable[[], LoadedSettings]
     """Reads the settings again; raises CliError."""
-    on_up: Callable[[Running, Callable[[], str]], None]
+    on_up: Callable[[RunningDaemon, Callable[[], str]], None]
     """Called once the API answers; the second argument makes a one-time sign-in link for the panel."""
     checks: Callable[[], list[dict[str, str]]] = list
     """Runs those of `llmbox doctor`."""
-    parts: "Callable[[], Parts] | None" = None
+    parts: "Callable[[], DaemonParts] | None" = None
     """Replaces what the daemon is composed of (tests)."""
     background: bool = False
 
 
-def run_daemon(plan: Plan) -> None:
+def run_daemon(plan: DaemonOptions) -> None:
     """Serves until told to stop. Raises CliError when it cannot begin or no model can be served."""
     plan.paths.create()
     settings = plan.loaded.settings
@@ -73,19 +82,21 @@ def run_daemon(plan: Plan) -> None:
             log.info("stopped")
 
 
-def _serve(plan: Plan, running: Running, sockets: Sequence[socket.socket], first: Spawned | None) -> None:
+def _serve(
+    plan: DaemonOptions, running: RunningDaemon, sockets: Sequence[socket.socket], first: Spawned | None
+) -> None:
     gc.disable()  # what is imported stays
     try:
         import asyncio  # noqa: PLC0415
 
-        from .serving import serve_until_stopped  # noqa: PLC0415 - half a second of imports
+        from .serve import serve_until_stopped  # noqa: PLC0415 - half a second of imports
     finally:
         gc.freeze()
         gc.enable()
     asyncio.run(serve_until_stopped(plan, running, sockets, first))
 
 
-def _first_engine(plan: Plan) -> Spawned | None:
+def _first_engine(plan: DaemonOptions) -> Spawned | None:
     if plan.parts is not None or not plan.models:
         return None
     try:
@@ -94,9 +105,9 @@ def _first_engine(plan: Plan) -> Spawned | None:
         return None  # the load will try again and say why not
 
 
-def _describe(tcp: socket.socket, paths: Paths) -> Running:
+def _describe(tcp: socket.socket, paths: Paths) -> RunningDaemon:
     host, port = tcp.getsockname()[:2]
-    return Running(
+    return RunningDaemon(
         pid=os.getpid(),
         host=host,
         port=port,

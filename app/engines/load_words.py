@@ -1,6 +1,6 @@
 """How far a load is, in words: for `up`, `load`, `/ready`, the panel and `llmbox top`."""
 
-from llmbox.engine.messages import Progress
+from llmbox.engine.ipc.messages import Progress
 
 STARTING = "starting its engine"
 ENGINE_READY = "reading its tokenizer"

@@ -9,7 +9,7 @@ from typing import Any
 
 from llmbox.engine.config import EngineConfig
 
-from ..text.model_text import ModelText
+from ..text.tokenizer import TextModel
 from .supervisor import Supervisor
 
 
@@ -20,7 +20,7 @@ class LoadedModel:
     path: Path
     config: EngineConfig
     supervisor: Supervisor
-    text: ModelText
+    text: TextModel
     loaded_at: float
     """Unix seconds."""
     last_used: float

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import EngineError
-from llmbox.engine.spawn import Launch, Spawned
+from llmbox.engine.ipc.spawn import Launch, Spawned
 
 from ..errors import ApiError
-from ..text.model_text import ModelText, load_model_text
+from ..text.tokenizer import TextModel, load_model_text
 from .admission import draining, load_failed, model_loading, model_not_found, require_same
-from .deaths import DeathLimits
 from .loaded_model import LoadedModel
+from .prewarmed_process import PrewarmedProcess
 from .readiness import ModelReadiness, Readiness, judge_readiness
-from .spares import Spares
+from .restart_policy import RestartLimits
 from .supervisor import Supervisor, SupervisorOptions
 from .watchdog import WatchLimits
 
@@ -38,12 +38,12 @@ class EngineManager:
 
     def __init__(
         self,
-        load_text: Callable[[Path], ModelText] = load_model_text,
+        load_text: Callable[[Path], TextModel] = load_model_text,
         launch: Launch | None = None,
         queue_limit: int = 512,
         queue_per_key: int = 64,
         *,
-        deaths: DeathLimits | None = None,
+        deaths: RestartLimits | None = None,
         watch: WatchLimits | None = None,
         on_change: Callable[[Supervisor], None] = lambda _: None,
         keep_spare: bool = False,
@@ -55,12 +55,12 @@ class EngineManager:
         or restart.
         """
         self._load_text = load_text
-        self._spares = Spares(launch or Launch(), keep=keep_spare, busy=self._busy, first=first)
+        self._spares = PrewarmedProcess(launch or Launch(), keep=keep_spare, busy=self._busy, first=first)
         self._options = SupervisorOptions(
             spares=self._spares,
             queue_limit=queue_limit,
             queue_per_key=queue_per_key,
-            deaths=deaths or DeathLimits(),
+            deaths=deaths or RestartLimits(),
             watch=watch or WatchLimits(),
             on_change=on_change,
         )
@@ -183,7 +183,7 @@ class EngineManager:
         supervisor.admitted = await supervisor.readmit()
         await supervisor.start()
 
-    async def _load_text_beside(self, supervisor: Supervisor, path: Path) -> ModelText:
+    async def _load_text_beside(self, supervisor: Supervisor, path: Path) -> TextModel:
         await supervisor.launched()  # a large tokenizer keeps the interpreter for half a second
         return await asyncio.to_thread(self._load_text, path)
 
@@ -321,7 +321,7 @@ def _as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, "Loading failed by an internal error.", code="engine_error", type="server_error")
 
 
-def _with_warnings(name: str, text: ModelText, supervisor: Supervisor) -> ModelText:
+def _with_warnings(name: str, text: TextModel, supervisor: Supervisor) -> TextModel:
     """With what only shows beside the weights. Each warning is logged."""
     text = text.beside_embedding(0 if supervisor.info is None else supervisor.info.vocab_size)
     for warning in text.warnings:

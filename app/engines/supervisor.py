@@ -1,4 +1,4 @@
-"""One model's engine: started, watched, restarted, and its open requests carried over (`open_requests.py`).
+"""One model's engine: started, watched, restarted, and its open requests carried over (`request_journal.py`).
 
 loading -> ready <-> restarting -> failed -> restarting (one start after a cool-down)      any -> stopped
 """
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.messages import (
+from llmbox.engine.errors import RankLost
+from llmbox.engine.ipc.messages import (
     AddRequest,
     BlockMap,
     EngineStats,
@@ -26,18 +27,16 @@ from llmbox.engine.messages import (
     ToEngine,
     Vocabulary,
 )
-from llmbox.engine.parallel.link import RankLost
-from llmbox.engine.spawn import Launch, Spawned, spawn
+from llmbox.engine.ipc.spawn import Launch, Spawned, spawn
 
 from ..errors import ApiError
 from .admission import Pace, State, queue_full, refuse_by_state
-from .block_asker import BlockAsker
-from .deaths import DeathLimits, Deaths, RestartBreaker
-from .engine_life import Death, EngineLife
+from .engine_process import BlockAsker, EngineProcess, ProcessExit
 from .load_words import ENGINE_READY, STARTING, load_words
-from .open_requests import Hooks, OpenRequests
+from .prewarmed_process import PrewarmedProcess
+from .request_journal import JournalHooks, RequestJournal
 from .reservation import QueueReservation, QueueReservations
-from .spares import Spares
+from .restart_policy import RestartBreaker, RestartLimits, RestartPolicy
 from .token_stream import TokenStream
 from .watchdog import Watchdog, WatchLimits, processor_seconds
 
@@ -49,13 +48,13 @@ log = logging.getLogger("llmbox.engines")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorOptions:
     launch: Launch = field(default_factory=Launch)
-    spares: Spares | None = None
+    spares: PrewarmedProcess | None = None
     """Where processes come from, instead of `launch`."""
     queue_limit: int = 512
     """Open requests beyond those that can run at once."""
     queue_per_key: int = 64
     """Open requests of one caller that are taken although others fill the queue."""
-    deaths: DeathLimits = field(default_factory=DeathLimits)
+    deaths: RestartLimits = field(default_factory=RestartLimits)
     watch: WatchLimits = field(default_factory=WatchLimits)
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -79,20 +78,20 @@ class Supervisor:
         self.progress: Progress | None = None
         self.vocabulary: Vocabulary | None = None
         """Set before the first request that has a grammar: each engine is told before it gets one."""
-        self._taught: EngineLife | None = None
+        self._taught: EngineProcess | None = None
         self.restarts = 0
         self._options = options or SupervisorOptions()
         self._pace = Pace(self._options.clock)
         self._watchdog = Watchdog(self, self._options.watch)
-        self._requests = OpenRequests(Hooks(self._tell, self._watchdog.rest, self._pace.finished))
+        self._requests = RequestJournal(JournalHooks(self._tell, self._watchdog.rest, self._pace.finished))
         self._reserved = QueueReservations()
         self._blocks = BlockAsker(self._tell)
-        self._life: EngineLife | None = None
+        self._life: EngineProcess | None = None
         self._launched = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._started: asyncio.Future[None] | None = None
         self._died_at = -math.inf
-        self._deaths = Deaths(self._options.deaths, self._options.clock)
+        self._deaths = RestartPolicy(self._options.deaths, self._options.clock)
         self._breaker = RestartBreaker(self._options.deaths, self._options.clock)
         self._half_open = False
         """One start is tried after the model was given up."""
@@ -226,7 +225,7 @@ class Supervisor:
 
     async def _keep_alive(self) -> None:
         while True:
-            self._life = EngineLife(self.name, self._receive)
+            self._life = EngineProcess(self.name, self._receive)
             death = await self._life.run(self._spawn, self.admitted, self._launched.set)
             self._watchdog.rest()
             self._blocks.answered(None)
@@ -269,7 +268,7 @@ class Supervisor:
         spares = self._options.spares
         return spawn(self._options.launch) if spares is None else spares.take()
 
-    def _died(self, death: Death) -> None:
+    def _died(self, death: ProcessExit) -> None:
         log.error("engine %s died: %s", self.name, death.cause)
         self.restarts += 1
         self.stats = EngineStats()
@@ -284,7 +283,7 @@ class Supervisor:
             log.error("engine %s: request %s brought it down repeatedly and is given up", self.name, guilty)
         self._change("restarting", f"the engine died and is being restarted: {death.cause}")
 
-    def _load_failed(self, death: Death) -> None:
+    def _load_failed(self, death: ProcessExit) -> None:
         self._change("failed", death.cause)
         failure = death.load_failure
         assert self._started is not None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from llmbox.engine.messages import AddRequest, RequestOutput
+from llmbox.engine.ipc.messages import AddRequest, RequestOutput
 
 
 class TokenStream:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from llmbox.engine.process_state import read_state, thread_states
+from llmbox.engine.hardware.proc import read_state, thread_states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

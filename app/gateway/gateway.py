@@ -10,32 +10,53 @@ import msgspec
 
 from llmbox import __version__
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.messages import AddRequest, ModelInfo
-from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.ipc.messages import AddRequest, ModelInfo
+from llmbox.engine.sampling_params import SamplingParams
 
+from ..config.schema import Settings
 from ..engines.loaded_model import LoadedModel
 from ..engines.manager import EngineManager
 from ..errors import ApiError
 from ..metrics.metrics import Metrics
+from ..sandbox.pool import GrammarPool, TemplatePool
 from ..security.keys import tier_of
-from ..security.rates import TokenReservation
-from ..settings import Settings
+from ..security.rate_limit import TokenReservation
 from ..store import RequestLog
 from ..store.content import ContentDraft
 from ..store.record import RequestRecord
-from ..text.grammar_pool import GrammarPool
-from ..text.template_pool import TemplatePool
-from .callers import Callers
-from .generation import Generation
-from .ids import sequence_id
-from .kinds import check_kind, most_at_once
-from .live_request import LiveRequest
-from .observer import RequestObserver, Unobserved
+from .choice_stream import AnswerBuffer, ChoiceStream
+from .generation import Generation, choice_seed, sequence_id
 from .open_request import OpenRequest
 from .output_hash import OutputHasher
-from .seeds import choice_seed
-from .sequence import Sequence
-from .transcript import Transcript
+from .request_events import LiveRequest, NullObserver, RequestObserver
+from .revocation import RevocationWatcher
+
+
+def check_kind(generation: Generation) -> None:
+    """Raises ApiError 400 where the model cannot do what is asked."""
+    info, name = generation.model.supervisor.info, generation.model.name
+    assert info is not None
+    if generation.params.pooling is None and not info.generates:
+        raise ApiError(
+            400,
+            f"{name} makes embeddings or scores and no text: send it to /v1/embeddings or /v1/rerank, or "
+            "name another model.",
+            code="generation_not_supported",
+            param="model",
+        )
+
+
+def most_at_once(model: LoadedModel, choices: int, *, pools: bool, queue: int) -> int:
+    """How many choices of one request may be with the engine. Thousands of texts may come in one request for
+    vectors: the engine has some to go on with, and others are not kept waiting behind all of them.
+
+    `queue`: requests that may wait for a model.
+    """
+    if not pools:
+        return choices
+    info = model.supervisor.info
+    assert info is not None
+    return min(choices, info.max_running + min(info.max_running, queue))
 
 
 class Gateway:
@@ -53,9 +74,9 @@ class Gateway:
         self.grammars = GrammarPool()
         self._log = log
         self._metrics = metrics
-        self._observer = observer or Unobserved()
+        self._observer = observer or NullObserver()
         self._open: dict[str, OpenRequest] = {}
-        self._callers = Callers(self._open)
+        self._callers = RevocationWatcher(self._open)
         self._engine_ids = 0
         self._hasher = OutputHasher(log.path.with_name("output-hash.key"))
 
@@ -127,7 +148,8 @@ class Gateway:
         messages = self._messages(generation)
         reservation = _reserve_tokens(generation, messages)
         submitted = (
-            Sequence(index, generation, supervisor.submit(message)) for index, message in enumerate(messages)
+            ChoiceStream(index, generation, supervisor.submit(message))
+            for index, message in enumerate(messages)
         )
         try:
             sequences = list(islice(submitted, at_once))
@@ -141,7 +163,7 @@ class Gateway:
             sequences,
             self._ended,
             lambda gap: self._metrics.record_inter_token(model, tier, gap),
-            Transcript(len(messages), self._log.content_bytes) if generation.keep is not None else None,
+            AnswerBuffer(len(messages), self._log.content_bytes) if generation.keep is not None else None,
             submitted,
             reservation,
         )

@@ -1,18 +1,19 @@
 """What an HTTP dialect asks of the gateway, and what it gets back: no dialect's words, no engine's either."""
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from llmbox.engine.messages import TokenLogprobs
-from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.ipc.messages import TokenLogprobs
+from llmbox.engine.sampling_params import SamplingParams
 
 from ..engines.loaded_model import LoadedModel
 from ..engines.reservation import QueueReservation
-from ..security.rates import Meter
+from ..security.rate_limit import Meter
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class ContentRetention:
     """The caller lets prompt and answer be kept."""
 
     owner: str
@@ -55,7 +56,7 @@ class Generation:
     allowed: Callable[[], bool] | None = None
     """Whether the caller's credentials still hold; None for one that needed none."""
     client: str = ""
-    keep: Keep | None = None
+    keep: ContentRetention | None = None
     """None: nothing of what is asked and answered is kept."""
     stream: bool = False
     reservation: QueueReservation | None = None
@@ -96,9 +97,42 @@ class Delta:
 
 
 @dataclass(slots=True)
-class Usage:
+class TokenUsage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     looked_up_tokens: int = 0
     """Of the prompt, in the prefix cache."""
     output_tokens: int = 0
+
+
+def sequence_id(request_id: str, number: int) -> str:
+    return f"{request_id}.{number}"
+
+
+def request_of(sequence: str) -> str:
+    """The request that it belongs to."""
+    return sequence.rpartition(".")[0] or sequence
+
+
+_MASK = (1 << 64) - 1
+
+
+def draw_seed() -> int:
+    """Below 2^53, so that every JSON reader gives it back unchanged."""
+    return secrets.randbits(53)
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of choice `index` of an `n > 1` request, as a signed 64-bit integer.
+
+    Choice 0 has the request's own seed, so that n = 1 is the same answer. The others are splitmix64's
+    outputs: sending one of them as `seed` with n = 1 gives that choice again. The same for every prompt
+    of a list.
+    """
+    if index == 0:
+        return seed
+    z = (seed + index * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    z ^= z >> 31
+    return z - (1 << 64) if z >= 1 << 63 else z

@@ -8,15 +8,14 @@ from itertools import islice
 from types import TracebackType
 from typing import Self
 
-from llmbox.engine.messages import RequestOutput
+from llmbox.engine.ipc.messages import RequestOutput
 
 from ..errors import ApiError
-from ..security.rates import TokenReservation
-from .generation import Delta, Generation, Usage
-from .live_request import LiveRequest
-from .sequence import Sequence
+from ..security.rate_limit import TokenReservation
+from .choice_stream import AnswerBuffer, ChoiceStream
+from .generation import Delta, Generation, TokenUsage
+from .request_events import LiveRequest
 from .time_limits import TimeLimits
-from .transcript import Transcript
 
 CLIENT_CLOSED = 499
 """Status in the log of a request whose client left; never sent."""
@@ -48,17 +47,17 @@ class OpenRequest:
     def __init__(
         self,
         generation: Generation,
-        sequences: list[Sequence],
+        sequences: list[ChoiceStream],
         on_end: Callable[["OpenRequest", int, str], None],
         on_gap: Callable[[float], None],
-        transcript: Transcript | None = None,
-        more: Iterator[Sequence] | None = None,
+        transcript: AnswerBuffer | None = None,
+        more: Iterator[ChoiceStream] | None = None,
         reservation: TokenReservation | None = None,
     ) -> None:
         """`more`: submitted one by one, each when another has ended. `reservation`: of its key's tokens."""
         self.generation = generation
         self.sequences = sequences
-        self.usage = Usage(prompt_tokens=sum(map(len, generation.prompts)))
+        self.usage = TokenUsage(prompt_tokens=sum(map(len, generation.prompts)))
         self.timeline = Timeline(created=time.time(), arrived=time.monotonic())
         self.transcript = transcript
         self._more = more or iter(())
@@ -86,7 +85,7 @@ class OpenRequest:
         """Why the prefix cache had no more: one word a prompt."""
         return ",".join(self._prefix_ends[prompt] for prompt in sorted(self._prefix_ends))
 
-    def usage_now(self) -> Usage:
+    def usage_now(self) -> TokenUsage:
         self.usage.output_tokens = sum(s.output_tokens for s in self.sequences)
         return self.usage
 
@@ -178,17 +177,17 @@ class OpenRequest:
             prefix_end=self.prefix_end,
         )
 
-    async def _one(self) -> AsyncIterator[tuple[Sequence, RequestOutput]]:
+    async def _one(self) -> AsyncIterator[tuple[ChoiceStream, RequestOutput]]:
         sequence = self.sequences[0]
         async for output in sequence.stream:
             yield sequence, output
             if sequence.finish_reason is not None:
                 return
 
-    async def _merged(self) -> AsyncIterator[tuple[Sequence, RequestOutput]]:
-        queue: asyncio.Queue[tuple[Sequence, RequestOutput | None]] = asyncio.Queue()
+    async def _merged(self) -> AsyncIterator[tuple[ChoiceStream, RequestOutput]]:
+        queue: asyncio.Queue[tuple[ChoiceStream, RequestOutput | None]] = asyncio.Queue()
 
-        async def read(sequence: Sequence) -> None:
+        async def read(sequence: ChoiceStream) -> None:
             async for output in sequence.stream:
                 queue.put_nowait((sequence, output))
             queue.put_nowait((sequence, None))
@@ -209,7 +208,7 @@ class OpenRequest:
             for task in tasks:
                 task.cancel()
 
-    def _note(self, sequence: Sequence, output: RequestOutput) -> None:
+    def _note(self, sequence: ChoiceStream, output: RequestOutput) -> None:
         clock = self.timeline
         if output.scheduled_at is not None and (
             clock.scheduled is None or output.scheduled_at < clock.scheduled

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..files import write_whole
+from ..util.atomic_file import write_whole
 
 log = logging.getLogger(__name__)
 

@@ -1,20 +1,33 @@
 """Routes that belong to no dialect."""
 
+import asyncio
 import platform
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from litestar import MediaType, Request, Response, get, route
+from litestar import MediaType, Request, Response, Router, get, post, route
 from litestar.datastructures import State
 from litestar.openapi.datastructures import ResponseSpec
+from litestar.params import Body
 from litestar.types import ControllerRouterHandler
+from msgspec import Struct
 
+from ..control.controller import DaemonController, Failure
 from ..engines.readiness import Readiness
+from ..errors import ApiError
+from ..gateway.gateway import context_limit
 from ..metrics.metrics import CONTENT_TYPE
 from ..security.identity import Identity
 from ..services import Services
-from .credentials import identity_of
-from .guard import Access
+from .admin.models import begin_load
+from .admin.schema import LoadRequest, Unloaded
+from .auth.credentials import identity_of
+from .auth.guard import Access
+from .openai.request_context import HttpRequest
+from .openai.request_types import Name
+from .openai.response_types import Model
+from .server.errors import error_type
+from .server.sse import while_connected
 
 INDEX = """\
 llmbox serves language models from this machine.
@@ -142,3 +155,48 @@ def version(request: Request[Any, Any, State]) -> Version:
 
 
 common_routes: list[ControllerRouterHandler] = [index, health, ping, server_load, ready, metrics, version]
+
+
+class UnloadOneRequest(Struct, forbid_unknown_fields=True):
+    model: Name
+
+
+@post("/v1/load", status_code=200, name="load", operation_id="loadModel")
+async def load(request: HttpRequest, data: Annotated[LoadRequest, Body()]) -> Response[Model]:
+    """Loads a model that is on disk, and answers once it is ready. It goes on when the client leaves."""
+    control: DaemonController = request.app.state.control
+    identity_of(request).require_model(data.model)
+    wanted, loading = await begin_load(control, data)
+    failure = await while_connected(request.receive, _outcome(loading))
+    if failure is not None:
+        cause = failure.cause.replace(f"{wanted.ref.path}/", "")  # no paths to clients
+        kind, headers = error_type(failure.status), dict(failure.headers)
+        raise ApiError(failure.status, cause, failure.code, "model", kind, headers)
+    model = control.services.engines.find(wanted.served_name)
+    if model is None or model.supervisor.info is None:
+        raise _gone()
+    limit = context_limit(model.supervisor.info)
+    told = Model(id=model.name, created=int(model.loaded_at), context_window=limit, max_model_len=limit)
+    return Response(told)
+
+
+@post("/v1/unload", status_code=200, name="unload", operation_id="unloadModel")
+async def unload(request: HttpRequest, data: Annotated[UnloadOneRequest, Body()]) -> Unloaded:
+    """Takes a model out of memory; requests that it is answering end with an error."""
+    control: DaemonController = request.app.state.control
+    identity_of(request).require_model(data.model)
+    return Unloaded(await control.unload(data.model))
+
+
+async def _outcome(loading: "asyncio.Task[Failure | None]") -> Failure | None:
+    await asyncio.wait({loading})  # whoever waits may leave: the load stays
+    if loading.cancelled():
+        raise _gone()
+    return loading.result()
+
+
+def _gone() -> ApiError:
+    return ApiError(409, "The model was unloaded while it was being loaded.", "model_unloaded", "model")
+
+
+memory_router = Router(path="/", route_handlers=[load, unload], opt={"access": Access.ADMIN}, tags=["Memory"])

@@ -3,7 +3,7 @@
 from litestar import Router
 
 from .anthropic import anthropic_router
-from .memory_routes import memory_router
+from .common_routes import memory_router
 from .ollama import ollama_router
 from .openai import openai_router
 from .openai_responses import responses_router

@@ -6,8 +6,8 @@ from typing import Any
 from ..batches import RouteAnswer
 from ..errors import ApiError
 from ..services import Services
-from .errors import encode_error
-from .request import CALLER
+from .server.errors import encode_error
+from .server.request import CALLER
 
 
 async def send_in_process(app: Any, path: str, body: bytes, owner: str) -> RouteAnswer:

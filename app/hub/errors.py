@@ -129,7 +129,7 @@ def of_os_error(error: OSError, place: object, need: int | None = None, have: in
 
 
 def disk_full(place: object, need: int | None, have: int | None) -> HubError:
-    from llmbox.engine.estimator import show_bytes  # noqa: PLC0415 - machine facts come with it
+    from llmbox.engine.planning.estimator import show_bytes  # noqa: PLC0415 - machine facts come with it
 
     why = (
         f"needs {show_bytes(need, up=True)} more and has {show_bytes(have)} free"

@@ -11,7 +11,7 @@ class Stopped(Exception):  # noqa: N818 - nothing failed
     """Somebody asked this download to stop."""
 
 
-class Valve:
+class RateLimiter:
     """Bytes a second over all threads that share it. The bound may change at any time."""
 
     def __init__(self, rate: Callable[[], float | None], clock: Callable[[], float] = time.monotonic) -> None:

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..catalog import BUILTIN, HUB_ID, commit_of, hub_cache
 from ..errors import CliError, Exit
-from ..registry import Names, Registry
-from .layout import INCOMPLETE, Repo, repositories
+from ..models.catalog import BUILTIN, HUB_ID, commit_of, hub_cache
+from ..models.registry import NameLookup, Registry
+from .cache_layout import INCOMPLETE, Repo, repositories
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Removed:
     """Its files stay: they were adopted, not fetched."""
 
 
-def find_removable(name: str, environ: Mapping[str, str], names: Names) -> Removable:
+def find_removable(name: str, environ: Mapping[str, str], names: NameLookup) -> Removable:
     """Raises CliError: exit 2 for what is not a model's name, 4 for what is not there."""
     if name == BUILTIN:
         raise CliError("builtin cannot be deleted", "it is part of llmbox", "", Exit.DENIED)
@@ -74,7 +74,7 @@ def remove(found: Removable, registry: Registry) -> Removed:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class DiskUse:
     """Disk use of one model. `partial` is in downloads that are not finished."""
 
     name: str
@@ -85,18 +85,18 @@ class Taken:
     path: Path
 
 
-def disk_use(environ: Mapping[str, str], names: Names) -> list[Taken]:
+def disk_use(environ: Mapping[str, str], names: NameLookup) -> list[DiskUse]:
     """Largest first."""
     found = []
     for cache in [hub_cache(environ), *map(Path, names.caches)]:
         for repo in repositories(cache):
             usage = repo.usage()
             found.append(
-                Taken(repo.name, "hub", usage.size, usage.partial, len(usage.revisions), repo.folder)
+                DiskUse(repo.name, "hub", usage.size, usage.partial, len(usage.revisions), repo.folder)
             )
     for name, place in names.directories.items():
         size = folder_size(Path(place))
-        found.append(Taken(name, "adopted", size, 0, 1, Path(place)))
+        found.append(DiskUse(name, "adopted", size, 0, 1, Path(place)))
     return sorted(found, key=lambda taken: -(taken.size + taken.partial))
 
 

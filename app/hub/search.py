@@ -5,13 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from llmbox.engine.estimator import MemoryPlan
-from llmbox.engine.model_config import ModelConfig
+from llmbox.engine.model_config.config import ModelConfig
+from llmbox.engine.planning.estimator import MemoryPlan
 
-from ..catalog import HUB_ID
+from ..models.catalog import HUB_ID
 from .errors import HubError
-from .facts import remote_config
-from .listing import Hub, Listing, RepoFile
+from .model_info import remote_config
+from .repo_files import Hub, Listing, RepoFile
 
 AT_ONCE = 8
 

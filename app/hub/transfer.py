@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from . import errors
+from .cache_layout import Repo
 from .errors import HubError
-from .layout import Repo
-from .listing import RepoFile
-from .pacing import Retries, Stopped, Valve
-from .web import Answer, Web
+from .http import HubResponse, Web
+from .pacing import RateLimiter, Retries, Stopped
+from .repo_files import RepoFile
 
 CHUNK = 256 * 1024
 VERIFY_CHUNK = 4 * 1024 * 1024
@@ -27,7 +27,7 @@ class Hash(Protocol):
 
 
 @dataclass(slots=True)
-class Progress:
+class TransferProgress:
     """Of one file, written by its thread, read by anybody."""
 
     size: int
@@ -38,19 +38,19 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class TransferContext:
     """What a transfer works with."""
 
     web: Web
     repo: Repo
     stop: threading.Event
-    valve: Valve
+    valve: RateLimiter
     retries: Retries = field(default_factory=Retries)
     note: Callable[[str], None] = lambda _: None
     """Told about every failed try, from the transfer's thread."""
 
 
-def fetch(means: Means, file: RepoFile, url: str, progress: Progress) -> None:
+def fetch(means: TransferContext, file: RepoFile, url: str, progress: TransferProgress) -> None:
     """Returns when the blob is there and its hash is right. Raises HubError or Stopped."""
     repo = means.repo
     with repo.locked(file.etag, means.stop):
@@ -79,7 +79,7 @@ def new_hash(file: RepoFile) -> Hash:
     return digest
 
 
-def _is_whole(blob: Path, file: RepoFile, means: Means, progress: Progress) -> bool:
+def _is_whole(blob: Path, file: RepoFile, means: TransferContext, progress: TransferProgress) -> bool:
     """Checks a blob that is there already, and deletes a wrong one."""
     digest = new_hash(file)
     if blob.stat().st_size == file.size:
@@ -92,7 +92,9 @@ def _is_whole(blob: Path, file: RepoFile, means: Means, progress: Progress) -> b
     return False
 
 
-def _fetch_checked(means: Means, file: RepoFile, url: str, partial: Path, progress: Progress) -> None:
+def _fetch_checked(
+    means: TransferContext, file: RepoFile, url: str, partial: Path, progress: TransferProgress
+) -> None:
     """A wrong hash deletes what came and tries once more."""
     for attempt in (1, 2):
         digest = _fetch_whole(means, file, url, partial, progress)
@@ -110,7 +112,9 @@ def _fetch_checked(means: Means, file: RepoFile, url: str, partial: Path, progre
     )
 
 
-def _fetch_whole(means: Means, file: RepoFile, url: str, partial: Path, progress: Progress) -> Hash:
+def _fetch_whole(
+    means: TransferContext, file: RepoFile, url: str, partial: Path, progress: TransferProgress
+) -> Hash:
     """Tries until every byte is on disk. The failures that count are those in a row without a new byte."""
     failures = 0
     digest = new_hash(file)
@@ -140,7 +144,9 @@ def _fetch_whole(means: Means, file: RepoFile, url: str, partial: Path, progress
     return digest
 
 
-def _stream(means: Means, file: RepoFile, url: str, out: BinaryIO, digest: Hash, progress: Progress) -> Hash:
+def _stream(
+    means: TransferContext, file: RepoFile, url: str, out: BinaryIO, digest: Hash, progress: TransferProgress
+) -> Hash:
     """The bytes of one answer. A server that knows no ranges begins again: then so does the hash."""
     with means.web.get(url, means.repo.name, start=progress.done) as answer:
         _check_answer(answer, file)
@@ -163,7 +169,7 @@ def _stream(means: Means, file: RepoFile, url: str, out: BinaryIO, digest: Hash,
     return digest
 
 
-def _write(out: BinaryIO, data: bytes, means: Means, missing: int) -> None:
+def _write(out: BinaryIO, data: bytes, means: TransferContext, missing: int) -> None:
     """A full disk must not look like a lost connection, which would be tried again."""
     try:
         out.write(data)
@@ -172,7 +178,7 @@ def _write(out: BinaryIO, data: bytes, means: Means, missing: int) -> None:
         raise errors.of_os_error(error, cache, missing, free_space(cache)) from error
 
 
-def _check_answer(answer: Answer, file: RepoFile) -> None:
+def _check_answer(answer: HubResponse, file: RepoFile) -> None:
     """Before a byte is kept: is it the content that was listed?"""
     if answer.total is not None and answer.start == 0 and answer.total != file.size:
         raise _broken_off(file, f"{answer.total} bytes are offered, {file.size} were listed")
@@ -188,7 +194,7 @@ def _broken_off(file: RepoFile, why: str) -> HubError:
     )
 
 
-def _hash_file(path: Path, digest: Hash, stop: threading.Event, progress: Progress) -> None:
+def _hash_file(path: Path, digest: Hash, stop: threading.Event, progress: TransferProgress) -> None:
     """Bytes that are on disk already count as done once they are read again."""
     with path.open("rb") as source:
         while data := source.read(VERIFY_CHUNK):

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from llmbox.engine.messages import EngineStats
+from llmbox.engine.ipc.messages import EngineStats
 
 from ..store.record import RequestRecord
 

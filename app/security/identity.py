@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import ApiError
-from .keys import Key, Scope
-from .rates import Meter
+from .keys import ApiKey, Scope
+from .rate_limit import Meter
 from .sessions import Session
 
 BACKGROUND_PRIORITY = 1000
@@ -19,7 +19,7 @@ class Identity:
     """`local`: our own user over the unix socket. `nobody`: no credentials were shown."""
 
     kind: Literal["local", "session", "key", "nobody"]
-    key: Key | None = None
+    key: ApiKey | None = None
     session: Session | None = None
     meter: Meter | None = None
     is_background: bool = False

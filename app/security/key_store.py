@@ -5,8 +5,11 @@ journal and can be read with any editor. The command line and the daemon both ch
 look at its stamp first, so a revoked key is refused from the next request on.
 """
 
+import contextlib
 import hmac
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +17,9 @@ from pathlib import Path
 import msgspec
 
 from ..errors import CliError, Exit
-from ..files import locked, write_whole
-from ..suggest import did_you_mean
-from .keys import Key, KeySpec, digest_of, display_of, is_name, new_id, new_secret
+from ..util.atomic_file import locked, write_whole
+from ..util.suggest import did_you_mean
+from .keys import ApiKey, KeySpec, digest_of, display_of, is_name, new_id, new_secret
 
 log = logging.getLogger("llmbox.security")
 
@@ -27,7 +30,7 @@ _Stamp = tuple[int, int, int]
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     schema: int
-    keys: tuple[Key, ...]
+    keys: tuple[ApiKey, ...]
 
 
 class KeyStore:
@@ -36,14 +39,14 @@ class KeyStore:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._stamp: _Stamp | None = None
-        self._table: tuple[Key, ...] = ()
-        self._by_digest: dict[str, Key] = {}
+        self._table: tuple[ApiKey, ...] = ()
+        self._by_digest: dict[str, ApiKey] = {}
 
     def check(self) -> None:
         """Raises CliError when the file cannot be read: a daemon must not start and refuse everybody."""
         self._refresh()
 
-    def list(self) -> tuple[Key, ...]:
+    def list(self) -> tuple[ApiKey, ...]:
         """Expired ones too, by name."""
         self._try_refresh()
         return self._table
@@ -52,20 +55,20 @@ class KeyStore:
         """Keys that would be accepted now."""
         return sum(not key.is_expired() for key in self.list())
 
-    def get(self, name: str) -> Key:
+    def get(self, name: str) -> ApiKey:
         """Raises CliError (exit 4)."""
         return _find(self.list(), name)
 
     def ids(self) -> frozenset[str]:
         return frozenset(key.id for key in self.list())
 
-    def by_id(self, id_: str) -> Key | None:
+    def by_id(self, id_: str) -> ApiKey | None:
         return next((key for key in self.list() if key.id == id_), None)
 
-    def authenticate(self, secret: str) -> Key | None:
+    def authenticate(self, secret: str) -> ApiKey | None:
         """The key of this secret unless it has expired. Takes as long for a wrong one as for a right one."""
         digest = digest_of(secret)
-        found: Key | None = None
+        found: ApiKey | None = None
         for key in self.list():
             if hmac.compare_digest(key.digest, digest):
                 found = key
@@ -77,10 +80,10 @@ class KeyStore:
         key = self._by_digest.get(digest)
         return key is not None and not key.is_expired()
 
-    def add(self, spec: KeySpec) -> tuple[Key, str]:
+    def add(self, spec: KeySpec) -> tuple[ApiKey, str]:
         """(key, its secret). Raises CliError: exit 9 when the name is taken, 1 when the disk is full."""
         secret = new_secret()
-        key = Key(
+        key = ApiKey(
             **msgspec.structs.asdict(spec),
             id=new_id(),
             digest=digest_of(secret),
@@ -88,7 +91,7 @@ class KeyStore:
             created=time.time(),
         )
 
-        def edit(keys: tuple[Key, ...]) -> tuple[Key, ...]:
+        def edit(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
             if any(other.name == key.name for other in keys):
                 raise CliError(
                     f"there is a key {key.name} already",
@@ -104,11 +107,11 @@ class KeyStore:
         log.info("key %s (%s) is made", key.name, ", ".join(key.scopes))
         return key, secret
 
-    def remove(self, name: str) -> Key:
+    def remove(self, name: str) -> ApiKey:
         """Revokes it. Raises CliError (exit 4)."""
-        gone: list[Key] = []
+        gone: list[ApiKey] = []
 
-        def edit(keys: tuple[Key, ...]) -> tuple[Key, ...]:
+        def edit(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
             gone.append(_find(keys, name))
             return tuple(key for key in keys if key is not gone[0])
 
@@ -116,12 +119,12 @@ class KeyStore:
         log.info("key %s is revoked", name)
         return gone[0]
 
-    def rotate(self, name: str) -> tuple[Key, str]:
+    def rotate(self, name: str) -> tuple[ApiKey, str]:
         """A new secret for the same key; the old one is refused from now on. Raises CliError (exit 4)."""
         secret = new_secret()
-        changed: list[Key] = []
+        changed: list[ApiKey] = []
 
-        def edit(keys: tuple[Key, ...]) -> tuple[Key, ...]:
+        def edit(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
             old = _find(keys, name)
             changed[:] = [
                 msgspec.structs.replace(
@@ -150,10 +153,10 @@ class KeyStore:
         self._stamp = stamp  # first: a broken file is complained about once
         self._take(() if stamp is None else _parse(self._file))
 
-    def _take(self, keys: tuple[Key, ...]) -> None:
+    def _take(self, keys: tuple[ApiKey, ...]) -> None:
         self._table, self._by_digest = keys, {key.digest: key for key in keys}
 
-    def _change(self, edit: Callable[[tuple[Key, ...]], tuple[Key, ...]]) -> None:
+    def _change(self, edit: Callable[[tuple[ApiKey, ...]], tuple[ApiKey, ...]]) -> None:
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with locked(self._file.with_suffix(".lock")):
@@ -174,7 +177,7 @@ class KeyStore:
             ) from error
 
 
-def _find(keys: tuple[Key, ...], name: str) -> Key:
+def _find(keys: tuple[ApiKey, ...], name: str) -> ApiKey:
     found = next((key for key in keys if key.name == name), None)
     if found is None:
         shown = name if is_name(name) else repr(name[:64])
@@ -195,7 +198,7 @@ def _stamp(file: Path) -> _Stamp | None:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _parse(file: Path) -> tuple[Key, ...]:
+def _parse(file: Path) -> tuple[ApiKey, ...]:
     try:
         read = msgspec.json.decode(file.read_bytes(), type=_File)
     except (OSError, msgspec.MsgspecError, UnicodeError) as error:
@@ -211,3 +214,58 @@ def _broken(file: Path, why: str) -> CliError:
         f"{file}: {why}",
         "mend it, or move it away: all keys are then to be made again",
     )
+
+
+EVERY = 60.0
+"""Seconds between two writes while keys are in use."""
+
+
+class LastUsed:
+    """`note` is called for every request and costs a dictionary entry."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._times: dict[str, float] | None = None
+        self._due: threading.Timer | None = None
+        self._lock = threading.Lock()
+
+    def note(self, key_id: str) -> None:
+        self._known()[key_id] = time.time()
+        if self._due is None:
+            self._due = threading.Timer(EVERY, self.write)
+            self._due.daemon = True
+            self._due.start()
+
+    def of(self, key_id: str) -> float | None:
+        """Unix seconds."""
+        return self._known().get(key_id)
+
+    def forget(self, key_id: str) -> None:
+        self._known().pop(key_id, None)
+
+    def write(self) -> None:
+        with self._lock:
+            self._due = None
+            fresh = self._file.with_suffix(".new")
+            try:
+                handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+                with open(handle, "wb") as out:  # noqa: PTH123 - a descriptor
+                    out.write(msgspec.json.encode(dict(self._known())))
+                fresh.replace(self._file)
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    fresh.unlink(missing_ok=True)
+                log.warning("when keys were last used could not be written: %s", error.strerror or error)
+
+    def close(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self.write()
+
+    def _known(self) -> dict[str, float]:
+        if self._times is None:
+            try:
+                self._times = msgspec.json.decode(self._file.read_bytes(), type=dict[str, float])
+            except (OSError, msgspec.MsgspecError, UnicodeError):
+                self._times = {}
+        return self._times

@@ -47,7 +47,7 @@ class KeySpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether prompts and answers may be kept."""
 
 
-class Key(KeySpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ApiKey(KeySpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     id: str
     """Stays through rotation."""
     digest: str

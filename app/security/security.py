@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .identity import Identity
-from .key_store import KeyStore
-from .keys import Key
-from .last_used import LastUsed
-from .rates import Meters
-from .sessions import Session, Sessions
-from .sign_in import PATH, BackOff, OneTimeTokens
+from .key_store import KeyStore, LastUsed
+from .keys import ApiKey
+from .rate_limit import Meters
+from .sessions import PATH, BackOff, OneTimeTokens, Session, Sessions
 
 
 @dataclass(slots=True)
@@ -80,7 +78,7 @@ class Security:
         """Whose is what this caller stores: its key's, also in a browser signed in by it; empty without."""
         return "" if (key := self._key_of(identity)) is None else key.id
 
-    def _key_of(self, identity: Identity) -> Key | None:
+    def _key_of(self, identity: Identity) -> ApiKey | None:
         digest = None if identity.session is None else identity.session.key_digest
         return next((each for each in self.keys.list() if each.digest == digest), identity.key)
 
@@ -90,7 +88,7 @@ class Security:
             return identity.session.key_digest is None
         return identity.kind == "local"
 
-    def revoke(self, name: str) -> Key:
+    def revoke(self, name: str) -> ApiKey:
         """Raises CliError (exit 4). Sessions and streams that were opened with the key end too."""
         key = self.keys.remove(name)
         self.meters.forget(key)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import first_line
-from .request_log import RequestLog
+from .writer import RequestLog
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -152,6 +152,6 @@ class BatchStore:
 
 
 def _sql() -> Any:
-    from . import batch_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
+    from .queries import batches as batch_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
 
     return batch_queries

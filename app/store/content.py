@@ -53,7 +53,7 @@ class Content:
         return any(name == part for name, _, _ in self.cut_parts())
 
 
-class Room:
+class ContentBudget:
     """Bytes that may wait for the disk. For any thread."""
 
     def __init__(self, most: int) -> None:

@@ -12,8 +12,24 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from .snapshot import NA, Gpu, GpuLink, GpuProcess, Gpus, Number
-from .throttle import throttle_reasons
+from .snapshot import NA, GpuLink, GpuProcess, GpuReading, Gpus, Number
+
+_REASONS = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "thermal",
+    0x40: "hardware thermal",
+    0x80: "power brake",
+}
+# Not among them: idle (0x01), chosen application clocks (0x02) and display clocks (0x100) are no complaint.
+
+
+def throttle_reasons(bits: Number) -> tuple[str, ...]:
+    if bits is NA:
+        return ()
+    return tuple(text for bit, text in _REASONS.items() if int(bits) & bit)
+
 
 RETRY_S: Final = 60.0
 """Between two tries to reach a driver that failed."""
@@ -77,19 +93,19 @@ class GpuReader:
 
     # ------------------------------------------------------------------ one device
 
-    def _device(self, index: int, handle: Any, our_pids: frozenset[int]) -> Gpu:
+    def _device(self, index: int, handle: Any, our_pids: frozenset[int]) -> GpuReading:
         nvml = self._nvml
         try:
             name = _text(nvml.nvmlDeviceGetName(handle))
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         except nvml.NVMLError as error:
             if type(error).__name__ == "NVMLError_NotSupported":
-                return Gpu(index=index, name="NVIDIA device")
-            return Gpu(index=index, name=f"GPU {index}", problem=str(error))
+                return GpuReading(index=index, name="NVIDIA device")
+            return GpuReading(index=index, name=f"GPU {index}", problem=str(error))
         processes = self._processes(handle, our_pids)
         ours, others = _split(memory, processes)
         traffic_in, traffic_out = self._nvlink_rates(index, handle)
-        return Gpu(
+        return GpuReading(
             index=index,
             name=name,
             uuid=_text(self._try(nvml.nvmlDeviceGetUUID, handle, nothing="")),
@@ -211,7 +227,7 @@ def _split(memory: Any, processes: Sequence[GpuProcess]) -> tuple[Number, Number
     return ours, max(0.0, float(memory.used) - ours)
 
 
-def _without_owners(gpu: Gpu) -> Gpu:
+def _without_owners(gpu: GpuReading) -> GpuReading:
     return replace(gpu, memory_ours=NA, memory_others=NA)
 
 

@@ -130,7 +130,7 @@ class History:
 
 
 def _add(engine: "Engine | None", rows: list[tuple[int, int, str]], now: int) -> bool:
-    from ..store import telemetry_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
+    from ..store.queries import telemetry as telemetry_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
 
     if engine is None:
         return False
@@ -143,7 +143,7 @@ def _add(engine: "Engine | None", rows: list[tuple[int, int, str]], now: int) ->
 
 
 def _find(engine: "Engine", step: int, since: int) -> list[tuple[int, str]]:
-    from ..store import telemetry_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
+    from ..store.queries import telemetry as telemetry_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
 
     return telemetry_queries.find(engine, step, since)
 

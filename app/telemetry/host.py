@@ -8,7 +8,7 @@ from threading import get_ident
 
 import psutil
 
-from llmbox.engine.machine import read_memory
+from llmbox.engine.hardware.machine import read_memory
 
 from .snapshot import NA, Host, Number, OwnProcess
 

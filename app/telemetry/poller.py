@@ -1,7 +1,7 @@
 """The one poller: looks at everything, publishes a `tick`, keeps the history.
 
 Once a second while somebody subscribes to events or a request is open; otherwise it sleeps for `IDLE_S`, so
-that an idle box stays idle. Reads that may hang run in threads of their own (`Guarded`): a hung NVML costs
+that an idle box stays idle. Reads that may hang run in threads of their own (`TimedReader`): a hung NVML costs
 its readings, never the loop.
 """
 
@@ -18,15 +18,15 @@ import msgspec
 from ..engines.manager import EngineManager
 from ..events import Events
 from ..gateway.gateway import Gateway
-from .attention import attention
-from .engines import EngineReader
+from .alerts import attention
+from .engine_rates import EngineReader
 from .error_rates import ErrorRates, total_rate
 from .gpus import GpuReader
-from .guarded import Guarded, Stuck
 from .history import History, series_of
 from .host import HostReader
 from .latencies import Latencies
-from .snapshot import MOST_REQUESTS, NA, Engine, ErrorRate, Gpus, Host, Number, Tick, Totals
+from .snapshot import MOST_REQUESTS, NA, EngineSnapshot, ErrorRate, Gpus, Host, Number, Tick, Totals
+from .timed_reader import TimedOut, TimedReader
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +58,8 @@ class Poller:
         self._history, self._latencies = history, latencies
         self._error_rates = error_rates
         self._gpus, self._host = gpus, host
-        self._gpu_guard: Guarded[Gpus] = Guarded("telemetry-gpu", timeout)
-        self._host_guard: Guarded[Host] = Guarded("telemetry-host", timeout)
+        self._gpu_guard: TimedReader[Gpus] = TimedReader("telemetry-gpu", timeout)
+        self._host_guard: TimedReader[Host] = TimedReader("telemetry-host", timeout)
         self._engine_reader = EngineReader(latencies)
         self._idle, self._clock = idle, clock
         self._wake = asyncio.Event()
@@ -130,7 +130,7 @@ class Poller:
             read = await self._gpu_guard.read(lambda: self._gpus.read(pids))
         except Exception as error:  # noqa: BLE001 - whatever a driver does, serving and telemetry go on
             return Gpus(problem=f"GPU readings failed: {error}")
-        if isinstance(read, Stuck):
+        if isinstance(read, TimedOut):
             return Gpus(problem=f"the NVIDIA driver has not answered for {read.seconds:.0f} s")
         return read
 
@@ -143,12 +143,12 @@ class Poller:
             read = await self._host_guard.read(lambda: self._host.read(pids))
         except Exception as error:  # noqa: BLE001 - as above
             return Host(problem=f"host readings failed: {error}")
-        if isinstance(read, Stuck):
+        if isinstance(read, TimedOut):
             return Host(problem=f"a disk or /proc has not answered for {read.seconds:.0f} s")
         return read
 
     def _totals(
-        self, engines: tuple[Engine, ...], open_requests: int, error_rates: tuple[ErrorRate, ...]
+        self, engines: tuple[EngineSnapshot, ...], open_requests: int, error_rates: tuple[ErrorRate, ...]
     ) -> Totals:
         ttft, tpot = self._latencies.of()
         blocks = sum(engine.blocks_total for engine in engines)

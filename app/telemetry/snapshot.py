@@ -9,7 +9,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from ..gateway.live_request import LiveRequest
+from ..gateway.request_events import LiveRequest
 
 
 class NotAvailable(Enum):
@@ -26,7 +26,7 @@ class GpuProcess(Struct, frozen=True, kw_only=True):
     ours: bool
 
 
-class Gpu(Struct, frozen=True, kw_only=True):
+class GpuReading(Struct, frozen=True, kw_only=True):
     index: int
     name: str
     uuid: str = ""
@@ -67,7 +67,7 @@ class GpuLink(Struct, frozen=True, kw_only=True):
 
 
 class Gpus(Struct, frozen=True, kw_only=True):
-    devices: tuple[Gpu, ...] = ()
+    devices: tuple[GpuReading, ...] = ()
     links: tuple[GpuLink, ...] = ()
     problem: str = ""
     """Why there are no readings; empty also where there simply is no GPU."""
@@ -92,7 +92,7 @@ class Host(Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-class Engine(Struct, frozen=True, kw_only=True):
+class EngineSnapshot(Struct, frozen=True, kw_only=True):
     """One model. `live` and `cached` blocks and the free ones make up all."""
 
     model: str
@@ -174,7 +174,7 @@ class Totals(Struct, frozen=True, kw_only=True):
     """Failed share of the requests of the last five minutes, see `ErrorRate`."""
 
 
-class Attention(Struct, frozen=True, kw_only=True):
+class Alert(Struct, frozen=True, kw_only=True):
     """Something that a person should look at. Failures stand before the rest."""
 
     level: str
@@ -190,11 +190,11 @@ class Tick(Struct, frozen=True, kw_only=True):
     cause: str = ""
     gpus: Gpus = Gpus()
     host: Host = Host()
-    engines: tuple[Engine, ...] = ()
+    engines: tuple[EngineSnapshot, ...] = ()
     totals: Totals = Totals()
     error_rates: tuple[ErrorRate, ...] = ()
     """Models with requests in the last five minutes."""
-    attention: tuple[Attention, ...] = ()
+    attention: tuple[Alert, ...] = ()
     requests: tuple[LiveRequest, ...] = ()
     """In flight, oldest first; at most `MOST_REQUESTS`."""
 

@@ -4,19 +4,19 @@ import asyncio
 import contextlib
 import logging
 
+from ..config.paths import Paths
 from ..engines.manager import EngineManager
 from ..events import Events
 from ..gateway.gateway import Gateway
-from ..paths import Paths
 from ..store import RequestLog
-from .blocks import BlockReader
+from .annotations import Annotations
 from .error_rates import ErrorRates
-from .feed import LogFeed, RequestFeed
+from .event_feed import LogFeed, RequestFeed
 from .gpus import GpuReader
 from .history import History
 from .host import HostReader
+from .kv_cache_map import BlockReader
 from .latencies import Latencies
-from .marks import Marks
 from .poller import Poller
 from .snapshot import Tick
 
@@ -28,7 +28,7 @@ class Telemetry:
         self, engines: EngineManager, events: Events, store: RequestLog, gpus: GpuReader | None = None
     ) -> None:
         self.history = History(store)
-        self.marks = Marks(store)
+        self.marks = Annotations(store)
         self.blocks = BlockReader(engines)
         self.latencies = Latencies()
         self.error_rates = ErrorRates()

@@ -9,10 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from llmbox.engine.weight_rows import count_rows, read_row
+from llmbox.engine.checkpoint.rows import count_rows, read_row
 
-from ..catalog import read_config
 from ..errors import ApiError
+from ..models.catalog import read_config
 
 MOST_CLASSES: Final = 1000
 

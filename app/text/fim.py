@@ -9,7 +9,7 @@ trained.
 from dataclasses import dataclass
 
 from ..errors import ApiError
-from .model_text import ModelText
+from .tokenizer import TextModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ _MASK = "☺"
 """A character before a text that goes on where another ended, so that no space is put before it."""
 
 
-def fim_prompt(text: ModelText, prefix: str, suffix: str, *, add_special_tokens: bool = True) -> list[int]:
+def fim_prompt(text: TextModel, prefix: str, suffix: str, *, add_special_tokens: bool = True) -> list[int]:
     """Token ids. Raises ApiError 400 for a model without such tokens."""
     family = fim_tokens(text)
     before = text.encode(prefix, add_special_tokens=False) if prefix else []
@@ -53,7 +53,7 @@ def fim_prompt(text: ModelText, prefix: str, suffix: str, *, add_special_tokens:
     return [*start, *first, *second, *_ids(text, family.middle)]
 
 
-def fim_tokens(text: ModelText) -> FimTokens:
+def fim_tokens(text: TextModel) -> FimTokens:
     """Raises ApiError 400."""
     for family in FAMILIES:
         names = [name for name in (family.prefix, family.suffix, family.middle) if name]
@@ -68,7 +68,7 @@ def fim_tokens(text: ModelText) -> FimTokens:
     )
 
 
-def fim_stop_ids(text: ModelText) -> tuple[int, ...]:
+def fim_stop_ids(text: TextModel) -> tuple[int, ...]:
     """Ids that end a gap."""
     family = fim_tokens(text)
     names = [*ENDS, *(name for name in (family.prefix, family.suffix, family.middle) if name)]
@@ -76,19 +76,19 @@ def fim_stop_ids(text: ModelText) -> tuple[int, ...]:
     return tuple(id_ for id_ in ids if id_ is not None)
 
 
-def _ids(text: ModelText, name: str) -> list[int]:
+def _ids(text: TextModel, name: str) -> list[int]:
     id_ = text.tokenizer.token_to_id(name) if name else None
     return [] if id_ is None else [id_]
 
 
-def _start(text: ModelText) -> list[int]:
+def _start(text: TextModel) -> list[int]:
     """Ids that the tokenizer puts before a text: beginning-of-text, where a model has one."""
     plain = text.encode("a", add_special_tokens=False)
     whole = text.encode("a")
     return next((whole[:n] for n in range(len(whole)) if whole[n : n + len(plain)] == plain), [])
 
 
-def _encode_inside(text: ModelText, suffix: str) -> list[int]:
+def _encode_inside(text: TextModel, suffix: str) -> list[int]:
     """As in the middle of a text: some tokenizers put a space before everything that they are given."""
     plain = text.encode(suffix, add_special_tokens=False)
     if text.decode(plain, begins=False, skip_special=False) == suffix:

@@ -8,11 +8,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmbox.engine.messages import Vocabulary
+from llmbox.engine.ipc.messages import Vocabulary
 
 from .closed_schema import close_objects
-from .model_text import ModelText
-from .tool_calls import ToolSyntax
+from .output_parser import ToolSyntax
+from .tokenizer import TextModel
 
 Grammar = dict[str, Any]
 WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
@@ -45,7 +45,7 @@ def json_input(name: str, lark: str, field: str) -> list[Grammar]:
 
 
 def calls(
-    text: ModelText,
+    text: TextModel,
     syntax: ToolSyntax,
     tools: Sequence[dict[str, Any]],
     inputs: Mapping[str, list[Grammar]],
@@ -69,7 +69,7 @@ def calls(
     return [{"name": "calls", "lark_grammar": lark}, *found]
 
 
-def free_text(text: ModelText, syntax: ToolSyntax) -> Grammar:
+def free_text(text: TextModel, syntax: ToolSyntax) -> Grammar:
     """An answer in words, perhaps with calls behind them: any text in which no call begins."""
     if syntax.bare:
         return {"lark_grammar": r"start: WORDS?" + "\n" + r"WORDS: /\s*[^\s\{](?s:.)*/"}
@@ -109,15 +109,15 @@ def grammars(answer: Grammar | None, of_calls: Sequence[Grammar] = ()) -> list[G
     return [top, *([] if answer is None else [{"name": "answer", **answer}]), *of_calls]
 
 
-def vocabulary(text: ModelText, vocab_size: int) -> Vocabulary:
+def vocabulary(text: TextModel, vocab_size: int) -> Vocabulary:
     """Takes some tenths of a second for a large one."""
     tokens = [text.tokens.made(i) for i in range(min(vocab_size, text.vocab_size))]
     special = text.tokens.special_ids.union(text.eos_token_ids)
     return Vocabulary(data=b"".join(tokens), sizes=[len(token) for token in tokens], special=sorted(special))
 
 
-def _around(text: ModelText, syntax: ToolSyntax, *, several: bool) -> str:
-    """As models do it: `HERMES`, `MISTRAL` and `LLAMA` in `tool_calls.py`."""
+def _around(text: TextModel, syntax: ToolSyntax, *, several: bool) -> str:
+    """As models do it: `HERMES`, `MISTRAL` and `LLAMA` in `output_parser.py`."""
     if syntax.closer:
         one = f'{_mark(text, syntax.opener)} "\\n" call "\\n" {_mark(text, syntax.closer)}'
         return f'{one} ("\\n" {one})*' if several else one
@@ -127,7 +127,7 @@ def _around(text: ModelText, syntax: ToolSyntax, *, several: bool) -> str:
     return "call"
 
 
-def _mark(text: ModelText, mark: str) -> str:
+def _mark(text: TextModel, mark: str) -> str:
     """Special tokens have no text in grammars."""
     token = text.tokenizer.token_to_id(mark)
     return f"<[{token}]>" if token is not None and token in text.tokens.special_ids else _quoted(mark)

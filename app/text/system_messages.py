@@ -1,14 +1,14 @@
 """System messages after a conversation has begun: some chat templates refuse them or leave them out."""
 
 from ..errors import ApiError
-from .chat_prompt import Chat
-from .model_text import ModelText
-from .template_pool import TemplatePool
+from ..sandbox.pool import TemplatePool
+from .chat_template import Chat
+from .tokenizer import TextModel
 
 _MARK = "llmbox-late-system"
 
 
-async def renders_late_system(text: ModelText, pool: TemplatePool) -> bool:
+async def renders_late_system(text: TextModel, pool: TemplatePool) -> bool:
     """Render a short conversation to find out. False for a model without a template."""
     # At odd and even places: templates that check alternation look at one kind of them only.
     roles = ("user", "system", "user", "assistant", "system", "user")

@@ -1,4 +1,4 @@
-"""Text to token ids, with or without marks around literals that must stay text (`chat_prompt.py`)."""
+"""Text to token ids, with or without marks around literals that must stay text (`chat_template.py`)."""
 
 import json
 import re
@@ -14,7 +14,7 @@ class TokenizeError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Markers:
+class SpecialTokenMarkers:
     """Private-use characters that occur nowhere in the messages or the template."""
 
     start: str
@@ -22,7 +22,7 @@ class Markers:
     tail: str
 
     @classmethod
-    def absent_from(cls, text: str) -> "Markers":
+    def absent_from(cls, text: str) -> "SpecialTokenMarkers":
         free = (char for char in map(chr, range(0xF0000, 0xFFFFE)) if char not in text)
         return cls(next(free), next(free), next(free))
 
@@ -39,12 +39,12 @@ class TextEncoder:
         """`special`: with the tokens that the tokenizer adds around a text."""
         return _encode(self._tokenizer, text, special=special)
 
-    def encode_marked(self, rendered: str, markers: Markers) -> list[int]:
+    def encode_marked(self, rendered: str, markers: SpecialTokenMarkers) -> list[int]:
         if markers.start not in rendered and markers.end not in rendered:
             return self.encode(rendered, special=False)
         return [id_ for part in self._encode_marked(rendered, markers) for id_ in part]
 
-    def _encode_marked(self, rendered: str, markers: Markers) -> Iterator[Sequence[int]]:
+    def _encode_marked(self, rendered: str, markers: SpecialTokenMarkers) -> Iterator[Sequence[int]]:
         broken = rendered.replace(markers.end, "")
         # start, literal -> first character, start, rest: no longer the literal
         broken = re.sub(f"{markers.start}(.)", f"\\g<1>{markers.start}", broken, flags=re.DOTALL)
@@ -64,7 +64,9 @@ class TextEncoder:
             begin, first = end, i + 1
         yield self._span(broken[begin:], ids[first:], markers, at_start=begin == 0)
 
-    def _span(self, text: str, ids: Sequence[int], markers: Markers, *, at_start: bool) -> Sequence[int]:
+    def _span(
+        self, text: str, ids: Sequence[int], markers: SpecialTokenMarkers, *, at_start: bool
+    ) -> Sequence[int]:
         if markers.start not in text:
             return ids
         tokenizer = self._plain_tokenizer(at_start=at_start)

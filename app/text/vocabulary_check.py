@@ -7,10 +7,10 @@ token has no row: prompts that hold it are refused, and the owner is warned when
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .model_text import ModelText
+    from .tokenizer import TextModel
 
 
-def vocabulary_warnings(text: "ModelText", rows: int) -> list[str]:
+def vocabulary_warnings(text: "TextModel", rows: int) -> list[str]:
     """`rows`: of the embedding."""
     warnings = [
         f"the end token {id_} is not in the model's vocabulary of {rows} and is ignored"

@@ -20,8 +20,8 @@ from typing import IO, Any, Final, TypeVar
 from llmbox.engine.errors import ModelError
 
 from ..errors import ApiError
-from .text_encoder import Markers, TokenizeError
-from .worker_pool import workers_busy
+from ..sandbox.pool import workers_busy
+from .text_encoder import SpecialTokenMarkers, TokenizeError
 
 T = TypeVar("T")
 CPU_SECONDS: Final = 5.0
@@ -54,7 +54,7 @@ class WalledEncoder:
     def encode(self, text: str, *, special: bool) -> list[int]:
         return self._ask({"text": text, "special": special})
 
-    def encode_marked(self, rendered: str, markers: Markers) -> list[int]:
+    def encode_marked(self, rendered: str, markers: SpecialTokenMarkers) -> list[int]:
         return self._ask({"text": rendered, "markers": [markers.start, markers.end, markers.tail]})
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -105,7 +105,7 @@ class WalledEncoder:
         memory = MEMORY_BYTES + MEMORY_PER_BYTE * self._file.stat().st_size
         passed = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LANG") if name in os.environ}
         process = subprocess.Popen(  # noqa: S603 - our own program
-            [sys.executable, "-P", "-m", "llmbox.app.text.tokenizer_worker",
+            [sys.executable, "-P", "-m", "llmbox.app.sandbox.tokenizer_worker",
              str(self._file), str(CPU_SECONDS), str(memory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

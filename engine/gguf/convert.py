@@ -1,7 +1,7 @@
 """Makes a checkpoint of safetensors of a GGUF file: a directory that loads by itself, and a report.
 
 `python -P -m llmbox.engine.gguf.convert FILE OUT FORMAT [--beside FOLDER] [--threads N]` tells what it does
-as `job.py` says: {"progress": [done, total]}…, then a `Report`. FORMAT is none or one of `quantize.py`'s.
+as `subprocess_job.py` says: {"progress": [done, total]}…, then a `ConversionReport`. FORMAT is none or one of `quantize.py`'s.
 What is in FOLDER, which are files of the tokenizer, goes into OUT.
 """
 
@@ -15,27 +15,26 @@ from pathlib import Path
 
 import torch
 
-from llmbox.kernels.quant import QUANTS, Quant
+from llmbox.kernels.quant_formats import QUANTS, Quant
 
-from ..checkpoint import list_tensors
-from ..job import Tell, told
-from ..machine import read_cpu
-from ..made_whole import made_whole, require_space
-from ..model_config import parse_config
+from ..checkpoint.index import list_tensors
+from ..checkpoint.quantized_layout import FORMATS, entry_in_config
+from ..checkpoint.regular_file import open_regular
+from ..checkpoint.writer import ShardWriter, made_whole, require_space
+from ..hardware.machine import read_cpu
+from ..ipc.subprocess_job import Tell, told
+from ..model_config.config import parse_config
 from ..models import build_model
-from ..quantize import DISK_RESERVE, Progress, packing_for
-from ..quantizer import Quantizer
-from ..regular_file import open_regular
-from ..rounded import FORMATS, entry_in_config
-from ..shards import ShardWriter
-from .blocks import dequantise
-from .file import BLOCKS, Gguf, read_gguf
-from .settings import config_of, dtype_of, generation_of
+from ..quantize.quantize import DISK_RESERVE, Progress, packing_for
+from ..quantize.quantizer import Quantizer
+from .config import config_of, dtype_of, generation_of
+from .dequantize import dequantise
+from .reader import BLOCKS, GgufFile, read_gguf
 from .tensors import GgufTensors
 
 
 @dataclass(slots=True)
-class Report:
+class ConversionReport:
     format: str
     """none: nothing was rounded again."""
     bytes_before: int
@@ -47,8 +46,8 @@ class Report:
 
 
 def convert(
-    gguf: Gguf, out: Path, quant: Quant | None, beside: Path | None, threads: int, progress: Progress
-) -> Report:
+    gguf: GgufFile, out: Path, quant: Quant | None, beside: Path | None, threads: int, progress: Progress
+) -> ConversionReport:
     """Writes `out`, which must not exist, in one move at the end. Raises EngineError and OSError."""
     raw = config_of(gguf, rope_factors(gguf))
     require_space(out, bytes_at_most(gguf, quant))
@@ -70,7 +69,7 @@ def convert(
         )
         if beside is not None:
             shutil.copytree(beside, part, dirs_exist_ok=True)
-        return Report(
+        return ConversionReport(
             format="none" if quant is None else quant.name,
             bytes_before=sum(entry.nbytes for entry in gguf.tensors.values()),
             bytes_after=sum(entry.nbytes for entry in list_tensors(part).values()),
@@ -80,7 +79,7 @@ def convert(
         )
 
 
-def rope_factors(gguf: Gguf) -> list[float] | None:
+def rope_factors(gguf: GgufFile) -> list[float] | None:
     entry = gguf.tensors.get("rope_freqs.weight")
     if entry is None:
         return None
@@ -91,7 +90,7 @@ def rope_factors(gguf: Gguf) -> list[float] | None:
     return factors
 
 
-def bytes_at_most(gguf: Gguf, quant: Quant | None) -> int:
+def bytes_at_most(gguf: GgufFile, quant: Quant | None) -> int:
     """What is not rounded takes two bytes a weight as bfloat16, four of a table beside rounded linears."""
     entries = gguf.tensors.values()
     weights = sum(entry.nbytes // BLOCKS[entry.dtype][1] * BLOCKS[entry.dtype][0] for entry in entries)
@@ -111,7 +110,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=read_cpu().cores)
     options = parser.parse_args()
 
-    def work(tell: Tell) -> Report:
+    def work(tell: Tell) -> ConversionReport:
         return convert(
             read_gguf(options.source),
             options.out,

@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from ..checkpoint.regular_file import open_regular
+from ..checkpoint.safetensors import TensorEntry, shown
+from ..checkpoint.tensor_io import bytes_of, read_fully, refuse_non_finite
 from ..errors import ModelError
-from ..regular_file import open_regular
-from ..safetensors_header import TensorEntry, shown
-from ..tensor_bytes import bytes_of, read_fully, refuse_non_finite
-from .blocks import dequantise
-from .file import BLOCKS, Gguf
-from .names import NOT_NEEDED, Place, place_of
-from .settings import architecture_of, dtype_of
+from .config import architecture_of, dtype_of
+from .dequantize import dequantise
+from .reader import BLOCKS, GgufFile
+from .tensor_names import NOT_NEEDED, Place, place_of
 
 CHUNK_BLOCKS = 1 << 18
 """Blocks that become floats at once."""
@@ -21,7 +21,9 @@ CHUNK_BLOCKS = 1 << 18
 class GgufTensors:
     """`quantizer.Tensors`: each is read when it is asked for, in float32."""
 
-    def __init__(self, gguf: Gguf, heads: int, kv_heads: int, progress: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, gguf: GgufFile, heads: int, kv_heads: int, progress: Callable[[int, int], None]
+    ) -> None:
         """`progress` gets bytes read so far and bytes in all."""
         self.dtype: torch.dtype = getattr(torch, dtype_of(gguf))
         self._gguf = gguf

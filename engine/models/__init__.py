@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from llmbox.kernels.quant import Quant
+from llmbox.kernels.quant_formats import Quant
 
-from ..layers.decoder import Decoder
-from ..mixed import Mixed
-from ..model_config import ModelConfig
-from ..weights import Source
+from ..model.decoder import Decoder
+from ..model_config.config import ModelConfig
+from ..weights.mixed_precision import MixedPrecisionSource
+from ..weights.source import WeightSource
 from .gemma import gemma
 from .gemma2 import gemma2
 from .gemma3_text import gemma3_text
@@ -23,7 +23,7 @@ from .qwen3 import qwen3
 from .qwen3_moe import qwen3_moe
 from .smollm3 import smollm3
 
-MODELS: dict[str, Callable[[ModelConfig, Source], Decoder]] = {
+MODELS: dict[str, Callable[[ModelConfig, WeightSource], Decoder]] = {
     "llama": llama,
     "mistral": mistral,
     "qwen2": qwen2,
@@ -41,7 +41,7 @@ MODELS: dict[str, Callable[[ModelConfig, Source], Decoder]] = {
 }
 
 
-def build_model(config: ModelConfig, source: Source, quant: Quant | None = None) -> Decoder:
+def build_model(config: ModelConfig, source: WeightSource, quant: Quant | None = None) -> Decoder:
     if quant is not None and quant.is_mixed:
-        source = Mixed(source, config.num_layers)
+        source = MixedPrecisionSource(source, config.num_layers)
     return MODELS[config.model_type](config, source)

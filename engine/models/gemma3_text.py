@@ -2,20 +2,19 @@
 angles of their own.
 """
 
-from ..layers.attention import Attention
-from ..layers.decoder import Decoder
-from ..layers.layer import Layer
-from ..layers.mlp import GatedMLP
-from ..layers.sandwich import SandwichLayer
-from ..model_config import ModelConfig
-from ..weights import Source, Weights
+from ..model.attention import Attention
+from ..model.blocks import DecoderBlock, SandwichNormBlock
+from ..model.decoder import Decoder
+from ..model.mlp import GatedMLP
+from ..model_config.config import ModelConfig
+from ..weights.source import Weights, WeightSource
 
 
-def gemma3_text(config: ModelConfig, source: Source) -> Decoder:
+def gemma3_text(config: ModelConfig, source: WeightSource) -> Decoder:
     ops = source.ops
 
-    def layer(number: int, weights: Weights) -> Layer:
+    def layer(number: int, weights: Weights) -> DecoderBlock:
         attention = Attention(config, number, weights.at("self_attn"), ops)
-        return SandwichLayer(config, weights, ops, attention, GatedMLP(config, weights.at("mlp"), ops))
+        return SandwichNormBlock(config, weights, ops, attention, GatedMLP(config, weights.at("mlp"), ops))
 
     return Decoder(config, source, layer)

@@ -1,18 +1,18 @@
 """Mistral: Llama without biases; where config.json has a window, every layer slides."""
 
-from ..layers.attention import Attention
-from ..layers.decoder import Decoder
-from ..layers.layer import Layer, PreNormLayer
-from ..layers.mlp import GatedMLP
-from ..model_config import ModelConfig
-from ..weights import Source, Weights
+from ..model.attention import Attention
+from ..model.blocks import DecoderBlock, PreNormBlock
+from ..model.decoder import Decoder
+from ..model.mlp import GatedMLP
+from ..model_config.config import ModelConfig
+from ..weights.source import Weights, WeightSource
 
 
-def mistral(config: ModelConfig, source: Source) -> Decoder:
+def mistral(config: ModelConfig, source: WeightSource) -> Decoder:
     ops = source.ops
 
-    def layer(number: int, weights: Weights) -> Layer:
+    def layer(number: int, weights: Weights) -> DecoderBlock:
         attention = Attention(config, number, weights.at("self_attn"), ops)
-        return PreNormLayer(config, weights, ops, attention, GatedMLP(config, weights.at("mlp"), ops))
+        return PreNormBlock(config, weights, ops, attention, GatedMLP(config, weights.at("mlp"), ops))
 
     return Decoder(config, source, layer)

@@ -1,19 +1,18 @@
 """OLMo 3: OLMo 2 with windows on three of four layers, which turn by angles of their own."""
 
-from ..layers.decoder import Decoder
-from ..layers.layer import Layer
-from ..layers.mlp import GatedMLP
-from ..layers.post_norm import PostNormLayer
-from ..layers.wide_norm import WideNormAttention
-from ..model_config import ModelConfig
-from ..weights import Source, Weights
+from ..model.attention import FullWidthQKNormAttention
+from ..model.blocks import DecoderBlock, PostNormBlock
+from ..model.decoder import Decoder
+from ..model.mlp import GatedMLP
+from ..model_config.config import ModelConfig
+from ..weights.source import Weights, WeightSource
 
 
-def olmo3(config: ModelConfig, source: Source) -> Decoder:
+def olmo3(config: ModelConfig, source: WeightSource) -> Decoder:
     ops = source.ops
 
-    def layer(number: int, weights: Weights) -> Layer:
-        attention = WideNormAttention(config, number, weights.at("self_attn"), ops)
-        return PostNormLayer(config, weights, ops, attention, GatedMLP(config, weights.at("mlp"), ops))
+    def layer(number: int, weights: Weights) -> DecoderBlock:
+        attention = FullWidthQKNormAttention(config, number, weights.at("self_attn"), ops)
+        return PostNormBlock(config, weights, ops, attention, GatedMLP(config, weights.at("mlp"), ops))
 
     return Decoder(config, source, layer)

@@ -8,27 +8,25 @@ import torch
 from torch import Tensor
 
 from ..activation import Activation
-from ..experts import Mixture
+from ..op_types import BatchLayout, KVShape, Mixture
 from ..ops import Ops, StepInputs
-from ..quant import Quant
-from ..ragged import KVShape, Ragged
-from .drawing import Drawing
-from .graph import Graph, ragged_step
-from .native import Step
-from .recorder import Recorder
-from .weights import DTYPES, KV_DTYPES, Handle, Linear, Packer, pointers
+from ..quant_formats import Quant
+from .command_buffer import CommandGraph, CommandRecorder, ragged_step
+from .ffi import Step
+from .sampling import CPUSampling
+from .weight_packing import DTYPES, KV_DTYPES, CPULinear, PackedHandle, Packer, pointers
 
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
 """As native/elementwise.h names them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    ragged: Ragged
+class CPUAttentionMetadata:
+    ragged: BatchLayout
     window: int | None
 
 
-class Cache(Handle):
+class CPUKVCache(PackedHandle):
     def __init__(self, library: ctypes.CDLL, shape: KVShape) -> None:
         self.dtype = shape.dtype
         self.heads = shape.num_kv_heads
@@ -45,7 +43,7 @@ class Cache(Handle):
         )
 
 
-class Backend:
+class CPUBackend:
     """Owns the library. Models are float32 or bfloat16, the KV cache either of them or int8."""
 
     def __init__(self, library: ctypes.CDLL, name: str, layout: str, origin: str) -> None:
@@ -53,8 +51,8 @@ class Backend:
         self.library = library
         self.layout = layout
         self.origin = origin
-        self.recorder = Recorder(library)
-        self.drawing = Drawing(library, self.recorder)
+        self.recorder = CommandRecorder(library)
+        self.drawing = CPUSampling(library, self.recorder)
         self.name = name
 
     def ops(self, quant: Quant | None = None) -> Ops:
@@ -75,8 +73,8 @@ class Backend:
             gate_mul=self.gate_mul,
             softcap=self.softcap,
             experts=self.experts,
-            make_kv_cache=lambda shape, _device: Cache(self.library, shape),
-            plan_attention=lambda ragged, _cache, window: Plan(ragged, window),
+            make_kv_cache=lambda shape, _device: CPUKVCache(self.library, shape),
+            plan_attention=lambda ragged, _cache, window: CPUAttentionMetadata(ragged, window),
             write_kv=self.write_kv,
             attention=self.attention,
             copy_blocks=self.copy_blocks,
@@ -98,7 +96,7 @@ class Backend:
         workers = cores[1:]
         self.library.llmbox_threads(len(workers), (ctypes.c_int * len(workers))(*workers))
 
-    def embedding(self, table: Linear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
+    def embedding(self, table: CPULinear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
         out_TE = self.recorder.result("embedding", len(ids_T), table.inputs, table.dtype)
         make = self.library.llmbox_embedding_op
         if table.quant is not None:
@@ -108,13 +106,13 @@ class Backend:
         self.recorder.submit(op, Step(rows=len(ids), ids=ids.data_ptr()), table, out_TE)
         return out_TE
 
-    def linear(self, packed: Linear, x_TI: Tensor) -> Tensor:
+    def linear(self, packed: CPULinear, x_TI: Tensor) -> Tensor:
         return self._linear("linear", packed, x_TI, packed.dtype)
 
-    def logits(self, packed: Linear, x_TI: Tensor) -> Tensor:
+    def logits(self, packed: CPULinear, x_TI: Tensor) -> Tensor:
         return self._linear("logits", packed, x_TI, torch.float32)
 
-    def _linear(self, name: str, packed: Linear, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
+    def _linear(self, name: str, packed: CPULinear, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
         assert x_TI.dtype == packed.dtype
         assert x_TI.stride(1) == 1
         out_TO = self.recorder.result(name, len(x_TI), packed.outputs, dtype)
@@ -231,7 +229,9 @@ class Backend:
         self.recorder.submit(op, Step(rows=len(x_TE)), mixture, x_TE, logits_TX, out_TE)
         return out_TE
 
-    def write_kv(self, cache: Cache, layer: int, k_TGD: Tensor, v_TGD: Tensor, plan: Plan) -> None:
+    def write_kv(
+        self, cache: CPUKVCache, layer: int, k_TGD: Tensor, v_TGD: Tensor, plan: CPUAttentionMetadata
+    ) -> None:
         assert k_TGD.dtype == v_TGD.dtype
         assert k_TGD.stride()[1:] == v_TGD.stride()[1:] == (k_TGD.shape[2], 1)
         op = self.library.llmbox_write_kv_op(
@@ -253,9 +253,9 @@ class Backend:
         eps: float,
         cos_TD: Tensor,
         sin_TD: Tensor,
-        cache: Cache,
+        cache: CPUKVCache,
         layer: int,
-        plan: Plan,
+        plan: CPUAttentionMetadata,
     ) -> Tensor:
         """Queries and keys are rotated where they are."""
         rows, heads, width = qkv_TnD.shape
@@ -280,7 +280,13 @@ class Backend:
         return qkv_TnD[:, : heads - 2 * cache.heads]
 
     def attention(
-        self, q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float, softcap: float | None = None
+        self,
+        q_THD: Tensor,
+        cache: CPUKVCache,
+        layer: int,
+        plan: CPUAttentionMetadata,
+        scale: float,
+        softcap: float | None = None,
     ) -> Tensor:
         rows, heads, width = q_THD.shape
         assert q_THD.stride()[1:] == (width, 1)
@@ -301,13 +307,13 @@ class Backend:
         self.recorder.submit(op, ragged_step(rows, plan.ragged), cache, q_THD, out)
         return out
 
-    def copy_blocks(self, cache: Cache, pairs: list[tuple[int, int]]) -> None:
+    def copy_blocks(self, cache: CPUKVCache, pairs: list[tuple[int, int]]) -> None:
         for source, destination in pairs:
             self.library.llmbox_cache_copy(cache.pointer, source, destination)
 
-    def clear_blocks(self, cache: Cache, blocks: list[int]) -> None:
+    def clear_blocks(self, cache: CPUKVCache, blocks: list[int]) -> None:
         for block in blocks:
             self.library.llmbox_cache_clear(cache.pointer, block)
 
-    def graph(self, body: Callable[[StepInputs], tuple[Tensor, ...]]) -> Graph:
-        return Graph(self.recorder, body)
+    def graph(self, body: Callable[[StepInputs], tuple[Tensor, ...]]) -> CommandGraph:
+        return CommandGraph(self.recorder, body)

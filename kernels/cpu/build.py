@@ -25,7 +25,7 @@ from .compiling import (
     digest_sources,
     find_compiler,
 )
-from .levels import Level, usable_levels
+from .isa import Level, usable_levels
 from .prebuilt import prebuilt_path
 from .sealed import is_sealed, seal
 

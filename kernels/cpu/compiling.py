@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from .levels import Level
+from .isa import Level
 
 SOURCES = Path(__file__).parent / "native"
 FLAGS = (

@@ -6,7 +6,7 @@ A file's name holds a digest of the sources and flags it was made from: one of o
 from pathlib import Path
 
 from .compiling import DIGITS, FLAGS, digest_sources
-from .levels import Level
+from .isa import Level
 from .sealed import is_sealed
 
 FOLDER = Path(__file__).parent / "prebuilt"

@@ -4,15 +4,20 @@ import torch
 
 from ..ops import Ops
 from .attention import attention, write_kv
-from .attention_plan import plan_attention
-from .embedding import embedding, pack_embedding
-from .experts import experts_by
-from .gate_mul import gate_mul
+from .attention_metadata import build_attention_metadata
+from .elementwise import (
+    add_rms_norm,
+    embedding,
+    gate_mul,
+    linear,
+    pack_embedding,
+    pack_linear,
+    rms_norm,
+    rotary,
+    softcap,
+)
 from .kv_cache import clear_blocks, copy_blocks, make_kv_cache
-from .linear import linear, pack_linear
-from .rms_norm import add_rms_norm, rms_norm
-from .rotary import rotary
-from .softcap import softcap
+from .moe import experts_by
 
 __all__ = ["REFERENCE"]
 
@@ -32,7 +37,7 @@ REFERENCE = Ops(
     softcap=softcap,
     experts=experts_by(linear),
     make_kv_cache=make_kv_cache,
-    plan_attention=plan_attention,
+    plan_attention=build_attention_metadata,
     write_kv=write_kv,
     attention=attention,
     copy_blocks=copy_blocks,

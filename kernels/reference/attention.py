@@ -2,17 +2,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention_plan import Group, Plan, Run, causal_mask
-from .kv_cache import Cache
+from .attention_metadata import AttentionGroup, AttentionMetadata, AttentionRun, causal_mask
+from .kv_cache import ReferenceKVCache
 
 
-def write_kv(cache: Cache, layer: int, k_TGD: Tensor, v_TGD: Tensor, plan: Plan) -> None:
+def write_kv(
+    cache: ReferenceKVCache, layer: int, k_TGD: Tensor, v_TGD: Tensor, plan: AttentionMetadata
+) -> None:
     cache.k.write(layer, plan.block_of_T, plan.offset_of_T, k_TGD)
     cache.v.write(layer, plan.block_of_T, plan.offset_of_T, v_TGD)
 
 
 def attention(
-    q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float, softcap: float | None = None
+    q_THD: Tensor,
+    cache: ReferenceKVCache,
+    layer: int,
+    plan: AttentionMetadata,
+    scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
     """softmax(scale q k^T + mask) v, each row over its own context gathered from the pages."""
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
@@ -29,7 +36,7 @@ def attention(
 
 
 def attend_group(
-    group: Group, q_NHD: Tensor, k_NGCD: Tensor, v_NGCD: Tensor, scale: float, softcap: float | None
+    group: AttentionGroup, q_NHD: Tensor, k_NGCD: Tensor, v_NGCD: Tensor, scale: float, softcap: float | None
 ) -> Tensor:
     """The query heads of one kv head become rows of one product: keys are read once for all of them."""
     q_NGrD = q_NHD.reshape(group.count, k_NGCD.shape[1], -1, q_NHD.shape[-1])
@@ -41,7 +48,7 @@ def attend_group(
 
 
 def attend_run(
-    run: Run, q_LHD: Tensor, k_GCD: Tensor, v_GCD: Tensor, scale: float, softcap: float | None
+    run: AttentionRun, q_LHD: Tensor, k_GCD: Tensor, v_GCD: Tensor, scale: float, softcap: float | None
 ) -> Tensor:
     if softcap is not None:
         mask_LC = run.mask_LC

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ragged import KVShape
-from .eight_bits import FP8, LARGEST, to_eight_bits
+from ..op_types import KVShape
+from .quantize_activations import FP8, LARGEST, to_eight_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Half:
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
+class ReferenceKVCache:
     k: Half
     v: Half
     compute_dtype: torch.dtype
@@ -67,7 +67,7 @@ class Cache:
         return self.k.tensors + self.v.tensors
 
 
-def make_kv_cache(shape: KVShape, device: torch.device) -> Cache:
+def make_kv_cache(shape: KVShape, device: torch.device) -> ReferenceKVCache:
     size = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
 
     # Not zeroed here: `clear_blocks` comes before a block's first use, and until then untouched pages of a
@@ -77,10 +77,10 @@ def make_kv_cache(shape: KVShape, device: torch.device) -> Cache:
         scales = torch.empty(size[:-1], dtype=torch.float32, device=device) if scaled else None
         return Half(torch.empty(size, dtype=shape.dtype, device=device), scales)
 
-    return Cache(half(), half(), shape.compute_dtype)
+    return ReferenceKVCache(half(), half(), shape.compute_dtype)
 
 
-def copy_blocks(cache: Cache, pairs: list[tuple[int, int]]) -> None:
+def copy_blocks(cache: ReferenceKVCache, pairs: list[tuple[int, int]]) -> None:
     if not pairs:
         return
     sources, destinations = torch.tensor(pairs, device=cache.device).unbind(1)
@@ -88,7 +88,7 @@ def copy_blocks(cache: Cache, pairs: list[tuple[int, int]]) -> None:
         tensor.index_copy_(1, destinations, tensor.index_select(1, sources))
 
 
-def clear_blocks(cache: Cache, blocks: list[int]) -> None:
+def clear_blocks(cache: ReferenceKVCache, blocks: list[int]) -> None:
     if not blocks:
         return
     index = torch.tensor(blocks, device=cache.device)

@@ -10,18 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import Ops
-from ..packing import Rounded
-from ..quant import WIDE_KINDS, Kind, Quant
+from ..quant_formats import WIDE_KINDS, Kind, Quant
+from ..weight_packing import QuantizedWeight
 from . import REFERENCE
-from .eight_bits import FP8, LARGEST, in_eight_bits, in_given_scale
-from .embedding import embedding as wide_embedding
-from .experts import experts_by
-from .linear import Linear, linear
+from .elementwise import ReferenceLinear, linear
+from .elementwise import embedding as wide_embedding
+from .moe import experts_by
+from .quantize_activations import FP8, LARGEST, in_eight_bits, in_given_scale
 
 
 @dataclass(frozen=True, slots=True)
-class RoundedLinear:
-    wide: Linear
+class QuantizedLinear:
+    wide: ReferenceLinear
     """Float32: weights rounded and made wide again."""
     dtype: torch.dtype
     """The model's."""
@@ -45,7 +45,7 @@ def rounded_ops(quant: Quant | None, kv_dtype: torch.dtype | None = None) -> Ops
             pack_head=lambda weight_VE, bias_V: pack_head(weight_VE, bias_V, quant),
             pack_embedding=lambda weight_VE, tied: pack_table(weight_VE, tied, quant),
             embedding=embedding,
-            stored=Stored(quant) if quant.is_float else None,
+            stored=StoredQuantized(quant) if quant.is_float else None,
             linear=rounded_linear,
             experts=experts_by(rounded_linear),
             logits=rounded_linear,
@@ -60,7 +60,7 @@ def rounded_ops(quant: Quant | None, kv_dtype: torch.dtype | None = None) -> Ops
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredQuantized:
     """`StoredWeights` of 8-bit floats."""
 
     quant: Quant
@@ -71,20 +71,20 @@ class Stored:
         return None if kind in WIDE_KINDS or self.quant.keeps_head else self.quant.head
 
     def pack_rounded(
-        self, rounded: Rounded, dtype: torch.dtype, bias_O: Tensor | None = None
-    ) -> RoundedLinear:
-        wide = Linear(rounded.floats(), None if bias_O is None else bias_O.float())
+        self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None
+    ) -> QuantizedLinear:
+        wide = ReferenceLinear(rounded.floats(), None if bias_O is None else bias_O.float())
         group = None if rounded.quant.by_output else rounded.quant.group
-        return RoundedLinear(wide, dtype, FP8, group, rounded.given)
+        return QuantizedLinear(wide, dtype, FP8, group, rounded.given)
 
 
-def pack(weight_OI: Tensor, bias_O: Tensor | None, quant: Quant) -> RoundedLinear:
+def pack(weight_OI: Tensor, bias_O: Tensor | None, quant: Quant) -> QuantizedLinear:
     rows = torch.int8 if quant.kind == "rows" else FP8
     group = None if quant.by_output else quant.group
     return rounded(weight_OI, bias_O, quant, rows, group)
 
 
-def pack_head(weight_VE: Tensor, bias_V: Tensor | None, quant: Quant) -> RoundedLinear | Linear:
+def pack_head(weight_VE: Tensor, bias_V: Tensor | None, quant: Quant) -> QuantizedLinear | ReferenceLinear:
     if quant.keeps_head:
         return REFERENCE.pack_head(weight_VE, bias_V)  # type: ignore[no-any-return] # packed weights have no type
     if quant.kind == "rows":  # whose head meets rows as they are
@@ -92,20 +92,20 @@ def pack_head(weight_VE: Tensor, bias_V: Tensor | None, quant: Quant) -> Rounded
     return pack(weight_VE, bias_V, quant)
 
 
-def pack_table(weight_VE: Tensor, tied: bool, quant: Quant) -> RoundedLinear | Linear:
-    return pack_head(weight_VE, None, quant) if tied else Linear(weight_VE, None)
+def pack_table(weight_VE: Tensor, tied: bool, quant: Quant) -> QuantizedLinear | ReferenceLinear:
+    return pack_head(weight_VE, None, quant) if tied else ReferenceLinear(weight_VE, None)
 
 
 def rounded(
     weight_OI: Tensor, bias_O: Tensor | None, quant: Quant, rows: torch.dtype | None, group: int | None
-) -> RoundedLinear:
-    wide = Linear(wide_weights(weight_OI, quant), None if bias_O is None else bias_O.float())
-    return RoundedLinear(wide, weight_OI.dtype, rows, group)
+) -> QuantizedLinear:
+    wide = ReferenceLinear(wide_weights(weight_OI, quant), None if bias_O is None else bias_O.float())
+    return QuantizedLinear(wide, weight_OI.dtype, rows, group)
 
 
-def rounded_linear(packed: RoundedLinear | Linear, x_TI: Tensor) -> Tensor:
+def rounded_linear(packed: QuantizedLinear | ReferenceLinear, x_TI: Tensor) -> Tensor:
     """Sums in float32, rounded once."""
-    if isinstance(packed, Linear):
+    if isinstance(packed, ReferenceLinear):
         return linear(packed, x_TI)
     if packed.given is not None:
         wide_TI = in_given_scale(x_TI, packed.given)
@@ -114,8 +114,8 @@ def rounded_linear(packed: RoundedLinear | Linear, x_TI: Tensor) -> Tensor:
     return linear(packed.wide, wide_TI).to(packed.dtype)
 
 
-def embedding(table: RoundedLinear | Linear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
-    if isinstance(table, Linear):
+def embedding(table: QuantizedLinear | ReferenceLinear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
+    if isinstance(table, ReferenceLinear):
         return wide_embedding(table, ids_T, scale)
     return (F.embedding(ids_T, table.wide.weight_OI) * scale).to(table.dtype)
 

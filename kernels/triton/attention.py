@@ -17,15 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import attention_plan
-from .attention_plan import Plan, num_splits
-from .attention_reduce import reduce_splits
+from . import attention_metadata as attention_plan
+from .attention_combine import reduce_splits
+from .attention_inner import attend, fold, piece_size
+from .attention_metadata import TritonAttentionMetadata, num_splits
 from .attention_sdpa import attend_gathered
-from .attention_tile import attend, fold, piece_size
-from .eight_heads import Result, fits_heads, store_eight_heads
-from .kv_cache import Cache, how_widened
-from .quantise import RowFormat, Rows8
-from .tiles import Tile, decode_tile, fixed_tile, power_of_two, prefill_tile
+from .kv_cache import TritonKVCache, how_widened
+from .quantize_activations import RowFormat, Rows8
+from .quantize_heads import Result, fits_heads, store_eight_heads
+from .tile_config import Tile, decode_tile, fixed_tile, power_of_two, prefill_tile
 
 LOG2_E = 1.4426950408889634
 
@@ -44,16 +44,21 @@ class Powers(NamedTuple):
 
 
 def attention(
-    q_THD: Tensor, cache: Cache, layer: int, plan: Plan, scale: float, softcap: float | None = None
+    q_THD: Tensor,
+    cache: TritonKVCache,
+    layer: int,
+    plan: TritonAttentionMetadata,
+    scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
     return attend_rows(q_THD, cache, layer, plan, scale, None, softcap)[0]
 
 
 def attend_rows(
     q_THD: Tensor,
-    cache: Cache,
+    cache: TritonKVCache,
     layer: int,
-    plan: Plan,
+    plan: TritonAttentionMetadata,
     scale: float,
     row_format: RowFormat | None,
     softcap: float | None = None,
@@ -76,7 +81,14 @@ def attend_rows(
     return out_THD.flatten(1), eight
 
 
-def decode(result: Result, q_THD: Tensor, cache: Cache, layer: int, plan: Plan, powers: Powers) -> None:
+def decode(
+    result: Result,
+    q_THD: Tensor,
+    cache: TritonKVCache,
+    layer: int,
+    plan: TritonAttentionMetadata,
+    powers: Powers,
+) -> None:
     _, heads, head_dim = q_THD.shape
     kv_heads = cache.k.shape[2]
     group = heads // kv_heads
@@ -95,7 +107,14 @@ def decode(result: Result, q_THD: Tensor, cache: Cache, layer: int, plan: Plan, 
         reduce_splits(result, pieces.out, sums, fixed=plan.fixed)
 
 
-def prefill(result: Result, q_THD: Tensor, cache: Cache, layer: int, plan: Plan, powers: Powers) -> None:
+def prefill(
+    result: Result,
+    q_THD: Tensor,
+    cache: TritonKVCache,
+    layer: int,
+    plan: TritonAttentionMetadata,
+    powers: Powers,
+) -> None:
     rows, heads, head_dim = q_THD.shape
     kv_heads = cache.k.shape[2]
     group = heads // kv_heads
@@ -115,9 +134,9 @@ def launch(
     result: Result,
     sums: Tensor,
     q_THD: Tensor,
-    cache: Cache,
+    cache: TritonKVCache,
     layer: int,
-    plan: Plan,
+    plan: TritonAttentionMetadata,
     powers: Powers,
     splits: int,
     *,

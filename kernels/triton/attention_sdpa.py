@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from ..ragged import Ragged
-from .kv_cache import Cache
+from ..op_types import BatchLayout
+from .kv_cache import TritonKVCache
 
 
 def all_are_long(prompts: Sequence[int], least: int | None) -> bool:
@@ -21,7 +21,13 @@ def all_are_long(prompts: Sequence[int], least: int | None) -> bool:
 
 
 def attend_gathered(
-    out_THD: Tensor, q_THD: Tensor, cache: Cache, layer: int, ragged: Ragged, first: int, scale: float
+    out_THD: Tensor,
+    q_THD: Tensor,
+    cache: TritonKVCache,
+    layer: int,
+    ragged: BatchLayout,
+    first: int,
+    scale: float,
 ) -> None:
     """For the sequences from `first` on. Keys and values are kept in q's dtype; all of a context is seen."""
     row = sum(ragged.query_lens[:first])

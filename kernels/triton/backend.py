@@ -8,24 +8,28 @@ import torch
 from torch import Tensor
 
 from ..activation import Activation
+from ..op_types import BatchLayout
 from ..ops import Ops, StepInputs
-from ..packing import Rounded
-from ..part_ops import PartOps
-from ..quant import OF_LAYERS, WIDE_KINDS, Kind, Quant
-from ..ragged import Ragged
-from . import attention, edit, embedding, gate_mul, heads, kv_cache, linear, part_weights, rms_norm
-from .advance import advance
-from .attention_plan import Plan, plan_attention
-from .candidates import candidates
-from .choice import Choice
-from .experts import experts
-from .left_rows import LeftRows
-from .linear import Blocks8, Floats8, Integers, Integers8, Linear, Plain
-from .quantise import RowFormat, Rows8
+from ..quant_formats import OF_LAYERS, WIDE_KINDS, Kind, Quant
+from ..sampling_types import PartOps
+from ..weight_packing import QuantizedWeight
+from . import act_and_mul as gate_mul
+from . import attention, embedding, kv_cache, linear, rms_norm
+from . import penalties as edit
+from . import qk_norm_rope_kv_write as heads
+from . import tp_sampling as part_weights
+from .attention_metadata import TritonAttentionMetadata, plan_attention
+from .fused_activation_quant import FusedActivationQuant
+from .fused_moe import experts
+from .linear import DenseLinear, Fp8BlockLinear, Fp8Linear, Linear, W8A8Linear, WeightOnlyIntLinear
+from .prepare_decode import advance
+from .quantize_activations import RowFormat, Rows8
 from .sample import sample
+from .scaled_mm_choice import ScaledMMSelector
 from .softcap import softcap
-from .tiles import ROW_COUNTS, has_fp8
-from .weights import group_codes, pack_fp8, pack_fp8_blocks, pack_grouped, scales_of_blocks
+from .tile_config import ROW_COUNTS, has_fp8
+from .tp_sampling import candidates
+from .weight_packing import group_codes, pack_fp8, pack_fp8_blocks, pack_grouped, scales_of_blocks
 
 FP8 = torch.float8_e4m3fn
 
@@ -45,11 +49,13 @@ def triton_ops(
     multiply 8-bit floats. Neither with `deterministic`.
     """
     scaled_mm = scaled_mm and not deterministic
-    return Backend(dtype, quant, fixed=deterministic, sdpa_from=sdpa_from, scaled_mm=scaled_mm).ops(device)
+    return TritonBackend(dtype, quant, fixed=deterministic, sdpa_from=sdpa_from, scaled_mm=scaled_mm).ops(
+        device
+    )
 
 
 @dataclass
-class Backend:
+class TritonBackend:
     """Norms and gates before linears of 8-bit rows leave those too."""
 
     dtype: torch.dtype
@@ -59,8 +65,8 @@ class Backend:
     scaled_mm: bool = False
 
     def __post_init__(self) -> None:
-        self._left = LeftRows(linear.rows_for(self.quant))
-        self._choice = Choice(self.dtype)
+        self._left = FusedActivationQuant(linear.rows_for(self.quant))
+        self._choice = ScaledMMSelector(self.dtype)
 
     def ops(self, device: torch.device) -> Ops:
         formats = [torch.float32, torch.bfloat16, torch.float16, torch.int8] + [FP8] * has_fp8(device)
@@ -70,7 +76,7 @@ class Backend:
             embedding=self.embedding,
             pack_linear=self.pack_linear,
             pack_head=self.pack_head,
-            pack_router=lambda weight_XE: Plain(weight_XE, None),
+            pack_router=lambda weight_XE: DenseLinear(weight_XE, None),
             pack_experts=self.pack_experts,
             linear=self.linear,
             logits=self.linear,
@@ -99,7 +105,7 @@ class Backend:
         )
 
     def pack_embedding(self, weight_VE: Tensor, tied: bool) -> Linear:
-        return self.pack_head(weight_VE, None) if tied else Plain(weight_VE, None)
+        return self.pack_head(weight_VE, None) if tied else DenseLinear(weight_VE, None)
 
     def embedding(self, table: Linear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
         return embedding.embed(table, ids_T, self.dtype, scale)
@@ -116,13 +122,15 @@ class Backend:
             return None
         return self.quant if kind in OF_LAYERS else self.quant.head
 
-    def pack_experts(self, weights: Tensor | Rounded) -> Linear:
+    def pack_experts(self, weights: Tensor | QuantizedWeight) -> Linear:
         """For `experts_product`, which PyTorch has no part in."""
-        if isinstance(weights, Rounded):
+        if isinstance(weights, QuantizedWeight):
             return pack_rounded(weights, None)
         return pack(weights, None, self.quant)
 
-    def pack_rounded(self, rounded: Rounded, dtype: torch.dtype, bias_O: Tensor | None = None) -> Linear:
+    def pack_rounded(
+        self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None
+    ) -> Linear:
         """As `StoredWeights` has it."""
         assert dtype == self.dtype
         return self._chosen(pack_rounded(rounded, bias_O))
@@ -151,15 +159,17 @@ class Backend:
         wanted = self._left.format_of(maker)
         return self._left.keep(*gate_mul.gate_rows(gate_up_T2F, activation, wanted), maker)
 
-    def plan_attention(self, ragged: Ragged, cache: kv_cache.Cache, window: int | None) -> Plan:
+    def plan_attention(
+        self, ragged: BatchLayout, cache: kv_cache.TritonKVCache, window: int | None
+    ) -> TritonAttentionMetadata:
         return plan_attention(ragged, cache, window, fixed=self.fixed, sdpa_from=self.sdpa_from)
 
     def attention(
         self,
         q_THD: Tensor,
-        cache: kv_cache.Cache,
+        cache: kv_cache.TritonKVCache,
         layer: int,
-        plan: Plan,
+        plan: TritonAttentionMetadata,
         scale: float,
         softcap: float | None = None,
     ) -> Tensor:
@@ -175,27 +185,27 @@ class Backend:
 
 def pack(weight_OI: Tensor, bias_O: Tensor | None, quant: Quant | None) -> Linear:
     if quant is None:
-        return Plain(weight_OI, bias_O)
+        return DenseLinear(weight_OI, bias_O)
     assert quant.kind != "given", "its scales of activations come with a checkpoint"
     if quant.kind == "float":
-        return Floats8(*pack_fp8(weight_OI), bias_O)
+        return Fp8Linear(*pack_fp8(weight_OI), bias_O)
     if quant.kind == "blocks":
-        return Blocks8(*pack_fp8_blocks(weight_OI), bias_O)
+        return Fp8BlockLinear(*pack_fp8_blocks(weight_OI), bias_O)
     weight = pack_grouped(weight_OI, quant)
-    return Integers8(weight, bias_O) if quant.kind == "rows" else Integers(weight, bias_O)
+    return W8A8Linear(weight, bias_O) if quant.kind == "rows" else WeightOnlyIntLinear(weight, bias_O)
 
 
-def pack_rounded(rounded: Rounded, bias_O: Tensor | None) -> Linear:
+def pack_rounded(rounded: QuantizedWeight, bias_O: Tensor | None) -> Linear:
     """Weights that a checkpoint holds rounded."""
     quant, codes_OI = rounded.quant, rounded.codes_OI
     if quant.by_output:
         scales = rounded.scales_OG.contiguous()
         one_1 = scales[0].clone() if bool((scales == scales[0]).all()) else None
-        return Floats8(codes_OI, scales, bias_O, rounded.given, one_1)
+        return Fp8Linear(codes_OI, scales, bias_O, rounded.given, one_1)
     if quant.kind == "blocks":
-        return Blocks8(codes_OI, scales_of_blocks(rounded.scales_OG), bias_O)
+        return Fp8BlockLinear(codes_OI, scales_of_blocks(rounded.scales_OG), bias_O)
     weight = group_codes(rounded)
-    return Integers8(weight, bias_O) if quant.kind == "rows" else Integers(weight, bias_O)
+    return W8A8Linear(weight, bias_O) if quant.kind == "rows" else WeightOnlyIntLinear(weight, bias_O)
 
 
 def same(

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .linear import Floats8, Integers, Linear, Plain
-from .tiles import power_of_two
+from .linear import DenseLinear, Fp8Linear, Linear, WeightOnlyIntLinear
+from .tile_config import power_of_two
 
 BLOCK = 1024
 
@@ -14,12 +14,12 @@ BLOCK = 1024
 def embed(packed: Linear, ids_T: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     """Rows of a table in any format times `scale`, [T, E] in `dtype`."""
     match packed:
-        case Plain(weight_VE, _):
+        case DenseLinear(weight_VE, _):
             return run(weight_VE, weight_VE, ids_T, weight_VE.shape[1], 0, dtype, scale)
-        case Integers(weight, _):
+        case WeightOnlyIntLinear(weight, _):
             assert weight.bits == 8
             return run(weight.weight, weight.scales, ids_T, weight.inputs, weight.group, dtype, scale)
-        case Floats8(weight_VE, scales_V1, _):
+        case Fp8Linear(weight_VE, scales_V1, _):
             return run(weight_VE, scales_V1, ids_T, weight_VE.shape[1], -1, dtype, scale)
         case _:
             raise AssertionError(f"no table is kept as {type(packed).__name__}")

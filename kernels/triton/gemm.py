@@ -3,7 +3,7 @@
 Weights are plain [O, I], or integers in groups of inputs: [I / group, O, group], scales [I / group, O], so
 that a tile of a group is one run of memory. 4-bit groups hold inputs i and i + group / 2 in one byte. A group
 is a product of its own, scaled as it is added: integers are exact in every float dtype. With steps, 4 bits
-become the integers of 8 in registers. The inner loop is `grouped_sums.py`.
+become the integers of 8 in registers. The inner loop is `gemm_inner.py`.
 
 Few rows leave most multiprocessors idle, so the inputs are split too, and the parts summed in order.
 
@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tiles
-from .grouped_sums import sum_grouped
-from .tiles import Tile, power_of_two
+from . import tile_config as tiles
+from .gemm_inner import sum_grouped
+from .tile_config import Tile, power_of_two
 
 PLAIN_BLOCK = 64
 """Inputs of a step through plain weights."""
@@ -41,7 +41,7 @@ class Grouped:
     bits: int
     inputs: int
     steps: Tensor | None = None
-    """uint8 [I / group, O, group / 16] (`kernels/steps.py`)."""
+    """uint8 [I / group, O, group / 16] (`kernels/quantize_int.py`)."""
 
     @property
     def outputs(self) -> int:

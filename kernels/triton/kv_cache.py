@@ -10,15 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ragged import KVShape
-from . import tiles
+from ..op_types import KVShape
+from . import tile_config as tiles
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Of the 8-bit dtypes: what a row's largest number is stored as."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
+class TritonKVCache:
     k: Tensor
     v: Tensor
     k_scale: Tensor
@@ -34,7 +34,7 @@ class Cache:
 BY_FLOAT32 = 2
 
 
-def how_widened(cache: Cache, dtype: torch.dtype) -> int:
+def how_widened(cache: TritonKVCache, dtype: torch.dtype) -> int:
     """On the way to `dtype`. 0: nothing to do, 1: directly, BY_FLOAT32: two steps.
 
     Triton makes bfloat16 of E4M3 with an instruction that capability 8.9 lacks.
@@ -44,7 +44,7 @@ def how_widened(cache: Cache, dtype: torch.dtype) -> int:
     return int(cache.quantised)
 
 
-def make_kv_cache(shape: KVShape, device: torch.device) -> Cache:
+def make_kv_cache(shape: KVShape, device: torch.device) -> TritonKVCache:
     if shape.dtype == torch.float8_e4m3fn and not tiles.has_fp8(device):
         raise ValueError("fp8 keys and values need a GPU of compute capability 8.9 or newer: use int8")
     scales = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size)
@@ -52,14 +52,14 @@ def make_kv_cache(shape: KVShape, device: torch.device) -> Cache:
     # What is passed and not read: each layer's begins at 16 bytes, as Triton compiles anew for what does not.
     size = scales if shape.dtype in LARGEST else (shape.num_layers, 1, 1, 4)
     k_scale, v_scale = (torch.empty(size, dtype=torch.float32, device=device) for _ in "kv")
-    return Cache(k, v, k_scale, v_scale, shape.compute_dtype)
+    return TritonKVCache(k, v, k_scale, v_scale, shape.compute_dtype)
 
 
-def clear_blocks(cache: Cache, blocks: list[int]) -> None:
+def clear_blocks(cache: TritonKVCache, blocks: list[int]) -> None:
     """Nothing to do: attention never reads a slot that no token was written to."""
 
 
-def copy_blocks(cache: Cache, pairs: list[tuple[int, int]]) -> None:
+def copy_blocks(cache: TritonKVCache, pairs: list[tuple[int, int]]) -> None:
     if not pairs:
         return
     pairs_P2 = torch.tensor(pairs, dtype=torch.int32)

@@ -6,13 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..quant import Quant
+from ..quant_formats import Quant
 from . import scaled_mm
-from .dequantise import dequantise
+from .dequantize_weights import dequantise
 from .gemm import Grouped, product
-from .gemm_fp8 import BLOCK, fp8_product
-from .gemm_int8 import int8_product
-from .quantise import RowFormat, Rows8, quantise_rows
+from .gemm_w8a8 import BLOCK, fp8_product, int8_product
+from .quantize_activations import RowFormat, Rows8, quantise_rows
 from .scaled_mm import Sharing
 
 TILED_ROWS = 512
@@ -21,19 +20,19 @@ the weights wide, and cuBLAS is faster at the arithmetic, which then decides."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class DenseLinear:
     weight_OI: Tensor
     bias_O: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class Integers:
+class WeightOnlyIntLinear:
     weight: Grouped
     bias_O: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class Integers8:
+class W8A8Linear:
     """Multiplied with int8 rows."""
 
     weight: Grouped
@@ -45,7 +44,7 @@ FP8_BLOCKS = RowFormat(torch.float8_e4m3fn, BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
-class Floats8:
+class Fp8Linear:
     weight_OI: Tensor
     scales: Tensor
     """[O, 1]."""
@@ -55,7 +54,7 @@ class Floats8:
     one_1: Tensor | None = None
     """The scale of all outputs, where they share it."""
     by_torch: Sharing | None = None
-    """How `torch._scaled_mm` multiplies it (`choice.py`); None: it does not."""
+    """How `torch._scaled_mm` multiplies it (`scaled_mm_choice.py`); None: it does not."""
 
     @property
     def row_format(self) -> RowFormat:
@@ -63,7 +62,7 @@ class Floats8:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks8:
+class Fp8BlockLinear:
     weight_OI: Tensor
     scales: Tensor
     """[O / 128, I / 128], or [O, I / 128]."""
@@ -75,7 +74,7 @@ class Blocks8:
         return FP8_BLOCKS
 
 
-Linear = Plain | Integers | Integers8 | Floats8 | Blocks8
+Linear = DenseLinear | WeightOnlyIntLinear | W8A8Linear | Fp8Linear | Fp8BlockLinear
 
 
 def rows_for(quant: Quant | None) -> RowFormat | None:
@@ -93,9 +92,9 @@ def rows_for(quant: Quant | None) -> RowFormat | None:
 def row_format_of(packed: Linear) -> RowFormat | None:
     """What this linear multiplies, where that is rows of 8 bits."""
     match packed:
-        case Integers8(weight, _):
+        case W8A8Linear(weight, _):
             return RowFormat(torch.int8, weight.group)
-        case Floats8() | Blocks8():
+        case Fp8Linear() | Fp8BlockLinear():
             return packed.row_format
     return None
 
@@ -103,24 +102,26 @@ def row_format_of(packed: Linear) -> RowFormat | None:
 def multiply(packed: Linear, x_TI: Tensor, eight: Rows8 | None, *, fixed: bool) -> Tensor:
     """`eight`: x in the format of `rows_for`, where an operation before has left it so."""
     match packed:
-        case Plain(weight_OI, bias_O):
+        case DenseLinear(weight_OI, bias_O):
             return (
                 product(x_TI, weight_OI, bias_O, fixed=True) if fixed else F.linear(x_TI, weight_OI, bias_O)
             )
-        case Integers(weight, bias_O):
+        case WeightOnlyIntLinear(weight, bias_O):
             tiled = len(x_TI) <= TILED_ROWS and x_TI.element_size() == 2  # float32 has no tensor cores
             if fixed or tiled:
                 return product(x_TI, weight, bias_O, fixed=fixed)
             return F.linear(x_TI, dequantise(weight, x_TI.dtype), bias_O)
-        case Integers8(weight, bias_O):
+        case W8A8Linear(weight, bias_O):
             rows = eight or quantise_rows(x_TI, RowFormat(torch.int8, weight.group))
             return int8_product(rows, weight, bias_O, x_TI.dtype, fixed=fixed)
-        case Floats8() | Blocks8():
+        case Fp8Linear() | Fp8BlockLinear():
             rows = eight or quantise_rows(x_TI, packed.row_format)
             return multiply_floats(packed, rows, x_TI.dtype, fixed=fixed)
 
 
-def multiply_floats(packed: Floats8 | Blocks8, rows: Rows8, dtype: torch.dtype, *, fixed: bool) -> Tensor:
+def multiply_floats(
+    packed: Fp8Linear | Fp8BlockLinear, rows: Rows8, dtype: torch.dtype, *, fixed: bool
+) -> Tensor:
     """[T, O] in `dtype`."""
     weight_OI, scales, bias_O = packed.weight_OI, packed.scales, packed.bias_O
     match packed.by_torch:
@@ -131,7 +132,7 @@ def multiply_floats(packed: Floats8 | Blocks8, rows: Rows8, dtype: torch.dtype, 
         case "rows":
             out = scaled_mm.by_rows(rows, weight_OI, scales, dtype)
         case "tensor":
-            assert isinstance(packed, Floats8)
+            assert isinstance(packed, Fp8Linear)
             assert packed.given is not None
             assert packed.one_1 is not None
             out = scaled_mm.by_tensor(rows, weight_OI, packed.given, packed.one_1, dtype)

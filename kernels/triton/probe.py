@@ -2,7 +2,7 @@
 
 import torch
 
-from .gate_mul import gate_mul
+from .act_and_mul import gate_mul
 
 
 def why_it_fails(device: torch.device) -> str | None:

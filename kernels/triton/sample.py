@@ -6,9 +6,9 @@ neither the batch nor this kernel's way of walking a row can change what is draw
 logit such that those at or above it weigh, or count, enough; it is found by bisection. Chunks whose largest
 logit lies below the threshold in question are passed over, so a row is read whole only once or twice.
 
-Rows with rules are read beside a list of the logits that those change (`edit.py`).
+Rows with rules are read beside a list of the logits that those change (`penalties.py`).
 
-Noise is Philox-4x32-10 of (seed, position), bit by bit as in `engine/noise.py`.
+Noise is Philox-4x32-10 of (seed, position), bit by bit as in `engine/sampling/philox.py`.
 """
 
 import torch
@@ -16,18 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rows import RuleRows, Sampled, SampleRows
-from .edit import IS_ONLY_LISTED, edit
-from .listed import largest_in_list, logit_in_list, put_back
-from .maxima import CHUNK, best_of_chunks, chunk_maxima, told_best
-from .ordered import ordered, value_of, weights
-from .threshold import above, find, pick, ties_before
+from ..sampling_types import PenaltyState, Sampled, SampleRows
+from .chunk_max import CHUNK, best_of_chunks, chunk_maxima, ordered, told_best, value_of, weights
+from .penalties import IS_ONLY_LISTED, edit, largest_in_list, logit_in_list, put_back
+from .topk_topp_search import above, find, pick, ties_before
 
 LOWEST = tl.constexpr(-2139095041)
 """`ordered` of minus infinity."""
 
 
-def sample(logits_RV: Tensor, rows: SampleRows, rules: RuleRows | None = None) -> Sampled:
+def sample(logits_RV: Tensor, rows: SampleRows, rules: PenaltyState | None = None) -> Sampled:
     """Columns must be contiguous. A row without a valid id gets 0; `raw_best` and `best` tell."""
     count, vocabulary = logits_RV.shape
     assert logits_RV.stride(1) == 1

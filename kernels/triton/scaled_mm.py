@@ -1,5 +1,5 @@
 """`torch._scaled_mm`: cuBLAS and CUTLASS in 8-bit floats, by the way scales are shared. Whether it is used
-for a linear is decided when that is loaded (`choice.py`).
+for a linear is decided when that is loaded (`scaled_mm_choice.py`).
 
     tensor   one scale for all rows, one for all weights
     rows     a scale for each row and each output
@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .gemm_fp8 import BLOCK
-from .quantise import Rows8
+from .gemm_w8a8 import BLOCK
+from .quantize_activations import Rows8
 
 Sharing = Literal["tensor", "rows", "blocks"]
 

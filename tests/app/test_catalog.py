@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app import catalog
-from llmbox.app.catalog import HUB_ID, check_name, hub_cache, likely_id, on_disk, resolve
 from llmbox.app.errors import CliError, Exit
+from llmbox.app.models import catalog
+from llmbox.app.models.catalog import HUB_ID, check_name, hub_cache, likely_id, on_disk, resolve
 from support.odd_files import KINDS, make_odd, no_hanging
 
 COMMIT = "a" * 40

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from llmbox.app.config.paths import find_paths, private_dir, socket_address
 from llmbox.app.errors import CliError, Exit
-from llmbox.app.paths import find_paths, private_dir, socket_address
 
 
 def test_data_dir_holds_everything(tmp_path: Path):

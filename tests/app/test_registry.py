@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.catalog import resolve, served
 from llmbox.app.errors import CliError, Exit
-from llmbox.app.registry import SYSTEM_LIMIT, Alias, Registry, parse_parameters
+from llmbox.app.models.catalog import resolve, served
+from llmbox.app.models.registry import SYSTEM_LIMIT, Alias, Registry, parse_parameters
 
 
 @pytest.fixture

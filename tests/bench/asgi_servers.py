@@ -101,7 +101,7 @@ class Address:
 
 
 def bind(address: Address) -> list[socket.socket]:
-    from llmbox.app.http.sockets import listen_tcp, listen_unix
+    from llmbox.app.http.server.sockets import listen_tcp, listen_unix
 
     return [*listen_tcp("127.0.0.1", address.port), listen_unix(Path(address.unix))]
 
@@ -144,9 +144,9 @@ async def serve_granian(address: Address, _: str) -> None:
 
 
 async def serve_llmbox(address: Address, _: str) -> None:
-    from llmbox.app.drain import Drain
-    from llmbox.app.http.server import serve
-    from llmbox.app.settings import LimitSettings
+    from llmbox.app.config.schema import LimitSettings
+    from llmbox.app.http.server.server import serve
+    from llmbox.app.lifecycle.drain import Drain
 
     limits = replace(LimitSettings(), header_timeout=LIMIT, body_timeout=LIMIT)
     await serve(Bare(), bind(address), limits=limits, drain=Drain())

@@ -27,10 +27,10 @@ from support.triton_interpreter import turn_on
 
 turn_on()
 
-from llmbox.engine.core import Engine
-from llmbox.engine.gpu.device import HostDevice
-from llmbox.engine.messages import StepOutputs
-from llmbox.engine.transport import encode
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.device.device import HostDevice
+from llmbox.engine.ipc.codec import encode
+from llmbox.engine.ipc.messages import StepOutputs
 
 WARM_UP, TURNS = 20, 150
 PARAMS: dict[str, dict[str, Any]] = {

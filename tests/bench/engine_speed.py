@@ -16,10 +16,10 @@ import time
 import torch
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.core import Engine
-from llmbox.engine.loader import load_engine
-from llmbox.engine.messages import AddRequest
-from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.executor.build import load_engine
+from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.sampling_params import SamplingParams
 
 TORCH_BACKENDS = ("onednn", "reference")
 DECODE_STEPS = 24

@@ -14,10 +14,10 @@ import torch
 from kernel_speed import best
 from torch import Tensor
 
-from llmbox.kernels.cpu.load import load_backend
-from llmbox.kernels.experts import Mixture
+from llmbox.kernels.cpu.library import load_backend
+from llmbox.kernels.op_types import Mixture
 from llmbox.kernels.ops import Ops, PackedLinear
-from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.quant_formats import QUANTS
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 2048, 768, 128, 8
 CALLS = 8

@@ -118,8 +118,8 @@ def measure(model: Path, options: dict[str, Any]) -> None:
     import torch
 
     from llmbox.engine.config import EngineConfig
-    from llmbox.engine.footprint import memory_in_use
-    from llmbox.engine.loader import load_engine, open_kernels
+    from llmbox.engine.executor.build import load_engine, open_kernels
+    from llmbox.engine.executor.load_model import memory_in_use
 
     open_kernels()
     defaults = {"context": 1024, "max_running": 4, "token_budget": 256, "device": "cpu", "threads": 2}
@@ -143,8 +143,8 @@ def measure(model: Path, options: dict[str, Any]) -> None:
 
 def fill(engine: Any) -> int:
     """Every request at its longest; the most pages of our own at any moment that a watcher saw."""
-    from llmbox.engine.messages import AddRequest
-    from llmbox.engine.sampling import SamplingParams
+    from llmbox.engine.ipc.messages import AddRequest
+    from llmbox.engine.sampling_params import SamplingParams
 
     info = engine.info
     requests = min(info.max_running, info.num_blocks * info.block_size // info.context_window)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from llmbox.engine.grammar import Grammars, Tokens
-from llmbox.engine.messages import Vocabulary
-from llmbox.engine.sampler.rules import masked_ids
-from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.core.structured_output import GrammarCompiler, GrammarVocabulary
+from llmbox.engine.ipc.messages import Vocabulary
+from llmbox.engine.sampling.logits_processors import masked_ids
+from llmbox.engine.sampling_params import SamplingParams
 from support.grammars import SCHEMA, wrapped
 
 SIZE = 151_936
@@ -53,9 +53,9 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
 
 def main() -> None:
     told = vocabulary()
-    tree = timed(lambda: Tokens(told, SIZE).tree)[1]
+    tree = timed(lambda: GrammarVocabulary(told, SIZE).tree)[1]
     print(f"the vocabulary, once a load: {tree / 1000:.0f} ms")
-    grammars = Grammars(SIZE)
+    grammars = GrammarCompiler(SIZE)
     grammars.learn(told)
     stop = SIZE - 1
     grammars.constraint(SamplingParams(max_tokens=1, grammar=wrapped({"lark_grammar": 'start: "a"'})), 0)

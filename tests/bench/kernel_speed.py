@@ -14,10 +14,10 @@ from functools import partial
 
 import torch
 
-from llmbox.kernels.cpu.backend import Backend
-from llmbox.kernels.cpu.load import load_backend
-from llmbox.kernels.quant import QUANTS
-from llmbox.kernels.ragged import KVShape, Ragged
+from llmbox.kernels.cpu.backend import CPUBackend
+from llmbox.kernels.cpu.library import load_backend
+from llmbox.kernels.op_types import BatchLayout, KVShape
+from llmbox.kernels.quant_formats import QUANTS
 
 SHAPES = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
 LAYERS = 8
@@ -46,7 +46,7 @@ def main() -> None:
             linears(backend, name, [int(rows) for rows in options.rows.split(",")], options.passes)
 
 
-def linears(backend: Backend, name: str, row_counts: list[int], passes: int) -> None:
+def linears(backend: CPUBackend, name: str, row_counts: list[int], passes: int) -> None:
     ops = backend.ops(QUANTS.get(name))
     weights = [torch.randn(outputs, inputs, dtype=torch.bfloat16) / 50 for inputs, outputs in SHAPES]
     packed = [ops.pack_linear(weight, None) for _ in range(LAYERS) for weight in weights]
@@ -60,7 +60,7 @@ def linears(backend: Backend, name: str, row_counts: list[int], passes: int) -> 
 
 
 def attention(
-    backend: Backend, kv_dtype: torch.dtype, sequences: int, past: int, new: int, passes: int
+    backend: CPUBackend, kv_dtype: torch.dtype, sequences: int, past: int, new: int, passes: int
 ) -> None:
     ops, layers, context = backend.ops(), 4, past + new
     width = -(-context // BLOCK)
@@ -68,7 +68,7 @@ def attention(
     tables = torch.tensor(blocks, dtype=torch.int32).view(sequences, width)
     positions = torch.arange(past, context, dtype=torch.int32).repeat(sequences)
     block_T = tables.repeat_interleave(new, 0).gather(1, positions.long().view(-1, 1) // BLOCK)[:, 0]
-    ragged = Ragged(
+    ragged = BatchLayout(
         block_size=BLOCK,
         query_lens=[new] * sequences,
         contexts=[context] * sequences,

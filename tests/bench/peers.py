@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 from llmbox.app.bench.client import Target, complete
-from llmbox.app.bench.measure import Run, run, summarise
+from llmbox.app.bench.measure import BenchRun, run, summarise
 from llmbox.app.bench.workload import Prompts, Workload, shared_prefix, uniform
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -157,7 +157,7 @@ def visit(one: Started, works: list[str], number: int, probe: Probe) -> list[Vis
 
 
 def as_visit(
-    server: Server, work: str, number: int, workload: Workload, done: Run, bandwidth: tuple[float, float]
+    server: Server, work: str, number: int, workload: Workload, done: BenchRun, bandwidth: tuple[float, float]
 ) -> Visit:
     summary = summarise(done)
     ttfts = sorted(sample.ttft for sample in done.good())

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.core import Engine
-from llmbox.engine.loader import load_engine
-from llmbox.engine.messages import AddRequest
-from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.executor.build import load_engine
+from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.sampling_params import SamplingParams
 
 ENGINES = {"off": False, "control": False, "on": True}
 

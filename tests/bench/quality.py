@@ -18,9 +18,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpu import quality as formats_of_gpus
 from gpu.report import Report
-from llmbox.engine.core import Engine
-from llmbox.engine.loader import load_engine
-from llmbox.engine.perplexity import config_for, perplexity, sequences_of
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.executor.build import load_engine
+from llmbox.engine.quantize.perplexity import config_for, perplexity, sequences_of
 from support.builtin_model import ASSETS, IN_SCOPE, ROOT, answers, is_right, user
 
 TEXT = ROOT / "packaging/builtin_model/perplexity.txt"

@@ -25,20 +25,20 @@ from torch import Tensor
 from bench.ggml import Ggml, Wide, type_in
 from bench.product_error import activations, errors, random_linears
 from bench.quality import TEXT, right
-from llmbox.engine.core import Engine
-from llmbox.engine.loader import load_engine
-from llmbox.engine.machine import read_cpu
-from llmbox.engine.messages import AddRequest
-from llmbox.engine.model_config import parse_config
-from llmbox.engine.perplexity import config_for, sequences_of
-from llmbox.engine.quantize import packing_for, quantize
-from llmbox.engine.recipe import is_fine
-from llmbox.engine.rounded import SCALE, STEP, format_of
-from llmbox.engine.rounded_parts import unpacked
-from llmbox.engine.sampling import SamplingParams
-from llmbox.kernels.packing import Rounded
-from llmbox.kernels.quant import QUANTS
-from llmbox.kernels.steps import to_numbers
+from llmbox.engine.checkpoint.quantized_layout import SCALE, STEP, format_of
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.executor.build import load_engine
+from llmbox.engine.hardware.machine import read_cpu
+from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.model_config.mixed_precision import is_fine
+from llmbox.engine.quantize.perplexity import config_for, sequences_of
+from llmbox.engine.quantize.quantize import packing_for, quantize
+from llmbox.engine.sampling_params import SamplingParams
+from llmbox.engine.weights.quantized import unpacked
+from llmbox.kernels.quant_formats import QUANTS
+from llmbox.kernels.quantize_int import to_numbers
+from llmbox.kernels.weight_packing import QuantizedWeight
 from support.builtin_model import ASSETS, IN_SCOPE
 from support.real_engines import runner_of
 
@@ -188,7 +188,7 @@ def calibrated(model: Path, name: str, folder: Path) -> Way:
         steps_OS = stored.get(tensor + STEP)
         if steps_OS is not None:
             codes_OI = to_numbers(codes_OI, steps_OS, quant)
-        rounded = Rounded(quant, codes_OI, stored[tensor + SCALE], steps_OS=steps_OS)
+        rounded = QuantizedWeight(quant, codes_OI, stored[tensor + SCALE], steps_OS=steps_OS)
         return Wide(rounded.floats(), bits_of(rounded))
 
     return way
@@ -202,7 +202,7 @@ def is_rounded(name: str) -> bool:
     return name in TABLES or name.endswith("_proj.weight")
 
 
-def bits_of(rounded: Rounded) -> int:
+def bits_of(rounded: QuantizedWeight) -> int:
     steps = 0 if rounded.steps_OS is None else rounded.steps_OS.numel() * 8
     return rounded.codes_OI.numel() * rounded.quant.bits + rounded.scales_OG.numel() * 16 + steps
 

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.core import Engine
-from llmbox.engine.loader import load_engine
-from llmbox.engine.messages import AddRequest
-from llmbox.engine.parallel.link import Link
-from llmbox.engine.parallel.mesh import MeshCollective
-from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.distributed.shm_communicator import ShmCommunicator
+from llmbox.engine.distributed.socket_link import Link
+from llmbox.engine.executor.build import load_engine
+from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.sampling_params import SamplingParams
 
 STEPS = 24
 
@@ -56,8 +56,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     counted = {
-        "sums and gathers": Counted(MeshCollective, "sum", "gather"),
-        "states sent on": Counted(MeshCollective, "_send"),
+        "sums and gathers": Counted(ShmCommunicator, "sum", "gather"),
+        "states sent on": Counted(ShmCommunicator, "_send"),
         "steps told": Counted(Link, "send"),
     }
     engine = load(options)

@@ -85,7 +85,7 @@ class Remote:
 
 def serve(options: argparse.Namespace) -> None:
     from llmbox.engine.config import EngineConfig
-    from llmbox.engine.loader import load_engine
+    from llmbox.engine.executor.build import load_engine
 
     sizes = {name: int(size) for name, size in re.findall(r"(tp|pp)(\d)", options.engine)}
     config = EngineConfig(
@@ -111,8 +111,8 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def run(engine: Any, ranks: list[psutil.Process], work: str) -> dict[str, float]:
-    from llmbox.engine.messages import AddRequest
-    from llmbox.engine.sampling import SamplingParams
+    from llmbox.engine.ipc.messages import AddRequest
+    from llmbox.engine.sampling_params import SamplingParams
 
     size = int(work[1:])
     count, prompt, tokens = (2, size, 1) if work[0] == "p" else (size, PROMPT, DECODE_STEPS)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from llmbox.engine.parallel.group import join, leave
-from llmbox.engine.parallel.layout import Layout
-from llmbox.engine.parallel.mesh import MeshCollective, make_ends
+from llmbox.engine.distributed.process_group import join, leave
+from llmbox.engine.distributed.shm_communicator import ShmCommunicator, make_ends
+from llmbox.engine.model_config.parallel_layout import ParallelLayout
 
 SIZES = (2048, 8192, 65536, 1 << 20)
 """Numbers in float32: one row of a small and of an 8B model, a few, many."""
@@ -25,11 +25,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=400)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    ends = make_ends(Layout(2))
+    ends = make_ends(ParallelLayout(2))
     with tempfile.TemporaryDirectory() as folder:
         rank = 0 if os.fork() else 1
-        ours = MeshCollective(Layout(2, 1, rank), ends[rank])
-        theirs = join(Layout(2, 1, rank), torch.device("cpu"), Path(folder) / "store", ordered=True)
+        ours = ShmCommunicator(ParallelLayout(2, 1, rank), ends[rank])
+        theirs = join(ParallelLayout(2, 1, rank), torch.device("cpu"), Path(folder) / "store", ordered=True)
         for size in SIZES:
             x = torch.ones(size)
             best = {"mesh": 1e9, "gloo": 1e9}

@@ -12,10 +12,10 @@ import time
 
 import torch
 
-from llmbox.engine.request import Request
-from llmbox.engine.sampler import Sampler
-from llmbox.engine.sampling import SamplingParams
-from llmbox.kernels.cpu.load import load_backend
+from llmbox.engine.core.request import Request
+from llmbox.engine.sampling import Sampler
+from llmbox.engine.sampling_params import SamplingParams
+from llmbox.kernels.cpu.library import load_backend
 
 CPU = torch.device("cpu")
 KINDS = {

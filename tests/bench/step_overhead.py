@@ -52,13 +52,13 @@ def run_in(tree: Path, batch: str) -> list[dict[str, float]]:
 
 def measure(batch: int) -> dict[str, float]:
     """In the tree that PYTHONPATH names, this one or an older one."""
-    from llmbox.engine.block_pool import BlockPool
-    from llmbox.engine.messages import EngineStats, StepOutputs
-    from llmbox.engine.request import Request
-    from llmbox.engine.sampling import SamplingParams
-    from llmbox.engine.scheduler import Scheduler, SchedulerConfig
-    from llmbox.engine.step import SampledToken, StepResult
-    from llmbox.engine.transport import encode
+    from llmbox.engine.core.kv_cache.block_pool import BlockPool
+    from llmbox.engine.core.request import Request
+    from llmbox.engine.core.scheduler import Scheduler, SchedulerConfig
+    from llmbox.engine.core.step import SampledToken, StepResult
+    from llmbox.engine.ipc.codec import encode
+    from llmbox.engine.ipc.messages import EngineStats, StepOutputs
+    from llmbox.engine.sampling_params import SamplingParams
 
     config = SchedulerConfig(context=4096, max_running=batch, token_budget=64 * batch)
     scheduler = Scheduler(config, BlockPool(128 * batch, 16))

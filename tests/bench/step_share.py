@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.core import Engine
-from llmbox.engine.loader import load_engine
-from llmbox.engine.messages import AddRequest
-from llmbox.engine.sampling import SamplingParams
-from llmbox.engine.transport import encode
-from llmbox.kernels.cpu.load import load_backend
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.executor.build import load_engine
+from llmbox.engine.ipc.codec import encode
+from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.sampling_params import SamplingParams
+from llmbox.kernels.cpu.library import load_backend
 
 PROMPT = 64
 

@@ -6,11 +6,11 @@ import pytest
 
 from bench.quality import TEXT
 from bench.quality_beside_gguf import Predictions, difference, predictions
-from llmbox.engine.loader import load_engine
-from llmbox.engine.perplexity import config_for, sequences_of
-from llmbox.engine.quantize import quantize
+from llmbox.engine.executor.build import load_engine
+from llmbox.engine.quantize.perplexity import config_for, sequences_of
+from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.dispatch import native_ready
-from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.quant_formats import QUANTS
 from support.builtin_model import ASSETS
 
 pytestmark = pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")

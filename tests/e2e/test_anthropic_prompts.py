@@ -4,7 +4,7 @@ import httpx
 import msgspec
 import pytest
 
-from llmbox.app.http.anthropic.fields import MessagesRequest
+from llmbox.app.http.anthropic.request_types import MessagesRequest
 from llmbox.app.http.anthropic.translate import chat_fields
 from support.cli_box import PATIENCE
 from support.messages_api import ANSWERS, ASKED, TEMPLATE, TOOLS, ask, streamed

@@ -12,7 +12,12 @@ from anthropic import types
 from anthropic._resource import SyncAPIResource
 from anthropic.lib.tools import beta_tool
 
-from llmbox.app.http.anthropic.fields import CountTokensRequest, MessagesRequest, OutputConfig, ToolParam
+from llmbox.app.http.anthropic.request_types import (
+    CountTokensRequest,
+    MessagesRequest,
+    OutputConfig,
+    ToolParam,
+)
 from support.cli_box import PATIENCE, until
 from support.openai_server import serving
 

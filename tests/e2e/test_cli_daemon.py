@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from llmbox.app.cli.client import ApiRefusal
+from llmbox.app.admin_client import ApiRefusal
 from llmbox.app.errors import CliError, Exit
 from support.cli_box import PATIENCE, Box, box, interrupt, is_alive, until
 from support.fake_engine import GO_FILE

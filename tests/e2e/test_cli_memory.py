@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from llmbox.app.catalog import BUILTIN_DIR
 from llmbox.app.errors import Exit
+from llmbox.app.models.catalog import BUILTIN_DIR
 from support.cli_box import PATIENCE, Box, box, until
 
 __all__ = ["box"]

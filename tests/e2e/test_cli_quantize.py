@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from llmbox.app.errors import Exit
-from llmbox.engine.repacked.cache import RepackedCache
-from llmbox.engine.repacked.file import Content
-from llmbox.engine.repacked.key import PackKey
+from llmbox.engine.weights.packed_cache.cache import PackedWeightCache
+from llmbox.engine.weights.packed_cache.file import PackedContent
+from llmbox.engine.weights.packed_cache.key import PackKey
 from llmbox.kernels.dispatch import native_ready
 from support.cli_box import Box, box
 from support.hub_models import model_files
@@ -54,8 +54,8 @@ def test_quantize_calibrates_a_mixed_format(box: Box) -> None:
 
 def pack(box: Box, directory: Path, dtype: str = "torch.bfloat16") -> PackKey:
     key = PackKey(directory=directory, dtype=dtype, quant="none", layout="avx2 1")
-    assert RepackedCache(box.paths.repacked, 10**9).store(
-        key, [Content("a", (9,), "x", memoryview(bytes(9)))]
+    assert PackedWeightCache(box.paths.repacked, 10**9).store(
+        key, [PackedContent("a", (9,), "x", memoryview(bytes(9)))]
     )
     return key
 

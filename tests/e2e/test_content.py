@@ -12,11 +12,11 @@ import openai
 import pytest
 
 from llmbox.app.errors import ApiError
-from llmbox.app.requests.detail import logged
-from llmbox.app.requests.replay import Replayed, replay
-from llmbox.app.requests.snippets import as_curl, as_python
+from llmbox.app.inspect.detail import logged
+from llmbox.app.inspect.replay import Replayed, replay
+from llmbox.app.inspect.snippets import as_curl, as_python
 from llmbox.app.security.identity import LOCAL, Identity
-from llmbox.app.security.keys import Key, KeySpec
+from llmbox.app.security.keys import ApiKey, KeySpec
 from llmbox.app.security.sessions import Session
 from support.cli_box import until
 from support.fake_engine import write_model
@@ -38,7 +38,7 @@ class Place:
         self.quiet_key, self.quiet = self._client("quiet")
         self.key, self.client = self._client("open", log_content=True)
 
-    def _client(self, name: str, **fields: Any) -> tuple[Key, openai.OpenAI]:
+    def _client(self, name: str, **fields: Any) -> tuple[ApiKey, openai.OpenAI]:
         key, secret = self.services.security.keys.add(KeySpec(name=name, **fields))
         return key, self.server.client().with_options(api_key=secret)
 

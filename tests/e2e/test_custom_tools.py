@@ -6,7 +6,7 @@ import re
 import openai
 import pytest
 
-from llmbox.engine.spawn import Launch
+from llmbox.engine.ipc.spawn import Launch
 from support.openai_server import serving
 from support.tiny_models import make_tiny_model, write_json
 

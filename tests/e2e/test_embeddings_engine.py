@@ -4,7 +4,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, processors
 
-from llmbox.engine.spawn import Launch
+from llmbox.engine.ipc.spawn import Launch
 from support.openai_server import serving
 from support.pooled_models import make_pooled_model
 from support.tiny_models import make_tiny_model

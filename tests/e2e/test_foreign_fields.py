@@ -4,12 +4,12 @@ import httpx
 import msgspec
 import pytest
 
-from llmbox.app.http.anthropic import fields as anthropic
-from llmbox.app.http.ollama import fields as ollama
-from llmbox.app.http.openai import fields as openai
+from llmbox.app.http.anthropic import request_types as anthropic
+from llmbox.app.http.ollama import request_types as ollama
+from llmbox.app.http.openai import request_types as openai
 from llmbox.app.http.openai.foreign_fields import _FIELDS
 from llmbox.app.http.openai.unsupported import _refusable
-from llmbox.app.http.openai_responses import fields as responses
+from llmbox.app.http.openai_responses import request_types as responses
 from support.openai_server import serving
 
 ASKED = [{"role": "user", "content": "hello"}]

@@ -14,13 +14,13 @@ from urllib.error import HTTPError
 import openai
 import pytest
 
-from llmbox.app.cli.client import ApiRefusal
-from llmbox.app.cli.program import Program
-from llmbox.app.cli.sign_in import sign_in_link
+from llmbox.app.admin_client import ApiRefusal
+from llmbox.app.cli.context import Program
+from llmbox.app.cli.up import sign_in_link
 from llmbox.app.engines.supervisor import Supervisor
 from llmbox.app.errors import ApiError, Exit
 from llmbox.app.security.key_store import KeyStore
-from llmbox.app.security.keys import Key, KeySpec
+from llmbox.app.security.keys import ApiKey, KeySpec
 from llmbox.app.store.record import RecordFilter
 from support.cli_box import PATIENCE, Box, box, until
 from support.fake_engine import write_model
@@ -55,7 +55,7 @@ def no_keys(request: pytest.FixtureRequest) -> Iterator[None]:
             keys.remove(key.name)
 
 
-def make(server: Server, name: str = "laptop", **fields: Any) -> tuple[Key, openai.OpenAI]:
+def make(server: Server, name: str = "laptop", **fields: Any) -> tuple[ApiKey, openai.OpenAI]:
     key, secret = server.services.security.keys.add(KeySpec(name=name, **fields))
     return key, server.client().with_options(api_key=secret)
 

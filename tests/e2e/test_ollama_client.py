@@ -9,9 +9,9 @@ import httpx
 import ollama
 import pytest
 
-from llmbox.app.hub.downloads import Downloads
+from llmbox.app.config.schema import MemorySettings, Settings
+from llmbox.app.hub.download_queue import Downloads
 from llmbox.app.security.keys import KeySpec
-from llmbox.app.settings import MemorySettings, Settings
 from support.cli_box import PATIENCE, until
 from support.hub_models import model_files
 from support.hub_stub import StubHub, StubRepo, stub_hub

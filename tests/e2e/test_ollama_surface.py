@@ -9,9 +9,9 @@ import pytest
 from msgspec import Struct
 from tokenizers import AddedToken
 
-from llmbox.app.http.ollama import fields
+from llmbox.app.config.schema import MemorySettings, Settings
+from llmbox.app.http.ollama import request_types as fields
 from llmbox.app.security.keys import KeySpec
-from llmbox.app.settings import MemorySettings, Settings
 from support.cli_box import PATIENCE
 from support.fake_engine import write_model
 from support.openai_server import serving

@@ -5,9 +5,9 @@ import asyncio
 import openai
 import pytest
 
-from llmbox.app.gateway.seeds import choice_seed
-from llmbox.app.text.model_text import load_model_text
-from llmbox.engine.sampling import SamplingParams
+from llmbox.app.gateway.generation import choice_seed
+from llmbox.app.text.tokenizer import load_model_text
+from llmbox.engine.sampling_params import SamplingParams
 from support.cli_box import PATIENCE, until
 from support.fake_engine import FakeOptions, expected_tokens, write_model
 from support.openai_server import Server, serving

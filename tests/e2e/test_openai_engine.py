@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 
-from llmbox.app.text.model_text import load_model_text
-from llmbox.engine.spawn import Launch
+from llmbox.app.text.tokenizer import load_model_text
+from llmbox.engine.ipc.spawn import Launch
 from support.cli_box import until
 from support.openai_server import serving
 from support.real_engines import hf_model, hf_tokens

@@ -14,7 +14,7 @@ from openai import types
 from openai._resource import SyncAPIResource
 from openai.types.conversations import ConversationCreateParams
 
-from llmbox.app.http.openai.fields import (
+from llmbox.app.http.openai.request_types import (
     ChatCompletionRequest,
     CompletionRequest,
     CustomFunction,
@@ -22,7 +22,7 @@ from llmbox.app.http.openai.fields import (
     Function,
 )
 from llmbox.app.http.openai_responses.conversations import ConversationCreate
-from llmbox.app.http.openai_responses.fields import (
+from llmbox.app.http.openai_responses.request_types import (
     CompactRequest,
     CustomTool,
     FunctionTool,

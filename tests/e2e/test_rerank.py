@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForSequenceClassification
 
-from llmbox.app.text.judge import INSTRUCTION, SYSTEM
-from llmbox.engine.quantize import quantize
-from llmbox.engine.spawn import Launch
+from llmbox.app.text.reranker import INSTRUCTION, SYSTEM
+from llmbox.engine.ipc.spawn import Launch
+from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.dispatch import native_ready
-from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.quant_formats import QUANTS
 from support.cli_box import PATIENCE
 from support.openai_server import serving
 from support.pooled_models import make_pooled_model

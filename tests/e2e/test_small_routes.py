@@ -6,10 +6,10 @@ import shutil
 import httpx
 import pytest
 
-from llmbox.app.catalog import BUILTIN_DIR
-from llmbox.app.registry import Registry
+from llmbox.app.config.schema import MemorySettings, ServerSettings, Settings
+from llmbox.app.models.catalog import BUILTIN_DIR
+from llmbox.app.models.registry import Registry
 from llmbox.app.security.keys import KeySpec
-from llmbox.app.settings import MemorySettings, ServerSettings, Settings
 from support.cli_box import PATIENCE
 from support.fake_engine import write_model
 from support.openai_server import serving

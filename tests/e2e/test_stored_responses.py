@@ -5,7 +5,7 @@ from dataclasses import replace
 import openai
 import pytest
 
-from llmbox.app.store.stored import StoredAnswer
+from llmbox.app.store.stored_answers import StoredAnswer
 from support.cli_box import until
 from support.openai_server import serving
 from support.stored import SECRET, Place, load_models

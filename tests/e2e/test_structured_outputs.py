@@ -17,7 +17,7 @@ import openai
 import pydantic
 import pytest
 
-from llmbox.engine.spawn import Launch
+from llmbox.engine.ipc.spawn import Launch
 from support.cli_box import until
 from support.openai_server import serving
 from support.tiny_models import make_tiny_model, write_json

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from llmbox.app.cli.client import ApiRefusal
+from llmbox.app.admin_client import ApiRefusal
 from support.cli_box import PATIENCE, Box, box, interrupt, until
 
 __all__ = ["box"]

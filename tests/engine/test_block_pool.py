@@ -1,7 +1,7 @@
 import pytest
 
-from llmbox.engine.block_pool import BlockPool
-from llmbox.engine.prefix_cache import extend_hashes
+from llmbox.engine.core.kv_cache.block_pool import BlockPool
+from llmbox.engine.core.kv_cache.prefix_cache import extend_hashes
 from support.scheduling import make_request
 
 

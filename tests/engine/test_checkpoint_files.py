@@ -1,4 +1,4 @@
-"""Checkpoints are written by `shards.py`: as safetensors, and without numpy."""
+"""Checkpoints are written by `writer.py`: as safetensors, and without numpy."""
 
 import contextvars
 import json
@@ -12,9 +12,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from llmbox.engine.job import Tell, told
-from llmbox.engine.safetensors_header import read_header
-from llmbox.engine.shards import ShardWriter, write_file
+from llmbox.engine.checkpoint.safetensors import read_header
+from llmbox.engine.checkpoint.writer import ShardWriter, write_file
+from llmbox.engine.ipc.subprocess_job import Tell, told
 from llmbox.kernels.cpu.build import compile_progress
 from llmbox.kernels.dispatch import native_ready
 from support.gguf_models import write_gguf
@@ -103,7 +103,7 @@ def test_a_job_tells_how_far_a_compile_is(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
 def test_quantizing_needs_no_numpy(tmp_path: Path) -> None:
     source = make_tiny_model(tmp_path / "model")
-    run_without("llmbox.engine.quantize", source, tmp_path / "out", "int8", "--threads", 1)
+    run_without("llmbox.engine.quantize.quantize", source, tmp_path / "out", "int8", "--threads", 1)
     assert read_header(tmp_path / "out/model.safetensors")
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from llmbox.engine import messages as m
-from llmbox.engine.client import EngineClient
-from llmbox.engine.spawn import Launch, _environment
+from llmbox.engine.ipc import messages as m
+from llmbox.engine.ipc.client import EngineClient
+from llmbox.engine.ipc.spawn import Launch, _environment
 from support.engines import config, is_running, request, until
 from support.fake_engine import expected_tokens, fake_launch
 

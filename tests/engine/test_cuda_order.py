@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmbox.engine import cuda_order, loader
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.cuda_order import cuda_machine, in_order
-from llmbox.engine.estimator import estimate
-from llmbox.engine.machine import Gpu, Machine, read_machine
-from llmbox.engine.memory_use import CUDA_CONTEXT
+from llmbox.engine.device import cuda_order
+from llmbox.engine.device.cuda_order import cuda_machine, in_order
+from llmbox.engine.executor import build as loader
+from llmbox.engine.hardware.machine import Gpu, Machine, read_machine
+from llmbox.engine.planning.estimator import estimate
+from llmbox.engine.planning.memory_model import CUDA_CONTEXT
 from support.shapes import LLAMA_3_8B
 
 

@@ -9,9 +9,9 @@ SCRIPT = """
 import sys
 sys.modules["numpy"] = None
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.loader import load_engine
-from llmbox.engine.messages import AddRequest
-from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.executor.build import load_engine
+from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.sampling_params import SamplingParams
 
 engine = load_engine(EngineConfig(model_path=sys.argv[1], name="m", threads=1), lambda _: None)
 params = SamplingParams(max_tokens=4, temperature=0.8, top_k=5, top_p=0.9, logprobs=2, prompt_logprobs=1)
@@ -36,7 +36,7 @@ BARE = """
 import sys
 for name in ("msgspec", "setproctitle", "litestar", "sqlmodel", "pydantic"):
     sys.modules[name] = None
-import llmbox.engine.core, llmbox.engine.loader, llmbox.engine.runner, llmbox.kernels.dispatch
+import llmbox.engine.core.engine, llmbox.engine.executor.build, llmbox.engine.runner.cpu_runner, llmbox.kernels.dispatch
 """
 
 

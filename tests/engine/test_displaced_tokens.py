@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.engine.core import Engine
-from llmbox.engine.messages import AddRequest
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.ipc.messages import AddRequest
 from support.late_device import device_engine
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model

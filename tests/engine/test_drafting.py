@@ -2,8 +2,8 @@
 
 import pytest
 
-from llmbox.engine.messages import TokenLogprobs
-from llmbox.engine.step import SampledToken, StepResult
+from llmbox.engine.core.step import SampledToken, StepResult
+from llmbox.engine.ipc.messages import TokenLogprobs
 from support.scheduling import make_request, make_scheduler, play_model, step
 
 PERIOD = [1, 2, 3, 4]

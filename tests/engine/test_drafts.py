@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbox.engine import drafts
-from llmbox.engine.drafts import FIRST, LONGEST_REST, MOST, SIZES, Drafter, SuffixIndex
+from llmbox.engine.core import ngram_proposer as drafts
+from llmbox.engine.core.ngram_proposer import FIRST, LONGEST_REST, MOST, SIZES, NgramProposer, SuffixIndex
 
 few_ids = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -58,7 +58,7 @@ class Counted(list):
 
 def test_a_token_more_costs_the_same_however_long_the_request_is():
     rng = random.Random(0)
-    tokens, drafter = Counted(rng.randrange(9) for _ in range(3000)), Drafter()
+    tokens, drafter = Counted(rng.randrange(9) for _ in range(3000)), NgramProposer()
     drafter.propose(tokens, 8)
     tokens.read = 0
     for _ in range(1000):
@@ -70,7 +70,7 @@ def test_a_token_more_costs_the_same_however_long_the_request_is():
 
 
 def test_drafts_double_while_all_come_true_up_to_a_bound():
-    drafter, tokens, sizes = Drafter(), [1, 2, 3, 4] * 4, []
+    drafter, tokens, sizes = NgramProposer(), [1, 2, 3, 4] * 4, []
     for _ in range(5):
         proposed = drafter.propose(tokens, 100)
         drafter.learn(len(proposed), len(proposed))
@@ -79,21 +79,21 @@ def test_drafts_double_while_all_come_true_up_to_a_bound():
 
 
 def test_some_that_come_true_earn_one_more():
-    drafter, tokens = Drafter(), [1, 2, 3, 4] * 4
+    drafter, tokens = NgramProposer(), [1, 2, 3, 4] * 4
     drafter.learn(8, 5)
     assert len(drafter.propose(tokens, 100)) == 6
 
 
 def test_no_more_than_asked_for():
-    assert Drafter().propose([1, 2, 3, 4] * 4, 2) == [1, 2]
+    assert NgramProposer().propose([1, 2, 3, 4] * 4, 2) == [1, 2]
 
 
 def test_two_tokens_speak_for_one():
-    assert Drafter().propose([1, 2, 3, 9, 1, 2], 8) == [3]
+    assert NgramProposer().propose([1, 2, 3, 9, 1, 2], 8) == [3]
 
 
 def test_one_that_ended_proposes_nothing():
-    drafter = Drafter()
+    drafter = NgramProposer()
     drafter.end()
     assert drafter.propose([1, 2, 3, 4] * 4, 8) == []
 
@@ -102,7 +102,7 @@ def test_one_that_ended_proposes_nothing():
 def test_who_never_repeats_pays_for_few_rows(ids, most):
     """Every guess is wrong, at every length of an answer; short endings and long ones are found."""
     rng = random.Random(1)
-    tokens, drafter, rows = [rng.randrange(ids) for _ in range(500)], Drafter(), []
+    tokens, drafter, rows = [rng.randrange(ids) for _ in range(500)], NgramProposer(), []
     for _ in range(1000):
         proposed = drafter.propose(tokens, MOST)
         rows.append(len(proposed))

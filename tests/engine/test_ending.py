@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from llmbox.engine import ending
+from llmbox.engine.hardware import proc as ending
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_what_ends_something_that_is_left_to_finish_may_finish_it(done):
 def test_processes(end, told):
     program = f"""
 import os
-from llmbox.engine.ending import before_end, finish
+from llmbox.engine.hardware.proc import before_end, finish
 before_end(lambda: print("done", flush=True))
 {end}
 """
@@ -48,7 +48,7 @@ def test_an_end_without_pythons_own():
     """Threads that nobody waits for, and libraries that never would be done."""
     program = """
 import atexit, logging, threading
-from llmbox.engine.ending import before_end, end
+from llmbox.engine.hardware.proc import before_end, end
 logging.basicConfig(format="%(message)s")
 atexit.register(print, "late")
 before_end(lambda: print("done"))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DeviceError, DoesNotFit
-from llmbox.engine.estimator import (
+from llmbox.engine.planning.estimator import (
     MemoryBudget,
     MemoryPlan,
     ModelShape,
@@ -16,8 +16,8 @@ from llmbox.engine.estimator import (
     resolve_dtypes,
     show_bytes,
 )
-from llmbox.engine.memory_use import workspace_bytes
-from llmbox.engine.roofline import decode_tokens_per_second, prefill_tokens_per_second
+from llmbox.engine.planning.memory_model import workspace_bytes
+from llmbox.engine.planning.roofline import decode_tokens_per_second, prefill_tokens_per_second
 from support.shapes import LLAMA_3_8B, MISTRAL_7B, QWEN_2_500M, QWEN_3_600M
 
 GB = 10**9
@@ -373,7 +373,7 @@ def test_prefill_is_bound_by_arithmetic():
 
 
 def test_no_torch():
-    code = "import sys, llmbox.engine.estimator, llmbox.engine.roofline; sys.exit('torch' in sys.modules)"
+    code = "import sys, llmbox.engine.planning.estimator, llmbox.engine.planning.roofline; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
 
 

@@ -9,13 +9,13 @@ import pytest
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import ModelError, ParallelError
-from llmbox.engine.estimator import MemoryBudget, estimate
-from llmbox.engine.memory_use import weights_bytes
-from llmbox.engine.model_config import ModelConfig, parse_config
-from llmbox.engine.parallel.shares import rank_shape
-from llmbox.engine.recipe import is_fine
-from llmbox.engine.roofline import decode_tokens_per_second, prefill_tokens_per_second
-from llmbox.kernels.quant import QUANTS
+from llmbox.engine.model_config.config import ModelConfig, parse_config
+from llmbox.engine.model_config.mixed_precision import is_fine
+from llmbox.engine.planning.estimator import MemoryBudget, estimate
+from llmbox.engine.planning.memory_model import weights_bytes
+from llmbox.engine.planning.parallel_cost import rank_shape
+from llmbox.engine.planning.roofline import decode_tokens_per_second, prefill_tokens_per_second
+from llmbox.kernels.quant_formats import QUANTS
 from support.tiny_models import tiny_config
 
 GIB = 1 << 30

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbox.engine.displacement import MAX_DISPLACEMENTS
-from llmbox.engine.scheduler import Scheduler
-from llmbox.engine.waiting import LIFTED_TOKENS
+from llmbox.engine.core.displacement import MAX_DISPLACEMENTS
+from llmbox.engine.core.request_queue import LIFTED_TOKENS
+from llmbox.engine.core.scheduler import Scheduler
 from support.clock import Clock
 from support.scheduling import make_request, make_scheduler, play_model, step
 

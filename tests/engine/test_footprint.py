@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.footprint import grown, memory_in_use
-from llmbox.engine.loader import load_engine
+from llmbox.engine.executor.build import load_engine
+from llmbox.engine.executor.load_model import grown, memory_in_use
 from support.tiny_models import make_tiny_model
 
 SHAPES: list[dict[str, Any]] = [

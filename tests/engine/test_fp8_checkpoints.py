@@ -11,16 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llmbox.engine import loader
 from llmbox.engine.errors import DeviceError, ModelError
-from llmbox.engine.model_config import parse_config
-from llmbox.engine.parallel.layout import Part
-from llmbox.engine.weights import Asked, Checkpoint
+from llmbox.engine.executor import build as loader
+from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.partition import ShardSlice
+from llmbox.engine.weights.source import Checkpoint, WeightRequest
 from llmbox.kernels.ops import Ops
-from llmbox.kernels.packing import Rounded
-from llmbox.kernels.quant import QUANTS, Kind, Quant
+from llmbox.kernels.quant_formats import QUANTS, Kind, Quant
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.reference.rounded import rounded_ops
+from llmbox.kernels.weight_packing import QuantizedWeight
 from support.fp8_checkpoint import compressed, round_by_output
 from support.rank_threads import load_threads
 from support.real_engines import ask, load, tokens
@@ -51,15 +51,15 @@ class Keeps:
     def format(self, kind: Kind) -> Quant | None:
         return self.quant if kind == "linear" else None
 
-    def pack_rounded(self, rounded: Rounded, dtype: torch.dtype, bias_O: Tensor | None = None) -> Any:
+    def pack_rounded(self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None) -> Any:
         assert dtype == torch.float32
         return rounded
 
 
-def part_of(model: Path, outputs: Mapping[str, Part], inputs: Part) -> Rounded:
+def part_of(model: Path, outputs: Mapping[str, ShardSlice], inputs: ShardSlice) -> QuantizedWeight:
     quant = QUANTS[parse_config(model).quant or ""]
     ops = replace(REFERENCE, stored=Keeps(quant))
-    return Checkpoint(model, ops, torch.float32, CPU).packed(Asked("linear", outputs, inputs))
+    return Checkpoint(model, ops, torch.float32, CPU).packed(WeightRequest("linear", outputs, inputs))
 
 
 def tiny(tmp_path: Path, **overrides: Any) -> Path:
@@ -83,11 +83,13 @@ def test_each_tensor_of_a_stack_keeps_its_scales(
     """Bit by bit, whole and cut anywhere: rows and inputs of ranks need no borders of groups."""
     model = tiny(tmp_path)
     wide = round_by_output(model, entry, **options)
-    outputs = {Q: Part.whole(96), K: Part.whole(48), UP: Part.whole(90)}
-    got = part_of(model, outputs, Part.whole(120))
+    outputs = {Q: ShardSlice.whole(96), K: ShardSlice.whole(48), UP: ShardSlice.whole(90)}
+    got = part_of(model, outputs, ShardSlice.whole(120))
     assert torch.equal(got.floats(), torch.cat([wide[f"{name}.weight"] for name in outputs]))
     assert len(got.scales_OG.unique()) > 2
-    cut = part_of(model, {Q: Part(96, 17, 50), UP: Part(90, 30, 60)}, Part(120, 7, 101)).floats()
+    cut = part_of(
+        model, {Q: ShardSlice(96, 17, 50), UP: ShardSlice(90, 30, 60)}, ShardSlice(120, 7, 101)
+    ).floats()
     assert torch.equal(cut[:33], wide[f"{Q}.weight"][17:50, 7:101])
     assert torch.equal(cut[33:], wide[f"{UP}.weight"][30:60, 7:101])
     if options.get("given") is None:
@@ -100,13 +102,13 @@ def test_each_tensor_of_a_stack_keeps_its_scales(
 def test_linears_of_the_same_rows_share_the_largest_of_their_scales(tmp_path: Path) -> None:
     model = tiny(tmp_path)
     round_by_output(model, STATIC, given={"q_proj": 0.02, "k_proj": 0.09})
-    got = part_of(model, {K: Part.whole(48), Q: Part.whole(96)}, Part.whole(120))
+    got = part_of(model, {K: ShardSlice.whole(48), Q: ShardSlice.whole(96)}, ShardSlice.whole(120))
     assert got.given is not None
     assert got.given.tolist() == [pytest.approx(0.09)]
 
 
 class Widens(Keeps):
-    def pack_rounded(self, rounded: Rounded, dtype: torch.dtype, bias_O: Tensor | None = None) -> Any:
+    def pack_rounded(self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None) -> Any:
         return REFERENCE.pack_linear(rounded.floats().to(dtype), bias_O)
 
 
@@ -179,7 +181,7 @@ def test_broken_ones_are_refused(tmp_path: Path, name: str, harm: Tensor | None,
     first = Q if name.startswith(Q) else K
     rows = {Q: 96, K: 48}[first]
     with pytest.raises(ModelError, match=says):
-        part_of(model, {first: Part.whole(rows), UP: Part.whole(90)}, Part.whole(120))
+        part_of(model, {first: ShardSlice.whole(rows), UP: ShardSlice.whole(90)}, ShardSlice.whole(120))
 
 
 def test_scales_of_activations_that_nobody_asked_for_are_refused(
@@ -219,10 +221,10 @@ def move_beside(model: Path, told: Any) -> None:
 def test_a_checkpoint_of_model_optimizer_that_says_so_in_its_own_file_alone(tmp_path: Path) -> None:
     model = tiny(tmp_path)
     wide = round_by_output(model, {"quant_method": "modelopt", "quant_algo": "FP8"}, given={})
-    said = part_of(model, {Q: Part.whole(96)}, Part.whole(120))
+    said = part_of(model, {Q: ShardSlice.whole(96)}, ShardSlice.whole(120))
     move_beside(model, MODELOPT)
     assert parse_config(model).quant == "fp8-static"
-    found = part_of(model, {Q: Part.whole(96)}, Part.whole(120))
+    found = part_of(model, {Q: ShardSlice.whole(96)}, ShardSlice.whole(120))
     assert torch.equal(found.floats(), wide[f"{Q}.weight"])
     assert found.given is not None
     assert said.given is not None
@@ -249,6 +251,6 @@ def test_linears_of_several_groups_are_read_as_their_files_say(tmp_path: Path) -
     wide = round_by_output(model, entry, shape=(-1, 1), keeps=["mlp"])
     wide |= round_by_output(model, entry, shape=(), keeps=["self_attn"])
     for name, outputs in ((Q, 96), (UP, 90)):
-        got = part_of(model, {name: Part.whole(outputs)}, Part.whole(120))
+        got = part_of(model, {name: ShardSlice.whole(outputs)}, ShardSlice.whole(120))
         assert torch.equal(got.floats(), wide[f"{name}.weight"])
     assert parse_config(model).wide_params == 0

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from llmbox.engine.fp8_config import NotReadable
-from llmbox.engine.rounded import read_entry
-from llmbox.kernels.quant import QUANTS
+from llmbox.engine.checkpoint.fp8_config import NotReadable
+from llmbox.engine.checkpoint.quantized_layout import read_entry
+from llmbox.kernels.quant_formats import QUANTS
 from support.fp8_checkpoint import ENTRY, SCHEME, compressed
 
 BY_TENSOR = {"quant_method": "fp8", "activation_scheme": "static"}

@@ -1,7 +1,7 @@
 import pytest
 
+from llmbox.engine.checkpoint.json_file import MAX_DEPTH, parse_json, read_json
 from llmbox.engine.errors import ModelError
-from llmbox.engine.json_file import MAX_DEPTH, parse_json, read_json
 
 
 def nested(depth: int, opening: str = "[", closing: str = "]") -> str:

@@ -8,16 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmbox.engine import loader
 from llmbox.engine.errors import ModelError
-from llmbox.engine.memory_use import weights_bytes
-from llmbox.engine.model_config import parse_config
-from llmbox.engine.parallel.shares import rank_shape
-from llmbox.engine.roofline import decode_tokens_per_second
+from llmbox.engine.executor import build as loader
+from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.planning.memory_model import weights_bytes
+from llmbox.engine.planning.parallel_cost import rank_shape
+from llmbox.engine.planning.roofline import decode_tokens_per_second
 from llmbox.kernels.ops import Ops
-from llmbox.kernels.quant import QUANTS, Quant
-from llmbox.kernels.reference.linear import Linear
-from llmbox.kernels.reference.rounded import RoundedLinear, rounded_ops
+from llmbox.kernels.quant_formats import QUANTS, Quant
+from llmbox.kernels.reference.elementwise import ReferenceLinear
+from llmbox.kernels.reference.rounded import QuantizedLinear, rounded_ops
 from support.fp8_checkpoint import ENTRY, compressed, round_by_output, round_to_blocks
 from support.rank_threads import load_threads
 from support.real_engines import ask, load, runner_of, tokens
@@ -67,7 +67,7 @@ def test_they_stay_as_they_are_stored(model: Path) -> None:
     first, second, third = runner_of(load(model, dtype="float32"))._model.layers
     rounded = [first.attention.qkv, first.attention.output, first.mlp.gate_up]
     rounded += [second.mlp.gate_up, second.mlp.down]
-    assert {type(each) for each in rounded} == {RoundedLinear}
+    assert {type(each) for each in rounded} == {QuantizedLinear}
     wide = {
         "0.mlp.down_proj": first.mlp.down,
         "1.self_attn.o_proj": second.attention.output,
@@ -77,7 +77,7 @@ def test_they_stay_as_they_are_stored(model: Path) -> None:
         assert torch.equal(packed.weight_OI, weights[f"model.layers.{name}.weight"].float())
     qkv = [weights[f"model.layers.1.self_attn.{name}_proj.weight"].float() for name in "qkv"]
     assert torch.equal(second.attention.qkv.weight_OI, torch.cat(qkv))
-    assert isinstance(third.mlp.gate_up, Linear)
+    assert isinstance(third.mlp.gate_up, ReferenceLinear)
 
 
 @pytest.mark.usefixtures("_plain_torch")

@@ -53,9 +53,9 @@ def test_an_engine_asks_for_nothing_that_was_left_out(tmp_path: Path) -> None:
     """Or its first token would wait for it."""
     code = LIGHT + (
         "from llmbox.engine.config import EngineConfig\n"
-        "from llmbox.engine.loader import load_engine\n"
-        "from llmbox.engine.messages import AddRequest\n"
-        "from llmbox.engine.sampling import SamplingParams\n"
+        "from llmbox.engine.executor.build import load_engine\n"
+        "from llmbox.engine.ipc.messages import AddRequest\n"
+        "from llmbox.engine.sampling_params import SamplingParams\n"
         "config = EngineConfig(model_path=sys.argv[1], name='m', context=128, kv_tokens=256)\n"
         "engine = load_engine(config, lambda _: None)\n"
         "for number, params in enumerate([SamplingParams(max_tokens=3, temperature=0.0),\n"
@@ -111,7 +111,7 @@ def test_a_torch_that_needs_all_of_it_is_imported_in_a_second_try(tmp_path: Path
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "llmbox.engine.process",
+            [sys.executable, "-P", "-m", "llmbox.engine.process.engine_main",
              "--fd", str(theirs.fileno()), "--parent", str(os.getpid())],
             pass_fds=[theirs.fileno()],
             stderr=subprocess.PIPE,

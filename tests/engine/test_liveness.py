@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from llmbox.engine.block_tables import MAX_PREEMPTIONS
+from llmbox.engine.core.kv_cache.manager import MAX_PREEMPTIONS
 from support.fake_runner import expected_output
 from support.scheduling import FakeEngine, make_request
 

@@ -5,8 +5,8 @@ from array import array
 import pytest
 import torch
 
-from llmbox.engine.messages import AddRequest
-from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.sampling_params import SamplingParams
 from support.device_ranks import device_ranks
 from support.late_device import device_engine
 from support.real_engines import ask, load, run, runner_of

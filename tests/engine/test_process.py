@@ -6,12 +6,13 @@ import threading
 
 import pytest
 
-from llmbox.engine import loader, process
-from llmbox.engine import messages as m
-from llmbox.engine.channel import Channel, DaemonGone
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.process import serve
-from llmbox.engine.transport import FrameReader, encode
+from llmbox.engine.executor import build as loader
+from llmbox.engine.ipc import messages as m
+from llmbox.engine.ipc.codec import FrameReader, encode
+from llmbox.engine.ipc.engine_channel import Channel, DaemonGone
+from llmbox.engine.process import engine_main as process
+from llmbox.engine.process.engine_main import serve
 from llmbox.kernels.cpu.build import compile_progress
 from support.engines import request
 from support.fake_engine import FakeEngine, FakeOptions

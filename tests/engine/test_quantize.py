@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmbox.engine import quantize as module
+from llmbox.engine.checkpoint.quantized_layout import FORMATS
+from llmbox.engine.checkpoint.writer import ShardWriter
 from llmbox.engine.errors import DeviceError, ModelError
-from llmbox.engine.perplexity import config_for, perplexity, sequences_of
-from llmbox.engine.quantize import quantize
-from llmbox.engine.quantizer import importance
-from llmbox.engine.rounded import FORMATS
-from llmbox.engine.shards import ShardWriter
+from llmbox.engine.quantize import quantize as module
+from llmbox.engine.quantize.perplexity import config_for, perplexity, sequences_of
+from llmbox.engine.quantize.quantize import quantize
+from llmbox.engine.quantize.quantizer import importance
 from llmbox.kernels.dispatch import native_ready
-from llmbox.kernels.quant import QUANTS
-from llmbox.kernels.steps import to_numbers
+from llmbox.kernels.quant_formats import QUANTS
+from llmbox.kernels.quantize_int import to_numbers
 from support.odd_files import make_odd, no_hanging
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not native_ready(), reason="needs the C++ kernel
 PROMPT = list(range(5, 25))
 
 
-def made(source: Path, out: Path, to: str) -> module.Report:
+def made(source: Path, out: Path, to: str) -> module.QuantizationReport:
     return quantize(source, out, QUANTS[to], 1, lambda _done, _total: None)
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from llmbox.engine.memory_use import weights_bytes
-from llmbox.engine.model_config import parse_config
-from llmbox.engine.quantize import quantize
-from llmbox.engine.recipe import is_fine
+from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.model_config.mixed_precision import is_fine
+from llmbox.engine.planning.memory_model import weights_bytes
+from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.dispatch import native_ready
-from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.quant_formats import QUANTS
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from llmbox.engine.core.request_validation import check_request
 from llmbox.engine.errors import InvalidRequest
-from llmbox.engine.messages import AddRequest, ToEngine, Vocabulary
-from llmbox.engine.request_validation import check_request
-from llmbox.engine.sampling import SamplingParams
-from llmbox.engine.transport import FrameReader, encode
+from llmbox.engine.ipc.codec import FrameReader, encode
+from llmbox.engine.ipc.messages import AddRequest, ToEngine, Vocabulary
+from llmbox.engine.sampling_params import SamplingParams
 from support.real_engines import ask, load, run
 from support.tiny_models import VOCAB, make_tiny_model
 

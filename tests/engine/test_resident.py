@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from llmbox.engine import messages as m
-from llmbox.engine.client import EngineClient
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.spawn import Launch
+from llmbox.engine.ipc import messages as m
+from llmbox.engine.ipc.client import EngineClient
+from llmbox.engine.ipc.spawn import Launch
 from support.engines import request
 from support.tiny_models import make_tiny_model
 

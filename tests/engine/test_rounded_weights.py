@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llmbox.engine import loader
+from llmbox.engine.checkpoint.quantized_layout import format_of
 from llmbox.engine.errors import DeviceError, ModelError, ParallelError
-from llmbox.engine.model_config import parse_config
-from llmbox.engine.parallel.layout import Part
-from llmbox.engine.quantize import quantize
-from llmbox.engine.rounded import format_of
-from llmbox.engine.weights import Asked, Checkpoint
+from llmbox.engine.executor import build as loader
+from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.partition import ShardSlice
+from llmbox.engine.quantize.quantize import quantize
+from llmbox.engine.weights.source import Checkpoint, WeightRequest
 from llmbox.kernels.dispatch import native_ready
 from llmbox.kernels.ops import Ops
-from llmbox.kernels.packing import Rounded
-from llmbox.kernels.quant import QUANTS, Kind, Quant
+from llmbox.kernels.quant_formats import QUANTS, Kind, Quant
 from llmbox.kernels.reference import REFERENCE
+from llmbox.kernels.weight_packing import QuantizedWeight
 from support.fp8_checkpoint import round_to_blocks
 from support.rank_threads import load_threads
 from support.real_engines import ask, load, tokens
@@ -47,18 +47,20 @@ class Keeps:
     def format(self, kind: Kind) -> Quant | None:
         return None if self._quant.keeps_head and kind != "linear" else format_of(self._quant, kind)
 
-    def pack_rounded(self, rounded: Rounded, dtype: torch.dtype, bias_O: Tensor | None = None) -> Any:
+    def pack_rounded(self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None) -> Any:
         assert dtype == torch.float32
         return rounded
 
 
-def part_of(model: Path, outputs: Mapping[str, Part], inputs: Part, kind: Kind = "linear") -> Rounded:
+def part_of(
+    model: Path, outputs: Mapping[str, ShardSlice], inputs: ShardSlice, kind: Kind = "linear"
+) -> QuantizedWeight:
     quant = QUANTS[parse_config(model).quant or ""]
     ops = replace(REFERENCE, stored=Keeps(quant))
-    return Checkpoint(model, ops, torch.float32, CPU).packed(Asked(kind, outputs, inputs))
+    return Checkpoint(model, ops, torch.float32, CPU).packed(WeightRequest(kind, outputs, inputs))
 
 
-def exact(rounded: Rounded) -> Tensor:
+def exact(rounded: QuantizedWeight) -> Tensor:
     scales = rounded.scales_OG.float().repeat_interleave(rounded.quant.group, 1)
     return rounded.codes_OI.float() * scales[:, : rounded.codes_OI.shape[1]]
 
@@ -77,33 +79,35 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_parts_are_those_of_the_whole(model: Path) -> None:
     """Rows cut anywhere, inputs between groups; two outputs in one stack."""
-    whole = {name: exact(part_of(model, {name: Part.whole(384)}, Part.whole(256))) for name in (Q, UP)}
-    rows = Part(384, 70, 300)
-    got = exact(part_of(model, {Q: rows, UP: Part(384, 128, 192)}, Part.whole(256)))
+    whole = {
+        name: exact(part_of(model, {name: ShardSlice.whole(384)}, ShardSlice.whole(256))) for name in (Q, UP)
+    }
+    rows = ShardSlice(384, 70, 300)
+    got = exact(part_of(model, {Q: rows, UP: ShardSlice(384, 128, 192)}, ShardSlice.whole(256)))
     assert torch.equal(got, torch.cat((whole[Q][70:300], whole[UP][128:192])))
-    down = exact(part_of(model, {DOWN: Part.whole(256)}, Part.whole(384)))
+    down = exact(part_of(model, {DOWN: ShardSlice.whole(256)}, ShardSlice.whole(384)))
     assert down.abs().min() < down.abs().max()
     for start, stop in ((0, 128), (128, 384), (256, 384)):
-        part = part_of(model, {DOWN: Part.whole(256)}, Part(384, start, stop))
+        part = part_of(model, {DOWN: ShardSlice.whole(256)}, ShardSlice(384, start, stop))
         assert torch.equal(exact(part), down[:, start:stop])
 
 
 def test_a_padded_vocabulary_ends_in_zeros(model: Path) -> None:
     if parse_config(model).quant == "fp8-block":
         return  # its head is not rounded
-    whole = exact(part_of(model, {"lm_head": Part.whole(333)}, Part.whole(256), "head"))
-    last = exact(part_of(model, {"lm_head": Part(333, 170, 333, 7)}, Part.whole(256), "head"))
+    whole = exact(part_of(model, {"lm_head": ShardSlice.whole(333)}, ShardSlice.whole(256), "head"))
+    last = exact(part_of(model, {"lm_head": ShardSlice(333, 170, 333, 7)}, ShardSlice.whole(256), "head"))
     assert torch.equal(last[:163], whole[170:])
     assert not last[163:].any()
 
 
 def test_a_group_cut_in_two_is_refused(model: Path) -> None:
     with pytest.raises(ParallelError, match=r"one scale for .* --tp"):
-        part_of(model, {DOWN: Part.whole(256)}, Part(384, 0, 80))
+        part_of(model, {DOWN: ShardSlice.whole(256)}, ShardSlice(384, 0, 80))
 
 
 class Widens(Keeps):
-    def pack_rounded(self, rounded: Rounded, dtype: torch.dtype, bias_O: Tensor | None = None) -> Any:
+    def pack_rounded(self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None) -> Any:
         return REFERENCE.pack_linear(exact(rounded).to(dtype), bias_O)
 
 
@@ -126,7 +130,7 @@ def test_ranks_answer_as_one(model: Path, monkeypatch: pytest.MonkeyPatch, cut: 
 def test_blocks_of_others_are_read(tmp_path: Path, scales: torch.dtype) -> None:
     model = make_tiny_model(tmp_path, tokenizer=False, num_hidden_layers=1, **SIZES)
     wide = round_to_blocks(model, scales)
-    got = exact(part_of(model, {UP: Part.whole(384)}, Part.whole(256)))
+    got = exact(part_of(model, {UP: ShardSlice.whole(384)}, ShardSlice.whole(256)))
     assert torch.equal(got, wide[f"{UP}.weight"])
 
 
@@ -164,10 +168,10 @@ def test_broken_blocks_are_refused(tmp_path: Path, harm: str) -> None:
             weights[f"{name}_scale_inv"] = torch.ones(2, 2)
     save_file(weights, model / "model.safetensors")
     with pytest.raises(ModelError):
-        part_of(model, {Q: Part.whole(384), UP: Part.whole(384)}, Part.whole(256))
+        part_of(model, {Q: ShardSlice.whole(384), UP: ShardSlice.whole(384)}, ShardSlice.whole(256))
     if harm == "wide":
         with pytest.raises(ModelError):
-            part_of(model, {UP: Part.whole(384), Q: Part.whole(384)}, Part.whole(256))
+            part_of(model, {UP: ShardSlice.whole(384), Q: ShardSlice.whole(384)}, ShardSlice.whole(256))
 
 
 @pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
@@ -189,7 +193,7 @@ def test_broken_steps_are_refused(tmp_path: Path, harm: str) -> None:
             weights[name] = weights[name].to(torch.int8)
     save_file(weights, model / "model.safetensors")
     with pytest.raises(ModelError, match="weight_step"):
-        part_of(model, {UP: Part.whole(384)}, Part.whole(256))
+        part_of(model, {UP: ShardSlice.whole(384)}, ShardSlice.whole(256))
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 import pytest
 
+from llmbox.engine.core.step import SampledToken, StepResult
 from llmbox.engine.errors import DoesNotFit, EngineError
-from llmbox.engine.messages import TokenLogprobs
-from llmbox.engine.step import SampledToken, StepResult
+from llmbox.engine.ipc.messages import TokenLogprobs
 from support.scheduling import make_request, make_scheduler, play_model, scheduled, step
 
 

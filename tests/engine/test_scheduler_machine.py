@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llmbox.engine.block_tables import MAX_PREEMPTIONS
+from llmbox.engine.core.kv_cache.manager import MAX_PREEMPTIONS
 from support.fake_runner import RunnerError, expected_output
 from support.scheduling import FakeEngine, make_request
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from llmbox.engine.core import Engine
+from llmbox.engine.core.engine import Engine
 from llmbox.engine.errors import DeviceError
-from llmbox.engine.messages import AddRequest, RequestOutput
+from llmbox.engine.ipc.messages import AddRequest, RequestOutput
 from support.grammars import CHOICE, JSON, REGEX, constrained, learned
 from support.mixes import drawn
 from support.real_engines import ask, load, run

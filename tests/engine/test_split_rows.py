@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from llmbox.engine.checkpoint.safetensors import TensorEntry
+from llmbox.engine.checkpoint.tensor_io import split_rows
 from llmbox.engine.errors import ModelError
-from llmbox.engine.safetensors_header import TensorEntry
-from llmbox.engine.split_rows import split_rows
 
 PARTS = {"q": 256, "k": 128, "v": 128}
 

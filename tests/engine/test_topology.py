@@ -6,10 +6,10 @@ from dataclasses import replace
 import pynvml
 import pytest
 
-from llmbox.engine import machine as machine_module
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.estimator import MemoryBudget, estimate
-from llmbox.engine.machine import read_machine
+from llmbox.engine.hardware import machine as machine_module
+from llmbox.engine.hardware.machine import read_machine
+from llmbox.engine.planning.estimator import MemoryBudget, estimate
 from support.fake_nvml import GIB, FakeGpu, FakeNvml
 from support.shapes import LLAMA_3_8B
 

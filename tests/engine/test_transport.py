@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbox.engine import messages as m
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.sampling import SamplingParams
-from llmbox.engine.transport import FrameReader, FrameTooLarge, TransportError, encode
+from llmbox.engine.ipc import messages as m
+from llmbox.engine.ipc.codec import FrameReader, FrameTooLarge, TransportError, encode
+from llmbox.engine.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(
     max_tokens=5,

@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from llmbox.engine.checkpoint.rows import count_rows, read_row
 from llmbox.engine.errors import ModelError
-from llmbox.engine.quantize import quantize
-from llmbox.engine.weight_rows import count_rows, read_row
+from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.dispatch import native_ready
-from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.quant_formats import QUANTS
 from support.tiny_models import VOCAB, make_tiny_model
 
 HEAD = "lm_head"

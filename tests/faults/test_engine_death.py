@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from llmbox.app.engines.deaths import DeathLimits
+from llmbox.app.engines.restart_policy import RestartLimits
 from llmbox.app.engines.watchdog import WatchLimits
 from llmbox.app.errors import ApiError
 from support.engines import (
@@ -22,7 +22,7 @@ from support.engines import (
     until,
 )
 
-PATIENT = DeathLimits(deaths=1000, pauses=(0.0,))
+PATIENT = RestartLimits(deaths=1000, pauses=(0.0,))
 
 
 def slow_clock() -> float:
@@ -52,7 +52,7 @@ async def test_32_streams_survive_kills_at_random_moments(tmp_path):
 
 
 async def test_kills_during_recovery_accuse_nobody(tmp_path):
-    limits = DeathLimits(pauses=(0.0,))
+    limits = RestartLimits(pauses=(0.0,))
     async with supervised(tmp_path, supervisor={"deaths": limits}, step_delay=0.01) as supervisor:
         streams = [supervisor.submit(request(i, 4000)) for i in range(8)]
         reading = asyncio.create_task(read_all(streams))
@@ -113,7 +113,7 @@ async def test_five_deaths_fail_the_model_with_a_reason(tmp_path):
 
 async def test_deaths_far_apart_do_not_add_up(tmp_path):
     now = 0.0
-    limits = DeathLimits(pauses=(0.0,))
+    limits = RestartLimits(pauses=(0.0,))
     async with supervised(tmp_path, supervisor={"clock": lambda: now, "deaths": limits}) as supervisor:
         for _ in range(7):
             await until(lambda: supervisor.state == "ready")

@@ -13,7 +13,7 @@ import pytest
 
 from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
 from llmbox.app.engines.watchdog import WatchLimits
-from llmbox.engine.spawn import Launch
+from llmbox.engine.ipc.spawn import Launch
 from support import garbling_engine, little_daemon
 from support.engines import assert_undisturbed, config, is_running, request, supervised, until
 

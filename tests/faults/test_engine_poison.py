@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from llmbox.app.engines.deaths import DeathLimits
+from llmbox.app.engines.restart_policy import RestartLimits
 from llmbox.app.engines.watchdog import WatchLimits
 from support.engines import assert_undisturbed, read, read_all, request, supervised, until
 
 POISON = 251
-FAST = DeathLimits(pauses=(0.0,))
+FAST = RestartLimits(pauses=(0.0,))
 
 
 def poisoned(number: int, **changes):

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from llmbox.app.engines.deaths import DeathLimits
+from llmbox.app.engines.restart_policy import RestartLimits
 from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.messages import AddRequest, Vocabulary
-from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.ipc.messages import AddRequest, Vocabulary
+from llmbox.engine.sampling_params import SamplingParams
 from support.engines import kill, read_all, request, until
 from support.tiny_models import make_tiny_model
 
@@ -60,7 +60,7 @@ async def test_killed_in_mid_stream_the_tokens_are_the_same(tmp_path, quant):
     config = EngineConfig(
         model_path=str(tmp_path), name="tiny", device="cpu", memory_bytes=256 << 20, threads=1, quant=quant
     )
-    supervisor = Supervisor(config, SupervisorOptions(deaths=DeathLimits(pauses=(0.0,))))
+    supervisor = Supervisor(config, SupervisorOptions(deaths=RestartLimits(pauses=(0.0,))))
     try:
         await supervisor.start()
         undisturbed = await read_all([supervisor.submit(asked(i, "a")) for i in range(8)])

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from litestar import get
 
-from llmbox.app.http.guard import Access
-from llmbox.app.http.server import serve
-from llmbox.app.http.sockets import BACKLOG, listen_tcp
-from llmbox.app.http.sse import EventStreamResponse
+from llmbox.app.http.auth.guard import Access
+from llmbox.app.http.server.server import serve
+from llmbox.app.http.server.sockets import BACKLOG, listen_tcp
+from llmbox.app.http.server.sse import EventStreamResponse
 from support.engines import until
 from support.http_app import fake_services
 from support.http_server import running

@@ -9,8 +9,8 @@ import pytest
 from litestar import get, post
 from litestar.params import JSONBody
 
-from llmbox.app.http.guard import Access
-from llmbox.app.http.sse import EventStreamResponse
+from llmbox.app.http.auth.guard import Access
+from llmbox.app.http.server.sse import EventStreamResponse
 from support.http_server import Running, running
 
 

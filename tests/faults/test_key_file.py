@@ -72,7 +72,7 @@ def _fail_at(patch: pytest.MonkeyPatch, step: str) -> None:
             lambda path, *rest, **more: fail() if str(path).endswith(".new") else real(path, *rest, **more),
         )
     else:
-        patch.setattr("llmbox.app.files.open", _FullFile, raising=False)
+        patch.setattr("llmbox.app.util.atomic_file.open", _FullFile, raising=False)
 
 
 class _FullFile:

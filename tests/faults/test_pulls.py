@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.catalog import resolve
 from llmbox.app.errors import CliError, Exit
+from llmbox.app.models.catalog import resolve
 from support.cli_box import Box, box, until
 from support.hub_models import model_files
 from support.hub_stub import StubHub, StubRepo, stub_hub

@@ -16,22 +16,22 @@ from typing import Any, NamedTuple
 import msgspec
 from hypothesis import strategies as st
 
+from llmbox.app.config.loader import parse
+from llmbox.app.config.schema import SECTIONS
 from llmbox.app.errors import ApiError, CliError
-from llmbox.app.http.strict_json import load
-from llmbox.app.settings import SECTIONS
-from llmbox.app.settings_load import parse
-from llmbox.app.text import grammar_worker, template_worker
+from llmbox.app.http.server.strict_json import load
+from llmbox.app.sandbox import grammar_worker, template_worker
 from llmbox.app.text.detokenizer import decode
+from llmbox.app.text.output_parser import parse_calls
 from llmbox.app.text.text_encoder import TextEncoder, TokenizeError, load_tokenizer
 from llmbox.app.text.token_bytes import TokenBytes
 from llmbox.app.text.tokenizer_safety import find_unsafe_step
-from llmbox.app.text.tool_calls import parse_calls
-from llmbox.engine import messages
+from llmbox.engine.checkpoint.safetensors import read_header
 from llmbox.engine.errors import ModelError
-from llmbox.engine.gguf.file import read_gguf
-from llmbox.engine.model_config import parse_config
-from llmbox.engine.safetensors_header import read_header
-from llmbox.engine.transport import FrameReader, TransportError
+from llmbox.engine.gguf.reader import read_gguf
+from llmbox.engine.ipc import messages
+from llmbox.engine.ipc.codec import FrameReader, TransportError
+from llmbox.engine.model_config.config import parse_config
 from support.tiny_models import tiny_config
 from support.tokenizers_zoo import byte_level
 

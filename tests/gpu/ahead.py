@@ -49,7 +49,7 @@ def end(process: "subprocess.Popen[str] | None", report: Report) -> None:
 
 def main() -> None:
     from gpu.sections import engine_variants
-    from llmbox.engine.lifeline import bind_to_parent
+    from llmbox.engine.hardware.proc import bind_to_parent
 
     processes = at_once(torch.cuda.mem_get_info()[0], os.cpu_count() or 1)
     if not processes:

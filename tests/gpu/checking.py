@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from gpu.checks import Setting
 from gpu.correctness import all_checks
 from gpu.report import Report
-from llmbox.engine.lifeline import bind_to_parent
+from llmbox.engine.hardware.proc import bind_to_parent
 
 
 @dataclass

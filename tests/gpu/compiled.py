@@ -25,9 +25,9 @@ from gpu.variants import (
     whole_linears,
     zeros,
 )
-from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS
-from llmbox.kernels.triton.quantise import RowFormat
+from llmbox.kernels.triton.quantize_activations import RowFormat
 
 Group = tuple[str, Callable[[], None]]
 

@@ -11,19 +11,26 @@ from gpu import fp8_products, sampling
 from gpu.checks import LIMIT, Check, Checks, Setting, distance, name_of
 from llmbox.kernels.activation import Activation
 from llmbox.kernels.ops import Ops
-from llmbox.kernels.quant import QUANTS, Quant
+from llmbox.kernels.quant_formats import QUANTS, Quant
+from llmbox.kernels.quantize_int import to_numbers
 from llmbox.kernels.reference import REFERENCE
-from llmbox.kernels.rows import DecodeInputs, DecodeRows
-from llmbox.kernels.steps import to_numbers
+from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows
+from llmbox.kernels.triton.act_and_mul import gate_rows
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.dequantise import dequantise
-from llmbox.kernels.triton.gate_mul import gate_rows
-from llmbox.kernels.triton.gemm_experts import experts_product
-from llmbox.kernels.triton.linear import Blocks8, Floats8, Integers, Integers8, Plain, rows_for
-from llmbox.kernels.triton.quantise import quantise_rows
+from llmbox.kernels.triton.dequantize_weights import dequantise
+from llmbox.kernels.triton.fused_moe import experts_product
+from llmbox.kernels.triton.linear import (
+    DenseLinear,
+    Fp8BlockLinear,
+    Fp8Linear,
+    W8A8Linear,
+    WeightOnlyIntLinear,
+    rows_for,
+)
+from llmbox.kernels.triton.quantize_activations import quantise_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
-from llmbox.kernels.triton.tiles import has_fp8
-from llmbox.kernels.triton.weights import pack_grouped
+from llmbox.kernels.triton.tile_config import has_fp8
+from llmbox.kernels.triton.weight_packing import pack_grouped
 from support.paged import PagedStep
 from support.poison import poisoned_memory
 
@@ -196,13 +203,13 @@ def fused_rows(setting: Setting, dtype: torch.dtype) -> Checks:
 
 def wide_weights(packed: object) -> Tensor:
     match packed:
-        case Plain(weight_OI, _):
+        case DenseLinear(weight_OI, _):
             return weight_OI.float()
-        case Integers(weight, _) | Integers8(weight, _):
+        case WeightOnlyIntLinear(weight, _) | W8A8Linear(weight, _):
             return dequantise(weight, torch.float32)
-        case Floats8(weight_OI, scales, _):
+        case Fp8Linear(weight_OI, scales, _):
             return weight_OI.float() * scales
-        case Blocks8(weight_OI, scales, _):
+        case Fp8BlockLinear(weight_OI, scales, _):
             spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
             return weight_OI.float() * spread[: weight_OI.shape[0], : weight_OI.shape[1]]
     raise TypeError(packed)

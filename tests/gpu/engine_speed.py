@@ -18,16 +18,15 @@ from gpu import stand_ins
 stand_ins.put_in_place()
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.core import Engine
+from llmbox.engine.core.engine import Engine
 from llmbox.engine.errors import DoesNotFit
-from llmbox.engine.load_weights import Loaded, WeightsWanted
-from llmbox.engine.loader import load_engine
-from llmbox.engine.messages import AddRequest
-from llmbox.engine.model_config import ModelConfig
+from llmbox.engine.executor.build import load_engine
+from llmbox.engine.executor.load_model import Loaded, WeightsWanted
+from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.model_config.config import ModelConfig
 from llmbox.engine.models import build_model
-from llmbox.engine.pack import pack
-from llmbox.engine.sampling import SamplingParams
-from llmbox.engine.weights import Asked
+from llmbox.engine.sampling_params import SamplingParams
+from llmbox.engine.weights.source import WeightRequest, pack
 from llmbox.kernels.ops import Ops
 
 
@@ -45,7 +44,7 @@ class RandomWeights:
         del name
         return torch.ones(size, dtype=self.dtype, device=self.device)
 
-    def packed(self, asked: Asked) -> Any:
+    def packed(self, asked: WeightRequest) -> Any:
         weight_OI = torch.empty(asked.shape, dtype=self.dtype, device=self.device).normal_(0, 0.02)
         bias_O = torch.zeros(asked.shape[0], dtype=self.dtype, device=self.device) if asked.bias else None
         self.bytes_made += weight_OI.nbytes
@@ -70,7 +69,7 @@ def engine(shape: dict[str, Any], **options: Any) -> Engine:
         config = EngineConfig(
             model_path=folder, name="random", prefix_cache=False, **{"device": "cuda", **options}
         )
-        with mock.patch("llmbox.engine.loader.load_weights", random_weights):
+        with mock.patch("llmbox.engine.executor.build.load_weights", random_weights):
             return load_engine(config, lambda _: None)
 
 

@@ -10,14 +10,14 @@ from torch import Tensor
 from gpu.checks import LIMIT, Check, Checks, Setting, distance, name_of
 from gpu.timing import Call
 from llmbox.kernels.ops import Ops
-from llmbox.kernels.packing import Rounded
-from llmbox.kernels.quant import QUANTS, Quant
+from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.reference.rounded import rounded_ops
-from llmbox.kernels.triton import choice
+from llmbox.kernels.triton import scaled_mm_choice as choice
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.linear import Blocks8, Floats8, multiply_floats
-from llmbox.kernels.triton.quantise import Rows8, quantise_rows
-from llmbox.kernels.triton.tiles import has_fp8
+from llmbox.kernels.triton.linear import Fp8BlockLinear, Fp8Linear, multiply_floats
+from llmbox.kernels.triton.quantize_activations import Rows8, quantise_rows
+from llmbox.kernels.triton.tile_config import has_fp8
+from llmbox.kernels.weight_packing import QuantizedWeight
 
 FP8 = torch.float8_e4m3fn
 NEAR = 0.02
@@ -26,7 +26,7 @@ GIVEN = 0.02
 """A scale of activations for rows of size 1."""
 
 
-def of_checkpoint(quant: Quant, weight_OI: Tensor, parts: int = 1) -> Rounded:
+def of_checkpoint(quant: Quant, weight_OI: Tensor, parts: int = 1) -> QuantizedWeight:
     """As a checkpoint holds `parts` tensors stacked, each with a scale of its own."""
     pieces = weight_OI.float().chunk(parts)
     scales = [(piece.abs().amax() / 448).reshape(1, 1) for piece in pieces]
@@ -34,7 +34,7 @@ def of_checkpoint(quant: Quant, weight_OI: Tensor, parts: int = 1) -> Rounded:
     spread = [scale.expand(len(piece), 1) for piece, scale in zip(pieces, scales, strict=True)]
     stacked = torch.cat([each.view(torch.uint8) for each in codes]).view(FP8)
     given = torch.full((1,), GIVEN, device=weight_OI.device) if quant.kind == "given" else None
-    return Rounded(quant, stacked, torch.cat(spread), given)
+    return QuantizedWeight(quant, stacked, torch.cat(spread), given)
 
 
 def pack(ops: Ops, quant: Quant | None, weight_OI: Tensor) -> object:
@@ -45,7 +45,9 @@ def pack(ops: Ops, quant: Quant | None, weight_OI: Tensor) -> object:
     return ops.stored.pack_rounded(of_checkpoint(quant, weight_OI), weight_OI.dtype)
 
 
-def by_torch(packed: Floats8 | Blocks8, dtype: torch.dtype) -> tuple[Floats8 | Blocks8 | None, str]:
+def by_torch(
+    packed: Fp8Linear | Fp8BlockLinear, dtype: torch.dtype
+) -> tuple[Fp8Linear | Fp8BlockLinear | None, str]:
     """The same linear through `torch._scaled_mm`; or None, and why not."""
     sharing = choice.sharing_of(packed)
     if sharing is None:
@@ -55,11 +57,13 @@ def by_torch(packed: Floats8 | Blocks8, dtype: torch.dtype) -> tuple[Floats8 | B
     return (None, reason) if reason is not None else (other, "")
 
 
-def both_ways(x_TI: Tensor, packed: Sequence[Floats8 | Blocks8]) -> tuple[dict[str, Sequence[Call]], str]:
+def both_ways(
+    x_TI: Tensor, packed: Sequence[Fp8Linear | Fp8BlockLinear]
+) -> tuple[dict[str, Sequence[Call]], str]:
     """Products of rows that are rounded already, one for each weight, and why torch's are not among them."""
     rows = quantise_rows(x_TI, packed[0].row_format)
 
-    def calls(linears: Sequence[Floats8 | Blocks8]) -> list[Call]:
+    def calls(linears: Sequence[Fp8Linear | Fp8BlockLinear]) -> list[Call]:
         return [partial(product, one, rows, x_TI.dtype) for one in linears]
 
     variants: dict[str, Sequence[Call]] = {
@@ -71,7 +75,7 @@ def both_ways(x_TI: Tensor, packed: Sequence[Floats8 | Blocks8]) -> tuple[dict[s
     return variants, reason
 
 
-def product(packed: Floats8 | Blocks8, rows: Rows8, dtype: torch.dtype) -> Tensor:
+def product(packed: Fp8Linear | Fp8BlockLinear, rows: Rows8, dtype: torch.dtype) -> Tensor:
     return multiply_floats(packed, rows, dtype, fixed=False)
 
 
@@ -102,7 +106,7 @@ def ways(setting: Setting, dtype: torch.dtype, weight: Tensor) -> Checks:
     for name in ("fp8", "fp8-block", "fp8-static"):
         ops = triton_ops(setting.device, dtype, QUANTS[name])
         packed = pack(ops, QUANTS[name], weight)
-        assert isinstance(packed, Floats8 | Blocks8)
+        assert isinstance(packed, Fp8Linear | Fp8BlockLinear)
         other, _reason = by_torch(packed, dtype)
         if other is None:
             continue

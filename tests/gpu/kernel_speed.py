@@ -15,17 +15,18 @@ from torch import Tensor
 
 from gpu import fp8_products
 from gpu.timing import Call, times
-from llmbox.kernels.quant import QUANTS
-from llmbox.kernels.ragged import KVShape, Ragged
+from llmbox.kernels.op_types import BatchLayout, KVShape
+from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.reference import REFERENCE
-from llmbox.kernels.triton import attention_plan, gemm_experts
+from llmbox.kernels.triton import attention_metadata as attention_plan
+from llmbox.kernels.triton import fused_moe as gemm_experts
+from llmbox.kernels.triton.act_and_mul import gate_rows
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.dequantise import dequantise
-from llmbox.kernels.triton.gate_mul import gate_rows
-from llmbox.kernels.triton.linear import Blocks8, Floats8, Integers, rows_for
-from llmbox.kernels.triton.quantise import quantise_rows
+from llmbox.kernels.triton.dequantize_weights import dequantise
+from llmbox.kernels.triton.linear import Fp8BlockLinear, Fp8Linear, WeightOnlyIntLinear, rows_for
+from llmbox.kernels.triton.quantize_activations import quantise_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
-from llmbox.kernels.triton.tiles import has_fp8
+from llmbox.kernels.triton.tile_config import has_fp8
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 12288, 32, 8, 128, 151936
@@ -114,7 +115,7 @@ def paged(batch: int, context: int, rows: int, kv_dtype: torch.dtype, determinis
     cache.k_scale.fill_(0.03), cache.v_scale.fill_(0.03)
     tables = torch.randperm(batch * blocks, device=DEVICE).int().view(batch, blocks)
     position = torch.arange(context - rows, context, device=DEVICE).int().repeat(batch)
-    ragged = Ragged(
+    ragged = BatchLayout(
         block_size=16,
         query_lens=[rows] * batch,
         contexts=[context] * batch,
@@ -185,10 +186,10 @@ def linear(rows: int, quant: str | None) -> Work:
         plain = [weight, weight.clone()]
         variants["bf16 cuBLAS"] = [partial(F.linear, x, one) for one in plain]
     match packed[0]:
-        case Floats8() | Blocks8():
+        case Fp8Linear() | Fp8BlockLinear():
             ways, refused = fp8_products.both_ways(x, packed)
             variants |= ways
-        case Integers() if rows > MANY:
+        case WeightOnlyIntLinear() if rows > MANY:
             made_wide = lambda one: F.linear(x, dequantise(one.weight, BF16))  # noqa: E731
             variants["made wide, cuBLAS"] = [partial(made_wide, one) for one in packed]
     moved = weight.numel() * bits / 8 + 2 * rows * (HIDDEN + outputs)

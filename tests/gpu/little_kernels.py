@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from gpu import kernel_speed as big
 from gpu import sampler_speed
 from gpu.kernel_speed import BF16, Work, randn
-from llmbox.engine.gpu.inputs import spelt_out
-from llmbox.kernels.quant import QUANTS
-from llmbox.kernels.rows import DecodeInputs, DecodeRows
+from llmbox.engine.runner.gpu_inputs import spelt_out
+from llmbox.kernels.quant_formats import QUANTS
+from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows
 from llmbox.kernels.triton.backend import triton_ops
 
 CONTEXT_BLOCKS = 256

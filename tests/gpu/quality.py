@@ -21,12 +21,12 @@ from gpu.report import Report
 
 stand_ins.put_in_place()
 
-from llmbox.engine.core import Engine
-from llmbox.engine.loader import load_engine
-from llmbox.engine.perplexity import config_for, perplexity, sequences_of
-from llmbox.kernels.quant import QUANTS
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.executor.build import load_engine
+from llmbox.engine.quantize.perplexity import config_for, perplexity, sequences_of
+from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.reference.rounded import rounded_ops
-from llmbox.kernels.triton.tiles import has_fp8
+from llmbox.kernels.triton.tile_config import has_fp8
 from support.builtin_model import ASSETS, IN_SCOPE, ROOT, is_right, user
 from support.real_engines import ask, tokens
 
@@ -120,7 +120,7 @@ def in_plain_torch(quant: str, kv: str) -> Engine:
     """
     ops = rounded_ops(QUANTS.get(quant), torch.float8_e4m3fn if kv == "fp8" else None)
     asked = {"quant": quant, "kv_dtype": "int8" if kv == "fp8" else kv, "dtype": "bfloat16"}
-    with mock.patch("llmbox.engine.loader.select_ops", return_value=ops):
+    with mock.patch("llmbox.engine.executor.build.select_ops", return_value=ops):
         return load_engine(config_for(ASSETS, 1, **asked), lambda _: None)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gpu import kernel_speed as big
 from gpu.kernel_speed import BF16, Work, randn
-from llmbox.kernels.rows import RuleRows, SampleRows
+from llmbox.kernels.sampling_types import PenaltyState, SampleRows
 from llmbox.kernels.triton.backend import triton_ops
 
 KINDS = {"greedy": (0.0, 1.0), "whole": (1.0, 1.0), "top-p": (1.0, 0.9)}
@@ -64,7 +64,7 @@ def penalties(rows: int) -> Work:
     return Work(f"sample {rows} rows, penalties", rows * big.VOCAB * 2, 0, "bf16", variants)
 
 
-def listed(ids: Tensor) -> RuleRows:
+def listed(ids: Tensor) -> PenaltyState:
     """All of the prompt, none drawn yet."""
     rows, count = ids.shape
     where = ids.device
@@ -72,7 +72,7 @@ def listed(ids: Tensor) -> RuleRows:
     facts[:, 0], facts[:, 1] = torch.arange(rows) * count, count
     marks[0] = ids.flatten().cpu()
     nothing = torch.zeros(rows + 1, dtype=torch.int64, device=where)
-    return RuleRows(
+    return PenaltyState(
         row_S=torch.arange(rows, device=where),
         facts_R5=facts.to(where),
         penalties_R3=torch.tensor([[REPETITION, 0.0, 0.0]] * rows, device=where),

@@ -4,14 +4,21 @@ import torch
 from torch import Tensor
 
 from gpu.checks import Check, Checks, Setting, name_of
-from llmbox.engine.gpu.device import CudaDevice, HostDevice
-from llmbox.engine.noise import uniform
-from llmbox.engine.sampler import Sampler
-from llmbox.engine.sampler.draw import Knobs, draw_greedy, draw_ranked, draw_whole, invert, weights_above
-from llmbox.engine.sampler.rules import RequestRules, apply_rules
-from llmbox.kernels.rows import SampleRows
+from llmbox.engine.device.device import CudaDevice, HostDevice
+from llmbox.engine.sampling import Sampler
+from llmbox.engine.sampling.draw import (
+    SamplingTensors,
+    draw_greedy,
+    draw_ranked,
+    draw_whole,
+    invert,
+    weights_above,
+)
+from llmbox.engine.sampling.logits_processors import LogitsProcessors, apply_rules
+from llmbox.engine.sampling.philox import uniform
+from llmbox.kernels.sampling_types import SampleRows
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.edit import edit
+from llmbox.kernels.triton.penalties import edit
 from support.device_steps import Steps
 from support.sampling import make_request
 
@@ -47,7 +54,7 @@ def drawn(setting: Setting, dtype: torch.dtype) -> Checks:
     wrong = 0
     for n, (temperature, top_k, top_p, min_p) in enumerate(kinds):
         row, device = logits[n : n + 1].float(), setting.device
-        knobs = Knobs(
+        knobs = SamplingTensors(
             torch.tensor([temperature], device=device, dtype=torch.float64),
             torch.tensor([top_k or vocabulary], device=device),
             torch.tensor([top_p], device=device, dtype=torch.float64),
@@ -98,7 +105,7 @@ def ruled(setting: Setting, dtype: torch.dtype) -> Checks:
 def _changed_alike(logits: Tensor, requests: list, steps: Steps) -> bool:
     """Bit by bit."""
     row_S, position_S = steps.note()
-    rules = [RequestRules(request, logits.shape[1]) for request in requests]
+    rules = [LogitsProcessors(request, logits.shape[1]) for request in requests]
     for each in rules:
         each.refresh()
     wanted = logits.to(torch.float32, copy=True)
@@ -138,7 +145,7 @@ def in_parts(setting: Setting, dtype: torch.dtype) -> Checks:
     )
     yield Check(name_of("candidates", dtype), float(wrong), 0.0)
     best = logits.float().amax(-1) + 0.5
-    knobs = Knobs(asked.temperature, k.long(), asked.top_p, asked.min_p, asked.top_p)
+    knobs = SamplingTensors(asked.temperature, k.long(), asked.top_p, asked.min_p, asked.top_p)
     until = weights_above(logits.float(), best[:, None], knobs).cumsum(-1)
     weighed = parts.weigh(logits, best, asked)
     error = (weighed.total_R.double() / until[:, -1].double() - 1).abs().max()

@@ -14,7 +14,7 @@ from gpu import ahead, check, checking, engine_speed, idle, sections
 from gpu.checks import Check, Setting
 from gpu.report import Report
 from gpu.shapes import SHAPES, step_floor
-from llmbox.engine import cuda_order
+from llmbox.engine.device import cuda_order
 from llmbox.engine.errors import DoesNotFit
 
 

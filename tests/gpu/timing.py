@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from llmbox.engine.gpu.cuda_graphs import CudaCapture
+from llmbox.engine.runner.cuda_graphs import CudaCapture
 
 Call = Callable[[], object]
 CALLS = 8

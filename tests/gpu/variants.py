@@ -6,20 +6,21 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from llmbox.engine.parallel.sum_norm import Peers, sum_norm_rows
-from llmbox.kernels.quant import QUANTS
-from llmbox.kernels.ragged import KVShape, Ragged
-from llmbox.kernels.rows import DecodeInputs, DecodeRows, RuleRows, SampleRows
-from llmbox.kernels.triton import gemm, gemm_8_bits
+from llmbox.engine.distributed.fused_allreduce_rmsnorm_kernel import Peers, sum_norm_rows
+from llmbox.kernels.op_types import BatchLayout, KVShape
+from llmbox.kernels.quant_formats import QUANTS
+from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows, PenaltyState, SampleRows
+from llmbox.kernels.triton import gemm
+from llmbox.kernels.triton import gemm_w8a8 as gemm_8_bits
+from llmbox.kernels.triton.act_and_mul import gate_rows
 from llmbox.kernels.triton.attention import attend_rows
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.dequantise import dequantise
-from llmbox.kernels.triton.gate_mul import gate_rows
-from llmbox.kernels.triton.gemm_experts import experts_product
+from llmbox.kernels.triton.dequantize_weights import dequantise
+from llmbox.kernels.triton.fused_moe import experts_product
 from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, rows_for
-from llmbox.kernels.triton.quantise import RowFormat, quantise_rows
+from llmbox.kernels.triton.quantize_activations import RowFormat, quantise_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
-from llmbox.kernels.triton.weights import pack_grouped
+from llmbox.kernels.triton.weight_packing import pack_grouped
 
 CPU = torch.device("cpu")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -54,7 +55,7 @@ def attention(
     qkv, norm = zeros(32, query + 2 * kv, head_dim, dtype=dtype), zeros(query + kv, head_dim, dtype=dtype)
     angles = zeros(32, head_dim, dtype=F32)
     for width in blocks:
-        ragged = Ragged(
+        ragged = BatchLayout(
             16,
             [1, 1, 30],
             [16 * width - 5, 20, 30],
@@ -147,7 +148,7 @@ def sampling(dtype: torch.dtype = BF16, vocabulary: int = VOCAB) -> None:
     ints, longs = zeros(4, dtype=I32), zeros(4, dtype=I64)
     facts, marks = zeros(5, 5, dtype=I64), zeros(3, 256, dtype=I32)
     floats = zeros(5, 3, dtype=F32), zeros(3, 256, dtype=F32)
-    rules = RuleRows(longs, facts, floats[0], longs, marks, floats[1], zeros(5, dtype=I32), longs, longs)
+    rules = PenaltyState(longs, facts, floats[0], longs, marks, floats[1], zeros(5, dtype=I32), longs, longs)
     drawn = SampleRows(float64[0], ints, float64[1], float64[2], longs, longs, ints)
     for each in (None, rules):
         ops.sample(zeros(4, vocabulary, dtype=dtype), drawn, each)

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmbox.kernels.op_types import BatchLayout, KVShape
 from llmbox.kernels.ops import Ops
-from llmbox.kernels.ragged import KVShape, Ragged
-from llmbox.kernels.reference.eight_bits import to_eight_bits
+from llmbox.kernels.reference.quantize_activations import to_eight_bits
 from support.numbers import DTYPES, assert_near
 from support.paged import ragged_rows
 
@@ -55,7 +55,7 @@ class Step:
         )
         self.q = [torch.randn(new, heads[0], head_dim).to(dtype) for _, new in sequences]
 
-    def ragged(self, spans: Sequence[tuple[int, int]]) -> Ragged:
+    def ragged(self, spans: Sequence[tuple[int, int]]) -> BatchLayout:
         """`spans` are (start, end) positions of each sequence."""
         return ragged_rows(self.tables, spans, BLOCK)
 
@@ -209,7 +209,7 @@ def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(
 
 
 def test_a_large_mask_is_made_in_pieces(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmbox.kernels.reference.attention_plan.MASK_LIMIT", 4 * 40 * 3)
+    monkeypatch.setattr("llmbox.kernels.reference.attention_metadata.MASK_LIMIT", 4 * 40 * 3)
     step = Step(ops, [(9, 31), (0, 40)])
     assert_near(step.run(17), step.exact(17))
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmbox.kernels.experts import Mixture
+from llmbox.kernels.op_types import Mixture
 from llmbox.kernels.ops import Ops
-from llmbox.kernels.reference.experts import route, weigh
+from llmbox.kernels.reference.moe import route, weigh
 
 SHAPES = [(1, 32, 24, 4, 1), (7, 72, 40, 8, 3), (40, 130, 66, 5, 5), (260, 64, 32, 3, 2)]
 """Rows, hidden, inner, experts, chosen of them."""

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmbox.kernels.packing import Rounded
-from llmbox.kernels.quant import QUANTS
-from llmbox.kernels.reference.feedback import Feedback
-from llmbox.kernels.steps import round_with_steps, to_halves, to_numbers
+from llmbox.kernels.quant_formats import QUANTS
+from llmbox.kernels.quantize_int import round_with_steps, to_halves, to_numbers
+from llmbox.kernels.reference.gptq import GptqQuantizer
+from llmbox.kernels.weight_packing import QuantizedWeight
 
 
 def rows(count: int, inputs: int) -> Tensor:
@@ -16,29 +16,29 @@ def rows(count: int, inputs: int) -> Tensor:
     return torch.randn(count, inputs // 2) @ mix + 0.3 * torch.randn(count, inputs)
 
 
-def lost(weight_OI: Tensor, rounded: Rounded, x_TI: Tensor) -> float:
+def lost(weight_OI: Tensor, rounded: QuantizedWeight, x_TI: Tensor) -> float:
     return float(((weight_OI - rounded.floats()) @ x_TI.T).square().sum())
 
 
-def nearest(weight_OI: Tensor) -> Rounded:
+def nearest(weight_OI: Tensor) -> QuantizedWeight:
     inputs = weight_OI.shape[1]
     groups = torch.nn.functional.pad(weight_OI, (0, -inputs % 128)).view(len(weight_OI), -1, 128)
     numbers, scales, steps = round_with_steps(groups, QUANTS["int4"])
-    return Rounded(QUANTS["int4"], numbers.flatten(1)[:, :inputs], scales, steps_OS=steps.flatten(1))
+    return QuantizedWeight(QUANTS["int4"], numbers.flatten(1)[:, :inputs], scales, steps_OS=steps.flatten(1))
 
 
 def test_products_of_other_rows_are_nearer_than_those_of_nearest_weights():
     torch.manual_seed(0)
     weight, x = torch.randn(48, 96), rows(3000, 96)
     seen, other = x[:2000], x[2000:]
-    rounded = Feedback.of(seen.T @ seen / len(seen)).round(QUANTS["int4"], weight)
+    rounded = GptqQuantizer.of(seen.T @ seen / len(seen)).round(QUANTS["int4"], weight)
     assert lost(weight, rounded, other) < 0.6 * lost(weight, nearest(weight), other)
 
 
 def test_inputs_that_know_nothing_of_each_other_leave_the_nearest_weights():
     torch.manual_seed(1)
     weight = torch.randn(8, 64)
-    rounded, wanted = Feedback.of(torch.eye(64) * 3).round(QUANTS["int4"], weight), nearest(weight)
+    rounded, wanted = GptqQuantizer.of(torch.eye(64) * 3).round(QUANTS["int4"], weight), nearest(weight)
     torch.testing.assert_close(rounded.scales_OG, wanted.scales_OG)
     # Ours are nearest with the scale as it is stored, theirs with the one before its last correction.
     assert (rounded.codes_OI != wanted.codes_OI).float().mean() < 0.02
@@ -51,7 +51,7 @@ def test_odd_shapes_and_groups_that_do_not_divide(name: str, shape: tuple[int, i
     torch.manual_seed(2)
     quant, weight = QUANTS[name], torch.randn(shape)
     x = torch.randn(200, shape[1])
-    rounded = Feedback.of(x.T @ x / 200).round(quant, weight)
+    rounded = GptqQuantizer.of(x.T @ x / 200).round(quant, weight)
     assert rounded.codes_OI.shape == shape
     assert rounded.scales_OG.shape == (shape[0], quant.groups(shape[1]))
     if rounded.steps_OS is None:
@@ -68,11 +68,11 @@ def test_fewer_rows_than_inputs_and_dead_inputs_still_give_weights(seen: int):
     torch.manual_seed(3)
     weight, x = torch.randn(4, 64), torch.randn(seen, 64)
     x[:, 5] = 0
-    rounded = Feedback.of(x.T @ x / max(seen, 1)).round(QUANTS["int4"], weight)
+    rounded = GptqQuantizer.of(x.T @ x / max(seen, 1)).round(QUANTS["int4"], weight)
     assert (weight - rounded.floats()).norm() < weight.norm()
     assert rounded.scales_OG.isfinite().all()
 
 
 def test_zeros_stay_zeros():
-    rounded = Feedback.of(torch.eye(40)).round(QUANTS["int4"], torch.zeros(2, 40))
+    rounded = GptqQuantizer.of(torch.eye(40)).round(QUANTS["int4"], torch.zeros(2, 40))
     assert not rounded.floats().any()

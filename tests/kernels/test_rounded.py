@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from llmbox.kernels.quant import QUANTS
-from llmbox.kernels.ragged import KVShape
+from llmbox.kernels.op_types import KVShape
+from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.reference import REFERENCE
-from llmbox.kernels.reference.eight_bits import FP8, in_eight_bits, to_eight_bits
+from llmbox.kernels.reference.quantize_activations import FP8, in_eight_bits, to_eight_bits
 from llmbox.kernels.reference.rounded import rounded_ops, wide_rows, wide_weights
 from support.numbers import assert_near
 

@@ -5,16 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from llmbox.kernels.packing import Rounded
-from llmbox.kernels.quant import QUANTS
-from llmbox.kernels.steps import PLAIN, round_with_steps, step_and_zero, to_halves, to_numbers
+from llmbox.kernels.quant_formats import QUANTS
+from llmbox.kernels.quantize_int import PLAIN, round_with_steps, step_and_zero, to_halves, to_numbers
+from llmbox.kernels.weight_packing import QuantizedWeight
 
 INT4 = QUANTS["int4"]
 
 
-def rounded(weight_OI: Tensor) -> Rounded:
+def rounded(weight_OI: Tensor) -> QuantizedWeight:
     numbers, scales, steps = round_with_steps(weight_OI.view(len(weight_OI), -1, 128), INT4)
-    return Rounded(INT4, numbers.flatten(1), scales, steps_OS=steps.flatten(1))
+    return QuantizedWeight(INT4, numbers.flatten(1), scales, steps_OS=steps.flatten(1))
 
 
 def error(weight_OI: Tensor) -> float:

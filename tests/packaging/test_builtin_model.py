@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 
-from llmbox.engine.core import Engine
+from llmbox.engine.core.engine import Engine
 from support.builtin_model import ASSETS, IN_SCOPE, OUT_OF_SCOPE, QUESTIONS, ROOT, answers, is_right, user
 from support.real_engines import hf_model, hf_tokens, load
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.kernels.cpu.levels import LEVELS
+from llmbox.kernels.cpu.isa import LEVELS
 from llmbox.kernels.cpu.prebuilt import prebuilt_path
 
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from llmbox.app.cli.client import Client
-from llmbox.app.daemon.instance import read_pid_file
-from llmbox.app.paths import find_paths
+from llmbox.app.admin_client import Client
+from llmbox.app.config.paths import find_paths
+from llmbox.app.lifecycle.instance import read_pid_file
 
 from .traffic import Traffic, ask
 

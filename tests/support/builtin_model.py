@@ -5,10 +5,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from llmbox.app.text.chat_prompt import Chat
-from llmbox.app.text.model_text import ModelText, load_model_text
-from llmbox.app.text.template_pool import TemplatePool
-from llmbox.engine.core import Engine
+from llmbox.app.sandbox.pool import TemplatePool
+from llmbox.app.text.chat_template import Chat
+from llmbox.app.text.tokenizer import TextModel, load_model_text
+from llmbox.engine.core.engine import Engine
 from support.real_engines import ask, tokens
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def answers(engine: Engine, chats: Chats) -> list[str]:
     return [text.decode(ids) for ids in tokens(engine, requests).values()]
 
 
-async def _prompts(text: ModelText, chats: Chats) -> list[list[int]]:
+async def _prompts(text: TextModel, chats: Chats) -> list[list[int]]:
     pool = TemplatePool()
     try:
         return [(await text.render_chat(pool, Chat(messages=chat))).ids() for chat in chats]

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from llmbox.app.cli.client import Client
-from llmbox.app.control.running import Running
-from llmbox.app.daemon.instance import is_locked, read_pid_file
-from llmbox.app.paths import find_paths
-from llmbox.engine.process_state import read_state
+from llmbox.app.admin_client import Client
+from llmbox.app.config.paths import find_paths
+from llmbox.app.lifecycle.instance import RunningDaemon, is_locked, read_pid_file
+from llmbox.engine.hardware.proc import read_state
 from llmbox.kernels.cpu.cache_folder import KERNEL_CACHE
 from support.fake_engine import write_model
 from support.tokenizers_zoo import byte_level, write_text_files
@@ -123,7 +122,7 @@ class Box:
         return write_model(folder, **{"declared_vocab": 480, **options})
 
     @property
-    def running(self) -> Running | None:
+    def running(self) -> RunningDaemon | None:
         return read_pid_file(self.paths) if is_locked(self.paths.lock_file) else None
 
     def close(self) -> None:

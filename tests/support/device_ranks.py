@@ -13,19 +13,20 @@ import torch
 from torch import Tensor
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.core import Engine
-from llmbox.engine.estimator import MemoryPlan, estimate
-from llmbox.engine.gpu.load import build
-from llmbox.engine.gpu.runner import DeviceRunner, Launched
-from llmbox.engine.loader import load_share, make_scheduler, memory_budget, model_info
-from llmbox.engine.model_config import parse_config
-from llmbox.engine.parallel.layout import Layout
-from llmbox.engine.parallel.link import Frame, Link, RankLost
-from llmbox.engine.parallel.rank import Rank
-from llmbox.engine.parallel.runner import DeviceRanks
-from llmbox.engine.parallel.serve import serve_launches
-from llmbox.engine.parallel.watch import Watch
-from llmbox.engine.step import StepPlan
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.core.step import StepPlan
+from llmbox.engine.distributed.communicator import TensorParallel
+from llmbox.engine.distributed.socket_link import Frame, Link
+from llmbox.engine.errors import RankLost
+from llmbox.engine.executor.build import load_share, make_scheduler, memory_budget, model_info
+from llmbox.engine.executor.multiproc import DeviceRanks
+from llmbox.engine.executor.profile import build
+from llmbox.engine.executor.watchdog import WorkerWatchdog
+from llmbox.engine.executor.worker_loop import serve_launches
+from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.model_config.parallel_layout import ParallelLayout
+from llmbox.engine.planning.estimator import MemoryPlan, estimate
+from llmbox.engine.runner.gpu_runner import GPUModelRunner, LaunchedStep
 from support.late_device import FakeCapture, LateDevice
 from support.no_questions import NoQuestions
 from support.rank_threads import Stage, ThreadCollective
@@ -33,7 +34,7 @@ from support.rank_threads import Stage, ThreadCollective
 
 @dataclass(slots=True)
 class OneRank:
-    runner: DeviceRunner
+    runner: GPUModelRunner
     device: LateDevice
     collective: ThreadCollective
     capture: FakeCapture | None
@@ -45,7 +46,7 @@ class OneRank:
     def __post_init__(self) -> None:
         launch = self.runner.launch_sized
 
-        def noting(plan: StepPlan, size: int) -> Launched:
+        def noting(plan: StepPlan, size: int) -> LaunchedStep:
             self.sizes.append(size)
             launched = launch(plan, size)
             if launched.drawing is not None:
@@ -60,7 +61,7 @@ class OneRank:
         """
         launch, collect = self.runner.launch_sized, self.runner.collect
 
-        def late(plan: StepPlan, size: int) -> Launched:
+        def late(plan: StepPlan, size: int) -> LaunchedStep:
             before(len(self.sizes))
             return launch(plan, size)
 
@@ -79,7 +80,7 @@ class OneRank:
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    future: Future[Launched]
+    future: Future[LaunchedStep]
 
     def wait(self) -> None:
         self.future.result().wait()
@@ -88,7 +89,7 @@ class Computing:
 class ThreadCrew:
     """Stands for `Crew`: workers are threads that end with their links."""
 
-    def __init__(self, layout: Layout, ranks: list[OneRank], stages: list[Stage]) -> None:
+    def __init__(self, layout: ParallelLayout, ranks: list[OneRank], stages: list[Stage]) -> None:
         self.layout = layout
         self._stages = stages
         self._links: list[Link] = []
@@ -148,14 +149,14 @@ def device_ranks(
     model = parse_config(directory)
     plan = estimate(model.shape(), memory_budget(torch.device("cpu")), config)
     stages = [Stage(plan.tp) for _ in range(plan.pp)]
-    layouts = [Layout(plan.tp, plan.pp, rank) for rank in range(plan.ranks)]
+    layouts = [ParallelLayout(plan.tp, plan.pp, rank) for rank in range(plan.ranks)]
     failing = fail_at or {}
     ranks = []
     for layout in layouts:
         capture = FakeCapture(fail_at=failing.get(layout.rank)) if graphs else None
         ranks.append(make_rank(config, plan, layout, ThreadCollective(layout, stages, fused_rows), capture))
     crew = ThreadCrew(layouts[0], ranks, stages)
-    runner = DeviceRanks(ranks[0].runner, crew, Watch([]))
+    runner = DeviceRanks(ranks[0].runner, crew, WorkerWatchdog([]))
     info = model_info(config, model, plan, "reference", 0.0, measured=None, worker_pids=[])
     try:
         yield Engine(make_scheduler(config, plan), runner, info), ranks
@@ -174,11 +175,11 @@ def device_ranks(
 def make_rank(
     config: EngineConfig,
     plan: MemoryPlan,
-    layout: Layout,
+    layout: ParallelLayout,
     collective: ThreadCollective,
     capture: FakeCapture | None,
 ) -> OneRank:
-    rank = Rank(layout)
+    rank = TensorParallel(layout)
     parts = load_share(config, plan, rank, lambda *_: None).runner.args[0]
     rank.join(collective)
     device = LateDevice()

@@ -4,10 +4,10 @@ import copy
 
 import torch
 
-from llmbox.engine.gpu.rows import Rows
-from llmbox.engine.gpu.sampler import DeviceSampler
-from llmbox.engine.gpu.upload import Uploader
-from llmbox.engine.step import ScheduledRequest
+from llmbox.engine.core.step import ScheduledRequest
+from llmbox.engine.device.upload import Uploader
+from llmbox.engine.sampling.device_state import DeviceRequestState
+from llmbox.engine.sampling.gpu_sampler import DeviceSampler
 
 
 class Steps:
@@ -15,7 +15,7 @@ class Steps:
 
     def __init__(self, ops, vocab_size, requests, device, late, shared=lambda whole: whole):
         self.where = device.torch_device
-        self.rows = Rows(len(requests) + 1, 1, 0, vocab_size, self.where)
+        self.rows = DeviceRequestState(len(requests) + 1, 1, 0, vocab_size, self.where)
         self.sampler = shared(DeviceSampler(ops, self.rows, vocab_size))
         self.uploader = Uploader(device, 3)
         self.requests = requests

@@ -11,8 +11,8 @@ from typing import Any
 from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
 from llmbox.app.engines.token_stream import TokenStream
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.messages import AddRequest, RequestOutput
-from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.ipc.messages import AddRequest, RequestOutput
+from llmbox.engine.sampling_params import SamplingParams
 from support.fake_engine import GO_FILE, expected_tokens, fake_launch, write_model
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from llmbox.app.cli import client, starter
-from llmbox.app.cli.program import Program
+from llmbox.app import admin_client as client
+from llmbox.app.cli import daemon_starter as starter
+from llmbox.app.cli.context import Program
 from llmbox.app.main import main
 
 PATIENCE = 180.0
@@ -19,18 +20,18 @@ PATIENCE = 180.0
 
 
 def fake_parts():
-    from llmbox.app.daemon.parts import Parts
-    from llmbox.app.engines.block_asker import BlockAsker
-    from llmbox.app.store import request_log
+    from llmbox.app.daemon.compose import DaemonParts
+    from llmbox.app.engines.engine_process import BlockAsker
+    from llmbox.app.store import writer as request_log
     from llmbox.app.telemetry.poller import Poller
-    from llmbox.app.text.model_text import load_model_text
+    from llmbox.app.text.tokenizer import load_model_text
     from support.fake_engine import fake_launch
 
     request_log._OPENS_WITHIN_S = PATIENCE
     BlockAsker.ask.__defaults__ = (PATIENCE,)
     if os.environ.get("FAKE_NVML") != "hang":
         Poller.__init__.__kwdefaults__["timeout"] = PATIENCE
-    return Parts(fake_launch(), load_model_text, fake_gpus(os.environ.get("FAKE_NVML")))
+    return DaemonParts(fake_launch(), load_model_text, fake_gpus(os.environ.get("FAKE_NVML")))
 
 
 def fake_gpus(kind):

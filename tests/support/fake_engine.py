@@ -20,8 +20,8 @@ from typing import Any, Literal
 import msgspec
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.errors import DoesNotFit, EngineError, ModelError
-from llmbox.engine.messages import (
+from llmbox.engine.errors import DoesNotFit, EngineError, ModelError, RankLost
+from llmbox.engine.ipc.messages import (
     AddRequest,
     BlockHolder,
     BlockMap,
@@ -34,10 +34,9 @@ from llmbox.engine.messages import (
     TokenLogprobs,
     Vocabulary,
 )
-from llmbox.engine.parallel.link import RankLost
-from llmbox.engine.process import main
-from llmbox.engine.sampling import SamplingParams
-from llmbox.engine.spawn import Launch
+from llmbox.engine.ipc.spawn import Launch
+from llmbox.engine.process.engine_main import main
+from llmbox.engine.sampling_params import SamplingParams
 
 OPTIONS_FILE = "fake_engine.json"
 GO_FILE = "go"

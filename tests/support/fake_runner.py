@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from llmbox.engine.messages import TokenLogprobs
-from llmbox.engine.request import Request
-from llmbox.engine.sampling import SamplingParams
-from llmbox.engine.step import SampledToken, ScheduledRequest, StepPlan, StepResult
+from llmbox.engine.core.request import Request
+from llmbox.engine.core.step import SampledToken, ScheduledRequest, StepPlan, StepResult
+from llmbox.engine.ipc.messages import TokenLogprobs
+from llmbox.engine.sampling_params import SamplingParams
 
 VOCAB = 50
 _MASK = (1 << 61) - 1

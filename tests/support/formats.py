@@ -10,11 +10,11 @@ from support.triton_interpreter import turn_on
 turn_on()
 
 from llmbox.kernels.ops import Ops
-from llmbox.kernels.quant import Quant
+from llmbox.kernels.quant_formats import Quant
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.reference.rounded import rounded_ops
-from llmbox.kernels.triton.dequantise import dequantise
-from llmbox.kernels.triton.weights import pack_grouped
+from llmbox.kernels.triton.dequantize_weights import dequantise
+from llmbox.kernels.triton.weight_packing import pack_grouped
 
 
 def plain_torch(quant: Quant | None) -> Ops:

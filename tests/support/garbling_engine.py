@@ -5,10 +5,10 @@ import struct
 import sys
 from pathlib import Path
 
-from llmbox.engine import channel
-from llmbox.engine.messages import StepOutputs, ToDaemon
-from llmbox.engine.process import main
-from llmbox.engine.transport import encode
+from llmbox.engine.ipc import engine_channel as channel
+from llmbox.engine.ipc.codec import encode
+from llmbox.engine.ipc.messages import StepOutputs, ToDaemon
+from llmbox.engine.process.engine_main import main
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from support.fake_engine import load_fake

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from llmbox.engine.core import Engine
-from llmbox.engine.messages import Vocabulary
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.ipc.messages import Vocabulary
 from support.real_engines import ask
 
 EOS = 2

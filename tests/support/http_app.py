@@ -8,13 +8,13 @@ from typing import Any
 
 import httpx
 
-from llmbox.app.drain import Drain
+from llmbox.app.config.schema import LimitSettings, ServerSettings, Settings
 from llmbox.app.engines.readiness import ModelReadiness, Readiness
 from llmbox.app.http.app import App, create_app
-from llmbox.app.http.request import LOCAL
+from llmbox.app.http.server.request import LOCAL
+from llmbox.app.lifecycle.drain import Drain
 from llmbox.app.metrics.metrics import Metrics
 from llmbox.app.security.security import Security
-from llmbox.app.settings import LimitSettings, ServerSettings, Settings
 
 
 @dataclass

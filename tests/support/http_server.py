@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmbox.app.http.server import serve
-from llmbox.app.http.sockets import listen_tcp
+from llmbox.app.http.server.server import serve
+from llmbox.app.http.server.sockets import listen_tcp
 
 from .http_app import FakeServices, fake_services, make_app
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import click
 
-from llmbox.app.cli.commands import COMMANDS
+from llmbox.app.cli.root import COMMANDS
 from llmbox.kernels.cpu.cache_folder import KERNEL_CACHE
 from support.cli_box import PATIENCE, Result, until
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmbox.engine.block_pool import BlockPool
-from llmbox.engine.core import Engine
-from llmbox.engine.gpu.device import Device
-from llmbox.engine.gpu.graphs import GraphCapture
-from llmbox.engine.gpu.runner import DeviceRunner, DeviceSizes
-from llmbox.engine.scheduler import Scheduler
-from llmbox.kernels.ragged import KVShape
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.core.kv_cache.block_pool import BlockPool
+from llmbox.engine.core.scheduler import Scheduler
+from llmbox.engine.device.device import Device
+from llmbox.engine.runner.gpu_runner import DeviceSizes, GPUModelRunner
+from llmbox.engine.runner.graph_pool import GraphCapture
+from llmbox.kernels.op_types import KVShape
 from support.real_engines import load, runner_of
 
 
@@ -122,7 +122,7 @@ def device_engine(
         dtype=getattr(torch, info.kv_dtype),
         compute_dtype=getattr(torch, info.dtype),
     )
-    runner = DeviceRunner(
+    runner = GPUModelRunner(
         local._model,
         local._rotary,
         local._model.ops.make_kv_cache(shape, torch.device("cpu")),

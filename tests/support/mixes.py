@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from llmbox.engine.messages import AddRequest, RequestOutput
+from llmbox.engine.ipc.messages import AddRequest, RequestOutput
 from support.real_engines import ask
 
 

@@ -11,21 +11,21 @@ from typing import Any, TypeVar
 
 import openai
 
-from llmbox.app.control.control import Control
-from llmbox.app.control.running import Running
-from llmbox.app.daemon.parts import Parts, compose
+from llmbox.app.config.loader import LoadedSettings
+from llmbox.app.config.paths import find_paths
+from llmbox.app.config.schema import LimitSettings, Settings
+from llmbox.app.control.controller import DaemonController
+from llmbox.app.daemon.compose import DaemonParts, compose
 from llmbox.app.http.app import create_app
 from llmbox.app.http.dialects import DIALECTS
 from llmbox.app.http.in_process import send_in_process
-from llmbox.app.http.server import serve
-from llmbox.app.http.sockets import listen_tcp
-from llmbox.app.paths import find_paths
+from llmbox.app.http.server.server import serve
+from llmbox.app.http.server.sockets import listen_tcp
+from llmbox.app.lifecycle.instance import RunningDaemon
 from llmbox.app.services import Services
-from llmbox.app.settings import LimitSettings, Settings
-from llmbox.app.settings_load import LoadedSettings
-from llmbox.app.text.model_text import load_model_text
+from llmbox.app.text.tokenizer import load_model_text
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.spawn import Launch
+from llmbox.engine.ipc.spawn import Launch
 from support.cli_box import PATIENCE
 from support.fake_engine import fake_launch, write_model
 from support.tokenizers_zoo import CHATML, byte_level, write_text_files
@@ -41,7 +41,7 @@ class Server:
     def __init__(self, loop: asyncio.AbstractEventLoop, services: Services, port: int) -> None:
         self._loop = loop
         self.services = services
-        self.control: Control | None = None
+        self.control: DaemonController | None = None
         self.url = f"http://127.0.0.1:{port}"
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -78,7 +78,7 @@ def serving(
 ) -> Iterator[Server]:
     """`launch`: the fake engine, unless another is given.
 
-    `controlled`: with `Control`, so that models on disk are found and memory is managed, as in a daemon.
+    `controlled`: with `DaemonController`, so that models on disk are found and memory is managed, as in a daemon.
     """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -88,7 +88,7 @@ def serving(
         wanted = replace(settings or Settings(), limits=replace(LimitSettings(), **limits))
         paths = find_paths(data)
         paths.create()
-        services = compose(wanted, paths, Parts(launch or fake_launch(), load_model_text))
+        services = compose(wanted, paths, DaemonParts(launch or fake_launch(), load_model_text))
         services.request_log.start()
         return services
 
@@ -121,7 +121,7 @@ def serving(
         loop.close()
 
 
-async def _controlled(services: Services) -> Control:
+async def _controlled(services: Services) -> DaemonController:
     loaded = LoadedSettings(services.settings, {})
-    running = Running(pid=0, host="127.0.0.1", port=0, socket="", started_at=0.0, version="")
-    return Control(services, running, loaded, lambda: loaded, {})
+    running = RunningDaemon(pid=0, host="127.0.0.1", port=0, socket="", started_at=0.0, version="")
+    return DaemonController(services, running, loaded, lambda: loaded, {})

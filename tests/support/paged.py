@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from llmbox.kernels.op_types import BatchLayout, KVShape
 from llmbox.kernels.ops import KVCache, Ops
-from llmbox.kernels.ragged import KVShape, Ragged
 
 CPU = torch.device("cpu")
 
@@ -17,7 +17,7 @@ def ragged_rows(
     spans: Sequence[tuple[int, int]],
     block_size: int,
     device: torch.device = CPU,
-) -> Ragged:
+) -> BatchLayout:
     """A step of the positions `spans`, (start, end) of each sequence, on the blocks of `tables`."""
 
     def int32(numbers: object) -> Tensor:
@@ -28,7 +28,7 @@ def ragged_rows(
     starts = [0]
     for start, end in spans:
         starts.append(starts[-1] + end - start)
-    return Ragged(
+    return BatchLayout(
         block_size=block_size,
         query_lens=[end - start for start, end in spans],
         contexts=[end for _, end in spans],
@@ -84,7 +84,7 @@ class PagedStep:
             compute_dtype=self.dtype,
         )
 
-    def ragged(self, spans: Sequence[tuple[int, int]]) -> Ragged:
+    def ragged(self, spans: Sequence[tuple[int, int]]) -> BatchLayout:
         """`spans` are (start, end) positions of each sequence."""
         return ragged_rows(self.tables, spans, self.block_size, self.device)
 

@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.core import Engine
-from llmbox.engine.estimator import estimate
-from llmbox.engine.loader import load_share, make_scheduler, memory_budget, model_info
-from llmbox.engine.model_config import parse_config
-from llmbox.engine.parallel.collective import sum_in_order
-from llmbox.engine.parallel.deal import dealt
-from llmbox.engine.parallel.layout import Layout
-from llmbox.engine.parallel.link import RankLost
-from llmbox.engine.parallel.mesh import Arriving
-from llmbox.engine.parallel.rank import Arrived, OnItsWay, Rank
-from llmbox.engine.parallel.step_codec import StepDecoder, StepEncoder
-from llmbox.engine.pipeline import OneAtATime
-from llmbox.engine.step import StepPlan, StepResult
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.core.executor_interface import SyncExecutor
+from llmbox.engine.core.step import StepPlan, StepResult
+from llmbox.engine.distributed.communicator import AsyncWork, CompletedWork, TensorParallel, dealt
+from llmbox.engine.distributed.shm_communicator import PendingReceive
+from llmbox.engine.distributed.torch_communicator import sum_in_order
+from llmbox.engine.errors import RankLost
+from llmbox.engine.executor.build import load_share, make_scheduler, memory_budget, model_info
+from llmbox.engine.executor.step_codec import StepDecoder, StepEncoder
+from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.model_config.parallel_layout import ParallelLayout
+from llmbox.engine.planning.estimator import estimate
 from llmbox.kernels.reference import REFERENCE
 
 
@@ -64,7 +63,7 @@ def _taken(queue: Queue) -> Any:
 
 
 class ThreadCollective:
-    def __init__(self, layout: Layout, stages: list[Stage], fused_rows: int = 0) -> None:
+    def __init__(self, layout: ParallelLayout, stages: list[Stage], fused_rows: int = 0) -> None:
         """`fused_rows`: up to so many, sums and norms come in one."""
         self._layout = layout
         self._stages = stages
@@ -107,12 +106,12 @@ class ThreadCollective:
     def agree(self, works: bool) -> bool:
         return self._stages[0].vote(self._layout.rank, self._layout.ranks, works)
 
-    def hand_back(self, x: Tensor) -> OnItsWay:
+    def hand_back(self, x: Tensor) -> AsyncWork:
         way = self._stages[0].returns[self._layout.tp_rank]
         if self._layout.is_last:
             way.put(x.clone())
-            return Arrived()
-        return Arriving(lambda: x.copy_(_taken(way)))
+            return CompletedWork()
+        return PendingReceive(lambda: x.copy_(_taken(way)))
 
 
 class RankThreads:
@@ -124,14 +123,14 @@ class RankThreads:
         self.plan = estimate(model.shape(), memory_budget(torch.device("cpu")), config)
         tp, pp = self.plan.tp, self.plan.pp
         self._stages = [Stage(tp) for _ in range(pp)]
-        layouts = [Layout(tp, pp, rank) for rank in range(tp * pp)]
+        layouts = [ParallelLayout(tp, pp, rank) for rank in range(tp * pp)]
         self._answers = layouts[0].answers
         self._pool = ThreadPoolExecutor(len(layouts))
         self._encoder = StepEncoder()
         self._decoders = [StepDecoder() for _ in layouts]
         self.shares = []
         for layout in layouts:
-            rank = Rank(layout)
+            rank = TensorParallel(layout)
             share = load_share(config, self.plan, rank, lambda *told, n=layout.rank: read(n, *told))
             rank.join(ThreadCollective(layout, self._stages))
             self.shares.append(share)
@@ -161,4 +160,4 @@ def load_threads(
         measured=None,
         worker_pids=[],
     )
-    return Engine(make_scheduler(config, runner.plan), OneAtATime(runner), info)
+    return Engine(make_scheduler(config, runner.plan), SyncExecutor(runner), info)

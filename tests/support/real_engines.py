@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.core import Engine
-from llmbox.engine.loader import load_engine
-from llmbox.engine.messages import AddRequest, RequestOutput
-from llmbox.engine.pipeline import OneAtATime
-from llmbox.engine.request import Request
-from llmbox.engine.sampling import SamplingParams
-from llmbox.engine.step import ScheduledRequest
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.core.executor_interface import SyncExecutor
+from llmbox.engine.core.request import Request
+from llmbox.engine.core.step import ScheduledRequest
+from llmbox.engine.executor.build import load_engine
+from llmbox.engine.ipc.messages import AddRequest, RequestOutput
+from llmbox.engine.sampling_params import SamplingParams
 
 
 def load(directory: Path, **options: Any) -> Engine:
@@ -23,7 +23,7 @@ def load(directory: Path, **options: Any) -> Engine:
 
 def runner_of(engine: Engine) -> Any:
     runner = engine._runner
-    return runner.runner if isinstance(runner, OneAtATime) else runner
+    return runner.runner if isinstance(runner, SyncExecutor) else runner
 
 
 def planned(request: Request, start: int, num_tokens: int) -> ScheduledRequest:

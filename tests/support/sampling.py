@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from llmbox.engine.noise import uniform
-from llmbox.engine.request import Request
-from llmbox.engine.sampler import Sampler
-from llmbox.engine.sampler.weights import ONE, weights
-from llmbox.engine.sampling import SamplingParams
-from llmbox.engine.step import SampledToken
+from llmbox.engine.core.request import Request
+from llmbox.engine.core.step import SampledToken
+from llmbox.engine.sampling import Sampler
+from llmbox.engine.sampling.integer_softmax import ONE, weights
+from llmbox.engine.sampling.philox import uniform
+from llmbox.engine.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from llmbox.engine.block_pool import BlockPool
-from llmbox.engine.core import Engine
-from llmbox.engine.messages import AddRequest, ModelInfo, RequestOutput
-from llmbox.engine.pipeline import OneAtATime
-from llmbox.engine.request import Request
-from llmbox.engine.sampling import SamplingParams
-from llmbox.engine.scheduler import Scheduler, SchedulerConfig
-from llmbox.engine.step import SampledToken, StepPlan, StepResult
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.core.executor_interface import SyncExecutor
+from llmbox.engine.core.kv_cache.block_pool import BlockPool
+from llmbox.engine.core.request import Request
+from llmbox.engine.core.scheduler import Scheduler, SchedulerConfig
+from llmbox.engine.core.step import SampledToken, StepPlan, StepResult
+from llmbox.engine.ipc.messages import AddRequest, ModelInfo, RequestOutput
+from llmbox.engine.sampling_params import SamplingParams
 from support.fake_runner import FakeOverlappingRunner, FakeRunner
 
 INFO = ModelInfo(
@@ -128,7 +128,7 @@ class FakeEngine:
             self.runner = driven = FakeOverlappingRunner(num_blocks, block_size, depth, stages)
         else:
             self.runner = FakeRunner(num_blocks, block_size)
-            driven = OneAtATime(self.runner)
+            driven = SyncExecutor(self.runner)
         self.engine = Engine(self.scheduler, driven, INFO)
         self.answers: dict[str, Answer] = {}
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from llmbox.engine.model_shape import ModelShape
+from llmbox.engine.model_config.shape import ModelShape
 
 LLAMA_3_8B = ModelShape(
     layers=32,

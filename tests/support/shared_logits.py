@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmbox.engine.parallel.deal import dealt
-from llmbox.engine.parallel.layout import Layout, Part
-from llmbox.engine.request import Request
-from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.core.request import Request
+from llmbox.engine.distributed.communicator import dealt
+from llmbox.engine.model_config.parallel_layout import ParallelLayout
+from llmbox.engine.partition import ShardSlice
+from llmbox.engine.sampling_params import SamplingParams
 from support.rank_threads import Stage, ThreadCollective
 
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ KNOBS: list[dict[str, Any]] = [
 class Counting(ThreadCollective):
     """Bytes that this rank sent."""
 
-    def __init__(self, layout: Layout, stages: list[Stage]) -> None:
+    def __init__(self, layout: ParallelLayout, stages: list[Stage]) -> None:
         super().__init__(layout, stages)
         self.bytes = 0
 
@@ -44,7 +45,7 @@ class Counting(ThreadCollective):
         return super().gather(x)[:, mine]
 
 
-def part_of(logits_RV: Tensor, part: Part) -> Tensor:
+def part_of(logits_RV: Tensor, part: ShardSlice) -> Tensor:
     """What one rank has, with numbers where nobody may look."""
     return torch.nn.functional.pad(logits_RV[:, part.start : part.stop], (0, part.pad), value=9.0)
 

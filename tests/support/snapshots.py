@@ -7,17 +7,17 @@ from typing import Any
 import msgspec
 
 from llmbox.app.errors import CliError, Exit
-from llmbox.app.gateway.live_request import LiveRequest
-from llmbox.app.requests.explain import content_note, prefix_note
-from llmbox.app.requests.snippets import as_curl
+from llmbox.app.gateway.request_events import LiveRequest
+from llmbox.app.inspect.detail import content_note, prefix_note
+from llmbox.app.inspect.snippets import as_curl
 from llmbox.app.store.record import RequestRecord
-from llmbox.app.telemetry.attention import attention
+from llmbox.app.telemetry.alerts import attention
 from llmbox.app.telemetry.snapshot import (
-    Attention,
-    Engine,
+    Alert,
+    EngineSnapshot,
     ErrorRate,
-    Gpu,
     GpuLink,
+    GpuReading,
     Gpus,
     Host,
     OwnProcess,
@@ -39,17 +39,17 @@ def live_request(number: int, **changes: Any) -> LiveRequest:
     return LiveRequest(**values | changes)
 
 
-def gpu(index: int = 0, **changes: Any) -> Gpu:
+def gpu(index: int = 0, **changes: Any) -> GpuReading:
     values: dict[str, Any] = {
         "index": index, "name": "NVIDIA H200", "utilisation": 0.62, "memory_total": 141.0 * GB,
         "memory_ours": 86.0 * GB, "memory_others": 4.0 * GB, "memory_free": 51.0 * GB, "temperature": 61.0,
         "power": 412.0, "power_cap": 700.0, "clock_sm": 1980.0, "clock_memory": 3201.0, "pcie": "gen5 x16",
         "pcie_in": 1.5e9, "pcie_out": 3e8, "nvlink_in": 22e9, "nvlink_out": 21e9,
     }  # fmt: skip
-    return Gpu(**values | changes)
+    return GpuReading(**values | changes)
 
 
-def engine(**changes: Any) -> Engine:
+def engine(**changes: Any) -> EngineSnapshot:
     values: dict[str, Any] = {
         "model": "qwen3-8b", "state": "ready", "device": "cuda:0", "context_window": 40_960, "block_size": 16,
         "kv_bytes_per_token": 147_456, "weights_bytes": 16 * GB, "kv_bytes": 60 * GB,
@@ -58,7 +58,7 @@ def engine(**changes: Any) -> Engine:
         "tokens_out": 1234.5, "prefix_hit": 0.41, "prefix_queries": 182_000, "prefix_hits": 64_000,
         "ttft_p50": 0.21, "ttft_p95": 0.93, "tpot_p50": 0.011, "preemptions": 2, "roofline": 0.37,
     }  # fmt: skip
-    return Engine(**values | changes)
+    return EngineSnapshot(**values | changes)
 
 
 def tick(second: int = 0, **changes: Any) -> Tick:
@@ -100,12 +100,12 @@ def failing_tick() -> Tick:
         ready=False,
         cause="qwen3-8b: the engine died",
         attention=(
-            Attention(
+            Alert(
                 level="failure",
                 text="qwen3-8b: the engine died 5 times in 60 s",
                 fix="llmbox unload qwen3-8b",
             ),
-            Attention(level="warning", text="GPU 0: 93 °C"),
+            Alert(level="warning", text="GPU 0: 93 °C"),
         ),
         engines=(engine(state="failed", cause="the engine died 5 times in 60 s"),),
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 
-from llmbox.app.security.keys import Key, KeySpec
+from llmbox.app.security.keys import ApiKey, KeySpec
 from support.fake_engine import write_model
 from support.openai_server import Server
 from support.tokenizers_zoo import byte_level, write_text_files
@@ -27,7 +27,7 @@ class Place:
         _, self.other = self.new_key("other")
         self.nobody = server.client()
 
-    def new_key(self, name: str, **fields: Any) -> tuple[Key, openai.OpenAI]:
+    def new_key(self, name: str, **fields: Any) -> tuple[ApiKey, openai.OpenAI]:
         key, secret = self.services.security.keys.add(KeySpec(name=name, **fields))
         return key, self.server.client().with_options(api_key=secret)
 

@@ -12,23 +12,23 @@ from textual.screen import Screen
 
 from llmbox.app.errors import CliError
 
-from .api import Api
-from .bench import Bench
-from .dialogs import AskLine, Confirm, Facts, Help
-from .facts import fact_lines, fit_lines, request_lines
-from .feed import Feed
-from .keys import key_lines
-from .lines import Drawn
-from .logs import Logs
-from .memory import Memory
+from .data.api import Api
+from .data.feed import Feed
+from .data.state import MODEL_CHANGES, State
 from .messages import Act, Ask, Changed, Connected, Fetch, Fetched, Happened, Lost, Ticked
-from .models import Models
-from .overview import Overview
-from .palette import THEMES
-from .requests import Requests
-from .state import MODEL_CHANGES, State
-from .text import ASCII, UNICODE
-from .view import View
+from .rendering import ASCII, UNICODE
+from .screens.base import View
+from .screens.bench import Bench
+from .screens.logs import Logs
+from .screens.memory import Memory
+from .screens.models import Models
+from .screens.overview import Overview
+from .screens.requests import Requests
+from .theme import THEMES
+from .widgets.dialogs import AskLine, Confirm, Facts, Help
+from .widgets.key_help import key_lines
+from .widgets.key_value import fact_lines, fit_lines, request_lines
+from .widgets.lines import Drawn
 
 SCREENS: tuple[type[View], ...] = (Overview, Requests, Models, Memory, Logs, Bench)
 

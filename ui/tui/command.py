@@ -8,9 +8,9 @@ from typing import TextIO
 
 import click
 
-from llmbox.app.cli.client import Client
-from llmbox.app.cli.lazy import Command
-from llmbox.app.cli.program import Program, pass_program
+from llmbox.app.admin_client import Client
+from llmbox.app.cli.context import Program, pass_program
+from llmbox.app.cli.root import Command
 from llmbox.app.errors import CliError, Exit
 
 
@@ -57,7 +57,7 @@ def top(
             "llmbox top needs a terminal", "stdin or stdout is not one", "llmbox stats --watch", Exit.USAGE
         )
     if remote is not None and key_file is not None:
-        from .remote import RemoteClient  # noqa: PLC0415
+        from .data.api import RemoteClient  # noqa: PLC0415
 
         _run(RemoteClient(program.paths, remote, key_file), read_only, record, replay)
     else:
@@ -68,8 +68,8 @@ def _run(client: Client, read_only: bool, record: Path | None, replay: Path | No
     plain = os.environ.get("TERM") == "dumb"
     if plain:
         os.environ["NO_COLOR"] = "1"
-    from .api import Api, LiveApi, Recorder, Replay  # noqa: PLC0415 - imports Textual: a quarter of a second
     from .app import Dashboard  # noqa: PLC0415
+    from .data.api import Api, LiveApi, Recorder, Replay  # noqa: PLC0415 - imports Textual: a quarter of a second
 
     with ExitStack() as stack:
         api: Api = LiveApi(client) if replay is None else Replay(replay)

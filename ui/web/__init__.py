@@ -1,5 +1,89 @@
 """The admin panel: pages made on the server, live pieces over server-sent events."""
 
-from .routes import panel_routes
+from litestar import Router
+from litestar.types import ControllerRouterHandler
+
+from llmbox.app.http.auth.guard import Access
+
+from .forms import show_error
+from .live import live
+from .pages.first_run import first_run_page
+from .pages.keys import add_key, keys_page, revoke_key, rotate_key
+from .pages.memory import memory_page
+from .pages.model_detail import add_alias, model_page, plan_piece, remove_alias, template_preview
+from .pages.models import (
+    activity_page,
+    change_download,
+    discover_page,
+    load_model,
+    models_page,
+    pin_model,
+    pull,
+    unload_model,
+)
+from .pages.overview import overview_page
+from .pages.playground import playground_page
+from .pages.requests import (
+    cancel_request,
+    export_csv,
+    export_json,
+    replay_request,
+    request_page,
+    requests_page,
+)
+from .pages.settings import review_settings, save_settings, settings_page
+from .pages.system import backup, bundle, checks_piece, purge, system_page
+from .pages.telemetry import telemetry_page
+from .static_files import static_file
+
+panel_routes: list[ControllerRouterHandler] = [
+    Router(
+        "/admin",
+        route_handlers=[
+            activity_page,
+            add_alias,
+            add_key,
+            backup,
+            bundle,
+            cancel_request,
+            change_download,
+            checks_piece,
+            discover_page,
+            export_csv,
+            export_json,
+            keys_page,
+            first_run_page,
+            live,
+            load_model,
+            memory_page,
+            model_page,
+            models_page,
+            overview_page,
+            plan_piece,
+            playground_page,
+            pin_model,
+            pull,
+            purge,
+            remove_alias,
+            replay_request,
+            request_page,
+            requests_page,
+            review_settings,
+            revoke_key,
+            rotate_key,
+            save_settings,
+            settings_page,
+            system_page,
+            telemetry_page,
+            template_preview,
+            unload_model,
+        ],
+        opt={"access": Access.PAGE, "form": True},
+        exception_handlers={Exception: show_error},
+        include_in_schema=False,
+    ),
+    static_file,
+]
+
 
 __all__ = ["panel_routes"]

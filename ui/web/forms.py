@@ -5,7 +5,7 @@ from typing import Any
 from litestar import MediaType, Request, Response
 from litestar.datastructures import State
 
-from llmbox.app.http.errors import answer, to_api_error
+from llmbox.app.http.server.errors import answer, to_api_error
 
 from .render import PanelRequest, page, panel_of, render
 

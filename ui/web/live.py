@@ -8,16 +8,15 @@ from litestar import get
 from litestar.params import FromPath, FromQuery
 
 from llmbox.app.errors import ApiError
-from llmbox.app.http.credentials import identity_of
-from llmbox.app.http.sse import EventStreamResponse, StreamOptions
+from llmbox.app.http.auth.credentials import identity_of
+from llmbox.app.http.server.sse import EventStreamResponse, SseOptions
 
-from .discover import activity_pieces
-from .first_run import first_run_pieces
-from .memory import memory_pieces
-from .models import models_pieces
-from .overview import overview_pieces
+from .pages.first_run import first_run_pieces
+from .pages.memory import memory_pieces
+from .pages.models import activity_pieces, models_pieces
+from .pages.overview import overview_pieces
+from .pages.requests import filter_of, requests_pieces
 from .render import Panel, PanelRequest, panel_of
-from .requests import filter_of, requests_pieces
 
 Pieces = Callable[[Panel], Awaitable[dict[str, str]]]
 """HTML by the name that the page's `sse-swap` says."""
@@ -31,7 +30,7 @@ VIEWS: Final[dict[str, Pieces]] = {
 }
 SHORTEST_S: Final = 0.25
 """Between two rounds: a thousand requests a second are no thousand pages a second."""
-OPTIONS = StreamOptions(endless=True, last=b"")
+OPTIONS = SseOptions(endless=True, last=b"")
 
 
 @get("/live/{view:str}", sync_to_thread=False, name="panel_live")

@@ -1,7 +1,9 @@
 """From a template and values to an answer. Everything that comes from data is escaped."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,15 +12,77 @@ from litestar import MediaType, Request, Response
 from litestar.datastructures import State
 
 from llmbox import __version__
-from llmbox.app.control.control import Control
-from llmbox.app.http.credentials import csrf_token
+from llmbox.app.control.controller import DaemonController
+from llmbox.app.http.auth.credentials import csrf_token
 from llmbox.app.services import Services
+from llmbox.app.telemetry.snapshot import NA, Number
+from llmbox.app.util import formatting
 
-from . import show
 from .static_files import has_libraries
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+
+NONE = "\N{EN DASH}"
+
+
+def known(number: Number | None) -> float | None:
+    return None if number is None or number is NA else float(number)
+
+
+def size(number: Number | None) -> str:
+    value = known(number)
+    return NONE if value is None else formatting.size(value)
+
+
+def span(number: Number | None) -> str:
+    value = known(number)
+    return NONE if value is None else formatting.span(value)
+
+
+def percent(number: Number | None) -> str:
+    """Of a share. What is small but not nothing is not called 0."""
+    value = known(number)
+    if value is None:
+        return NONE
+    return "under 1 %" if 0 < value < 0.01 else f"{100 * value:.0f} %"
+
+
+def rate(number: Number | None) -> str:
+    """A second, with one decimal while it is small."""
+    value = known(number)
+    return NONE if value is None else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def count(number: Number | None) -> str:
+    value = known(number)
+    return NONE if value is None else f"{value:,.0f}"
+
+
+def value(anything: Any) -> str:
+    """A setting's value."""
+    if anything is None:
+        return "auto"
+    if isinstance(anything, bool):
+        return "true" if anything else "false"
+    if isinstance(anything, tuple | list):
+        return ", ".join(map(str, anything))
+    return f"{anything:g}" if isinstance(anything, float) and abs(anything) < 1e6 else str(anything)
+
+
+def clock(unix: float) -> str:
+    """With the date only where it is not today's."""
+    then = datetime.fromtimestamp(unix).astimezone()
+    today = datetime.now().astimezone().date()
+    return then.strftime("%H:%M:%S" if then.date() == today else "%Y-%m-%d %H:%M")
+
+
+def ago(unix: float | None) -> str:
+    if unix is None:
+        return "never"
+    return f"{formatting.span(max(1.0, float(int(time.time() - unix))))} ago"
+
 
 PanelRequest = Request[Any, Any, State]
 
@@ -39,7 +103,7 @@ PAGES = (
 class Panel:
     """What every page needs of the daemon and of its reader."""
 
-    control: Control
+    control: DaemonController
     csrf: str
 
     @property
@@ -86,14 +150,14 @@ def environment() -> "Environment":
         auto_reload=False,
     )
     filters: dict[str, Callable[..., Any]] = {
-        "ago": show.ago,
-        "clock": show.clock,
-        "count": show.count,
-        "percent": show.percent,
-        "rate": show.rate,
-        "size": show.size,
-        "span": show.span,
-        "value": show.value,
+        "ago": ago,
+        "clock": clock,
+        "count": count,
+        "percent": percent,
+        "rate": rate,
+        "size": size,
+        "span": span,
+        "value": value,
     }
     made.filters.update(filters)
     return made

@@ -12,7 +12,7 @@ from litestar.datastructures import State
 from litestar.params import FromPath
 
 from llmbox.app.errors import ApiError
-from llmbox.app.http.guard import Access
+from llmbox.app.http.auth.guard import Access
 
 FOLDER = Path(__file__).parent / "static"
 LIBRARIES = ("vendor/htmx.min.js", "vendor/sse.min.js", "vendor/uPlot.iife.min.js", "vendor/uPlot.min.css")

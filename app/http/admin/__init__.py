@@ -2,15 +2,15 @@
 
 from litestar import Router
 
-from ..guard import Access
-from .disk import disk, fit
-from .events import events
+from ..auth.guard import Access
 from .keys import add_key, keys, revoke_key, rotate_key, sign_in_link
 from .library import (
     cancel_download,
     delete_models,
+    disk,
     dismiss_download,
     downloads,
+    fit,
     pause,
     pull,
     resume,
@@ -18,10 +18,17 @@ from .library import (
 )
 from .models import load_model, models, pin_model, unload_model
 from .query import require_known_parameters
-from .requests import cancel_request, purge_requests, replay_request, request_detail, requests
+from .requests import (
+    cancel_request,
+    forget_stored,
+    purge_requests,
+    replay_request,
+    request_detail,
+    requests,
+    stored,
+)
 from .status import config, stats, status
-from .stored import forget_stored, stored
-from .telemetry import bench_runs, blocks, doctor, history, log_lines, marks, newest_tick
+from .telemetry import bench_runs, blocks, doctor, events, history, log_lines, marks, newest_tick
 
 admin_router = Router(
     "/admin/api",

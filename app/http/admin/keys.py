@@ -10,15 +10,15 @@ from litestar.datastructures import State
 from litestar.params import FromPath, JSONBody
 from msgspec import Struct
 
-from ...control.control import Control
+from ...control.controller import DaemonController
 from ...errors import ApiError, CliError, Exit
-from ...security.keys import Key, KeySpec
+from ...security.key_view import KeyView, view
+from ...security.keys import ApiKey, KeySpec
 from ...security.security import Security
-from ...security.sign_in import TOKEN_LIFE
-from ...security.view import KeyView, view
+from ...security.sessions import TOKEN_LIFE
 from ...services import Services
 from ...store.errors import StoreError
-from ...store.usage import Usage, usage_by_key
+from ...store.stored_answers import KeyUsage, usage_by_key
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _STATUS = {
 
 class Keys(Struct):
     keys: list[KeyView]
-    usage: dict[str, Usage]
+    usage: dict[str, KeyUsage]
     """By the key's name, as far back as the request log goes."""
 
 
@@ -87,12 +87,12 @@ async def revoke_key(request: Request[Any, Any, State], name: FromPath[str]) -> 
 
 @post("/signin-link", status_code=200, sync_to_thread=False, name="admin_signin_link")
 def sign_in_link(request: Request[Any, Any, State]) -> SignInLink:
-    control: Control = request.app.state.control
+    control: DaemonController = request.app.state.control
     url = _security(request).sign_in_link(control.running.url)
     return SignInLink(url, TOKEN_LIFE)
 
 
-async def revoke(services: Services, name: str) -> Key:
+async def revoke(services: Services, name: str) -> ApiKey:
     """With what the key had stored. Raises ApiError."""
     gone = await changing(lambda: services.security.revoke(name))
     try:

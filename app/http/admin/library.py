@@ -1,5 +1,7 @@
-"""Models on disk and on the hub: downloads, search, deletion."""
+"""Models on this disk, and whether a model would fit: what `llmbox ls` and `llmbox fit` tell."""
 
+import asyncio
+import os
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -8,10 +10,82 @@ from litestar.datastructures import State
 from litestar.params import FromQuery, JSONBody, QueryParameter
 from msgspec import Struct
 
-from ...control.control import Control
+from llmbox.engine.errors import DeviceError
+
+from ...control.controller import DaemonController
 from ...control.library import Library
-from ...errors import ApiError
+from ...errors import ApiError, CliError, Exit
 from ...hub.errors import HubError
+from ...models.catalog import on_disk
+
+
+@get("/disk", name="admin_disk")
+async def disk(request: Request[Any, Any, State]) -> dict[str, Any]:
+    control: DaemonController = request.app.state.control
+    return {"models": await asyncio.to_thread(_on_disk, control)}
+
+
+@get("/fit", name="admin_fit")
+async def fit(
+    request: Request[Any, Any, State], model: FromQuery[str], probe: FromQuery[bool] = False
+) -> dict[str, Any]:
+    """With the daemon's settings. Of a model on the hub only its config and headers are read.
+
+    `words` has the same by name, for people; `probe` measures the memory's bandwidth anew.
+    """
+    control: DaemonController = request.app.state.control
+    try:
+        return await asyncio.to_thread(_fit, control, model, probe=probe)
+    except DeviceError as error:
+        raise ApiError(400, f"{error}.", error.code) from error
+    except CliError as error:
+        status = 404 if error.exit == Exit.NOT_FOUND else 400
+        raise ApiError(status, f"{error.what}: {error.why}", "cannot_tell", "model") from error
+
+
+def _on_disk(control: DaemonController) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": model.ref.name,
+            "ref": model.ref.ref,
+            "source": model.ref.source,
+            "size": model.size,
+            "modified": model.modified,
+            "architecture": model.architecture,
+            "servable": model.servable,
+        }
+        for model in on_disk(os.environ, control.library.registry.read())
+    ]
+
+
+def _fit(control: DaemonController, model: str, *, probe: bool) -> dict[str, Any]:
+    from llmbox.engine.hardware.machine import read_machine  # noqa: PLC0415
+
+    from ...engines.eviction import usable_device  # noqa: PLC0415
+    from ...fit.bandwidth import device_bandwidth  # noqa: PLC0415
+    from ...fit.fit import fit as check  # noqa: PLC0415
+    from ...fit.words import fit_rows, verdict  # noqa: PLC0415
+    from ...hub.model_info import find_facts  # noqa: PLC0415 - imports what only this needs
+    from ...models.load_request import ModelRequest  # noqa: PLC0415
+
+    facts, ref = find_facts(model, os.environ, control.library.registry.read(), control.in_memory())
+    settings = control.services.settings
+    config = ModelRequest(ref, None, {}).config(settings.model)
+    machine = read_machine()
+    device = usable_device(machine, config.device)
+    result = check(
+        facts,
+        machine,
+        config,
+        budget_gb=settings.memory.budget,
+        disk=control.services.paths.state_dir,
+        bandwidth=device_bandwidth(
+            machine, device, control.services.paths.bandwidth_file, config.threads, refresh=probe
+        ),
+    )
+    words = {"verdict": verdict(result), **fit_rows(result)}
+    return {**result.as_dict(), "words": words}
+
 
 MOST_HITS = 50
 
@@ -89,5 +163,5 @@ async def search(
 
 
 def _library(request: Request[Any, Any, State]) -> Library:
-    control: Control = request.app.state.control
+    control: DaemonController = request.app.state.control
     return control.library

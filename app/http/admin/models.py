@@ -8,12 +8,12 @@ from litestar import Request, get, post
 from litestar.datastructures import State
 from litestar.params import JSONBody
 
-from ...catalog import BUILTIN, in_memory
-from ...control.control import Control, Failure
-from ...control.model_request import ModelRequest, options_of
+from ...control.controller import DaemonController, Failure
 from ...engines.loaded_model import LoadedModel
 from ...engines.supervisor import Supervisor
 from ...errors import ApiError, CliError, Exit
+from ...models.catalog import BUILTIN, in_memory
+from ...models.load_request import ModelRequest, options_of
 from .schema import LoadRequest, Model, ModelAnswer, Models, PinRequest, Unloaded, UnloadRequest
 
 STATUS_OF_EXIT = {Exit.NOT_FOUND: (404, "model_not_found"), Exit.USAGE: (400, "invalid_value")}
@@ -21,7 +21,7 @@ STATUS_OF_EXIT = {Exit.NOT_FOUND: (404, "model_not_found"), Exit.USAGE: (400, "i
 
 @get("/models", sync_to_thread=False, name="admin_models")
 def models(request: Request[Any, Any, State]) -> Models:
-    control: Control = request.app.state.control
+    control: DaemonController = request.app.state.control
     evicted = {each.name: each.config.model_path for each in control.residency.evicted.all()}
     return Models(describe_all(control), evicted)
 
@@ -29,14 +29,14 @@ def models(request: Request[Any, Any, State]) -> Models:
 @post("/models/load", status_code=202, name="admin_load")
 async def load_model(request: Request[Any, Any, State], data: JSONBody[LoadRequest]) -> ModelAnswer:
     """Begins to load and answers at once; `GET /models` tells how it goes."""
-    control: Control = request.app.state.control
+    control: DaemonController = request.app.state.control
     wanted, _ = await begin_load(control, data)
     name = wanted.served_name
     return ModelAnswer(next(model for model in describe_all(control) if model.name == name))
 
 
 async def begin_load(
-    control: Control, data: LoadRequest
+    control: DaemonController, data: LoadRequest
 ) -> tuple[ModelRequest, "asyncio.Task[Failure | None]"]:
     """What is loaded now, and how that ends. Raises ApiError for what cannot even begin."""
     try:
@@ -49,18 +49,18 @@ async def begin_load(
 
 @post("/models/unload", status_code=200, name="admin_unload")
 async def unload_model(request: Request[Any, Any, State], data: JSONBody[UnloadRequest]) -> Unloaded:
-    control: Control = request.app.state.control
+    control: DaemonController = request.app.state.control
     return Unloaded(await control.unload(data.model))
 
 
 @post("/models/pin", status_code=200, sync_to_thread=False, name="admin_pin")
 def pin_model(request: Request[Any, Any, State], data: JSONBody[PinRequest]) -> ModelAnswer:
     """A pinned model is neither evicted for others nor unloaded when idle."""
-    control: Control = request.app.state.control
+    control: DaemonController = request.app.state.control
     return ModelAnswer(_loaded(control.residency.pin(data.model, pinned=data.pinned)))
 
 
-def describe_all(control: Control) -> list[Model]:
+def describe_all(control: DaemonController) -> list[Model]:
     """Loaded, loading, then failed."""
     engines = control.services.engines
     failed = [

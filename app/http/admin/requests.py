@@ -6,15 +6,17 @@ from typing import Annotated, Any
 from litestar import Request, get, post
 from litestar.datastructures import State
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
+from msgspec import Struct
 
 from ...errors import ApiError
-from ...requests.detail import Detail, detail_of
-from ...requests.replay import Replayed, replay
+from ...inspect.detail import Detail, detail_of
+from ...inspect.replay import Replayed, replay
 from ...services import Services
 from ...store.errors import StoreError
 from ...store.record import RecordFilter, RequestRecord
-from ..credentials import identity_of
-from ..disconnect import while_connected
+from ...store.stored_answers import Kind
+from ..auth.credentials import identity_of
+from ..server.sse import while_connected
 from .query import Before, Since, Status
 from .schema import Cancelled, Purged, PurgeRequest, Requests
 
@@ -88,3 +90,46 @@ async def purge_requests(request: Request[Any, Any, State], data: JSONBody[Purge
     if data.what != "content":
         erased += await services.files.erase_before(data.before)
     return Purged(erased)
+
+
+class StoredOfKey(Struct, kw_only=True):
+    """Times are Unix seconds."""
+
+    key: str
+    """Its name; empty for callers without one."""
+    kind: Kind
+    answers: int
+    size: int
+    """Bytes."""
+    oldest_at: float
+    newest_at: float
+
+
+class Stored(Struct):
+    stored: list[StoredOfKey]
+
+
+@get("/stored", name="admin_stored")
+async def stored(request: Request[Any, Any, State]) -> Stored:
+    services: Services = request.app.state.services
+    rows = []
+    for total in await services.stored.totals():
+        key = services.security.keys.by_id(total.owner)
+        rows.append(
+            StoredOfKey(
+                key=total.owner if key is None else key.name,
+                kind=total.kind,
+                answers=total.answers,
+                size=total.size,
+                oldest_at=total.oldest,
+                newest_at=total.newest,
+            )
+        )
+    return Stored(rows)
+
+
+@post("/stored/forget", status_code=200, name="admin_stored_forget")
+async def forget_stored(request: Request[Any, Any, State]) -> Purged:
+    """Erases what belongs to keys that are no more, now and not within the hour."""
+    services: Services = request.app.state.services
+    return Purged(await services.stored.erase_owners_but(services.security.keys.ids()))

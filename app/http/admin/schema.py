@@ -4,10 +4,10 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from llmbox.engine.messages import EngineStats, ModelInfo, Progress
+from llmbox.engine.ipc.messages import EngineStats, ModelInfo, Progress
 
-from ...gateway.live_request import LiveRequest
-from ...settings import Scalar
+from ...config.schema import Scalar
+from ...gateway.request_events import LiveRequest
 from ...telemetry.snapshot import ErrorRate
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from litestar import Request, get
 from litestar.datastructures import State
 
-from ...control.control import Control
+from ...control.controller import DaemonController
 from .models import describe_all
 from .schema import Config, ModelStats, Setting, Stats, Status, Totals
 
@@ -27,7 +27,7 @@ SUMMED = (
 
 @get("/status", sync_to_thread=False, name="admin_status")
 def status(request: Request[Any, Any, State]) -> Status:
-    control: Control = request.app.state.control
+    control: DaemonController = request.app.state.control
     services, running = control.services, control.running
     readiness = services.engines.readiness()
     return Status(
@@ -54,7 +54,7 @@ def status(request: Request[Any, Any, State]) -> Status:
 
 @get("/stats", sync_to_thread=False, name="admin_stats")
 def stats(request: Request[Any, Any, State]) -> Stats:
-    control: Control = request.app.state.control
+    control: DaemonController = request.app.state.control
     services = control.services
     readiness = services.engines.readiness()
     supervisors = [model.supervisor for model in services.engines.models()]
@@ -77,7 +77,7 @@ def stats(request: Request[Any, Any, State]) -> Stats:
 @get("/config", sync_to_thread=False, name="admin_config")
 def config(request: Request[Any, Any, State]) -> Config:
     """What the daemon uses, by key, with where each value comes from."""
-    control: Control = request.app.state.control
+    control: DaemonController = request.app.state.control
     return Config(
         {
             row.name: Setting(value, origin.source, origin.place, row.default, row.live)

@@ -1,7 +1,9 @@
-"""What dashboards read besides the event feed: the newest tick, history, the log, findings."""
+"""The event feed for dashboards and `-f` commands."""
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -11,15 +13,56 @@ from litestar.datastructures import State
 from litestar.params import FromQuery, QueryParameter
 from msgspec import Struct
 
-from ...control.control import Control
+from ...control.controller import DaemonController
 from ...errors import ApiError
-from ...log_tail import LEVELS, LogEntry, tail
+from ...events import Event, Events
+from ...logging.tail import LEVELS, LogEntry, tail
 from ...services import Services
-from ...telemetry.blocks import Blocks
+from ...telemetry.annotations import MOST, Annotation
 from ...telemetry.history import KEEP, is_series, step_for
-from ...telemetry.marks import MOST, Mark
+from ...telemetry.kv_cache_map import Blocks
 from ...telemetry.snapshot import Tick
+from ..auth.credentials import identity_of
+from ..server.sse import EventStreamResponse, SseOptions
 from .query import Since
+
+OPTIONS = SseOptions(endless=True, last=b"")
+
+
+@get("/events", sync_to_thread=False, name="admin_events")
+def events(request: Request[Any, Any, State]) -> EventStreamResponse:
+    """From now on, or from after the event that `Last-Event-ID` names."""
+    services: Services = request.app.state.services
+    identity = identity_of(request)
+    allowed = lambda: services.security.is_valid(identity)  # noqa: E731
+    return EventStreamResponse(_frames(services.events, _last_id(request), allowed), OPTIONS)
+
+
+async def _frames(feed: Events, last: int | None, allowed: Callable[[], bool]) -> AsyncGenerator[bytes, None]:
+    """Ends when its reader signs out or the key is revoked: at the next event, a tick at the latest."""
+    async with aclosing(feed.subscribe(last)) as subscription:
+        async for event in subscription:
+            if not allowed():
+                return
+            yield _frame(event)
+
+
+def _frame(event: Event) -> bytes:
+    return b"id: %d\nevent: %b\ndata: %b\n\n" % (
+        event.id,
+        event.type.encode(),
+        msgspec.json.encode(event.data),
+    )
+
+
+def _last_id(request: Request[Any, Any, State]) -> int | None:
+    text = request.headers.get("last-event-id")
+    if text is None:
+        return None
+    if not text.isdecimal() or len(text) > 18:
+        raise ApiError(400, "Last-Event-ID must be a number.", "invalid_header", "Last-Event-ID")
+    return int(text)
+
 
 MOST_LINES = 5000
 DEFAULT_REACH = 600.0
@@ -27,7 +70,7 @@ DEFAULT_CELLS = 512
 MOST_CELLS = 4096
 
 
-class Telemetry(Struct):
+class TelemetryAnswer(Struct):
     """`series` columns run beside `times` (Unix seconds); null where a series has no value."""
 
     step: int
@@ -35,8 +78,8 @@ class Telemetry(Struct):
     series: dict[str, list[float | None]]
 
 
-class Marks(Struct):
-    marks: list[Mark]
+class AnnotationsAnswer(Struct):
+    marks: list[Annotation]
     """Newest first."""
 
 
@@ -60,7 +103,7 @@ async def history(
     series: FromQuery[str | None] = None,
     since: Since = None,
     step: FromQuery[int | None] = None,
-) -> Telemetry:
+) -> TelemetryAnswer:
     """`series`: names, comma separated; `since`: Unix seconds (default: ten minutes ago)."""
     services: Services = request.app.state.services
     begin = _begin(since)
@@ -72,7 +115,7 @@ async def history(
         if not is_series(name):
             raise ApiError(400, f"There is no series {name!r}.", "invalid_value", "series")
     chart = await services.telemetry.history.chart(step or step_for(time.time() - begin), int(begin), names)
-    return Telemetry(**asdict(chart))
+    return TelemetryAnswer(**asdict(chart))
 
 
 def _begin(since: float | None) -> float:
@@ -84,10 +127,10 @@ async def marks(
     request: Request[Any, Any, State],
     since: Since = None,
     limit: Annotated[int, QueryParameter(ge=1, le=MOST)] = MOST,
-) -> Marks:
+) -> AnnotationsAnswer:
     """What explains the history: loads, evictions, refusals, restarts. `since`: as for the history."""
     services: Services = request.app.state.services
-    return Marks(await services.telemetry.marks.since(_begin(since), limit))
+    return AnnotationsAnswer(await services.telemetry.marks.since(_begin(since), limit))
 
 
 @get("/blocks", name="admin_blocks")
@@ -123,7 +166,7 @@ class Findings(Struct):
 @get("/doctor", name="admin_doctor")
 async def doctor(request: Request[Any, Any, State]) -> Findings:
     """The checks of `llmbox doctor`, run by the daemon: takes a second or two."""
-    control: Control = request.app.state.control
+    control: DaemonController = request.app.state.control
     found = await asyncio.to_thread(control.checks)
     return Findings(not any(each["status"] == "failed" for each in found), found)
 
@@ -136,6 +179,6 @@ async def bench_runs(request: Request[Any, Any, State]) -> dict[str, list[dict[s
 
 
 def _runs(services: Services) -> list[dict[str, Any]]:
-    from ...bench.runs import bench_folder, read_runs  # noqa: PLC0415
+    from ...bench.results import bench_folder, read_runs  # noqa: PLC0415
 
     return [msgspec.to_builtins(run) for run in read_runs(bench_folder(services.paths))]

@@ -13,10 +13,10 @@ from msgspec import Meta, Struct
 from ...errors import ApiError
 from ...services import Services
 from ...store.batches import Batch, BatchItem, BatchPage, BatchResult
-from ..guard import Access
-from ..openai.context import HttpRequest
+from ..auth.guard import Access
+from ..openai.request_context import HttpRequest
 from ..openai.sampling import invalid
-from ..openai.stored_pages import services_and_owner
+from ..openai.stored import services_and_owner
 
 _PATH = "/v1/messages/batches"
 _ONE = _PATH + "/{batch_id:str}"

@@ -6,7 +6,7 @@ from typing import Any
 from msgspec import structs
 
 from ...errors import ApiError
-from .fields import ContextEdit, CountTokensRequest, MessageParam, RedactedThinkingBlock, ThinkingBlock
+from .request_types import ContextEdit, CountTokensRequest, MessageParam, RedactedThinkingBlock, ThinkingBlock
 
 _CLEAR_THINKING = "clear_thinking_20251015"
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import ApiError
-from .fields import (
+from .request_types import (
     Block,
     BlocksSource,
     CountTokensRequest,

@@ -9,16 +9,16 @@ from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import model_limit
 from ...text.system_messages import renders_late_system
-from ..errors import NO_THREADS
 from ..openai.chat import ChatCall, chat_ids
-from ..openai.context import Call
-from ..openai.messages import build_chat
-from ..openai.prompt_ids import check_prompts
-from ..openai.translated import chat_request, prepare_translated
+from ..openai.chat_messages import build_chat
+from ..openai.completions import check_prompts
+from ..openai.dialect import chat_request, prepare_translated
+from ..openai.request_context import RequestContext
 from ..openai.unsupported import refuse_unsupported, unknown_fields
+from ..server.errors import NO_THREADS
 from .context_edits import AppliedEdits, apply_edits
 from .conversation import has_late_system
-from .fields import CountTokensRequest, MessagesRequest, OutputConfig
+from .request_types import CountTokensRequest, MessagesRequest, OutputConfig
 from .translate import chat_fields, output_format, prompt_fields
 
 
@@ -29,7 +29,7 @@ class MessageCall:
     """Edits that were applied; None where the request asked for none."""
 
 
-async def prepare_message(call: Call, data: MessagesRequest) -> MessageCall:
+async def prepare_message(call: RequestContext, data: MessagesRequest) -> MessageCall:
     """Raises ApiError for everything that can be known before the engine has it."""
     edits, edited = _edited(data)
     assert isinstance(edited, MessagesRequest)
@@ -47,7 +47,7 @@ async def prepare_message(call: Call, data: MessagesRequest) -> MessageCall:
     )
 
 
-async def count_prompt_tokens(call: Call, data: CountTokensRequest) -> tuple[int, int]:
+async def count_prompt_tokens(call: RequestContext, data: CountTokensRequest) -> tuple[int, int]:
     """Tokens of the prompt as it would be sent, and before any edit. Raises ApiError."""
     edits, edited = _edited(data)
     output_format(data)
@@ -79,7 +79,7 @@ def _edited(data: CountTokensRequest) -> tuple[AppliedEdits, CountTokensRequest]
     return edits, structs.replace(data, messages=edits.messages)
 
 
-async def _renders_late_system(call: Call, data: CountTokensRequest) -> bool:
+async def _renders_late_system(call: RequestContext, data: CountTokensRequest) -> bool:
     if not has_late_system(data):
         return True
     model = await call.find_model(data.model)
@@ -107,7 +107,7 @@ async def _described(edits: AppliedEdits, model: LoadedModel) -> dict[str, Any] 
     return await model.text.off_loop(size, lambda: edits.describe(count_tokens))
 
 
-def _warnings(call: Call, data: MessagesRequest, model: LoadedModel) -> list[str]:
+def _warnings(call: RequestContext, data: MessagesRequest, model: LoadedModel) -> list[str]:
     found = unknown_fields(type(data), call.plain)
     found += unknown_fields(OutputConfig, call.plain.get("output_config") or {}, "output_config.")
     thinking = data.thinking

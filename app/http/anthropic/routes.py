@@ -6,17 +6,16 @@ from litestar import Response, Router, post
 from litestar.params import Body
 from msgspec import UNSET
 
-from ..disconnect import while_connected
-from ..guard import Access
-from ..openai.context import Call, HttpRequest
-from ..sse import EventStreamResponse, StreamOptions
-from .answers import Message, TokenCount, error_event, named_event
+from ..auth.guard import Access
+from ..openai.request_context import HttpRequest, RequestContext
+from ..server.sse import EventStreamResponse, SseOptions, while_connected
 from .batches import batches_router
-from .fields import CountTokensRequest, MessagesRequest
-from .messages import complete_message, stream_message
 from .prepare import count_prompt_tokens, prepare_message
+from .request_types import CountTokensRequest, MessagesRequest
+from .responder import complete_message, stream_message
+from .response_types import Message, TokenCount, error_event, named_event
 
-_STREAM = StreamOptions(last=b"", error=error_event, comment=named_event("ping"))
+_STREAM = SseOptions(last=b"", error=error_event, comment=named_event("ping"))
 
 
 @post(
@@ -28,7 +27,7 @@ _STREAM = StreamOptions(last=b"", error=error_event, comment=named_event("ping")
 )
 async def messages(request: HttpRequest, data: Annotated[MessagesRequest, Body()]) -> Response[Message]:
     """The model's next message, as Anthropic's API gives it; server-sent events with `stream`."""
-    call = await Call.of(request)
+    call = await RequestContext.of(request)
     with call.recording_refusals():
         prepared = await prepare_message(call, data)
     if data.stream:
@@ -45,7 +44,7 @@ async def messages(request: HttpRequest, data: Annotated[MessagesRequest, Body()
 )
 async def count_tokens(request: HttpRequest, data: Annotated[CountTokensRequest, Body()]) -> TokenCount:
     """How many tokens the prompt of such a message would have."""
-    call = await Call.of(request)
+    call = await RequestContext.of(request)
     tokens, original = await count_prompt_tokens(call, data)
     edited = data.context_management is not None
     return TokenCount(

@@ -5,7 +5,7 @@ from typing import Any
 
 from ...errors import ApiError
 from .conversation import chat_messages, referenced_tools
-from .fields import CountTokensRequest, MessagesRequest, OutputFormat, ToolParam, ToolResultBlock
+from .request_types import CountTokensRequest, MessagesRequest, OutputFormat, ToolParam, ToolResultBlock
 
 _CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 _EFFORTS = {"max": "xhigh"}

@@ -6,12 +6,12 @@ from ...gateway.generation import Generation
 from ..openai.chat import ChatCall
 from ..openai.chat_parts import Parsing
 from ..openai.completions import CompletionCall
-from ..openai.context import Call
-from ..openai.fields import NoEffect
+from ..openai.dialect import prepare_translated, prepare_translated_completion
+from ..openai.request_context import RequestContext
+from ..openai.request_types import NoEffect
 from ..openai.sampling import invalid
-from ..openai.translated import prepare_translated, prepare_translated_completion
 from ..openai.unsupported import refuse_unsupported, unknown_fields
-from .fields import ChatRequest, Common, GenerateRequest, Options
+from .request_types import ChatRequest, Common, GenerateRequest, Options
 from .translate import NAMES, chat_fields, generate_fields, raw_fields
 
 _RAW = Parsing(
@@ -37,7 +37,7 @@ class OllamaCall:
         return self.prepared.generation
 
 
-async def prepare_ollama(call: Call, data: ChatRequest | GenerateRequest) -> OllamaCall:
+async def prepare_ollama(call: RequestContext, data: ChatRequest | GenerateRequest) -> OllamaCall:
     """Raises ApiError for everything that can be known before the engine has it."""
     refuse_unsupported(data)
     if data.options is not None:
@@ -60,7 +60,7 @@ async def prepare_ollama(call: Call, data: ChatRequest | GenerateRequest) -> Oll
     )
 
 
-async def _prepare_raw(call: Call, data: GenerateRequest, warnings: list[str]) -> OllamaCall:
+async def _prepare_raw(call: RequestContext, data: GenerateRequest, warnings: list[str]) -> OllamaCall:
     raw = await prepare_translated_completion(call, raw_fields(data), NAMES)
     params = raw.generation.params
     if data.logprobs:
@@ -77,7 +77,7 @@ async def _prepare_raw(call: Call, data: GenerateRequest, warnings: list[str]) -
     )
 
 
-def find_warnings(call: Call, data: Common) -> list[str]:
+def find_warnings(call: RequestContext, data: Common) -> list[str]:
     """What is ignored, or means less than it says."""
     found = unknown_fields(type(data), call.plain)
     options = data.options or Options()

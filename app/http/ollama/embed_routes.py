@@ -12,19 +12,18 @@ from litestar.types import ControllerRouterHandler
 from msgspec import UNSET, Struct, UnsetType
 
 from ...engines.loaded_model import LoadedModel
+from ...gateway.embeddings import unit_vector
 from ...gateway.gateway import model_limit
-from ...gateway.vectors import unit_vector
-from ...text.off_loop import off_loop
-from ..disconnect import while_connected
-from ..guard import Access
-from ..openai.context import Call, HttpRequest
+from ...util.threads import off_loop
+from ..auth.guard import Access
+from ..openai.completions import prompt_ids
 from ..openai.embeddings import Pooled, check_dimensions, check_inputs, pool, pooled_generation
-from ..openai.prompt_ids import prompt_ids
+from ..openai.request_context import HttpRequest, RequestContext
 from ..openai.sampling import public_id
 from ..openai.unsupported import unknown_fields
-from .fields import EmbedCommon, EmbeddingsRequest, EmbedRequest
+from ..server.sse import while_connected
 from .keep_alive import keep_for, load_or_unload, seconds_of
-from .names import our_name
+from .request_types import EmbedCommon, EmbeddingsRequest, EmbedRequest, our_name
 
 
 class Embedded(Struct, kw_only=True):
@@ -92,7 +91,7 @@ async def ollama_embeddings(
 async def _answered(
     request: HttpRequest, data: EmbedRequest | EmbeddingsRequest, texts: list[str], param: str, told: Told
 ) -> Response[Any]:
-    call = await Call.of(request)
+    call = await RequestContext.of(request)
     control, warnings = request.app.state.control, _warnings(call, data)
     if not texts:
         _, more = await load_or_unload(control, call, our_name(data.model), data.keep_alive)
@@ -134,7 +133,7 @@ async def _truncate(prompts: list[list[int]], texts: list[str], model: LoadedMod
     return warnings
 
 
-def _warnings(call: Call, data: EmbedCommon) -> list[str]:
+def _warnings(call: RequestContext, data: EmbedCommon) -> list[str]:
     found = unknown_fields(type(data), call.plain)
     if any(value is not None for value in (data.options or {}).values()):
         found.append("'options' have no effect on embeddings.")

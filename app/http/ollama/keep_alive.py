@@ -4,11 +4,11 @@ import math
 import re
 from typing import Literal
 
-from ...control.control import Control
+from ...control.controller import DaemonController
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...security.identity import Identity
-from ..openai.context import Call
+from ..openai.request_context import RequestContext
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _NUMBER = r"(?:\d{1,12}(?:\.\d{0,12})?|\.\d{1,12})"
@@ -48,7 +48,7 @@ def may_decide(caller: Identity, model: LoadedModel) -> bool:
     return caller.may("admin") or (model.on_request and not model.pinned)
 
 
-def keep_for(control: Control, caller: Identity, name: str, seconds: float) -> list[str]:
+def keep_for(control: DaemonController, caller: Identity, name: str, seconds: float) -> list[str]:
     """Warnings, where it is not for this caller to decide."""
     model = control.services.engines.find(name)
     if model is None:  # gone meanwhile
@@ -60,7 +60,7 @@ def keep_for(control: Control, caller: Identity, name: str, seconds: float) -> l
 
 
 async def load_or_unload(
-    control: Control, call: Call, name: str, keep_alive: float | str | None
+    control: DaemonController, call: RequestContext, name: str, keep_alive: float | str | None
 ) -> tuple[Literal["load", "unload"], list[str]]:
     """For a request that asks nothing: the model is loaded, or unloaded where it is to stay for no time.
 
@@ -76,7 +76,7 @@ async def load_or_unload(
     return "load", warnings
 
 
-async def unload(control: Control, caller: Identity, name: str) -> None:
+async def unload(control: DaemonController, caller: Identity, name: str) -> None:
     """It leaves memory once nobody uses it; nothing happens to one that is on disk only.
 
     Raises ApiError 403, 404, 409.

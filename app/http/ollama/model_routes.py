@@ -1,27 +1,37 @@
-"""Which models there are, which are in memory, and what is known of one."""
+"""Models onto this disk and off it: pull, delete, and what llmbox does in other ways."""
 
 import asyncio
+import os
 import time
+from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from litestar import get, post
+from litestar import Response, delete, get, post
 from litestar.params import Body
 from litestar.types import ControllerRouterHandler
 
-from ...control.cards import Card, read_card
-from ...control.control import Control
+from ...control.controller import DaemonController
+from ...control.library import STATUS_OF_EXIT
+from ...control.model_card import Card, read_card
 from ...engines.loaded_model import LoadedModel
-from ...errors import ApiError
+from ...errors import ApiError, CliError
 from ...gateway.gateway import context_limit
-from ..credentials import identity_of
-from ..guard import Access
-from ..openai.context import Call, HttpRequest
+from ...hub.download import Download
+from ...hub.errors import HubError
+from ...lifecycle.drain import shutting_down
+from ...models.aliases import set_alias
+from ...models.catalog import HUB_ID, hub_cache
+from ..auth.credentials import identity_of
+from ..auth.guard import Access
+from ..openai.request_context import HttpRequest, RequestContext
 from ..openai.routes import listed_models
-from .answers import stamp
-from .fields import ShowRequest
-from .names import our_name
-from .shapes import (
+from ..openai.unsupported import unknown_fields
+from ..server.errors import error_type
+from ..server.sse import EventStreamResponse, while_connected
+from .request_types import CopyRequest, DeleteRequest, PullRequest, ShowRequest, our_name
+from .responder import LINES, line, stamp
+from .response_types import (
     Listed,
     OllamaVersion,
     Running,
@@ -33,6 +43,170 @@ from .shapes import (
     model_info,
     parameters,
 )
+
+_SHA256_DIGITS = 64
+_STATUS_OF = {"repo_not_found": 404, "no_weights": 404, "repo_gated": 403, "bad_token": 403}
+_OURS = {"does_not_fit", "unsupported_model", "disk_full"}
+INSTEAD = {
+    "blobs": "llmbox takes no files over its API. A folder of safetensors is taken in by llmbox adopt.",
+    "create": (
+        "llmbox makes no models of Modelfiles. An alias has parameters and a system prompt of its own: "
+        "llmbox alias set NAME MODEL temperature=0.2; a folder of safetensors is taken in by llmbox adopt."
+    ),
+    "push": "llmbox publishes nothing. Models are uploaded with the tools of the Hugging Face hub.",
+}
+
+
+@post(
+    "/api/pull", status_code=200, opt={"access": Access.ADMIN}, name="ollama_pull", operation_id="ollamaPull"
+)
+async def ollama_pull(request: HttpRequest, data: Annotated[PullRequest, Body()]) -> Response[dict[str, Any]]:
+    """Fetches a model of the Hugging Face hub; lines of JSON unless `stream` is false.
+
+    The download goes on when the client leaves.
+    """
+    call = await RequestContext.of(request)
+    name = our_name(data.asked)
+    call.caller.require_model(name)
+    steps = await _steps(request.app.state.control, name, _warnings(call, data))
+    if data.stream is not False:
+        return EventStreamResponse((line(step) async for step in steps), LINES)
+    return Response(await while_connected(request.receive, _last(steps)))
+
+
+@delete(
+    "/api/delete",
+    status_code=200,
+    opt={"access": Access.ADMIN},
+    name="ollama_delete",
+    operation_id="ollamaDelete",
+)
+async def ollama_delete(request: HttpRequest, data: Annotated[DeleteRequest, Body()]) -> None:
+    """From the disk. Not what is in memory or being downloaded. Of an alias the name alone."""
+    control: DaemonController = request.app.state.control
+    call = await RequestContext.of(request)
+    name = our_name(data.asked)
+    call.caller.require_model(name)
+    registry = control.library.registry
+    if name in registry.read_or_nothing().aliases:
+        await asyncio.to_thread(registry.remove_alias, name)
+    else:
+        await control.library.remove([name])
+
+
+@post(
+    "/api/copy", status_code=200, opt={"access": Access.ADMIN}, name="ollama_copy", operation_id="ollamaCopy"
+)
+async def ollama_copy(request: HttpRequest, data: Annotated[CopyRequest, Body()]) -> None:
+    """Another name for a model: an alias. Nothing is copied."""
+    control: DaemonController = request.app.state.control
+    call = await RequestContext.of(request)
+    source, destination = our_name(data.source), our_name(data.destination)
+    for name in (source, destination):
+        call.caller.require_model(name)
+    try:
+        await asyncio.to_thread(_set_alias, control, source, destination)
+    except CliError as error:
+        status = STATUS_OF_EXIT.get(error.exit, 400)
+        code, param = ("model_not_found", "source") if status == 404 else ("bad_alias", "destination")
+        raise ApiError(status, f"{error.what}: {error.why}.", code, param) from error
+
+
+def _set_alias(control: DaemonController, source: str, destination: str) -> None:
+    """A copy of an alias has its parameters. Raises CliError."""
+    registry = control.library.registry
+    known = registry.read().aliases.get(source)
+    parameters = [] if known is None else [f"{key}={value}" for key, value in known.parameters.items()]
+    target = source if known is None else known.model
+    set_alias(registry, os.environ, destination, target, parameters, control.in_memory())
+
+
+@post(
+    ["/api/create", "/api/push", "/api/blobs/{digest:str}"],
+    opt={"access": Access.KNOWN},
+    name="ollama_not_here",
+    include_in_schema=False,
+)
+async def ollama_not_here(request: HttpRequest) -> None:
+    raise ApiError(400, INSTEAD[request.scope["path"].split("/")[2]], "unsupported_route")
+
+
+async def _steps(
+    control: DaemonController, name: str, warnings: list[str]
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Raises ApiError for what is no name on the hub, before anything is said."""
+    done = {"status": "success"} | ({"warnings": warnings} if warnings else {})
+    if HUB_ID.fullmatch(name) is None and await control.places([name]):
+        return _at_once(done)  # built in, adopted, or an alias
+    return followed(control, control.library.downloads.start(name), done)
+
+
+async def _at_once(done: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    yield done
+
+
+async def followed(
+    control: DaemonController, download: Download, done: dict[str, Any]
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Lines of a pull, `done` at its end. Raises ApiError for how else it ends."""
+    yield {"status": "pulling manifest"}
+    told: dict[str, int] = {}
+    async for state in control.library.downloads.follow(download):
+        if state.active and control.services.drain.draining:
+            raise shutting_down()
+        for step in _progress(state):
+            if told.get(step["digest"]) != step["completed"]:
+                told[step["digest"]] = step["completed"]
+                yield step
+    if download.state != "ready":
+        raise _refusal(download)
+    yield done
+
+
+def _progress(download: Download) -> list[dict[str, Any]]:
+    """Of the files with weights and the like; of the others the hub tells no SHA-256."""
+    return [
+        {
+            "status": f"pulling {file.etag[:12]}",
+            "digest": f"sha256:{file.etag}",
+            "total": file.size,
+            "completed": progress.done,
+        }
+        for file, progress in download.files.items()
+        if len(file.etag) == _SHA256_DIGITS
+    ]
+
+
+def _refusal(download: Download) -> ApiError:
+    error = download.error
+    if error is None:
+        return ApiError(409, f"The download of {download.model} was {download.state}.", "download_state")
+    return _told(error)
+
+
+def _told(error: HubError) -> ApiError:
+    status = 400 if error.code in _OURS else _STATUS_OF.get(error.code, 502)
+    message = f"{error}. To mend it: {error.fix}" if error.fix else str(error)
+    message = message.replace(str(hub_cache(os.environ)), "the model cache")  # no paths to clients
+    return ApiError(status, message, error.code, "model", error_type(status))
+
+
+async def _last(steps: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
+    step: dict[str, Any] = {}
+    async for step in steps:  # noqa: B007 - the last one counts
+        pass
+    return step
+
+
+def _warnings(call: RequestContext, data: PullRequest) -> list[str]:
+    found = unknown_fields(type(data), call.plain)
+    if data.insecure:
+        found.append("'insecure' has no effect: every file's hash is checked.")
+    return found
+
+
+library_routes: list[ControllerRouterHandler] = [ollama_pull, ollama_delete, ollama_copy, ollama_not_here]
+
 
 _FOREVER = 292 * 365 * 86_400.0
 """Seconds; as Ollama says it of what stays."""
@@ -47,8 +221,8 @@ async def ollama_version(request: HttpRequest) -> OllamaVersion:
 @get("/api/tags", opt={"access": Access.KNOWN}, name="ollama_tags", operation_id="ollamaTags")
 async def ollama_tags(request: HttpRequest) -> Tags:
     """Every model that may be asked for."""
-    control: Control = request.app.state.control
-    names = [model.id for model in await listed_models(await Call.of(request))]
+    control: DaemonController = request.app.state.control
+    names = [model.id for model in await listed_models(await RequestContext.of(request))]
     cards = await _cards(await control.places(names))
     return Tags([_listed(name, card) for name, card in cards.items()])
 
@@ -56,7 +230,7 @@ async def ollama_tags(request: HttpRequest) -> Tags:
 @get("/api/ps", opt={"access": Access.KNOWN}, name="ollama_ps", operation_id="ollamaPs")
 async def ollama_ps(request: HttpRequest) -> RunningModels:
     """Models in memory."""
-    control: Control = request.app.state.control
+    control: DaemonController = request.app.state.control
     caller = identity_of(request)
     shown = {}
     for model in control.services.engines.models():
@@ -72,8 +246,8 @@ async def ollama_ps(request: HttpRequest) -> RunningModels:
 )
 async def ollama_show(request: HttpRequest, data: Annotated[ShowRequest, Body()]) -> Shown:
     """What a model is and can do."""
-    control: Control = request.app.state.control
-    call = await Call.of(request)
+    control: DaemonController = request.app.state.control
+    call = await RequestContext.of(request)
     name = our_name(data.asked)
     call.caller.require_model(name)
     cards = await _cards(await control.places([name]))
@@ -141,7 +315,7 @@ def _left(model: LoadedModel) -> float:
     return model.ttl if model.busy else max(0.0, model.idle_since + model.ttl - model.clock())
 
 
-def _weights(control: Control, name: str) -> str:
+def _weights(control: DaemonController, name: str) -> str:
     """What they were rounded to when it was loaded; empty where they were not."""
     model = control.services.engines.find(control.residency.real_name(name))
     info = None if model is None else model.supervisor.info

@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 
 from ...errors import ApiError
-from .fields import ChatMessage, ChatRequest, Common, GenerateRequest
-from .names import our_name
+from .request_types import ChatMessage, ChatRequest, Common, GenerateRequest, our_name
 
 _SAME = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
 NAMES = {

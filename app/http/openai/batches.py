@@ -10,15 +10,15 @@ from litestar import Router, get, post
 from litestar.params import Body, FromPath, QueryParameter
 from msgspec import Meta, Struct
 
+from ...config.schema import LimitSettings
 from ...errors import ApiError
 from ...services import Services
-from ...settings import LimitSettings
 from ...store.batches import Batch, BatchItem, BatchPage, BatchResult
-from .. import strict_json
-from ..guard import Access
-from .context import HttpRequest
-from .fields import MetadataKey, MetadataValue
-from .stored_pages import services_and_owner
+from ..auth.guard import Access
+from ..server import strict_json
+from .request_context import HttpRequest
+from .request_types import MetadataKey, MetadataValue
+from .stored import services_and_owner
 
 _PATH = "/v1/batches"
 MOST_REQUESTS = 50_000

@@ -5,26 +5,25 @@ from dataclasses import dataclass
 
 from msgspec import UNSET, UnsetType
 
-from llmbox.engine.messages import TokenLogprobs
+from llmbox.engine.ipc.messages import TokenLogprobs
 
 from ...engines.loaded_model import LoadedModel
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Delta, Generation, TokenEntry
 from ...gateway.open_request import OpenRequest
-from ...text.answer_parts import AnswerParser
-from ...text.chat_prompt import Chat
-from ...text.off_loop import off_loop
-from ...text.tool_calls import ToolCall
+from ...text.chat_template import Chat
+from ...text.output_parser import OutputParser, ParsedToolCall
+from ...util.threads import off_loop
+from .chat_messages import build_chat
 from .chat_parts import Parsing, call_id, final_reason, reasoning_tokens
-from .context import Call, Heading
+from .completions import check_prompts, truncated
 from .deadlines import Deadlines
-from .effort import with_effort
-from .fields import ChatCompletionRequest, FunctionTool, Message
 from .logprobs import chat_logprobs, prompt_logprobs
-from .messages import build_chat
-from .prepared import Prepared
-from .prompt_ids import check_prompts, truncated
-from .responses import (
+from .prepared_request import CheckedRequest
+from .reasoning_effort import with_effort
+from .request_context import ChunkHeader, RequestContext
+from .request_types import ChatCompletionRequest, FunctionTool, Message
+from .response_types import (
     CalledCustom,
     CalledFunction,
     ChatChoice,
@@ -45,14 +44,14 @@ from .sampling import (
     sampling_params,
     stop_strings,
 )
-from .storing import NOT_STORED, Store
-from .structured import constrained, unknown_inside, wanted_answer, wanted_calls
+from .stored import NOT_STORED, Store
+from .structured_output import constrained, unknown_inside, wanted_answer, wanted_calls
 from .tools import input_of
 from .unsupported import refuse_unsupported, unknown_fields
 
 
 @dataclass(frozen=True, slots=True)
-class ChatCall(Prepared[ChatCompletionRequest]):
+class ChatCall(CheckedRequest[ChatCompletionRequest]):
     parsing: Parsing
     echo: str = ""
     """Text that each answer begins with."""
@@ -62,7 +61,9 @@ class ChatCall(Prepared[ChatCompletionRequest]):
         return bool(self.body.logprobs)
 
 
-async def prepare_chat(call: Call, body: ChatCompletionRequest, prefix: str = "chatcmpl") -> ChatCall:
+async def prepare_chat(
+    call: RequestContext, body: ChatCompletionRequest, prefix: str = "chatcmpl"
+) -> ChatCall:
     """Raises ApiError for everything that can be known before the engine has it.
 
     `prefix`: of the answer's id.
@@ -172,7 +173,7 @@ def _answer(opened: OpenRequest, chat: ChatCall, parts: list[list[Delta]]) -> Ch
     )
 
 
-def _choice(index: int, deltas: list[Delta], chat: ChatCall, parser: AnswerParser) -> ChatChoice:
+def _choice(index: int, deltas: list[Delta], chat: ChatCall, parser: OutputParser) -> ChatChoice:
     entries = [entry for delta in deltas for entry in delta.entries]
     reason = deltas[-1].finish_reason
     assert reason is not None
@@ -185,7 +186,7 @@ def _choice(index: int, deltas: list[Delta], chat: ChatCall, parser: AnswerParse
     )
 
 
-def _message(index: int, text: str, chat: ChatCall, parser: AnswerParser) -> ChatMessage:
+def _message(index: int, text: str, chat: ChatCall, parser: OutputParser) -> ChatMessage:
     parts = parser.push(text)
     parts.add(parser.finish())
     content = chat.echo + parts.content
@@ -200,7 +201,7 @@ def _message(index: int, text: str, chat: ChatCall, parser: AnswerParser) -> Cha
     return message
 
 
-def _called(id_: str, call: ToolCall, parsing: Parsing) -> ChatToolCall:
+def _called(id_: str, call: ParsedToolCall, parsing: Parsing) -> ChatToolCall:
     if call.name in parsing.custom:
         return ChatToolCall(id=id_, type="custom", custom=CalledCustom(call.name, input_of(call.arguments)))
     return ChatToolCall(id=id_, function=CalledFunction(call.name, call.arguments))
@@ -219,8 +220,8 @@ def told_prompt_logprobs(deltas: Sequence[Delta], chat: ChatCall) -> PromptLogpr
     return prompt_logprobs(entries, chat.generation.model.text.tokens, chat.generation.prompts[0], top)
 
 
-def heading_of(opened: OpenRequest, chat: ChatCall) -> Heading:
-    return Heading.of(chat.generation.id, opened.created, chat.body.model, chat.generation.model)
+def heading_of(opened: OpenRequest, chat: ChatCall) -> ChunkHeader:
+    return ChunkHeader.of(chat.generation.id, opened.created, chat.body.model, chat.generation.model)
 
 
 def _max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
@@ -233,7 +234,7 @@ def _max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
     return wanted, name
 
 
-def _warnings(call: Call, body: ChatCompletionRequest) -> list[str]:
+def _warnings(call: RequestContext, body: ChatCompletionRequest) -> list[str]:
     found = call.warnings(type(body))
     for message in call.plain["messages"]:
         found += unknown_fields(Message, message, "messages[].")

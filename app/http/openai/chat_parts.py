@@ -6,11 +6,18 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ...gateway.open_request import OpenRequest
-from ...text.answer_parts import THINK, THOUGHT, AnswerParser, Thinking, thinking_after
-from ...text.chat_prompt import Chat, RenderedChat
-from ...text.model_text import ModelText
-from ...text.tool_calls import ToolSyntax, tool_syntax
-from .fields import ChatCompletionRequest
+from ...text.chat_template import Chat, RenderedChat
+from ...text.output_parser import (
+    THINK,
+    THOUGHT,
+    OutputParser,
+    Thinking,
+    ToolSyntax,
+    thinking_after,
+    tool_syntax,
+)
+from ...text.tokenizer import TextModel
+from .request_types import ChatCompletionRequest
 from .tools import custom_names
 
 
@@ -25,7 +32,7 @@ class Parsing:
     tells_thoughts: bool
 
     @classmethod
-    def of(cls, body: ChatCompletionRequest, text: ModelText, chat: Chat, prompt: RenderedChat) -> "Parsing":
+    def of(cls, body: ChatCompletionRequest, text: TextModel, chat: Chat, prompt: RenderedChat) -> "Parsing":
         continued = chat.messages[-1]["content"] if chat.continue_final_message else None
         return cls(
             thinking=thinking_after(text.chat_template or "", prompt.marked, continued),
@@ -41,10 +48,10 @@ class Parsing:
         """Otherwise an answer is its text."""
         return self.thinking != "no" or self.tools is not None
 
-    def parser(self) -> AnswerParser:
-        return AnswerParser(self.thinking, self.tools, self.names, self.most_calls)
+    def parser(self) -> OutputParser:
+        return OutputParser(self.thinking, self.tools, self.names, self.most_calls)
 
-    def needs_special(self, text: ModelText) -> bool:
+    def needs_special(self, text: TextModel) -> bool:
         """Whether a mark is a special token, which texts otherwise leave out."""
         marks = [] if self.thinking == "no" else [THINK, THOUGHT]
         if self.tools is not None:
@@ -57,18 +64,18 @@ def call_id(answer: str, choice: int, number: int) -> str:
     return hashlib.sha256(f"{answer}:{choice}:{number}".encode()).hexdigest()[:9]
 
 
-def final_reason(reason: str, parser: AnswerParser) -> str:
+def final_reason(reason: str, parser: OutputParser) -> str:
     return "tool_calls" if parser.called and reason == "stop" else reason
 
 
-def reasoning_tokens(opened: OpenRequest, parsers: Sequence[AnswerParser]) -> int:
+def reasoning_tokens(opened: OpenRequest, parsers: Sequence[OutputParser]) -> int:
     """Of all choices, the mark at the end of the thoughts included. For answers that have ended."""
     text = opened.generation.model.text
     pairs = zip(opened.sequences, parsers, strict=True)
     return sum(_thoughts(sequence.output_ids, text) for sequence, parser in pairs if parser.thought)
 
 
-def _thoughts(ids: list[int], text: ModelText) -> int:
+def _thoughts(ids: list[int], text: TextModel) -> int:
     end = text.tokenizer.token_to_id(THOUGHT)
     if end is not None:
         return ids.index(end) + 1 if end in ids else len(ids)

@@ -9,20 +9,12 @@ from msgspec import UNSET
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Delta
 from ...gateway.open_request import OpenRequest
-from ...text.answer_parts import Parts
-from ...text.off_loop import off_loop
-from ...text.tool_calls import ToolCall
-from ..sse import data_event
-from .chat import (
-    ChatCall,
-    heading_of,
-    store_answer,
-    told_logprobs,
-    told_prompt_logprobs,
-    whole_answer,
-)
+from ...text.output_parser import ParsedOutput, ParsedToolCall
+from ...util.threads import off_loop
+from ..server.sse import data_event
+from .chat import ChatCall, heading_of, store_answer, told_logprobs, told_prompt_logprobs, whole_answer
 from .chat_parts import call_id, final_reason, reasoning_tokens
-from .responses import (
+from .response_types import (
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
@@ -31,7 +23,7 @@ from .responses import (
     FunctionDelta,
     ToolCallDelta,
 )
-from .storing import NOT_STORED, Store
+from .stored import NOT_STORED, Store
 from .tools import input_of
 
 
@@ -134,7 +126,7 @@ class _Chunks:
         )
         return said if delta.finish_reason is None else said + self._finish(delta, last=last)
 
-    def _spoken(self, delta: Delta, parts: Parts, number: int) -> list[ChatDelta]:
+    def _spoken(self, delta: Delta, parts: ParsedOutput, number: int) -> list[ChatDelta]:
         """`number`: calls before these."""
         said = []
         if parts.reasoning and self._chat.parsing.tells_thoughts:
@@ -185,7 +177,7 @@ class _Chunks:
         return before, after
 
 
-def _function(index: int, id_: str, call: ToolCall) -> tuple[ToolCallDelta, ToolCallDelta]:
+def _function(index: int, id_: str, call: ParsedToolCall) -> tuple[ToolCallDelta, ToolCallDelta]:
     named = FunctionDelta(name=call.name, arguments="")
     rest = FunctionDelta(arguments=call.arguments)
     return (
@@ -194,7 +186,7 @@ def _function(index: int, id_: str, call: ToolCall) -> tuple[ToolCallDelta, Tool
     )
 
 
-def _custom(index: int, id_: str, call: ToolCall) -> tuple[ToolCallDelta, ToolCallDelta]:
+def _custom(index: int, id_: str, call: ParsedToolCall) -> tuple[ToolCallDelta, ToolCallDelta]:
     named = CustomDelta(name=call.name, input="")
     rest = CustomDelta(input=input_of(call.arguments))
     return (

@@ -5,23 +5,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from llmbox.engine.messages import TokenLogprobs
-from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.ipc.messages import TokenLogprobs
+from llmbox.engine.sampling_params import SamplingParams
 
 from ...engines.loaded_model import LoadedModel
-from ...gateway.gateway import Gateway
+from ...gateway.gateway import Gateway, model_limit
 from ...gateway.generation import Delta, Generation, TokenEntry
 from ...gateway.open_request import OpenRequest
 from ...text.fim import fim_prompt, fim_stop_ids
-from ...text.off_loop import off_loop
-from ..sse import data_event
-from .context import Call, Heading
+from ...util.threads import off_loop
+from ..server.sse import data_event
 from .deadlines import Deadlines
-from .fields import CompletionRequest
 from .logprobs import append_completion_entry, completion_logprobs, prompt_logprobs
-from .prepared import Prepared
-from .prompt_ids import check_prompts, prompt_ids, prompt_items, truncated
-from .responses import Completion, CompletionChoice, CompletionLogprobs, CompletionUsage
+from .prepared_request import CheckedRequest
+from .request_context import ChunkHeader, RequestContext
+from .request_types import CompletionRequest
+from .response_types import Completion, CompletionChoice, CompletionLogprobs, CompletionUsage
 from .sampling import (
     Logprobs,
     check_alternatives,
@@ -32,13 +31,71 @@ from .sampling import (
     sampling_params,
     stop_strings,
 )
-from .structured import constrained, unknown_inside, wanted_answer
+from .structured_output import constrained, unknown_inside, wanted_answer
 from .unsupported import refuse_unsupported
 
-CompletionCall = Prepared[CompletionRequest]
+
+def prompt_items(given: Any, param: str) -> list[Any]:
+    """Each a text, or a list of ids. Raises ApiError 400."""
+    if isinstance(given, str):
+        given = [given]
+    if not given:
+        raise invalid(param, "it must not be empty")
+    items: list[Any] = [given] if isinstance(given[0], int) else list(given)
+    if len({type(item) for item in (given if isinstance(given[0], int) else items)}) > 1:
+        raise invalid(param, "a list holds either texts, or token ids, or lists of token ids")
+    return items
 
 
-async def prepare_completion(call: Call, body: CompletionRequest) -> CompletionCall:
+def truncated(
+    prompts: list[list[int]], most: int | None, max_tokens: int | None, model: LoadedModel
+) -> tuple[list[list[int]], list[str]]:
+    """The last `most` ids of each (-1: as many as leave room for `max_tokens`), and a warning about the rest.
+
+    Raises ApiError 400 for a length that no prompt may have.
+    """
+    if most is None:
+        return prompts, []
+    limit = model_limit(model)
+    if most == 0 or most > limit:
+        raise invalid("truncate_prompt_tokens", f"it is -1, or 1 to this model's context of {limit} tokens")
+    keep = most if most > 0 else limit - max(max_tokens or 1, 1)
+    if keep < 1:
+        raise invalid("truncate_prompt_tokens", "the output that is asked for leaves no room for a prompt")
+    cut = [ids[-keep:] for ids in prompts]
+    lost = sum(map(len, prompts)) - sum(map(len, cut))
+    where = "The prompt" if len(prompts) == 1 else "Prompts"
+    told = f"{where} lost {lost} tokens at the beginning, as 'truncate_prompt_tokens' asks."
+    return cut, [told] if lost else []
+
+
+async def prompt_ids(items: list[Any], param: str, model: LoadedModel, *, special: bool) -> list[list[int]]:
+    """Of `prompt_items`. Raises ApiError 400."""
+
+    def encode() -> list[list[int]]:
+        return [model.text.encode(i, add_special_tokens=special) if isinstance(i, str) else i for i in items]
+
+    prompts = await model.text.off_loop(sum(map(len, items)), encode)
+    check_prompts(prompts, param, model)
+    return prompts
+
+
+def check_prompts(prompts: list[list[int]], param: str, model: LoadedModel) -> None:
+    """Raises ApiError 400 where a prompt has no tokens, or one that the model has no embedding for."""
+    info = model.supervisor.info
+    assert info is not None
+    for i, ids in enumerate(prompts):
+        place = param if len(prompts) == 1 else f"{param}[{i}]"
+        if not ids:
+            raise invalid(place, "it makes a prompt of no tokens, and a model needs one token to begin with")
+        if max(ids) >= info.vocab_size:
+            raise invalid(place, f"token id {max(ids)} is not in the vocabulary of {info.vocab_size}")
+
+
+CompletionCall = CheckedRequest[CompletionRequest]
+
+
+async def prepare_completion(call: RequestContext, body: CompletionRequest) -> CompletionCall:
     """Raises ApiError for everything that can be known before the engine has it."""
     refuse_unsupported(body)
     check_common(body, call.limits)
@@ -96,7 +153,7 @@ async def prepare_completion(call: Call, body: CompletionRequest) -> CompletionC
         first_token_by=deadlines.first_token_by,
         prompt_param="prompt",
     )
-    return Prepared(body, generation, call.warnings(type(body)) + unknown_inside(call.plain) + cut)
+    return CheckedRequest(body, generation, call.warnings(type(body)) + unknown_inside(call.plain) + cut)
 
 
 async def _fim_prompts(items: list[Any], body: CompletionRequest, model: LoadedModel) -> list[list[int]]:
@@ -152,7 +209,9 @@ class _Writer:
         self._call = call
         self._body = call.body
         self._text = call.generation.model.text
-        self._heading = Heading.of(call.generation.id, opened.created, call.body.model, call.generation.model)
+        self._heading = ChunkHeader.of(
+            call.generation.id, opened.created, call.body.model, call.generation.model
+        )
         self.with_usage = call.usage_at_end
         self._running_usage = call.usage_in_chunks
         self._told: set[int] = set()

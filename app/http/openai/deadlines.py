@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from .context import Call
-from .fields import GenerationFields
+from .request_context import RequestContext
+from .request_types import GenerationFields
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class Deadlines:
     first_token_by: float | None
 
     @classmethod
-    def of(cls, call: Call, fields: GenerationFields | None = None) -> "Deadlines":
+    def of(cls, call: RequestContext, fields: GenerationFields | None = None) -> "Deadlines":
         limits = call.limits
         most, most_to_first = limits.request_timeout, limits.first_token_timeout
         if call.caller.is_background:  # nobody waits: the batch's own time bounds it
@@ -27,6 +27,6 @@ class Deadlines:
         return min((at for at in (self.finish_by, self.first_token_by) if at is not None), default=None)
 
 
-def _at(call: Call, asked: float | None, most: float) -> float | None:
+def _at(call: RequestContext, asked: float | None, most: float) -> float | None:
     seconds = [value for value in (asked, most or None) if value is not None]
     return call.arrived + min(seconds) if seconds else None

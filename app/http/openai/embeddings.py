@@ -7,20 +7,20 @@ from typing import Final
 import msgspec
 from msgspec import UNSET
 
-from llmbox.engine.sampling import Pooling, SamplingParams
+from llmbox.engine.sampling_params import Pooling, SamplingParams
 
 from ...engines.loaded_model import LoadedModel
 from ...engines.reservation import QueueReservation
 from ...errors import ApiError
+from ...gateway.embeddings import as_base64, unit_vector
 from ...gateway.gateway import Gateway
-from ...gateway.generation import Generation, Usage
-from ...gateway.vectors import as_base64, unit_vector
-from ...text.off_loop import off_loop
-from .context import Call
+from ...gateway.generation import Generation, TokenUsage
+from ...util.threads import off_loop
+from .completions import prompt_ids, prompt_items, truncated
 from .deadlines import Deadlines
-from .fields import EmbeddingRequest
-from .prompt_ids import prompt_ids, prompt_items, truncated
-from .responses import Embedding, EmbeddingList, EmbeddingUsage
+from .request_context import RequestContext
+from .request_types import EmbeddingRequest
+from .response_types import Embedding, EmbeddingList, EmbeddingUsage
 from .sampling import invalid, public_id
 from .unsupported import refuse_unsupported
 
@@ -33,10 +33,10 @@ class Pooled:
     """What the engine made of each prompt, as `Delta.vector`."""
 
     vectors: list[bytes]
-    usage: Usage
+    usage: TokenUsage
 
 
-async def prepare_embeddings(call: Call, body: EmbeddingRequest) -> Generation:
+async def prepare_embeddings(call: RequestContext, body: EmbeddingRequest) -> Generation:
     """Raises ApiError for everything that can be known before the engine has it."""
     refuse_unsupported(body)
     items = prompt_items(body.input, "input")
@@ -76,7 +76,7 @@ def check_dimensions(dimensions: int | None, model: LoadedModel) -> None:
 
 
 def pooled_generation(
-    call: Call,
+    call: RequestContext,
     model: LoadedModel,
     prompts: list[list[int]],
     *,
@@ -100,7 +100,7 @@ def pooled_generation(
 
 
 def pooled(
-    call: Call,
+    call: RequestContext,
     model: LoadedModel,
     prompts: list[list[int]],
     pooling: Pooling,

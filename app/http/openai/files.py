@@ -15,11 +15,11 @@ from ...errors import ApiError
 from ...services import Services
 from ...store.batches import Batch, BatchPage
 from ...store.files import StoredFile
-from ..guard import Access
+from ..auth.guard import Access
 from .batches import OutputKind, find_output, has_output, output_id, output_lines
-from .context import HttpRequest
+from .request_context import HttpRequest
 from .sampling import invalid
-from .stored_pages import Deleted, Order, services_and_owner
+from .stored import Deleted, Order, services_and_owner
 
 _PATH = "/v1/files"
 _ONE = _PATH + "/{file_id:str}"

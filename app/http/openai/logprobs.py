@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from llmbox.engine.messages import TokenLogprobs
+from llmbox.engine.ipc.messages import TokenLogprobs
 
 from ...gateway.generation import TokenEntry
 from ...text.token_bytes import TokenBytes
-from .responses import (
+from .response_types import (
     ChatLogprobs,
     CompletionLogprobs,
     PromptLogprobs,

@@ -9,22 +9,22 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from llmbox.engine.errors import ModelError
-from llmbox.engine.sampling import Pooling
+from llmbox.engine.sampling_params import Pooling
 
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
+from ...gateway.embeddings import as_base64, unit_vector
 from ...gateway.generation import Generation
-from ...gateway.vectors import as_base64, unit_vector
 from ...text.classifier import Classifier, not_a_classifier, read_classifier
-from ...text.judge import Judge, judged_prompts
-from ...text.off_loop import off_loop
-from .context import Call
+from ...text.reranker import Reranker, judged_prompts
+from ...util.threads import off_loop
+from .completions import check_prompts, prompt_ids, prompt_items, truncated
 from .deadlines import Deadlines
 from .embeddings import check_dimensions, check_inputs, pool, pooled, pooled_generation
-from .fields import EmbeddingRequest, Name, Priority, RequestId, Salt, Tag, TokenId, TruncateTo
-from .prompt_ids import check_prompts, prompt_ids, prompt_items, truncated
+from .request_context import RequestContext
+from .request_types import EmbeddingRequest, Name, Priority, RequestId, Salt, Tag, TokenId, TruncateTo
 from .rerank import find_judge
-from .responses import EmbeddingUsage
+from .response_types import EmbeddingUsage
 from .sampling import invalid, public_id
 from .unsupported import refuse_unsupported
 
@@ -113,13 +113,13 @@ class PoolingList(Struct, kw_only=True):
 @dataclass(frozen=True, slots=True)
 class ScoreCall:
     generation: Generation
-    judge: Judge | None
+    judge: Reranker | None
     """None: by the vectors of both texts, those of `text_1` first."""
     pairs: list[tuple[int, int]]
     """Places of both texts among the vectors."""
 
 
-async def prepare_score(call: Call, body: ScoreRequest) -> ScoreCall:
+async def prepare_score(call: RequestContext, body: ScoreRequest) -> ScoreCall:
     """Raises ApiError for everything that can be known before the engine has it."""
     left, right = (_texts(body, name) for name in ("text_1", "text_2"))
     if len(left) not in {1, len(right)}:
@@ -149,7 +149,7 @@ async def prepare_score(call: Call, body: ScoreRequest) -> ScoreCall:
     return ScoreCall(generation, judge, [])
 
 
-async def run_score(call: Call, body: ScoreRequest, prepared: ScoreCall) -> ScoreList:
+async def run_score(call: RequestContext, body: ScoreRequest, prepared: ScoreCall) -> ScoreList:
     """Raises ApiError."""
     found = await pool(call.gateway, prepared.generation)
     size = sum(map(len, found.vectors))
@@ -165,7 +165,9 @@ async def run_score(call: Call, body: ScoreRequest, prepared: ScoreCall) -> Scor
     )
 
 
-async def classify(call: Call, body: ClassifyRequest, model: LoadedModel, found: Classifier) -> ClassList:
+async def classify(
+    call: RequestContext, body: ClassifyRequest, model: LoadedModel, found: Classifier
+) -> ClassList:
     """Raises ApiError."""
     generation = await _inputs(call, body, model, "classify", "last")
     result = await pool(call.gateway, generation)
@@ -205,7 +207,7 @@ async def require_classifier(model: LoadedModel) -> Classifier:
     return found
 
 
-async def run_pooling(call: Call, body: PoolingRequest) -> bytes:
+async def run_pooling(call: RequestContext, body: PoolingRequest) -> bytes:
     """The answer's JSON. Raises ApiError."""
     with call.recording_refusals():
         refuse_unsupported(body)
@@ -252,7 +254,7 @@ def _texts(body: ScoreRequest, name: str) -> list[str]:
     return texts
 
 
-async def _judge_of(model: LoadedModel) -> Judge | None:
+async def _judge_of(model: LoadedModel) -> Reranker | None:
     """None for a model for vectors, whose cosine is the score. Raises ApiError 400 for what is neither."""
     info = model.supervisor.info
     assert info is not None
@@ -265,7 +267,7 @@ async def _judge_of(model: LoadedModel) -> Judge | None:
 
 
 async def _judged(
-    call: Call, model: LoadedModel, left: list[str], right: list[str], instruction: str | None
+    call: RequestContext, model: LoadedModel, left: list[str], right: list[str], instruction: str | None
 ) -> list[list[int]]:
     """One question a pair; the template is rendered once for all pairs with the same `text_1`."""
     queries = left if len(left) > 1 else left * len(right)
@@ -288,7 +290,7 @@ def _scores(prepared: ScoreCall, vectors: Sequence[bytes]) -> list[float]:
 
 
 async def _inputs(
-    call: Call, body: Any, model: LoadedModel, prefix: str, pooling: Pooling | None
+    call: RequestContext, body: Any, model: LoadedModel, prefix: str, pooling: Pooling | None
 ) -> Generation:
     """Of `input`; `pooling`: that of the model's folder where it is None."""
     items = prompt_items(body.input, "input")

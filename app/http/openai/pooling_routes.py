@@ -5,12 +5,10 @@ from typing import Annotated, Any
 from litestar import Response, Router, post
 from litestar.params import Body
 
-from ..disconnect import while_connected
-from ..guard import Access
-from .context import Call, HttpRequest
+from ..auth.guard import Access
+from ..server.sse import while_connected
 from .deadlines import Deadlines
 from .embeddings import embed, prepare_embeddings
-from .fields import EmbeddingRequest, RerankRequest
 from .pooling import (
     ClassifyRequest,
     ClassList,
@@ -24,8 +22,10 @@ from .pooling import (
     run_pooling,
     run_score,
 )
+from .request_context import HttpRequest, RequestContext
+from .request_types import EmbeddingRequest, RerankRequest
 from .rerank import prepare_rerank, rank
-from .responses import EmbeddingList, Ranking
+from .response_types import EmbeddingList, Ranking
 
 
 @post(
@@ -39,7 +39,7 @@ async def embeddings(
     request: HttpRequest, data: Annotated[EmbeddingRequest, Body()]
 ) -> Response[EmbeddingList]:
     """A vector for each text."""
-    call = await Call.of(request)
+    call = await RequestContext.of(request)
     with call.recording_refusals():
         generation = await prepare_embeddings(call, data)
     work = embed(call.gateway, generation, data, call.warnings(EmbeddingRequest))
@@ -77,7 +77,7 @@ async def rerank_v2(request: HttpRequest, data: Annotated[RerankRequest, Body()]
 
 
 async def _ranked(request: HttpRequest, data: RerankRequest, *, tells_documents: bool) -> Response[Ranking]:
-    call = await Call.of(request)
+    call = await RequestContext.of(request)
     if data.return_documents is None:
         data.return_documents = tells_documents
     with call.recording_refusals():
@@ -104,7 +104,7 @@ async def score_plain(request: HttpRequest, data: Annotated[ScoreRequest, Body()
 
 
 async def _scored(request: HttpRequest, data: ScoreRequest) -> Response[ScoreList]:
-    call = await Call.of(request)
+    call = await RequestContext.of(request)
     with call.recording_refusals():
         prepared = await prepare_score(call, data)
     return Response(await while_connected(request.receive, run_score(call, data, prepared)))
@@ -121,7 +121,7 @@ async def classify_texts(
     request: HttpRequest, data: Annotated[ClassifyRequest, Body()]
 ) -> Response[ClassList]:
     """The probability of each class, from a model that sorts texts."""
-    call = await Call.of(request)
+    call = await RequestContext.of(request)
     with call.recording_refusals():
         model = await call.find_model(data.model, Deadlines.of(call).next)
         found = await require_classifier(model)
@@ -137,7 +137,7 @@ async def classify_texts(
 )
 async def pooling(request: HttpRequest, data: Annotated[PoolingRequest, Body()]) -> Response[PoolingList]:
     """A vector, or probabilities of classes, for each text."""
-    call = await Call.of(request)
+    call = await RequestContext.of(request)
     encoded: Any = await while_connected(request.receive, run_pooling(call, data))
     return Response(encoded, media_type="application/json")
 

@@ -9,13 +9,13 @@ from llmbox.engine.errors import ModelError
 from ...engines.loaded_model import LoadedModel
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Generation
-from ...text.judge import Judge, answer_ids, judged_prompts, not_a_judge, read_judge
-from ...text.off_loop import off_loop
-from .context import Call
+from ...text.reranker import Reranker, answer_ids, judged_prompts, not_a_judge, read_judge
+from ...util.threads import off_loop
+from .completions import check_prompts
 from .embeddings import check_inputs, pool, pooled
-from .fields import RerankRequest
-from .prompt_ids import check_prompts
-from .responses import EmbeddingUsage, Ranked, RankedDocument, Ranking
+from .request_context import RequestContext
+from .request_types import RerankRequest
+from .response_types import EmbeddingUsage, Ranked, RankedDocument, Ranking
 from .sampling import invalid, public_id
 from .unsupported import refuse_unsupported
 
@@ -23,12 +23,12 @@ from .unsupported import refuse_unsupported
 @dataclass(frozen=True, slots=True)
 class Judged:
     generation: Generation
-    judge: Judge
+    judge: Reranker
     documents: list[str]
     warnings: list[str]
 
 
-async def prepare_rerank(call: Call, body: RerankRequest) -> Judged:
+async def prepare_rerank(call: RequestContext, body: RerankRequest) -> Judged:
     """Raises ApiError for everything that can be known before the engine has it."""
     refuse_unsupported(body)
     documents = [each if isinstance(each, str) else each.text for each in body.documents]
@@ -63,7 +63,7 @@ async def _cut(documents: list[str], most: int | None, model: LoadedModel) -> tu
     return cut, [told] if count else []
 
 
-async def find_judge(model: LoadedModel) -> Judge:
+async def find_judge(model: LoadedModel) -> Reranker:
     """Raises ApiError 400."""
     info = model.supervisor.info
     assert info is not None

@@ -6,43 +6,28 @@ from typing import Annotated, Any
 from litestar import Response, Router, delete, get, post
 from litestar.params import Body, Parameter, QueryParameter
 
-from ...control.control import Control
+from ...control.controller import DaemonController
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import context_limit
-from ...text.model_text import read_tokenizer_config
-from ...text.off_loop import off_loop
-from ..credentials import identity_of
-from ..disconnect import while_connected
-from ..guard import Access
+from ...text.tokenizer import read_tokenizer_config
+from ...util.threads import off_loop
+from ..auth.credentials import identity_of
+from ..auth.guard import Access
 from ..model_pages import ModelInfo, ModelInfoPage, is_anthropic_client, model_info, model_page
-from ..sse import EventStreamResponse
+from ..server.sse import EventStreamResponse, while_connected
 from .batches import openai_batches_router
 from .chat import chat_ids, complete_chat, prepare_chat
+from .chat_messages import build_chat
 from .chat_stream import stream_chat
 from .completions import complete, prepare_completion, stream_completion
-from .context import Call, HttpRequest
-from .fields import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 from .files import files_router
-from .messages import build_chat
 from .pooling_routes import pooling_router
-from .responses import (
-    ChatCompletion,
-    Completion,
-    DeletedModel,
-    Detokenized,
-    Model,
-    ModelList,
-    Tokenized,
-)
+from .request_context import HttpRequest, RequestContext
+from .request_types import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .response_types import ChatCompletion, Completion, DeletedModel, Detokenized, Model, ModelList, Tokenized
 from .sampling import invalid
-from .stored_chats import stored_chats_router
-from .storing import Store
+from .stored import Store, stored_chats_router
 from .unsupported import refuse_unsupported
 
 
@@ -57,7 +42,7 @@ async def chat_completions(
     request: HttpRequest, data: Annotated[ChatCompletionRequest, Body()]
 ) -> Response[ChatCompletion]:
     """The model's next message in a conversation; server-sent events with `stream`."""
-    call = await Call.of(request)
+    call = await RequestContext.of(request)
     with call.recording_refusals():
         store = Store.wanted(call, "chat", data, call.plain["messages"])
         chat = await prepare_chat(call, data)
@@ -77,7 +62,7 @@ async def completions(
     request: HttpRequest, data: Annotated[CompletionRequest, Body()]
 ) -> Response[Completion]:
     """How a raw prompt goes on; server-sent events with `stream`."""
-    call = await Call.of(request)
+    call = await RequestContext.of(request)
     with call.recording_refusals():
         completion = await prepare_completion(call, data)
     if data.stream:
@@ -96,7 +81,7 @@ async def models(
 
     Pages, and Anthropic's shape, are for requests with the header `anthropic-version` or `x-api-key`.
     """
-    listed = await listed_models(await Call.of(request))
+    listed = await listed_models(await RequestContext.of(request))
     if is_anthropic_client(request):
         return model_page(listed, limit, after_id, before_id)
     return ModelList(data=listed)
@@ -106,7 +91,7 @@ async def models(
 async def model(request: HttpRequest, model_id: Annotated[str, Parameter()]) -> Model | ModelInfo:
     """One of them; ids may contain slashes."""
     wanted = model_id.removeprefix("/")
-    for found in await listed_models(await Call.of(request)):
+    for found in await listed_models(await RequestContext.of(request)):
         if found.id == wanted:
             return model_info(found) if is_anthropic_client(request) else found
     raise ApiError(404, f"The model {wanted!r} does not exist here.", code="model_not_found", param="model")
@@ -121,7 +106,7 @@ async def model(request: HttpRequest, model_id: Annotated[str, Parameter()]) -> 
 )
 async def remove_model(request: HttpRequest, model_id: Annotated[str, Parameter()]) -> DeletedModel:
     """Delete a model from this disk, as `llmbox rm` does; one that was adopted is only forgotten."""
-    control: Control = request.app.state.control
+    control: DaemonController = request.app.state.control
     name = model_id.removeprefix("/")
     identity_of(request).require_model(name)
     await control.library.remove([name])
@@ -131,7 +116,7 @@ async def remove_model(request: HttpRequest, model_id: Annotated[str, Parameter(
 @post("/tokenize", status_code=200, opt={"access": Access.INFER}, name="tokenize", operation_id="tokenize")
 async def tokenize(request: HttpRequest, data: Annotated[TokenizeRequest, Body()]) -> Tokenized:
     """Token ids of a text, or of a conversation as the model would see it."""
-    call = await Call.of(request)
+    call = await RequestContext.of(request)
     refuse_unsupported(data)
     if (data.prompt is None) == (data.messages is None):
         raise invalid("prompt", "exactly one of 'prompt' and 'messages' is needed")
@@ -157,7 +142,7 @@ async def tokenize(request: HttpRequest, data: Annotated[TokenizeRequest, Body()
 )
 async def detokenize(request: HttpRequest, data: Annotated[DetokenizeRequest, Body()]) -> Detokenized:
     """The text of token ids, special tokens by name."""
-    call = await Call.of(request)
+    call = await RequestContext.of(request)
     model = await call.find_model(data.model)
     info = model.supervisor.info
     assert info is not None
@@ -172,13 +157,13 @@ async def tokenizer_info(
     request: HttpRequest, model: Annotated[str | None, QueryParameter(max_length=512)] = None
 ) -> dict[str, Any]:
     """A model's `tokenizer_config.json`, with the chat template that is used."""
-    call = await Call.of(request)
+    call = await RequestContext.of(request)
     found = await call.find_model(model)
     config = await asyncio.to_thread(read_tokenizer_config, found.path)
     return {"tokenizer_class": "PreTrainedTokenizerFast", **config, "chat_template": found.text.chat_template}
 
 
-async def listed_models(call: Call) -> list[Model]:
+async def listed_models(call: RequestContext) -> list[Model]:
     shown = _loaded(call)
     for offer in [] if call.services.offers is None else await call.services.offers():
         target = call.services.engines.find(call.services.real_name(offer.name))
@@ -195,7 +180,7 @@ async def listed_models(call: Call) -> list[Model]:
     return list(shown.values())
 
 
-def _loaded(call: Call) -> dict[str, Model]:
+def _loaded(call: RequestContext) -> dict[str, Model]:
     shown: dict[str, Model] = {}
     for model in call.services.engines.models():
         for name in (model.name, *sorted(model.aliases)):
@@ -207,7 +192,9 @@ def _loaded(call: Call) -> dict[str, Model]:
     return shown
 
 
-def _show(shown: dict[str, Model], call: Call, name: str, model: LoadedModel, cap: int | None) -> None:
+def _show(
+    shown: dict[str, Model], call: RequestContext, name: str, model: LoadedModel, cap: int | None
+) -> None:
     """`cap`: an alias's context."""
     info = model.supervisor.info
     if info is not None and name not in shown and call.caller.may_use_model(name):

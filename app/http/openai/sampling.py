@@ -4,14 +4,14 @@ import secrets
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.sampling_params import SamplingParams
 
+from ...config.schema import LimitSettings
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import Gateway
-from ...gateway.seeds import draw_seed
-from ...settings import LimitSettings
-from .fields import GenerationFields
+from ...gateway.generation import draw_seed
+from .request_types import GenerationFields
 
 _MOST_BAD_WORDS = 1024
 

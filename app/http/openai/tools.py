@@ -12,7 +12,7 @@ import msgspec
 
 from ...text.grammars import Grammar, json_input
 from ...text.json_lark import LarkError, lark_in_json
-from .fields import (
+from .request_types import (
     AllowedChoice,
     ChatCompletionRequest,
     CustomFunction,

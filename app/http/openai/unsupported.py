@@ -6,7 +6,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from ...errors import ApiError
-from .fields import Later, Never
+from .request_types import Later, Never
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "functions": ([],),

@@ -7,11 +7,11 @@ from msgspec import UNSET, Struct, UnsetType
 
 from ...gateway.gateway import Gateway
 from ..openai.chat_parts import reasoning_tokens
-from ..openai.context import Call
-from .answers import ResponseUsage
-from .fields import CompactRequest, ResponseRequest
+from ..openai.request_context import RequestContext
 from .items import summary_item
 from .prepare import prepare_response
+from .request_types import CompactRequest, ResponseRequest
+from .response_types import ResponseUsage
 from .translate import items_of
 from .writer import PreparedResponse
 
@@ -38,7 +38,7 @@ class PreparedSummary:
     kept: list[dict[str, Any]]
 
 
-async def prepare_summary(call: Call, data: CompactRequest) -> PreparedSummary:
+async def prepare_summary(call: RequestContext, data: CompactRequest) -> PreparedSummary:
     """What does not fit is left out, oldest first. Raises ApiError."""
     asked = "\n\n".join(filter(None, (_INSTRUCTIONS, data.instructions)))
     own = items_of(data.input)

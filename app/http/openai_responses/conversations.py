@@ -9,16 +9,15 @@ from litestar.params import Body, FromPath
 from msgspec import Struct
 
 from ...errors import ApiError
-from ...store.stored import StoredAnswer
-from ..guard import Access
-from ..openai.context import HttpRequest
+from ...store.stored_answers import StoredAnswer
+from ..auth.guard import Access
+from ..openai.request_context import HttpRequest
 from ..openai.sampling import invalid
-from ..openai.stored_pages import After, Deleted, Limit, Order, Page, page_after, services_and_owner
-from ..openai.storing import check_metadata
-from ..request import StrictRequest
-from .conversation import check_room, find_conversation, require_storing, with_ids
+from ..openai.stored import After, Deleted, Limit, Order, Page, check_metadata, page_after, services_and_owner
+from ..server.request import StrictRequest
 from .items import chat_messages
 from .tools import joined_name, with_places
+from .translate import check_room, find_conversation, require_storing, with_ids
 
 _PATH = "/v1/conversations/{conversation_id:str}"
 _ITEMS, _ITEM = _PATH + "/items", _PATH + "/items/{item_id:str}"

@@ -6,7 +6,7 @@ Used while an answer is made, and again when a stored one is told as a stream.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .answers import message_item, reasoning_item, text_part
+from .response_types import message_item, reasoning_item, text_part
 
 Event = dict[str, Any]
 

@@ -8,7 +8,7 @@ import msgspec
 
 from ...errors import ApiError
 from ..openai.sampling import invalid
-from .fields import (
+from .request_types import (
     CallOutputItem,
     CompactionItem,
     CustomCallItem,

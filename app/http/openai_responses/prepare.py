@@ -6,17 +6,16 @@ from typing import Any
 from ...engines.loaded_model import LoadedModel
 from ...gateway.gateway import model_limit
 from ..openai.chat import chat_ids
-from ..openai.context import Call
-from ..openai.messages import build_chat
-from ..openai.prompt_ids import check_prompts
+from ..openai.chat_messages import build_chat
+from ..openai.completions import check_prompts
+from ..openai.dialect import chat_request, prepare_translated
+from ..openai.request_context import RequestContext
 from ..openai.sampling import invalid
-from ..openai.storing import Store
-from ..openai.translated import chat_request, prepare_translated
+from ..openai.stored import Store
 from ..openai.unsupported import refuse_unsupported, unknown_fields
-from .conversation import append_to, items_before
-from .fields import PromptFields, ResponseRequest
+from .request_types import PromptFields, ResponseRequest
 from .tools import Placed, Toolbox, with_places
-from .translate import LOGPROBS, chat_fields, items_of, prompt_fields
+from .translate import LOGPROBS, append_to, chat_fields, items_before, items_of, prompt_fields
 from .writer import PreparedResponse
 
 _NAMES = {
@@ -29,7 +28,9 @@ _ANSWER_SHARE = 4
 """Where no length is asked for, truncation leaves a quarter of the context for the answer."""
 
 
-async def prepare_response(call: Call, data: ResponseRequest, store: Store | None) -> PreparedResponse:
+async def prepare_response(
+    call: RequestContext, data: ResponseRequest, store: Store | None
+) -> PreparedResponse:
     """Raises ApiError for everything that can be known before the engine has it."""
     refuse_unsupported(data)
     conversation = await append_to(call, data)
@@ -47,7 +48,7 @@ async def prepare_response(call: Call, data: ResponseRequest, store: Store | Non
     return PreparedResponse(data, chat, tools, store, conversation)
 
 
-async def count_input_tokens(call: Call, data: PromptFields) -> int:
+async def count_input_tokens(call: RequestContext, data: PromptFields) -> int:
     """Of the prompt as it would be sent. Raises ApiError."""
     refuse_unsupported(data)
     items, tools = await _conversation(call, data)
@@ -59,7 +60,7 @@ async def count_input_tokens(call: Call, data: PromptFields) -> int:
     return await _count(call, model, data, await _fitting(call, model, data, items, tools, reserve), tools)
 
 
-async def _conversation(call: Call, data: PromptFields) -> tuple[list[Placed], Toolbox]:
+async def _conversation(call: RequestContext, data: PromptFields) -> tuple[list[Placed], Toolbox]:
     at, before = await items_before(call, data)
     own = items_of(data.input)
     if not own and not before:
@@ -69,7 +70,7 @@ async def _conversation(call: Call, data: PromptFields) -> tuple[list[Placed], T
 
 
 async def _fitting(
-    call: Call,
+    call: RequestContext,
     model: LoadedModel,
     data: PromptFields,
     items: Sequence[Placed],
@@ -89,7 +90,7 @@ async def _fitting(
 
 
 async def _count(
-    call: Call, model: LoadedModel, data: PromptFields, items: Sequence[Placed], tools: Toolbox
+    call: RequestContext, model: LoadedModel, data: PromptFields, items: Sequence[Placed], tools: Toolbox
 ) -> int:
     body = chat_request(prompt_fields(data, items, tools))
     ids = await chat_ids(call.gateway, model, build_chat(body, call.limits))
@@ -116,7 +117,7 @@ def _may_go(placed: Placed) -> bool:
     return item.get("role") not in _KEPT_ROLES and item.get("type") != "additional_tools"
 
 
-def _warnings(call: Call, data: ResponseRequest) -> list[str]:
+def _warnings(call: RequestContext, data: ResponseRequest) -> list[str]:
     found = unknown_fields(type(data), call.plain)
     if set(data.include or ()) - {LOGPROBS}:
         found.append(f"'include' has no effect but for {LOGPROBS!r}: answers hold all there is.")

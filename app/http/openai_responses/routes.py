@@ -5,19 +5,18 @@ from typing import Annotated
 from litestar import Response, Router, post
 from litestar.params import Body
 
-from ..disconnect import while_connected
-from ..guard import Access
-from ..openai.context import Call, HttpRequest
-from ..openai.storing import Store
+from ..auth.guard import Access
+from ..openai.request_context import HttpRequest, RequestContext
+from ..openai.stored import Store
 from ..openai.unsupported import refuse_unsupported
-from ..sse import EventStreamResponse
-from .alone import begin_alone, check_background
-from .answers import InputTokens, ResponseObject
+from ..server.sse import EventStreamResponse, while_connected
+from .background import begin_alone, check_background
 from .compact import CompactedResponse, prepare_summary, summarize
 from .conversations import conversations_router
-from .events import STREAM, complete_response, stream_response
-from .fields import CompactRequest, InputTokensRequest, ResponseRequest
 from .prepare import count_input_tokens, prepare_response
+from .request_types import CompactRequest, InputTokensRequest, ResponseRequest
+from .responder import STREAM, complete_response, stream_response
+from .response_types import InputTokens, ResponseObject
 from .stored import stored_responses_router
 from .translate import items_of
 
@@ -33,7 +32,7 @@ async def responses(
     request: HttpRequest, data: Annotated[ResponseRequest, Body()]
 ) -> Response[ResponseObject]:
     """The model's next turn as items; server-sent events with `stream`. Stored with `store: true` only."""
-    call = await Call.of(request)
+    call = await RequestContext.of(request)
     with call.recording_refusals():
         check_background(data)
         store = Store.wanted(call, "response", data, items_of(data.input), data.previous_response_id or "")
@@ -56,7 +55,7 @@ async def responses(
 )
 async def input_tokens(request: HttpRequest, data: Annotated[InputTokensRequest, Body()]) -> InputTokens:
     """How many tokens the prompt of such a request would have."""
-    call = await Call.of(request)
+    call = await RequestContext.of(request)
     with call.recording_refusals():
         return InputTokens(input_tokens=await count_input_tokens(call, data))
 
@@ -72,7 +71,7 @@ async def compact(
     request: HttpRequest, data: Annotated[CompactRequest, Body()]
 ) -> Response[CompactedResponse]:
     """A shorter conversation: the user's messages, and a summary of the rest that the model writes."""
-    call = await Call.of(request)
+    call = await RequestContext.of(request)
     with call.recording_refusals():
         refuse_unsupported(data)
         summary = await prepare_summary(call, data)

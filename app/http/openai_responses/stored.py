@@ -8,25 +8,16 @@ from litestar.params import FromPath, QueryParameter
 
 from ...errors import ApiError
 from ...services import Services
-from ...store.stored import StoredAnswer
-from ..guard import Access
-from ..openai.context import HttpRequest
+from ...store.stored_answers import StoredAnswer
+from ..auth.guard import Access
+from ..openai.request_context import HttpRequest
 from ..openai.sampling import invalid
-from ..openai.stored_pages import (
-    After,
-    Deleted,
-    Limit,
-    Order,
-    Page,
-    not_found,
-    page_after,
-    services_and_owner,
-)
-from ..sse import EventStreamResponse
-from .alone import LiveResponse
-from .answers import ResponseObject
-from .events import STREAM, framed
+from ..openai.stored import After, Deleted, Limit, Order, Page, not_found, page_after, services_and_owner
+from ..server.sse import EventStreamResponse
+from .background import LiveResponse
 from .item_writer import replay
+from .responder import STREAM, framed
+from .response_types import ResponseObject
 from .writer import CUTS
 
 _PATH = "/v1/responses/{response_id:str}"

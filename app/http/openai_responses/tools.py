@@ -10,12 +10,12 @@ from typing import Any, Final
 import msgspec
 
 from ...errors import ApiError
-from ...text.tool_calls import ToolCall
+from ...text.output_parser import ParsedToolCall
 from ..openai.sampling import invalid
 from ..openai.tools import input_of
 from ..openai.unsupported import refuse_unsupported, unknown_fields
-from .fields import AdditionalToolsItem, CustomTool, FunctionTool, NamespaceTool, ResponseToolChoice
 from .items import convert_item
+from .request_types import AdditionalToolsItem, CustomTool, FunctionTool, NamespaceTool, ResponseToolChoice
 
 Placed = tuple[str, dict[str, Any]]
 """An item with its place in the request."""
@@ -67,7 +67,7 @@ class Toolbox:
             raise invalid("tool_choice.tools", "at least one tool of 'tools' must be allowed")
         return {"type": "allowed_tools", "allowed_tools": {"mode": asked.mode, "tools": allowed}}
 
-    def item(self, call_id: str, call: ToolCall) -> dict[str, Any]:
+    def item(self, call_id: str, call: ParsedToolCall) -> dict[str, Any]:
         """A call of the model's as an item that has no id yet."""
         tool = self._by_name.get(call.name) or ResponseTool(call.name, None, custom=False)
         named = {"call_id": call_id, "name": tool.name}

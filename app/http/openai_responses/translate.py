@@ -1,11 +1,19 @@
-"""A request of the Responses API as the chat request that means the same."""
+"""The stored conversation that a request goes on with: `previous_response_id` or `conversation`."""
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ..openai.effort import thinks
-from .fields import PromptFields, ResponseRequest
+from ...errors import ApiError
+from ...services import Services
+from ...store.stored_answers import StoredAnswer, StoredAnswers
+from ..openai.reasoning_effort import thinks
+from ..openai.request_context import RequestContext
+from ..openai.sampling import invalid
+from ..openai.stored import not_found
 from .items import chat_messages
+from .request_types import PromptFields, ResponseRequest
 from .tools import Placed, Toolbox, joined_name
 
 LOGPROBS = "message.output_text.logprobs"
@@ -67,3 +75,123 @@ def _format(request: PromptFields) -> dict[str, Any] | None:
     if asked.type == "json_object":
         return {"type": "json_object"}
     return {"type": "json_schema", "json_schema": {"name": asked.name, "schema": asked.schema}}
+
+
+_PREVIOUS, _CONVERSATION = "previous_response_id", "conversation"
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+    "compaction": "cmp",
+}
+_ITEM_BYTES = 16
+"""Of a token in an answer, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationTarget:
+    """A stored conversation to which a request and its answer are added."""
+
+    answers: StoredAnswers
+    owner: str
+    id: str
+    items: Sequence[dict[str, Any]]
+    """Of the request."""
+    size: int
+
+    def append(self, output: Sequence[dict[str, Any]], tokens: int) -> bool:
+        """False: there is no room."""
+        added = with_ids([*self.items, *output])
+        return self.answers.append(
+            "conversation", self.owner, self.id, added, self.size + tokens * _ITEM_BYTES
+        )
+
+
+async def items_before(call: RequestContext, data: PromptFields) -> tuple[str, list[dict[str, Any]]]:
+    """(the field that names them, what was asked and answered until then, oldest first).
+
+    Instructions are not part of it. Raises ApiError: 404 where something of the conversation is not there
+    or not the caller's, 400 where its last response has not ended.
+    """
+    if data.previous_response_id is not None and data.conversation is not None:
+        raise invalid(_PREVIOUS, f"it cannot be combined with '{_CONVERSATION}'")
+    if data.conversation_id is not None:
+        found = await find_conversation(call.services, _owner(call), data.conversation_id, _CONVERSATION)
+        return _CONVERSATION, list(found.input)
+    if data.previous_response_id is not None:
+        return _PREVIOUS, await _chain(call, data.previous_response_id)
+    return _PREVIOUS, []
+
+
+async def append_to(call: RequestContext, data: PromptFields) -> ConversationTarget | None:
+    """Raises ApiError 400 where storing is switched off, 404 where there is no such conversation."""
+    if data.conversation_id is None:
+        return None
+    require_storing(call.services, _CONVERSATION)
+    owner = _owner(call)
+    items = items_of(data.input)
+    found = await find_conversation(call.services, owner, data.conversation_id, _CONVERSATION)
+    check_room(len(found.input) + len(items), call.limits.messages, _CONVERSATION)
+    return ConversationTarget(call.services.stored, owner, found.id, items, len(call.body))
+
+
+async def find_conversation(services: Services, owner: str, id_: str, param: str) -> StoredAnswer:
+    found = await services.stored.get("conversation", owner, id_)
+    if found is None:
+        raise ApiError(404, f"There is no conversation {id_!r} of yours.", "conversation_not_found", param)
+    return found
+
+
+def require_storing(services: Services, param: str | None) -> None:
+    """A conversation is explicit storage. Raises ApiError 400 where that is switched off."""
+    if not services.settings.requests.store:
+        raise ApiError(
+            400,
+            "Conversations are not supported. Storing is switched off here: requests.store.",
+            code="unsupported_parameter",
+            param=param,
+        )
+
+
+def check_room(items: int, most: int, param: str) -> None:
+    """Raises ApiError 400."""
+    if items > most:
+        raise invalid(param, f"a conversation has at most {most} items")
+
+
+def with_ids(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each as it is listed: with an id that no other has, a status, and content in parts."""
+    return [_with_id(item) for item in items]
+
+
+def _with_id(item: Mapping[str, Any]) -> dict[str, Any]:
+    kind = item.get("type") or "message"
+    made = {**item, "type": kind, "status": item.get("status") or "completed"}
+    made["id"] = f"{_PREFIXES.get(kind, 'item')}_{secrets.token_hex(16)}"
+    if isinstance(content := item.get("content"), str):
+        part = "output_text" if item.get("role") == "assistant" else "input_text"
+        made["content"] = [{"type": part, "text": content}]
+    return made
+
+
+async def _chain(call: RequestContext, previous: str) -> list[dict[str, Any]]:
+    owner = _owner(call)
+    if call.services.background.look((owner, previous)) is not None:
+        raise ApiError(
+            400, f"The response {previous!r} has not ended yet.", "response_in_progress", _PREVIOUS
+        )
+    most = call.limits.messages
+    chain = await call.services.stored.chain("response", owner, previous, most)
+    missing = chain[0].previous if chain else previous
+    if missing and len(chain) == most:
+        raise ApiError(400, f"A conversation has at most {most} responses.", "invalid_value", _PREVIOUS)
+    if missing:
+        raise not_found("response", missing, _PREVIOUS, code="previous_response_not_found")
+    return [item for turn in chain for item in (*turn.input, *turn.answer["output"])]
+
+
+def _owner(call: RequestContext) -> str:
+    return call.services.security.owner_id(call.caller)

@@ -6,23 +6,17 @@ from typing import Any
 
 from ...gateway.generation import TokenEntry
 from ...gateway.open_request import OpenRequest
-from ...text.answer_parts import Parts
-from ..errors import to_api_error
+from ...text.output_parser import ParsedOutput
 from ..openai.chat import ChatCall, heading_of
 from ..openai.chat_parts import call_id, reasoning_tokens
 from ..openai.logprobs import chat_logprobs
-from ..openai.storing import NOT_STORED, Store
-from .answers import (
-    ResponseObject,
-    ResponseUsage,
-    choice_of,
-    text_of,
-    tools_of,
-)
-from .conversation import ConversationTarget
-from .fields import ResponseRequest
+from ..openai.stored import NOT_STORED, Store
+from ..server.errors import to_api_error
 from .item_writer import Event, ItemWriter
+from .request_types import ResponseRequest
+from .response_types import ResponseObject, ResponseUsage, choice_of, text_of, tools_of
 from .tools import Toolbox
+from .translate import ConversationTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +148,7 @@ class Writer:
     def _usage(self) -> ResponseUsage:
         return ResponseUsage.of(self._opened.usage_now(), reasoning_tokens(self._opened, [self._parser]))
 
-    def _parts(self, parts: Parts, number: int, entries: Sequence[TokenEntry] = ()) -> Iterator[Event]:
+    def _parts(self, parts: ParsedOutput, number: int, entries: Sequence[TokenEntry] = ()) -> Iterator[Event]:
         """`number`: calls before these."""
         self._entries += entries
         if parts.reasoning:

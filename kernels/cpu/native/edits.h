@@ -1,4 +1,4 @@
-// What a request changes in its row before anything is chosen, as engine/sampler/rules.py: bias, then penalties, then
+// What a request changes in its row before anything is chosen, as engine/sampling/logits_processors.py: bias, then penalties, then
 // what is forbidden. The row is changed where it lies and put back afterwards.
 #pragma once
 

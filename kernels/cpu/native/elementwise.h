@@ -109,7 +109,7 @@ private:
     int heads_, width_, table_;
 };
 
-// As Python names them (kernels/cpu/weights.py).
+// As Python names them (kernels/cpu/weight_packing.py).
 enum Activation : int { SILU = 0, GELU_TANH = 1 };
 
 // Both are x / (1 + e^-z): z = x is SiLU; GELU with its tanh, (1 + tanh(y)) / 2, has z = 2 y. From e^-|z|, so that

@@ -1,4 +1,4 @@
-// The C interface: everything that kernels/cpu/native.py calls. Handles are pointers to C++ objects.
+// The C interface: everything that kernels/cpu/ffi.py calls. Handles are pointers to C++ objects.
 //
 // Constructors of operations return a new Op: run it once, or many times on a tape. The caller keeps whatever
 // the pointers point to alive as long as the Op.

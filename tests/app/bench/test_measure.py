@@ -1,12 +1,12 @@
 import pytest
 
-from llmbox.app.bench.client import Sample
-from llmbox.app.bench.measure import Run, percentile, ratio, summarise
-from llmbox.app.bench.workload import Ask, Prompts, heavy_tail, long_arrival, shared_prefix
+from llmbox.app.bench.client import RequestTiming
+from llmbox.app.bench.measure import BenchRun, percentile, ratio, summarise
+from llmbox.app.bench.workload import BenchRequest, Prompts, heavy_tail, long_arrival, shared_prefix
 
 
-def sample(start: float, times: list[float]) -> Sample:
-    return Sample(
+def sample(start: float, times: list[float]) -> RequestTiming:
+    return RequestTiming(
         wanted_tokens=len(times), started=start, token_times=times, tokens=len(times), prompt_tokens=5
     )
 
@@ -27,8 +27,10 @@ def test_ratios_are_taken_round_by_round():
 
 
 def test_summary_counts_only_what_succeeded():
-    failed = Sample(wanted_tokens=4, error="HTTP 429")
-    done = Run([(Ask([1], 3), sample(0.0, [0.5, 0.6, 0.8])), (Ask([1], 4), failed)], seconds=2.0)
+    failed = RequestTiming(wanted_tokens=4, error="HTTP 429")
+    done = BenchRun(
+        [(BenchRequest([1], 3), sample(0.0, [0.5, 0.6, 0.8])), (BenchRequest([1], 4), failed)], seconds=2.0
+    )
     summary = summarise(done)
     assert (summary.requests, summary.errors, summary.output_tokens) == (2, 1, 3)
     assert summary.output_tokens_per_s == 1.5

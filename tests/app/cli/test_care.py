@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.cli.redaction import GONE, redact, redact_text
+from llmbox.app.diagnostics.bundle import GONE, redact, redact_text
 from llmbox.app.errors import Exit
 from llmbox.app.store.database import open_database
 from support.cli_call import Call, FakeClient, call, home

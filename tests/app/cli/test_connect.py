@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.cli.client_files import as_text, merged
-from llmbox.app.cli.clients import GUIDES, Endpoint
 from llmbox.app.errors import CliError, Exit
+from llmbox.app.integrations.config_files import as_text, merged
+from llmbox.app.integrations.guides import GUIDES, Endpoint
 from support.cli_call import Call, FakeClient, call, home
 
 __all__ = ["call", "home"]

@@ -14,7 +14,7 @@ LARGE = {
 SCRIPT = """
 import sys
 from llmbox.app.main import run
-from llmbox.app.cli.program import Program
+from llmbox.app.cli.context import Program
 run(sys.argv[1:], Program())
 print("MODULES", *{name.partition(".")[0] for name in sys.modules})
 """
@@ -33,7 +33,7 @@ def test_the_command_line_imports_nothing_large(tmp_path: Path, command: list[st
 
 
 def test_the_daemon_imports_no_torch():
-    modules = imported("import sys, llmbox.app.daemon.serving\nprint('MODULES', *sys.modules)")
+    modules = imported("import sys, llmbox.app.daemon.serve\nprint('MODULES', *sys.modules)")
     assert "litestar" in modules
     assert not modules & {
         "torch",

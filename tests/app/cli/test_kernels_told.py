@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.cli.checks import Finding, check_kernels
-from llmbox.app.cli.program import Program
+from llmbox.app.cli.context import Program
+from llmbox.app.diagnostics.checks import Finding, check_kernels
 from llmbox.kernels.cpu import compiling, prebuilt
 from llmbox.kernels.cpu.cache_folder import KERNEL_CACHE
-from llmbox.kernels.cpu.levels import usable_levels
+from llmbox.kernels.cpu.isa import usable_levels
 from llmbox.kernels.cpu.sealed import seal
 from llmbox.kernels.dispatch import backends
-from llmbox.kernels.names import BEST_CPU, TRITON, known_kernels
+from llmbox.kernels.registry import BEST_CPU, TRITON, known_kernels
 
 BEST, LEAST = usable_levels()[0], usable_levels()[-1]
 

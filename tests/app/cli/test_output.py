@@ -5,6 +5,7 @@ import pytest
 
 from llmbox.app.cli import output
 from llmbox.app.errors import CliError, Exit
+from llmbox.app.util import formatting
 
 
 class Terminal(io.StringIO):
@@ -66,7 +67,7 @@ def test_progress_without_a_terminal_is_one_line_in_five_seconds(
     [(None, "-"), (0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e6, "2.5 MB"), (1.2e12, "1200.0 GB")],
 )
 def test_sizes(value: float | None, text: str):
-    assert output.size(value) == text
+    assert formatting.size(value) == text
 
 
 @pytest.mark.parametrize(
@@ -81,4 +82,4 @@ def test_sizes(value: float | None, text: str):
     ],
 )
 def test_spans(value: float | None, text: str):
-    assert output.span(value) == text
+    assert formatting.span(value) == text

@@ -2,12 +2,12 @@
 
 import pytest
 
-from llmbox.app.cli import checks
-from llmbox.app.cli.checks import Finding
+from llmbox.app.cli.context import Program
 from llmbox.app.cli.models import _print_info, runs_on
-from llmbox.app.cli.program import Program
+from llmbox.app.diagnostics import checks
+from llmbox.app.diagnostics.checks import Finding
 from llmbox.app.errors import Exit
-from llmbox.engine.machine import Cpu, Gpu, Machine, Memory
+from llmbox.engine.hardware.machine import Cpu, Gpu, Machine, Memory
 from support.cli_call import Call, FakeClient, call, home
 
 __all__ = ["call", "home"]

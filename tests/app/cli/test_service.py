@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from llmbox.app.cli import service
-from llmbox.app.cli.unit import UnitSpec, quoted, unit_text
+from llmbox.app.config.schema import schema
+from llmbox.app.diagnostics.systemd import UnitSpec, quoted, unit_text
 from llmbox.app.errors import Exit
-from llmbox.app.settings import schema
 from support.cli_call import Call, call, home
 
 __all__ = ["call", "home"]

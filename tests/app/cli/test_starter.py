@@ -2,13 +2,14 @@
 
 import pytest
 
-from llmbox.app.cli import output, starter
-from llmbox.app.cli.program import Program
-from llmbox.app.cli.starter import Started, progress_text, wait_for_models
-from llmbox.app.control.running import Running
+from llmbox.app.cli import daemon_starter as starter
+from llmbox.app.cli import output
+from llmbox.app.cli.context import Program
+from llmbox.app.cli.daemon_starter import Started, progress_text, wait_for_models
 from llmbox.app.errors import CliError, Exit
+from llmbox.app.lifecycle.instance import RunningDaemon
 
-RUNNING = Running(pid=1, host="127.0.0.1", port=1, socket="", started_at=0.0, version="")
+RUNNING = RunningDaemon(pid=1, host="127.0.0.1", port=1, socket="", started_at=0.0, version="")
 READY = {"name": "m", "aliases": [], "state": "ready", "cause": "", "progress": None}
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.cli.program import Program
+from llmbox.app.cli.context import Program
 from llmbox.app.errors import CliError, Exit
 from llmbox.app.main import run
 from llmbox.app.security.key_store import KeyStore
-from llmbox.app.suggest import nearest
+from llmbox.app.util.suggest import nearest
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.catalog import ModelRef
-from llmbox.app.control.model_request import ModelRequest, options_of
-from llmbox.app.settings import ModelSettings
+from llmbox.app.config.schema import ModelSettings
+from llmbox.app.models.catalog import ModelRef
+from llmbox.app.models.load_request import ModelRequest, options_of
 from llmbox.engine.config import EngineConfig
 
 REF = ModelRef("org/name", Path("/models/name"), "hub")

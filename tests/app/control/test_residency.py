@@ -10,22 +10,21 @@ from typing import Any
 
 import pytest
 
-from llmbox.app.catalog import ModelRef
-from llmbox.app.control.residency import Residency, World
-from llmbox.app.control.sizes import Sizes, least_bytes, sizes
-from llmbox.app.engines.budget import Place, budgets
+from llmbox.app.config.schema import MemorySettings, Settings
+from llmbox.app.control.memory_estimate import Sizes, least_bytes, sizes
+from llmbox.app.control.model_scheduler import ModelScheduler, SchedulerDeps
+from llmbox.app.engines.eviction import MemoryRequest, Place, budgets
 from llmbox.app.engines.manager import EngineManager
-from llmbox.app.engines.room import Wish
 from llmbox.app.errors import ApiError
 from llmbox.app.events import Events
-from llmbox.app.registry import Alias, Registry
-from llmbox.app.settings import MemorySettings, Settings
-from llmbox.app.text.model_text import load_model_text
+from llmbox.app.models.catalog import ModelRef
+from llmbox.app.models.registry import Alias, Registry
+from llmbox.app.text.tokenizer import load_model_text
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DoesNotFit
-from llmbox.engine.estimator import MemoryBudget, estimate
-from llmbox.engine.machine import Cpu, Gpu, Machine, Memory
-from llmbox.engine.model_config import parse_config
+from llmbox.engine.hardware.machine import Cpu, Gpu, Machine, Memory
+from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.planning.estimator import MemoryBudget, estimate
 from support.engines import read, request, until
 from support.fake_engine import fake_launch, write_model
 from support.hub_models import model_files
@@ -46,7 +45,7 @@ class House:
         self.registry = Registry(folder / "models.json")
         self.events = Events()
         self.engines = EngineManager(load_model_text, fake_launch())
-        world = World(
+        world = SchedulerDeps(
             settings=lambda: self.settings,
             find=self.find,
             registry=self.registry,
@@ -55,7 +54,7 @@ class House:
             budgets=lambda _device, gb: self.budgets if gb is None else (int(gb * 1e9),),
             sizes=self.sizes,
         )
-        self.residency = Residency(self.engines, self.events, world)
+        self.residency = ModelScheduler(self.engines, self.events, world)
 
     def model(self, name: str, **options: Any) -> Path:
         place = self.folder / "models" / name
@@ -74,7 +73,9 @@ class House:
             raise DoesNotFit(f"needs {need} and has {budgets}")
         ranks = config.tp or 1
         places = [tuple(range(i, i + ranks)) for i in range(0, len(budgets) - ranks + 1, ranks)]
-        return Sizes(self.device, tuple(Wish(each, need // ranks, need // ranks) for each in places), budgets)
+        return Sizes(
+            self.device, tuple(MemoryRequest(each, need // ranks, need // ranks) for each in places), budgets
+        )
 
     def config(self, name: str) -> EngineConfig:
         return EngineConfig(model_path=str(self.folder / "models" / name), name=name)
@@ -464,7 +465,7 @@ def test_sizes_are_the_engines_own_estimate(tmp_path: Path):
         replace(MemoryBudget.of(machine, "cpu"), available=5_000_000_000),
         config,
     )
-    wish = Wish((0,), least_bytes(plan), plan.total_bytes)
+    wish = MemoryRequest((0,), least_bytes(plan), plan.total_bytes)
     assert found == Sizes("cpu", (wish,), (5_000_000_000,))
     share = replace(config, memory_bytes=wish.need)
     small = estimate(

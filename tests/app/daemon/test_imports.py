@@ -4,9 +4,10 @@ import gc
 
 import pytest
 
-from llmbox.app.daemon import run, serving
-from llmbox.engine import process
-from llmbox.engine.channel import DaemonGone
+from llmbox.app.daemon import run
+from llmbox.app.daemon import serve as serving
+from llmbox.engine.ipc.engine_channel import DaemonGone
+from llmbox.engine.process import engine_main as process
 
 
 @pytest.fixture

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.control.running import Running
-from llmbox.app.daemon.instance import InstanceLock, find_running, is_locked, read_pid_file
+from llmbox.app.config.paths import Paths, find_paths
 from llmbox.app.errors import CliError, Exit
-from llmbox.app.paths import Paths, find_paths
+from llmbox.app.lifecycle.instance import InstanceLock, RunningDaemon, find_running, is_locked, read_pid_file
 
 HOLDER = """
 import sys, time, fcntl, os
@@ -27,8 +26,8 @@ def paths(tmp_path: Path) -> Paths:
     return found
 
 
-def running(pid: int = os.getpid()) -> Running:
-    return Running(pid=pid, host="127.0.0.1", port=7411, socket="s", started_at=0.0, version="1")
+def running(pid: int = os.getpid()) -> RunningDaemon:
+    return RunningDaemon(pid=pid, host="127.0.0.1", port=7411, socket="s", started_at=0.0, version="1")
 
 
 def test_announced_while_it_holds_the_lock_and_gone_afterwards(paths: Paths):
@@ -88,9 +87,9 @@ def test_a_held_lock_without_pid_file_is_said(paths: Paths):
 
 
 def test_ipv6_addresses_are_bracketed_in_the_url():
-    other = Running(pid=1, host="::1", port=80, socket="", started_at=0, version="1")
+    other = RunningDaemon(pid=1, host="::1", port=80, socket="", started_at=0, version="1")
     assert other.url == "http://[::1]:80"
 
 
-def vars_of(value: Running) -> dict[str, object]:
-    return {name: getattr(value, name) for name in Running.__slots__}
+def vars_of(value: RunningDaemon) -> dict[str, object]:
+    return {name: getattr(value, name) for name in RunningDaemon.__slots__}

@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
+from llmbox.app.config.paths import find_paths
+from llmbox.app.config.schema import ServerSettings
 from llmbox.app.daemon.listen import check_bind, open_sockets
 from llmbox.app.errors import CliError, Exit
-from llmbox.app.paths import find_paths
 from llmbox.app.security.key_store import KeyStore
 from llmbox.app.security.keys import KeySpec
-from llmbox.app.settings import ServerSettings
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])

@@ -5,16 +5,16 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from llmbox.app.engines.deaths import DeathLimits
 from llmbox.app.engines.manager import EngineManager
+from llmbox.app.engines.restart_policy import RestartLimits
 from llmbox.app.errors import ApiError
-from llmbox.app.text.model_text import load_model_text
+from llmbox.app.text.tokenizer import load_model_text
 from support.clock import Clock
 from support.engines import assert_undisturbed, config, kill, read_all, request, supervised, until
 from support.fake_engine import fake_launch, write_model
 from support.tokenizers_zoo import byte_level, write_text_files
 
-LIMITS = DeathLimits(deaths=2, pauses=(0.0,), cooldown=30.0, longest_cooldown=100.0)
+LIMITS = RestartLimits(deaths=2, pauses=(0.0,), cooldown=30.0, longest_cooldown=100.0)
 
 
 class Sleeps:

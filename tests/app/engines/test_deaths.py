@@ -1,4 +1,4 @@
-from llmbox.app.engines.deaths import DeathLimits, Deaths, RestartBreaker
+from llmbox.app.engines.restart_policy import RestartBreaker, RestartLimits, RestartPolicy
 
 
 class Clock:
@@ -10,7 +10,7 @@ class Clock:
 
 def test_five_in_a_minute_are_too_many():
     clock = Clock()
-    deaths = Deaths(DeathLimits(), clock)
+    deaths = RestartPolicy(RestartLimits(), clock)
     for _ in range(4):
         deaths.add()
         assert not deaths.too_many
@@ -22,7 +22,7 @@ def test_five_in_a_minute_are_too_many():
 
 
 def test_the_pause_grows_and_ends():
-    deaths = Deaths(DeathLimits(pauses=(0.0, 0.5, 1.0)), Clock())
+    deaths = RestartPolicy(RestartLimits(pauses=(0.0, 0.5, 1.0)), Clock())
     pauses = []
     for _ in range(5):
         deaths.add()
@@ -32,7 +32,7 @@ def test_the_pause_grows_and_ends():
 
 def test_explained_deaths_do_not_count_but_not_for_ever():
     clock = Clock()
-    deaths = Deaths(DeathLimits(pardons=2), clock)
+    deaths = RestartPolicy(RestartLimits(pardons=2), clock)
     for _ in range(2):
         deaths.add()
         deaths.explained()
@@ -48,7 +48,7 @@ def test_explained_deaths_do_not_count_but_not_for_ever():
 
 def test_each_failed_try_doubles_the_cooldown_up_to_a_bound():
     clock = Clock()
-    breaker = RestartBreaker(DeathLimits(cooldown=30.0, longest_cooldown=200.0), clock)
+    breaker = RestartBreaker(RestartLimits(cooldown=30.0, longest_cooldown=200.0), clock)
     assert breaker.seconds_to_try is None
     waits = []
     for _ in range(100):
@@ -60,7 +60,7 @@ def test_each_failed_try_doubles_the_cooldown_up_to_a_bound():
 
 def test_an_engine_that_held_out_for_long_begins_anew():
     clock = Clock()
-    breaker = RestartBreaker(DeathLimits(cooldown=30.0, longest_cooldown=200.0), clock)
+    breaker = RestartBreaker(RestartLimits(cooldown=30.0, longest_cooldown=200.0), clock)
     assert [breaker.open(), breaker.open()] == [30.0, 60.0]
     breaker.close()
     assert breaker.seconds_to_try is None
@@ -72,6 +72,6 @@ def test_an_engine_that_held_out_for_long_begins_anew():
 
 
 def test_no_cooldown_means_no_try():
-    breaker = RestartBreaker(DeathLimits(cooldown=0.0), Clock())
+    breaker = RestartBreaker(RestartLimits(cooldown=0.0), Clock())
     assert breaker.open() is None
     assert breaker.seconds_to_try is None

@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from llmbox.app.engines.engine_life import level_of
+from llmbox.app.engines.engine_process import level_of
 
 STAMP = "2026-11-22 07:29:40,838"
 

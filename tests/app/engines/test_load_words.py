@@ -5,7 +5,7 @@ import pytest
 from llmbox.app.engines.load_words import STARTING, load_words
 from llmbox.app.engines.supervisor import Supervisor
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.messages import Progress
+from llmbox.engine.ipc.messages import Progress
 
 
 @pytest.mark.parametrize(

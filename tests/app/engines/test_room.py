@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbox.app.engines.room import (
-    NoRoom,
-    Resident,
-    Room,
-    Wish,
+from llmbox.app.engines.eviction import (
+    AllocationFailure,
+    MemoryAllocation,
+    MemoryRequest,
+    ResidentModel,
     expired,
     find_room,
     make_room,
@@ -18,17 +18,17 @@ from llmbox.app.engines.room import (
 )
 
 
-def model(name: str, takes: int | dict[int, int], idle_since: float = 0.0, **facts) -> Resident:
+def model(name: str, takes: int | dict[int, int], idle_since: float = 0.0, **facts) -> ResidentModel:
     takes = takes if isinstance(takes, dict) else {0: takes}
-    return Resident(name, takes, **{"busy": False, "pinned": False, "idle_since": idle_since, **facts})
+    return ResidentModel(name, takes, **{"busy": False, "pinned": False, "idle_since": idle_since, **facts})
 
 
-def room(evict: tuple[str, ...], free: int, *places: int) -> Room:
-    return Room(places or (0,), evict, free)
+def room(evict: tuple[str, ...], free: int, *places: int) -> MemoryAllocation:
+    return MemoryAllocation(places or (0,), evict, free)
 
 
-def wish(need: int, *places: int, want: int | None = None) -> Wish:
-    return Wish(places or (0,), need, want or need)
+def wish(need: int, *places: int, want: int | None = None) -> MemoryRequest:
+    return MemoryRequest(places or (0,), need, want or need)
 
 
 @pytest.mark.parametrize(
@@ -43,14 +43,16 @@ def wish(need: int, *places: int, want: int | None = None) -> Wish:
         (40, [model("old", 40, pinned=True), model("new", 40, 9)], room(("new",), 60)),
         # The older of the two need not leave when the one after it frees enough.
         (70, [model("small", 10, 1), model("large", 70, 2)], room(("large",), 90)),
-        (70, [model("a", 80, busy=True)], NoRoom(70, 20, ("a",))),
-        (70, [model("a", 40, busy=True), model("b", 40, pinned=True)], NoRoom(70, 20, ("a", "b"))),
-        (70, [model("a", 40, busy=True), model("b", 40)], NoRoom(70, 60, ("a",))),
-        (101, [], NoRoom(101, 100, ())),
-        (101, [model("a", 50, busy=True)], NoRoom(101, 50, ())),
+        (70, [model("a", 80, busy=True)], AllocationFailure(70, 20, ("a",))),
+        (70, [model("a", 40, busy=True), model("b", 40, pinned=True)], AllocationFailure(70, 20, ("a", "b"))),
+        (70, [model("a", 40, busy=True), model("b", 40)], AllocationFailure(70, 60, ("a",))),
+        (101, [], AllocationFailure(101, 100, ())),
+        (101, [model("a", 50, busy=True)], AllocationFailure(101, 50, ())),
     ],
 )
-def test_one_decision(need: int, residents: list[Resident], wanted: Room | NoRoom):
+def test_one_decision(
+    need: int, residents: list[ResidentModel], wanted: MemoryAllocation | AllocationFailure
+):
     assert make_room(wish(need), [100], residents) == wanted
 
 
@@ -70,7 +72,7 @@ def test_whatever_is_there(seed: int):
     need, budget = draw.randint(1, 120), 100
     by_name = {each.name: each for each in residents}
     outcome = make_room(wish(need), [budget], residents)
-    if isinstance(outcome, NoRoom):
+    if isinstance(outcome, AllocationFailure):
         stuck = sum(each.size for each in residents if each.busy or each.pinned)
         assert budget - stuck < need
         return
@@ -91,7 +93,11 @@ def test_whatever_is_there(seed: int):
         ([wish(30, 0, want=80)], [model("a", {0: 50})], room((), 50, 0)),
         # What stands on one GPU frees nothing on another.
         ([wish(60, 1)], [model("a", {0: 90}, 1), model("b", {1: 90}, 9)], room(("b",), 100, 1)),
-        ([wish(60, 1)], [model("a", {0: 90}), model("b", {1: 90}, busy=True)], NoRoom(60, 10, ("b",))),
+        (
+            [wish(60, 1)],
+            [model("a", {0: 90}), model("b", {1: 90}, busy=True)],
+            AllocationFailure(60, 10, ("b",)),
+        ),
         # Where somebody has to leave, it is who was not used for longest.
         ([wish(60, 0), wish(60, 1)], [model("a", {0: 90}, 9), model("b", {1: 90}, 1)], room(("b",), 100, 1)),
         # A model on two GPUs takes from both, and gives back to both.
@@ -99,7 +105,7 @@ def test_whatever_is_there(seed: int):
         ([wish(40, 0, 1)], [model("a", {1: 70})], room(("a",), 100, 0, 1)),
         ([wish(40, 0, 1), wish(40, 2, 3)], [model("a", {1: 70})], room((), 100, 2, 3)),
         ([wish(40, 0)], [model("both", {0: 70, 1: 70})], room(("both",), 100, 0)),
-        ([wish(101, 0), wish(101, 1)], [model("a", {0: 5}, busy=True)], NoRoom(101, 100, ())),
+        ([wish(101, 0), wish(101, 1)], [model("a", {0: 5}, busy=True)], AllocationFailure(101, 100, ())),
     ],
 )
 def test_gpus_are_ledgers_of_their_own(wishes, residents, wanted):
@@ -136,7 +142,7 @@ def test_no_gpu_is_ever_promised_twice(crowd):
     def stuck(place):
         return sum(r.takes.get(place, 0) for r in residents if r.busy or r.pinned)
 
-    if isinstance(found, NoRoom):
+    if isinstance(found, AllocationFailure):
         assert all(any(budgets[p] - stuck(p) < each.need for p in each.places) for each in wishes)
         return
     chosen = next(each for each in wishes if each.places == found.places)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.engines import spares as module
-from llmbox.app.engines.spares import Spares
+from llmbox.app.engines import prewarmed_process as module
+from llmbox.app.engines.prewarmed_process import PrewarmedProcess
 from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
-from llmbox.engine.spawn import Launch, Spawned, spawn
+from llmbox.engine.ipc.spawn import Launch, Spawned, spawn
 from support.engines import assert_undisturbed, config, go_on, is_running, kill, request, until
 from support.fake_engine import fake_launch
 
@@ -20,11 +20,11 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_QUIET_SECONDS", 0.01)
 
 
-def spare_of(spares: Spares) -> Spawned | None:
+def spare_of(spares: PrewarmedProcess) -> Spawned | None:
     return spares._spare
 
 
-async def ready(spares: Spares) -> int:
+async def ready(spares: PrewarmedProcess) -> int:
     """The pid of the spare, once there is one."""
     await until(lambda: spare_of(spares) is not None)
     spare = spare_of(spares)
@@ -33,7 +33,7 @@ async def ready(spares: Spares) -> int:
 
 
 async def test_a_restart_takes_the_spare_and_another_follows(tmp_path: Path) -> None:
-    spares = Spares(fake_launch(), keep=True)
+    spares = PrewarmedProcess(fake_launch(), keep=True)
     subject = Supervisor(config(tmp_path, step_delay=0.002, hold_at=400), SupervisorOptions(spares=spares))
     try:
         await subject.start()
@@ -54,7 +54,7 @@ async def test_a_restart_takes_the_spare_and_another_follows(tmp_path: Path) -> 
 
 async def test_the_first_process_may_have_been_started_before(tmp_path: Path) -> None:
     first = spawn(fake_launch())
-    spares = Spares(fake_launch(), keep=False, first=first)
+    spares = PrewarmedProcess(fake_launch(), keep=False, first=first)
     subject = Supervisor(config(tmp_path), SupervisorOptions(spares=spares))
     await subject.start()
     assert subject.pid == first.process.pid
@@ -67,7 +67,7 @@ async def test_a_spare_that_died_is_replaced(tmp_path: Path) -> None:
     os.kill(first.process.pid, signal.SIGKILL)
     first.process.wait()
     subject = Supervisor(
-        config(tmp_path), SupervisorOptions(spares=Spares(fake_launch(), keep=False, first=first))
+        config(tmp_path), SupervisorOptions(spares=PrewarmedProcess(fake_launch(), keep=False, first=first))
     )
     await subject.start()
     assert subject.pid not in {None, first.process.pid}
@@ -76,7 +76,7 @@ async def test_a_spare_that_died_is_replaced(tmp_path: Path) -> None:
 
 
 async def test_a_spare_that_dies_as_it_is_taken_is_a_death_like_any_other(tmp_path: Path) -> None:
-    spares = Spares(fake_launch(), keep=True)
+    spares = PrewarmedProcess(fake_launch(), keep=True)
     subject = Supervisor(config(tmp_path), SupervisorOptions(spares=spares))
     await subject.start()
     os.kill(await ready(spares), signal.SIGSTOP)
@@ -91,7 +91,7 @@ async def test_a_spare_that_dies_as_it_is_taken_is_a_death_like_any_other(tmp_pa
 
 async def test_none_is_started_while_requests_run() -> None:
     busy = True
-    spares = Spares(fake_launch(), keep=True, busy=lambda: busy)
+    spares = PrewarmedProcess(fake_launch(), keep=True, busy=lambda: busy)
     spares.take().discard()
     await asyncio.sleep(0.05)
     assert spare_of(spares) is None
@@ -101,14 +101,14 @@ async def test_none_is_started_while_requests_run() -> None:
 
 
 async def test_none_is_kept_where_nobody_wants_one() -> None:
-    spares = Spares(fake_launch(), keep=False)
+    spares = PrewarmedProcess(fake_launch(), keep=False)
     spares.take().discard()
     await asyncio.sleep(0.05)
     assert spare_of(spares) is None
 
 
 async def test_closing_ends_it() -> None:
-    spares = Spares(fake_launch(), keep=True)
+    spares = PrewarmedProcess(fake_launch(), keep=True)
     spares.take().discard()
     pid = await ready(spares)
     spares.close()
@@ -118,7 +118,7 @@ async def test_closing_ends_it() -> None:
 
 
 async def test_what_cannot_be_spawned_is_an_error_of_the_load_alone(tmp_path: Path) -> None:
-    spares = Spares(Launch(command=("/nowhere/python",)), keep=True)
+    spares = PrewarmedProcess(Launch(command=("/nowhere/python",)), keep=True)
     with pytest.raises(OSError, match="nowhere"):
         spares.take()
     await asyncio.sleep(0.05)

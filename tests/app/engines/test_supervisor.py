@@ -8,8 +8,8 @@ import pytest
 
 from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
 from llmbox.app.errors import ApiError
-from llmbox.engine.sampling import SamplingParams
-from llmbox.engine.spawn import Launch
+from llmbox.engine.ipc.spawn import Launch
+from llmbox.engine.sampling_params import SamplingParams
 from support.engines import (
     assert_undisturbed,
     config,

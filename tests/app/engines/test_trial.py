@@ -3,19 +3,19 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbox.app.engines.trial import PROVEN_TOKENS, Trial
+from llmbox.app.engines.poison_detector import PROVEN_TOKENS, PoisonDetector
 
 
 def test_the_first_crash_resumes_everybody():
-    trial = Trial()
+    trial = PoisonDetector()
     assert trial.crashed(["a", "b", "c"]) is None
     assert trial.begin(["a", "b", "c"]) == ["a", "b", "c"]
     assert not trial.open
 
 
-def on_trial(*requests: str) -> Trial:
+def on_trial(*requests: str) -> PoisonDetector:
     """All were present at two crashes; the last one goes first."""
-    trial = Trial()
+    trial = PoisonDetector()
     for _ in range(2):
         assert trial.crashed(requests) is None
     assert trial.begin(requests) == [requests[-1]]
@@ -58,14 +58,14 @@ def test_who_passed_and_dies_later_is_found():
 
 
 def test_those_seen_at_both_deaths_come_first():
-    trial = Trial()
+    trial = PoisonDetector()
     trial.crashed(["b"])
     trial.crashed(["a", "b"])
     assert trial.begin(["a", "b"]) == ["b"]
 
 
 def test_newcomers_wait_for_the_end_of_the_trial():
-    trial = Trial()
+    trial = PoisonDetector()
     trial.crashed(["a", "b"])
     trial.crashed(["a", "b"])
     assert trial.hold("early")
@@ -94,7 +94,7 @@ def test_one_that_left_stays_on_trial_until_the_engine_confirms():
 
 def test_one_that_left_counts_as_present():
     """The neighbour must not look as if it had been alone."""
-    trial = Trial()
+    trial = PoisonDetector()
     trial.crashed(["poison", "a"])
     trial.withdrawn("poison")
     assert trial.crashed(["a", "poison"]) is None
@@ -103,13 +103,13 @@ def test_one_that_left_counts_as_present():
 
 
 def test_a_request_alone_at_two_crashes_is_guilty():
-    trial = Trial()
+    trial = PoisonDetector()
     assert trial.crashed(["a"]) is None
     assert trial.crashed(["a"]) == "a"
 
 
 def test_old_crashes_are_forgotten():
-    trial = Trial()
+    trial = PoisonDetector()
     trial.crashed(["a"])
     trial.forget()
     assert trial.crashed(["a"]) is None
@@ -119,7 +119,7 @@ class Simulation:
     """An engine that computes a token a step for everyone inside, and dies of poison at a given token."""
 
     def __init__(self, poison: dict[str, int], requests: list[str]) -> None:
-        self.trial = Trial()
+        self.trial = PoisonDetector()
         self.poison = poison
         self.tokens = dict.fromkeys(requests, 0)
         self.leaving: dict[str, int] = {}

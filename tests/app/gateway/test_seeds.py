@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbox.app.gateway.seeds import choice_seed, draw_seed
+from llmbox.app.gateway.generation import choice_seed, draw_seed
 
 signed = st.integers(-(2**63), 2**63 - 1)
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmbox.app.gateway.choice_stream import ChoiceStream
 from llmbox.app.gateway.generation import Generation
-from llmbox.app.gateway.sequence import Sequence
 from llmbox.app.text.detokenizer import Detokenizer, decode
 from llmbox.app.text.stop_strings import StopStrings
 from llmbox.app.text.token_bytes import TokenBytes
-from llmbox.engine.messages import RequestOutput, TokenLogprobs
-from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.ipc.messages import RequestOutput, TokenLogprobs
+from llmbox.engine.sampling_params import SamplingParams
 from support.tokenizers_zoo import FAMILIES
 
 
@@ -38,13 +38,13 @@ class Stream:
         self.cancelled = True
 
 
-def sequence(family: str, *, stop=(), logprobs=None, min_tokens=0, max_tokens=None) -> Sequence:
+def sequence(family: str, *, stop=(), logprobs=None, min_tokens=0, max_tokens=None) -> ChoiceStream:
     params = SamplingParams(max_tokens=0, logprobs=logprobs, min_tokens=min_tokens)
     model = SimpleNamespace(text=TEXTS[family])
     generation = Generation(
         id="x", endpoint="/", model=model, prompts=[[1]], params=params, stop=stop, max_tokens=max_tokens
     )
-    return Sequence(0, generation, Stream())
+    return ChoiceStream(0, generation, Stream())
 
 
 def outputs(ids: list[int], cuts: list[int], stop_token: int | None) -> list[RequestOutput]:
@@ -73,7 +73,7 @@ def outputs(ids: list[int], cuts: list[int], stop_token: int | None) -> list[Req
     return [*open_ended, final]
 
 
-def feed(subject: Sequence, stream: list[RequestOutput]):
+def feed(subject: ChoiceStream, stream: list[RequestOutput]):
     deltas = []
     for output in stream:
         deltas.append(subject.feed(output))

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from litestar import Request, get, post
 from litestar.datastructures import State
 
-from llmbox.app.http.credentials import identity_of
-from llmbox.app.http.guard import Access
+from llmbox.app.http.auth.credentials import identity_of
+from llmbox.app.http.auth.guard import Access
 from llmbox.app.security.identity import LOCAL, NOBODY, Identity
-from llmbox.app.security.keys import PREFIX, Key, KeySpec
+from llmbox.app.security.keys import PREFIX, ApiKey, KeySpec
 from support.clock import Clock
 from support.http_app import FakeServices, client, guarded, make_app, over_unix
 
@@ -260,7 +260,9 @@ async def test_no_header_of_any_bytes_opens_anything(
 
 def test_priorities_and_namespaces() -> None:
     def key(name: str, **more: Any) -> Identity:
-        return Identity("key", Key(name=name, id=f"key_{name}", digest="", display="", created=0.0, **more))
+        return Identity(
+            "key", ApiKey(name=name, id=f"key_{name}", digest="", display="", created=0.0, **more)
+        )
 
     assert [key("a", priority=5).priority(asked) for asked in (-10, 0, 7)] == [5, 5, 7]
     assert [key("a", priority=-5).priority(asked) for asked in (-9, None, 0, 3)] == [-5, -5, -5, 3]

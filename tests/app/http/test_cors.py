@@ -8,8 +8,8 @@ import httpx
 import pytest
 from litestar import post
 
-from llmbox.app.http.guard import Access
-from llmbox.app.settings import ServerSettings, Settings
+from llmbox.app.config.schema import ServerSettings, Settings
+from llmbox.app.http.auth.guard import Access
 from support.http_app import FakeServices, client, guarded, make_app
 
 CHAT = "https://chat.example"

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 
 from llmbox.app.errors import ApiError
-from llmbox.app.http.disconnect import while_connected
-from llmbox.app.http.errors import ClientGone
+from llmbox.app.http.server.errors import ClientGone
+from llmbox.app.http.server.sse import while_connected
 
 
 def receiver(left: asyncio.Event) -> Any:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from llmbox.app.events import Events
-from llmbox.app.http.admin.events import _frames
+from llmbox.app.http.admin.telemetry import _frames
 from llmbox.app.security.keys import KeySpec
 from support.http_app import security_in
 

@@ -10,8 +10,8 @@ from litestar.routes import HTTPRoute
 
 from llmbox.app.http.admin import admin_router
 from llmbox.app.http.app import App
-from llmbox.app.http.guard import Access, default_deny
-from llmbox.app.http.memory_routes import memory_router
+from llmbox.app.http.auth.guard import Access, default_deny
+from llmbox.app.http.common_routes import memory_router
 from llmbox.app.http.ollama import ollama_router
 from llmbox.app.http.openai import openai_router
 from llmbox.ui.web import panel_routes

@@ -2,8 +2,8 @@
 
 import logging
 
+from llmbox.app.http.app import document
 from llmbox.app.http.common_routes import common_routes
-from llmbox.app.http.openapi import document
 
 
 def test_describing_the_api_leaves_the_daemons_log_alone():

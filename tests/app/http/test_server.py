@@ -13,13 +13,12 @@ import pytest
 from litestar import get, post
 from litestar.params import JSONBody
 
-from llmbox.app.http.disconnect import while_connected
-from llmbox.app.http.guard import Access
-from llmbox.app.http.protocol import LimitedProtocol
-from llmbox.app.http.request import StrictRequest, is_local_socket
-from llmbox.app.http.server import serve
-from llmbox.app.http.sockets import listen_tcp, listen_unix
-from llmbox.app.http.sse import EventStreamResponse
+from llmbox.app.http.auth.guard import Access
+from llmbox.app.http.server.protocol import LimitedProtocol
+from llmbox.app.http.server.request import StrictRequest, is_local_socket
+from llmbox.app.http.server.server import serve
+from llmbox.app.http.server.sockets import listen_tcp, listen_unix
+from llmbox.app.http.server.sse import EventStreamResponse, while_connected
 from support.http_app import fake_services, make_app
 from support.http_server import running
 

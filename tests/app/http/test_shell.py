@@ -6,7 +6,7 @@ import pytest
 from litestar import get, post
 from litestar.params import JSONBody
 
-from llmbox.app.http.guard import Access
+from llmbox.app.http.auth.guard import Access
 from support.http_app import allowing, client, fake_services, make_app, over_unix
 
 PATHS = ["/health", "/no/such/route", "/echo"]

@@ -13,13 +13,12 @@ from litestar import Request, get, post
 from litestar.datastructures import State
 
 from llmbox.app.http.app import App
-from llmbox.app.http.credentials import csrf_token, identity_of
-from llmbox.app.http.forms import form_of
-from llmbox.app.http.guard import Access
+from llmbox.app.http.auth.credentials import csrf_token, identity_of
+from llmbox.app.http.auth.guard import Access
+from llmbox.app.http.server.request import form_of
 from llmbox.app.security.keys import KeySpec
 from llmbox.app.security.security import Security
-from llmbox.app.security.sessions import ABSOLUTE, GRACE, IDLE, ROTATE
-from llmbox.app.security.sign_in import TOKEN_LIFE
+from llmbox.app.security.sessions import ABSOLUTE, GRACE, IDLE, ROTATE, TOKEN_LIFE
 from support.clock import Clock
 from support.http_app import client, guarded, make_app
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.http.sockets import PortInUse, is_loopback, listen_tcp, listen_unix
+from llmbox.app.http.server.sockets import PortInUse, is_loopback, listen_tcp, listen_unix
 
 
 def close(*sockets: socket.socket) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from litestar import get
 
-from llmbox.app.drain import Drain
 from llmbox.app.errors import ApiError
-from llmbox.app.http.guard import Access
-from llmbox.app.http.sse import COMMENT, DONE, EventStream, EventStreamResponse, StreamOptions, data_event
+from llmbox.app.http.auth.guard import Access
+from llmbox.app.http.server.sse import COMMENT, DONE, EventStream, EventStreamResponse, SseOptions, data_event
+from llmbox.app.lifecycle.drain import Drain
 from support.http_app import client, make_app
 
-QUIET = StreamOptions(first_comment=60, keep_alive=60)
+QUIET = SseOptions(first_comment=60, keep_alive=60)
 ROOM = 1000
 
 
@@ -54,7 +54,7 @@ class Connection:
     def finished(self) -> bool:
         return bool(self.sent) and self.sent[-1].get("more_body") is False
 
-    def start(self, source: AsyncIterator[bytes], options: StreamOptions = QUIET) -> asyncio.Task[None]:
+    def start(self, source: AsyncIterator[bytes], options: SseOptions = QUIET) -> asyncio.Task[None]:
         stream = EventStream(source, options, ROOM)
         return asyncio.ensure_future(stream(self.scope, self.receive, self.send))  # type: ignore[arg-type]
 
@@ -114,7 +114,7 @@ async def test_events_ready_together_are_one_write() -> None:
 
 async def test_silence_is_filled_with_comments() -> None:
     connection, source = Connection(), Source()
-    task = connection.start(source.events(), StreamOptions(first_comment=0.01, keep_alive=0.01))
+    task = connection.start(source.events(), SseOptions(first_comment=0.01, keep_alive=0.01))
     await connection.wait_for_bodies(3)
     assert set(connection.bodies) == {COMMENT}
     source.queue.put_nowait(None)
@@ -226,7 +226,7 @@ async def test_an_expired_drain_ends_with_an_error_object() -> None:
 async def test_an_endless_stream_ends_when_the_drain_begins() -> None:
     drain = Drain()
     connection, source = Connection(drain), Source()
-    task = connection.start(source.events(), StreamOptions(endless=True, last=b""))
+    task = connection.start(source.events(), SseOptions(endless=True, last=b""))
     source.queue.put_nowait(b"data: 1\n\n")
     await settle()
     drain.begin()

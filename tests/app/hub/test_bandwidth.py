@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from llmbox.app.hub import bandwidth
-from llmbox.app.hub.bandwidth import Bandwidth, device_bandwidth, probe
-from llmbox.engine.machine import Cpu, Gpu, Machine, Memory
+from llmbox.app.fit import bandwidth
+from llmbox.app.fit.bandwidth import Bandwidth, device_bandwidth, probe
+from llmbox.engine.hardware.machine import Cpu, Gpu, Machine, Memory
 
 MACHINE = Machine(
     Cpu("test", 4, 8, ()), Memory(16_000_000_000, 12_000_000_000, limited_by_cgroup=False), (), "none"

@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
-from llmbox.app.catalog import describe, resolve
 from llmbox.app.errors import ApiError
 from llmbox.app.events import Events
-from llmbox.app.hub import fetching, transfer
-from llmbox.app.hub.download import Download
-from llmbox.app.hub.downloads import Downloads
+from llmbox.app.hub import download as fetching
+from llmbox.app.hub import transfer
+from llmbox.app.hub.cache_layout import Repo
+from llmbox.app.hub.download import Download, Setup
+from llmbox.app.hub.download_queue import Downloads
 from llmbox.app.hub.errors import HubError
-from llmbox.app.hub.fetching import Setup
-from llmbox.app.hub.layout import Repo
-from llmbox.app.hub.listing import Hub
+from llmbox.app.hub.http import Web
 from llmbox.app.hub.pacing import Retries
-from llmbox.app.hub.web import Web
+from llmbox.app.hub.repo_files import Hub
+from llmbox.app.models.catalog import describe, resolve
 from support.hub_models import model_files
 from support.hub_stub import Handler, StubHub, StubRepo, stub_hub, times
 
@@ -330,7 +330,7 @@ async def test_cancel_does_not_wait_for_a_thread_that_cannot_be_ended(
     place: Place, hub: StubHub, monkeypatch
 ):
     """Such as one that still connects."""
-    monkeypatch.setattr("llmbox.app.hub.downloads.PATIENCE", 0.05)
+    monkeypatch.setattr("llmbox.app.hub.download_queue.PATIENCE", 0.05)
     monkeypatch.setattr(Web, "cut", lambda _: None)
     held = Held(place, "model.safetensors", "cdn", None)
     async with place.downloads() as downloads:

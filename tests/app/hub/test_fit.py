@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from llmbox.app.catalog import directory
-from llmbox.app.hub.bandwidth import Bandwidth
+from llmbox.app.fit.bandwidth import Bandwidth
+from llmbox.app.fit.fit import Fit, fit
 from llmbox.app.hub.errors import HubError
-from llmbox.app.hub.facts import local_facts, remote_facts
-from llmbox.app.hub.fit import Fit, fit
-from llmbox.app.hub.listing import Hub
+from llmbox.app.hub.model_info import local_facts, remote_facts
+from llmbox.app.hub.repo_files import Hub
 from llmbox.app.hub.search import search
+from llmbox.app.models.catalog import directory
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import ModelError
-from llmbox.engine.estimator import MemoryBudget, estimate
-from llmbox.engine.machine import Cpu, Gpu, Machine, Memory
+from llmbox.engine.hardware.machine import Cpu, Gpu, Machine, Memory
+from llmbox.engine.planning.estimator import MemoryBudget, estimate
 from support.hub_models import CONFIG, model_files, safetensors_header, tensors_of
 from support.hub_stub import StubHub, StubRepo, stub_hub
 
@@ -189,7 +189,7 @@ def test_quantised_weights_are_read_faster(hub: StubHub):
 
 
 def test_a_full_disk_is_part_of_the_verdict(hub: StubHub, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llmbox.app.hub.fit.free_space", lambda _: 1000)
+    monkeypatch.setattr("llmbox.app.fit.fit.free_space", lambda _: 1000)
     full = verdict(facts(hub))
     assert full.plan is not None
     assert not full.fits

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from llmbox.app.catalog import directory
-from llmbox.app.hub.facts import local_facts
-from llmbox.app.hub.fit import plan_alone
+from llmbox.app.fit.fit import plan_alone
+from llmbox.app.hub.model_info import local_facts
+from llmbox.app.models.catalog import directory
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import EngineError
-from llmbox.engine.loader import load_engine
-from llmbox.engine.machine import read_machine
-from llmbox.engine.quantize import quantize
+from llmbox.engine.executor.build import load_engine
+from llmbox.engine.hardware.machine import read_machine
+from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.dispatch import native_ready
-from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.quant_formats import QUANTS
 from support.fp8_checkpoint import compressed, round_by_output, round_to_blocks
 from support.tiny_models import make_tiny_model
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from llmbox.app.errors import CliError, Exit
-from llmbox.app.hub.layout import Repo, repositories
+from llmbox.app.hub.cache_layout import Repo, repositories
 from llmbox.app.hub.remove import disk_use, find_removable, remove
-from llmbox.app.registry import Names, Registry
+from llmbox.app.models.registry import NameLookup, Registry
 
 OLD, NEW = "a" * 40, "b" * 40
 
@@ -46,11 +46,11 @@ def test_publishing_again_keeps_what_others_put_there(repo: Repo):
 def test_a_revision_goes_with_its_own_blobs_only(repo: Repo, tmp_path: Path):
     registry = Registry(tmp_path / "models.json")
     environ = {"HF_HUB_CACHE": str(repo.cache)}
-    removed = remove(find_removable("org/name@v1", environ, Names()), registry)
+    removed = remove(find_removable("org/name@v1", environ, NameLookup()), registry)
     assert removed.freed == 100
     assert repo.refs() == {"main": NEW}
     assert (repo.snapshot(NEW) / "config.json").stat().st_size == 10
-    removed = remove(find_removable("org/name@main", environ, Names()), registry)
+    removed = remove(find_removable("org/name@main", environ, NameLookup()), registry)
     assert removed.freed == 1010
     assert not repo.folder.exists()
 
@@ -58,9 +58,9 @@ def test_a_revision_goes_with_its_own_blobs_only(repo: Repo, tmp_path: Path):
 def test_the_whole_model_goes_and_is_counted(repo: Repo, tmp_path: Path):
     repo.partial("4" * 64).write_bytes(bytes(5))
     environ = {"HF_HUB_CACHE": str(repo.cache)}
-    (taken,) = disk_use(environ, Names())
+    (taken,) = disk_use(environ, NameLookup())
     assert (taken.size, taken.partial, taken.revisions) == (1110, 5, 2)
-    removed = remove(find_removable("org/name", environ, Names()), Registry(tmp_path / "m.json"))
+    removed = remove(find_removable("org/name", environ, NameLookup()), Registry(tmp_path / "m.json"))
     assert removed.freed == 1115
     assert list(repo.cache.iterdir()) == [repo.cache / ".locks"] or not list(repo.cache.iterdir())
 
@@ -79,7 +79,7 @@ def test_the_whole_model_goes_and_is_counted(repo: Repo, tmp_path: Path):
 )
 def test_nothing_else_can_be_deleted(repo: Repo, name: str, code: Exit):
     with pytest.raises(CliError) as caught:
-        find_removable(name, {"HF_HUB_CACHE": str(repo.cache)}, Names())
+        find_removable(name, {"HF_HUB_CACHE": str(repo.cache)}, NameLookup())
     assert caught.value.exit == code
 
 

@@ -2,7 +2,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from llmbox.app.metrics import EngineReading, Metrics
 from llmbox.app.store import RequestRecord
-from llmbox.engine.messages import EngineStats
+from llmbox.engine.ipc.messages import EngineStats
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, str], float]:

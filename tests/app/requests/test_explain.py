@@ -4,10 +4,10 @@ import typing
 
 import pytest
 
-from llmbox.app.requests.explain import content_note, prefix_note
+from llmbox.app.inspect.detail import content_note, prefix_note
 from llmbox.app.store.content import Content
 from llmbox.app.store.record import RequestRecord
-from llmbox.engine.prefix_history import PrefixEnd
+from llmbox.engine.ipc.messages import PrefixMissReason
 
 
 def record(**changes) -> RequestRecord:
@@ -15,7 +15,7 @@ def record(**changes) -> RequestRecord:
     return RequestRecord(**values | {"fingerprint": "fp"} | changes)
 
 
-@pytest.mark.parametrize("end", typing.get_args(PrefixEnd))
+@pytest.mark.parametrize("end", typing.get_args(PrefixMissReason))
 def test_every_end_has_its_sentence(end):
     note = prefix_note(record(prefix_end=end, looked_up_tokens=96, cached_tokens=32))
     assert note.startswith("Of 100 tokens of prompt 96 were looked up, 32 found. ")

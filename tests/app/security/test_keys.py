@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbox.app.errors import CliError, Exit
-from llmbox.app.security.key_store import KeyStore
+from llmbox.app.security.key_store import KeyStore, LastUsed
 from llmbox.app.security.keys import PREFIX, KeySpec
-from llmbox.app.security.last_used import LastUsed
 
 
 @pytest.fixture

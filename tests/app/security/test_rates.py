@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from llmbox.app.errors import ApiError
 from llmbox.app.security.key_store import KeyStore
-from llmbox.app.security.keys import Key, KeySpec
-from llmbox.app.security.rates import Bucket, Meter, Meters
+from llmbox.app.security.keys import ApiKey, KeySpec
+from llmbox.app.security.rate_limit import Bucket, Meter, Meters
 from support.clock import Clock
 
 
-def key(**limits: int | None) -> Key:
-    return Key(name="k", id="key_1", digest="", display="", created=0.0, **limits)
+def key(**limits: int | None) -> ApiKey:
+    return ApiKey(name="k", id="key_1", digest="", display="", created=0.0, **limits)
 
 
 def test_a_minutes_worth_at_once_then_evenly() -> None:

@@ -3,8 +3,18 @@
 import pytest
 
 from llmbox.app.errors import ApiError
-from llmbox.app.security.sessions import ABSOLUTE, GRACE, IDLE, MOST, ROTATE, Sessions, is_csrf_token
-from llmbox.app.security.sign_in import TOKEN_LIFE, BackOff, OneTimeTokens
+from llmbox.app.security.sessions import (
+    ABSOLUTE,
+    GRACE,
+    IDLE,
+    MOST,
+    ROTATE,
+    TOKEN_LIFE,
+    BackOff,
+    OneTimeTokens,
+    Sessions,
+    is_csrf_token,
+)
 from support.clock import Clock
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from llmbox.app.store.request_log import RequestLog
+from llmbox.app.store.writer import RequestLog
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from llmbox.app.store import RecordFilter, RequestLog, RequestRecord, Retention
-from llmbox.app.store.content import ContentDraft, Room, cut, settle
+from llmbox.app.store.content import ContentBudget, ContentDraft, cut, settle
 from llmbox.app.store.errors import StoreError
 
 SECRET = "the-secret-of-the-pudding"
@@ -62,7 +62,7 @@ def test_a_cap_holds_for_all_texts_together():
 
 
 def test_room_is_given_and_given_back():
-    room = Room(10)
+    room = ContentBudget(10)
     assert room.take(6)
     assert not room.take(5)
     room.give_back(6)
@@ -161,7 +161,7 @@ def test_over_the_byte_cap_contents_go_before_rows(tmp_path, monkeypatch):
 
 
 async def test_a_queue_full_of_content_takes_rows_still(tmp_path, monkeypatch):
-    monkeypatch.setattr("llmbox.app.store.request_log._QUEUED_CONTENT", 100)
+    monkeypatch.setattr("llmbox.app.store.writer._QUEUED_CONTENT", 100)
     log = RequestLog(tmp_path / "requests.db")
     for number in range(3):
         log.write(record(number), draft(size=60))

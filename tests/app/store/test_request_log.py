@@ -97,7 +97,7 @@ def test_rows_survive_a_restart(tmp_path):
 
 
 def test_a_full_queue_drops_and_counts_without_blocking(tmp_path, monkeypatch):
-    monkeypatch.setattr("llmbox.app.store.request_log._QUEUE_LIMIT", 10)
+    monkeypatch.setattr("llmbox.app.store.writer._QUEUE_LIMIT", 10)
     log = RequestLog(tmp_path / "requests.db")
     for i in range(25):
         log.write(record(i))

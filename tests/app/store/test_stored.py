@@ -11,7 +11,7 @@ from sqlalchemy import create_engine, text
 from llmbox.app.store import RequestLog, RequestRecord, Retention
 from llmbox.app.store.database import open_database, upgrade
 from llmbox.app.store.errors import StoreError
-from llmbox.app.store.stored import StoredAnswer, StoredAnswers, StoredFilter, encoded
+from llmbox.app.store.stored_answers import StoredAnswer, StoredAnswers, StoredFilter, encoded
 
 SECRET = "the-secret-of-the-pudding"
 
@@ -225,7 +225,7 @@ def test_stored_answers_do_not_squeeze_rows_out(tmp_path, monkeypatch):
 
 
 async def test_a_full_queue_refuses_at_once_and_takes_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("llmbox.app.store.request_log._QUEUED_CONTENT", 100)
+    monkeypatch.setattr("llmbox.app.store.writer._QUEUED_CONTENT", 100)
     log = RequestLog(tmp_path / "requests.db")
     stored = StoredAnswers(log)
     assert stored.put(answer("r1"), 60)

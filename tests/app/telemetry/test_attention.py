@@ -1,7 +1,7 @@
 import pytest
 
-from llmbox.app.telemetry.attention import attention
-from llmbox.app.telemetry.snapshot import Engine, Gpu, Gpus, Host, Tick
+from llmbox.app.telemetry.alerts import attention
+from llmbox.app.telemetry.snapshot import EngineSnapshot, GpuReading, Gpus, Host, Tick
 
 
 def texts(**fields) -> list[str]:
@@ -9,7 +9,7 @@ def texts(**fields) -> list[str]:
 
 
 def test_all_well_is_silence():
-    assert texts(engines=(Engine(model="m", state="ready"),), host=Host(disk_free=1e12)) == []
+    assert texts(engines=(EngineSnapshot(model="m", state="ready"),), host=Host(disk_free=1e12)) == []
 
 
 def test_a_failure_outranks_progress():
@@ -17,8 +17,8 @@ def test_a_failure_outranks_progress():
         ready=False,
         cause="b is loading (weights 40 %)",
         engines=(
-            Engine(model="a", state="failed", cause="killed by the kernel: out of memory"),
-            Engine(model="b", state="loading"),
+            EngineSnapshot(model="a", state="failed", cause="killed by the kernel: out of memory"),
+            EngineSnapshot(model="b", state="loading"),
         ),
         host=Host(disk_free=5e8),
     )
@@ -30,7 +30,7 @@ def test_a_failure_outranks_progress():
 
 def test_a_failed_load_is_named_while_other_models_answer():
     cause = "broken could not be loaded: no config.json"
-    found = texts(ready=True, cause=cause, engines=(Engine(model="a", state="ready"),))
+    found = texts(ready=True, cause=cause, engines=(EngineSnapshot(model="a", state="ready"),))
     assert found == [f"failure: {cause}"]
 
 
@@ -38,10 +38,10 @@ def test_gpus():
     found = texts(
         gpus=Gpus(
             devices=(
-                Gpu(index=0, name="a", throttle=("power cap", "thermal")),
-                Gpu(index=1, name="b", temperature=93.0),
-                Gpu(index=2, name="c", problem="GPU is lost"),
-                Gpu(index=3, name="d", throttle=("power cap",)),
+                GpuReading(index=0, name="a", throttle=("power cap", "thermal")),
+                GpuReading(index=1, name="b", temperature=93.0),
+                GpuReading(index=2, name="c", problem="GPU is lost"),
+                GpuReading(index=3, name="d", throttle=("power cap",)),
             )
         )
     )
@@ -54,18 +54,18 @@ def test_gpus():
 
 @pytest.mark.parametrize(("temperature", "warned"), [(89.9, False), (90.0, True)])
 def test_a_gpu_is_hot_from_90_degrees_on(temperature, warned):
-    gpus = Gpus(devices=(Gpu(index=0, name="a", temperature=temperature),))
+    gpus = Gpus(devices=(GpuReading(index=0, name="a", temperature=temperature),))
     assert texts(gpus=gpus) == (["warning: GPU 0: 90 °C"] if warned else [])
 
 
 def test_a_full_cache_with_a_queue():
-    engine = Engine(model="m", state="ready", blocks_total=100, blocks_live=99, waiting=4)
+    engine = EngineSnapshot(model="m", state="ready", blocks_total=100, blocks_live=99, waiting=4)
     assert texts(engines=(engine,)) == ["warning: m: KV cache full, 4 waiting"]
 
 
 def test_kernels_that_are_not_the_fast_ones():
     def told(**facts) -> list[tuple[str, str]]:
-        engine = Engine(model="m", state="ready", device="cpu", **facts)
+        engine = EngineSnapshot(model="m", state="ready", device="cpu", **facts)
         return [(each.text, each.fix) for each in attention(Tick(time=0.0, engines=(engine,)))]
 
     slow = "m: PyTorch's slower kernels (onednn) run"

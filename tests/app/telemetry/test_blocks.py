@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbox.app.engines.block_asker import BlockAsker
-from llmbox.app.telemetry.blocks import picture
-from llmbox.engine.messages import BlockHolder, BlockMap, BlockRun
+from llmbox.app.engines.engine_process import BlockAsker
+from llmbox.app.telemetry.kv_cache_map import picture
+from llmbox.engine.ipc.messages import BlockHolder, BlockMap, BlockRun
 from support.engines import kill, request, supervised, until
 
 RUNS = st.lists(

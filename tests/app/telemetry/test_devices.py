@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmbox.app.telemetry.devices import devices_of
+from llmbox.app.telemetry.device_memory import devices_of
 from llmbox.app.telemetry.snapshot import NA, GpuProcess, Gpus
 from support.snapshots import GB, engine, failing_tick, gpu, idle_tick, tick
 

@@ -1,7 +1,7 @@
 from llmbox.app.store.record import RequestRecord
-from llmbox.app.telemetry.attention import attention
+from llmbox.app.telemetry.alerts import attention
 from llmbox.app.telemetry.error_rates import ErrorRates, total_rate
-from llmbox.app.telemetry.snapshot import NA, Engine, Tick
+from llmbox.app.telemetry.snapshot import NA, EngineSnapshot, Tick
 
 
 def record(status: int, code: str = "", model: str = "m") -> RequestRecord:
@@ -71,7 +71,7 @@ def test_names_without_end_do_not_fill_memory():
 
 def test_alerts_say_how_many_why_and_what_next():
     rates = ErrorRates(Clock())
-    engines = (Engine(model="m", state="ready"), Engine(model="n", state="ready"))
+    engines = (EngineSnapshot(model="m", state="ready"), EngineSnapshot(model="n", state="ready"))
     for _ in range(3):
         rates.add(record(500, "engine_error"), "The model gave NaN or infinite logits.")
     for _ in range(99):
@@ -95,6 +95,6 @@ def test_alerts_say_how_many_why_and_what_next():
 def test_an_engine_that_is_down_is_named_once():
     rates = ErrorRates(Clock())
     rates.add(record(503, "engine_failed"))
-    engines = (Engine(model="m", state="failed", cause="it died"),)
+    engines = (EngineSnapshot(model="m", state="failed", cause="it died"),)
     found = attention(Tick(time=0.0, engines=engines, error_rates=rates.read()))
     assert [each.text for each in found] == ["m: it died"]

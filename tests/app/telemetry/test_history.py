@@ -6,7 +6,7 @@ import pytest
 
 from llmbox.app.store import RequestLog
 from llmbox.app.telemetry.history import KEEP, History, is_series, series_of, step_for
-from llmbox.app.telemetry.snapshot import NA, Gpu, Gpus, Host, Tick, Totals
+from llmbox.app.telemetry.snapshot import NA, GpuReading, Gpus, Host, Tick, Totals
 
 NOON = 1_800_000_000
 
@@ -96,7 +96,7 @@ def test_the_finest_resolution_that_reaches():
 def test_only_what_is_known_is_kept():
     tick = Tick(
         time=0.0,
-        gpus=Gpus(devices=(Gpu(index=0, name="a", power=412.0), Gpu(index=1, name="b"))),
+        gpus=Gpus(devices=(GpuReading(index=0, name="a", power=412.0), GpuReading(index=1, name="b"))),
         host=Host(cpu=0.5),
         totals=Totals(tokens_out=float("nan"), tokens_in=NA),
     )

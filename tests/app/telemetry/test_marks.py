@@ -3,7 +3,7 @@
 import pytest
 
 from llmbox.app.store import RequestLog
-from llmbox.app.telemetry.marks import KEPT_S, REFUSALS_S, Marks
+from llmbox.app.telemetry.annotations import KEPT_S, REFUSALS_S, Annotations
 
 NOON = 1_800_014_400.0
 
@@ -30,7 +30,7 @@ def refused(model="m", code="queue_full", status=429):
 
 async def test_what_happened_outlives_the_daemon(store):
     clock = Clock()
-    marks = Marks(store, clock)
+    marks = Annotations(store, clock)
     marks.take("model.ready", {"model": "a", "cause": ""})
     clock.now += 5
     marks.take("model.evicted", {"model": "a", "reason": "to make room for b", "freed": 1})
@@ -40,18 +40,18 @@ async def test_what_happened_outlives_the_daemon(store):
     marks.take("model.stopped", {"model": "a", "cause": "unloaded"})
     marks.close()
     store.flush()
-    found = await Marks(store, clock).since(NOON - 60)
+    found = await Annotations(store, clock).since(NOON - 60)
     assert [(mark.kind, mark.model, mark.text) for mark in found] == [
         ("refusal", "b", "b needs 3 GB"),
         ("eviction", "a", "to make room for b"),
         ("load", "a", "ready"),
     ]
-    assert await Marks(store, clock).since(NOON + 1) == found[:2]
+    assert await Annotations(store, clock).since(NOON + 1) == found[:2]
 
 
 async def test_refusals_of_ten_seconds_are_one_mark_and_4xx_of_callers_none(store):
     clock = Clock()
-    marks = Marks(store, clock)
+    marks = Annotations(store, clock)
     for _ in range(3):
         marks.take("request.refused", refused())
     marks.take("request.refused", refused(code="model_not_found", status=404))
@@ -65,16 +65,16 @@ async def test_refusals_of_ten_seconds_are_one_mark_and_4xx_of_callers_none(stor
 
 async def test_old_marks_go(store):
     clock = Clock()
-    marks = Marks(store, clock)
+    marks = Annotations(store, clock)
     marks.take("model.failed", {"model": "a", "cause": "bad_model"})
     clock.now += KEPT_S + 1
     marks.take("model.ready", {"model": "b", "cause": ""})
     store.flush()
-    assert [mark.model for mark in await Marks(store, clock).since(0)] == ["b"]
+    assert [mark.model for mark in await Annotations(store, clock).since(0)] == ["b"]
 
 
 async def test_a_damaged_file_costs_only_what_was_on_it(tmp_path, store):
-    marks = Marks(store)
+    marks = Annotations(store)
     marks.take("model.ready", {"model": "a", "cause": ""})
     store.flush()
     store.path.write_bytes(b"not a database" * 1000)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from llmbox.app.engines.readiness import Readiness
 from llmbox.app.events import Events
-from llmbox.app.gateway.live_request import LiveRequest
+from llmbox.app.gateway.request_events import LiveRequest
 from llmbox.app.store.record import RequestRecord
 from llmbox.app.telemetry.error_rates import ErrorRates
 from llmbox.app.telemetry.gpus import GpuReader
@@ -15,7 +15,7 @@ from llmbox.app.telemetry.host import HostReader
 from llmbox.app.telemetry.latencies import Latencies
 from llmbox.app.telemetry.poller import Poller
 from llmbox.app.telemetry.snapshot import NA, Tick
-from llmbox.engine.messages import EngineStats
+from llmbox.engine.ipc.messages import EngineStats
 from support.fake_nvml import FakeNvml
 from support.snapshots import live_request
 

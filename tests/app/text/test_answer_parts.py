@@ -7,16 +7,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbox.app.text.answer_parts import AnswerParser, Parts, thinking_after
-from llmbox.app.text.tool_calls import HERMES, LLAMA, MISTRAL, ToolCall, parse_calls, tool_syntax
+from llmbox.app.text.output_parser import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    OutputParser,
+    ParsedOutput,
+    ParsedToolCall,
+    parse_calls,
+    thinking_after,
+    tool_syntax,
+)
 
 CALL = '{"name": "weather", "arguments": {"city": "Köln"}}'
-WEATHER = ToolCall("weather", '{"city": "Köln"}')
+WEATHER = ParsedToolCall("weather", '{"city": "Köln"}')
 
 
-def parse(pieces, thinking="no", tools=None, **options) -> Parts:
-    parser = AnswerParser(thinking, tools, frozenset({"weather"}), **options)
-    whole = Parts()
+def parse(pieces, thinking="no", tools=None, **options) -> ParsedOutput:
+    parser = OutputParser(thinking, tools, frozenset({"weather"}), **options)
+    whole = ParsedOutput()
     for part in [*map(parser.push, pieces), parser.finish()]:
         whole.add(part)
     return whole
@@ -37,8 +46,8 @@ def parse(pieces, thinking="no", tools=None, **options) -> Parts:
     ],
 )
 def test_thoughts(text, thinking, reasoning, content):
-    assert parse([text], thinking) == Parts(reasoning, content)
-    assert parse(text, thinking) == Parts(reasoning, content)
+    assert parse([text], thinking) == ParsedOutput(reasoning, content)
+    assert parse(text, thinking) == ParsedOutput(reasoning, content)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +74,8 @@ def test_thoughts(text, thinking, reasoning, content):
     ],
 )
 def test_calls(text, syntax, content, calls):
-    assert parse([text], tools=syntax) == Parts("", content, [WEATHER] * calls)
-    assert parse(text, tools=syntax) == Parts("", content, [WEATHER] * calls)
+    assert parse([text], tools=syntax) == ParsedOutput("", content, [WEATHER] * calls)
+    assert parse(text, tools=syntax) == ParsedOutput("", content, [WEATHER] * calls)
 
 
 def test_one_call_where_more_are_not_wanted():

@@ -8,7 +8,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from llmbox.app.text.grammars import calls, free_text, grammars, json_input
 from llmbox.app.text.json_lark import lark_in_json
-from llmbox.app.text.tool_calls import HERMES, LLAMA, MISTRAL, ToolSyntax
+from llmbox.app.text.output_parser import HERMES, LLAMA, MISTRAL, ToolSyntax
 
 TOOL = {"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}
 INPUTS = {"run": json_input("input0", lark_in_json("[ab]+\\n", "regex"), "input")}

@@ -6,10 +6,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from llmbox.app.errors import ApiError
-from llmbox.app.text.chat_prompt import Chat, RenderedChat, _any_of
-from llmbox.app.text.model_text import ModelText, load_model_text
-from llmbox.app.text.template_worker import render
+from llmbox.app.sandbox.template_worker import render
+from llmbox.app.text.chat_template import Chat, RenderedChat, _any_of
 from llmbox.app.text.text_encoder import TextEncoder
+from llmbox.app.text.tokenizer import TextModel, load_model_text
 from llmbox.engine.errors import ModelError
 from support.tokenizers_zoo import FAMILIES, SPECIALS, TEMPLATES, write_text_files
 
@@ -24,7 +24,7 @@ class InProcess:
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory) -> dict[tuple[str, str], tuple[ModelText, object]]:
+def texts(tmp_path_factory) -> dict[tuple[str, str], tuple[TextModel, object]]:
     from transformers import PreTrainedTokenizerFast
 
     root = tmp_path_factory.mktemp("texts")
@@ -42,7 +42,7 @@ def conversation(*contents: str) -> list[dict[str, str]]:
     ]
 
 
-async def prompt_ids(text: ModelText, messages, **options) -> list[int]:
+async def prompt_ids(text: TextModel, messages, **options) -> list[int]:
     return (await text.render_chat(InProcess(), Chat(messages=messages, **options))).ids()
 
 
@@ -147,7 +147,7 @@ async def test_a_system_message_before_the_first_of_the_user(texts):
     ],
 )
 async def test_a_template_may_refuse(tmp_path, template, messages, says):
-    from llmbox.app.text.template_pool import TemplatePool
+    from llmbox.app.sandbox.pool import TemplatePool
 
     text = load_model_text(write_text_files(tmp_path, FAMILIES["llama2"](), TEMPLATES[template]))
     pool = TemplatePool()
@@ -161,9 +161,9 @@ async def test_a_template_may_refuse(tmp_path, template, messages, says):
 
 def test_rendered_chat_shows_text_without_markers(texts):
     ours, _ = texts["byte_level", "chatml"]
-    from llmbox.app.text.chat_prompt import Markers
+    from llmbox.app.text.chat_template import SpecialTokenMarkers
 
-    markers = Markers.absent_from("")
+    markers = SpecialTokenMarkers.absent_from("")
     assert RenderedChat(f"a{markers.start}<s>{markers.end}b", markers, ours.control).text == "a<s>b"
 
 

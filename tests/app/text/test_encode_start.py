@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, processors
 
-from llmbox.app.text.model_text import ModelText, load_model_text
+from llmbox.app.text.tokenizer import TextModel, load_model_text
 from support.tokenizers_zoo import byte_level, write_text_files
 
 TEXT = "the quick brown fox jumps over the lazy dog"
 
 
-def model_text(folder: Path, template: str | None) -> ModelText:
+def model_text(folder: Path, template: str | None) -> TextModel:
     write_text_files(folder, byte_level())
     if template is not None:
         file = str(folder / "tokenizer.json")

@@ -7,11 +7,11 @@ from tokenizers import AddedToken, Tokenizer
 
 from llmbox.app.errors import ApiError
 from llmbox.app.text.fim import FAMILIES, FimTokens, fim_prompt, fim_stop_ids
-from llmbox.app.text.model_text import ModelText, load_model_text
+from llmbox.app.text.tokenizer import TextModel, load_model_text
 from support.tokenizers_zoo import byte_level, llama2, metaspace, write_text_files
 
 
-def text_with(folder: Path, tokenizer: Tokenizer, *tokens: str) -> ModelText:
+def text_with(folder: Path, tokenizer: Tokenizer, *tokens: str) -> TextModel:
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
     return load_model_text(write_text_files(folder, tokenizer))
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from llmbox.app.text.from_gguf import SPACE, write_tokenizer
-from llmbox.app.text.model_text import load_model_text
+from llmbox.app.text.gguf_tokenizer import SPACE, write_tokenizer
+from llmbox.app.text.tokenizer import load_model_text
 from llmbox.engine.errors import ModelError
-from llmbox.engine.gguf.file import read_gguf
+from llmbox.engine.gguf.reader import read_gguf
 from support.gguf_models import write_gguf
 from support.tiny_models import make_tiny_model
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from llmbox.app.errors import ApiError
-from llmbox.app.text.grammar_pool import GrammarPool
+from llmbox.app.sandbox.pool import GrammarPool
 from llmbox.app.text.grammars import _around, calls, choice, grammars, json_schema, regex, vocabulary, written
-from llmbox.app.text.model_text import load_model_text
-from llmbox.app.text.tool_calls import HERMES, LLAMA, MISTRAL, parse_calls
-from llmbox.engine.grammar import Grammars
-from llmbox.engine.sampling import SamplingParams
+from llmbox.app.text.output_parser import HERMES, LLAMA, MISTRAL, parse_calls
+from llmbox.app.text.tokenizer import load_model_text
+from llmbox.engine.core.structured_output import GrammarCompiler
+from llmbox.engine.sampling_params import SamplingParams
 from support.tokenizers_zoo import FAMILIES, SPECIALS, write_text_files
 
 TOOLS = [
@@ -35,7 +35,7 @@ def text(request, tmp_path_factory):
 def follows(grammar, text, answer, special=()):
     """Whether the answer's bytes, and `special` ids before them, are all of what it asks for."""
     size = text.vocab_size
-    known = Grammars(size)
+    known = GrammarCompiler(size)
     known.learn(vocabulary(text, size))
     stop = 0
     constraint = known.constraint(SamplingParams(max_tokens=1, grammar=grammar, stop_token_ids=(stop,)), 0)
@@ -106,7 +106,7 @@ async def test_marks_that_are_special_tokens_are_these_tokens(pool, bytewise):
 async def test_every_kind_of_tokenizer_can_write_json(pool, text, kind):
     schema = {"type": "object", "properties": {"a": {"enum": [kind]}}, "required": ["a"]}
     grammar = await pool.compiled(grammars(json_schema(schema)), "x")
-    known = Grammars(text.vocab_size)
+    known = GrammarCompiler(text.vocab_size)
     known.learn(vocabulary(text, text.vocab_size))
     constraint = known.constraint(SamplingParams(max_tokens=1, grammar=grammar, stop_token_ids=(0,)), 0)
     mask = constraint.allowed([])

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from llmbox.app.errors import ApiError
-from llmbox.app.text.chat_prompt import Chat
-from llmbox.app.text.model_text import load_model_text
+from llmbox.app.text.chat_template import Chat
+from llmbox.app.text.tokenizer import load_model_text
 from llmbox.app.text.vocabulary_check import vocabulary_warnings
 from llmbox.engine.errors import ModelError
 from support.odd_files import KINDS, make_odd, no_hanging

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from llmbox.app.errors import ApiError
-from llmbox.app.text import worker_pool
-from llmbox.app.text.template_pool import TemplatePool, job
+from llmbox.app.sandbox import pool as worker_pool
+from llmbox.app.sandbox.pool import TemplatePool, job
 
 
 @pytest.fixture

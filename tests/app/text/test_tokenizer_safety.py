@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.text.from_gguf import _PATTERNS
+from llmbox.app.text.gguf_tokenizer import _PATTERNS
 from llmbox.app.text.tokenizer_safety import KNOWN_REGEXES, find_unsafe_part, find_unsafe_step
 from support.hostile_tokenizers import BACKTRACKING, PANICKING, doubling, replace, splitting, with_steps
 from support.tokenizers_zoo import FAMILIES

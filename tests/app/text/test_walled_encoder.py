@@ -7,10 +7,10 @@ import signal
 import pytest
 
 from llmbox.app.errors import ApiError
+from llmbox.app.sandbox.pool import TemplatePool
 from llmbox.app.text import walled_encoder
-from llmbox.app.text.chat_prompt import Chat
-from llmbox.app.text.model_text import ModelText, load_model_text
-from llmbox.app.text.template_pool import TemplatePool
+from llmbox.app.text.chat_template import Chat
+from llmbox.app.text.tokenizer import TextModel, load_model_text
 from llmbox.app.text.walled_encoder import WalledEncoder
 from llmbox.engine.errors import ModelError
 from support.hostile_tokenizers import BACKTRACKING, HARMLESS, PANICKING, doubling, replace, with_steps
@@ -22,7 +22,7 @@ def loaded(tmp_path):
     """Load the text side with this tokenizer.json."""
     texts = []
 
-    def load(source: bytes) -> ModelText:
+    def load(source: bytes) -> TextModel:
         folder = write_text_files(tmp_path / str(len(texts)), byte_level(), CHATML)
         (folder / "tokenizer.json").write_bytes(source)
         texts.append(load_model_text(folder))
@@ -128,7 +128,7 @@ def test_decoders_that_make_texts_long_are_refused(loaded, decoder):
 
 def test_pipes_and_giants_are_no_files_of_a_model(tmp_path, monkeypatch):
     folder = write_text_files(tmp_path / "m", byte_level(), CHATML)
-    monkeypatch.setattr("llmbox.app.text.model_text._MOST_BYTES", 1000)
+    monkeypatch.setattr("llmbox.app.text.tokenizer._MOST_BYTES", 1000)
     with pytest.raises(ModelError, match="larger than"):
         load_model_text(folder)
     (folder / "tokenizer.json").unlink()

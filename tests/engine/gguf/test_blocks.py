@@ -6,8 +6,8 @@ import pytest
 import torch
 from gguf.quants import dequantize
 
-from llmbox.engine.gguf.blocks import dequantise
-from llmbox.engine.gguf.file import BLOCKS
+from llmbox.engine.gguf.dequantize import dequantise
+from llmbox.engine.gguf.reader import BLOCKS
 
 SCALES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),

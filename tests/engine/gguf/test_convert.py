@@ -12,13 +12,13 @@ from gguf.quants import dequantize
 from safetensors.torch import load_file
 
 from llmbox.engine.errors import ModelError, UnsupportedArchitecture
-from llmbox.engine.gguf.convert import Report, convert
-from llmbox.engine.gguf.file import read_gguf
-from llmbox.engine.gguf.settings import config_of, llama3_factors
-from llmbox.engine.layers.rotary import inverse_frequencies
-from llmbox.engine.model_config import parse_config
+from llmbox.engine.gguf.config import config_of, llama3_factors
+from llmbox.engine.gguf.convert import ConversionReport, convert
+from llmbox.engine.gguf.reader import read_gguf
+from llmbox.engine.model.rotary import inverse_frequencies
+from llmbox.engine.model_config.config import parse_config
 from llmbox.kernels.dispatch import native_ready
-from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.quant_formats import QUANTS
 from support.gguf_models import ARCHITECTURES, write_gguf
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
@@ -27,7 +27,7 @@ PROMPT = list(range(5, 25))
 needs_kernels = pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
 
 
-def imported(file: Path, out: Path, to: str = "none") -> Report:
+def imported(file: Path, out: Path, to: str = "none") -> ConversionReport:
     quant = None if to == "none" else QUANTS[to]
     return convert(read_gguf(file), out, quant, None, 1, lambda _done, _total: None)
 

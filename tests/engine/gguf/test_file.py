@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbox.engine.errors import ModelError
-from llmbox.engine.gguf.file import is_gguf, read_gguf
-from llmbox.engine.gguf.settings import config_of
+from llmbox.engine.gguf.config import config_of
+from llmbox.engine.gguf.reader import is_gguf, read_gguf
 from support.gguf_models import write_gguf
 from support.odd_files import KINDS, make_odd, no_hanging
 from support.tiny_models import make_tiny_model

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmbox.engine.gpu.cuda_graphs import CudaCapture
+from llmbox.engine.runner.cuda_graphs import CudaCapture
 
 GPU = torch.device("cuda", 1)
 KEPT, WORKSPACE, GRAPH = 50, 32, 10

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from llmbox.engine.gpu.runner import DeviceRunner
-from llmbox.engine.pipeline import OneAtATime
+from llmbox.engine.core.executor_interface import SyncExecutor
+from llmbox.engine.runner.gpu_runner import GPUModelRunner
 from support.late_device import FakeCapture, LateDevice, device_engine
 from support.mixes import drawn, told
 from support.no_questions import NoQuestions
@@ -152,7 +152,7 @@ def test_rows_are_reused_by_later_requests(model):
 def test_the_loader_makes_it_where_it_is_asked_for(model):
     requests = [ask(f"r{n}", range(n + 3, n + 20), 8, temperature=0.9, seed=n) for n in range(3)]
     engine, plain = load(model, overlap=True), load(model)
-    assert isinstance(engine._runner, DeviceRunner)
-    assert isinstance(plain._runner, OneAtATime)
+    assert isinstance(engine._runner, GPUModelRunner)
+    assert isinstance(plain._runner, SyncExecutor)
     assert tokens(engine, requests) == tokens(plain, requests)
     assert engine.prepare() is False

@@ -5,17 +5,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbox.engine.gpu.draw import facts, likeliest
-from llmbox.engine.gpu.noise import uniform_rows
-from llmbox.engine.gpu.rows import Rows
-from llmbox.engine.gpu.sampler import DeviceSampler, needs_of
-from llmbox.engine.gpu.upload import Uploader
-from llmbox.engine.noise import uniform
-from llmbox.engine.request import Request
-from llmbox.engine.sampler import Sampler
-from llmbox.engine.sampler.logprobs import token_logprobs
-from llmbox.engine.sampling import SamplingParams
-from llmbox.engine.step import ScheduledRequest
+from llmbox.engine.core.request import Request
+from llmbox.engine.core.step import ScheduledRequest
+from llmbox.engine.device.upload import Uploader
+from llmbox.engine.sampling import Sampler
+from llmbox.engine.sampling.device_state import DeviceRequestState
+from llmbox.engine.sampling.draw_async import facts, likeliest
+from llmbox.engine.sampling.gpu_sampler import DeviceSampler, needs_of
+from llmbox.engine.sampling.logprobs import token_logprobs
+from llmbox.engine.sampling.philox import uniform, uniform_rows
+from llmbox.engine.sampling_params import SamplingParams
 from llmbox.kernels.reference import REFERENCE
 from support.late_device import LateDevice
 from support.sampling import make_request
@@ -26,7 +25,7 @@ VOCAB = 700
 
 def draw(logits, requests):
     """Through rows on the device, as a step does it."""
-    rows = Rows(len(requests), 1, 0, VOCAB, CPU)
+    rows = DeviceRequestState(len(requests), 1, 0, VOCAB, CPU)
     noted = [
         rows.note(ScheduledRequest(one, 0, one.num_tokens, samples=True, admission=one.admissions))
         for one in requests

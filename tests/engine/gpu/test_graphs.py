@@ -2,7 +2,8 @@
 
 import pytest
 
-from llmbox.engine.gpu.graphs import NEAR, WANTED, DecodeGraphs, capture_sizes
+from llmbox.engine.planning.memory_model import capture_sizes
+from llmbox.engine.runner.graph_pool import NEAR, WANTED, DecodeGraphs
 from support.late_device import FakeCapture, device_engine
 from support.real_engines import ask, run
 from support.tiny_models import make_tiny_model

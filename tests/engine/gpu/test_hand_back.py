@@ -6,13 +6,13 @@ from queue import Queue
 import pytest
 import torch
 
-from llmbox.engine.gpu.device import HostDevice
-from llmbox.engine.gpu.hand_back import HandBack
-from llmbox.engine.gpu.rows import Rows
-from llmbox.engine.gpu.upload import Uploader
-from llmbox.engine.parallel.layout import Layout
-from llmbox.engine.parallel.mesh import Arriving
-from llmbox.engine.parallel.rank import Rank
+from llmbox.engine.device.device import HostDevice
+from llmbox.engine.device.upload import Uploader
+from llmbox.engine.distributed.communicator import TensorParallel
+from llmbox.engine.distributed.shm_communicator import PendingReceive
+from llmbox.engine.model_config.parallel_layout import ParallelLayout
+from llmbox.engine.runner.pipeline_feedback import SampledTokenFeedback
+from llmbox.engine.sampling.device_state import DeviceRequestState
 
 
 class Way:
@@ -23,7 +23,7 @@ class Way:
         self.waits = 0
 
     def hand_back(self, x):
-        return Arriving(lambda: self._arrive(x))
+        return PendingReceive(lambda: self._arrive(x))
 
     def _arrive(self, x):
         self.waits += 1
@@ -36,7 +36,7 @@ class Sent:
 
     def hand_back(self, x):
         self.given.append(x)
-        return Arriving(lambda: self.waited.append(x))
+        return PendingReceive(lambda: self.waited.append(x))
 
 
 @pytest.fixture
@@ -46,12 +46,12 @@ def way():
 
 @pytest.fixture
 def rows():
-    return Rows(8, 2, 10, 100, torch.device("cpu"))
+    return DeviceRequestState(8, 2, 10, 100, torch.device("cpu"))
 
 
 @pytest.fixture
 def first(way, rows):
-    return HandBack(Rank(Layout(1, 2, 0), way), rows, 2)
+    return SampledTokenFeedback(TensorParallel(ParallelLayout(1, 2, 0), way), rows, 2)
 
 
 def expect(hand_back, *numbers):
@@ -115,7 +115,7 @@ def test_row_numbers_may_change_once_they_are_told(first, way, rows):
 
 def test_what_is_sent_stays_until_it_is_there(rows):
     sent = Sent()
-    last = HandBack(Rank(Layout(1, 2, 1), sent), rows, 2)
+    last = SampledTokenFeedback(TensorParallel(ParallelLayout(1, 2, 1), sent), rows, 2)
     ids = [torch.tensor([number]) for number in range(4)]
     for each in ids:
         last.send(each)

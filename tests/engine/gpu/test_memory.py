@@ -9,12 +9,10 @@ import torch
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DoesNotFit
-from llmbox.engine.estimator import MemoryPlan
-from llmbox.engine.gpu.load import fit_pool, run_trials
-from llmbox.engine.gpu.memory import CudaMeter, Measured
-from llmbox.engine.gpu.opened import open_gpu
-from llmbox.engine.gpu.trial import DRAWS, trial_step, trial_steps
-from llmbox.engine.memory_use import CUDA_CONTEXT, graphs_reserve
+from llmbox.engine.executor.profile import CudaMeter, MemoryProfile, fit_pool, open_gpu, run_trials
+from llmbox.engine.executor.warmup import DRAWS, trial_step, trial_steps
+from llmbox.engine.planning.estimator import MemoryPlan
+from llmbox.engine.planning.memory_model import CUDA_CONTEXT, graphs_reserve
 from support.fake_nvml import FakeGpu, FakeNvml
 
 PLAN = MemoryPlan(
@@ -115,7 +113,7 @@ def test_graphs_off_reserve_nothing():
 
 
 def test_sums():
-    measured = Measured(weights=1, workspace=2, runtime=3, graphs=4)
+    measured = MemoryProfile(weights=1, workspace=2, runtime=3, graphs=4)
     assert measured.total == 10
     assert measured.blocks(100, 9, 1000) == 9
 
@@ -166,7 +164,7 @@ class Card:
         self.tensors = 0
         fake = FakeNvml([self.gpu], init_error=None if nvml else "NVMLError_LibraryNotFound")
         monkeypatch.setitem(sys.modules, "pynvml", fake)
-        monkeypatch.setattr("llmbox.engine.machine.torch_has_cuda", lambda: True)
+        monkeypatch.setattr("llmbox.engine.hardware.machine.torch_has_cuda", lambda: True)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         cuda = {
             "device_count": lambda: 1,

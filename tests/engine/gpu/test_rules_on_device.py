@@ -8,14 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmbox.engine.gpu.rule_entries import entries_of, words_of
-from llmbox.engine.gpu.rule_lists import LEAST, RuleLists
-from llmbox.engine.gpu.upload import Uploader
-from llmbox.engine.sampler import Sampler
-from llmbox.engine.sampler.rules import RequestRules, apply_rules
-from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.device.upload import Uploader
+from llmbox.engine.sampling import Sampler
+from llmbox.engine.sampling.device_penalties import LEAST, DevicePenalties, entries_of, words_of
+from llmbox.engine.sampling.logits_processors import LogitsProcessors, apply_rules
+from llmbox.engine.sampling_params import SamplingParams
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.edit import edit
+from llmbox.kernels.triton.penalties import edit
 from support.device_steps import Steps, alike
 from support.late_device import LateDevice
 from support.sampling import make_request
@@ -90,7 +89,7 @@ def test_changed_logits_are_those_of_the_sampler_bit_by_bit(dtype):
     row_V[ids[:5]] = torch.tensor([0.0, -0.0, -torch.inf, 6e4, -6e4])
     row_V = row_V.to(dtype)
     wanted_1V = row_V.to(torch.float32, copy=True)[None]
-    rules = RequestRules(request, V)
+    rules = LogitsProcessors(request, V)
     assert rules.refresh()
     apply_rules(wanted_1V, [rules])
 
@@ -145,7 +144,7 @@ class Launches(TorchDispatchMode):
 def moved_at_once(rows: int) -> int:
     """All of them outgrow their places in one step -> operations. One has twice the place of the others, and
     leaves it to the next."""
-    rules, uploader = RuleLists(rows, V, CPU), Uploader(LateDevice(), 3, 1 << 22)
+    rules, uploader = DevicePenalties(rows, V, CPU), Uploader(LateDevice(), 3, 1 << 22)
     sizes = [2 * LEAST, *[LEAST] * (rows - 1)]
     for row, size in enumerate(sizes):
         listed = range(row, row + size - 1)
@@ -174,7 +173,7 @@ def test_lists_that_outgrow_their_places_together_move_together():
 
 def test_places_are_used_again():
     """By whoever has the row next; one without rules leaves none there."""
-    rules = RuleLists(3, V, CPU)
+    rules = DevicePenalties(3, V, CPU)
     uploader = Uploader(LateDevice(), 3)
     for turn in range(20):
         for row in range(3):
@@ -209,7 +208,7 @@ def test_entries_name_each_id_once():
 
 
 def test_rows_without_rules_ask_for_no_list():
-    rules = RuleLists(2, V, CPU)
+    rules = DevicePenalties(2, V, CPU)
     plain = make_request()
     assert plain.params == SamplingParams(max_tokens=100)
     assert rules.of(torch.tensor([0]), torch.zeros(3, dtype=torch.int64), [plain]) is None

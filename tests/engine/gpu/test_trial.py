@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmbox.engine.core import Engine
-from llmbox.engine.estimator import MemoryPlan
-from llmbox.engine.gpu.load import run_trials
-from llmbox.engine.gpu.trial import trial_blocks
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.executor.profile import run_trials
+from llmbox.engine.executor.warmup import trial_blocks
+from llmbox.engine.planning.estimator import MemoryPlan
 from llmbox.kernels.triton.backend import triton_ops
 from support.fp8_checkpoint import round_by_output
 from support.late_device import device_engine

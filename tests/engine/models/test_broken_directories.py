@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmbox.engine.checkpoint import INDEX
+from llmbox.engine.checkpoint.index import INDEX
 from llmbox.engine.errors import ModelError
 from support.odd_files import KINDS, make_odd, no_hanging
 from support.real_engines import ask, load, tokens

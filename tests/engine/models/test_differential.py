@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmbox.engine.block_pool import BlockPool
-from llmbox.engine.core import Engine
-from llmbox.engine.layers.decoder import Decoder
-from llmbox.engine.messages import AddRequest
-from llmbox.engine.request import Request
-from llmbox.engine.runner import ModelRunner
-from llmbox.engine.sampling import SamplingParams
-from llmbox.engine.scheduler import Scheduler
-from llmbox.engine.step import SampledToken, StepPlan
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.core.kv_cache.block_pool import BlockPool
+from llmbox.engine.core.request import Request
+from llmbox.engine.core.scheduler import Scheduler
+from llmbox.engine.core.step import SampledToken, StepPlan
+from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.model.decoder import Decoder
+from llmbox.engine.runner.cpu_runner import CPUModelRunner
+from llmbox.engine.sampling_params import SamplingParams
 from support.real_engines import ask, hf_model, hf_tokens, load, planned, runner_of, tokens
 from support.tiny_models import ARCHITECTURES, ORIGINAL_CONTEXT, ROPES, make_tiny_model
 
@@ -158,7 +158,7 @@ class LogitsKeeper:
         return [SampledToken(0) for _ in requests]
 
 
-def decode_logits(runner: ModelRunner, ids: list[int], prefill: int) -> Tensor:
+def decode_logits(runner: CPUModelRunner, ids: list[int], prefill: int) -> Tensor:
     """Logits of positions prefill - 1 on: a prefill, then one token a step."""
     keeper = runner._sampler = LogitsKeeper()
     request = Request(request_id="r", prompt_ids=ids[:prefill], params=SamplingParams(max_tokens=1))
@@ -171,7 +171,7 @@ def decode_logits(runner: ModelRunner, ids: list[int], prefill: int) -> Tensor:
     return torch.stack(keeper.rows)
 
 
-def all_logits(runner: ModelRunner, ids: list[int]) -> Tensor:
+def all_logits(runner: CPUModelRunner, ids: list[int]) -> Tensor:
     """Logits of every position of one prefill."""
     request = Request(request_id="r", prompt_ids=ids, params=SamplingParams(max_tokens=1))
     request.block_table = list(range(-(-len(ids) // 16)))

@@ -7,8 +7,8 @@ import pytest
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DeviceError, ModelError, UnsupportedArchitecture
-from llmbox.engine.estimator import resolve_dtypes
-from llmbox.engine.model_config import ModelConfig, parse_config
+from llmbox.engine.model_config.config import ModelConfig, parse_config
+from llmbox.engine.planning.estimator import resolve_dtypes
 from support.gemma_models import GEMMA
 from support.tiny_models import tensor_shapes, tiny_config
 

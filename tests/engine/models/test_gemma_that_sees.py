@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmbox.app.catalog import ModelRef
-from llmbox.app.hub.facts import local_facts
-from llmbox.engine.checkpoint import list_tensors
+from llmbox.app.hub.model_info import local_facts
+from llmbox.app.models.catalog import ModelRef
+from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.errors import ModelError
-from llmbox.engine.model_config import parse_config
-from llmbox.engine.quantize import quantize
+from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.dispatch import native_ready
-from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.quant_formats import QUANTS
 from support.gemma_models import make_gemma_that_sees
 from support.real_engines import ask, hf_model, hf_tokens, load, tokens
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmbox.engine.errors import ModelError, UnsupportedArchitecture
-from llmbox.engine.model_config import ModelConfig, parse_config
+from llmbox.engine.model_config.config import ModelConfig, parse_config
 from support.tiny_models import ARCHITECTURES, HEAD_DIM, ROPE_VARIANTS, ROPES, tensor_shapes, tiny_config
 
 

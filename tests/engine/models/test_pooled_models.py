@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from llmbox.engine.errors import ModelError
-from llmbox.engine.messages import AddRequest
-from llmbox.engine.model_config import parse_config
-from llmbox.engine.pooling_config import read_pooling
-from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.model_config.pooling import read_pooling
+from llmbox.engine.sampling_params import SamplingParams
 from support.pooled_models import MODULES, declare, make_pooled_model
 from support.real_engines import load, run
 from support.tiny_models import make_tiny_model, tiny_config, write_json

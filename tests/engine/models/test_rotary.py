@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmbox.engine.layers.rotary import attention_scale, inverse_frequencies
-from llmbox.engine.model_config import parse_config
+from llmbox.engine.model.rotary import attention_scale, inverse_frequencies
+from llmbox.engine.model_config.config import parse_config
 from support.tiny_models import ORIGINAL_CONTEXT, ROPE_VARIANTS, tiny_config, write_json
 
 SCALED = [name for name in ROPE_VARIANTS if name != "default"]

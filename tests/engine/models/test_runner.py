@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from llmbox.engine.config import EngineConfig
+from llmbox.engine.core.request import Request
+from llmbox.engine.core.step import StepPlan
 from llmbox.engine.errors import DeviceError, DoesNotFit, EngineError
-from llmbox.engine.loader import load_engine
-from llmbox.engine.messages import Progress
-from llmbox.engine.request import Request
-from llmbox.engine.sampling import SamplingParams
-from llmbox.engine.step import StepPlan
+from llmbox.engine.executor.build import load_engine
+from llmbox.engine.ipc.messages import Progress
+from llmbox.engine.sampling_params import SamplingParams
 from support.real_engines import ask, hf_model, load, planned, run, runner_of, tokens
 from support.tiny_models import make_tiny_model
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from llmbox.engine.checkpoint.safetensors import read_header
 from llmbox.engine.errors import ModelError
-from llmbox.engine.safetensors_header import read_header
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
-from llmbox.engine.parallel import group as group_module
-from llmbox.engine.parallel.collective import sum_in_order
-from llmbox.engine.parallel.fused_sum import ROWS
-from llmbox.engine.parallel.layout import Layout
-from llmbox.engine.parallel.oneshot import BUFFER_BYTES, KERNEL
+from llmbox.engine.distributed import process_group as group_module
+from llmbox.engine.distributed.custom_all_reduce import BUFFER_BYTES, KERNEL
+from llmbox.engine.distributed.fused_allreduce_rmsnorm import ROWS
+from llmbox.engine.distributed.torch_communicator import sum_in_order
+from llmbox.engine.model_config.parallel_layout import ParallelLayout
 from llmbox.kernels.reference import REFERENCE
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def work(rank: int, memory: list[list[torch.Tensor]], file: Path) -> None:
         return SimpleNamespace(buffer_ptrs=[part.data_ptr() for part in parts], offset=OFFSET)
 
     symmetric.empty, symmetric.rendezvous = empty, rendezvous
-    together = group_module.join(Layout(ranks, 1, rank), CPU, file, ordered=False, joined=True)
+    together = group_module.join(ParallelLayout(ranks, 1, rank), CPU, file, ordered=False, joined=True)
     assert together._one_shot is not None
     assert together._fused is not None
     tried = len(calls)

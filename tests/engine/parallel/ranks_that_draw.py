@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from llmbox.engine.parallel.device_draw import device_sampler
-from llmbox.engine.parallel.group import join, leave
-from llmbox.engine.parallel.layout import Layout
-from llmbox.engine.parallel.rank import Rank
-from llmbox.engine.sampler import Sampler
+from llmbox.engine.distributed.communicator import TensorParallel
+from llmbox.engine.distributed.process_group import join, leave
+from llmbox.engine.model_config.parallel_layout import ParallelLayout
+from llmbox.engine.sampling import Sampler
+from llmbox.engine.sampling.tp_gpu_sampler import device_sampler
 from support.device_steps import Steps, alike
 from support.late_device import LateDevice
 from support.sampling import make_request
@@ -53,7 +53,7 @@ def main(folder: Path, ranks: int, vocab: int, seed: int) -> None:
     for rank in range(ranks):
         if not (child := os.fork()):
             try:
-                work(folder / "meet", Layout(ranks, 1, rank), vocab, seed)
+                work(folder / "meet", ParallelLayout(ranks, 1, rank), vocab, seed)
             except BaseException:  # noqa: BLE001
                 traceback.print_exc()
                 os._exit(1)
@@ -62,8 +62,8 @@ def main(folder: Path, ranks: int, vocab: int, seed: int) -> None:
     sys.exit(any(os.waitpid(child, 0)[1] for child in children))
 
 
-def work(meet: Path, layout: Layout, vocab: int, seed: int) -> None:
-    rank = Rank(layout, join(layout, CPU, meet, ordered=True))
+def work(meet: Path, layout: ParallelLayout, vocab: int, seed: int) -> None:
+    rank = TensorParallel(layout, join(layout, CPU, meet, ordered=True))
     part, ops = layout.vocabulary(vocab), triton_ops(CPU, torch.float32)
     requests = [
         make_request(str(n), prompt=[n, 1, 2], seed=seed + n, **knobs) for n, knobs in enumerate(KNOBS)

@@ -8,9 +8,9 @@ import os, sys, tempfile
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from llmbox.engine.parallel import collective, fused_sum, oneshot
-from llmbox.engine.parallel.group import join, leave
-from llmbox.engine.parallel.layout import Layout
+from llmbox.engine.distributed import collective, fused_sum, oneshot
+from llmbox.engine.distributed.process_group import join, leave
+from llmbox.engine.model_config.parallel_layout import Layout
 
 def numbers(rank, size):
     return torch.randn(size, generator=torch.Generator().manual_seed(rank)).bfloat16()

@@ -5,16 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from llmbox.engine.parallel.crew import Crew, least_of
-from llmbox.engine.parallel.layout import Layout
-from llmbox.engine.parallel.link import Link
-from llmbox.engine.parallel.roll_call import Worker
+from llmbox.engine.distributed.socket_link import Link
+from llmbox.engine.executor.workers import Worker, WorkerGroup, least_of
+from llmbox.engine.model_config.parallel_layout import ParallelLayout
 
 
 @pytest.mark.parametrize("numbers", [(5, 9, 7), (9, 5, 7), (9, 7, 5)])
 def test_all_ranks_take_the_least_of_their_numbers(numbers):
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in numbers[1:]]
-    crew = Crew(Layout(3))
+    crew = WorkerGroup(ParallelLayout(3))
     crew.workers = [Worker(rank, None, Link(ours)) for rank, (ours, _) in enumerate(pairs, 1)]
     with ThreadPoolExecutor(2) as pool:
         others = pool.map(least_of, [Link(theirs) for _, theirs in pairs], numbers[1:])

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pynvml
 import pytest
 
-from llmbox.engine import machine as machine_module
-from llmbox.engine import nvlink as nvlink_module
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DoesNotFit, ParallelError
-from llmbox.engine.estimator import MemoryBudget, estimate, plans
-from llmbox.engine.machine import read_machine
-from llmbox.engine.model_shape import ModelShape
-from llmbox.engine.nvlink import islands, peers
-from llmbox.engine.parallel.cut import are_joined
+from llmbox.engine.hardware import machine as machine_module
+from llmbox.engine.hardware import nvml as nvlink_module
+from llmbox.engine.hardware.machine import read_machine
+from llmbox.engine.hardware.nvml import islands, peers
+from llmbox.engine.model_config.shape import ModelShape
+from llmbox.engine.planning.estimator import MemoryBudget, estimate, plans
+from llmbox.engine.planning.placement import are_joined
 from support.fake_nvml import FakeGpu, FakeNvml
 
 GB = 10**9

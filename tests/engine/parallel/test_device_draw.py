@@ -5,17 +5,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from llmbox.engine.gpu.rows import Rows
-from llmbox.engine.gpu.sampler import DeviceSampler
-from llmbox.engine.gpu.upload import Uploader
-from llmbox.engine.parallel.deal import dealt
-from llmbox.engine.parallel.device_draw import device_sampler
-from llmbox.engine.parallel.layout import Layout
-from llmbox.engine.parallel.rank import Rank
-from llmbox.engine.request import Request
-from llmbox.engine.sampler import Sampler
-from llmbox.engine.sampling import SamplingParams
-from llmbox.engine.step import ScheduledRequest
+from llmbox.engine.core.request import Request
+from llmbox.engine.core.step import ScheduledRequest
+from llmbox.engine.device.upload import Uploader
+from llmbox.engine.distributed.communicator import TensorParallel, dealt
+from llmbox.engine.model_config.parallel_layout import ParallelLayout
+from llmbox.engine.sampling import Sampler
+from llmbox.engine.sampling.device_state import DeviceRequestState
+from llmbox.engine.sampling.gpu_sampler import DeviceSampler
+from llmbox.engine.sampling.tp_gpu_sampler import device_sampler
+from llmbox.engine.sampling_params import SamplingParams
 from llmbox.kernels.reference import REFERENCE
 from support.late_device import LateDevice
 from support.rank_threads import Stage
@@ -27,16 +26,16 @@ def sample_in_parts(logits_SV, requests, tp, ops=REFERENCE):
     vocab, stage = logits_SV.shape[1], [Stage(tp)]
 
     def work(number):
-        rows = Rows(len(requests), 1, 0, vocab, CPU)
+        rows = DeviceRequestState(len(requests), 1, 0, vocab, CPU)
         planned = [ScheduledRequest(one, 0, one.num_tokens, True, one.admissions) for one in requests]
         row_S = torch.tensor([rows.note(one) for one in planned])
         uploader = Uploader(LateDevice(), 3)
         uploader.begin_step()
         rows.flush(uploader)
         position_S = torch.tensor([one.num_tokens for one in requests], dtype=torch.int32)
-        layout = Layout(tp, 1, number)
+        layout = ParallelLayout(tp, 1, number)
         collective = Counting(layout, stage)
-        sampler = device_sampler(Rank(layout, collective), DeviceSampler(ops, rows, vocab), vocab)
+        sampler = device_sampler(TensorParallel(layout, collective), DeviceSampler(ops, rows, vocab), vocab)
         mine = part_of(logits_SV, layout.vocabulary(vocab))
         drawing = sampler.draw(mine, requests, row_S, position_S)
         assert torch.equal(rows.last_R[row_S], drawing.ids_S)

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 import torch
 
-from llmbox.engine.gpu.graphs import WANTED
-from llmbox.engine.parallel.link import RankLost
+from llmbox.engine.errors import RankLost
+from llmbox.engine.runner.graph_pool import WANTED
 from support.device_ranks import device_ranks
 from support.late_device import LateDevice
 from support.mixes import drawn, told

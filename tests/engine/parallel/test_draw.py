@@ -5,12 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from llmbox.engine.parallel.layout import Layout
-from llmbox.engine.parallel.rank import Rank
-from llmbox.engine.parallel.sampler import VocabularySampler
-from llmbox.engine.request import Request
-from llmbox.engine.sampler import Sampler
-from llmbox.engine.sampling import SamplingParams
+from llmbox.engine.core.request import Request
+from llmbox.engine.distributed.communicator import TensorParallel
+from llmbox.engine.model_config.parallel_layout import ParallelLayout
+from llmbox.engine.sampling import Sampler
+from llmbox.engine.sampling.tp_sampler import TPSampler
+from llmbox.engine.sampling_params import SamplingParams
 from support.rank_threads import Stage
 from support.shared_logits import CPU, KNOBS, Counting, part_of, requests_of
 
@@ -21,10 +21,10 @@ def sample_in_parts(logits_RV, requests, tp):
     stage = [Stage(tp)]
 
     def work(number):
-        layout = Layout(tp, 1, number)
+        layout = ParallelLayout(tp, 1, number)
         collective, part = Counting(layout, stage), layout.vocabulary(vocab)
         mine = part_of(logits_RV, part)
-        sampler = VocabularySampler(Rank(layout, collective), Sampler(vocab, CPU), vocab)
+        sampler = TPSampler(TensorParallel(layout, collective), Sampler(vocab, CPU), vocab)
         return sampler.sample(mine, requests), collective.bytes
 
     with ThreadPoolExecutor(tp) as pool:

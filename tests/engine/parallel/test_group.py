@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmbox.engine.parallel import group
-from llmbox.engine.parallel.layout import Layout
+from llmbox.engine.distributed import process_group as group
+from llmbox.engine.model_config.parallel_layout import ParallelLayout
 
 GPU = torch.device("cuda", 1)
 
@@ -27,7 +27,7 @@ def notes(monkeypatch):
 
 def test_ranks_on_gpus_connect_at_once_and_to_their_own(notes, monkeypatch, tmp_path):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
-    layout = Layout(2, 1, 1)
+    layout = ParallelLayout(2, 1, 1)
     _, stage = group.join(layout, GPU, tmp_path / "store", ordered=True)
     (backend,), options = notes[0]
     assert (backend, options["device_id"], options["rank"], options["world_size"]) == ("nccl", GPU, 1, 2)
@@ -38,7 +38,7 @@ def test_ranks_on_gpus_connect_at_once_and_to_their_own(notes, monkeypatch, tmp_
 
 def test_every_rank_makes_the_groups_of_all_stages_in_one_order(notes, tmp_path):
     for rank in range(4):
-        _, stage = group.join(Layout(2, 2, rank), GPU, tmp_path / "store", ordered=True)
+        _, stage = group.join(ParallelLayout(2, 2, rank), GPU, tmp_path / "store", ordered=True)
         assert stage == f"group {[0, 1] if rank < 2 else [2, 3]}"
         assert notes[1:] == [[0, 1], [2, 3], None, "barrier"]
         notes.clear()
@@ -64,6 +64,6 @@ def test_kernels_that_wait_for_each_other_are_prepared_by_all_of_a_stage_or_none
     monkeypatch.setattr(group, "all_agree", lambda *told: asked.append(told) or others_are)
     for each in (group.OneShotSum, group.FusedSum):
         monkeypatch.setattr(each, "prepare", lambda stage, _device: prepared.append(stage))
-    group.join(Layout(2, 1, 0), GPU, tmp_path / "store", ordered=False, joined=True)
+    group.join(ParallelLayout(2, 1, 0), GPU, tmp_path / "store", ordered=False, joined=True)
     assert asked == [("world", GPU, True)]
     assert prepared == ["world"] * (2 if others_are else 0)

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbox.engine.errors import ParallelError
-from llmbox.engine.model_shape import ModelShape
-from llmbox.engine.parallel.layout import MAX_RANKS, Layout, can_split, check_layout
-from llmbox.kernels.quant import QUANTS
+from llmbox.engine.model_config.parallel_layout import MAX_RANKS, ParallelLayout, can_split, check_layout
+from llmbox.engine.model_config.shape import ModelShape
+from llmbox.kernels.quant_formats import QUANTS
 
 SHAPE = ModelShape(
     layers=36,
@@ -27,7 +27,7 @@ SHAPE = ModelShape(
 @given(st.integers(1, 100), st.integers(1, 16))
 def test_stages_hold_every_layer_once_and_differ_by_one_at_most(layers, pp):
     pp = min(pp, layers)
-    runs = [Layout(1, pp, rank).layers(layers) for rank in range(pp)]
+    runs = [ParallelLayout(1, pp, rank).layers(layers) for rank in range(pp)]
     assert [layer for run in runs for layer in run] == list(range(layers))
     assert max(map(len, runs)) - min(map(len, runs)) <= 1
 
@@ -36,7 +36,7 @@ def test_stages_hold_every_layer_once_and_differ_by_one_at_most(layers, pp):
 def test_parts_of_the_vocabulary_cover_it_and_have_one_size(vocab, tp):
     if not can_split(replace(SHAPE, vocab=vocab, heads=tp, kv_heads=tp, ffn=tp), tp, 1, None):
         return
-    parts = [Layout(tp, 1, rank).vocabulary(vocab) for rank in range(tp)]
+    parts = [ParallelLayout(tp, 1, rank).vocabulary(vocab) for rank in range(tp)]
     assert [row for part in parts for row in range(part.start, part.stop)] == list(range(vocab))
     assert len({part.size for part in parts}) == 1
     assert all(part.start < part.stop for part in parts)
@@ -49,7 +49,7 @@ def test_each_query_head_stands_beside_its_kv_head(log_kv, log_group, log_tp):
     if heads % tp:
         return
     for rank in range(tp):
-        layout = Layout(tp, 1, rank)
+        layout = ParallelLayout(tp, 1, rank)
         mine, kv = layout.equal(heads), layout.kv_heads(kv_heads)
         for local, head in enumerate(range(mine.start, mine.stop)):
             wanted = head // (heads // kv_heads)
@@ -57,11 +57,11 @@ def test_each_query_head_stands_beside_its_kv_head(log_kv, log_group, log_tp):
 
 
 def test_ranks_count_through_the_stages():
-    layout = Layout(2, 3, 3)
+    layout = ParallelLayout(2, 3, 3)
     assert (layout.stage, layout.tp_rank, layout.stage_ranks, layout.answers) == (1, 1, [2, 3], 4)
     assert layout.shard == "2 of 2, stage 2 of 3"
-    assert Layout().shard == ""
-    assert len({Layout(2, 2, rank).shard for rank in range(4)} | {Layout(4, 1, 0).shard}) == 5
+    assert ParallelLayout().shard == ""
+    assert len({ParallelLayout(2, 2, rank).shard for rank in range(4)} | {ParallelLayout(4, 1, 0).shard}) == 5
 
 
 @pytest.mark.parametrize(

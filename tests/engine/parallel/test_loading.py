@@ -7,11 +7,11 @@ import psutil
 import pytest
 from torch.distributed import distributed_c10d
 
-from llmbox.engine.ending import finish
-from llmbox.engine.errors import DeviceError, EngineError
-from llmbox.engine.parallel import crew, roll_call
-from llmbox.engine.parallel.link import RankLost
-from llmbox.engine.repacked import environment, source
+from llmbox.engine.errors import DeviceError, EngineError, RankLost
+from llmbox.engine.executor import workers as crew
+from llmbox.engine.executor import workers as roll_call
+from llmbox.engine.hardware.proc import finish
+from llmbox.engine.weights.packed_cache import environment, source
 from llmbox.kernels.dispatch import native_ready
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
 WORKER = """
 import os, runpy, signal, sys, time
 import torch
-import llmbox.engine.loader as loader
-from llmbox.engine.repacked import cache, source
+import llmbox.engine.executor.build as loader
+from llmbox.engine.weights.packed_cache import cache, source
 
 source.END_S = 60.0
 load_share, write = loader.load_share, cache.write
@@ -36,7 +36,7 @@ def slow(*args, **named):
     time.sleep({write_seconds})
 
 loader.load_share, cache.write = failing, slow
-runpy.run_module("llmbox.engine.worker", run_name="__main__")
+runpy.run_module("llmbox.engine.process.worker_main", run_name="__main__")
 """
 
 
@@ -93,7 +93,7 @@ def test_ranks_that_cannot_meet_say_why(model, children, monkeypatch):
 
 def test_a_worker_that_cannot_meet_the_others_says_why(model, workers, children):
     workers(
-        "from llmbox.engine.errors import DeviceError; from llmbox.engine.parallel import start; "
+        "from llmbox.engine.errors import DeviceError; from llmbox.engine.distributed import start; "
         "start.MeshCollective = lambda *_: (_ for _ in ()).throw(DeviceError('no way to rank 0'))"
     )
     with pytest.raises(EngineError, match="rank 1: no way to rank 0") as failed:
@@ -113,7 +113,7 @@ def test_rank_0_does_not_finish_its_own_load_for_nothing(model, workers, childre
         while worker.status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
 
-    monkeypatch.setattr("llmbox.engine.loader.weights_progress", lambda _: slowly)
+    monkeypatch.setattr("llmbox.engine.executor.build.weights_progress", lambda _: slowly)
     with pytest.raises(EngineError, match="rank 1: MemoryError: none"):
         load(model, tp=2)
     assert len(read) == 1
@@ -145,8 +145,8 @@ def test_all_ranks_finish_writing_what_they_packed_before_they_end(
     finish()
     assert len(list(folder.glob("*.weights"))) == 2
     assert not list(folder.glob("*.part"))
-    workers("sys.modules['llmbox.engine.weights'].Checkpoint.take_into = None")
-    monkeypatch.setattr("llmbox.engine.weights.Checkpoint.take_into", None)
+    workers("sys.modules['llmbox.engine.weights.source'].Checkpoint.take_into = None")
+    monkeypatch.setattr("llmbox.engine.weights.source.Checkpoint.take_into", None)
     assert tokens(load(model, **cut), asked) == first
     finish()
     assert not children()

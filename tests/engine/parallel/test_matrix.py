@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.quant_formats import QUANTS
 from support.device_ranks import device_ranks
 from support.formats import cached_in, plain_torch
 from support.real_engines import ask, load, tokens
@@ -64,7 +64,7 @@ def test_ranks_give_the_tokens_of_one(
     """Steps launched ahead, from graphs at last; each request a second time, to find its prefix."""
     model = make_tiny_model(tmp_path, tokenizer=False, **SIZES)
     options = {"dtype": "float32", "max_running": 4}
-    with mock.patch("llmbox.engine.loader.select_ops") as select:
+    with mock.patch("llmbox.engine.executor.build.select_ops") as select:
         select.return_value = cached_in(plain_torch(QUANTS.get(quant or "")), KV[kv])
         expected = tokens(load(model, **options), REQUESTS)
         with device_ranks(model, graphs=True, **cut, **options, **WAYS[way]) as (engine, ranks):

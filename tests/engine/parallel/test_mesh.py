@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmbox.engine.parallel import mesh
-from llmbox.engine.parallel.layout import Layout
-from llmbox.engine.parallel.link import RankLost
-from llmbox.engine.parallel.mesh import MeshCollective, make_ends
+from llmbox.engine.distributed import shm_communicator as mesh
+from llmbox.engine.distributed.shm_communicator import ShmCommunicator, make_ends
+from llmbox.engine.errors import RankLost
+from llmbox.engine.model_config.parallel_layout import ParallelLayout
 
 
 def open_mesh(tp, pp=1):
-    ends = make_ends(Layout(tp, pp))
-    return [MeshCollective(Layout(tp, pp, rank), each) for rank, each in enumerate(ends)]
+    ends = make_ends(ParallelLayout(tp, pp))
+    return [ShmCommunicator(ParallelLayout(tp, pp, rank), each) for rank, each in enumerate(ends)]
 
 
 def together(collectives, work):
@@ -109,7 +109,7 @@ def test_nothing_stays_open():
     assert len(open_files()) > len(before)
     del collectives
     assert open_files() == before
-    for ends in make_ends(Layout(2, 2)):
+    for ends in make_ends(ParallelLayout(2, 2)):
         ends.close()
     assert open_files() == before
 
@@ -117,7 +117,7 @@ def test_nothing_stays_open():
 @pytest.mark.parametrize("pp", [2, 3])
 def test_drawn_ids_come_back_from_the_last_stage_to_the_first(pp):
     def work(rank, collective):
-        layout = Layout(2, pp, rank)
+        layout = ParallelLayout(2, pp, rank)
         ids = torch.tensor([rank, 7]) if layout.is_last else torch.zeros(2, dtype=torch.int64)
         if layout.is_first or layout.is_last:
             collective.hand_back(ids).wait()

@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
-from llmbox.app.engines.deaths import DeathLimits
+from llmbox.app.engines.restart_policy import RestartLimits
 from llmbox.app.engines.supervisor import Supervisor, SupervisorOptions
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.ending import finish
 from llmbox.engine.errors import EngineError, ParallelError
-from llmbox.engine.spawn import Launch
+from llmbox.engine.hardware.proc import finish
+from llmbox.engine.ipc.spawn import Launch
 from support.engines import is_running, read, until
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model, save_sharded, tiny_weights
@@ -48,7 +48,7 @@ def asks(suffix="", length=LENGTH):
 async def supervised(directory, launch=None, **options):
     settings = {"device": "cpu", "memory_bytes": 256 << 20, "threads": 1, **options}
     config = EngineConfig(model_path=str(directory), name="tiny", **settings)
-    deaths = DeathLimits(pauses=(0.0,))
+    deaths = RestartLimits(pauses=(0.0,))
     supervisor = Supervisor(config, SupervisorOptions(launch=launch or Launch(), deaths=deaths))
     try:
         await supervisor.start()
@@ -158,12 +158,12 @@ async def test_shared_stages_survive_whatever_happens_to_any_of_their_ranks(mode
 
 OUT_OF_MEMORY = """
 import sys
-import llmbox.engine.parallel.crew as crew
+import llmbox.engine.executor.workers as crew
 
 WORKER = '''
 import runpy, torch
 from pathlib import Path
-from llmbox.engine.runner import ModelRunner
+from llmbox.engine.runner.cpu_runner import ModelRunner
 
 execute, steps, mark = ModelRunner.execute, iter(range(10**9)), Path("{mark}")
 
@@ -174,11 +174,11 @@ def failing(self, plan):
     return execute(self, plan)
 
 ModelRunner.execute = failing
-runpy.run_module("llmbox.engine.worker", run_name="__main__")
+runpy.run_module("llmbox.engine.process.worker_main", run_name="__main__")
 '''
 crew.COMMAND = (sys.executable, "-P", "-c", WORKER)
 
-from llmbox.engine.process import main
+from llmbox.engine.process.engine_main import main
 sys.exit(main())
 """
 

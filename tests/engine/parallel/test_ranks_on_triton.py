@@ -50,7 +50,7 @@ def _one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             return run(self, *args, **options)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", alone)
-    with mock.patch("llmbox.engine.loader.select_ops") as select:
+    with mock.patch("llmbox.engine.executor.build.select_ops") as select:
         select.side_effect = lambda device, dtype, *_, deterministic: triton_ops(
             CPU, dtype, deterministic=deterministic
         )

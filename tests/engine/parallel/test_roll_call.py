@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-from llmbox.engine.parallel import roll_call
-from llmbox.engine.parallel.link import Frame, Link, RankLost
-from llmbox.engine.parallel.roll_call import Refused, RollCall, Worker
+from llmbox.engine.distributed.socket_link import Frame, Link
+from llmbox.engine.errors import RankLost
+from llmbox.engine.executor import workers as roll_call
+from llmbox.engine.executor.workers import Worker, WorkerBarrier, WorkerLoadFailed
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def say(link, kind, **body):
 
 def test_answers_come_in_any_order_and_are_told_in_that_of_ranks(start):
     (one, first), (two, second) = start(), start()
-    call = RollCall([one, two], "loaded")
+    call = WorkerBarrier([one, two], "loaded")
     call.hear()
     say(second, "loaded", measured=2)
     call.hear()
@@ -47,9 +48,9 @@ def test_answers_come_in_any_order_and_are_told_in_that_of_ranks(start):
 
 def test_one_that_refuses_is_heard_while_others_still_load(start):
     (one, _first), (two, second) = start(), start()
-    call = RollCall([one, two], "loaded")
+    call = WorkerBarrier([one, two], "loaded")
     say(second, "refused", code="bad_model", message="a tensor is missing")
-    with pytest.raises(Refused, match="rank 2: a tensor is missing") as refused:
+    with pytest.raises(WorkerLoadFailed, match="rank 2: a tensor is missing") as refused:
         call.hear()
     assert refused.value.code == "bad_model"
 
@@ -63,7 +64,7 @@ def test_one_that_refuses_is_heard_while_others_still_load(start):
 )
 def test_how_one_ended_is_told(start, number, words):
     worker, theirs = start()
-    call = RollCall([worker], "loaded")
+    call = WorkerBarrier([worker], "loaded")
     worker.process.send_signal(number)
     worker.process.wait()
     theirs.end()
@@ -76,7 +77,7 @@ def test_one_that_closed_its_end_and_lives_on_is_not_waited_for(start, monkeypat
     worker, theirs = start()
     theirs.end()
     with pytest.raises(RankLost, match="rank 1 closed its end"):
-        RollCall([worker], "loaded").all()
+        WorkerBarrier([worker], "loaded").all()
 
 
 def test_one_that_is_stopped_is_told_and_one_that_goes_on_again_is_not(start, monkeypatch):
@@ -87,4 +88,4 @@ def test_one_that_is_stopped_is_told_and_one_that_goes_on_again_is_not(start, mo
     one.process.send_signal(signal.SIGSTOP)  # it has answered: nobody waits for it
     two.process.send_signal(signal.SIGSTOP)
     with pytest.raises(RankLost, match="rank 2 was stopped before it was loaded"):
-        RollCall([one, two], "loaded").all()
+        WorkerBarrier([one, two], "loaded").all()

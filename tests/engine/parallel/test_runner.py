@@ -5,13 +5,14 @@ import threading
 
 import pytest
 
-from llmbox.engine.messages import TokenLogprobs
-from llmbox.engine.parallel.layout import Layout
-from llmbox.engine.parallel.link import Link, RankLost
-from llmbox.engine.parallel.runner import DeviceRanks, ParallelRunner
-from llmbox.engine.parallel.serve import serve_launches, serve_steps
-from llmbox.engine.parallel.watch import Watch
-from llmbox.engine.step import SampledToken, StepResult
+from llmbox.engine.core.step import SampledToken, StepResult
+from llmbox.engine.distributed.socket_link import Link
+from llmbox.engine.errors import RankLost
+from llmbox.engine.executor.multiproc import DeviceRanks, ParallelRunner
+from llmbox.engine.executor.watchdog import WorkerWatchdog
+from llmbox.engine.executor.worker_loop import serve_launches, serve_steps
+from llmbox.engine.ipc.messages import TokenLogprobs
+from llmbox.engine.model_config.parallel_layout import ParallelLayout
 from support.scheduling import make_request, make_scheduler
 
 PATIENCE = 20.0
@@ -70,7 +71,7 @@ class Stages:
 
     def __call__(self, first, last, make=ParallelRunner, serve=serve_steps):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        runner = make(first, OneOther(Link(ours), Layout(1, 2)), Watch([]))
+        runner = make(first, OneOther(Link(ours), ParallelLayout(1, 2)), WorkerWatchdog([]))
         thread = threading.Thread(target=self._serve, args=(Link(theirs), last, serve))
         thread.start()
         self._opened.append((runner, thread))
@@ -194,7 +195,7 @@ def test_a_result_that_fails_ends_its_rank_and_the_wait_for_it(two_stages):
 def test_one_stage_is_done_when_it_is_launched():
     """Its other ranks are told, and not asked."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    runner = ParallelRunner(Stage(tokens), OneOther(Link(ours), Layout(2, 1)), Watch([]))
+    runner = ParallelRunner(Stage(tokens), OneOther(Link(ours), ParallelLayout(2, 1)), WorkerWatchdog([]))
     assert (runner.stages, runner.depth) == (1, 0)
     (plan,) = plans(1)
     assert runner.collect(runner.launch(plan)) == tokens(plan)

@@ -6,10 +6,10 @@ from math import prod
 import pytest
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.estimator import MemoryBudget, estimate
-from llmbox.engine.model_config import parse_config
-from llmbox.engine.parallel.shares import decode_scaling, rank_shape, traffic
-from llmbox.kernels.quant import QUANTS
+from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.planning.estimator import MemoryBudget, estimate
+from llmbox.engine.planning.parallel_cost import decode_scaling, rank_shape, traffic
+from llmbox.kernels.quant_formats import QUANTS
 from support.rank_threads import load_threads
 from support.shapes import LLAMA_3_8B
 from support.tiny_models import make_tiny_model, tensor_shapes

@@ -7,14 +7,14 @@ import torch.distributed
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DeviceError
-from llmbox.engine.parallel import start
-from llmbox.engine.parallel.layout import Layout
+from llmbox.engine.executor import multiproc as start
+from llmbox.engine.model_config.parallel_layout import ParallelLayout
 
 
 class Crew:
     """Workers that have loaded with kernels of these names."""
 
-    layout = Layout(2, 1, 0)
+    layout = ParallelLayout(2, 1, 0)
     closed = 0
     workers = ()
 
@@ -38,9 +38,9 @@ def test_ranks_on_gpus_that_run_other_kernels_do_not_meet(monkeypatch, device, b
     monkeypatch.setattr(start, "Crew", lambda _: crew)
     monkeypatch.setattr(start, "before_end", lambda _: None)
     monkeypatch.setattr(start, "Watch", lambda _: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(start.Ranks, "_meet", lambda *_: met.append(True))
+    monkeypatch.setattr(start.RankProcesses, "_meet", lambda *_: met.append(True))
     config = EngineConfig(model_path="none", name="m")
-    ranks = start.Ranks(config, SimpleNamespace(device=device), crew.layout)
+    ranks = start.RankProcesses(config, SimpleNamespace(device=device), crew.layout)
     mine = SimpleNamespace(backend="triton", measured=None)
     if refused:
         with pytest.raises(DeviceError, match=r"rank 1 can run other kernels \(reference\) than rank 0"):
@@ -68,7 +68,9 @@ def two_gpus(monkeypatch):
 
 def connect():
     config, plan = EngineConfig(model_path="none", name="m"), SimpleNamespace(gpus=(1, 0))
-    return start.connect(Layout(2, 1, 1), config, plan, SimpleNamespace(close=lambda: None), "nccl", "file")
+    return start.connect(
+        ParallelLayout(2, 1, 1), config, plan, SimpleNamespace(close=lambda: None), "nccl", "file"
+    )
 
 
 @pytest.mark.parametrize(("chosen", "joined"), [(None, True), ("gloo", True), ("nccl", False)])

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from llmbox.engine.core import Engine
-from llmbox.engine.messages import AddRequest, TokenLogprobs
-from llmbox.engine.parallel.link import Frame
-from llmbox.engine.parallel.step_codec import StepDecoder, StepEncoder, decode_result, encode_result
-from llmbox.engine.sampling import SamplingParams
-from llmbox.engine.step import SampledToken, StepResult
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.core.step import SampledToken, StepResult
+from llmbox.engine.distributed.socket_link import Frame
+from llmbox.engine.executor.step_codec import StepDecoder, StepEncoder, decode_result, encode_result
+from llmbox.engine.ipc.messages import AddRequest, TokenLogprobs
+from llmbox.engine.sampling_params import SamplingParams
 from support.fake_runner import FakeOverlappingRunner
 from support.scheduling import INFO, make_scheduler
 

@@ -12,11 +12,11 @@ from support.triton_interpreter import turn_on
 
 turn_on()
 
-from llmbox.engine.parallel.collective import sum_in_order
-from llmbox.engine.parallel.sum_norm import Peers, sum_add_norm, sum_norm_rows
+from llmbox.engine.distributed.fused_allreduce_rmsnorm_kernel import Peers, sum_add_norm, sum_norm_rows
+from llmbox.engine.distributed.torch_communicator import sum_in_order
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS
-from llmbox.kernels.triton.quantise import RowFormat, quantise_rows
+from llmbox.kernels.triton.quantize_activations import RowFormat, quantise_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
 
 ROWS, ROOM = 5, 1024
@@ -116,7 +116,7 @@ def test_epochs_may_wrap_around_and_a_rank_may_be_one_call_ahead(ahead):
 COMPILE = """
 import torch
 from support.triton_compile import compiling, zeros
-from llmbox.engine.parallel.sum_norm import Peers, sum_norm_rows
+from llmbox.engine.distributed.fused_allreduce_rmsnorm_kernel import Peers, sum_norm_rows
 from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS
 GIVEN = FP8_ROWS._replace(given=torch.ones(1))
 with compiling() as kernels:

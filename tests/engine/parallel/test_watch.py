@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.engine.parallel import watch as watch_module
-from llmbox.engine.parallel.link import RankLost
-from llmbox.engine.parallel.roll_call import Worker
-from llmbox.engine.parallel.watch import Watch
-from llmbox.engine.process_state import ProcessState
+from llmbox.engine.errors import RankLost
+from llmbox.engine.executor import watchdog as watch_module
+from llmbox.engine.executor.watchdog import WorkerWatchdog
+from llmbox.engine.executor.workers import Worker
+from llmbox.engine.hardware.proc import ProcessState
 from support.cli_box import PATIENCE, is_alive, until
 
 TICK = 0.02
@@ -52,7 +52,7 @@ def start():
 )
 def test_a_rank_that_dies_is_told_at_once_also_without_a_step(start, number, outside, words):
     ends, workers = Ends(), [start(), start()]
-    watch = Watch(workers, ends, TICK)
+    watch = WorkerWatchdog(workers, ends, TICK)
     workers[1].process.send_signal(number)
     assert ends.called.wait(PATIENCE)
     ((reason, from_outside),) = ends.calls
@@ -66,7 +66,7 @@ def test_the_rank_that_died_first_is_told_not_those_that_followed(start):
     for worker, number in zip(workers, (signal.SIGTERM, signal.SIGKILL), strict=True):
         worker.process.send_signal(number)
         until(lambda pid=worker.process.pid: not is_alive(pid))
-    watch = Watch(workers, ends, TICK)
+    watch = WorkerWatchdog(workers, ends, TICK)
     assert ends.called.wait(PATIENCE)
     assert ends.calls == [("rank 2 was killed by signal 9", True)]
     watch.close()
@@ -75,7 +75,7 @@ def test_the_rank_that_died_first_is_told_not_those_that_followed(start):
 def test_a_lost_rank_whose_process_takes_long_to_end_is_waited_for(start):
     """Its socket is closed, and the step fails of that: the engine must end as the rank does, not before."""
     ends, worker = Ends(), start()
-    watch = Watch([worker], ends)
+    watch = WorkerWatchdog([worker], ends)
     dying = threading.Timer(1.5, worker.process.kill)
     dying.start()
     with pytest.raises(RankLost), watch.guarding():
@@ -87,7 +87,7 @@ def test_a_lost_rank_whose_process_takes_long_to_end_is_waited_for(start):
 
 def test_a_stopped_rank_is_told_while_a_step_waits_for_it(start):
     ends, workers = Ends(), [start("while True: pass"), start()]
-    watch = Watch(workers, ends, TICK)
+    watch = WorkerWatchdog(workers, ends, TICK)
     workers[1].process.send_signal(signal.SIGSTOP)
     time.sleep(20 * TICK)
     assert not ends.calls, "nobody waits for it"
@@ -100,7 +100,7 @@ def test_a_stopped_rank_is_told_while_a_step_waits_for_it(start):
 def test_a_step_in_which_nobody_works_is_told(start, monkeypatch):
     monkeypatch.setattr(watch_module, "STILL_TICKS", 5)
     ends = Ends()
-    watch = Watch([start()], ends, 0.2)
+    watch = WorkerWatchdog([start()], ends, 0.2)
     with watch.step():
         assert ends.called.wait(PATIENCE)
     assert ends.calls == [("no rank has used the processor for a while in one step", False)]
@@ -113,7 +113,7 @@ def test_a_rank_that_gets_no_core_is_not_one_that_stands_still(start, monkeypatc
     monkeypatch.setattr(watch_module, "STILL_TICKS", 3)
     monkeypatch.setattr(watch_module, "read_state", lambda _: ProcessState(letter, 7))
     seen = Ends()
-    watch = Watch([start()], seen, TICK)
+    watch = WorkerWatchdog([start()], seen, TICK)
     with watch.step():
         assert seen.called.wait(PATIENCE if ends else 20 * TICK) == ends
     watch.close()
@@ -126,7 +126,7 @@ def test_ranks_whose_libraries_look_around_stand_still(start, monkeypatch, each,
     monkeypatch.setattr(watch_module, "STILL_TICKS", 3)
     monkeypatch.setattr(watch_module, "read_state", lambda _: ProcessState("S", next(used)))
     seen = Ends()
-    watch = Watch([start()], seen, TICK)
+    watch = WorkerWatchdog([start()], seen, TICK)
     with watch.step():
         seen.called.wait(PATIENCE if ends else 20 * TICK)
     assert seen.calls == [("no rank has used the processor for a while in one step", False)] * ends
@@ -136,7 +136,7 @@ def test_ranks_whose_libraries_look_around_stand_still(start, monkeypatch, each,
 def test_long_steps_of_work_and_rest_between_steps_are_fine(start, monkeypatch):
     monkeypatch.setattr(watch_module, "STILL_TICKS", 4)
     ends = Ends()
-    watch = Watch([start("while True: pass")], ends, 0.1)
+    watch = WorkerWatchdog([start("while True: pass")], ends, 0.1)
     with watch.step():
         time.sleep(1.0)
     time.sleep(0.6)
@@ -148,7 +148,7 @@ def test_long_steps_of_work_and_rest_between_steps_are_fine(start, monkeypatch):
 
 
 def test_it_sleeps_when_nothing_runs(start):
-    watch = Watch([start()], Ends(), TICK)
+    watch = WorkerWatchdog([start()], Ends(), TICK)
     with watch.step():
         time.sleep(5 * TICK)
 
@@ -163,7 +163,7 @@ def test_it_sleeps_when_nothing_runs(start):
 
 def test_workers_that_end_after_close_are_meant_to(start):
     ends, worker = Ends(), start()
-    watch = Watch([worker], ends, TICK)
+    watch = WorkerWatchdog([worker], ends, TICK)
     watch.close()
     watch.close()
     worker.process.kill()

@@ -14,9 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbox.engine.repacked.cache import RepackedCache
-from llmbox.engine.repacked.file import CHUNK, TRAILER, Content, Damaged, Mapped, read_index, write
-from llmbox.engine.repacked.key import PackKey
+from llmbox.engine.weights.packed_cache.cache import PackedWeightCache
+from llmbox.engine.weights.packed_cache.file import (
+    CHUNK,
+    TRAILER,
+    DamagedPackedFile,
+    MappedWeights,
+    PackedContent,
+    read_index,
+    write,
+)
+from llmbox.engine.weights.packed_cache.key import PackKey
 from support.tiny_models import make_tiny_model
 
 GB = 10**9
@@ -28,8 +36,8 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> RepackedCache:
-    return RepackedCache(tmp_path / "repacked", GB)
+def cache(tmp_path: Path) -> PackedWeightCache:
+    return PackedWeightCache(tmp_path / "repacked", GB)
 
 
 def key_of(model: Path, **changes: object) -> PackKey:
@@ -37,13 +45,14 @@ def key_of(model: Path, **changes: object) -> PackKey:
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
-def contents(*sizes: int) -> list[Content]:
+def contents(*sizes: int) -> list[PackedContent]:
     return [
-        Content(f"item {n}", (size,), "linear", memoryview(os.urandom(size))) for n, size in enumerate(sizes)
+        PackedContent(f"item {n}", (size,), "linear", memoryview(os.urandom(size)))
+        for n, size in enumerate(sizes)
     ]
 
 
-def only_file(cache: RepackedCache) -> Path:
+def only_file(cache: PackedWeightCache) -> Path:
     (entry,) = cache.entries()
     return entry.path
 
@@ -51,7 +60,7 @@ def only_file(cache: RepackedCache) -> Path:
 # ------------------------------------------------------------------ found again
 
 
-def test_everything_comes_back_as_it_was(cache: RepackedCache, model: Path) -> None:
+def test_everything_comes_back_as_it_was(cache: PackedWeightCache, model: Path) -> None:
     key, stored = key_of(model), contents(1, 4096, 70_000, CHUNK + 5, 0)
     assert cache.find(key) is None
     assert cache.store(key, stored)
@@ -103,7 +112,7 @@ def test_a_blob_of_the_hubs_cache_is_its_content(model: Path, tmp_path: Path) ->
 # ------------------------------------------------------------------ damage
 
 
-def test_any_changed_or_missing_byte_is_noticed(cache: RepackedCache, model: Path) -> None:
+def test_any_changed_or_missing_byte_is_noticed(cache: PackedWeightCache, model: Path) -> None:
     key, stored = key_of(model), contents(3000, 9000)
     cache.store(key, stored)
     file = only_file(cache)
@@ -134,7 +143,7 @@ def test_a_foreign_file_is_an_error_and_no_crash(
     path.write_bytes(
         junk + (TRAILER.pack(b"LLMBOXW1", len(junk), xxh3_64_intdigest(junk)) if trailer else b"")
     )
-    with path.open("rb") as file, pytest.raises(Damaged):
+    with path.open("rb") as file, pytest.raises(DamagedPackedFile):
         read_index(file)
 
 
@@ -147,7 +156,7 @@ def test_an_index_that_points_outside_is_refused(tmp_path: Path, change: dict[st
         write(out, contents(100), key="k", model="m", format="f", origins=())
     with path.open("rb") as file:
         index = read_index(file)
-        Mapped(file, index)
+        MappedWeights(file, index)
     size = path.stat().st_size
     raw = path.read_bytes()
     text = json.loads(raw[index.data_bytes : size - TRAILER.size])
@@ -155,11 +164,11 @@ def test_an_index_that_points_outside_is_refused(tmp_path: Path, change: dict[st
     changed = json.dumps(text).encode()
     trailer = TRAILER.pack(b"LLMBOXW1", len(changed), xxh3_64_intdigest(changed))
     path.write_bytes(raw[: index.data_bytes] + changed + trailer)
-    with path.open("rb") as file, pytest.raises(Damaged):
+    with path.open("rb") as file, pytest.raises(DamagedPackedFile):
         read_index(file)
 
 
-def test_weights_of_another_key_under_this_name_are_not_used(cache: RepackedCache, model: Path) -> None:
+def test_weights_of_another_key_under_this_name_are_not_used(cache: PackedWeightCache, model: Path) -> None:
     cache.store(key_of(model, quant="int4"), contents(100))
     wanted = key_of(model)
     only_file(cache).rename(cache.folder / f"{wanted.digest()}.weights")
@@ -171,7 +180,7 @@ def test_weights_of_another_key_under_this_name_are_not_used(cache: RepackedCach
 
 
 def test_the_least_recently_used_leave_first(model: Path, tmp_path: Path) -> None:
-    cache = RepackedCache(tmp_path / "repacked", 3_100_000)
+    cache = PackedWeightCache(tmp_path / "repacked", 3_100_000)
     keys = [key_of(model, dtype=str(n)) for n in range(4)]
     for age, key in enumerate(keys[:3]):
         assert cache.store(key, contents(1_000_000))
@@ -182,7 +191,7 @@ def test_the_least_recently_used_leave_first(model: Path, tmp_path: Path) -> Non
 
 
 def test_an_update_of_the_kernels_replaces_what_the_old_ones_packed(
-    cache: RepackedCache, model: Path
+    cache: PackedWeightCache, model: Path
 ) -> None:
     old, new = key_of(model, layout="avx512 old"), key_of(model, layout="avx512 new")
     other = key_of(model, layout="avx2 old")
@@ -193,7 +202,7 @@ def test_an_update_of_the_kernels_replaces_what_the_old_ones_packed(
 
 def test_useless_ones_leave_before_all_others(model: Path, tmp_path: Path) -> None:
     gone = make_tiny_model(tmp_path / "gone")
-    cache = RepackedCache(tmp_path / "repacked", 2_100_000)
+    cache = PackedWeightCache(tmp_path / "repacked", 2_100_000)
     cache.store(key_of(model), contents(1_000_000))
     os.utime(only_file(cache), (0, 0))
     cache.store(key_of(gone), contents(1_000_000))
@@ -205,7 +214,7 @@ def test_useless_ones_leave_before_all_others(model: Path, tmp_path: Path) -> No
 def test_what_is_larger_than_allowed_is_not_kept(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache = RepackedCache(tmp_path / "repacked", 1_000_000)
+    cache = PackedWeightCache(tmp_path / "repacked", 1_000_000)
     cache.store(key_of(model, quant="int4"), contents(10_000))
     assert not cache.store(key_of(model), contents(2_000_000))
     assert "cache.repacked_gb" in caplog.text
@@ -213,7 +222,7 @@ def test_what_is_larger_than_allowed_is_not_kept(
 
 
 def test_the_disk_is_never_filled(
-    cache: RepackedCache, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cache: PackedWeightCache, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     almost_full = SimpleNamespace(total=100_000_000, used=94_990_000, free=5_010_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: almost_full)
@@ -223,7 +232,7 @@ def test_the_disk_is_never_filled(
 
 
 def test_a_disk_that_is_full_all_the_same_leaves_nothing(
-    cache: RepackedCache, model: Path, monkeypatch: pytest.MonkeyPatch
+    cache: PackedWeightCache, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_space(_handle: int) -> None:
         raise OSError(28, "No space left on device")
@@ -234,7 +243,7 @@ def test_a_disk_that_is_full_all_the_same_leaves_nothing(
 
 
 def test_a_checkpoint_that_changes_while_its_weights_are_written_is_not_kept(
-    cache: RepackedCache, model: Path, monkeypatch: pytest.MonkeyPatch
+    cache: PackedWeightCache, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def touched(_handle: int) -> None:
         os.utime(model / "model.safetensors", ns=(0, 0))
@@ -249,19 +258,19 @@ def test_without_a_folder_of_our_own_everything_works(
 ) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    assert not RepackedCache(blocked, GB).store(key_of(model), contents(10))
-    assert RepackedCache(blocked, GB).find(key_of(model)) is None
+    assert not PackedWeightCache(blocked, GB).store(key_of(model), contents(10))
+    assert PackedWeightCache(blocked, GB).find(key_of(model)) is None
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
-    assert not RepackedCache(shared, GB).store(key_of(model), contents(10))
+    assert not PackedWeightCache(shared, GB).store(key_of(model), contents(10))
     assert "chmod 700" in caplog.text
 
 
 # ------------------------------------------------------------------ several at once
 
 
-def test_many_writers_at_once_make_one_good_file(cache: RepackedCache, model: Path) -> None:
+def test_many_writers_at_once_make_one_good_file(cache: PackedWeightCache, model: Path) -> None:
     key, stored = key_of(model), contents(300_000)
     done: list[bool] = []
     threads = [threading.Thread(target=lambda: done.append(cache.store(key, stored))) for _ in range(6)]
@@ -273,12 +282,12 @@ def test_many_writers_at_once_make_one_good_file(cache: RepackedCache, model: Pa
     assert cache.find(key) is not None
 
 
-def test_what_a_killed_writer_left_is_swept_up(cache: RepackedCache, model: Path) -> None:
+def test_what_a_killed_writer_left_is_swept_up(cache: PackedWeightCache, model: Path) -> None:
     script = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from llmbox.engine.repacked.cache import RepackedCache\n"
-        "from llmbox.engine.repacked.file import Content\n"
-        "from llmbox.engine.repacked.key import PackKey\n"
+        "from llmbox.engine.weights.packed_cache.cache import RepackedCache\n"
+        "from llmbox.engine.weights.packed_cache.file import Content\n"
+        "from llmbox.engine.weights.packed_cache.key import PackKey\n"
         "os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
         "key = PackKey(directory=Path(sys.argv[2]), dtype='d', quant='q', layout='l')\n"
         "content = Content('a', (9,), 'd', memoryview(bytes(9)))\n"
@@ -294,7 +303,7 @@ def test_what_a_killed_writer_left_is_swept_up(cache: RepackedCache, model: Path
     assert not list(cache.folder.glob("*.part"))
 
 
-def test_pruning(cache: RepackedCache, model: Path, tmp_path: Path) -> None:
+def test_pruning(cache: PackedWeightCache, model: Path, tmp_path: Path) -> None:
     gone = make_tiny_model(tmp_path / "gone")
     cache.store(key_of(model), contents(100))
     cache.store(key_of(gone), contents(100))
@@ -304,4 +313,4 @@ def test_pruning(cache: RepackedCache, model: Path, tmp_path: Path) -> None:
     assert [entry.index.model for entry in cache.entries() if entry.index] == [str(model)]
     assert cache.prune(everything=True) > 100
     assert cache.entries() == []
-    assert RepackedCache(tmp_path / "nowhere", GB).prune() == 0
+    assert PackedWeightCache(tmp_path / "nowhere", GB).prune() == 0

@@ -11,10 +11,10 @@ from support.tiny_models import make_tiny_model
 PROGRAM = """
 import sys, threading
 from pathlib import Path
-from llmbox.engine.repacked import cache as module, source
-from llmbox.engine.repacked.cache import RepackedCache
-from llmbox.engine.repacked.file import Content, write
-from llmbox.engine.repacked.key import PackKey
+from llmbox.engine.weights.packed_cache import cache as module, source
+from llmbox.engine.weights.packed_cache.cache import RepackedCache
+from llmbox.engine.weights.packed_cache.file import Content, write
+from llmbox.engine.weights.packed_cache.key import PackKey
 
 model, folder, how = sys.argv[1:]
 begun, ending = threading.Event(), threading.Event()

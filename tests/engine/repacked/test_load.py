@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from llmbox.engine.core import Engine
-from llmbox.engine.repacked import environment, huge
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.weights.packed_cache import environment
+from llmbox.engine.weights.packed_cache import huge_pages as huge
 from llmbox.kernels.dispatch import native_ready
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
@@ -52,7 +53,7 @@ def test_the_second_load_reads_no_checkpoint_and_answers_the_same(
 ) -> None:
     model = make_tiny_model(tmp_path / "model", arch=arch, tie_word_embeddings=tied)
     first = answer(loaded(model, quant=quant))
-    monkeypatch.setattr("llmbox.engine.weights.Checkpoint.take_into", refuse)
+    monkeypatch.setattr("llmbox.engine.weights.source.Checkpoint.take_into", refuse)
     assert answer(loaded(model, quant=quant)) == first
     monkeypatch.undo()  # the environment too: from the checkpoint
     assert answer(load(model, quant=quant)) == first
@@ -88,11 +89,13 @@ def test_weights_that_the_model_does_not_ask_for_are_packed_again(
     """The same key, and yet other contents: as after a change of the code that no layout tells."""
     model = make_tiny_model(tmp_path / "model")
     with monkeypatch.context() as before:
-        before.setattr("llmbox.engine.weights.Asked.name", property(lambda asked: "/".join(asked.outputs)))
+        before.setattr(
+            "llmbox.engine.weights.source.Asked.name", property(lambda asked: "/".join(asked.outputs))
+        )
         first = answer(loaded(model))
     assert answer(loaded(model)) == first
     with monkeypatch.context() as after:
-        after.setattr("llmbox.engine.weights.Checkpoint.take_into", refuse)
+        after.setattr("llmbox.engine.weights.source.Checkpoint.take_into", refuse)
         assert answer(loaded(model)) == first
 
 

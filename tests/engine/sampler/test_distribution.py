@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from llmbox.engine.noise import uniform
-from llmbox.engine.sampler import Sampler
-from llmbox.engine.sampler.draw import Knobs, draw_ranked, draw_whole
+from llmbox.engine.sampling import Sampler
+from llmbox.engine.sampling.draw import SamplingTensors, draw_ranked, draw_whole
+from llmbox.engine.sampling.philox import uniform
 from support.sampling import CPU, make_request, token_of
 
 torch.set_num_threads(1)
@@ -62,7 +62,9 @@ def test_frequencies_over_many_seeds(case):
 
     noise = torch.tensor([uniform(seed, 17) for seed in range(draws)], dtype=torch.float64)
     top_k = full(params["top_k"] or len(LOGITS)).long()
-    knobs = Knobs(full(params["temperature"]), top_k, full(params["top_p"]), full(params["min_p"]), noise)
+    knobs = SamplingTensors(
+        full(params["temperature"]), top_k, full(params["top_p"]), full(params["min_p"]), noise
+    )
     logits_RV = torch.tensor(LOGITS).expand(draws, -1)
     ids = {
         "ranked": draw_ranked(logits_RV, knobs, len(LOGITS), cuts_k=params["top_k"] > 0).id,
@@ -96,7 +98,7 @@ def test_a_wide_vocabulary_is_drawn_evenly():
     counts = [0] * 64
     for start in range(0, draws, 2000):
         part = slice(start, start + 2000)
-        knobs = Knobs(one[part], one[part].long() * vocab_size, one[part], None, noise[part])
+        knobs = SamplingTensors(one[part], one[part].long() * vocab_size, one[part], None, noise[part])
         for token in draw_whole(torch.zeros(2000, vocab_size), knobs).id.tolist():
             counts[token * 64 // vocab_size] += 1
     assert_follows(counts, [1 / 64] * 64)

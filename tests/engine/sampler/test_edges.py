@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbox.engine.sampler import Sampler
-from llmbox.engine.sampler.sampler import BROKEN, NOTHING_LEFT
+from llmbox.engine.sampling import Sampler
+from llmbox.engine.sampling.sampler import BROKEN, NOTHING_LEFT
 from support.sampling import CPU, make_request, sample_one, token_of
 
 torch.set_num_threads(1)

@@ -7,11 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbox.engine.noise import uniform
-from llmbox.engine.sampler.binned import draw_binned
-from llmbox.engine.sampler.draw import Knobs, draw_ranked
-from llmbox.engine.sampler.ranking import best_of, ranked
-from llmbox.engine.sampler.weights import ONE, weights
+from llmbox.engine.sampling.draw import SamplingTensors, draw_binned, draw_ranked
+from llmbox.engine.sampling.integer_softmax import ONE, weights
+from llmbox.engine.sampling.philox import uniform
+from llmbox.engine.sampling.topk import best_of, ranked
 from support.sampling import make_request, plain_choice, plain_distribution, sample_one, token_of
 
 torch.set_num_threads(1)
@@ -49,12 +48,12 @@ def test_greedy_takes_the_lowest_of_the_best_ids(logits, half):
     )
 
 
-def knobs(rows: int, seed: int, *, temperature=1.0, top_k=10**9, top_p=1.0, min_p=0.0) -> Knobs:
+def knobs(rows: int, seed: int, *, temperature=1.0, top_k=10**9, top_p=1.0, min_p=0.0) -> SamplingTensors:
     def full(value):
         return torch.full((rows,), value, dtype=torch.float64)
 
     noise = torch.tensor([uniform(seed + row, 3) for row in range(rows)], dtype=torch.float64)
-    return Knobs(full(temperature), full(top_k).long(), full(top_p), full(min_p), noise)
+    return SamplingTensors(full(temperature), full(top_k).long(), full(top_p), full(min_p), noise)
 
 
 @given(many_logits(), st.integers(1, 64), temperatures, top_ps, min_ps, st.integers(0, 2**40))

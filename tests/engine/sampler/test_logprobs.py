@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbox.engine.sampler import Sampler
+from llmbox.engine.sampling import Sampler
 from support.sampling import CPU, make_request, sample_one
 
 torch.set_num_threads(1)

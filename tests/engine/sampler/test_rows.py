@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llmbox.engine.sampler import Sampler
+from llmbox.engine.sampling import Sampler
 from support.sampling import CPU, make_request
 
 torch.set_num_threads(1)

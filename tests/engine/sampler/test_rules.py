@@ -15,7 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from llmbox.engine.sampler.rules import RequestRules, apply_rules, masked_ids
+from llmbox.engine.sampling.logits_processors import LogitsProcessors, apply_rules, masked_ids
 from support.sampling import make_request, plain_distribution
 
 torch.set_num_threads(1)
@@ -34,7 +34,7 @@ def edited(logits: torch.Tensor, request) -> torch.Tensor:
         make_request("b", logit_bias={1: 9.0}, frequency_penalty=1.0, output=[4]),
     ]
     rows = torch.stack([torch.zeros_like(logits), logits, torch.zeros_like(logits)])
-    rules = [RequestRules(one, len(logits)) for one in (neighbours[0], request, neighbours[1])]
+    rules = [LogitsProcessors(one, len(logits)) for one in (neighbours[0], request, neighbours[1])]
     for rule in rules:
         rule.refresh()
     apply_rules(rows, rules)
@@ -166,11 +166,11 @@ def test_counts_kept_step_by_step_equal_counts_from_scratch(output, start, over_
         "repetition_penalty": 1.5 if over_prompt else 1.0,
     }
     request = make_request(output=output[:start], **params)
-    kept = RequestRules(request, VOCAB)
+    kept = LogitsProcessors(request, VOCAB)
     for token in output[start:]:
         request.token_ids.append(token)
         kept.refresh()
-    fresh = RequestRules(request, VOCAB)
+    fresh = LogitsProcessors(request, VOCAB)
     assert kept.refresh() == fresh.refresh()
     rows = torch.stack([random_logits(), random_logits()])
     apply_rules(rows, [kept, fresh])
@@ -181,7 +181,7 @@ def test_counts_kept_step_by_step_equal_counts_from_scratch(output, start, over_
 
 def test_penalties_start_with_the_first_output_token():
     request = make_request(presence_penalty=1.0)
-    rules = RequestRules(request, VOCAB)
+    rules = LogitsProcessors(request, VOCAB)
     assert not rules.refresh()
     request.token_ids.append(9)
     assert rules.refresh()

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from llmbox.engine.sampler.ranking import best_of
-from llmbox.kernels.cpu.load import load_backend
+from llmbox.engine.sampling.topk import best_of
+from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.dispatch import backends
 from llmbox.kernels.ops import Ops
 

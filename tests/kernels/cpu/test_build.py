@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from llmbox.kernels.cpu import build, compiling
-from llmbox.kernels.cpu.levels import LEVELS, cpu_flags, usable_levels
-from llmbox.kernels.cpu.load import load_backend
-from llmbox.kernels.cpu.native import open_library
+from llmbox.kernels.cpu.ffi import open_library
+from llmbox.kernels.cpu.isa import LEVELS, cpu_flags, usable_levels
+from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.dispatch import UnknownBackend, native_ready, select_ops
 
 CPU = torch.device("cpu")
@@ -221,7 +221,7 @@ def test_asking_for_kernels_that_cannot_run_is_an_error(tiny: Path, monkeypatch:
 
 def test_levels_follow_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "llmbox.kernels.cpu.levels.cpu_flags", lambda: frozenset({"avx2", "fma", "f16c", "bmi2"})
+        "llmbox.kernels.cpu.isa.cpu_flags", lambda: frozenset({"avx2", "fma", "f16c", "bmi2"})
     )
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     assert [level.name for level in usable_levels()] == ["avx2", "portable"]
@@ -248,7 +248,7 @@ def test_a_level_that_the_system_denies_gives_way_to_the_next(
 
     if len(usable_levels()) < 2:
         pytest.skip("this machine runs the portable kernels alone")
-    monkeypatch.setattr("llmbox.kernels.cpu.load.open_library", open_first_never)
+    monkeypatch.setattr("llmbox.kernels.cpu.library.open_library", open_first_never)
     load_backend.cache_clear()
     try:
         assert load_backend("cpu").name == f"cpu {usable_levels()[1].name}"

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbox.engine.noise import uniform
-from llmbox.engine.request import Request
-from llmbox.engine.sampler import Sampler
-from llmbox.engine.sampler.sampler import BROKEN
-from llmbox.engine.step import SampledToken
-from llmbox.kernels.cpu.backend import Backend
-from llmbox.kernels.cpu.load import load_backend
+from llmbox.engine.core.request import Request
+from llmbox.engine.core.step import SampledToken
+from llmbox.engine.sampling import Sampler
+from llmbox.engine.sampling.philox import uniform
+from llmbox.engine.sampling.sampler import BROKEN
+from llmbox.kernels.cpu.backend import CPUBackend
+from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.dispatch import backends
 from support.sampling import CPU, make_request, token_of
 
@@ -47,12 +47,12 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.fixture(scope="module", params=LEVELS)
-def backend(request: pytest.FixtureRequest) -> Backend:
+def backend(request: pytest.FixtureRequest) -> CPUBackend:
     torch.set_num_threads(1)
     return load_backend(request.param)
 
 
-def sampler(backend: Backend, vocab: int, threads: int = 3) -> Sampler:
+def sampler(backend: CPUBackend, vocab: int, threads: int = 3) -> Sampler:
     backend.use_threads([0, 1, 0][:threads])
     return Sampler(vocab, CPU, backend.ops())
 
@@ -92,7 +92,7 @@ def batch(vocab: int, deviation: float, rounding: float = 0.0) -> tuple[torch.Te
     ("vocab", "deviation", "rounding"),
     [(VOCAB, 4.0, 0.0), (VOCAB, 0.3, 0.0), (VOCAB, 3.0, 0.125), (1499, 3.0, 0.0), (1536, 0.0, 0.0)],
 )
-def test_every_kind_of_request(backend: Backend, vocab: int, deviation: float, rounding: float) -> None:
+def test_every_kind_of_request(backend: CPUBackend, vocab: int, deviation: float, rounding: float) -> None:
     logits, asked = batch(vocab, deviation, rounding)
     before = logits.clone()
     got = sampler(backend, vocab).sample(logits, asked)
@@ -101,7 +101,7 @@ def test_every_kind_of_request(backend: Backend, vocab: int, deviation: float, r
     assert got[-4:] == [BROKEN] * 4
 
 
-def test_a_row_alone_is_a_row_of_a_batch(backend: Backend) -> None:
+def test_a_row_alone_is_a_row_of_a_batch(backend: CPUBackend) -> None:
     logits, asked = batch(20_000, 3.0)
     together = sampler(backend, 20_000).sample(logits, asked)
     for threads in (1, 3):
@@ -110,14 +110,14 @@ def test_a_row_alone_is_a_row_of_a_batch(backend: Backend) -> None:
             assert alone.sample(logits[row : row + 1].clone(), [request]) == together[row : row + 1]
 
 
-def test_padding_is_no_part_of_the_vocabulary(backend: Backend) -> None:
+def test_padding_is_no_part_of_the_vocabulary(backend: CPUBackend) -> None:
     logits, asked = batch(1499, 3.0)
     padded = torch.cat([logits, torch.full((len(asked), 5), 1e9)], dim=1)
     assert sampler(backend, 1499).sample(padded, asked) == sampler(backend, 1499).sample(logits, asked)
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, -(2**63), 2**64 - 1, 12345])
-def test_noise_is_that_of_seed_and_position(backend: Backend, seed: int) -> None:
+def test_noise_is_that_of_seed_and_position(backend: CPUBackend, seed: int) -> None:
     """Equal logits: the id tells the noise."""
     asked = [make_request(str(n), output=[5] * n, seed=seed) for n in range(8)]
     got = sampler(backend, VOCAB).sample(torch.zeros(8, VOCAB), asked)
@@ -172,7 +172,7 @@ def requests(draw: Any, vocab: int, name: str) -> Request:
 @given(data=st.data(), vocab=st.sampled_from([1, 2, 12, 63, 64, 65, 300, 1100]), count=st.integers(1, 4))
 @settings(max_examples=120, deadline=None, derandomize=True)
 def test_whatever_the_row_and_the_request(
-    backend: Backend, data: st.DataObject, vocab: int, count: int
+    backend: CPUBackend, data: st.DataObject, vocab: int, count: int
 ) -> None:
     logits = torch.stack([data.draw(rows(vocab)) for _ in range(count)])
     asked = [data.draw(requests(vocab, str(row))) for row in range(count)]
@@ -181,7 +181,9 @@ def test_whatever_the_row_and_the_request(
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.5, 2), (0.25, 1), (0.75, 3), (0.5 + 1e-9, 3)])
-def test_the_smallest_nucleus_that_reaches_top_p_is_kept(backend: Backend, top_p: float, kept: int) -> None:
+def test_the_smallest_nucleus_that_reaches_top_p_is_kept(
+    backend: CPUBackend, top_p: float, kept: int
+) -> None:
     drawing = sampler(backend, 4)
     asked = [make_request(str(seed), top_p=top_p, seed=seed) for seed in range(60)]
     drawn = drawing.sample(torch.zeros(len(asked), 4), asked)
@@ -193,7 +195,7 @@ def test_the_smallest_nucleus_that_reaches_top_p_is_kept(backend: Backend, top_p
 
 @pytest.mark.parametrize("top", [0, 1, 20, 300, 6000])
 @pytest.mark.parametrize("rounding", [0.0, 0.5, 1000.0])
-def test_prompt_logprobs(backend: Backend, top: int, rounding: float) -> None:
+def test_prompt_logprobs(backend: CPUBackend, top: int, rounding: float) -> None:
     vocab = 5000
     logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(top)) * 4
     if rounding:
@@ -206,7 +208,7 @@ def test_prompt_logprobs(backend: Backend, top: int, rounding: float) -> None:
     assert [entry.token_id for entry in got] == ids
 
 
-def test_logprobs_of_some_rows_alone(backend: Backend) -> None:
+def test_logprobs_of_some_rows_alone(backend: CPUBackend) -> None:
     logits = torch.randn(7, 3000, generator=torch.Generator().manual_seed(1)) * 3
     asked = [
         make_request(str(n), temperature=0.0, **({"logprobs": n} if n in {1, 2, 5} else {})) for n in range(7)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmbox.kernels.cpu.load import load_backend
+from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.dispatch import backends
+from llmbox.kernels.op_types import BatchLayout, KVShape
 from llmbox.kernels.ops import Ops
-from llmbox.kernels.ragged import KVShape, Ragged
 
 BLOCK, QUERY_HEADS, KV_HEADS = 16, 6, 2
 EPS = 1e-6
@@ -22,12 +22,12 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     return backend.ops()
 
 
-def ragged(rows: int, slots: Sequence[int]) -> Ragged:
+def ragged(rows: int, slots: Sequence[int]) -> BatchLayout:
     def int32(numbers: object) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32)
 
     blocks = -(-rows // BLOCK)
-    return Ragged(
+    return BatchLayout(
         block_size=BLOCK,
         query_lens=[rows],
         contexts=[rows],

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from llmbox.kernels.cpu.load import load_backend
+from llmbox.kernels.cpu.library import load_backend
 from support.cli_box import until
 
 IDLE_S = 0.5

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from llmbox.engine.core import Engine
-from llmbox.engine.messages import AddRequest
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.ipc.messages import AddRequest
 from llmbox.kernels.dispatch import backends
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model

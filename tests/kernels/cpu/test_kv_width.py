@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from llmbox.kernels.cpu.kv_width import kv_width
-from llmbox.kernels.cpu.load import load_backend
+from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.dispatch import backends
-from llmbox.kernels.ragged import KVShape
+from llmbox.kernels.op_types import KVShape
 
 BLOCKS, HEADS = 8000, 2
 HUGE = 2 << 20

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from llmbox.kernels.cpu.load import load_backend
+from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.dispatch import backends
 from llmbox.kernels.ops import Ops
-from llmbox.kernels.packing import Kind, Packing
-from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.quant_formats import QUANTS
+from llmbox.kernels.weight_packing import Kind, Packing
 
 INTEGERS = [name for name, quant in QUANTS.items() if quant.kind == "integer"]
 SHAPES = [(1, 1), (65, 33), (7, 300), (130, 256)]

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmbox.kernels.cpu import build, compiling, load, native, prebuilt
-from llmbox.kernels.cpu.levels import LEVELS, Level, usable_levels
-from llmbox.kernels.cpu.native import DeniedInstructions
+from llmbox.kernels.cpu import build, compiling, prebuilt
+from llmbox.kernels.cpu import ffi as native
+from llmbox.kernels.cpu import library as load
+from llmbox.kernels.cpu.ffi import DeniedInstructions
+from llmbox.kernels.cpu.isa import LEVELS, Level, usable_levels
 from llmbox.kernels.cpu.sealed import seal
 from llmbox.kernels.dispatch import select_ops
 
@@ -116,7 +118,7 @@ def test_a_better_one_than_the_cpu_can_run_is_left_alone(
     came: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bring(LEVELS[0], tmp_path)
-    monkeypatch.setattr("llmbox.kernels.cpu.levels.cpu_flags", frozenset)
+    monkeypatch.setattr("llmbox.kernels.cpu.isa.cpu_flags", frozenset)
     backend = load.load_backend("cpu")
     assert (backend.name, backend.origin) == ("cpu portable", load.PREBUILT)
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmbox.kernels.cpu.load import load_backend
+from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.dispatch import QuantUnavailable, backends, select_ops
 from llmbox.kernels.ops import Ops
-from llmbox.kernels.packing import Rounded
-from llmbox.kernels.quant import QUANTS, Quant
-from llmbox.kernels.steps import round_with_steps, to_halves, to_numbers
+from llmbox.kernels.quant_formats import QUANTS, Quant
+from llmbox.kernels.quantize_int import round_with_steps, to_halves, to_numbers
+from llmbox.kernels.weight_packing import QuantizedWeight
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -109,7 +109,7 @@ def test_steps_are_those_of_plain_torch(level: str, inputs: int) -> None:
     got = packing.round(quant, weight)
     padded = torch.nn.functional.pad(weight, (0, -inputs % 128)).view(64, -1, 128)
     numbers, scales, steps = round_with_steps(padded, quant)
-    expected = Rounded(quant, numbers.flatten(1)[:, :inputs], scales, steps_OS=steps.flatten(1))
+    expected = QuantizedWeight(quant, numbers.flatten(1)[:, :inputs], scales, steps_OS=steps.flatten(1))
     assert got.steps_OS is not None
     assert got.steps_OS.shape == (64, quant.steps(inputs))
     # Sums in another order may tip a choice between two that are as good.
@@ -119,7 +119,7 @@ def test_steps_are_those_of_plain_torch(level: str, inputs: int) -> None:
     assert torch.equal(weights_of_halves(got), got.codes_OI)
 
 
-def weights_of_halves(rounded: Rounded) -> Tensor:
+def weights_of_halves(rounded: QuantizedWeight) -> Tensor:
     """What is left when only n, steps and scales are kept."""
     assert rounded.steps_OS is not None
     halves = to_halves(rounded.codes_OI, rounded.steps_OS, rounded.quant)

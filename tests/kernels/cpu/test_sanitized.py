@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmbox.kernels.cpu import compiling
-from llmbox.kernels.cpu.levels import Level, usable_levels
+from llmbox.kernels.cpu.isa import Level, usable_levels
 
 DRIVER = Path(__file__).parent / "sanitized.cpp"
 FLAGS = ("-std=c++20", "-O0", "-g", "-pthread", "-ffp-contract=off", "-w")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from llmbox.kernels.cpu import compiling
-from llmbox.kernels.cpu.load import load_backend
-from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.cpu.library import load_backend
+from llmbox.kernels.quant_formats import QUANTS
 
 
 @pytest.mark.parametrize("subject", ["governor", "runs"])

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from llmbox.kernels.dispatch import UnknownBackend, sdpa_from
-from llmbox.kernels.ragged import Ragged
-from llmbox.kernels.triton import attention, attention_plan
-from llmbox.kernels.triton.attention_reduce import FEW_SPLITS
+from llmbox.kernels.op_types import BatchLayout
+from llmbox.kernels.triton import attention
+from llmbox.kernels.triton import attention_metadata as attention_plan
+from llmbox.kernels.triton.attention_combine import FEW_SPLITS
 from llmbox.kernels.triton.backend import triton_ops
 from support.numbers import assert_near
 from support.paged import CPU, PagedStep
@@ -104,7 +105,7 @@ def test_the_grid_follows_from_shapes_alone() -> None:
     step = PagedStep([(18, 1), (0, 21)])
     plan = OPS.plan_attention(step.ragged([(18, 19), (0, 21)]), None, None)
     assert (plan.decoding, plan.longest) == (1, 32)
-    assert isinstance(plan.ragged, Ragged)
+    assert isinstance(plan.ragged, BatchLayout)
 
 
 def test_copied_blocks_carry_scales_too() -> None:

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmbox.engine.noise import uniform
-from llmbox.engine.sampler.draw import Knobs, draw_greedy, draw_ranked, draw_whole
-from llmbox.engine.sampler.logprobs import token_logprobs
-from llmbox.kernels.rows import DecodeInputs, DecodeRows, SampleRows
-from llmbox.kernels.triton.advance import advance
+from llmbox.engine.sampling.draw import SamplingTensors, draw_greedy, draw_ranked, draw_whole
+from llmbox.engine.sampling.logprobs import token_logprobs
+from llmbox.engine.sampling.philox import uniform
+from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows, SampleRows
+from llmbox.kernels.triton.prepare_decode import advance
 from llmbox.kernels.triton.sample import sample
 
 V = 333
@@ -40,7 +40,9 @@ def expected(logits_V: Tensor, row: Row, seed: int, position: int) -> int:
     cuts = 0 < top_k < size
     float64 = [torch.tensor([x], dtype=torch.float64) for x in (temperature, top_p, min_p)]
     noise = torch.tensor([uniform(seed, position)], dtype=torch.float64)
-    knobs = Knobs(float64[0], torch.tensor([top_k if cuts else size]), float64[1], float64[2], noise)
+    knobs = SamplingTensors(
+        float64[0], torch.tensor([top_k if cuts else size]), float64[1], float64[2], noise
+    )
     if not cuts and top_p >= 1:
         return int(draw_whole(logits, knobs).id)
     return int(draw_ranked(logits, knobs, size, cuts_k=cuts).id)

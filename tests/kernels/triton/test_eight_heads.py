@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from llmbox.kernels.quant import QUANTS
-from llmbox.kernels.triton import attention_plan, linear
+from llmbox.kernels.quant_formats import QUANTS
+from llmbox.kernels.triton import attention_metadata as attention_plan
+from llmbox.kernels.triton import linear
 from llmbox.kernels.triton.attention import attend_rows
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.eight_heads import fits_heads
-from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, Floats8
-from llmbox.kernels.triton.quantise import RowFormat, Rows8, quantise_rows
+from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, Fp8Linear
+from llmbox.kernels.triton.quantize_activations import RowFormat, Rows8, quantise_rows
+from llmbox.kernels.triton.quantize_heads import fits_heads
 from support.paged import CPU, PagedStep
 
 INT8 = RowFormat(torch.int8, 128)
@@ -86,7 +87,7 @@ def test_the_linear_that_reads_them_finds_them(monkeypatch: pytest.MonkeyPatch) 
     ops = triton_ops(CPU, torch.float32, QUANTS["fp8-static"])
     weights = torch.randn(16, 128).to(torch.float8_e4m3fn)
     scales = torch.ones(16, 1)
-    outputs = [Floats8(weights, scales, None, torch.tensor([scale])) for scale in (0.01, 0.03)]
+    outputs = [Fp8Linear(weights, scales, None, torch.tensor([scale])) for scale in (0.01, 0.03)]
     rounded: list[int] = []
     monkeypatch.setattr(linear, "quantise_rows", lambda *args: rounded.append(0) or quantise_rows(*args))
     results = [

@@ -7,14 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmbox.engine import loader
-from llmbox.engine.quantize import quantize
-from llmbox.kernels.cpu.levels import usable_levels
+from llmbox.engine.executor import build as loader
+from llmbox.engine.quantize.quantize import quantize
+from llmbox.kernels.cpu.isa import usable_levels
 from llmbox.kernels.dispatch import QuantUnavailable, UnknownBackend, select_ops
-from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.reference.rounded import rounded_ops
-from llmbox.kernels.triton import probe, tiles
-from llmbox.kernels.triton.linear import Integers, Integers8
+from llmbox.kernels.triton import probe
+from llmbox.kernels.triton import tile_config as tiles
+from llmbox.kernels.triton.linear import W8A8Linear, WeightOnlyIntLinear
 from support.fp8_checkpoint import compressed, round_by_output, round_to_blocks, spread
 from support.real_engines import ask, load, runner_of, tokens
 from support.tiny_models import make_tiny_model
@@ -136,7 +137,7 @@ def test_a_checkpoint_of_integers_runs_on_these_kernels(tmp_path: Path) -> None:
         cpu.delenv("LLMBOX_KERNELS")
         quantize(model, tmp_path / "out", QUANTS["int8"], 1, lambda _done, _total: None)
     codes = load_file(tmp_path / "out/model.safetensors")["model.layers.0.mlp.down_proj.weight"]
-    for quant, kind in (("auto", Integers), ("w8a8", Integers8)):
+    for quant, kind in (("auto", WeightOnlyIntLinear), ("w8a8", W8A8Linear)):
         engine = load(tmp_path / "out", dtype="float32", quant=quant)
         down = runner_of(engine)._model.layers[0].mlp.down
         assert type(down) is kind

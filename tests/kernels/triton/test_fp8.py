@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 
 from llmbox.kernels.dispatch import UnknownBackend, select_ops
-from llmbox.kernels.packing import Rounded
-from llmbox.kernels.quant import QUANTS
-from llmbox.kernels.reference.eight_bits import in_given_scale
+from llmbox.kernels.quant_formats import QUANTS
+from llmbox.kernels.reference.quantize_activations import in_given_scale
 from llmbox.kernels.reference.rounded import rounded_ops
-from llmbox.kernels.triton import choice, gate_mul, linear, rms_norm, scaled_mm
+from llmbox.kernels.triton import act_and_mul as gate_mul
+from llmbox.kernels.triton import linear, rms_norm, scaled_mm
+from llmbox.kernels.triton import scaled_mm_choice as choice
+from llmbox.kernels.triton.act_and_mul import gate_rows
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.choice import Choice, sharing_of, why_not
-from llmbox.kernels.triton.gate_mul import gate_rows
-from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, Blocks8, Floats8, Linear, Plain
-from llmbox.kernels.triton.quantise import RowFormat, Rows8, quantise_rows
+from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, DenseLinear, Fp8BlockLinear, Fp8Linear, Linear
+from llmbox.kernels.triton.quantize_activations import RowFormat, Rows8, quantise_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
+from llmbox.kernels.triton.scaled_mm_choice import ScaledMMSelector, sharing_of, why_not
+from llmbox.kernels.weight_packing import QuantizedWeight
 from support.numbers import assert_near
 from support.paged import CPU
 
@@ -34,20 +36,20 @@ def same_bits(got: Rows8, expected: Rows8) -> None:
         assert torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
 
 
-def floats8(outputs: int, inputs: int, scales: Tensor | None = None, **fields: Any) -> Floats8:
+def floats8(outputs: int, inputs: int, scales: Tensor | None = None, **fields: Any) -> Fp8Linear:
     weight = torch.randn(outputs, inputs).to(FP8)
-    return Floats8(weight, torch.rand(outputs, 1) + 0.5 if scales is None else scales, None, **fields)
+    return Fp8Linear(weight, torch.rand(outputs, 1) + 0.5 if scales is None else scales, None, **fields)
 
 
-def one_scale(outputs: int, inputs: int) -> Floats8:
+def one_scale(outputs: int, inputs: int) -> Fp8Linear:
     """Of a checkpoint with static activations."""
     scale = torch.tensor([0.7])
     return floats8(outputs, inputs, scale.expand(outputs, 1).contiguous(), given=GIVEN, one_1=scale)
 
 
-def blocks8(outputs: int, inputs: int) -> Blocks8:
+def blocks8(outputs: int, inputs: int) -> Fp8BlockLinear:
     scales = torch.rand(outputs // 128, inputs // 128) + 0.5
-    return Blocks8(torch.randn(outputs, inputs).to(FP8), scales, None)
+    return Fp8BlockLinear(torch.randn(outputs, inputs).to(FP8), scales, None)
 
 
 # ------------------------------------------------------------------ rows
@@ -97,7 +99,7 @@ def test_stacked_tensors_keep_their_scales(name: str, deterministic: bool) -> No
     quant = QUANTS[name]
     given = GIVEN if name == "fp8-static" else None
     scales = torch.cat((torch.full((20, 1), 0.01), torch.full((30, 1), 3.0)))
-    rounded = Rounded(quant, torch.randn(50, 300).to(FP8), scales, given)
+    rounded = QuantizedWeight(quant, torch.randn(50, 300).to(FP8), scales, given)
     bias, x = torch.randn(50), torch.randn(18, 300)
     ours, theirs = triton_ops(CPU, torch.float32, quant, deterministic=deterministic), rounded_ops(quant)
     assert ours.stored is not None
@@ -110,7 +112,7 @@ def test_stacked_tensors_keep_their_scales(name: str, deterministic: bool) -> No
     assert torch.equal(alone, ours.linear(packed, x)[:1]) or not deterministic
     same = ours.stored.pack_rounded(replace(rounded, scales_OG=scales[:1].expand(50, 1)), torch.float32)
     assert same.one_1.tolist() == scales[0].tolist()
-    assert type(ours.pack_head(torch.randn(8, 300), None)) is Plain
+    assert type(ours.pack_head(torch.randn(8, 300), None)) is DenseLinear
 
 
 def test_from_the_second_step_on_norms_and_gates_leave_rows_of_a_linears_own_scale(
@@ -120,7 +122,7 @@ def test_from_the_second_step_on_norms_and_gates_leave_rows_of_a_linears_own_sca
     norms = [torch.rand(64) + 0.5 for _ in range(2)]
     linears = [floats8(96, 64, given=torch.tensor([scale])) for scale in (0.01, 0.02)]
     downs = [floats8(64, 48, given=torch.tensor([scale])) for scale in (0.03, 0.04)]
-    head = Plain(torch.randn(8, 64), None)
+    head = DenseLinear(torch.randn(8, 64), None)
     rounded = []
     monkeypatch.setattr(linear, "quantise_rows", lambda *args: rounded.append(0) or quantise_rows(*args))
 
@@ -169,8 +171,8 @@ def test_from_the_second_step_on_nothing_is_left_for_wide_linears(
     ops = triton_ops(CPU, torch.float32, QUANTS[name])
     norms = [torch.rand(128) + 0.5 for _ in range(2)]
     eight = blocks8 if name == "fp8-block" else floats8
-    linears = [eight(256, 128), Plain(torch.randn(256, 128), None)]
-    downs = [Plain(torch.randn(128, 128), None), eight(128, 128)]
+    linears = [eight(256, 128), DenseLinear(torch.randn(256, 128), None)]
+    downs = [DenseLinear(torch.randn(128, 128), None), eight(128, 128)]
     left = []
 
     def noting(made: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,9 +205,9 @@ def test_what_scales_are_to_torch() -> None:
     assert sharing_of(blocks8(256, 512)) == "blocks"
     assert sharing_of(floats8(30, 48)) is sharing_of(floats8(32, 40)) is None
     assert sharing_of(blocks8(256, 640)) is None  # 5 scales, which would have to be filled up to 8
-    apart = Blocks8(torch.randn(256, 512).to(FP8), torch.rand(256, 4), None)
+    apart = Fp8BlockLinear(torch.randn(256, 512).to(FP8), torch.rand(256, 4), None)
     assert sharing_of(apart) is None
-    assert sharing_of(Plain(torch.randn(32, 48), None)) is None
+    assert sharing_of(DenseLinear(torch.randn(32, 48), None)) is None
 
 
 def test_one_linear_of_each_shape_is_tried() -> None:
@@ -215,7 +217,7 @@ def test_one_linear_of_each_shape_is_tried() -> None:
         asked.append((packed.weight_OI.shape, packed.by_torch, dtype))
         return "no kernel" if packed.weight_OI.shape[0] == 256 else None
 
-    made = Choice(BFLOAT16, probe)
+    made = ScaledMMSelector(BFLOAT16, probe)
     linears = [one_scale(32, 48), floats8(32, 48), blocks8(256, 512), blocks8(128, 512), floats8(30, 48)]
     for _ in range(2):
         ways = [made.of(one).by_torch for one in linears]
@@ -226,7 +228,7 @@ def test_one_linear_of_each_shape_is_tried() -> None:
         ((256, 512), "blocks"),
         ((128, 512), "blocks"),
     ]
-    plain = Plain(torch.randn(4, 4), None)
+    plain = DenseLinear(torch.randn(4, 4), None)
     assert made.of(plain) is plain
 
 
@@ -238,7 +240,9 @@ def test_models_take_what_the_probe_allows(monkeypatch: pytest.MonkeyPatch, dete
         expected = None if deterministic else way
         assert ops.pack_linear(torch.randn(128, 512).to(BFLOAT16), None).by_torch == expected
     ops = triton_ops(CPU, BFLOAT16, QUANTS["fp8-static"], deterministic=deterministic)
-    rounded = Rounded(QUANTS["fp8-static"], torch.randn(32, 64).to(FP8), torch.full((32, 1), 0.5), GIVEN)
+    rounded = QuantizedWeight(
+        QUANTS["fp8-static"], torch.randn(32, 64).to(FP8), torch.full((32, 1), 0.5), GIVEN
+    )
     assert ops.stored is not None
     packed = ops.stored.pack_rounded(rounded, BFLOAT16)
     assert packed.by_torch == (None if deterministic else "tensor")
@@ -291,7 +295,7 @@ REAL = torch._scaled_mm
 @pytest.mark.parametrize("make", [one_scale, floats8, blocks8])
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_both_ways_give_the_same(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[[int, int], Floats8 | Blocks8], rows: int
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[int, int], Fp8Linear | Fp8BlockLinear], rows: int
 ) -> None:
     monkeypatch.setattr(torch, "_scaled_mm", as_cublas)
     ops = triton_ops(CPU, torch.float16, QUANTS["fp8-block" if make is blocks8 else "fp8-static"])
@@ -309,7 +313,7 @@ def flipped(scales: Tensor) -> Tensor:
     return scales.t().flip(0 if scales.shape[1] > 1 else 1).contiguous().t()
 
 
-def probed(monkeypatch: pytest.MonkeyPatch, packed: Floats8 | Blocks8, multiply: Any) -> str | None:
+def probed(monkeypatch: pytest.MonkeyPatch, packed: Fp8Linear | Fp8BlockLinear, multiply: Any) -> str | None:
     """The probe's words where `torch._scaled_mm` is `multiply`."""
     monkeypatch.setattr(torch, "_scaled_mm", multiply)
     monkeypatch.setattr(choice, "ROWS", (1, 5))
@@ -319,7 +323,7 @@ def probed(monkeypatch: pytest.MonkeyPatch, packed: Floats8 | Blocks8, multiply:
 
 @pytest.mark.parametrize("make", [one_scale, floats8, blocks8])
 def test_the_probe_multiplies(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[[int, int], Floats8 | Blocks8]
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[int, int], Fp8Linear | Fp8BlockLinear]
 ) -> None:
     packed = make(384, 512)  # more outputs than are compared
     assert probed(monkeypatch, packed, as_cublas) is None

@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 
 from llmbox.kernels.dispatch import native_ready, select_ops
-from llmbox.kernels.packing import Rounded
-from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.quant_formats import QUANTS
+from llmbox.kernels.quantize_int import to_numbers
 from llmbox.kernels.reference.rounded import rounded_ops
-from llmbox.kernels.steps import to_numbers
-from llmbox.kernels.triton import gemm, gemm_8_bits, linear
+from llmbox.kernels.triton import gemm, linear
+from llmbox.kernels.triton import gemm_w8a8 as gemm_8_bits
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.dequantise import dequantise
-from llmbox.kernels.triton.gemm_experts import experts_product
-from llmbox.kernels.triton.gemm_fp8 import fp8_product
-from llmbox.kernels.triton.gemm_int8 import int8_product
-from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, Plain
-from llmbox.kernels.triton.quantise import RowFormat, quantise_rows
-from llmbox.kernels.triton.weights import pack_fp8, pack_fp8_blocks, pack_grouped
+from llmbox.kernels.triton.dequantize_weights import dequantise
+from llmbox.kernels.triton.fused_moe import experts_product
+from llmbox.kernels.triton.gemm_w8a8 import fp8_product, int8_product
+from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, DenseLinear
+from llmbox.kernels.triton.quantize_activations import RowFormat, quantise_rows
+from llmbox.kernels.triton.weight_packing import pack_fp8, pack_fp8_blocks, pack_grouped
+from llmbox.kernels.weight_packing import QuantizedWeight
 from support.numbers import assert_near
 from support.paged import CPU
 
@@ -153,7 +153,7 @@ def test_weights_that_a_checkpoint_holds(name: str) -> None:
         codes = (wide / scales.float().repeat_interleave(quant.group, 1)[:, :300]).round().to(torch.int8)
     assert ops.stored is not None
     assert ops.stored.format("linear") == quant
-    got = ops.stored.pack_rounded(Rounded(quant, codes, scales, steps_OS=steps), torch.float32, bias)
+    got = ops.stored.pack_rounded(QuantizedWeight(quant, codes, scales, steps_OS=steps), torch.float32, bias)
     assert torch.equal(ops.linear(got, x), expected)
 
 
@@ -164,7 +164,7 @@ def test_blocks_that_were_put_together_between_their_borders() -> None:
     codes, scales = weight.to(FP8), torch.rand(110, 3) + 0.5
     scales[:28], scales[28:50], scales[50:] = scales[0], scales[28], scales[50]
     assert ops.stored is not None
-    packed = ops.stored.pack_rounded(Rounded(QUANTS["fp8-block"], codes, scales), torch.float32, bias)
+    packed = ops.stored.pack_rounded(QuantizedWeight(QUANTS["fp8-block"], codes, scales), torch.float32, bias)
     assert packed.scales.shape == (110, 3)
     rows = quantise_rows(x, FP8_BLOCKS)
     wide_x = rows.numbers.double() * rows.scales.repeat_interleave(128, 1)[:, :300]
@@ -261,6 +261,6 @@ def test_fixed_order(quant: str | None) -> None:
 def test_experts() -> None:
     weight = torch.randn(4, 40, 50) / 7
     x, starts = torch.randn(25, 50), [0, 3, 3, 20, 25]
-    got = experts_product(x, Plain(weight.flatten(0, 1), None), torch.tensor(starts, dtype=torch.int32))
+    got = experts_product(x, DenseLinear(weight.flatten(0, 1), None), torch.tensor(starts, dtype=torch.int32))
     for expert, (first, end) in enumerate(pairwise(starts)):
         assert_near(got[first:end], x[first:end].double() @ weight[expert].double().T)

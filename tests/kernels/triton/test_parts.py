@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from llmbox.engine.noise import uniform
-from llmbox.engine.sampler.draw import Knobs, invert, weights_above
-from llmbox.kernels.rows import SampleRows
-from llmbox.kernels.triton.candidates import candidates
-from llmbox.kernels.triton.part_weights import noise, weigh
+from llmbox.engine.sampling.draw import SamplingTensors, invert, weights_above
+from llmbox.engine.sampling.philox import uniform
+from llmbox.kernels.sampling_types import SampleRows
+from llmbox.kernels.triton.tp_sampling import candidates, noise, weigh
 
 V = 4300
 """Two chunks."""
@@ -60,7 +59,7 @@ def test_a_part_weighs_what_its_ids_weigh() -> None:
     rows = rows_of([1.0, 0.5, 3.0, 0.0], [0] * 4, [0.0, 0.001, 0.05, 0.0])
     best = logits.amax(-1) + torch.tensor([0.0, 0.5, 1.0, 2.0])
     temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0)
-    knobs = Knobs(temperature, torch.full((4,), V), rows.top_p, rows.min_p, rows.top_p)
+    knobs = SamplingTensors(temperature, torch.full((4,), V), rows.top_p, rows.min_p, rows.top_p)
     until = weights_above(logits, best[:, None], knobs).cumsum(-1)
     part = weigh(logits, best, rows)
     # The interpreter's exp may differ in its last bit.

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from llmbox.kernels.activation import Activation
-from llmbox.kernels.quant import QUANTS
+from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.reference import REFERENCE
-from llmbox.kernels.reference.eight_bits import to_eight_bits
+from llmbox.kernels.reference.quantize_activations import to_eight_bits
+from llmbox.kernels.triton.act_and_mul import gate_rows
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.gate_mul import gate_rows
 from llmbox.kernels.triton.kv_cache import LARGEST
 from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS
-from llmbox.kernels.triton.quantise import RowFormat, Rows8, quantise_rows
+from llmbox.kernels.triton.quantize_activations import RowFormat, Rows8, quantise_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
 from support.numbers import TOLERANCE
 from support.paged import CPU, PagedStep

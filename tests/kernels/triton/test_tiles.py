@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from llmbox.kernels.triton import gemm, gemm_experts, linear, tiles
-from llmbox.kernels.triton.attention_plan import Plan, num_splits
-from llmbox.kernels.triton.attention_reduce import FEW_SPLITS
+from llmbox.kernels.triton import fused_moe as gemm_experts
+from llmbox.kernels.triton import gemm, linear
+from llmbox.kernels.triton import tile_config as tiles
+from llmbox.kernels.triton.attention_combine import FEW_SPLITS
+from llmbox.kernels.triton.attention_metadata import TritonAttentionMetadata, num_splits
 
 CPU = torch.device("cpu")
 MOST = 2048
@@ -68,7 +70,7 @@ def test_no_batch_brings_pieces_together_as_none_of_the_counts_does(
 
     def program(decoding: int) -> bool | None:
         """Of `reduce_splits`: for few pieces; None: there is one."""
-        pieces = num_splits(Plan(None, None, decoding, context, False), kv_heads, CPU)
+        pieces = num_splits(TritonAttentionMetadata(None, None, decoding, context, False), kv_heads, CPU)
         return None if pieces == 1 else pieces <= FEW_SPLITS
 
     for most in (1, 3, 40, 70, 256, 500):

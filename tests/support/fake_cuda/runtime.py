@@ -98,7 +98,7 @@ def fake_cuda(card: Card | None = None, *, nvml: bool = True, blank: bool = Fals
         stack.callback(_clear_caches)
         driver: Any = _Driver(card) if nvml else FakeNvml([], init_error="NVMLError_LibraryNotFound")
         stack.enter_context(mock.patch.dict(sys.modules, {"pynvml": driver}))
-        stack.enter_context(mock.patch("llmbox.engine.machine.torch_has_cuda", return_value=True))
+        stack.enter_context(mock.patch("llmbox.engine.hardware.machine.torch_has_cuda", return_value=True))
         stack.enter_context(operations)
         yield operations
 
@@ -273,7 +273,7 @@ def _patch_attention(stack: ExitStack) -> None:
 
 
 def _clear_caches() -> None:
-    from llmbox.kernels.triton import tiles
+    from llmbox.kernels.triton import tile_config as tiles
 
     tiles.capability.cache_clear()
     tiles.multiprocessors.cache_clear()

@@ -12,7 +12,7 @@ from textual.pilot import Pilot
 
 from llmbox.app.telemetry.snapshot import Tick
 from llmbox.ui.tui.app import Dashboard
-from llmbox.ui.tui.lines import Lines
+from llmbox.ui.tui.widgets.lines import Lines
 from support.snapshots import FakeApi
 from support.snapshots import tick as busy
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from llmbox.ui.tui.api import Recorder, Replay
 from llmbox.ui.tui.app import SCREENS
-from llmbox.ui.tui.dialogs import AskLine, Confirm, Facts, Help
-from llmbox.ui.tui.grid import Grid
-from llmbox.ui.tui.lines import Lines
+from llmbox.ui.tui.data.api import Recorder, Replay
+from llmbox.ui.tui.data.state import SPARKS
 from llmbox.ui.tui.messages import Act, Changed, Ticked
-from llmbox.ui.tui.state import SPARKS
+from llmbox.ui.tui.widgets.dialogs import AskLine, Confirm, Facts, Help
+from llmbox.ui.tui.widgets.lines import Lines
+from llmbox.ui.tui.widgets.table import Grid
 from support.snapshots import NOON, FakeApi, idle_tick, live_request, tick
 
 

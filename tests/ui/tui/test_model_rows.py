@@ -2,8 +2,8 @@
 
 import pytest
 
-from llmbox.ui.tui.models import find_model, model_rows
-from llmbox.ui.tui.state import State
+from llmbox.ui.tui.data.state import State
+from llmbox.ui.tui.screens.models import find_model, model_rows
 
 INFO = {"device": "cuda", "weights_bytes": 10, "kv_bytes": 10, "context_window": 100}
 

@@ -1,11 +1,8 @@
 import pytest
 from rich.cells import cell_len
 
-from llmbox.app.telemetry.snapshot import NA, Gpu
-from llmbox.ui.tui.facts import request_lines
-from llmbox.ui.tui.overview import gpu_lines
-from llmbox.ui.tui.request_rows import time_bar
-from llmbox.ui.tui.text import (
+from llmbox.app.telemetry.snapshot import NA, GpuReading
+from llmbox.ui.tui.rendering import (
     ASCII,
     UNICODE,
     bar,
@@ -19,6 +16,9 @@ from llmbox.ui.tui.text import (
     spark,
     wrapped,
 )
+from llmbox.ui.tui.screens.overview import gpu_lines
+from llmbox.ui.tui.widgets.key_value import request_lines
+from llmbox.ui.tui.widgets.request_rows import time_bar
 from support.snapshots import detail, record
 
 
@@ -57,7 +57,7 @@ def test_numbers():
 
 @pytest.mark.parametrize(("temperature", "warns"), [(84.9, False), (85.0, True), (NA, False)])
 def test_a_warm_gpu_is_colored_from_85_degrees_on(temperature, warns):
-    lines = gpu_lines(Gpu(index=0, name="NVIDIA H100", temperature=temperature), 120, UNICODE)
+    lines = gpu_lines(GpuReading(index=0, name="NVIDIA H100", temperature=temperature), 120, UNICODE)
     assert ("warn" in {style for line in lines for _, style in line}) == warns
 
 

@@ -6,9 +6,9 @@ from litestar import Litestar
 from litestar.exceptions import LitestarWarning
 
 from llmbox.app.http.admin import admin_router
+from llmbox.app.http.auth.sign_in_routes import sign_in_routes
 from llmbox.app.http.common_routes import common_routes
 from llmbox.app.http.openai import openai_router
-from llmbox.app.http.sign_in import sign_in_routes
 from llmbox.ui.web import panel_routes
 
 

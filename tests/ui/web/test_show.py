@@ -3,8 +3,7 @@
 import pytest
 
 from llmbox.app.telemetry.snapshot import NA, Totals
-from llmbox.ui.web.render import environment
-from llmbox.ui.web.show import NONE, percent
+from llmbox.ui.web.render import NONE, environment, percent
 from support.snapshots import idle_tick, tick
 
 

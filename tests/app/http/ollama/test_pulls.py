@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from llmbox.app.catalog import hub_cache
-from llmbox.app.drain import Drain
 from llmbox.app.errors import ApiError
-from llmbox.app.http.ollama.library_routes import followed
+from llmbox.app.http.ollama.model_routes import followed
 from llmbox.app.hub.download import Download
 from llmbox.app.hub.errors import HubError, disk_full
-from llmbox.app.hub.listing import RepoFile
-from llmbox.app.hub.transfer import Progress
+from llmbox.app.hub.repo_files import RepoFile
+from llmbox.app.hub.transfer import TransferProgress
+from llmbox.app.lifecycle.drain import Drain
+from llmbox.app.models.catalog import hub_cache
 
 DONE = {"status": "success"}
 WEIGHTS, CONFIG = RepoFile("model.safetensors", 1000, "a" * 64), RepoFile("config.json", 10, "b" * 40)
@@ -36,7 +36,7 @@ class Hub:
 
     def at(self, done: int) -> None:
         self.download.state = "downloading"
-        self.download.files = {WEIGHTS: Progress(1000, done), CONFIG: Progress(10, 10)}
+        self.download.files = {WEIGHTS: TransferProgress(1000, done), CONFIG: TransferProgress(10, 10)}
 
     async def told(self) -> list[dict[str, Any]]:
         control: Any = SimpleNamespace(library=self, services=self)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from llmbox.app.http.openai.effort import Effort, with_effort
-from llmbox.app.text.chat_prompt import Chat
+from llmbox.app.http.openai.reasoning_effort import Effort, with_effort
+from llmbox.app.text.chat_template import Chat
 
 SWITCH = "{%- if enable_thinking is defined and not enable_thinking %}<think></think>{%- endif %}"
 LEVELS = "{{- 'Reasoning: ' + reasoning_effort }}"

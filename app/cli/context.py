@@ -1,0 +1,147 @@
+"""What every command gets: where files are, what is set, how to reach or start the daemon.
+
+Nothing here is computed before a command asks for it.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..config.paths import Paths, find_paths
+from ..errors import CliError, Exit
+
+if TYPE_CHECKING:
+    from ..admin_client import Client
+    from ..config.loader import LoadedSettings
+    from ..config.schema import Scalar
+    from ..daemon.compose import DaemonParts
+    from ..models.catalog import ModelRef
+    from ..models.load_request import ModelRequest
+    from ..models.registry import NameLookup, Registry
+
+
+@dataclass
+class Program:
+    """`command` starts this same program again; `parts` replaces what a daemon is made of (tests)."""
+
+    command: list[str] = field(default_factory=lambda: [sys.executable, "-P", "-m", "llmbox"])
+    parts: "Callable[[], DaemonParts] | None" = None
+    data_dir: Path | None = None
+    config: Path | None = None
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+    @cached_property
+    def paths(self) -> Paths:
+        return find_paths(self.data_dir, self.config)
+
+    def settings(self, flags: "Mapping[str, Scalar] | None" = None) -> "LoadedSettings":
+        from ..config.loader import load_settings
+
+        return load_settings(self.paths, self.environ, flags or {})
+
+    @property
+    def names(self) -> "NameLookup":
+        """Aliases and adopted models, as they are now."""
+        return self.registry.read()
+
+    @cached_property
+    def registry(self) -> "Registry":
+        from ..models.registry import Registry
+
+        return Registry(self.paths.registry_file)
+
+    @cached_property
+    def client(self) -> "Client":
+        from ..admin_client import Client
+
+        return Client(self.paths)
+
+    def in_memory(self) -> "dict[str, ModelRef]":
+        """Models that the running daemon has, or had in memory, by name and alias; empty when none runs."""
+        from ..models.catalog import in_memory
+
+        if not self.client.is_up():
+            return {}
+        try:
+            answer = self.client.get("/admin/api/models")
+        except CliError as error:
+            if error.exit != Exit.UNREACHABLE:
+                raise
+            return {}  # it ends, or ended while it started, of which others tell
+        found = {name: in_memory(name, Path(path)) for name, path in answer.get("evicted", {}).items()}
+        for row in answer["models"]:
+            if row["path"]:
+                ref = in_memory(row["name"], Path(row["path"]))
+                found |= dict.fromkeys((*row["aliases"], row["name"]), ref)
+        return found
+
+    def resolve(self, text: str) -> "ModelRef":
+        """The model that a user's word stands for, here or in the running daemon. Raises CliError."""
+        from ..models.catalog import resolve
+
+        return resolve(text, self.environ, self.names, self.in_memory())
+
+    @property
+    def location_flags(self) -> list[str]:
+        """The flags that lead another process to the same files."""
+        flags = [] if self.data_dir is None else ["--data-dir", str(self.data_dir.absolute())]
+        return flags if self.config is None else [*flags, "--config", str(self.config.absolute())]
+
+    def wanted(
+        self, models: Sequence[str], alias: str | None, flags: "Mapping[str, Scalar]"
+    ) -> "list[ModelRequest]":
+        """What to load: the named models, else those of `server.models`. Raises when one is not on disk."""
+        from ..models.load_request import ModelRequest
+
+        options = {name: value for name, value in flags.items() if name.startswith("model.")}
+        texts = models or self.settings(flags).settings.server.models
+        if alias is not None and len(texts) != 1:
+            raise CliError(
+                "--alias names one model", f"{len(texts)} models are given", "give one MODEL", Exit.USAGE
+            )
+        return [ModelRequest(self.resolve(text), alias, options) for text in texts]
+
+
+pass_program = click.make_pass_decorator(Program)
+
+
+def _set_data_dir(context: click.Context, _parameter: click.Parameter, value: Path | None) -> None:
+    if value is not None:
+        context.ensure_object(Program).data_dir = value
+
+
+def _set_config(context: click.Context, _parameter: click.Parameter, value: Path | None) -> None:
+    if value is not None:
+        context.ensure_object(Program).config = value
+
+
+def location_options(*, from_environment: bool = False) -> list[click.Option]:
+    """Understood before and after the command's name; the environment counts once, before it."""
+    return [
+        click.Option(
+            ["--data-dir"],
+            envvar="LLMBOX_DATA_DIR" if from_environment else None,
+            type=click.Path(path_type=Path, file_okay=False),
+            expose_value=False,
+            is_eager=True,
+            callback=_set_data_dir,
+            metavar="DIR",
+            help="Keep all files of llmbox under DIR.",
+        ),
+        click.Option(
+            ["--config"],
+            envvar="LLMBOX_CONFIG" if from_environment else None,
+            type=click.Path(path_type=Path, dir_okay=False),
+            expose_value=False,
+            is_eager=True,
+            callback=_set_config,
+            metavar="FILE",
+            help="Read this file instead of the user's config.toml.",
+        ),
+    ]

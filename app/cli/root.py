@@ -1,0 +1,154 @@
+"""The list of commands: name, where it lives, its line in `llmbox --help`."""
+
+from importlib import import_module
+from typing import Any, Final
+
+import click
+
+from ..util.suggest import nearest
+from .context import location_options
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "up": (".up:up", "Start the daemon in the background and wait until it is ready."),
+    "serve": (".up:serve", "Run the daemon in the foreground."),
+    "down": (".lifecycle:down", "Let open requests finish, then stop the daemon."),
+    "restart": (".lifecycle:restart", "Stop the daemon and start it as it was, models in memory included."),
+    "status": (".lifecycle:status", "Show whether the daemon runs; exit 3 when it does not."),
+    "run": (".run:run", "Chat with a model, or ask it one thing."),
+    "ps": (".models:ps", "List the models in memory."),
+    "search": (".library:search", "Search the hub, with whether models fit here."),
+    "fit": (".fit:fit", "Say whether a model fits, before anything is downloaded."),
+    "pull": (".pull:pull", "Fetch a model from the hub."),
+    "adopt": (".library:adopt", "Use models where they are, without a copy."),
+    "import": (
+        ".convert:import_gguf",
+        "Make a model folder of a GGUF file (llama.cpp, Ollama, LM Studio).",
+    ),
+    "ls": (".models:ls", "List the models on disk."),
+    "show": (".models:show", "Show what is known of one model."),
+    "rm": (".library:rm", "Delete models from this disk."),
+    "df": (".library:df", "Show the disk space that models take."),
+    "quantize": (".convert:quantize", "Round a model's weights to integers, into a folder of its own."),
+    "alias": (".alias:alias", "Names and parameter variants of models."),
+    "load": (".models:load", "Load a model into the running daemon."),
+    "unload": (".models:unload", "Take a model out of memory."),
+    "pin": (".models:pin", "Keep a model in memory, whatever else is loaded."),
+    "unpin": (".models:unpin", "Let a model leave memory again."),
+    "key": (".key:key", "API keys: make, list, rotate, revoke."),
+    "requests": (".requests:requests", "Read the request log, follow it, cancel a request."),
+    "logs": (".logs:logs", "Read the daemon's log."),
+    "stats": (".stats:stats", "Show load and speed of this moment."),
+    "top": ("llmbox.ui.tui.command:top", "Watch devices, requests, models and memory in the terminal."),
+    "dash": ("llmbox.ui.tui.command:top", "The same as top."),
+    "config": (".config:config", "Show and change settings."),
+    "connect": (".connect:connect", "Print the settings with which other programs use this daemon."),
+    "service": (".service:service", "Run the daemon under systemd."),
+    "db": (".db:db", "Care for the request log's file: check, vacuum, back up, migrate."),
+    "doctor": (".doctor:doctor", "Check this box; every finding comes with its fix."),
+    "bench": (".bench:bench", "Measure a server: time to first token, throughput."),
+    "version": (".version:version", "Print the version."),
+    "completion": (".config:completion", "Print a shell's completion script."),
+    "uninstall": (".uninstall:uninstall", "Remove what llmbox has put on this box; models stay."),
+}
+
+
+SYNONYMS: Final = {
+    "list": ("ls", "show"),
+    "models": ("ls",),
+    "get": ("pull", "show"),
+    "download": ("pull",),
+    "install": ("pull",),
+    "delete": ("rm",),
+    "remove": ("rm",),
+    "start": ("up",),
+    "stop": ("down",),
+    "chat": ("run",),
+    "ask": ("run",),
+    "info": ("show",),
+    "log": ("logs",),
+    "keys": ("key",),
+    "settings": ("config",),
+    "create": ("add", "set"),
+    "new": ("add", "set"),
+    "revoke": ("rm",),
+    "monitor": ("top",),
+    "dashboard": ("top",),
+}
+"""Words of other programs, and what is meant by them here: the first that the group has."""
+
+
+def refuse_unknown(group: click.Group, ctx: click.Context, args: list[str]) -> None:
+    """Raises UsageError with the nearest command, if the first word is none of the group's."""
+    word = args[0]
+    if ctx.resilient_parsing or word.startswith("-") or group.get_command(ctx, word) is not None:
+        return
+    names = group.list_commands(ctx)
+    meant = next((name for name in SYNONYMS.get(word.lower(), ()) if name in names), None)
+    meant = meant or nearest(word, names)
+    hint = f" Did you mean '{meant}'?" if meant else ""
+    raise click.UsageError(f"No such command '{word}'.{hint}", ctx)
+
+
+class Command(click.Command):
+    """A command that also takes `--data-dir` and `--config`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params += location_options()
+
+
+class CommandGroup(click.Group):
+    """A group of commands inside one, such as `config`."""
+
+    command_class = Command
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params += location_options()
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        refuse_unknown(self, ctx, args)
+        return super().resolve_command(ctx, args)
+
+
+class ReaderLeft(Exception):  # noqa: N818 - nothing went wrong
+    """Whoever read our stdout has closed it (`llmbox logs | head`)."""
+
+
+class LazyGroup(click.Group):
+    """`commands` maps a name to (`module:attribute`, help line); several names may share one target."""
+
+    def __init__(self, *args: Any, table: dict[str, tuple[str, str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.table = table
+        self.params += location_options(from_environment=True)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:  # click would end with 1
+            raise ReaderLeft from error
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        refuse_unknown(self, ctx, args)
+        return super().resolve_command(ctx, args)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        return list(self.table)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in self.table:
+            return None
+        target, line = self.table[cmd_name]
+        module, _, attribute = target.partition(":")
+        command: click.Command = getattr(import_module(module, "llmbox.app.cli"), attribute)
+        command.short_help = line
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in self.table.items()])

@@ -1,0 +1,245 @@
+"""From flags, environment and files to one `Settings`, with the origin of every value.
+
+who              reads
+load_settings    flags > LLMBOX_SECTION_KEY > user file > system file > built-in
+check_value      one value of any of them: type, choices, range
+
+A key or value that cannot be right is an error that names its place and the nearest valid key.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import CliError, Exit
+from .paths import Paths
+from .schema import SECTIONS, Scalar, Settings, SettingSpec, schema
+
+Source = Literal["flag", "env", "user", "system", "default"]
+PREFIX = "LLMBOX_"
+AUTO = ("auto", "")
+
+
+@dataclass(frozen=True, slots=True)
+class SettingOrigin:
+    """`place` is a flag, a variable, or `file:line`."""
+
+    source: Source
+    place: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.source} ({self.place})" if self.place else self.source
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSettings:
+    settings: Settings
+    origins: Mapping[str, SettingOrigin]
+
+    def table(self) -> list[tuple[SettingSpec, Scalar, SettingOrigin]]:
+        return [(row, self.settings.get(name), self.origins[name]) for name, row in schema().items()]
+
+
+def load_settings(paths: Paths, environ: Mapping[str, str], flags: Mapping[str, Scalar]) -> LoadedSettings:
+    """`flags` holds only what was given on the command line, by `section.key`. Raises CliError (exit 2)."""
+    values = {name: row.default for name, row in schema().items()}
+    origins = dict.fromkeys(values, SettingOrigin("default"))
+    files: tuple[tuple[Source, Path], ...] = (("system", paths.system_config), ("user", paths.config_file))
+    for source, path in files:
+        for name, (value, line) in read_file(path).items():
+            values[name], origins[name] = (
+                value,
+                SettingOrigin(source, f"{path}:{line}" if line else str(path)),
+            )
+    for name, value in read_environment(environ).items():
+        values[name], origins[name] = value, SettingOrigin("env", schema()[name].variable)
+    for name, value in flags.items():
+        place = "--" + name.partition(".")[2].replace("_", "-")
+        values[name] = check_value(schema()[name], value, place)
+        origins[name] = SettingOrigin("flag", place)
+    return LoadedSettings(build(values), origins)
+
+
+def build(values: Mapping[str, Scalar]) -> Settings:
+    sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for name, value in values.items():
+        section, _, attribute = name.partition(".")
+        sections[section][attribute] = value
+    return Settings(**{name: cls(**sections[name]) for name, cls in SECTIONS.items()})
+
+
+def read_file(path: Path) -> dict[str, tuple[Scalar, int | None]]:
+    """Checked values of one TOML file with their lines. An absent file is empty."""
+    try:
+        text = path.read_text("utf-8")
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise CliError(f"cannot read {path}", str(error), "fix or remove the file", Exit.USAGE) from error
+    return parse(text, path)
+
+
+def parse(text: str, path: Path) -> dict[str, tuple[Scalar, int | None]]:
+    try:
+        document = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # some numbers and nesting are more than tomllib can hold
+        why = "it nests too deeply" if isinstance(error, RecursionError) else str(error)
+        raise CliError(f"{path} is not valid TOML", why, "llmbox config edit", Exit.USAGE) from error
+    found: dict[str, tuple[Scalar, int | None]] = {}
+    for section, table in document.items():
+        if section not in SECTIONS or not isinstance(table, dict):
+            raise _unknown_section(
+                section, path, _line_of(text, section, None), is_table=isinstance(table, dict)
+            )
+        for attribute, value in table.items():
+            line = _line_of(text, section, attribute)
+            place = f"{path}:{line}" if line else str(path)
+            row = schema().get(f"{section}.{attribute}")
+            if row is None:
+                raise unknown_key(f"{section}.{attribute}", place)
+            found[row.name] = check_value(row, value, place), line
+    return found
+
+
+def read_environment(environ: Mapping[str, str]) -> dict[str, Scalar]:
+    """LLMBOX_SECTION_KEY. Other LLMBOX_ names (LLMBOX_DATA_DIR) are not settings and are left alone."""
+    by_variable = {row.variable: row for row in schema().values()}
+    found: dict[str, Scalar] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX):
+            continue
+        if variable in by_variable:
+            row = by_variable[variable]
+            found[row.name] = check_value(row, text, variable, from_text=True)
+        elif variable.removeprefix(PREFIX).partition("_")[0].lower() in SECTIONS:
+            hint = get_close_matches(variable, by_variable, n=1)
+            raise CliError(
+                f"unknown setting {variable} in the environment",
+                f"did you mean {hint[0]}?" if hint else "no key has this name",
+                "unset it, or see all keys: llmbox config show",
+                Exit.USAGE,
+            )
+    return found
+
+
+def check_value(row: SettingSpec, value: object, place: str, *, from_text: bool = False) -> Scalar:
+    """The value in its final type. `from_text` also reads numbers, yes/no and comma lists from a string."""
+    if row.optional and (value is None or value in AUTO):
+        return None
+    converted = _from_text(row, value) if from_text and isinstance(value, str) else _from_toml(row, value)
+    if converted is None:
+        raise _bad(row, place, f"must be {_kind_in_words(row)}, not {value!r}")
+    if row.choices and converted not in row.choices:
+        raise _bad(row, place, f"must be one of {', '.join(row.choices)}, not {value!r}")
+    if isinstance(converted, int | float) and not isinstance(converted, bool):
+        inside = (row.low is None or converted >= row.low) and (row.high is None or converted <= row.high)
+        if not inside:  # NaN is inside of nothing
+            raise _bad(row, place, f"must be between {_number(row.low)} and {_number(row.high)}, not {value}")
+    if row.each is not None and isinstance(converted, tuple):
+        is_good, words = row.each
+        if bad := [item for item in converted if not is_good(item)]:
+            raise _bad(row, place, f"holds {words}; not {bad[0]!r}")
+    return converted
+
+
+def _from_toml(row: SettingSpec, value: object) -> Scalar:
+    if row.kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if row.kind is tuple and isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if type(value) is row.kind and isinstance(value, bool | int | str):
+        return value
+    return None
+
+
+def _from_text(row: SettingSpec, text: str) -> Scalar:
+    if row.kind is str:
+        return text
+    if row.kind is tuple:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if row.kind is bool:
+        return {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False}.get(
+            text.lower(), False if text.lower() in {"no", "off"} else None
+        )
+    try:
+        return int(text) if row.kind is int else float(text)
+    except ValueError:
+        return None
+
+
+def _kind_in_words(row: SettingSpec) -> str:
+    words = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        tuple: "a list of text",
+    }
+    return words[row.kind] + (" or auto" if row.optional else "")
+
+
+def _number(value: float | None) -> str:
+    return "any" if value is None else f"{value:g}" if abs(value) < 1e6 else str(int(value))
+
+
+def _bad(row: SettingSpec, place: str, why: str) -> CliError:
+    return CliError(
+        f"bad value for {row.name} ({place})",
+        f"{row.name} {why}",
+        f"llmbox config show {row.section}",
+        Exit.USAGE,
+    )
+
+
+def unknown_key(name: str, place: str = "") -> CliError:
+    if name not in SECTIONS and "." not in name and (section := get_close_matches(name, SECTIONS, n=1)):
+        return CliError(
+            f"unknown section {name}" + (f" ({place})" if place else ""),
+            f"did you mean {section[0]}?",
+            "see all keys: llmbox config show",
+            Exit.USAGE,
+        )
+    hint = get_close_matches(name, schema(), n=1) or [
+        full for full in schema() if full.partition(".")[2] == name.rpartition(".")[2]
+    ]
+    return CliError(
+        f"unknown key {name}" + (f" ({place})" if place else ""),
+        f"did you mean {hint[0]}?" if hint else "no key has a name like it",
+        "see all keys: llmbox config show",
+        Exit.USAGE,
+    )
+
+
+def _unknown_section(section: str, path: Path, line: int | None, *, is_table: bool) -> CliError:
+    place = f"{path}:{line}" if line else str(path)
+    if not is_table:
+        return unknown_key(section, place)
+    hint = get_close_matches(section, SECTIONS, n=1)
+    return CliError(
+        f"unknown section [{section}] ({place})",
+        f"did you mean [{hint[0]}]?" if hint else f"sections are {', '.join(SECTIONS)}",
+        "see all keys: llmbox config show",
+        Exit.USAGE,
+    )
+
+
+def _line_of(text: str, section: str, attribute: str | None) -> int | None:
+    """Line of `[section]` or of a key in it. TOML allows more spellings than are looked for: then None."""
+    current = ""
+    for number, raw in enumerate(text.splitlines(), 1):
+        line = raw.strip()
+        if line.startswith("["):
+            current = line.strip("[]# ").replace('"', "").replace(" ", "")
+            if attribute is None and current == section:
+                return number
+            continue
+        name = line.partition("=")[0].strip().replace('"', "").replace("'", "")
+        full = f"{current}.{name}" if current else name
+        if attribute is None and full == section:
+            return number
+        if attribute is not None and full == f"{section}.{attribute}":
+            return number
+    return None

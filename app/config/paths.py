@@ -1,0 +1,220 @@
+"""Where files live: the platform's folders, or all of them under one `--data-dir`.
+
+Folders are made 0700 and files 0600 (umask 077): other users of the box read nothing of ours.
+"""
+
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CliError, Exit
+
+SYSTEM_CONFIG = Path("/etc/llmbox/config.toml")
+UNIX_PATH_LIMIT = 104
+"""Bytes that a unix socket address takes on every platform we know (Linux: 107, macOS: 103)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    config_file: Path
+    system_config: Path
+    data_dir: Path
+    state_dir: Path
+    cache_dir: Path
+    runtime_dir: Path
+
+    @property
+    def lock_file(self) -> Path:
+        return self.runtime_dir / "llmbox.lock"
+
+    @property
+    def pid_file(self) -> Path:
+        return self.runtime_dir / "llmbox.pid"
+
+    @property
+    def socket_file(self) -> Path:
+        return self.runtime_dir / "llmbox.sock"
+
+    @property
+    def sign_in_file(self) -> Path:
+        """A one-time link, where a service manager would keep what is printed."""
+        return self.runtime_dir / "sign-in"
+
+    @property
+    def log_file(self) -> Path:
+        return self.state_dir / "daemon.log"
+
+    @property
+    def files_dir(self) -> Path:
+        """What clients uploaded."""
+        return self.state_dir / "files"
+
+    @property
+    def request_db(self) -> Path:
+        return self.state_dir / "requests.db"
+
+    @property
+    def registry_file(self) -> Path:
+        """Aliases and adopted models."""
+        return self.data_dir / "models.json"
+
+    @property
+    def loads_file(self) -> Path:
+        """How the last loads of each model went."""
+        return self.state_dir / "loads.json"
+
+    @property
+    def downloads_file(self) -> Path:
+        """Downloads that are not finished."""
+        return self.state_dir / "downloads.json"
+
+    @property
+    def bandwidth_file(self) -> Path:
+        """Probes of this machine's memory."""
+        return self.state_dir / "bandwidth.json"
+
+    @property
+    def kernel_cache(self) -> Path:
+        return self.cache_dir / "kernels"
+
+    @property
+    def repacked(self) -> Path:
+        """Weights as the CPU kernels pack them."""
+        return self.cache_dir / "repacked"
+
+    @property
+    def keys_file(self) -> Path:
+        """API keys, as hashes."""
+        return self.data_dir / "keys.json"
+
+    @property
+    def keys_used_file(self) -> Path:
+        """When each key was last used."""
+        return self.data_dir / "keys-used.json"
+
+    @property
+    def history_file(self) -> Path:
+        return self.state_dir / "chat_history"
+
+    def create(self) -> None:
+        """Make the folders. Raises CliError where they cannot be ours alone or cannot be written."""
+        if self.data_dir.is_dir():
+            self._claim_data_dir()
+        else:
+            private_dir(self.data_dir)
+        for folder in (self.state_dir, self.cache_dir, self.runtime_dir):
+            private_dir(folder)
+
+    def _claim_data_dir(self) -> None:
+        """Take over a folder that a user named and made: others may go on reading it, but not write there.
+
+        Whoever could write may have left files that decide who may do what: those must be ours.
+        """
+        _check_owner(self.data_dir)
+        status = self.data_dir.stat()
+        if status.st_mode & 0o022:
+            for file in (
+                self.keys_file,
+                self.registry_file,
+                self.config_file,
+                self.state_dir,
+                self.runtime_dir,
+            ):
+                if file.parent == self.data_dir and file.exists():
+                    _check_owner(file)
+            try:
+                self.data_dir.chmod(status.st_mode & 0o7755)
+            except OSError as error:
+                raise _unusable(self.data_dir, error) from error
+        _check_writable(self.data_dir)
+
+
+def find_paths(data_dir: Path | None = None, config: Path | None = None) -> Paths:
+    if data_dir is not None:
+        root = data_dir.expanduser().absolute()
+        paths = Paths(root / "config.toml", SYSTEM_CONFIG, root, root / "state", root / "cache", root / "run")
+    else:
+        paths = _platform_paths()
+    if config is None:
+        return paths
+    return Paths(
+        config.expanduser().absolute(),
+        paths.system_config,
+        paths.data_dir,
+        paths.state_dir,
+        paths.cache_dir,
+        paths.runtime_dir,
+    )
+
+
+def _platform_paths() -> Paths:
+    from platformdirs import PlatformDirs  # noqa: PLC0415 - not needed with --data-dir
+
+    dirs = PlatformDirs("llmbox", appauthor=False)
+    with warnings.catch_warnings():
+        # Without XDG_RUNTIME_DIR (root, cron, containers) it is below /tmp: `private_dir` looks whose it is.
+        warnings.simplefilter("ignore")
+        runtime = dirs.user_runtime_path
+    return Paths(
+        dirs.user_config_path / "config.toml",
+        SYSTEM_CONFIG,
+        dirs.user_data_path,
+        dirs.user_state_path,
+        dirs.user_cache_path,
+        runtime,
+    )
+
+
+def private_dir(folder: Path) -> None:
+    """Make `folder` 0700. Refuse one that belongs to another user: it could be a trap in /tmp."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_owner(folder)
+        if folder.stat().st_mode & 0o077:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    _check_writable(folder)
+
+
+def _check_owner(path: Path) -> None:
+    owner = path.stat().st_uid
+    if owner != os.geteuid():
+        what = "folder" if path.is_dir() else "file"
+        raise CliError(
+            f"cannot use the {what} {path}",
+            f"it belongs to user id {owner}, we run as {os.geteuid()}",
+            "choose another place with --data-dir DIR, or fix its owner with chown",
+            Exit.DENIED,
+        )
+
+
+def _check_writable(folder: Path) -> None:
+    """Found out before the first file is written: also on file systems that are mounted read-only."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise CliError(
+            f"cannot write to the folder {folder}",
+            "it is read-only for this user",
+            f"choose another place with --data-dir DIR, or: chmod u+rwx {folder}",
+            Exit.DENIED,
+        )
+
+
+def _unusable(folder: Path, error: OSError) -> CliError:
+    return CliError(
+        f"cannot create the folder {folder}",
+        error.strerror or str(error),
+        "choose another place with --data-dir DIR",
+        Exit.DENIED,
+    )
+
+
+def socket_address(path: Path, dir_fd: int | None = None) -> str:
+    """The address to bind or connect to. Paths over the limit go through an open descriptor of their folder.
+
+    `dir_fd` must stay open until the call that uses the address returns.
+    """
+    if len(os.fsencode(path)) <= UNIX_PATH_LIMIT or dir_fd is None:
+        return str(path)
+    return f"/proc/self/fd/{dir_fd}/{path.name}"

@@ -1,0 +1,217 @@
+"""What the daemon does on demand while it serves: load and unload models, reload settings."""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..config.loader import LoadedSettings, check_value, unknown_key
+from ..config.schema import Scalar, schema
+from ..engines.loaded_model import LoadedModel
+from ..errors import ApiError, CliError
+from ..lifecycle.instance import RunningDaemon
+from ..logging import setup as logs
+from ..models.catalog import ModelRef, in_memory, resolve
+from ..models.load_request import ModelRequest
+from ..services import Services
+from .available_models import AvailableModels
+from .library import Library
+from .model_scheduler import ModelScheduler, SchedulerDeps
+
+log = logging.getLogger("llmbox.daemon")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a model could not be loaded. `code` is a word such as `bad_model`."""
+
+    model: str
+    cause: str
+    code: str
+    status: int = 400
+    """Of the answer to whoever waits for it."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """The same."""
+
+
+class DaemonController:
+    """Only to be used from the daemon's event loop."""
+
+    def __init__(
+        self,
+        services: Services,
+        running: RunningDaemon,
+        loaded: LoadedSettings,
+        reload: Callable[[], LoadedSettings],
+        begun_with: Mapping[str, Any],
+        checks: Callable[[], list[dict[str, str]]] = list,
+    ) -> None:
+        self.services = services
+        self.running = running
+        self.loaded = loaded
+        self.library = Library(services)
+        world = SchedulerDeps(
+            settings=lambda: services.settings,
+            find=self.library.find,
+            registry=self.library.registry,
+            loads_file=services.paths.loads_file,
+        )
+        self.residency = ModelScheduler(services.engines, services.events, world)
+        services.find_model = self.residency.find
+        services.offers = AvailableModels(services, self.library, self.residency.evicted).all
+        services.real_name = self.residency.real_name
+        services.aliases = lambda: self.library.registry.read_or_nothing().aliases
+        self.begun_with = begun_with
+        """Flags and models of the start, for `restart`."""
+        self.checks = checks
+        """Findings of `llmbox doctor`; to be called in a thread."""
+        self.failure_codes: dict[str, str] = {}
+        """By model: the word that goes with the manager's reason."""
+        self.asked: dict[str, Mapping[str, Scalar]] = {}
+        """By model: options that its load named, by short key."""
+        self._started_settings = loaded.settings
+        self._reload = reload
+        self._tasks: set[asyncio.Task[Failure | None]] = set()
+
+    # ------------------------------------------------------------------ models
+
+    def begin_load(self, request: ModelRequest, ttl: float | None = None) -> "asyncio.Task[Failure | None]":
+        """Loads behind the API. The result is the failure, if it is one. Raises ApiError 409 and CliError.
+
+        `ttl`: idle seconds after which the model leaves memory; None keeps it.
+        """
+        config = request.config(self.services.settings.model)
+        name = request.served_name
+        self.failure_codes.pop(name, None)
+        if not self.services.engines.knows(name):
+            self.services.events.publish("model.loading", {"model": name, "reason": "asked for"})
+        loading = self.services.engines.begin_load(config, alias=request.extra_alias)
+        self.asked[name] = request.short_options
+        task = asyncio.create_task(self._outcome(name, loading, ttl))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _outcome(
+        self, name: str, loading: "asyncio.Future[LoadedModel]", ttl: float | None
+    ) -> Failure | None:
+        try:
+            model = await asyncio.shield(loading)
+        except ApiError as error:
+            failure = Failure(name, error.message, error.code or "load_failed", error.status, error.headers)
+            self.failure_codes[name] = failure.code
+            return failure
+        model.on_request = False
+        self.residency.keep(model, ttl=ttl)
+        info = model.supervisor.info
+        window = f", context {info.context_window} tokens" if info else ""
+        log.info("%s is ready%s", name, window)
+        return None
+
+    async def unload(self, name: str | None) -> list[str]:
+        """One model by name or alias, or all, failed ones too. Raises ApiError 404."""
+        engines = self.services.engines
+        if name is not None:
+            name = self.residency.real_name(name)
+            had_left = self.residency.evicted.forget(name)
+            if engines.knows(name) or not had_left:
+                await engines.unload(name)
+            self.asked.pop(name, None)
+            log.info("%s is unloaded", name)
+            return [name]
+        names = [model.name for model in engines.models()]
+        names += [supervisor.name for supervisor in engines.loading()] + list(engines.failures())
+        for each in names:
+            await engines.unload(each)
+        for evicted in self.residency.evicted.all():
+            self.residency.evicted.forget(evicted.name)
+        return names
+
+    async def places(self, names: Iterable[str]) -> dict[str, Path]:
+        """Folders of models that clients may name: in memory, on their way there, or on this disk."""
+        held = {name: self._held(name) for name in names}
+
+        def look() -> dict[str, Path]:
+            refs = {name: self.library.find(name) for name, place in held.items() if place is None}
+            found = {name: ref.path for name, ref in refs.items() if ref is not None}
+            return {name: place for name in held if (place := held[name] or found.get(name)) is not None}
+
+        return await asyncio.to_thread(look)
+
+    def _held(self, name: str) -> Path | None:
+        real = self.residency.real_name(name)
+        if (model := self.services.engines.find(real)) is not None:
+            return model.path
+        loading = (each for each in self.services.engines.loading() if each.name == real)
+        config = next((each.config for each in loading), None)
+        if config is None and (evicted := self.residency.evicted.find(real)) is not None:
+            config = evicted.config
+        return None if config is None else Path(config.model_path)
+
+    def model_request(self, text: str, alias: str | None, options: Mapping[str, object]) -> ModelRequest:
+        """From the admin API's words. Raises CliError for what cannot be."""
+        values: dict[str, Scalar] = {}
+        for key, value in options.items():
+            row = schema().get(f"model.{key}")
+            if row is None:
+                raise unknown_key(f"model.{key}", "options")
+            values[row.name] = check_value(row, value, f"options.{key}")
+        request = ModelRequest(self.resolve(text), alias, values)
+        request.config(self.services.settings.model)  # checks the name
+        return request
+
+    def resolve(self, text: str) -> ModelRef:
+        """The model that a user's word stands for: in memory, an alias, on this disk. Raises CliError.
+
+        Reads a few small files. For any thread.
+        """
+        return resolve(text, os.environ, self.library.registry.read(), self.in_memory())
+
+    def in_memory(self) -> dict[str, ModelRef]:
+        """Models in memory, on their way there, and evicted, by each of their names. For any thread."""
+        engines = self.services.engines
+        found: dict[str, ModelRef] = {}
+        for evicted in self.residency.evicted.all():
+            ref = in_memory(evicted.name, Path(evicted.config.model_path))
+            found |= dict.fromkeys((*evicted.aliases, evicted.name), ref)
+        for each in engines.loading():
+            found[each.name] = in_memory(each.name, Path(each.config.model_path))
+        for model in engines.models():
+            found |= dict.fromkeys((*model.aliases, model.name), in_memory(model.name, model.path))
+        return found
+
+    async def close(self) -> None:
+        """Stops watching loads; the engines themselves end with `engines.close`."""
+        await self.library.downloads.close()
+        await self.residency.close()
+        for task in list(self._tasks):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    # ------------------------------------------------------------------ settings
+
+    def reload(self) -> None:
+        """SIGHUP: the new settings, or the old ones and an error in the log."""
+        try:
+            loaded = self._reload()
+        except CliError as error:
+            log.error("configuration not reloaded, the old one stays: %s (%s)", error.what, error.why)  # noqa: TRY400 - the trace says nothing
+            return
+        self.loaded = loaded
+        self.services.settings = loaded.settings
+        logs.set_level(loaded.settings.log)
+        waiting = self.pending_restart()
+        log.info("configuration reloaded%s", f"; after a restart: {', '.join(waiting)}" if waiting else "")
+
+    def pending_restart(self) -> list[str]:
+        """Keys whose new value waits for the next start."""
+        return [
+            name
+            for name, row in schema().items()
+            if not row.live and self.loaded.settings.get(name) != self._started_settings.get(name)
+        ]

@@ -1,0 +1,120 @@
+"""What a model would take in this machine's memories: the engine's estimate, asked before it is started."""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import DoesNotFit, EngineError
+from llmbox.engine.hardware.machine import Machine
+from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.planning.estimator import MemoryBudget, MemoryPlan, plans
+
+from ..engines.eviction import MemoryRequest, Place, device_of
+from ..engines.loaded_model import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    device: Place
+    wishes: tuple[MemoryRequest, ...]
+    """The same cut in other places, the first GPUs first."""
+    have: tuple[int, ...]
+    """Bytes of each memory that our models may take together, without what others hold there."""
+
+
+def sizes(
+    config: EngineConfig, machine: Machine, budgets: tuple[int, ...], ours: Mapping[int, int]
+) -> Sizes | None:
+    """None where nothing can be said: then loading will tell what is wrong.
+
+    `ours` are bytes that our models hold in each memory. What cannot be served within `budgets` at all raises
+    DoesNotFit.
+    """
+    device = device_of(machine, config.device)
+    if device == "cuda" and not machine.gpus:
+        return None
+    budget = MemoryBudget.of(machine, device)
+    now = (budget.available, *budget.more_gpus)
+    have = tuple(
+        min(most, free + ours.get(place, 0))
+        for place, (most, free) in enumerate(zip(budgets, now, strict=True))
+    )
+    budget = replace(budget, available=have[0], more_gpus=have[1:])
+    try:
+        shape = parse_config(Path(config.model_path)).shape(config.context)
+        found = plans(shape, budget, config)
+        if found[0].is_lowered and config.memory_bytes is None:  # a larger share keeps its context
+            found = plans(shape, budget, replace(config, memory_bytes=max(have), memory_is_limit=True))
+    except DoesNotFit:
+        raise
+    except EngineError:
+        return None
+    return Sizes(device, tuple(map(_wish, found)), have)
+
+
+def _wish(plan: MemoryPlan) -> MemoryRequest:
+    places = plan.gpus if plan.device == "cuda" else (0,)
+    return MemoryRequest(places, least_bytes(plan), plan.total_bytes * plan.ranks_in_memory)
+
+
+def least_bytes(plan: MemoryPlan) -> int:
+    blocks = -(-plan.context // plan.block_size)
+    kv = blocks * plan.block_size * plan.kv_bytes_per_token
+    return (plan.weights_bytes + plan.workspace_bytes + kv) * plan.ranks_in_memory
+
+
+log = logging.getLogger("llmbox.daemon")
+
+LOADS = 10
+"""Kept of each model."""
+MODELS = 200
+
+
+def note_load(file: Path, model: LoadedModel) -> None:
+    """Once for each load. A full disk costs the row, never the model."""
+    info = model.supervisor.info
+    if info is None:
+        return
+    known = read_loads(file)
+    rows = known.pop(model.name, [])
+    if any(row["at"] == model.loaded_at for row in rows):
+        return
+    rows.append(
+        {
+            "at": model.loaded_at,
+            "device": info.device,
+            "dtype": info.dtype,
+            "context": info.context_window,
+            "predicted_weights": info.weights_bytes,
+            "measured_weights": info.measured_weights_bytes,
+            "kv": info.kv_bytes,
+            "workspace": info.workspace_bytes,
+            "seconds": round(info.load_seconds, 3),
+        }
+    )
+    known[model.name] = rows[-LOADS:]
+    while len(known) > MODELS:
+        del known[next(iter(known))]
+    fresh = file.with_suffix(".new")
+    try:
+        fresh.write_text(json.dumps({"schema": 1, "models": known}) + "\n")
+        fresh.replace(file)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        log.warning("cannot note how %s was loaded: %s", model.name, error)
+
+
+def read_loads(file: Path) -> dict[str, list[dict[str, Any]]]:
+    """By model, oldest first; empty when there is nothing that can be read."""
+    try:
+        known = json.loads(file.read_bytes())["models"]
+        if all(isinstance(row["at"], int | float) for rows in known.values() for row in rows):
+            found: dict[str, list[dict[str, Any]]] = known
+            return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return {}

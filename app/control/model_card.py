@@ -1,0 +1,74 @@
+"""What the files of a model say of it, whether it is loaded or not: sizes, shape, chat template."""
+
+import contextlib
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llmbox.engine.errors import EngineError
+from llmbox.engine.model_config.config import ModelConfig, parse_config
+from llmbox.engine.model_config.pooling import is_declared
+
+from ..text.tokenizer import read_generation_defaults, read_template
+
+_SHORT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """Of one folder. What cannot be read is left out: loading says what is wrong."""
+
+    size: int
+    """Bytes of all files."""
+    modified: float
+    """Unix seconds."""
+    digest: str
+    """64 hex digits, others when a file changes."""
+    config: ModelConfig | None = None
+    template: str | None = None
+    defaults: dict[str, float] = field(default_factory=dict)
+    """Sampling, where a request leaves it open."""
+    for_vectors: bool = False
+    """It makes vectors, and no text."""
+
+    @property
+    def parameters(self) -> int | None:
+        return None if self.config is None else self.config.num_parameters
+
+    @property
+    def stored_as(self) -> str:
+        """Type of the weights in the files; empty where nothing is known."""
+        if self.config is None:
+            return ""
+        return self.config.quant or _SHORT[self.config.dtype]
+
+
+def read_card(folder: Path) -> Card:
+    """Reads small files only. For any thread."""
+    stamps = {
+        path.relative_to(folder).as_posix(): _stamp(path) for path in folder.rglob("*") if path.is_file()
+    }
+    told = "".join(f"{name}\0{mark}\n" for name, (mark, _, _) in sorted(stamps.items()))
+    config, template, defaults = None, None, {}
+    with contextlib.suppress(EngineError, OSError):
+        config = parse_config(folder)
+    with contextlib.suppress(EngineError, OSError):
+        template = read_template(folder)
+    with contextlib.suppress(EngineError, OSError):
+        defaults = read_generation_defaults(folder)
+    return Card(
+        size=sum(size for _, size, _ in stamps.values()),
+        modified=max((at for _, _, at in stamps.values()), default=0.0),
+        digest=hashlib.sha256(told.encode()).hexdigest(),
+        config=config,
+        template=template,
+        defaults=defaults,
+        for_vectors=is_declared(folder) or (config is not None and not config.has_head),
+    )
+
+
+def _stamp(path: Path) -> tuple[str, int, float]:
+    """(what its content is known by, bytes, Unix seconds). In a hub's cache a file is named by its hash."""
+    status = path.stat()
+    mark = path.resolve().name if path.is_symlink() else f"{status.st_size} {status.st_mtime_ns}"
+    return mark, status.st_size, status.st_mtime

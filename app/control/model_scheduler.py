@@ -1,0 +1,369 @@
+"""Which models are in memory: loaded when asked for, gone when idle for long, evicted for others.
+
+A model that the box's owner loaded is not evicted for a request. One that left all the same, because its time
+to live was over or the owner loaded another, comes back as it was when a request names it.
+
+One owner of these decisions; what is decided is in `engines.room`. Timers only: nothing here runs while
+nothing expires.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import DoesNotFit
+from llmbox.engine.hardware.machine import read_machine
+from llmbox.engine.ipc.messages import ModelInfo
+from llmbox.engine.planning.estimator import show_bytes
+
+from ..config.schema import Settings
+from ..engines.eviction import (
+    AllocationFailure,
+    Place,
+    ResidentModel,
+    budgets,
+    device_of,
+    expired,
+    find_room,
+    next_look,
+)
+from ..engines.loaded_model import LoadedModel
+from ..engines.manager import EngineManager
+from ..errors import ApiError
+from ..events import Events
+from ..models.catalog import ModelRef
+from ..models.load_request import ModelRequest
+from ..models.registry import Alias, Registry
+from .evicted_models import EvictedModel, EvictedModels
+from .memory_estimate import Sizes, note_load, sizes
+
+log = logging.getLogger("llmbox.daemon")
+
+LEAST_WAIT = 0.05
+"""Seconds between two looks: one that is to leave at once may be busy for long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerDeps:
+    """What is outside: replaced in tests."""
+
+    settings: Callable[[], Settings]
+    find: Callable[[str], ModelRef | None]
+    """A model on disk by a name that clients may use."""
+    registry: Registry
+    loads_file: Path | None = None
+    clock: Callable[[], float] = time.monotonic
+    device: Callable[[str], Place] = lambda asked: device_of(read_machine(), asked)
+    budgets: Callable[[Place, float | None], tuple[int, ...]] = lambda device, gb: budgets(
+        read_machine(), device, gb
+    )
+    sizes: Callable[[EngineConfig, tuple[int, ...], Mapping[int, int]], Sizes | None] = (
+        lambda config, budgets, ours: sizes(config, read_machine(), budgets, ours)
+    )
+    """Of a config, within the budget of each memory, given the bytes that our models hold there."""
+
+
+class ModelScheduler:
+    """Only to be used from the daemon's event loop."""
+
+    def __init__(self, engines: EngineManager, events: Events, world: SchedulerDeps) -> None:
+        self._engines = engines
+        self._events = events
+        self._world = world
+        self._admitting = asyncio.Lock()
+        self._promised: dict[str, tuple[Place, Mapping[int, int]]] = {}
+        """Bytes of each memory given to models that are being loaded."""
+        self._wanted: dict[str, asyncio.Task[LoadedModel]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._leaving: set[asyncio.Task[None]] = set()
+        self.evicted = EvictedModels()
+        engines.admit = self.admit
+        engines.clock = world.clock
+
+    # ------------------------------------------------------------------ requests
+
+    async def find(self, name: str | None) -> LoadedModel:
+        """The model for a request, loaded now if it is on disk. Raises ApiError as `EngineManager.get`."""
+        if name is None:
+            return self._engines.get(None)
+        alias = self._alias(name)
+        model = self._engines.get(await self._ensure(name))
+        return model if alias is None else model.as_variant(alias.sampling, alias.system, alias.context)
+
+    def _alias(self, name: str) -> Alias | None:
+        if self._engines.knows(name):
+            return None
+        return self._world.registry.read_or_nothing().aliases.get(name)
+
+    def real_name(self, name: str) -> str:
+        """Name that a model is served under, given that one, an alias, or an adopted folder's name; the name
+        itself where none is.
+        """
+        if self._engines.knows(name):
+            return name
+        names = self._world.registry.read_or_nothing()
+        alias = names.aliases.get(name)
+        target = name if alias is None else alias.model
+        place = names.directories.get(target, target if alias is not None else None)
+        if place is None or self._engines.knows(target):  # clients name no paths
+            return target
+        return self._engines.name_at(Path(place)) or self.evicted.name_at(Path(place)) or target
+
+    async def _ensure(self, name: str) -> str:
+        """The name under which it is served, or will not be found."""
+        real = self.real_name(name)
+        if (loading := self._wanted.get(real)) is not None:
+            await asyncio.shield(loading)
+        if self._engines.knows(real):
+            return real
+        load_on_request = self._world.settings().memory.load_on_request
+        evicted = self.evicted.find(real)
+        if evicted is not None and not load_on_request:
+            raise evicted.unavailable()
+        if evicted is not None and await asyncio.to_thread(Path(evicted.config.model_path).exists):
+            return await self._load_once(evicted.name, lambda: self._bring_back(evicted))
+        ref = await asyncio.to_thread(self._world.find, name)
+        if ref is None:
+            return name
+        if not load_on_request and ref.name not in self._wanted:
+            return ref.name
+        return await self._load_once(ref.name, lambda: self._load(ref))
+
+    async def _load_once(self, name: str, load: Callable[[], Coroutine[Any, Any, LoadedModel]]) -> str:
+        """Requests for the same model wait for one load. Returns its name."""
+        if (loading := self._wanted.get(name)) is None:
+            if self._engines.knows(name):
+                return name
+            loading = asyncio.create_task(load(), name=f"request loads {name}")
+            self._wanted[name] = loading
+            loading.add_done_callback(lambda task: self._loaded(name, task))
+        await asyncio.shield(loading)
+        return name
+
+    async def _load(self, ref: ModelRef) -> LoadedModel:
+        settings = self._world.settings()
+        model = await self._load_config(ModelRequest(ref).config(settings.model))
+        self.keep(model, ttl=settings.memory.ttl or None)
+        return model
+
+    async def _bring_back(self, evicted: EvictedModel) -> LoadedModel:
+        """With the options, aliases and time to live that its owner gave it."""
+        model = await self._load_config(evicted.config)
+        model.on_request = False
+        model.aliases |= {alias for alias in evicted.aliases if not self._engines.knows(alias)}
+        self.keep(model, ttl=evicted.ttl)
+        return model
+
+    async def _load_config(self, config: EngineConfig) -> LoadedModel:
+        log.info("%s is loaded because a request names it", config.name)
+        self._events.publish("model.loading", {"model": config.name, "reason": "a request names it"})
+        try:
+            return await self._engines.load(config, on_request=True)
+        except ApiError as error:
+            with contextlib.suppress(ApiError):  # a request's failure is no failure of the daemon
+                await self._engines.unload(config.name)
+            error.message = error.message.replace(f"{config.model_path}/", "")  # no paths to clients
+            raise
+
+    def _loaded(self, name: str, task: "asyncio.Task[LoadedModel]") -> None:
+        del self._wanted[name]
+        if not task.cancelled():
+            task.exception()  # told to those who waited
+
+    # ------------------------------------------------------------------ who stays
+
+    def keep(self, model: LoadedModel, *, ttl: float | None) -> None:
+        """Called once it is loaded."""
+        model.ttl = ttl
+        self.evicted.forget(model.name)
+        if self._world.loads_file is not None:
+            note_load(self._world.loads_file, model)
+        self._arm()
+
+    def pin(self, name: str, *, pinned: bool) -> LoadedModel:
+        """A pinned model is neither evicted nor expired. Raises ApiError 404."""
+        model = self._engines.find(self.real_name(name))
+        if model is None:
+            raise ApiError(404, f"No model {name!r} is in memory.", "model_not_found", "model")
+        model.pinned = pinned
+        self._events.publish("model.pinned" if pinned else "model.unpinned", {"model": model.name})
+        self._arm()
+        return model
+
+    def stay(self, model: LoadedModel, ttl: float | None) -> None:
+        """From now on it leaves after so many idle seconds; None keeps it."""
+        model.ttl = ttl
+        self._arm()
+
+    async def release(self, model: LoadedModel) -> None:
+        """It leaves memory now, or as soon as nobody uses it. Raises ApiError 409 for one that is pinned."""
+        if model.pinned:
+            raise ApiError(
+                409,
+                f"{model.name} is pinned in memory. Unpin it first: llmbox unpin {model.name}",
+                "model_pinned",
+            )
+        if model.busy:
+            self.stay(model, 0.0)
+        else:
+            await self._evict(model.name, "as a request asked")
+            self.evicted.forget(model.name)
+
+    async def admit(self, config: EngineConfig, on_request: bool) -> EngineConfig:
+        """Makes room, and returns the config with its share of memory. Raises ApiError when there is none.
+
+        `on_request`: only what requests loaded leaves for it.
+        """
+        try:
+            return await self._admit(config, on_request=on_request)
+        except ApiError as error:
+            self._events.publish("model.refused", {"model": config.name, "cause": error.message})
+            raise
+
+    async def _admit(self, config: EngineConfig, *, on_request: bool) -> EngineConfig:
+        async with self._admitting:
+            device, have = await asyncio.to_thread(self._place, config)
+            ours: Counter[int] = Counter()
+            for each in self.residents(device, but=config.name):
+                ours.update(each.takes)
+            try:
+                size = await asyncio.to_thread(self._world.sizes, config, have, ours)
+            except DoesNotFit as error:
+                raise ApiError(400, str(error), "does_not_fit") from error
+            if size is None:
+                return config
+            residents = self.residents(device, but=config.name)
+            room = find_room(size.wishes, size.have, residents, keep_owned=on_request)
+            if isinstance(room, AllocationFailure):
+                raise _no_room(config.name, room, residents)
+            for name in room.evict:
+                await self._evict(name, f"to make room for {config.name}")
+            wanted = next(wish.want for wish in size.wishes if wish.places == room.places)
+            share = min(wanted, room.free)
+            self._promised[config.name] = device, dict.fromkeys(room.places, share)
+            log.info(
+                "%s gets %s of the %s for models on %s",
+                config.name,
+                *map(show_bytes, (share, min(have[place] for place in room.places))),
+                device if device == "cpu" else f"each of its GPUs ({', '.join(map(str, room.places))})",
+            )
+            return replace(
+                config,
+                memory_bytes=share,
+                memory_is_limit=config.memory_bytes is None or config.memory_is_limit,
+                gpus=room.places if device == "cuda" else None,
+            )
+
+    def _place(self, config: EngineConfig) -> tuple[Place, tuple[int, ...]]:
+        device = self._world.device(config.device)
+        return device, self._world.budgets(device, self._world.settings().memory.budget)
+
+    def residents(self, device: str | None = None, *, but: str = "") -> list[ResidentModel]:
+        """Models in memory, and those on their way with what was promised to them."""
+        found = []
+        for model in self._engines.models():
+            info, state = model.supervisor.info, model.supervisor.state
+            if info is None or state == "failed" or (device is not None and info.device != device):
+                continue
+            found.append(
+                ResidentModel(
+                    model.name,
+                    _takes(info),
+                    model.busy,
+                    model.pinned,
+                    model.idle_since,
+                    model.ttl,
+                    owned=not model.on_request,
+                )
+            )
+        loading = {supervisor.name for supervisor in self._engines.loading()}
+        for name in [name for name in self._promised if name not in loading]:
+            del self._promised[name]
+        found += [
+            ResidentModel(name, takes, busy=True, pinned=False, idle_since=0.0)
+            for name, (place, takes) in self._promised.items()
+            if name != but and device in {None, place}
+        ]
+        return found
+
+    async def _evict(self, name: str, reason: str) -> None:
+        model = self._engines.find(name)
+        if model is None:
+            return
+        info = model.supervisor.info
+        freed = 0 if info is None else sum(_takes(info).values())
+        if not model.on_request:
+            self.evicted.add(model, reason)
+        await self._engines.unload(name)
+        log.info("%s leaves memory %s: %s freed", name, reason, show_bytes(freed))
+        self._events.publish("model.evicted", {"model": name, "reason": reason, "freed": freed})
+
+    # ------------------------------------------------------------------ time
+
+    def _arm(self) -> None:
+        """One timer, for the next that may expire."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        now = self._world.clock()
+        at = next_look(now, self.residents())
+        if at is not None:
+            wait = max(LEAST_WAIT, at - now + 0.001)
+            self._timer = asyncio.get_running_loop().call_later(wait, self.expire)
+
+    def expire(self) -> None:
+        """Those that were idle for too long leave; then waits for the next."""
+        self._timer = None
+        residents = self.residents()
+        for name in expired(self._world.clock(), residents):
+            idle = next(each.ttl for each in residents if each.name == name)
+            task = asyncio.create_task(self._evict(name, f"after {idle:g} s without requests"))
+            self._leaving.add(task)
+            task.add_done_callback(self._left)
+        if not self._leaving:
+            self._arm()
+
+    def _left(self, task: "asyncio.Task[None]") -> None:
+        self._leaving.discard(task)
+        if not self._leaving and not task.cancelled():
+            self._arm()
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        tasks: Sequence[asyncio.Task[object]] = [*self._wanted.values(), *self._leaving]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _takes(info: ModelInfo) -> dict[int, int]:
+    """Bytes of each memory: a CPU's ranks share one, a GPU holds one rank."""
+    total = info.weights_bytes + info.kv_bytes + info.workspace_bytes
+    places = info.gpus if info.device == "cuda" and info.gpus else (0,)
+    return dict.fromkeys(places, total // len(places))
+
+
+def _no_room(name: str, room: AllocationFailure, residents: Sequence[ResidentModel]) -> ApiError:
+    told = f"{name} needs {show_bytes(room.need, up=True)} and {show_bytes(max(0, room.have))} can be had"
+    if not room.blockers:
+        return ApiError(400, f"{told}: the memory budget is too small for it.", "does_not_fit")
+    why = {each.name: each.claim for each in residents}
+    return ApiError(
+        503,
+        f"{told} while {', '.join(f'{blocker} is {why[blocker]}' for blocker in room.blockers)}. "
+        "Try again later, or have the box's owner unload one.",
+        "memory_busy",
+        type="server_error",
+        headers={"Retry-After": "5"},
+    )

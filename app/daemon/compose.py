@@ -1,0 +1,127 @@
+"""What a daemon is composed of. Tests hand in other parts; everything else runs as in production."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmbox import __version__
+from llmbox.engine.ipc.spawn import Launch, Spawned
+
+from ..batches import BatchRunner
+from ..config.paths import Paths
+from ..config.schema import Settings
+from ..engines.manager import EngineManager
+from ..engines.restart_policy import RestartLimits
+from ..engines.supervisor import Supervisor
+from ..events import Events
+from ..gateway.gateway import Gateway
+from ..metrics.metrics import EngineReading, Metrics
+from ..security.security import Security
+from ..services import Services
+from ..store import RequestLog, Retention
+from ..store.batches import BatchStore
+from ..store.files import FileStore
+from ..store.stored_answers import StoredAnswers
+from ..telemetry.gpus import GpuReader
+from ..telemetry.telemetry import Telemetry
+from ..text.tokenizer import TextModel, load_model_text
+from .run import with_caches
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonParts:
+    """How engines are started and where the text side of a model comes from."""
+
+    launch: Launch
+    load_text: Callable[[Path], TextModel]
+    gpus: GpuReader | None = None
+    """Replaces the reader of GPUs."""
+
+
+def real_parts() -> DaemonParts:
+    return DaemonParts(Launch(), load_model_text)
+
+
+def compose(
+    settings: Settings,
+    paths: Paths,
+    parts: DaemonParts,
+    first: Spawned | None = None,
+    on_model_change: Callable[[EngineManager], None] = lambda _: None,
+) -> Services:
+    """Nothing runs yet, but perhaps a `first` engine process, which waits for its model.
+
+    `on_model_change` is called after each change of a model's state.
+    """
+    events = Events()
+    security = Security.of(paths.keys_file, paths.keys_used_file)
+    kept = settings.requests
+    files = FileStore(
+        paths.files_dir, most_bytes=kept.file_bytes, days=kept.file_days, owners=security.keys.ids
+    )
+    request_log = RequestLog(
+        paths.request_db,
+        Retention(
+            rows_days=kept.retention_days,
+            content_days=kept.content_days,
+            max_bytes=kept.max_bytes,
+            stored_days=kept.stored_days,
+            stored_bytes=kept.stored_bytes,
+            batch_days=kept.batch_days,
+            owners=security.keys.ids,
+            sweep_files=files.sweep,
+        ),
+        content_bytes=kept.content_bytes,
+    )
+
+    def changed(supervisor: Supervisor) -> None:
+        events.publish(f"model.{supervisor.state}", {"model": supervisor.name, "cause": supervisor.problem})
+        on_model_change(engines)
+
+    launch = with_caches(parts.launch, paths, settings.cache)
+    engines = EngineManager(
+        parts.load_text,
+        launch,
+        settings.limits.queue,
+        settings.limits.queue_per_key,
+        deaths=RestartLimits(
+            cooldown=settings.server.restart_cooldown,
+            longest_cooldown=settings.server.restart_cooldown_max,
+        ),
+        on_change=changed,
+        keep_spare=settings.memory.spare_engine,
+        first=first,
+    )
+    metrics = Metrics(lambda: readings(engines), lambda: request_log.dropped)
+    telemetry = Telemetry(engines, events, request_log, parts.gpus)
+    gateway = Gateway(engines, request_log, metrics, settings, telemetry.feed)
+    return Services(
+        settings=settings,
+        paths=paths,
+        engines=engines,
+        gateway=gateway,
+        request_log=request_log,
+        metrics=metrics,
+        events=events,
+        telemetry=telemetry,
+        security=security,
+        stored=StoredAnswers(request_log),
+        batches=BatchRunner(
+            BatchStore(request_log), most_at_once=kept.batch_parallel, most_bytes=kept.batch_bytes
+        ),
+        files=files,
+        version=__version__,
+    )
+
+
+def readings(engines: EngineManager) -> list[EngineReading]:
+    return [
+        EngineReading(
+            model.name,
+            model.supervisor.stats,
+            model.supervisor.restarts,
+            model.supervisor.resumed,
+            model.supervisor.state == "ready",
+        )
+        for model in engines.models()
+    ]

@@ -1,0 +1,162 @@
+"""The daemon while it serves: the API first, the models behind it, then the drain."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+
+import psutil
+from litestar.types import ControllerRouterHandler
+
+from llmbox.engine.ipc.spawn import Spawned
+
+from ..control.controller import DaemonController, Failure
+from ..http.admin import admin_router
+from ..http.app import create_app
+from ..http.dialects import DIALECTS
+from ..http.in_process import send_in_process
+from ..http.server.server import serve
+from ..lifecycle.instance import RunningDaemon
+from ..models.load_request import ModelRequest, load_error
+from ..services import Services
+from .compose import compose, real_parts
+from .notify import StatusLine, notify
+from .run import DaemonOptions
+
+log = logging.getLogger("llmbox.daemon")
+
+TITLE = "llmbox: engine"
+
+
+def name_leftovers() -> list[int]:
+    """Pids of engine processes of this user whose parent is no daemon; also written to the log."""
+    import psutil  # noqa: PLC0415 - 30 ms that the start need not wait for
+
+    found = []
+    for process in psutil.process_iter(["pid", "uids", "cmdline"]):
+        line = " ".join(process.info["cmdline"] or ())
+        uids = process.info["uids"]
+        if not line.startswith(TITLE) or uids is None or uids.real != os.getuid():
+            continue
+        try:
+            parent = process.parent()
+            if parent is None or parent.pid == 1:
+                found.append(process.info["pid"])
+        except psutil.Error:
+            continue
+    if found:
+        pids = " ".join(map(str, found))
+        log.warning("engine processes of an earlier daemon still run: %s; end them with: kill %s", pids, pids)
+    return found
+
+
+_COLLECTIONS = (2000, 10, 200)
+"""Thresholds of the garbage collector. A full collection beside thousands of open requests stops the loop for
+a tenth of a second; it comes after four million new objects instead of seventy thousand."""
+
+
+async def serve_until_stopped(
+    plan: DaemonOptions,
+    running: RunningDaemon,
+    sockets: Sequence[socket.socket],
+    first: Spawned | None = None,
+) -> None:
+    """Returns once everything is closed. Raises CliError when none of the models could be served.
+
+    `first` is the engine process for the first model, started already.
+    """
+    settings = plan.loaded.settings
+    status = StatusLine(running.url)
+    services = compose(settings, plan.paths, (plan.parts or real_parts)(), first, status.update)
+    control = DaemonController(services, running, plan.loaded, plan.reload, plan.begun_with, plan.checks)
+    app = create_app(services, [*DIALECTS, admin_router, *_panel()])
+    app.state.control = control
+    _handle_signals(control)
+    gc.freeze()  # what was imported stays: collections need not look at it
+    gc.set_threshold(*_COLLECTIONS)
+    control.library.downloads.restore()
+    services.batches.start(partial(send_in_process, app))
+    loading = asyncio.create_task(_load_first(control, plan.models))
+    looking = asyncio.create_task(asyncio.to_thread(name_leftovers))
+    patience = settings.server.drain_timeout
+    finishing = asyncio.create_task(services.background.finish(services.drain, patience))
+    try:
+        await serve(
+            app,
+            sockets,
+            limits=settings.limits,
+            drain=services.drain,
+            drain_timeout=patience,
+            trusted_proxies=settings.server.trusted_proxies,
+            on_ready=lambda: _api_is_up(plan, services, running),
+        )
+    finally:
+        status.close()
+        notify("STOPPING=1")
+        loading.cancel()
+        if not services.drain.draining:
+            finishing.cancel()
+        await asyncio.gather(finishing, return_exceptions=True)
+        await looking
+        await control.close()
+        await _close(services)
+    failure = loading.result() if loading.done() and not loading.cancelled() else None
+    if failure is not None:
+        raise load_error(failure.model, failure.cause, failure.code, str(plan.paths.log_file))
+
+
+def _panel() -> list[ControllerRouterHandler]:
+    """By name: layers point from the panel to us, and this is the one place that plugs it in."""
+    routes: list[ControllerRouterHandler] = import_module("llmbox.ui.web").panel_routes
+    return routes
+
+
+async def _load_first(control: DaemonController, models: Sequence[ModelRequest]) -> Failure | None:
+    """The models of the start. When none can be served the daemon ends; that failure is the result."""
+    tasks = [control.begin_load(model) for model in models]
+    failures = [failure for task in tasks if (failure := await task) is not None]
+    if not failures or len(failures) < len(tasks):
+        return None
+    log.error("no model can be served: ending")
+    control.services.drain.begin()
+    return failures[0]
+
+
+def _handle_signals(control: DaemonController) -> None:
+    loop = asyncio.get_running_loop()
+    drain = control.services.drain
+
+    def stop() -> None:
+        log.info("stopping now" if drain.draining else "draining: open requests may finish")
+        drain.begin()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    loop.add_signal_handler(signal.SIGHUP, control.reload)
+
+
+async def _close(services: Services) -> None:
+    await services.batches.close()
+    await services.background.close()
+    await services.engines.close()
+    await services.gateway.close()
+    await services.telemetry.close()
+    services.events.close()
+    await asyncio.to_thread(services.security.close)
+    await asyncio.to_thread(services.request_log.close)
+
+
+def _api_is_up(plan: DaemonOptions, services: Services, running: RunningDaemon) -> None:
+    services.request_log.start()  # its thread imports SQLAlchemy, which must not slow down the start
+    services.telemetry.start(services.gateway, services.paths)
+    notify(f"READY=1\nSTATUS=Serving on {running.url}")
+    with contextlib.suppress(OSError):  # nobody reads our stdout any more: serve all the same
+        plan.on_up(running, lambda: services.security.sign_in_link(running.url))
+    log.info("API up %.2f s after start", time.time() - psutil.Process().create_time())

@@ -1,0 +1,1 @@
+"""Checks of the whole box and the bundle for bug reports."""

@@ -1,0 +1,130 @@
+"""One engine process from its start to its end, and the verdict on how it ended."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.ipc.client import EngineClient, EngineExit
+from llmbox.engine.ipc.messages import AskBlocks, BlockMap, LoadFailed, ToDaemon, ToEngine
+from llmbox.engine.ipc.spawn import Spawned
+
+from .watchdog import is_stopped, oom_kills
+
+log = logging.getLogger("llmbox.engines")
+_LEVELS = {"WARNING": logging.WARNING, "ERROR": logging.ERROR, "CRITICAL": logging.ERROR}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessExit:
+    cause: str
+    from_outside: bool = False
+    """No request can be blamed for it."""
+    load_failure: LoadFailed | None = None
+
+
+def level_of(line: str) -> int:
+    """Of a line that an engine logged (`lifeline.log_to_stderr`); whatever else it printed is information."""
+    words = line.split(" ", 3)
+    return _LEVELS.get(words[2], logging.INFO) if len(words) == 4 else logging.INFO
+
+
+class EngineProcess:
+    def __init__(self, name: str, receive: Callable[[ToDaemon], None]) -> None:
+        self._name = name
+        self._hear = receive
+        self._client = EngineClient(
+            self._receive, lambda line: log.log(level_of(line), "%s | %s", name, line)
+        )
+        self._load_failure: LoadFailed | None = None
+        self._stuck: str | None = None
+        self._stopped_from_outside = False
+        self._oom_kills = oom_kills()
+
+    async def run(
+        self, spawn: Callable[[], Spawned], config: EngineConfig, launched: Callable[[], None]
+    ) -> ProcessExit:
+        """Returns when the process has ended and all that it sent was received.
+
+        `launched` is called when it was told what to load.
+        """
+        try:
+            await self._client.adopt(spawn(), config)
+        except OSError as error:
+            return ProcessExit(cause=f"cannot be started: {error}", from_outside=True)
+        launched()
+        return self._judge(await self._client.wait())
+
+    @property
+    def pid(self) -> int | None:
+        return self._client.pid if self._client.alive else None
+
+    def tell(self, message: ToEngine) -> None:
+        """Raises FrameTooLarge."""
+        self._client.send(message)
+
+    def stuck(self, reason: str) -> None:
+        """It does not answer: end it."""
+        log.error("engine %s: %s", self._name, reason)
+        self._stuck = reason
+        self._stopped_from_outside = self.pid is not None and is_stopped(self.pid)
+        self._client.kill()
+
+    def kill(self) -> None:
+        self._client.kill()
+
+    async def end(self, grace: float) -> None:
+        """Ask it to end, and kill it after `grace` seconds (0: at once)."""
+        if not self._client.alive:
+            return
+        if not grace:
+            self._client.kill()
+        await self._client.stop(grace)
+
+    def _receive(self, message: ToDaemon) -> None:
+        if isinstance(message, LoadFailed):
+            self._load_failure = message
+        self._hear(message)
+
+    def _judge(self, ended: EngineExit) -> ProcessExit:
+        if self._load_failure is not None:
+            return ProcessExit(
+                cause=self._load_failure.message, from_outside=True, load_failure=self._load_failure
+            )
+        if self._stuck is not None:
+            return ProcessExit(cause=self._stuck, from_outside=self._stopped_from_outside)
+        if ended.code == -signal.SIGKILL and ended.transport_error is None:
+            # Not by us. The kernel's choice may be a request's fault, an operator's is not.
+            if oom_kills() > self._oom_kills:
+                return ProcessExit(cause="killed by the kernel: out of memory")
+            return ProcessExit(cause=str(ended), from_outside=True)
+        return ProcessExit(cause=str(ended))
+
+
+PATIENCE_S: Final = 2.0
+"""A step may take longer: then there is no map this time."""
+
+
+class BlockAsker:
+    def __init__(self, tell: Callable[[AskBlocks], None]) -> None:
+        self._tell = tell
+        self._waiting: asyncio.Future[BlockMap | None] | None = None
+
+    async def ask(self, patience: float = PATIENCE_S) -> BlockMap | None:
+        """None if the engine is gone or does not answer in time; its late answer serves the next who asks."""
+        if self._waiting is None:
+            self._waiting = asyncio.get_running_loop().create_future()
+            self._tell(AskBlocks())
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._waiting), patience)
+        except TimeoutError:
+            return None
+
+    def answered(self, found: BlockMap | None) -> None:
+        """None: the engine is gone."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.set_result(found)

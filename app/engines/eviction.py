@@ -1,0 +1,189 @@
+"""Several models in a machine's memories: who leaves for whom, and when. Pure functions over plain facts.
+
+A memory is that of one GPU, or the one that all CPUs share. Each is a ledger of its own.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from llmbox.engine.errors import DeviceError
+from llmbox.engine.hardware.machine import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentModel:
+    """A model in memory, or on its way there."""
+
+    name: str
+    takes: Mapping[int, int]
+    """Bytes of each memory, by its number."""
+    busy: bool
+    pinned: bool
+    idle_since: float
+    """Seconds of the clock that `now` is from; of a busy one without meaning."""
+    ttl: float | None = None
+    """Idle seconds after which it leaves; None keeps it."""
+    owned: bool = False
+    """The box's owner loaded it, and not a request."""
+
+    @property
+    def claim(self) -> str:
+        """Why it stays."""
+        return "busy" if self.busy else "pinned" if self.pinned else "kept for the box's owner"
+
+    def may_leave(self, *, keep_owned: bool) -> bool:
+        return not (self.busy or self.pinned or (keep_owned and self.owned))
+
+    @property
+    def size(self) -> int:
+        return sum(self.takes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRequest:
+    """Memories that a model could go to, and what it would take of each of them."""
+
+    places: tuple[int, ...]
+    need: int
+    """Bytes without which it would have to lower its context or refuse: one request of full context."""
+    want: int
+    """Bytes that it takes when there is room."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryAllocation:
+    places: tuple[int, ...]
+    evict: tuple[str, ...]
+    """In this order."""
+    free: int
+    """Bytes of the budget that nobody takes once they are gone, in the fullest of the places."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationFailure:
+    need: int
+    have: int
+    """Free, and taken by models that could leave."""
+    blockers: tuple[str, ...]
+    """Models that stay and without which it would fit; empty when it never fits."""
+
+
+def find_room(
+    wishes: Sequence[MemoryRequest],
+    budgets: Sequence[int],
+    residents: Iterable[ResidentModel],
+    *,
+    keep_owned: bool = False,
+) -> MemoryAllocation | AllocationFailure:
+    """The first place where nobody has to leave and all that is wanted is free; else the freest of those. If
+    there is none, the one whose models have gone unused for longest. `keep_owned`: only models that requests
+    loaded may leave.
+    """
+    everybody = list(residents)
+    found = [(wish, make_room(wish, budgets, everybody, keep_owned=keep_owned)) for wish in wishes]
+    rooms = [(wish, room) for wish, room in found if isinstance(room, MemoryAllocation)]
+    if not rooms:
+        refusals = [room for _, room in found if isinstance(room, AllocationFailure)]
+        return max(refusals, key=lambda no: (bool(no.blockers), no.have - no.need))
+    untouched = [(wish, room) for wish, room in rooms if not room.evict]
+    if untouched:
+        return max(untouched, key=lambda each: min(each[0].want, each[1].free) - each[0].want)[1]
+    idle_since = {each.name: each.idle_since for each in everybody}
+    return min(rooms, key=lambda each: max(idle_since[name] for name in each[1].evict))[1]
+
+
+def make_room(
+    wish: MemoryRequest,
+    budgets: Sequence[int],
+    residents: Iterable[ResidentModel],
+    *,
+    keep_owned: bool = False,
+) -> MemoryAllocation | AllocationFailure:
+    """Idle models of these places leave, and no more of them than it takes: those that requests loaded first,
+    the least recently used before the others.
+    """
+    here = [each for each in residents if any(each.takes.get(place) for place in wish.places)]
+    free = {place: budgets[place] - sum(r.takes.get(place, 0) for r in here) for place in wish.places}
+    movable = [r for r in here if r.may_leave(keep_owned=keep_owned)]
+    movable.sort(key=lambda r: (r.owned, r.idle_since))
+    leaving: list[ResidentModel] = []
+    for each in movable:
+        if any(free[place] < wish.need and each.takes.get(place) for place in wish.places):
+            leaving.append(each)
+            free = _after(free, each)
+    if min(free.values()) < wish.need:
+        ever = wish.need <= min(budgets[place] for place in wish.places)
+        staying = (r.name for r in here if not r.may_leave(keep_owned=keep_owned))
+        blockers = tuple(staying) if ever else ()
+        return AllocationFailure(wish.need, min(free.values()), blockers)
+    for each in reversed(leaving.copy()):  # a large one may have made the small ones before it unnecessary
+        without = {place: free[place] - each.takes.get(place, 0) for place in free}
+        if min(without.values()) >= wish.need:
+            leaving.remove(each)
+            free = without
+    return MemoryAllocation(wish.places, tuple(each.name for each in leaving), min(free.values()))
+
+
+def _after(free: Mapping[int, int], leaves: ResidentModel) -> dict[int, int]:
+    return {place: size + leaves.takes.get(place, 0) for place, size in free.items()}
+
+
+def expired(now: float, residents: Iterable[ResidentModel]) -> list[str]:
+    """Idle for longer than their time to live."""
+    return [
+        each.name
+        for each in residents
+        if each.ttl is not None and not each.busy and not each.pinned and now - each.idle_since >= each.ttl
+    ]
+
+
+def next_look(now: float, residents: Iterable[ResidentModel]) -> float | None:
+    """When somebody may expire at the earliest; None: nobody will. A busy one is idle now at the earliest."""
+    times = [
+        (now if each.busy else each.idle_since) + each.ttl
+        for each in residents
+        if each.ttl is not None and not each.pinned
+    ]
+    return min(times, default=None)
+
+
+Place = Literal["cpu", "cuda"]
+
+CPU_SHARE, CUDA_SHARE = 0.8, 0.9
+"""Of all memory, where no budget is set: the rest is for the system and for what else runs here."""
+
+
+def total_budget(machine: Machine, device: Place, gigabytes: float | None) -> int:
+    """Bytes. A control group's limit counts as the machine's memory."""
+    if device == "cuda":
+        have = machine.gpus[0].total
+        share = CUDA_SHARE
+    else:
+        memory = machine.memory
+        have = memory.available if memory.limited_by_cgroup else memory.total
+        share = CPU_SHARE
+    return int(have * share) if gigabytes is None else min(int(gigabytes * 1e9), have)
+
+
+def budgets(machine: Machine, device: Place, gigabytes: float | None) -> tuple[int, ...]:
+    """Bytes of each memory of this kind: of every GPU on its own, or of the one that all CPUs share."""
+    if device == "cpu":
+        return (total_budget(machine, device, gigabytes),)
+    asked = None if gigabytes is None else int(gigabytes * 1e9)
+    totals = (gpu.total for gpu in machine.gpus)
+    return tuple(int(total * CUDA_SHARE) if asked is None else min(asked, total) for total in totals)
+
+
+def usable_device(machine: Machine, asked: str) -> Place:
+    """Where a model would run. Raises DeviceError where there is no such device."""
+    if asked == "cuda" and not machine.gpus:
+        raise DeviceError(
+            f"no GPU can be used ({machine.no_gpu_reason or 'none is visible'}): use --device cpu"
+        )
+    return device_of(machine, asked)
+
+
+def device_of(machine: Machine, asked: str) -> Place:
+    """Where a model would run."""
+    return "cuda" if asked == "cuda" or (asked == "auto" and machine.gpus) else "cpu"

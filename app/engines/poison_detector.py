@@ -1,0 +1,144 @@
+"""Which request kills the engine? The rule that lets the guilty one fail alone.
+
+One crash proves nothing: everybody is resumed. After a second crash in a row, every request that was
+present at it is under suspicion, and the next engine tries them one at a time: a request is handed over, and
+the next follows when it has delivered `PROVEN_TOKENS` tokens or ended. Those that passed go on running
+meanwhile. The newest comes first, as the last to arrive before all was well is the likeliest.
+
+    crash 1     all resume
+    crash 2     all on trial, one by one            (only one request was present: it is guilty)
+    crash 3     the one on trial was alone: guilty
+                others had passed: one of them may have come to a fatal token of its own since, so
+                nobody is judged and the one on trial is tried again, alone
+    crash 4     it was alone: guilty
+
+So the guilty one is found within four deaths however many neighbours there are (halving would need
+log2(n), and five in a minute end the model), and an innocent one never fails for a request that kills
+reliably. Few tokens suffice as proof: a resumed request starts right where the engine died, so what kills it
+reliably does so in its prefill or at its first token. A request that kills at random passes, and so does a
+broken machine: then nobody is judged and the limit on deaths decides.
+
+Deaths from outside (a SIGKILL that is neither ours nor the kernel's for want of memory, SIGSTOP) accuse
+nobody: they call `interrupted`. Requests that arrive during a trial wait for its end, so that it has an end.
+Pure bookkeeping with request ids: no clock, no I/O. Every returned list is to be sent to the engine in order.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+PROVEN_TOKENS: Final = 2
+
+
+class PoisonDetector:
+    def __init__(self) -> None:
+        self._crashes: dict[str, int] = {}
+        self._untried: deque[str] = deque()
+        self._passed: set[str] = set()
+        self._newcomers: list[str] = []
+        self._on_trial: str | None = None
+        self._delivered = 0
+
+    @property
+    def on_trial(self) -> str | None:
+        return self._on_trial
+
+    @property
+    def open(self) -> bool:
+        return bool(self._untried) or self._on_trial is not None
+
+    def begin(self, requests: Iterable[str]) -> list[str]:
+        """A new engine is ready: of all open requests, those to hand over now."""
+        here = dict.fromkeys(requests)
+        self._untried = deque(r for r in self._untried if r in here)
+        if not self._untried:
+            self._passed.clear()
+            self._newcomers.clear()
+            return list(here)
+        untried = set(self._untried)
+        self._newcomers = [r for r in here if r not in untried and r not in self._passed]
+        return [r for r in here if r in self._passed] + self._next()
+
+    def hold(self, request: str) -> bool:
+        """A new request. True: keep it back, a later call returns it."""
+        if self.open:
+            self._newcomers.append(request)
+        return self.open
+
+    def delivered(self, request: str, tokens: int) -> list[str]:
+        if request != self._on_trial:
+            return []
+        self._delivered += tokens
+        if self._delivered < PROVEN_TOKENS:
+            return []
+        self._passed.add(request)
+        return self._next()
+
+    def ended(self, request: str) -> list[str]:
+        """The engine has ended the request (finished, aborted, refused)."""
+        self._crashes.pop(request, None)
+        self._passed.discard(request)
+        return self._next() if request == self._on_trial else []
+
+    def withdrawn(self, request: str) -> None:
+        """The client has left. If it is on trial it stays there until the engine confirms by `ended`: it
+        may be crashing the engine at this moment, and the next one must not be blamed for it.
+        """
+        self._crashes.pop(request, None)
+        self._passed.discard(request)
+        for waiting in (self._untried, self._newcomers):
+            if request in waiting:
+                waiting.remove(request)
+
+    def crashed(self, present: Sequence[str]) -> str | None:
+        """The engine brought itself down: the guilty one, if that is clear now.
+
+        `present` are all requests inside it, those included that the client has left but whose end the engine
+        had not confirmed: it may have died of one of them.
+        """
+        if self._on_trial is not None:
+            return self._crashed_in_trial(self._on_trial, present)
+        if not present:
+            return None
+        self._crashes = {request: self._crashes.get(request, 0) + 1 for request in present}
+        if max(self._crashes.values()) < 2:
+            return None
+        if len(present) == 1:
+            self._crashes.clear()
+            return present[0]
+        # Those seen at both deaths, then the newest: `sort` keeps the order of equals.
+        order = list(reversed(present))
+        order.sort(key=lambda request: -self._crashes[request])
+        self._untried = deque(order)
+        self._passed.clear()
+        return None
+
+    def _crashed_in_trial(self, suspect: str, present: Sequence[str]) -> str | None:
+        self._on_trial = None
+        others = [request for request in present if request != suspect]
+        if not others:
+            self._crashes.clear()
+            return suspect
+        self._untried = deque([suspect, *reversed(others), *self._untried])
+        self._passed.clear()
+        return None
+
+    def interrupted(self) -> None:
+        """The engine died from outside: whoever was on trial is tried again."""
+        if self._on_trial is not None:
+            self._untried.appendleft(self._on_trial)
+            self._on_trial = None
+
+    def forget(self) -> None:
+        """Old crashes do not count any more (the last one is long ago)."""
+        self._crashes.clear()
+
+    def _next(self) -> list[str]:
+        self._delivered = 0
+        if self._untried:
+            self._on_trial = self._untried.popleft()
+            return [self._on_trial]
+        self._on_trial = None
+        self._passed.clear()
+        newcomers, self._newcomers = self._newcomers, []
+        return newcomers

@@ -1,0 +1,1 @@
+"""Whether a model fits this machine, and how fast it would be."""

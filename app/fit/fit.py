@@ -1,0 +1,267 @@
+"""Does a model fit, how well, and what would make it fit: the engine's arithmetic (`estimate`) in words."""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import DeviceError, DoesNotFit, ParallelError
+from llmbox.engine.hardware.machine import Machine
+from llmbox.engine.model_config.config import ModelConfig
+from llmbox.engine.model_config.shape import ModelShape
+from llmbox.engine.planning.estimator import MemoryBudget, MemoryPlan, estimate, show_bytes
+from llmbox.engine.planning.parallel_cost import decode_scaling, traffic
+from llmbox.engine.planning.roofline import decode_tokens_per_second
+from llmbox.engine.planning.runnable import RunnablePlan, kernel_site, require_runnable
+from llmbox.kernels.quant_formats import QUANTS
+
+from ..engines.eviction import CUDA_SHARE, Place, total_budget, usable_device
+from ..hub.model_info import ModelFacts
+from ..hub.transfer import free_space
+from .bandwidth import Bandwidth
+
+DISK_RESERVE = 512_000_000
+"""Bytes that a download leaves free."""
+SUSTAINED = 0.6
+"""Share of the typical bandwidth that an engine reaches at least, when nothing else runs on the machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """What the memory's bandwidth lets expect: (low, high) in tokens a second, no promise."""
+
+    bandwidth: Bandwidth
+    one_stream: tuple[float, float]
+    all_streams: tuple[float, float]
+    streams: int
+    """As many as run at once with a share of the pool each."""
+    scaling: float = 1.0
+    """Of several ranks against one, sums over the links counted; the numbers above have it."""
+    sums_bytes: int = 0
+    """That each rank sends for one token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    name: str
+    device: Place
+    budget: int
+    """Bytes that models may take together on that device."""
+    available: int
+    """Bytes free there now; less than the budget when something else runs."""
+    plan: MemoryPlan | None
+    """None when it does not fit."""
+    reason: str
+    """Why not, with numbers; empty when it fits."""
+    remedies: tuple[str, ...]
+    """What would make it fit, or fit better."""
+    notes: tuple[str, ...]
+    disk_need: int
+    disk_free: int
+    speed: Speed | None
+
+    @property
+    def fits(self) -> bool:
+        return self.plan is not None and self.fits_disk
+
+    @property
+    def fits_disk(self) -> bool:
+        return self.disk_need == 0 or self.disk_need + DISK_RESERVE <= self.disk_free
+
+    def as_dict(self) -> dict[str, Any]:
+        plan = self.plan
+        extra = (
+            {}
+            if plan is None
+            else {
+                "kv_bytes": plan.kv_bytes,
+                "total_bytes": plan.total_bytes,
+                "max_concurrency": round(plan.max_concurrency, 2),
+            }
+        )
+        found = asdict(self)
+        found["plan"] = None if plan is None else {**found["plan"], **extra}
+        return {"fits": self.fits, "fits_disk": self.fits_disk, **found}
+
+
+def fit(
+    facts: ModelFacts,
+    machine: Machine,
+    config: EngineConfig,
+    *,
+    budget_gb: float | None,
+    disk: Path,
+    bandwidth: Bandwidth | None,
+) -> Fit:
+    """`config` holds what was asked for; `disk` is where a download would go; `bandwidth` of the device.
+
+    Raises DeviceError where there is no such device.
+    """
+    device = usable_device(machine, config.device)
+    budget = total_budget(machine, device, budget_gb)
+    now = MemoryBudget.of(machine, device)
+    plan, reason = planned(facts.config, machine, device, budget, config)
+    remedies = () if plan else alternatives(facts.config, machine, device, budget, config)
+    notes = facts.notes + _told_of_experts(facts.config) + (plan.notes if plan else ())
+    if plan and plan.total_bytes > now.available:
+        notes += (
+            f"only {show_bytes(now.available)} are free now: other programs or models must make room first",
+        )
+    disk_free = free_space(disk)
+    result = Fit(
+        name=facts.name,
+        device=device,
+        budget=budget,
+        available=now.available,
+        plan=plan,
+        reason=reason,
+        remedies=remedies,
+        notes=notes,
+        disk_need=facts.missing_bytes,
+        disk_free=disk_free,
+        speed=_speed(facts.config, plan, machine, bandwidth) if plan and bandwidth else None,
+    )
+    if not result.fits_disk:
+        need = show_bytes(facts.missing_bytes + DISK_RESERVE, up=True)
+        told = f"the disk has {show_bytes(disk_free)} free, {need} are needed"
+        result = replace(result, reason=f"{reason}; {told}" if reason else told)
+    return result
+
+
+def planned(
+    config: ModelConfig, machine: Machine, device: Place, budget: int, engine: EngineConfig
+) -> tuple[MemoryPlan | None, str]:
+    """The plan with the whole budget (or what `engine.memory_bytes` leaves of it), or why there is none."""
+    have = replace(MemoryBudget.of(machine, device), available=budget)
+    if device == "cuda":
+        have = replace(have, more_gpus=tuple(int(gpu.total * CUDA_SHARE) for gpu in machine.gpus[1:]))
+    asked = replace(
+        engine,
+        memory_bytes=min(budget, engine.memory_bytes or budget),
+        memory_is_limit=engine.memory_bytes is None,
+    )
+    try:
+        plan = estimate(config.shape(engine.context), have, asked)
+        require_runnable(RunnablePlan.of(plan, config.quant), kernel_site(have, plan), engine)
+    except (DoesNotFit, DeviceError, ParallelError) as error:
+        return None, str(error)
+    return plan, ""
+
+
+def plan_alone(
+    config: ModelConfig, machine: Machine, engine: EngineConfig, budget_gb: float | None
+) -> tuple[MemoryPlan | None, str]:
+    """As `planned`, of a model that is alone on the device that `engine` asks for."""
+    try:
+        device = usable_device(machine, engine.device)
+    except DeviceError as error:
+        return None, str(error)
+    return planned(config, machine, device, total_budget(machine, device, budget_gb), engine)
+
+
+def alternatives(
+    config: ModelConfig, machine: Machine, device: Place, budget: int, engine: EngineConfig
+) -> tuple[str, ...]:
+    """Each changes one thing, by its flag."""
+    tries = {
+        "--ctx auto": replace(engine, context=None),
+        "--dtype bfloat16": replace(engine, dtype="bfloat16"),
+        "--dtype bfloat16 --ctx auto": replace(engine, dtype="bfloat16", context=None),
+        "--quant int8": replace(engine, quant="int8"),
+        "--quant int4": replace(engine, quant="int4"),
+        "--kv-dtype int8": replace(engine, kv_dtype="int8"),
+        "--max-running 1": replace(engine, max_running=1),
+        "--tp 2": replace(engine, tp=2),
+        "--tp 4": replace(engine, tp=4),
+        "without --memory": replace(engine, memory_bytes=None),
+    }
+    found = []
+    for words, changed in tries.items():
+        if changed == engine:
+            continue
+        plan, _ = planned(config, machine, device, budget, changed)
+        if plan is not None:
+            size = show_bytes(plan.total_bytes) + (f" on each of {plan.ranks}" if plan.ranks > 1 else "")
+            found.append(f"{words}: {size} with a context of {plan.context} tokens")
+    return tuple(found)
+
+
+def _told_of_experts(config: ModelConfig) -> tuple[str, ...]:
+    if (experts := config.experts) is None:
+        return ()
+    shape = config.shape()
+    share = shape.active_params / shape.matmul_params
+    told = (
+        f"{experts.per_token} of {experts.count} experts in a layer work for a token: all must be in memory, "
+        f"{share:.0%} of the weights are read for one stream, more for several"
+    )
+    return (told,)
+
+
+def _slowest(plan: MemoryPlan, machine: Machine, bandwidth: Bandwidth) -> Bandwidth:
+    """Of the memories that the ranks are in, which wait for each other: GPUs of one box may differ."""
+    told = [machine.gpus[gpu].bandwidth for gpu in plan.gpus]
+    least = min(filter(None, told), default=None)
+    return bandwidth if least is None else Bandwidth.exact(least)
+
+
+def _speed(config: ModelConfig, plan: MemoryPlan, machine: Machine, bandwidth: Bandwidth) -> Speed:
+    shape, bandwidth = config.shape(), _slowest(plan, machine, bandwidth)
+    streams = max(1, min(plan.max_running, int(plan.max_concurrency * 4)))
+    context = plan.context // 4
+    quant = QUANTS.get(plan.quant)
+
+    def rates(rows: int) -> tuple[float, float]:
+        alone = decode_tokens_per_second(
+            shape, plan.dtype, plan.kv_dtype, 1.0, rows=rows, context=context, quant=quant
+        )
+        alone *= _scaling(shape, plan, machine, bandwidth.best, rows, context)
+        return alone * SUSTAINED * bandwidth.typical, alone * bandwidth.best
+
+    return Speed(
+        bandwidth=bandwidth,
+        one_stream=rates(1),
+        all_streams=rates(streams),
+        streams=streams,
+        scaling=_scaling(shape, plan, machine, bandwidth.best, 1, context),
+        sums_bytes=traffic(shape, plan.tp, plan.pp, plan.dtype).sums,
+    )
+
+
+def _scaling(
+    shape: ModelShape, plan: MemoryPlan, machine: Machine, bandwidth: float, rows: int, context: int
+) -> float:
+    """All ranks against one."""
+    if plan.ranks == 1:
+        return 1.0
+    link = _link_of(plan, machine, bandwidth)
+    expected = decode_scaling(
+        shape,
+        plan.tp,
+        plan.pp,
+        dtype=plan.dtype,
+        kv_dtype=plan.kv_dtype,
+        bandwidth=link.memory,
+        link_bandwidth=link.bandwidth,
+        sum_seconds=link.seconds,
+        rows=rows,
+        context=context,
+    )
+    return expected.all_ranks / (expected.one_rank * bandwidth / link.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """Bytes a second one way between two ranks, the seconds of an empty sum, and each rank's memory."""
+
+    bandwidth: float
+    seconds: float
+    memory: float
+
+
+def _link_of(plan: MemoryPlan, machine: Machine, bandwidth: float) -> _Link:
+    """No driver tells them: what common hardware reaches, on the low side."""
+    if plan.device == "cpu":  # ranks share one memory, and its bandwidth
+        return _Link(bandwidth / 2, 20e-6, bandwidth / plan.ranks)
+    peers = any(set(plan.gpus) <= peers for peers in machine.nvlink)
+    return _Link(200e9, 15e-6, bandwidth) if peers else _Link(20e9, 40e-6, bandwidth)

@@ -1,0 +1,64 @@
+"""A fit in words, for the command line and the dashboard."""
+
+import time
+from collections.abc import Iterator
+
+from llmbox.engine.planning.estimator import show_bytes
+
+from .fit import SUSTAINED, Fit, Speed
+
+
+def verdict(result: Fit) -> str:
+    return f"{result.name} {'fits' if result.fits else 'does not fit'} on {result.device}."
+
+
+def fit_rows(result: Fit) -> dict[str, str]:
+    """What it takes, what there is, and what would help, by name."""
+    rows: dict[str, str] = {}
+    if result.reason:
+        rows["why"] = result.reason
+    if (plan := result.plan) is not None:
+        each = f" on each of {plan.ranks} ranks (tp {plan.tp}, pp {plan.pp})" if plan.ranks > 1 else ""
+        weights = plan.dtype if plan.quant == "none" else f"{plan.quant}, {plan.dtype} beside them"
+        token = _size(plan.kv_bytes_per_token)
+        rows |= {
+            "weights": f"{_size(plan.weights_bytes)} as {weights}",
+            "workspace": _size(plan.workspace_bytes),
+            "KV cache": f"{_size(plan.kv_bytes)}, {token} a token as {plan.kv_dtype}",
+            "together": _size(plan.total_bytes) + each,
+            "context": f"{plan.context} tokens",
+            "at once": f"{plan.max_concurrency:.1f} requests of full context, {plan.max_running} at most",
+        }
+    rows["budget"] = f"{_size(result.budget)} ({_size(result.available)} free now)"
+    rows["disk"] = (
+        f"{_size(result.disk_need)} to fetch, {_size(result.disk_free)} free"
+        if result.disk_need
+        else "all here"
+    )
+    if result.speed is not None:
+        rows |= _speed_rows(result.speed)
+    return rows
+
+
+def _speed_rows(speed: Speed) -> Iterator[tuple[str, str]]:
+    one, many = f"{_range(*speed.one_stream)} tok/s for one stream", _range(*speed.all_streams)
+    yield "speed", one + (f", {many} for {speed.streams}" if speed.streams > 1 else "")
+    memory, share = speed.bandwidth, f"{SUSTAINED:.0%}"
+    if memory.probed_at is None:
+        yield "memory", f"{_size(memory.best)}/s; the speed is that of {share} to all of it"
+    else:
+        when = time.strftime("%Y-%m-%d", time.localtime(memory.probed_at))
+        read = f"reads {_size(memory.typical)}/s as a rule and {_size(memory.best)}/s at best, probed {when}"
+        read += " while the machine was busy" if memory.was_busy else ""
+        yield "memory", f"{read}; the speed is that of {share} of the first to all of the second"
+    if speed.sums_bytes:
+        yield "scaling", f"{speed.scaling:.2f} times one rank; each sends {_size(speed.sums_bytes)} a token"
+
+
+def _range(low: float, high: float) -> str:
+    digits = 1 if high < 20 else 0
+    return f"{low:.{digits}f} to {high:.{digits}f}"
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e3:.1f} kB" if count < 1e6 else show_bytes(int(count))

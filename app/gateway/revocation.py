@@ -1,0 +1,49 @@
+"""Requests whose caller may not go on: a key revoked, rotated or expired, a session signed out.
+
+Another process may change the key file: it is looked at while such requests are open, and only then.
+"""
+
+import asyncio
+from collections.abc import Mapping
+
+from ..errors import ApiError
+from .open_request import OpenRequest
+
+INTERVAL = 0.25
+"""Seconds between two looks: one stat of the key file, and a dictionary for each request."""
+
+
+class RevocationWatcher:
+    """Only to be used from the daemon's event loop."""
+
+    def __init__(self, requests: Mapping[str, OpenRequest]) -> None:
+        """`requests`: the open ones, kept by their owner."""
+        self._requests = requests
+        self._timer: asyncio.TimerHandle | None = None
+
+    def opened(self, request: OpenRequest) -> None:
+        if request.generation.allowed is not None and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(INTERVAL, self._look)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        self._timer = None
+        for request in list(self._requests.values()):
+            allowed = request.generation.allowed
+            if allowed is not None and not allowed():
+                request.cancel(_no_longer())
+        for request in self._requests.values():
+            self.opened(request)
+
+
+def _no_longer() -> ApiError:
+    return ApiError(
+        401,
+        "The credentials of this request hold no longer: the key was revoked or has expired.",
+        "invalid_api_key",
+        None,
+        "authentication_error",
+    )

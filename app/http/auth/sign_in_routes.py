@@ -1,0 +1,150 @@
+"""Signing in to the panel and out of it.
+
+The link's GET only shows a button: whatever looks at links before people do (mail scanners, previews, a
+browser's guess at the next page) must not use it up.
+"""
+
+import logging
+from html import escape
+from typing import Any
+
+from litestar import MediaType, Request, Response, get, post
+from litestar.datastructures import State
+from litestar.params import FromQuery
+from litestar.types import ControllerRouterHandler
+
+from ...errors import ApiError
+from ...security.keys import ApiKey
+from ...security.security import Security
+from ...security.sessions import PATH
+from ...services import Services
+from ..server.middleware import add_headers
+from ..server.request import form_of
+from .credentials import identity_of, no_cookie, session_cookie, session_identity
+from .guard import Access
+
+log = logging.getLogger("llmbox.security")
+
+HOME = "/admin"
+_MOST_TOKEN_CHARACTERS = 200
+
+
+@get(
+    PATH,
+    media_type=MediaType.HTML,
+    sync_to_thread=False,
+    opt={"access": Access.SIGN_IN},
+    name="sign_in_page",
+    include_in_schema=False,
+)
+def sign_in_page(request: Request[Any, Any, State], token: FromQuery[str] = "") -> Response[str]:
+    """With a token: a button. Without: the form for an admin key."""
+    security: Security = request.app.state.services.security
+    if not token and session_identity(request, security) is not None:
+        return _go(HOME)
+    return _page(token=token[:_MOST_TOKEN_CHARACTERS])
+
+
+@post(
+    PATH,
+    media_type=MediaType.HTML,
+    status_code=303,
+    opt={"access": Access.SIGN_IN, "form": True},
+    name="sign_in",
+    include_in_schema=False,
+)
+async def sign_in(request: Request[Any, Any, State]) -> Response[str]:
+    """A one-time token or an admin key opens a session."""
+    services: Services = request.app.state.services
+    security = services.security
+    form = await form_of(request)
+    address = request.client.host if request.client else "unix socket"
+    try:
+        security.back_off.check(address)
+    except ApiError as error:
+        return _page(error.message, status=error.status, headers=error.headers)
+    allowed, key = _check(security, form)
+    if not allowed:
+        security.back_off.failed(address)
+        log.warning("a sign-in from %s failed", address)
+        return _page(
+            "That did not work: the link was used or is too old, or the key may not administer.", status=401
+        )
+    security.back_off.succeeded(address)
+    log.info("signed in from %s with %s", address, f"the key {key.name}" if key else "a one-time link")
+    if (old := session_identity(request, security)) is not None and old.session is not None:
+        security.sessions.close(old.session)
+    _, secret = security.sessions.open(key.digest if key else None)
+    add_headers(request.scope, lambda: [session_cookie(request, secret)])
+    return _go(HOME)
+
+
+@post(
+    "/admin/signout",
+    media_type=MediaType.HTML,
+    status_code=303,
+    opt={"access": Access.PAGE, "form": True},
+    name="sign_out",
+    include_in_schema=False,
+)
+async def sign_out(request: Request[Any, Any, State]) -> Response[str]:
+    session = identity_of(request).session
+    if session is not None:
+        request.app.state.services.security.sessions.close(session)
+    add_headers(request.scope, lambda: [no_cookie(request)])
+    return _go(PATH)
+
+
+sign_in_routes: list[ControllerRouterHandler] = [sign_in_page, sign_in, sign_out]
+
+
+def _check(security: Security, form: dict[str, str]) -> tuple[bool, ApiKey | None]:
+    if form.get("token"):
+        return security.tokens.use(form["token"]), None
+    key = security.keys.authenticate(form.get("key", "").strip())
+    return key is not None and key.allows("admin"), key
+
+
+def _go(where: str) -> Response[str]:
+    return Response("", status_code=303, headers={"Location": where}, media_type=MediaType.HTML)
+
+
+def _page(
+    message: str = "", *, token: str = "", status: int = 200, headers: dict[str, str] | None = None
+) -> Response[str]:
+    said = f'<p class="failure" role="alert">{escape(message)}</p>' if message else ""
+    inner = _LINK_FORM.format(token=escape(token, quote=True)) if token else _KEY_FORM
+    body = _PAGE.format(said=said, inner=inner)
+    return Response(body, status_code=status, headers=headers, media_type=MediaType.HTML)
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="robots" content="noindex">
+<title>Sign in · llmbox</title>
+<link rel="icon" href="/admin/static/icon.svg" type="image/svg+xml">
+<link rel="stylesheet" href="/admin/static/panel.css">
+</head>
+<body class="gate">
+<main>
+<h1><img src="/admin/static/icon.svg" alt="" width="28" height="28"> llmbox</h1>
+{said}
+{inner}
+</main>
+</body>
+</html>
+"""
+_LINK_FORM = """<form method="post" action="/admin/signin">
+<input type="hidden" name="token" value="{token}">
+<p>This link signs this browser in. It works once.</p>
+<button class="main" type="submit" autofocus>Sign in</button>
+</form>"""
+_KEY_FORM = """<form method="post" action="/admin/signin">
+<label for="key">Key with the scope admin</label>
+<input id="key" name="key" type="password" autocomplete="current-password" required autofocus>
+<button class="main" type="submit">Sign in</button>
+</form>
+<p>At the box itself: <code>llmbox up</code> prints a sign-in link.</p>"""

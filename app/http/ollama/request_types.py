@@ -1,0 +1,189 @@
+"""Types and ranges of Ollama's fields."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from ...errors import ApiError
+from ..openai.request_types import (
+    Count,
+    Name,
+    Never,
+    NoEffect,
+    Penalty,
+    Probability,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    Tool,
+    ToolName,
+    TopLogprobs,
+    TopP,
+)
+
+
+class Options(Struct, kw_only=True):
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    min_p: Probability | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    num_predict: Annotated[int, Meta(ge=-2, lt=2**31)] | None = None
+    """At most so many: an answer ends with the context. Below 1: what the context leaves."""
+    num_ctx: NoEffect = None
+    """The window is that of the load."""
+    repeat_last_n: NoEffect = None
+    """Penalties are of the whole context, as with -1."""
+    mirostat: Never = None
+    tfs_z: Never = None
+    typical_p: Never = None
+    penalize_newline: NoEffect = None
+    mirostat_tau: NoEffect = None
+    mirostat_eta: NoEffect = None
+    num_keep: NoEffect = None
+    num_batch: NoEffect = None
+    num_gpu: NoEffect = None
+    num_thread: NoEffect = None
+    main_gpu: NoEffect = None
+    numa: NoEffect = None
+    low_vram: NoEffect = None
+    f16_kv: NoEffect = None
+    logits_all: NoEffect = None
+    vocab_only: NoEffect = None
+    use_mmap: NoEffect = None
+    use_mlock: NoEffect = None
+    embedding_only: NoEffect = None
+    draft_num_predict: NoEffect = None
+
+
+class CalledFunction(Struct, kw_only=True):
+    name: ToolName
+    arguments: dict[str, Any]
+
+
+class Call(Struct, kw_only=True):
+    function: CalledFunction
+
+
+class ChatMessage(Struct, kw_only=True):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str | None = None
+    images: Never = None
+    tool_calls: list[Call] | None = None
+    tool_name: str | None = None
+
+
+class Common(Struct, kw_only=True):
+    model: Name
+    options: Options | None = None
+    stream: bool | None = None
+    """Absent: true, as with Ollama."""
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    logprobs: bool | None = None
+    """Of each token of the answer."""
+    top_logprobs: TopLogprobs | None = None
+    truncate: NoEffect = None
+    """Prompts are never cut."""
+    shift: NoEffect = None
+    """An answer ends with the context."""
+    format: str | dict[str, Any] | None = None
+    """`json`, or a JSON schema."""
+    keep_alive: float | str | None = None
+    """Seconds or a duration (`5m`) that the model stays unused; 0: not at all, below 0: for good."""
+
+
+class ChatRequest(Common, kw_only=True):
+    """Without messages the model is loaded, or unloaded with `keep_alive: 0`."""
+
+    messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = None
+
+
+class GenerateRequest(Common, kw_only=True):
+    """Without a prompt the model is loaded, or unloaded with `keep_alive: 0`."""
+
+    prompt: str | None = None
+    system: str | None = None
+    suffix: str | None = None
+    """Text after the gap that the answer fills, where the model's tokenizer has tokens for that."""
+    raw: bool | None = None
+    """The prompt is taken as it is, without template and system prompt."""
+    template: Never = None
+    images: Never = None
+    context: Never = None
+    width: Never = None
+    height: Never = None
+    steps: Never = None
+
+
+class EmbedCommon(Struct, kw_only=True):
+    model: Name
+    options: dict[str, Any] | None = None
+    """They have no effect."""
+    keep_alive: float | str | None = None
+
+
+class EmbedRequest(EmbedCommon, kw_only=True):
+    """Without input the model is loaded, or unloaded with `keep_alive: 0`."""
+
+    input: str | list[str] | None = None
+    truncate: bool | None = None
+    """Of a text over the context only its beginning counts. Absent: it is refused."""
+    dimensions: Count | None = None
+
+
+class EmbeddingsRequest(EmbedCommon, kw_only=True):
+    """The older route, of one text."""
+
+    prompt: str | None = None
+
+
+class Named(Struct, kw_only=True):
+    """One of the two names; `name` is the older."""
+
+    model: Name | None = None
+    name: Name | None = None
+
+    @property
+    def asked(self) -> str:
+        """Raises ApiError 400 where there is none."""
+        if not (name := self.model or self.name):
+            raise ApiError(400, "Missing required parameter: 'model'.", "missing_required_parameter", "model")
+        return name
+
+
+class ShowRequest(Named, kw_only=True):
+    verbose: NoEffect = None
+    """The vocabulary is not told."""
+
+
+class CopyRequest(Struct, kw_only=True):
+    source: Name
+    destination: Name
+
+
+class DeleteRequest(Named, kw_only=True):
+    pass
+
+
+class PullRequest(Named, kw_only=True):
+    stream: bool | None = None
+    """Absent: true, as with Ollama."""
+    insecure: NoEffect = None
+    """Every file's hash is checked."""
+
+
+_HUBS = ("hf.co/", "huggingface.co/")
+_TAG = ":latest"
+
+
+def our_name(name: str) -> str:
+    """Without what says where it comes from, and without the tag that stands for none."""
+    for hub in _HUBS:
+        name = name.removeprefix(hub)
+    return name.removesuffix(_TAG)

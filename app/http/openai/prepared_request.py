@@ -1,0 +1,56 @@
+"""What the two kinds of completion have in common once they are checked."""
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from msgspec import UNSET
+
+from ...gateway.generation import Generation
+from ...gateway.open_request import OpenRequest
+from .request_types import ChatCompletionRequest, CompletionRequest
+
+Body = TypeVar("Body", ChatCompletionRequest, CompletionRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest(Generic[Body]):
+    """A checked request and what the gateway is to do for it."""
+
+    body: Body
+    generation: Generation
+    warnings: list[str]
+
+    def extras(self, opened: OpenRequest) -> dict[str, Any]:
+        """Fields of ours at the end of an answer: the seed, if we drew it, and warnings."""
+        drawn = self.body.seed is None
+        return {
+            "seed": self.generation.params.seed if drawn else UNSET,
+            "warnings": self.warnings_at_end(opened) or UNSET,
+        }
+
+    def warnings_at_end(self, opened: OpenRequest) -> list[str]:
+        """What was ignored, and that an answer which has to follow something was cut."""
+        follows = self.generation.params.grammar is not None
+        if not follows or all(each.finish_reason != "length" for each in opened.sequences):
+            return [*self.warnings, *self.generation.remarks]
+        where = "the end of the context"
+        if self.generation.remarks:
+            where = "its time limit"
+        elif self.generation.max_tokens is not None:
+            where = f"'{self.generation.max_tokens_param}' ({self.generation.max_tokens})"
+        return [
+            *self.warnings,
+            *self.generation.remarks,
+            f"The answer was cut at {where}: what it had to follow is not complete.",
+        ]
+
+    @property
+    def usage_at_end(self) -> bool:
+        """A stream ends with a chunk of its own for the usage."""
+        options = self.body.stream_options
+        return options is not None and bool(options.include_usage)
+
+    @property
+    def usage_in_chunks(self) -> bool:
+        options = self.body.stream_options
+        return options is not None and bool(options.continuous_usage_stats)

@@ -1,0 +1,144 @@
+"""What every generating route knows besides its own fields."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from litestar import Request
+from litestar.datastructures import State
+
+from ...config.schema import LimitSettings
+from ...engines.loaded_model import LoadedModel
+from ...engines.reservation import QueueReservation
+from ...errors import ApiError
+from ...gateway.gateway import Gateway, most_at_once, system_fingerprint
+from ...gateway.generation import ContentRetention
+from ...gateway.time_limits import late
+from ...security.identity import Identity
+from ...services import Services
+from ..auth.credentials import identity_of
+from ..server.request import StrictRequest, is_local_socket, request_id
+from .foreign_fields import refuse_foreign
+from .unsupported import unknown_fields
+
+HttpRequest = Request[Any, Any, State]
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """One HTTP exchange of a generating route. `model` is filled in once it is found."""
+
+    services: Services
+    endpoint: str
+    exchange: str
+    client: str
+    caller: Identity
+    plain: dict[str, Any]
+    body: bytes = b""
+    """As it was sent."""
+    arrived: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    async def of(cls, request: HttpRequest) -> "RequestContext":
+        assert isinstance(request, StrictRequest)
+        posted = request.method == "POST"
+        client = "unix socket" if is_local_socket(request) else request.client.host if request.client else ""
+        return cls(
+            request.app.state.services,
+            request.scope["path"],
+            request_id(request),
+            client,
+            identity_of(request),
+            await request.plain_json() if posted else {},
+            await request.body() if posted else b"",
+        )
+
+    @property
+    def gateway(self) -> Gateway:
+        gateway: Gateway = self.services.gateway
+        return gateway
+
+    @property
+    def limits(self) -> LimitSettings:
+        return self.services.settings.limits
+
+    def keep(self) -> ContentRetention | None:
+        """What the log may hold of this request besides its numbers."""
+        keyless = self.services.settings.requests.log_content
+        if not self.caller.keeps_content(keyless=keyless):
+            return None
+        return ContentRetention("" if self.caller.key is None else self.caller.key.id, self.body.decode())
+
+    async def find_model(self, name: str | None, by: float | None = None) -> LoadedModel:
+        """May wait until it is loaded, if it is on disk; until `by` of `time.monotonic()`, if that is set."""
+        if name is not None:
+            self.caller.require_model(name)
+        try:
+            async with asyncio.timeout(None if by is None else by - time.monotonic()):
+                model = await self._find_model(name)
+        except TimeoutError:
+            raise late("its model was in memory", "request_timeout") from None
+        if name is None:
+            self.caller.require_model(model.name)
+        if model.supervisor.info is None:
+            raise ApiError(
+                503,
+                f"{model.name} is not ready.",
+                code="model_loading",
+                type="server_error",
+                headers={"Retry-After": "2"},
+            )
+        return model
+
+    async def _find_model(self, name: str | None) -> LoadedModel:
+        services = self.services
+        return services.engines.get(name) if services.find_model is None else await services.find_model(name)
+
+    def reserve(self, model: LoadedModel, choices: int, *, pools: bool = False) -> QueueReservation:
+        """Hold places in the model's queue while the prompts are made. Raises ApiError 429 and 503."""
+        places = most_at_once(model, choices, pools=pools, queue=self.limits.queue)
+        return model.supervisor.reserve(places, self.caller.tenant)
+
+    def warnings(self, kind: type[msgspec.Struct]) -> list[str]:
+        return unknown_fields(kind, self.plain)
+
+    def allowed(self) -> Callable[[], bool] | None:
+        """Asked again while the request runs: a key may be revoked meanwhile."""
+        caller, security = self.caller, self.services.security
+        if caller.key is None and caller.session is None:
+            return None
+        return lambda: security.is_valid(caller)
+
+    @contextmanager
+    def recording_refusals(self) -> Iterator[None]:
+        """Errors before the gateway takes over are logged as requests of their own.
+
+        Raises ApiError 400 for fields of other servers that would have changed the answer.
+        """
+        try:
+            refuse_foreign(self.plain)
+            yield
+        except ApiError as error:
+            model = self.plain.get("model")
+            name = model if isinstance(model, str) else ""
+            self.gateway.refused(self.exchange, self.endpoint, name, error, key=self.caller.name)
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkHeader:
+    """What all chunks of an answer repeat."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    @classmethod
+    def of(cls, id_: str, created: int, asked: str | None, model: LoadedModel) -> "ChunkHeader":
+        """A model that was named by an alias answers under it."""
+        return cls(id_, created, asked or model.name, system_fingerprint(model))

@@ -1,0 +1,246 @@
+"""Fields that say what an answer must follow, as a grammar for the engine."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llmbox.engine.sampling_params import SamplingParams
+
+from ...config.schema import LimitSettings
+from ...engines.loaded_model import LoadedModel
+from ...gateway.gateway import Gateway
+from ...text.grammars import (
+    Grammar,
+    calls,
+    choice,
+    free_text,
+    grammars,
+    json_schema,
+    regex,
+    vocabulary,
+    with_closed_objects,
+    written,
+)
+from ...text.output_parser import Thinking, ToolSyntax
+from ...util.threads import off_loop
+from .request_types import (
+    AllowedChoice,
+    ChatCompletionRequest,
+    CustomReference,
+    FunctionReference,
+    GenerationFields,
+    ResponseFormat,
+    StructuredOutputs,
+)
+from .sampling import invalid
+from .tools import input_grammars
+from .unsupported import refuse_unsupported, unknown_fields
+
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredAnswer:
+    """What an answer must follow, and the field that says so."""
+
+    param: str
+    grammar: Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Tools as the template was shown them. `forced`: the answer is a call; otherwise it may be one."""
+
+    tools: Sequence[dict[str, Any]]
+    syntax: ToolSyntax
+    inputs: Mapping[str, list[Grammar]]
+    """What calls of custom tools with a grammar follow, by their names."""
+    forced: bool
+    several: bool
+
+    @property
+    def bound(self) -> bool:
+        """An answer that may be in words is followed too."""
+        return self.forced or bool(self.inputs)
+
+
+def wanted_answer(fields: GenerationFields, limits: LimitSettings) -> StructuredAnswer | None:
+    """Raises ApiError 400."""
+    found = [
+        StructuredAnswer(param, grammar)
+        for param, grammar in _given(fields, limits.grammar_bytes)
+        if grammar is not None
+    ]
+    if len(found) > 1:
+        raise invalid(found[1].param, f"an answer cannot also follow '{found[0].param}'")
+    if not found:
+        return None
+    _check_others(fields, found[0].param)
+    return found[0]
+
+
+def wanted_calls(
+    body: ChatCompletionRequest,
+    tools: Sequence[dict[str, Any]] | None,
+    syntax: ToolSyntax | None,
+    limits: LimitSettings,
+) -> Calls | None:
+    """`tools` that are offered, and how the model calls them. Raises ApiError 400."""
+    if not tools or syntax is None:
+        return None
+    choice = body.tool_choice
+    named = isinstance(choice, FunctionReference | CustomReference)
+    if isinstance(choice, AllowedChoice):
+        choice = choice.allowed_tools.mode
+    forced = choice not in (None, "auto")
+    if isinstance(choice, FunctionReference | CustomReference):
+        name = choice.function.name if isinstance(choice, FunctionReference) else choice.custom.name
+        tools = [tool for tool in tools if tool["function"]["name"] == name]
+    inputs = input_grammars(body, limits.grammar_bytes)
+    wanted = Calls(
+        tools=tools,
+        syntax=syntax,
+        inputs={
+            tool["function"]["name"]: found
+            for tool in tools
+            if (found := inputs.get(tool["function"]["name"]))
+        },
+        forced=forced,
+        several=not named and body.parallel_tool_calls is not False and syntax.most != 1,
+    )
+    if wanted.bound:
+        _check_others(body, "tool_choice" if forced else "tools")
+    return wanted
+
+
+async def constrained(
+    params: SamplingParams,
+    answer: StructuredAnswer | None,
+    of_calls: Calls | None,
+    thinking: Thinking,
+    model: LoadedModel,
+    gateway: Gateway,
+    limits: LimitSettings,
+) -> SamplingParams:
+    """`params` with the grammar, checked. Raises ApiError 400."""
+    if answer is None and (of_calls is None or not of_calls.bound):
+        return params
+    param = answer.param if answer is not None else "tool_choice" if of_calls and of_calls.forced else "tools"
+    if not params.stop_token_ids:
+        raise invalid(param, "this model has no token that ends an answer")
+    made: list[Grammar] = []
+    followed = None if answer is None else answer.grammar
+    if of_calls is not None:
+        made = calls(model.text, of_calls.syntax, of_calls.tools, of_calls.inputs, several=of_calls.several)
+        if of_calls.forced:
+            followed, param = None, "tools"
+        elif followed is None:
+            followed = free_text(model.text, of_calls.syntax)
+    wanted = grammars(followed, made)
+    if not limits.additional_properties:
+        wanted = with_closed_objects(wanted)
+    grammar = await gateway.grammars.compiled(wanted, param)
+    await _teach(model)
+    return replace(params, grammar=grammar, thinking=thinking)
+
+
+def unknown_inside(plain: dict[str, Any]) -> list[str]:
+    """Warnings for what stands in these fields and means nothing here."""
+    found: list[str] = []
+    for name, kind in (("response_format", ResponseFormat), ("structured_outputs", StructuredOutputs)):
+        found += unknown_fields(kind, plain.get(name) or {}, f"{name}.")
+    return found
+
+
+async def _teach(model: LoadedModel) -> None:
+    """Its engines get the vocabulary with the first request that has a grammar."""
+    supervisor = model.supervisor
+    if supervisor.vocabulary is None:
+        assert supervisor.info is not None
+        size = supervisor.info.vocab_size
+        supervisor.vocabulary = await off_loop(size, lambda: vocabulary(model.text, size))
+
+
+def _check_others(fields: GenerationFields, param: str) -> None:
+    """These ask for an answer that goes on where the grammar has ended."""
+    if fields.ignore_eos:
+        raise invalid("ignore_eos", f"it cannot be combined with '{param}'")
+    if fields.min_tokens:
+        raise invalid("min_tokens", f"it cannot be combined with '{param}'")
+
+
+def _given(fields: GenerationFields, most: int) -> list[tuple[str, Grammar | None]]:
+    """Every field that may say something, and what it says."""
+    given = [
+        ("response_format", _of_format(fields.response_format, most)),
+        ("guided_json", _schema("guided_json", fields.guided_json, most)),
+        ("guided_regex", _regex("guided_regex", fields.guided_regex, most)),
+        ("guided_choice", _choice("guided_choice", fields.guided_choice, most)),
+        ("guided_grammar", _grammar("guided_grammar", fields.guided_grammar, most)),
+        ("guided_json_object", json_schema(_ANY_OBJECT) if fields.guided_json_object else None),
+    ]
+    if (outputs := fields.structured_outputs) is not None:
+        refuse_unsupported(outputs)
+        at = "structured_outputs"
+        given += [
+            (f"{at}.json", _schema(f"{at}.json", outputs.json, most)),
+            (f"{at}.regex", _regex(f"{at}.regex", outputs.regex, most)),
+            (f"{at}.choice", _choice(f"{at}.choice", outputs.choice, most)),
+            (f"{at}.grammar", _grammar(f"{at}.grammar", outputs.grammar, most)),
+            (f"{at}.json_object", json_schema(_ANY_OBJECT) if outputs.json_object else None),
+        ]
+    return given
+
+
+def _of_format(asked: ResponseFormat | None, most: int) -> Grammar | None:
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return _schema("response_format", asked.schema or _ANY_OBJECT, most)
+    if asked.json_schema is None:
+        raise invalid("response_format", "the type 'json_schema' needs 'json_schema'")
+    return _schema("response_format", asked.json_schema.schema or _ANY_OBJECT, most)
+
+
+def _schema(param: str, schema: str | dict[str, Any] | None, most: int) -> Grammar | None:
+    if schema is None:
+        return None
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    _check_size(param, text, most)
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            raise invalid(param, "it is not JSON") from None
+    if not isinstance(schema, dict):
+        raise invalid(param, "a schema is a JSON object")
+    return json_schema(schema)
+
+
+def _regex(param: str, pattern: str | None, most: int) -> Grammar | None:
+    if pattern is None:
+        return None
+    _check_size(param, pattern, most)
+    return regex(pattern)
+
+
+def _choice(param: str, texts: list[str] | None, most: int) -> Grammar | None:
+    if texts is None:
+        return None
+    _check_size(param, "".join(texts), most)
+    if not all(texts) or not texts:
+        raise invalid(param, "there must be at least one text, and none may be empty")
+    return choice(texts)
+
+
+def _grammar(param: str, grammar: str | None, most: int) -> Grammar | None:
+    if grammar is None:
+        return None
+    _check_size(param, grammar, most)
+    return written(grammar)
+
+
+def _check_size(param: str, text: str, most: int) -> None:
+    if len(text.encode("utf-8", "replace")) > most:
+        raise invalid(param, f"it has at most {most} bytes")

@@ -1,0 +1,1 @@
+"""Everything between a socket and a checked request."""

@@ -1,0 +1,118 @@
+"""One place where exceptions become answers, for every route and every status.
+
+OpenAI's error object, except on Anthropic's and Ollama's routes, whose clients know theirs only.
+"""
+
+import http
+import logging
+from typing import Any
+
+import msgspec
+from litestar import Request, Response
+from litestar.exceptions import HTTPException, ValidationException
+
+from ...errors import ApiError
+from ...store.errors import StoreError
+from ..model_pages import is_anthropic_client
+
+logger = logging.getLogger(__name__)
+
+
+class ClientGone(Exception):  # noqa: N818 - nothing went wrong on our side
+    """The client closed its connection: there is nobody to answer."""
+
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_OLLAMA_ROUTES = "/api/"
+_ANTHROPIC_ROUTES = "/v1/messages"
+_MODELS_ROUTES = "/v1/models"
+NO_THREADS = "thread_unsupported_request"
+"""Code of an error whose details tell Anthropic's clients to go on by sending whole conversations."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_MESSAGES = {
+    404: "There is no such route. The routes are listed at /openapi.json.",
+    405: "This route does not support the request's method.",
+    413: "The request body is too large.",
+}
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """What the client is told. Nothing of an unexpected exception's text reaches it."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, StoreError):
+        return _log_unavailable(error)
+    if isinstance(error, ValidationException):
+        return _bad_parameter(error)
+    if isinstance(error, HTTPException) and error.status_code < 500:
+        status = http.HTTPStatus(error.status_code)
+        message = _MESSAGES.get(status, f"{status.phrase}.")
+        code = "_".join(status.phrase.lower().replace("-", " ").split())
+        return ApiError(status, message, code, None, error_type(status), dict(error.headers or {}))
+    return ApiError(500, "Something went wrong inside llmbox.", "internal_error", None, "server_error")
+
+
+def _log_unavailable(error: StoreError) -> ApiError:
+    message = f"The request log cannot be used now: {error}"
+    return ApiError(503, message, "request_log_unavailable", None, "server_error", {"Retry-After": "5"})
+
+
+def error_type(status: int) -> str:
+    return "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
+
+
+def encode_error(error: ApiError, path: str = "") -> bytes:
+    """In the shape that clients of the route at `path` know."""
+    if path.startswith(_OLLAMA_ROUTES):
+        return msgspec.json.encode({"error": error.message})
+    return msgspec.json.encode(_anthropic(error) if path.startswith(_ANTHROPIC_ROUTES) else error.body())
+
+
+def _anthropic(error: ApiError) -> dict[str, Any]:
+    """Their two keys, and our code and field beside them."""
+    other = "api_error" if error.status >= 500 else "invalid_request_error"
+    kind = _ANTHROPIC_TYPES.get(error.status, other)
+    told: dict[str, Any] = {"type": kind, "message": error.message, "code": error.code, "param": error.param}
+    if error.code == NO_THREADS:
+        told["details"] = {"error_code": NO_THREADS, "unsupported": [error.param]}
+    return {"type": "error", "error": told}
+
+
+def answer(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+    """Litestar's exception handler for everything."""
+    told = to_api_error(error)
+    if told.status == 500 and not isinstance(error, ApiError | ClientGone):
+        logger.error(
+            "request %s failed: %s",
+            request.scope.get("state", {}).get("request_id"),
+            type(error).__name__,
+            exc_info=error,
+        )
+    path = request.scope["path"]
+    of_models = path.startswith(_MODELS_ROUTES) and is_anthropic_client(request)
+    if of_models or (path.startswith("/v1/") and "anthropic-version" in request.headers):
+        path = _ANTHROPIC_ROUTES
+    return Response(
+        encode_error(told, path),
+        status_code=told.status,
+        headers=told.headers,
+        media_type="application/json",
+    )
+
+
+def _bad_parameter(error: ValidationException) -> ApiError:
+    extra = error.extra
+    first: Any = extra[0] if isinstance(extra, list) and extra else {}
+    key = str(first.get("key", "")) or None
+    if key == "data":
+        return ApiError(400, "This route needs a JSON body.", "invalid_json")
+    text = str(first.get("message", "invalid value")).replace("`", "")
+    where = f" for '{key}'" if key else ""
+    return ApiError(400, f"Invalid value{where}: {text[:1].lower()}{text[1:]}.", "invalid_value", key)

@@ -1,0 +1,248 @@
+"""The outermost layer: what holds for every request, whether or not a route exists for it."""
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from litestar.types import ASGIApp, Message, Receive, Send
+
+from ...errors import ApiError
+from ...lifecycle.drain import Drain, shutting_down
+from .errors import ClientGone, encode_error, error_type, to_api_error
+from .origin import (
+    Cors,
+    Header,
+    HostList,
+    check_host,
+    check_origin,
+    is_from_browser,
+    is_preflight,
+    preflight_headers,
+    readable_by,
+)
+from .pacer import RequestPacer
+from .request import FORM, is_local_socket
+
+logger = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_FORM_TYPE = b"application/x-www-form-urlencoded"
+_UNPACED = frozenset({"/", "/health", "/ping", "/ready"})
+"""Cheap, and asked to learn whether the daemon still answers."""
+_UPLOAD_TYPE = b"multipart/form-data"
+_UPLOAD_ROUTES = frozenset({"/v1/files"})
+"""They take files, which may be larger than other bodies."""
+_UNTYPED_ROUTES = "/api/"
+"""Ollama's, whose clients and examples name no type. From a web page they need one, as all routes do."""
+_MORE_HEADERS = "more_headers"
+_PAGE_REFERRER = (b"referrer-policy", b"same-origin")
+"""Under no-referrer a browser would post our own forms with `Origin: null`, as if from a foreign page."""
+_SECURITY = [
+    (
+        b"content-security-policy",
+        b"default-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'; form-action 'self'",
+    ),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+]
+
+
+class SecurityMiddleware:
+    """Host, Origin, Content-Type, body size, request id, security headers, HEAD, the last error handler."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        hosts: HostList,
+        body_bytes: int,
+        drain: Drain,
+        cors: Cors | None = None,
+        file_bytes: int = 0,
+    ) -> None:
+        self._app = app
+        self._hosts = hosts
+        self._cors = cors or Cors()
+        self._body_bytes = body_bytes
+        self._file_bytes = file_bytes or body_bytes
+        self._drain = drain
+        self._pacer = RequestPacer()
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = _RequestScope(scope, receive, send, self._limit(scope), self._drain)
+        try:
+            if scope["path"] not in _UNPACED and not is_local_socket(scope):
+                await self._pacer.turn()
+            if (preflight := self._screen(scope, exchange)) is not None:
+                await exchange.answer(204, b"", preflight)
+                return
+            await self._app(exchange.scope, exchange.receive, exchange.send)
+        except ClientGone:
+            pass
+        except asyncio.CancelledError:
+            if not self._drain.expired:
+                raise
+            await exchange.fail(shutting_down())
+        except (GeneratorExit, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of a library in Rust is no Exception
+            if not isinstance(error, ApiError):
+                logger.exception("request %s failed", exchange.request_id)
+            await exchange.fail(to_api_error(error))
+
+    def _limit(self, scope: Any) -> int:
+        """Most bytes of the body."""
+        return self._file_bytes if scope["path"] in _UPLOAD_ROUTES else self._body_bytes
+
+    def _screen(self, scope: Any, exchange: "_RequestScope") -> list[Header] | None:
+        """The answer's headers where it is a browser's question before a request of an allowed page."""
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        check_host(self._hosts, scope, hosts)
+        origin = self._cors.allowed(scope["path"], exchange.headers)
+        if origin is None:
+            check_origin(self._hosts, scope, exchange.headers)
+        else:
+            add_headers(exchange.scope, lambda: readable_by(origin))
+            if is_preflight(scope["method"], exchange.headers):
+                return preflight_headers(exchange.headers)
+        untyped = scope["path"].startswith(_UNTYPED_ROUTES) and not is_from_browser(exchange.headers)
+        uploads = scope["path"] in _UPLOAD_ROUTES
+        kind = _check_body(exchange.headers, self._limit(scope), untyped=untyped, uploads=uploads)
+        exchange.scope["state"][FORM] = kind == _FORM_TYPE
+        return None
+
+
+def add_headers(scope: Any, make: Callable[[], Iterable[tuple[bytes, bytes]]]) -> None:
+    """For whatever this exchange is answered with; `make` is called when the answer begins."""
+    scope["state"].setdefault(_MORE_HEADERS, []).append(make)
+
+
+class _RequestScope:
+    """One request and its answer, as seen from outside of the application."""
+
+    def __init__(self, scope: Any, receive: Receive, send: Send, body_bytes: int, drain: Drain) -> None:
+        self.headers = dict(reversed(scope["headers"]))
+        given = self.headers.get(b"x-request-id", b"")
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else b"req_" + uuid.uuid4().hex.encode()
+        self.started = False
+        self._finished = False
+        self._began = time.perf_counter()
+        self._receive, self._send = receive, send
+        self._limit = self._room = body_bytes
+        self._body_done = False
+        self._drain = drain
+        self._head = scope["method"] == "HEAD"
+        # A copy: the server looks at its own scope's method to leave out the body.
+        self.scope: Any = {
+            **scope,
+            "method": "GET" if self._head else scope["method"],
+            "state": {
+                **(scope.get("state") or {}),
+                "request_id": self.request_id.decode(),
+                "drain": drain,
+            },
+        }
+
+    async def receive(self) -> Any:
+        if self._finished:
+            return {"type": "http.disconnect"}
+        message: Any = await self._receive()
+        if message["type"] == "http.request":
+            self._room -= len(message.get("body", b""))
+            self._body_done = not message.get("more_body", False)
+            if self._room < 0:
+                raise _too_large(self._limit)
+        elif not self._body_done:
+            raise ClientGone
+        return message
+
+    async def send(self, message: Message) -> None:
+        if self._finished:
+            return
+        if message["type"] == "http.response.start":
+            self.started = True
+            message["headers"] = self._with_own(list(message.get("headers", [])))
+        elif self._head:
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+            self._finished = True
+        elif not message.get("more_body", False):
+            self._finished = True
+        await self._send(message)
+
+    async def fail(self, error: ApiError) -> None:
+        """Answers with the error if nothing was sent yet."""
+        if self.started:
+            return
+        body = encode_error(error, self.scope["path"])
+        headers = [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+        headers += [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await self.answer(error.status, body, headers)
+
+    async def answer(self, status: int, body: bytes, headers: list[Header]) -> None:
+        """Without asking the application."""
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _with_own(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        names = {name.lower() for name, _ in headers}
+        took = int((time.perf_counter() - self._began) * 1000)
+        headers += [(b"x-request-id", self.request_id), (b"openai-processing-ms", b"%d" % took)]
+        if any(name == b"content-type" and value.startswith(b"text/html") for name, value in headers):
+            headers.append(_PAGE_REFERRER)
+            names.add(_PAGE_REFERRER[0])
+        headers += [pair for pair in _SECURITY if pair[0] not in names]
+        for make in self.scope["state"].get(_MORE_HEADERS, ()):
+            headers += make()
+        if b"cache-control" not in names:
+            headers.append((b"cache-control", b"no-store"))
+        if self._drain.draining:
+            headers.append((b"connection", b"close"))
+        return headers
+
+
+def _check_body(headers: dict[bytes, bytes], limit: int, *, untyped: bool, uploads: bool) -> bytes | None:
+    """The body's media type, None without a body. Of forms the guard asks whether the route takes them.
+
+    `untyped`: a body is JSON also without a type, or with the one that `curl -d` sends. `uploads`: it may be
+    a multipart form, whose parameters its reader checks.
+    """
+    length = headers.get(b"content-length", b"0")
+    if not length.isdigit():
+        raise ApiError(400, "The Content-Length header is not a number.", "invalid_header")
+    if len(length) > 18 or int(length) > limit:
+        raise _too_large(limit)
+    if int(length) == 0 and b"transfer-encoding" not in headers:
+        return None
+    kind, _, parameters = headers.get(b"content-type", b"").partition(b";")
+    charset = parameters.strip().lower().replace(b'"', b"")
+    kind = kind.strip().lower()
+    if untyped and kind in {b"", _FORM_TYPE}:
+        kind = b"application/json"
+    is_upload = uploads and kind == _UPLOAD_TYPE
+    if not is_upload and (
+        kind not in {b"application/json", _FORM_TYPE} or charset not in {b"", b"charset=utf-8"}
+    ):
+        raise _unsupported("Bodies must be sent with Content-Type: application/json.")
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise _unsupported("Compressed bodies are not supported.")
+    return kind
+
+
+def _unsupported(message: str) -> ApiError:
+    return ApiError(415, message, "unsupported_media_type")
+
+
+def _too_large(limit: int) -> ApiError:
+    message = (
+        f"The request body is too large: at most {limit:,} bytes are taken (limits.body_bytes, and "
+        "limits.file_bytes for files)."
+    )
+    return ApiError(413, message, "request_too_large", None, error_type(413))

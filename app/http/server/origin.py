@@ -1,0 +1,148 @@
+"""Who may ask: exact Host names (DNS rebinding) and no foreign web pages (cross-site requests)."""
+
+import re
+import socket
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from ...errors import ApiError
+from .errors import error_type
+
+_SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}
+_OWN_SITES = {b"same-origin", b"none"}
+_ALWAYS = ("localhost", "llmbox")
+
+
+class HostList:
+    """The Host values we answer: the address connected to, this machine's names, configured names.
+
+    `configured` entries with a port match exactly; without one they match with the listening port or none.
+    """
+
+    def __init__(self, configured: Iterable[str] = (), machine: str | None = None) -> None:
+        self._machine = (machine if machine is not None else socket.gethostname()).lower()
+        self._configured = tuple(name.lower() for name in configured)
+        self._by_address: dict[tuple[str, int | None], frozenset[bytes]] = {}
+
+    def allows(self, scope: Any, host: bytes) -> bool:
+        address = scope["server"] or ("", None)
+        known = self._by_address.get(address)
+        if known is None:
+            known = self._by_address[address] = frozenset(self._names(*address))
+        return host.lower() in known
+
+    def _names(self, address: str, port: int | None) -> Iterable[bytes]:
+        """`port` is None for a unix socket, whose path is no name."""
+        own = {*_ALWAYS, self._machine, *(name for name in self._configured if not _has_port(name))}
+        if port is not None:
+            own.add(f"[{address}]" if ":" in address else address)
+        bare = own if port in {None, 80} else {name for name in self._configured if not _has_port(name)}
+        with_port = {f"{name}:{port}" for name in own} if port is not None else set()
+        for name in {*bare, *with_port, *self._configured}:
+            yield name.encode("latin-1", "replace")
+
+
+def _has_port(name: str) -> bool:
+    return name.rpartition(":")[2].isdigit() and not name.endswith("]")
+
+
+def check_host(hosts: HostList, scope: Any, values: list[bytes]) -> None:
+    if len(values) != 1 or not hosts.allows(scope, values[0]):
+        raise ApiError(
+            421,
+            "This server does not answer for the request's Host. Names are added with server.allowed_hosts.",
+            "host_not_allowed",
+        )
+
+
+def check_origin(hosts: HostList, scope: Any, headers: dict[bytes, bytes]) -> None:
+    """Refuses what a browser sends for somebody else's page; other clients send neither header.
+
+    A foreign Origin is refused on every method; a cross-site request only passes as a plain navigation.
+    """
+    origin = headers.get(b"origin")
+    site = headers.get(b"sec-fetch-site")
+    if origin is not None and not _is_own_origin(hosts, scope, origin):
+        raise _cross_site()
+    if site is None or site in _OWN_SITES:
+        return
+    mode, target = headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest")
+    navigates = mode == b"navigate" and target == b"document"
+    if scope["method"] not in _SAFE_METHODS or not navigates:
+        raise _cross_site()
+
+
+def is_from_browser(headers: dict[bytes, bytes]) -> bool:
+    """Whether a web page may have sent it: browsers say where a request that has a body comes from."""
+    return b"origin" in headers or b"sec-fetch-site" in headers
+
+
+def _is_own_origin(hosts: HostList, scope: Any, origin: bytes) -> bool:
+    try:
+        parts = urlsplit(origin.decode("ascii"))
+    except ValueError:  # not ASCII, or brackets that do not match
+        return False
+    own = parts.scheme in {"http", "https"} and not (parts.path or parts.query or parts.fragment)
+    return own and hosts.allows(scope, parts.netloc.encode())
+
+
+def _cross_site() -> ApiError:
+    return ApiError(
+        403, "Requests from other web pages are refused.", "cross_site_request", None, error_type(403)
+    )
+
+
+Header = tuple[bytes, bytes]
+
+_ASKS = b"access-control-request-method"
+_METHODS = b"GET, HEAD, POST, DELETE"
+_NAMES = re.compile(rb"[A-Za-z0-9-]{1,64}(?: *, *[A-Za-z0-9-]{1,64}){0,63}")
+_READABLE = (
+    b"x-request-id, openai-processing-ms, retry-after, x-ratelimit-limit-requests, "
+    b"x-ratelimit-remaining-requests, x-ratelimit-reset-requests, x-ratelimit-limit-tokens, "
+    b"x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
+)
+_SECONDS = b"600"
+
+
+class Cors:
+    def __init__(self, origins: Iterable[str] = ()) -> None:
+        self._origins = frozenset(origin.lower().encode() for origin in origins)
+
+    def allowed(self, path: str, headers: Mapping[bytes, bytes]) -> bytes | None:
+        """The request's foreign origin if the configuration lets it in here."""
+        origin = headers.get(b"origin")
+        if origin is None or origin.lower() not in self._origins or _is_admin(path):
+            return None
+        return origin
+
+
+def is_preflight(method: str, headers: Mapping[bytes, bytes]) -> bool:
+    """A browser's question before a request that a form could not have made."""
+    return method == "OPTIONS" and _ASKS in headers
+
+
+def readable_by(origin: bytes) -> list[Header]:
+    """For every answer to an allowed page, errors included."""
+    return [
+        (b"access-control-allow-origin", origin),
+        (b"access-control-expose-headers", _READABLE),
+        (b"vary", b"Origin"),
+    ]
+
+
+def preflight_headers(headers: Mapping[bytes, bytes]) -> list[Header]:
+    """Any header may be sent: clients have many of their own, and none means anything to us but the keys."""
+    found = [(b"access-control-allow-methods", _METHODS), (b"access-control-max-age", _SECONDS)]
+    names = headers.get(b"access-control-request-headers", b"").strip()
+    if _NAMES.fullmatch(names):
+        found.append((b"access-control-allow-headers", names))
+    if headers.get(b"access-control-request-private-network") == b"true":
+        found.append((b"access-control-allow-private-network", b"true"))
+    return found
+
+
+def _is_admin(path: str) -> bool:
+    """However many slashes stand before it: routes are found all the same."""
+    return next((part for part in path.split("/") if part), "") == "admin"

@@ -1,0 +1,145 @@
+"""Serves the application on several listening sockets, on the loop that the engine clients also use.
+
+uvicorn's protocol without its `Server`, which wakes ten times a second: an idle machine is owed silence.
+"""
+
+import asyncio
+import resource
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from ...config.schema import LimitSettings
+from ...lifecycle.drain import Drain
+from .connections import ConnectionLimiter
+from .forwarded import ForwardedClientMiddleware, TrustedProxies
+from .protocol import DatedState, LimitedProtocol
+from .sockets import BACKLOG
+
+_LAST_WORDS = 0.5
+"""Seconds for error objects to be written when the drain has expired."""
+_ACCEPTS = 16
+"""Connections accepted in one turn of the loop: a burst of thousands shall not hold up others."""
+_LINGERING = 8192
+"""Refused connections that may wait a moment for their clients to read why."""
+_RESERVED_FILES = 128
+"""Descriptors kept back for the unix socket, engines, the database and log files."""
+
+
+async def serve(
+    app: Any,
+    sockets: Sequence[socket.socket],
+    *,
+    limits: LimitSettings,
+    drain: Drain,
+    drain_timeout: float = 30.0,
+    trusted_proxies: Sequence[str] = (),
+    on_ready: Callable[[], None] | None = None,
+) -> None:
+    """Serves until `drain.begin()` was called and all open requests ended, at most `drain_timeout` seconds.
+
+    The sockets are closed at the end. While draining they still accept, so that clients are told 503 and
+    `/ready` can be asked; every answer then closes its connection. `drain.begin()` again: ends at once.
+    """
+    proxies = TrustedProxies(trusted_proxies)
+    connections, lingering = _connection_limits(limits.connections)
+    per_address = min(limits.connections_per_address or max(8, connections // 4), connections)
+    limiter = ConnectionLimiter(connections, per_address, proxies.__contains__)
+    config = Config(
+        ForwardedClientMiddleware(app, proxies) if trusted_proxies else app,
+        interface="asgi3",
+        lifespan="off",
+        ws="none",
+        access_log=False,
+        log_config=None,
+        proxy_headers=False,  # uvicorn would believe X-Forwarded-For of every local process
+        timeout_keep_alive=int(limits.idle_timeout),
+    )
+    config.load()
+    state = DatedState(lingering)
+    loop = asyncio.get_running_loop()
+    listeners = [
+        await _listen(loop, sock, lambda: LimitedProtocol(config, state, limits, limiter)) for sock in sockets
+    ]
+    try:
+        if on_ready:
+            on_ready()
+        await drain.begun.wait()
+        _close_idle(state)
+        deadline = loop.time() + drain_timeout
+        await _wait_for_tasks(state, drain, deadline)
+        await _wait_for_writes(state, drain, deadline)
+    finally:
+        for listener in listeners:
+            listener.close()
+        await _end_all(state, drain)
+
+
+async def _listen(
+    loop: asyncio.AbstractEventLoop, sock: socket.socket, protocol: Callable[[], LimitedProtocol]
+) -> asyncio.Server:
+    """Set the kernel's queue and the accepts of one turn apart: for asyncio they are one number."""
+    server = await loop.create_server(protocol, sock=sock, backlog=_ACCEPTS)
+    sock.listen(BACKLOG)
+    return server
+
+
+def _close_idle(state: ServerState) -> None:
+    for connection in list(state.connections):
+        connection.shutdown()
+
+
+async def _wait_for_tasks(state: ServerState, drain: Drain, deadline: float) -> None:
+    loop = asyncio.get_running_loop()
+    hurry = loop.create_task(drain.hurried.wait())
+    try:
+        while state.tasks and not hurry.done() and loop.time() < deadline:
+            await asyncio.wait(
+                {*state.tasks, hurry},
+                timeout=deadline - loop.time(),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+    finally:
+        hurry.cancel()
+
+
+async def _wait_for_writes(state: ServerState, drain: Drain, deadline: float) -> None:
+    """Answers are complete, but a slow client may still be reading their ends."""
+    loop = asyncio.get_running_loop()
+    while any(connection.transport.get_write_buffer_size() for connection in state.connections):
+        if drain.hurried.is_set() or loop.time() >= deadline:
+            return
+        await asyncio.sleep(0.02)
+
+
+async def _end_all(state: ServerState, drain: Drain) -> None:
+    """Cancelled requests see `drain.expired` and end with an error object; then every connection goes."""
+    drain.expired = True
+    tasks = set(state.tasks)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=_LAST_WORDS)
+    for connection in list(state.connections):
+        connection.transport.close()
+    await asyncio.sleep(0)
+    for connection in list(state.connections):
+        connection.transport.abort()
+
+
+def _connection_limits(wanted: int) -> tuple[int, int]:
+    """Return the most open connections, and the most refused ones that wait for their clients to close.
+
+    Raises the soft limit of open files as far as we may, and keeps some of them for others.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _LINGERING + _RESERVED_FILES
+    if soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    files = soft - _RESERVED_FILES
+    connections = max(8, min(wanted, files * 3 // 4))
+    return connections, max(0, min(_LINGERING, files - connections))

@@ -1,0 +1,240 @@
+"""Server-sent events for generations and for the event feed.
+
+Three parts of one stream: `_pump` takes events from the source, `_watch` notices that the client left, and
+the request's own task writes. What became ready together goes out in one write. Nothing here runs per event
+except an append and a wake-up, because at many streams the daemon shares its cores with the engine.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from litestar import Response
+from litestar.types import Receive, Scope, Send
+
+from ...errors import ApiError
+from ...lifecycle.drain import Drain, shutting_down
+from .errors import ClientGone, encode_error, to_api_error
+
+T = TypeVar("T")
+
+
+async def until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled at once when the client leaves (`ClientGone`).
+
+    Call it after the body was read: `await while_connected(request.receive, gateway.complete(...))`.
+    """
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(until_disconnect(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        watch.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+COMMENT = b": ping\n\n"
+_HEADERS = [
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
+_encode = msgspec.json.Encoder().encode
+
+
+def data_event(value: Any) -> bytes:
+    """`value` (a msgspec struct or plain data) as one event."""
+    return b"data: %b\n\n" % _encode(value)
+
+
+def error_event(error: ApiError) -> bytes:
+    return b"data: %b\n\n" % encode_error(error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SseOptions:
+    """`first_comment` and `keep_alive` are seconds of silence; `buffer_bytes` bounds unsent events
+    (default: `limits.stream_buffer_bytes`, half of it here and half on its way to the socket).
+
+    An `endless` stream has no end of its own: it is closed when a drain begins, without `last`.
+    """
+
+    first_comment: float = 1.0
+    keep_alive: float = 4.5
+    buffer_bytes: int | None = None
+    last: bytes = DONE
+    error: Callable[[ApiError], bytes] = error_event
+    comment: bytes = COMMENT
+    """Said in silence; empty where the format has no comments."""
+    content_type: bytes = b"text/event-stream; charset=utf-8"
+    endless: bool = False
+
+
+DEFAULT_OPTIONS = SseOptions()
+
+
+class EventStreamResponse(Response[Any]):
+    """What a handler returns: `EventStreamResponse(source)`; `source` yields framed events (`data_event`).
+
+    An `ApiError` before the first event becomes an ordinary error answer with its status, if it comes
+    within `first_comment` seconds; later ones become `data: {"error": ...}`. `last` ([DONE]) is added here.
+    The source is closed (aclose) as soon as the client leaves.
+    """
+
+    def __init__(self, source: AsyncIterator[bytes], options: SseOptions = DEFAULT_OPTIONS) -> None:
+        super().__init__(None, media_type="text/event-stream")
+        self.source = source
+        self.options = options
+
+    def to_asgi_response(self, app: Any = None, request: Any = None, **_: Any) -> Any:  # noqa: ARG002
+        room = self.options.buffer_bytes or request.app.state.stream_buffer_bytes
+        return EventStream(self.source, self.options, room // 2)
+
+
+class EventStream:
+    """The ASGI application of one stream. `room`: bytes of events kept while the client does not read."""
+
+    def __init__(self, source: AsyncIterator[bytes], options: SseOptions, room: int) -> None:
+        self._source = source
+        self._options = options
+        self._max_size = room
+        self._buffer: list[bytes] = []
+        self._size = 0
+        self._ended = False
+        self._gone = False
+        self._error: ApiError | None = None
+        self._wake: asyncio.Future[None] | None = None
+        self._room: asyncio.Future[None] | None = None
+        self._started = False
+        self._last_write = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._loop = asyncio.get_running_loop()
+        drain: Drain | None = scope["state"].get("drain")
+        pump = self._loop.create_task(self._pump())
+        watch = self._loop.create_task(self._watch(receive, pump))
+        if drain and self._options.endless:
+            drain.register_endless(self._end)
+            if drain.draining:
+                self._end()
+        try:
+            await self._write(send)
+        except asyncio.CancelledError:
+            if not (drain and drain.expired):
+                raise
+            self._error = shutting_down()
+            await self._finish(send)
+        finally:
+            if drain:
+                drain.unregister_endless(self._end)
+            await self._close(pump, watch)
+
+    async def _pump(self) -> None:
+        try:
+            async for event in self._source:
+                self._buffer.append(event)
+                self._size += len(event)
+                self._notify()
+                if self._size >= self._max_size:
+                    self._room = self._loop.create_future()
+                    await self._room
+        except Exception as error:  # a stream never ends without a word
+            self._error = to_api_error(error)
+            if self._error is not error:
+                logger.exception("a stream failed")
+        finally:
+            self._end()
+
+    async def _watch(self, receive: Receive, pump: asyncio.Task[None]) -> None:
+        await until_disconnect(receive)
+        self._gone = True
+        pump.cancel()
+        self._notify()
+
+    async def _write(self, send: Send) -> None:
+        self._timer = self._loop.call_later(self._options.first_comment, self._keep_alive)
+        try:
+            while not self._gone:
+                if self._ended:
+                    await self._finish(send)
+                    return
+                if self._buffer:
+                    await self._flush(send)
+                else:
+                    self._wake = self._loop.create_future()
+                    await self._wake
+                    self._wake = None
+        finally:
+            self._timer.cancel()
+
+    async def _flush(self, send: Send) -> None:
+        body = self._buffer[0] if len(self._buffer) == 1 else b"".join(self._buffer)
+        self._buffer.clear()
+        self._size = 0
+        if not self._started:
+            await self._start(send)
+        self._last_write = self._loop.time()
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
+    async def _finish(self, send: Send) -> None:
+        """The rest of the buffer, the error if there is one, and the last words, in one write."""
+        if self._error and not self._started and not self._buffer:
+            raise self._error
+        parts, self._buffer = self._buffer, []
+        if self._error:
+            parts.append(self._options.error(self._error))
+        if not self._started:
+            await self._start(send)
+        body = b"".join((*parts, self._options.last))
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _start(self, send: Send) -> None:
+        self._started = True
+        headers = [(b"content-type", self._options.content_type), *_HEADERS]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    def _keep_alive(self) -> None:
+        """One timer a stream: looks when the last write was instead of being re-armed by every event."""
+        silence = self._loop.time() - self._last_write
+        wait = self._options.keep_alive - silence
+        if wait <= 0 or not self._started:
+            if not self._buffer and self._options.comment:
+                self._buffer.append(self._options.comment)
+                self._notify()
+            wait = self._options.keep_alive
+        self._timer = self._loop.call_later(wait, self._keep_alive)
+
+    def _end(self) -> None:
+        self._ended = True
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    async def _close(self, pump: asyncio.Task[None], watch: asyncio.Task[None]) -> None:
+        """Closing the source is what makes the gateway abort: it happens even if this task is cancelled."""
+        pump.cancel()
+        watch.cancel()
+        await asyncio.wait((pump, watch))
+        if close := getattr(self._source, "aclose", None):
+            with contextlib.suppress(Exception):
+                await close()

@@ -1,0 +1,242 @@
+"""Finding models in folders that others filled: further caches, single folders, trees of folders."""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from ..errors import CliError, Exit
+from ..models.catalog import not_a_folder
+from .pacing import Stopped
+
+
+@dataclass(frozen=True, slots=True)
+class Adoptable:
+    name: str
+    path: Path
+    is_cache: bool
+
+
+def find_adoptable(place: Path) -> list[Adoptable]:
+    """Raises CliError (exit 4) when there is nothing that could be served."""
+    folder = place.expanduser().resolve()
+    if not folder.exists():
+        raise CliError(f"no directory {folder}", "it does not exist", "name a folder", Exit.NOT_FOUND)
+    if not folder.is_dir():
+        raise not_a_folder(folder)
+    if _is_model(folder):
+        return [Adoptable(folder.name, folder, is_cache=False)]
+    for cache in (folder, folder / "hub"):
+        if any(path.is_dir() for path in cache.glob("models--*--*")):
+            return [Adoptable(str(cache), cache, is_cache=True)]
+    found = [
+        Adoptable(path.relative_to(folder).as_posix(), path, is_cache=False)
+        for pattern in ("*", "*/*")
+        for path in sorted(folder.glob(pattern))
+        if _is_model(path)
+    ]
+    if found:
+        return found
+    other = next((kind for kind in ("*.gguf", "*/*.gguf", "*/*/*.gguf") if any(folder.glob(kind))), None)
+    why = "no config.json with *.safetensors in it or below it"
+    raise CliError(
+        f"{folder} holds no model that can be served",
+        why + ("; of GGUF files `llmbox import FILE` makes such a folder" if other else ""),
+        "name a Hugging Face cache, or a folder with config.json, *.safetensors and tokenizer.json",
+        Exit.NOT_FOUND,
+    )
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
+INCOMPLETE = ".incomplete"
+_MOVED = ".llmbox-"
+"""Folders that are being put in place or taken away; left over only by a crash."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskUsage:
+    """Bytes of one repository: in finished blobs, and in downloads that are not finished."""
+
+    name: str
+    folder: Path
+    size: int
+    partial: int
+    revisions: tuple[str, ...]
+
+
+class Repo:
+    """One model repository in a cache."""
+
+    def __init__(self, cache: Path, name: str) -> None:
+        self.cache = cache
+        self.name = name
+        self._folder_name = f"models--{name.replace('/', '--')}"
+        self.folder = cache / self._folder_name
+
+    def blob(self, etag: str) -> Path:
+        return self.folder / "blobs" / etag
+
+    def partial(self, etag: str) -> Path:
+        return self.folder / "blobs" / (etag + INCOMPLETE)
+
+    def snapshot(self, commit: str) -> Path:
+        return self.folder / "snapshots" / commit
+
+    @contextlib.contextmanager
+    def locked(self, etag: str, stop: threading.Event) -> Iterator[None]:
+        """The lock that huggingface_hub takes too: one writer for a blob. Raises Stopped."""
+        folder = self.cache / ".locks" / self._folder_name
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / f"{etag}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            while True:
+                if stop.is_set():
+                    raise Stopped
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    stop.wait(0.2)
+            yield
+        finally:
+            os.close(handle)
+
+    def publish(self, commit: str, revision: str | None, files: Mapping[str, str]) -> Path:
+        """Shows the files (name to etag) as one snapshot, in one move, and then names it by its revision.
+
+        Files that somebody else put into that snapshot stay. Before this, nothing of the model can be seen.
+        """
+        final = self.snapshot(commit)
+        fresh = final.with_name(f"{_MOVED}{secrets.token_hex(4)}")
+        fresh.mkdir(parents=True)
+        if final.is_dir():
+            shutil.copytree(final, fresh, symlinks=True, dirs_exist_ok=True)
+        for name, etag in files.items():
+            link = fresh / PurePosixPath(name)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.unlink(missing_ok=True)
+            up = "../" * (len(PurePosixPath(name).parts) + 1)
+            link.symlink_to(f"{up}blobs/{etag}")
+        if final.exists():
+            old = final.with_name(f"{_MOVED}{secrets.token_hex(4)}")
+            final.rename(old)
+            fresh.rename(final)
+            shutil.rmtree(old)
+        else:
+            fresh.rename(final)
+        if revision != commit:
+            self._name(revision or "main", commit)
+        return final
+
+    def _name(self, revision: str, commit: str) -> None:
+        reference = self.folder / "refs" / revision
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        fresh = reference.with_name(f"{_MOVED}{secrets.token_hex(4)}")
+        fresh.write_text(commit, "ascii")
+        fresh.replace(reference)
+
+    def refs(self) -> dict[str, str]:
+        """Commit by branch or tag."""
+        root = self.folder / "refs"
+        files = [path for path in root.rglob("*") if path.is_file() and not path.name.startswith(_MOVED)]
+        return {path.relative_to(root).as_posix(): path.read_text("ascii").strip() for path in files}
+
+    def revisions(self) -> tuple[str, ...]:
+        folders = self.folder / "snapshots"
+        if not folders.is_dir():
+            return ()
+        return tuple(sorted(path.name for path in folders.iterdir() if not path.name.startswith(_MOVED)))
+
+    def usage(self) -> DiskUsage:
+        blobs = self.folder / "blobs"
+        size = partial = 0
+        for path in blobs.iterdir() if blobs.is_dir() else ():
+            count = path.lstat().st_size
+            if path.name.endswith(INCOMPLETE):
+                partial += count
+            else:
+                size += count
+        return DiskUsage(self.name, self.folder, size, partial, self.revisions())
+
+    def delete(self) -> int:
+        """Everything of this repository. Bytes freed. First out of sight in one move, then deleted."""
+        before = self.usage()
+        gone = self.cache / f"{_MOVED}{secrets.token_hex(4)}"
+        self.folder.rename(gone)
+        shutil.rmtree(gone)
+        shutil.rmtree(self.cache / ".locks" / self._folder_name, ignore_errors=True)
+        return before.size + before.partial
+
+    def delete_revision(self, commit: str) -> int:
+        """One snapshot, and the blobs that no other snapshot links to. Bytes freed."""
+        if self.revisions() == (commit,):
+            return self.delete()
+        for name, target in self.refs().items():
+            if target == commit:
+                (self.folder / "refs" / name).unlink()
+        gone = self.snapshot(commit).with_name(f"{_MOVED}{secrets.token_hex(4)}")
+        self.snapshot(commit).rename(gone)
+        shutil.rmtree(gone)
+        return self._sweep()
+
+    def drop(self, etags: Iterable[str]) -> int:
+        """What a download that was given up leaves: its partial files, and blobs that no snapshot uses."""
+        freed = 0
+        used = self._used()
+        for etag in etags:
+            paths = [self.partial(etag)] + ([] if etag in used else [self.blob(etag)])
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError):
+                    freed += path.stat().st_size
+                    path.unlink()
+        if not self.revisions():
+            with contextlib.suppress(OSError):  # others may be writing here: then it stays
+                for folder in (self.folder / "blobs", self.folder / "snapshots", self.folder):
+                    if folder.is_dir():
+                        folder.rmdir()
+        return freed
+
+    def _used(self) -> set[str]:
+        return {
+            path.resolve().name
+            for commit in self.revisions()
+            for path in self.snapshot(commit).rglob("*")
+            if path.is_symlink()
+        }
+
+    def _sweep(self) -> int:
+        used = self._used()
+        freed = 0
+        blobs = self.folder / "blobs"
+        for path in blobs.iterdir() if blobs.is_dir() else ():
+            if path.name not in used and not path.name.endswith(INCOMPLETE):
+                freed += path.stat().st_size
+                path.unlink()
+        return freed
+
+
+def clean_up(cache: Path) -> None:
+    """Takes away what a crash left half moved."""
+    if not cache.is_dir():
+        return
+    for pattern in (f"{_MOVED}*", f"models--*/snapshots/{_MOVED}*", f"models--*/refs/{_MOVED}*"):
+        for path in cache.glob(pattern):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def repositories(cache: Path) -> list[Repo]:
+    if not cache.is_dir():
+        return []
+    folders = sorted(path for path in cache.glob("models--*--*") if path.is_dir())
+    return [Repo(cache, path.name.removeprefix("models--").replace("--", "/", 1)) for path in folders]

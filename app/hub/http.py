@@ -1,0 +1,200 @@
+"""GET with a range, over the standard library: the bytes of a model come this way.
+
+The hub's own client cannot be capped, paused between two reads or told to check what it got, and which HTTP
+library it brings changes between its versions. The token goes to the configured origin and nowhere else: a
+redirect to another scheme, host or port (how large files are served) travels without it.
+"""
+
+import contextlib
+import http.client
+import socket
+import threading
+import urllib.error
+import urllib.request
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from email.message import Message
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+from . import errors
+
+
+class ConnectionSet:
+    """The sockets of one client. Safe to be used by several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._is_cut = False
+
+    def handlers(self) -> tuple[urllib.request.BaseHandler, ...]:
+        """For an opener whose connections are to be among them."""
+        return _Http(self), _Https(self)
+
+    def add(self, wire: socket.socket) -> None:
+        with self._lock:
+            self._open.add(wire)
+            if self._is_cut:
+                _shut(wire)
+
+    def cut(self) -> None:
+        """Reads under way and later ones end at once, as if the other side had closed."""
+        with self._lock:
+            self._is_cut = True
+            for wire in self._open:
+                _shut(wire)
+
+
+def _shut(wire: socket.socket) -> None:
+    """The plain socket, also under TLS, whose state belongs to the reading thread."""
+    with contextlib.suppress(OSError):  # it has ended by itself
+        socket.socket.shutdown(wire, socket.SHUT_RDWR)
+
+
+class _Http(urllib.request.HTTPHandler):
+    def __init__(self, wires: ConnectionSet) -> None:
+        super().__init__()
+        self._wires = wires
+
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        wires = self._wires
+
+        class Wired(http.client.HTTPConnection):
+            def connect(self) -> None:
+                super().connect()
+                wires.add(self.sock)
+
+        return self.do_open(Wired, req)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def __init__(self, wires: ConnectionSet) -> None:
+        super().__init__()
+        self._wires = wires
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        wires = self._wires
+
+        class Wired(http.client.HTTPSConnection):
+            def connect(self) -> None:
+                super().connect()
+                wires.add(self.sock)
+
+        return self.do_open(Wired, req)
+
+
+USER_AGENT = "llmbox"
+TIMEOUT = 30.0
+"""Seconds without a byte until a connection counts as dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubResponse:
+    """`start` is the offset of the first byte of `body`, `total` the size of the whole file if it is told."""
+
+    body: http.client.HTTPResponse
+    start: int
+    total: int | None
+    etag: str | None
+    """As the hub itself named the content, before any redirect."""
+
+
+class Web:
+    """Safe to be used by several threads."""
+
+    def __init__(self, endpoint: str, token: str | None, timeout: float = TIMEOUT) -> None:
+        self.endpoint = endpoint.rstrip("/")
+        self.token = token
+        self._timeout = timeout
+        self._wires = ConnectionSet()
+
+    def cut(self) -> None:
+        """Ends every read under way or yet to come, at once: they raise HubError. From any thread."""
+        self._wires.cut()
+
+    @contextlib.contextmanager
+    def get(self, url: str, what: str, *, start: int = 0, end: int | None = None) -> Iterator[HubResponse]:
+        """Bytes from `start` up to, not including, `end`. Raises HubError."""
+        redirects = _Redirects(self.endpoint, self.token)
+        headers = {"User-Agent": USER_AGENT, "Accept-Encoding": "identity"}
+        request = urllib.request.Request(url, headers=headers)  # noqa: S310 - http and https, see _Redirects
+        _check_scheme(url)
+        if self.token and origin(url) == origin(self.endpoint):
+            request.add_unredirected_header("Authorization", f"Bearer {self.token}")
+        if start or end is not None:
+            request.add_header("Range", f"bytes={start}-{'' if end is None else end - 1}")
+        opener = urllib.request.build_opener(redirects, *self._wires.handlers())
+        try:
+            with opener.open(request, timeout=self._timeout) as response:
+                yield _answer(response, redirects.etag)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise errors.of_status(error.code, error.headers, what, self.token) from None
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            raise errors.unreachable(self.endpoint, reason) from error
+
+    def read(self, url: str, what: str, limit: int, *, start: int = 0, end: int | None = None) -> bytes:
+        """A small file or piece; more than `limit` bytes are an error."""
+        with self.get(url, what, start=start, end=end) as answer:
+            wanted = limit + 1 if end is None else end - start
+            skip = start - answer.start
+            data = answer.body.read(skip + wanted)[skip:]
+        if end is None and len(data) > limit:
+            raise errors.HubError("hub_error", f"{what} is not what it should be", f"more than {limit} bytes")
+        return data
+
+
+def origin(url: str) -> tuple[str, str, int | None]:
+    parts = urlsplit(url)
+    default = {"http": 80, "https": 443}.get(parts.scheme)
+    return parts.scheme, parts.hostname or "", parts.port or default
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows, but tells nobody else the token, and never leaves https for http."""
+
+    max_redirections = 8
+
+    def __init__(self, endpoint: str, token: str | None) -> None:
+        self._endpoint = endpoint
+        self._token = token
+        self.etag: str | None = None
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        _check_scheme(newurl)
+        if req.type == "https" and urlsplit(newurl).scheme != "https":
+            raise urllib.error.URLError(f"redirected from https to {urlsplit(newurl).scheme}: refused")
+        self.etag = self.etag or _etag(headers)
+        following = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if following is not None and self._token and origin(newurl) == origin(self._endpoint):
+            following.add_unredirected_header("Authorization", f"Bearer {self._token}")
+        return following
+
+
+def _answer(response: http.client.HTTPResponse, etag: str | None) -> HubResponse:
+    start, total = 0, None
+    if response.status == 206:
+        unit, _, rest = (response.headers.get("Content-Range") or "").partition(" ")
+        span, _, size = rest.partition("/")
+        first = span.partition("-")[0]
+        if unit != "bytes" or not first.isdecimal():
+            raise http.client.HTTPException("a partial answer without its range")
+        start, total = int(first), int(size) if size.isdecimal() else None
+    elif (length := response.headers.get("Content-Length", "")).isdecimal():
+        total = int(length)
+    return HubResponse(response, start, total, etag or _etag(response.headers))
+
+
+def _etag(headers: Message) -> str | None:
+    text = headers.get("X-Linked-Etag") or headers.get("ETag")
+    return text.removeprefix("W/").strip('"') if text else None
+
+
+def _check_scheme(url: str) -> None:
+    if urlsplit(url).scheme not in {"http", "https"}:
+        raise urllib.error.URLError(f"{urlsplit(url).scheme} is no way to fetch a model")

@@ -1,0 +1,164 @@
+"""What is known of a model before it is loaded, wherever it is."""
+
+import io
+import json
+import tempfile
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from llmbox.engine.checkpoint.index import full_names, list_tensors, refuse_unsaid
+from llmbox.engine.checkpoint.quantized_layout import MODELOPT_FILE
+from llmbox.engine.checkpoint.safetensors import TensorEntry, entries_of, load_json, refuse_overlaps
+from llmbox.engine.errors import EngineError, ModelError
+from llmbox.engine.model_config.config import ModelConfig, parse_config
+
+from ..errors import CliError, Exit
+from ..models.catalog import HUB_ID, ModelRef, hub_cache, resolve
+from ..models.registry import NameLookup
+from .errors import HubError
+from .repo_files import CONFIG_LIMIT, Hub, Listing, RepoFile, choose_files
+
+HEADER_GUESS = 64 * 1024
+"""Bytes of a weights file asked for at first; most headers are shorter."""
+AT_ONCE = 8
+_TIED = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    name: str
+    config: ModelConfig
+    stored_bytes: int
+    """Of the weights in the files."""
+    stored_params: int
+    """Counted from the headers; a copy of a tied matrix not counted."""
+    disk_bytes: int
+    """Of all files that serving needs."""
+    missing_bytes: int
+    """Of those, what is not on this disk."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What does not agree between config and weights."""
+        wanted = self.config.num_parameters
+        if abs(self.stored_params - wanted) > 0.01 * wanted:
+            return (
+                f"config.json describes {wanted:,} parameters, the weight files hold {self.stored_params:,}",
+            )
+        return ()
+
+
+def local_facts(ref: ModelRef) -> ModelFacts:
+    """Raises ModelError."""
+    config = parse_config(ref.path)
+    tensors = list_tensors(ref.path)
+    size = sum(path.stat().st_size for path in ref.path.rglob("*") if path.is_file())
+    return _facts(ref.name, config, tensors.values(), size, 0)
+
+
+def remote_facts(hub: Hub, repo: str, revision: str | None) -> ModelFacts:
+    """Reads config.json and the headers of the weight files by range. Raises HubError."""
+    listing = hub.list_files(repo, revision)
+    files = hub.needed_files(listing)
+    config = remote_config(hub, listing)
+    weights = [file for file in files if file.name.endswith(".safetensors")]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found = list(pool.map(lambda file: remote_header(hub, listing, file), weights))
+    size = sum(file.size for file in files)
+    tensors = full_names({tensor.name: tensor for header in found for tensor in header}).values()
+    name = repo if revision is None else f"{repo}@{revision}"
+    try:
+        return _facts(name, config, tensors, size, size)
+    except ModelError as error:
+        raise HubError("unsupported_model", f"{name} cannot be served", str(error)) from None
+
+
+def remote_config(hub: Hub, listing: Listing) -> ModelConfig:
+    """Raises HubError `unsupported_model` for what the engine would refuse."""
+    choose_config(listing)
+    names = [name for name in ("config.json", MODELOPT_FILE) if listing.file(name) is not None]
+    found = {name: hub.read_json(listing, name, CONFIG_LIMIT) for name in names}
+    with tempfile.TemporaryDirectory(prefix="llmbox-") as folder:
+        for name, raw in found.items():
+            (Path(folder) / name).write_text(json.dumps(raw))
+        try:
+            return parse_config(Path(folder))
+        except EngineError as error:
+            why = str(error).replace(f"{folder}/", "")
+            raise HubError(
+                "unsupported_model",
+                f"{listing.repo} cannot be served",
+                why,
+                "look for another model: llmbox search TEXT",
+            ) from None
+
+
+def choose_config(listing: Listing) -> None:
+    if listing.file("config.json") is None:
+        choose_files(listing, None)  # tells what is missing
+
+
+def remote_header(hub: Hub, listing: Listing, file: RepoFile) -> list[TensorEntry]:
+    url = hub.url(listing.repo, listing.commit, file.name)
+
+    def piece(start: int, end: int) -> bytes:
+        return hub.web.read(url, listing.repo, end - start, start=start, end=min(end, file.size))
+
+    head = piece(0, HEADER_GUESS)
+    length = int.from_bytes(head[:8], "little")
+    try:
+        if len(head) < 8 + length <= file.size and length <= 100_000_000:
+            head += piece(len(head), 8 + length)
+        path = Path(file.name)
+        raw, start = load_json(path, io.BytesIO(head), file.size)
+        raw.pop("__metadata__", None)
+        tensors = entries_of(path, raw, start, file.size)
+        refuse_overlaps(tensors)
+    except EngineError as error:
+        raise HubError("unsupported_model", f"{listing.repo} cannot be served", str(error)) from None
+    return tensors
+
+
+def _facts(
+    name: str, config: ModelConfig, tensors: Iterable[TensorEntry], size: int, missing: int
+) -> ModelFacts:
+    """Raises ModelError."""
+    entries = list(tensors)
+    if config.quant is None:
+        for each in entries:
+            if each.name.endswith(".weight"):
+                refuse_unsaid(each)
+    counted = [e for e in entries if not (config.tie_word_embeddings and e.name.endswith(_TIED))]
+    return ModelFacts(
+        name,
+        config,
+        sum(e.nbytes for e in entries),
+        sum(prod(e.shape) for e in counted),
+        size,
+        missing,
+    )
+
+
+def find_facts(
+    model: str, environ: Mapping[str, str], names: NameLookup, memory: Mapping[str, ModelRef] | None = None
+) -> tuple[ModelFacts, ModelRef]:
+    """From this disk if it is there, else from the hub. Raises CliError."""
+    try:
+        ref = resolve(model, environ, names, memory)
+        return local_facts(ref), ref
+    except CliError as error:
+        match = HUB_ID.fullmatch(model)
+        if error.exit != Exit.NOT_FOUND or match is None:
+            raise
+    except EngineError as error:
+        raise CliError(
+            f"{model} cannot be served", str(error), "llmbox search TEXT", Exit.DOES_NOT_FIT
+        ) from error
+    try:
+        facts = remote_facts(Hub.of_environment(), match["repo"], match["revision"])
+    except HubError as error:
+        raise CliError(error.what, error.why, error.fix, error.exit) from error
+    return facts, ModelRef(model, hub_cache(environ), "hub")

@@ -1,0 +1,244 @@
+"""What a repository holds at one commit, and which of its files serving needs."""
+
+import logging
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from llmbox.engine.checkpoint.json_file import parse_json
+from llmbox.engine.checkpoint.quantized_layout import MODELOPT_FILE
+from llmbox.engine.model_config.pooling import MODULES_FILE, POOLING_FILE
+
+from . import errors
+from .errors import HubError
+from .http import USER_AGENT, Web
+from .reach import require_reachable
+
+if TYPE_CHECKING:
+    from .hub_client import HfApi
+
+ENDPOINT = "https://huggingface.co"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX_LIMIT = 50_000_000
+CONFIG_LIMIT = 4_000_000
+SMALL_FILES = (
+    "config.json",
+    MODELOPT_FILE,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    MODULES_FILE,
+    POOLING_FILE,
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
+
+
+@dataclass(frozen=True, slots=True)
+class RepoFile:
+    """`etag` names the content: the sha256 of a large file, git's sha1 of a small one."""
+
+    name: str
+    size: int
+    etag: str
+
+    @property
+    def by_sha256(self) -> bool:
+        return len(self.etag) == 64
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    repo: str
+    commit: str
+    files: tuple[RepoFile, ...]
+    gated: bool
+
+    def file(self, name: str) -> RepoFile | None:
+        return next((file for file in self.files if file.name == name), None)
+
+
+class Hub:
+    """The hub that the environment names. Every method may block and raises HubError."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        token: str | None,
+        *,
+        offline: bool = False,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`note` hears what a call waits for."""
+        self.web = Web(endpoint, token)
+        self.offline = offline
+        self.note = note
+
+    @classmethod
+    def of_environment(cls, note: Callable[[str], None] = lambda _: None) -> "Hub":
+        """HF_ENDPOINT, HF_TOKEN (or the token that `hf auth login` stored) and HF_HUB_OFFLINE count."""
+        from .hub_client import get_token  # noqa: PLC0415 - 0.3 s that only downloads need
+
+        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+        return cls(os.environ.get("HF_ENDPOINT") or ENDPOINT, get_token(), offline=offline, note=note)
+
+    def require_online(self) -> None:
+        if self.offline:
+            raise errors.offline()
+        require_reachable(self.web.endpoint, self.note)
+
+    def list_files(self, repo: str, revision: str | None) -> Listing:
+        self.require_online()
+        what = repo if revision is None else f"{repo}@{revision}"
+        with asking(self.web, what):
+            info = self._api().model_info(repo, revision=revision, files_metadata=True, timeout=30)
+            if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
+                raise HubError("hub_error", f"the hub answers nonsense for {what}", "no commit id in it")
+            files = tuple(_file(item) for item in info.siblings or () if _is_wanted(item.rfilename))
+            return Listing(repo, info.sha, files, bool(info.gated))
+
+    def search(self, text: str, limit: int) -> list[Any]:
+        """Models with safetensors weights, most downloaded first, as the hub's client returns them."""
+        self.require_online()
+        with asking(self.web, "the search"):
+            found = self._api().list_models(
+                search=text,
+                filter="safetensors",
+                sort="downloads",
+                limit=limit,
+                expand=["downloads", "safetensors", "gated", "config"],
+            )
+            return list(found)
+
+    def url(self, repo: str, commit: str, file: str) -> str:
+        return f"{self.web.endpoint}/{repo}/resolve/{quote(commit, safe='')}/{quote(file)}"
+
+    def read_json(self, listing: Listing, name: str, limit: int) -> dict[str, Any] | None:
+        """A small file of the repository, None if it has none."""
+        if listing.file(name) is None:
+            return None
+        what = f"{name} of {listing.repo}"
+        data = self.web.read(self.url(listing.repo, listing.commit, name), listing.repo, limit)
+        try:
+            value = parse_json(data)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise HubError("unsupported_model", f"{what} is broken", "it holds no JSON object")
+        return value
+
+    def needed_files(self, listing: Listing) -> list[RepoFile]:
+        """Weights and what reads them; nothing else of the repository."""
+        return choose_files(listing, self.read_json(listing, INDEX, INDEX_LIMIT))
+
+    def _api(self) -> "HfApi":
+        from .hub_client import HfApi  # noqa: PLC0415 - as above
+
+        # It tells of its own tries again in words that are not ours; what comes of them is said by `asking`.
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+        headers = {"user-agent": USER_AGENT}  # their own names the Python of this box
+        return HfApi(endpoint=self.web.endpoint, token=self.web.token or False, headers=headers)
+
+
+def choose_files(listing: Listing, index: dict[str, Any] | None) -> list[RepoFile]:
+    """The single weights file if there is one, else the shards of the index: as the engine reads them."""
+    if listing.file("config.json") is None:
+        raise HubError("no_weights", f"{listing.repo} is no model", "it has no config.json")
+    if listing.file(SINGLE) is not None:
+        weights = [SINGLE]
+    elif index is not None:
+        weights = [INDEX, *shard_names(listing.repo, index)]
+    else:
+        raise no_weights(listing)
+    missing = [name for name in weights if listing.file(name) is None]
+    if missing:
+        raise HubError("no_weights", f"{listing.repo} is incomplete on the hub", f"it lacks {missing[0]}")
+    wanted = [*weights, *SMALL_FILES]
+    return [file for name in wanted if (file := listing.file(name)) is not None]
+
+
+def shard_names(repo: str, index: dict[str, Any]) -> list[str]:
+    weight_map = index.get("weight_map")
+    names = list(dict.fromkeys(weight_map.values())) if isinstance(weight_map, dict) else []
+    for name in names:
+        if not isinstance(name, str) or not _FILE.fullmatch(name) or not name.endswith(".safetensors"):
+            raise HubError(
+                "unsupported_model", f"{INDEX} of {repo} is broken", f"it names {str(name)[:100]!r}"
+            )
+    if not names:
+        raise HubError("unsupported_model", f"{INDEX} of {repo} is broken", "it has no weight_map")
+    return names
+
+
+def no_weights(listing: Listing) -> HubError:
+    names: Sequence[str] = [file.name for file in listing.files]
+    kinds = {".gguf": "GGUF", ".bin": "pickle", ".pt": "pickle", ".pth": "pickle", ".onnx": "ONNX"}
+    other = next((kind for end, kind in kinds.items() if any(name.endswith(end) for name in names)), None)
+    why = "it has no model.safetensors" + (f"; its {other} files are not served" if other else "")
+    fix = "look for a safetensors version: llmbox search TEXT"
+    if other == "GGUF":
+        fix += "; of a GGUF file that is on this disk `llmbox import` makes a model"
+    return HubError("no_weights", f"{listing.repo} has no weights that can be served", why, fix)
+
+
+class asking:  # noqa: N801 - a context manager
+    """The errors of the hub's client as ours."""
+
+    def __init__(self, web: Web, what: str) -> None:
+        self._web = web
+        self._what = what
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None or isinstance(error, HubError) or not isinstance(error, Exception):
+            return
+        raise _translated(error, self._web, self._what) from error
+
+
+def _translated(error: Exception, web: Web, what: str) -> HubError:
+    from .hub_client import errors as theirs  # noqa: PLC0415 - as above
+
+    if isinstance(error, theirs.GatedRepoError):
+        return errors.gated(what, web.token)
+    if isinstance(error, theirs.OfflineModeIsEnabled):
+        return errors.offline()
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", None)
+    if isinstance(error, theirs.RepositoryNotFoundError | theirs.RevisionNotFoundError):
+        return errors.not_found(what, web.token)
+    if isinstance(status, int):
+        headers = getattr(response, "headers", {})
+        return errors.of_status(status, headers, what, web.token)
+    if isinstance(error, theirs.HFValidationError):
+        return HubError(
+            "repo_not_found", f"{what} is not a name on the hub", str(error), "llmbox search TEXT"
+        )
+    if isinstance(error, ValueError | KeyError | TypeError):
+        return HubError("hub_error", f"the hub answers nonsense for {what}", type(error).__name__, retry=True)
+    return errors.unreachable(web.endpoint, error)  # of the HTTP library that their client uses
+
+
+def _is_wanted(name: str) -> bool:
+    return _FILE.fullmatch(name) is not None or name in SMALL_FILES
+
+
+def _file(item: Any) -> RepoFile:
+    """One entry of their listing."""
+    etag = item.lfs.sha256 if item.lfs is not None else item.blob_id
+    if not isinstance(etag, str) or not _ETAG.fullmatch(etag) or not isinstance(item.size, int):
+        raise HubError("hub_error", "the hub's listing is broken", f"{item.rfilename} has no size or hash")
+    return RepoFile(item.rfilename, item.size, etag)

@@ -1,0 +1,139 @@
+"""All that is known of one request, as far as its reader may see it."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from ..control.controller import DaemonController
+from ..errors import ApiError
+from ..gateway.request_events import LiveRequest
+from ..security.identity import Identity
+from ..services import Services
+from ..store.content import Content
+from ..store.record import RequestRecord
+from .snippets import as_curl, as_python
+
+_MORE = {
+    "off": "The prefix cache is off for this model.",
+    "prompt_logprobs": "prompt_logprobs was asked for: those come from computing the whole prompt.",
+    "pooling": "A vector of all tokens was asked for: that comes from computing all of them.",
+    "short": "The prompt has no whole block before its last token, so there was nothing to look up.",
+    "new": "No prompt that begins like this one had been computed.",
+    "namespace": "Another key, or another cache_salt, had computed the same beginning. "
+    "What one computes is never shared with another.",
+}
+_BRIEF = {
+    "off": "cache off",
+    "prompt_logprobs": "computed for prompt_logprobs",
+    "pooling": "computed for the mean",
+    "short": "too short",
+    "complete": "all found",
+    "new": "nothing like it",
+    "diverged": "went another way",
+    "evicted": "evicted",
+    "namespace": "another key's",
+}
+
+
+def prefix_note(request: RequestRecord | LiveRequest) -> str:
+    """Why the prefix cache had no more of the prompt. Empty where it was not asked."""
+    if not request.prefix_end:
+        return ""
+    ends = request.prefix_end.split(",")
+    looked_up, found = request.looked_up_tokens, request.cached_tokens
+    share = f"Of {_tokens(request.prompt_tokens)} of prompt {looked_up} were looked up, {found} found. "
+    if len(ends) > 1:
+        counts = Counter(_BRIEF.get(end, end) for end in ends)
+        each = ", ".join(f"{count} {words}" for words, count in counts.most_common())
+        return f"{share}{len(ends)} prompts: {each}."
+    return (share if looked_up else "") + _why(ends[0], request.prompt_tokens - looked_up, found)
+
+
+def _why(end: str, rest: int, found: int) -> str:
+    if end == "complete":
+        return (
+            f"It had all of them. The last {_tokens(rest)} are always computed: it holds whole blocks only, "
+            "and the answer begins with the last token's block."
+        )
+    if end == "diverged":
+        return f"The first {_tokens(found)} are shared with an earlier prompt; after them this one differs."
+    if end == "evicted":
+        where = f"What follows the first {_tokens(found)}" if found else "The beginning"
+        return f"{where} had been in the cache, and made room for others."
+    return _MORE.get(end, end)
+
+
+def content_note(record: RequestRecord, content: Content | None, days: float, *, foreign: bool) -> str:
+    """Why prompt and answer are not shown, or what of them was cut off. Empty where all is there.
+
+    `foreign`: there is content, of another key than the asker's.
+    """
+    if foreign:
+        return (
+            "Prompt and answer belong to another API key. The owner of this box reads them with "
+            "llmbox requests show on the box itself, or signed in to the panel by its link."
+        )
+    if content is not None:
+        return " ".join(
+            f"Of the {name} {kept:,} of {whole:,} bytes were kept (requests.content_bytes)."
+            for name, kept, whole in content.cut_parts()
+        )
+    if record.content == "dropped":
+        return "Prompt and answer could not be kept: the disk or the queue of the log was full."
+    if record.content == "kept":
+        return (
+            f"Prompt and answer were kept and have been erased since: after {days:g} days, by a purge, or "
+            "because the log reached its size (requests.max_bytes)."
+        )
+    if not record.fingerprint and record.error_code:
+        return "The request was refused before it reached a model; nothing of it is kept."
+    if record.key and not record.key.startswith("("):
+        return f"The key {record.key} does not let prompts and answers be kept (key add --log-content)."
+    return "Prompts and answers of callers without a key are not kept (the setting requests.log_content)."
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,} token" if count == 1 else f"{count:,} tokens"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detail:
+    """One of `in_flight` and `request` is there. The notes are sentences, or empty."""
+
+    in_flight: LiveRequest | None = None
+    request: RequestRecord | None = None
+    prefix_note: str = ""
+    content: Content | None = None
+    content_note: str = ""
+    curl: str = ""
+    python: str = ""
+
+
+async def detail_of(control: DaemonController, identity: Identity, request_id: str) -> Detail:
+    """Raises ApiError 404."""
+    services = control.services
+    live = next((each for each in services.gateway.in_flight() if each.id == request_id), None)
+    if live is not None:
+        return Detail(in_flight=live, prefix_note=prefix_note(live))
+    record, content, foreign = await logged(services, identity, request_id)
+    days = services.request_log.keep.content_days
+    return Detail(
+        request=record,
+        prefix_note=prefix_note(record),
+        content=content,
+        content_note=content_note(record, content, days, foreign=foreign),
+        curl=as_curl(control.running.url, record, content),
+        python=as_python(control.running.url, record, content),
+    )
+
+
+async def logged(
+    services: Services, identity: Identity, request_id: str
+) -> tuple[RequestRecord, Content | None, bool]:
+    """(record, what of its content this reader may see, whether there is more). Raises ApiError 404."""
+    found = await services.request_log.get_with_content(request_id)
+    if found is None:
+        raise ApiError(404, f"No request {request_id!r} is known.", "request_not_found", "request_id")
+    record, content = found
+    if content is None or services.security.may_read(identity, content.owner):
+        return record, content, False
+    return record, None, True

@@ -1,0 +1,1 @@
+"""Parts of a daemon's life: one instance, background tasks, drain."""

@@ -1,0 +1,95 @@
+"""The daemon's log: one JSON object a line, rotated, 0600; in the foreground also readable lines on stderr.
+
+A background daemon's stdout and stderr lead into the same file, so that a library's crash is found there.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Any
+
+from ..config.schema import LogSettings
+
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+QUIET = ("uvicorn", "uvicorn.access", "litestar", "httpcore", "httpx", "alembic", "sqlalchemy", "asyncio")
+
+
+class JsonLines(logging.Formatter):
+    """json.dumps escapes control characters: a line of the file is one record, whatever was in the data."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "component": component(record.name),
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["trace"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+class Readable(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        text = (
+            record.getMessage().encode("unicode_escape").decode() if "\x1b" in record.getMessage() else None
+        )
+        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
+        line = (
+            f"{stamp} {record.levelname.lower():7} {component(record.name):8} {text or record.getMessage()}"
+        )
+        return line + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
+
+
+class LogFile(RotatingFileHandler):
+    """`owns_stdio`: after a rotation stdout and stderr follow to the new file."""
+
+    def __init__(self, path: Path, settings: LogSettings, *, owns_stdio: bool) -> None:
+        self._owns_stdio = owns_stdio
+        super().__init__(
+            path, maxBytes=settings.file_bytes, backupCount=settings.files, encoding="utf-8", errors="replace"
+        )
+        self._take_stdio()
+
+    def doRollover(self) -> None:  # noqa: N802 - the base class's name
+        super().doRollover()
+        self._take_stdio()
+
+    def _take_stdio(self) -> None:
+        if self._owns_stdio and self.stream is not None:
+            os.dup2(self.stream.fileno(), 1)
+            os.dup2(self.stream.fileno(), 2)
+
+
+def component(logger: str) -> str:
+    """`llmbox.app.engines.supervisor` is `engines`; a library is its own name."""
+    parts = logger.split(".")
+    if parts[0] != "llmbox":
+        return parts[0]
+    inner = parts[2:] if parts[1:2] == ["app"] else parts[1:]
+    return inner[0] if inner else "daemon"
+
+
+def set_up(path: Path, settings: LogSettings, *, background: bool) -> None:
+    root = logging.getLogger()
+    root.handlers.clear()
+    file = LogFile(path, settings, owns_stdio=background)
+    file.setFormatter(JsonLines())
+    root.addHandler(file)
+    if not background:
+        stderr = logging.StreamHandler(sys.stderr)
+        stderr.setFormatter(Readable())
+        root.addHandler(stderr)
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.captureWarnings(capture=True)
+    logging.raiseExceptions = False  # a full disk must not print a traceback for every line
+    set_level(settings)
+
+
+def set_level(settings: LogSettings) -> None:
+    logging.getLogger().setLevel(LEVELS[settings.level])

@@ -1,0 +1,39 @@
+"""Setting an alias, whoever asks: the command line or the panel."""
+
+from collections.abc import Mapping, Sequence
+
+from ..errors import CliError, Exit
+from .catalog import ModelRef, check_name, resolve
+from .registry import Alias, Registry, parse_parameters
+
+
+def set_alias(
+    registry: Registry,
+    environ: Mapping[str, str],
+    name: str,
+    ref: str,
+    parameters: Sequence[str],
+    memory: Mapping[str, ModelRef] | None = None,
+) -> Alias:
+    """Let `name` stand for the model `ref`; `parameters` are `k=v`, `memory` as for `resolve`.
+
+    Raises CliError for what cannot be.
+    """
+    names = registry.read()
+    check_name(name)
+    if ref in names.aliases:
+        raise CliError(
+            f"{ref} is an alias itself",
+            f"it stands for {names.aliases[ref].model}",
+            f"llmbox alias set {name} {names.aliases[ref].model}",
+            Exit.USAGE,
+        )
+    target = resolve(ref, environ, names, memory)
+    holder = (memory or {}).get(name)
+    if name == "builtin" or name in names.directories or (holder is not None and holder.path != target.path):
+        raise CliError(f"{name} is a model's name", "an alias would hide it", "choose another", Exit.CONFLICT)
+    # A directory's name is forgotten with the load, unless it was adopted.
+    known = target.name if target.name in names.directories else target.ref
+    alias = Alias(known, parse_parameters(list(parameters)))
+    registry.set_alias(name, alias)
+    return alias

@@ -1,0 +1,338 @@
+"""Which models are on this disk, and what a name given by a user means.
+
+`builtin`              the demo model inside the package
+an alias               whatever it stands for; an adopted folder's name: that folder (`registry`)
+a directory            served under its folder's name
+`org/name[@revision]`  a snapshot in the Hugging Face cache or in an adopted one, laid out as huggingface_hub
+                       does (importing that library takes 0.3 s: the few lines that read it are ours)
+
+Nothing is downloaded here. Names follow closed patterns and every path is resolved and checked to stay inside
+its folder: a name never leads anywhere else.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from llmbox.engine.checkpoint.json_file import parse_json
+from llmbox.engine.checkpoint.regular_file import read_regular
+from llmbox.engine.gguf.reader import is_gguf
+
+from ..errors import CliError, Exit
+from ..util.suggest import did_you_mean
+from .registry import NameLookup
+
+Source = Literal["builtin", "directory", "hub"]
+
+BUILTIN = "builtin"
+BUILTIN_DIR = Path(__file__).parents[1] / "assets" / "builtin"
+CONFIG_LIMIT = 4_000_000
+"""Bytes of a config.json that we are willing to parse; real ones have a few thousand."""
+
+WEIGHT_SUFFIXES = (".gguf", ".safetensors")
+
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
+HUB_ID = re.compile(
+    rf"(?P<repo>{_PART}/{_PART})(?<!\.git)(?:@(?P<revision>[A-Za-z0-9][A-Za-z0-9_./-]{{0,199}}))?"
+)
+NAME = re.compile(rf"{_PART}(?:/{_PART})?(?:@[A-Za-z0-9][A-Za-z0-9_./-]{{0,199}})?")
+"""The hub has no repository whose name ends in .git."""
+_CLONE_URL = re.compile(
+    r"(?:(?:https?://|git@)?[\w.-]+\.\w+[/:])?(?P<id>[^/@:]+/[^/@:]+?)(?:\.git)?/?(?P<revision>@.+)?"
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRef:
+    """A model on disk. `name` is what clients call it; `ref` finds it again from any working directory."""
+
+    name: str
+    path: Path
+    source: Source
+    revision: str | None = None
+    registered: bool = False
+    """A directory that the daemon finds by this name: it was adopted, or is in memory."""
+
+    @property
+    def ref(self) -> str:
+        return str(self.path) if self.source == "directory" else self.name
+
+    @property
+    def load_ref(self) -> str:
+        """Argument of a load that serves it under `name`."""
+        return self.name if self.registered else self.ref
+
+    def is_target(self, text: str) -> bool:
+        """Whether an alias of `text` stands for this model."""
+        return text in {self.name, str(self.path)}
+
+
+@dataclass(frozen=True, slots=True)
+class DiskModel:
+    ref: ModelRef
+    size: int
+    modified: float
+    architecture: str | None
+    servable: bool
+    """Has a config and safetensors; whether the architecture is supported is the engine's to say."""
+
+
+def resolve(
+    text: str,
+    environ: Mapping[str, str],
+    names: NameLookup | None = None,
+    memory: Mapping[str, ModelRef] | None = None,
+) -> ModelRef:
+    """The model that a user's word stands for. `memory`: models in memory by each of their names, which come
+    first, as for requests.
+
+    Raises CliError: exit 2 for a name that cannot be one, exit 4 for what is not on disk.
+    """
+    if memory and (served_now := memory.get(text)) is not None:
+        return served_now
+    names = names or NameLookup()
+    if (alias := names.aliases.get(text)) is not None:
+        text = alias.model
+    if text == BUILTIN:
+        return _builtin()
+    if (place := names.directories.get(text)) is not None:
+        return ModelRef(text, directory(Path(place)).path, "directory", registered=True)
+    if (
+        text.startswith(("/", "./", "../", "~"))
+        or text in {".", ".."}
+        or Path(text, "config.json").is_file()
+        or (text.lower().endswith(WEIGHT_SUFFIXES) and Path(text).exists())
+    ):
+        return directory(Path(text))
+    match = HUB_ID.fullmatch(text)
+    if match is None or ".." in text or "--" in text:
+        raise CliError(
+            f"{text!r} does not name a model",
+            "a name is builtin, a directory, or org/name[@revision]",
+            f"{likely_id(text) or did_you_mean(text, _all_names(environ, names, memory))}"
+            "see what is on disk: llmbox ls",
+            Exit.USAGE if "/" in text else Exit.NOT_FOUND,
+        )
+    caches = [hub_cache(environ), *map(Path, names.caches)]
+    try:
+        return _in_caches(text, match["repo"], match["revision"], caches)
+    except CliError as error:
+        if error.exit == Exit.NOT_FOUND:
+            error.fix = did_you_mean(match["repo"], _all_names(environ, names, memory)) + error.fix
+        raise
+
+
+def _all_names(
+    environ: Mapping[str, str], names: NameLookup, memory: Mapping[str, ModelRef] | None
+) -> set[str]:
+    """What could have been meant: folders are listed, not read."""
+    caches = [hub_cache(environ), *map(Path, names.caches)]
+    repos = (repo.name for cache in caches if cache.is_dir() for repo in cache.glob("models--*--*"))
+    fetched = {repo.removeprefix("models--").replace("--", "/", 1) for repo in repos}
+    return {BUILTIN, *names.aliases, *names.directories, *(memory or ()), *fetched}
+
+
+def likely_id(text: str) -> str:
+    """`"did you mean org/name? "` for the address of a repository; otherwise nothing."""
+    match = _CLONE_URL.fullmatch(text[:400])
+    wanted = match["id"] + (match["revision"] or "") if match else ""
+    return f"did you mean {wanted}? " if wanted != text and HUB_ID.fullmatch(wanted) else ""
+
+
+def served(name: str, environ: Mapping[str, str], names: NameLookup) -> ModelRef | None:
+    """What a client of the API may name: no paths. None for what is not on this disk."""
+    try:
+        if name in names.aliases or name in names.directories or name == BUILTIN:
+            return resolve(name, environ, names)
+        match = HUB_ID.fullmatch(name)
+        if match is None or ".." in name or "--" in name:
+            return None
+        caches = [hub_cache(environ), *map(Path, names.caches)]
+        return _in_caches(name, match["repo"], match["revision"], caches)
+    except (CliError, OSError):
+        return None
+
+
+def in_memory(name: str, path: Path) -> ModelRef:
+    """A model that the daemon serves as `name`."""
+    if path == BUILTIN_DIR:
+        return ModelRef(name, path, "builtin")
+    if path.parent.name == "snapshots" and HUB_ID.fullmatch(name) and _COMMIT.fullmatch(path.name):
+        return ModelRef(name, path, "hub", path.name)
+    return ModelRef(name, path, "directory", registered=True)
+
+
+def _in_caches(name: str, repo: str, revision: str | None, caches: list[Path]) -> ModelRef:
+    first: CliError | None = None
+    for cache in caches:
+        try:
+            return _snapshot(name, repo, revision, cache)
+        except CliError as error:
+            first = first or error
+            if error.exit != Exit.NOT_FOUND:
+                raise
+    assert first is not None
+    raise first
+
+
+def directory(path: Path) -> ModelRef:
+    folder = path.expanduser().resolve()
+    if not folder.exists():
+        raise CliError(f"no directory {folder}", "it does not exist", "llmbox ls", Exit.NOT_FOUND)
+    if not folder.is_dir():
+        raise not_a_folder(folder)
+    config = folder / "config.json"
+    if not config.is_file():
+        raise CliError(
+            f"{folder} holds no model",
+            "config.json is no regular file" if config.exists() else "config.json is missing",
+            "name a directory in Hugging Face layout: config.json, *.safetensors, tokenizer.json",
+            Exit.NOT_FOUND,
+        )
+    return ModelRef(folder.name, folder, "directory")
+
+
+def not_a_folder(file: Path) -> CliError:
+    if file.suffix.lower() == ".gguf" or is_gguf(file):
+        return CliError(
+            f"{file} is a GGUF file",
+            "models are served from folders with safetensors; of a GGUF file `llmbox import` makes one, once",
+            f"llmbox import {shlex.quote(str(file))}, then use the name that it says",
+            Exit.USAGE,
+        )
+    return CliError(
+        f"{file} is no directory",
+        "a model is a folder with config.json, *.safetensors and tokenizer.json",
+        f"name the folder: {shlex.quote(str(file.parent))}",
+        Exit.USAGE,
+    )
+
+
+def check_name(name: str) -> str:
+    """A name that models may be served under."""
+    if not NAME.fullmatch(name) or ".." in name:
+        raise CliError(
+            f"{name!r} cannot be a model's name",
+            "names have letters, digits and . _ -, with at most one /",
+            "give it another: --alias NAME",
+            Exit.USAGE,
+        )
+    return name
+
+
+def hub_cache(environ: Mapping[str, str]) -> Path:
+    """The folder of huggingface_hub's cache, by the same variables in the same order."""
+    if explicit := environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(explicit).expanduser()
+    if home := environ.get("HF_HOME"):
+        return Path(home).expanduser() / "hub"
+    cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "huggingface" / "hub"
+
+
+def on_disk(environ: Mapping[str, str], names: NameLookup | None = None) -> list[DiskModel]:
+    """The built-in model, the Hugging Face cache by name, then what was adopted."""
+    names = names or NameLookup()
+    found = [describe(_builtin())] if BUILTIN_DIR.is_dir() else []
+    for cache in [hub_cache(environ), *map(Path, names.caches)]:
+        known = {model.ref.name for model in found}
+        found += [model for model in _in_cache(cache) if model.ref.name not in known]
+    for name, place in sorted(names.directories.items()):
+        try:
+            found.append(describe(ModelRef(name, directory(Path(place)).path, "directory", registered=True)))
+        except (CliError, OSError):
+            continue  # moved away, or a disk that is not mounted
+    return found
+
+
+def _in_cache(cache: Path) -> list[DiskModel]:
+    found = []
+    repos = sorted(cache.glob("models--*--*")) if cache.is_dir() else []
+    for repo in repos:
+        name = repo.name.removeprefix("models--").replace("--", "/", 1)
+        if HUB_ID.fullmatch(name) is None:
+            continue
+        try:
+            found.append(describe(_snapshot(name, name, None, cache)))
+        except (CliError, OSError):
+            continue  # a repository without the main snapshot: nothing that could be served by its bare name
+    return found
+
+
+def describe(ref: ModelRef) -> DiskModel:
+    files = [path for path in ref.path.rglob("*") if path.is_file()]
+    config = read_config(ref.path)
+    names = config.get("architectures")
+    architecture = names[0] if isinstance(names, list) and names else config.get("model_type")
+    return DiskModel(
+        ref,
+        sum(path.stat().st_size for path in files),
+        max((path.stat().st_mtime for path in files), default=0.0),
+        architecture if isinstance(architecture, str) else None,
+        bool(config) and any(path.suffix == ".safetensors" for path in files),
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json for display; empty when it is absent or broken (loading says what is wrong)."""
+    path = folder / "config.json"
+    try:
+        data = parse_json(read_regular(path, CONFIG_LIMIT))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _builtin() -> ModelRef:
+    if not (BUILTIN_DIR / "config.json").is_file():
+        raise CliError(
+            "the built-in model is missing",
+            f"{BUILTIN_DIR} has no config.json",
+            "install llmbox again",
+            Exit.NOT_FOUND,
+        )
+    return ModelRef(BUILTIN, BUILTIN_DIR, "builtin")
+
+
+def _snapshot(name: str, repo: str, revision: str | None, cache: Path) -> ModelRef:
+    folder = cache / f"models--{repo.replace('/', '--')}"
+    commit = commit_of(folder, revision)
+    path = folder / "snapshots" / commit if commit else None
+    if path is None or not path.is_dir():
+        raise CliError(
+            f"{name} is not on this disk",
+            f"not in the Hugging Face cache {cache}",
+            f"get it first: llmbox pull {repo}" + (f"@{revision}" if revision else ""),
+            Exit.NOT_FOUND,
+        )
+    for file in _files_leaving(path, folder.resolve()):
+        raise CliError(
+            f"{name} is not safe to read",
+            f"{file} links to a place outside of {folder}",
+            "delete that repository from the cache and download it again",
+            Exit.INTEGRITY,
+        )
+    return ModelRef(name, path.resolve(), "hub", commit)
+
+
+def commit_of(folder: Path, revision: str | None) -> str | None:
+    """The commit that a branch, a tag or a commit id stands for in the cache."""
+    if revision is not None and _COMMIT.fullmatch(revision):
+        return revision
+    reference = folder / "refs" / (revision or "main")
+    if not reference.resolve().is_relative_to((folder / "refs").resolve()):
+        return None
+    try:
+        text = read_regular(reference, 4096).decode("ascii").strip()
+    except (OSError, ValueError):
+        return None
+    return text if _COMMIT.fullmatch(text) else None
+
+
+def _files_leaving(snapshot: Path, repo: Path) -> Iterator[Path]:
+    """Files whose link ends outside of the repository's own folder."""
+    return (path for path in snapshot.rglob("*") if not path.resolve().is_relative_to(repo))

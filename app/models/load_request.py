@@ -1,0 +1,105 @@
+"""A model that cannot be loaded, told the same way by `serve`, `up`, `load` and `run`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmbox.engine.config import EngineConfig
+
+from ..config.schema import ModelSettings, Scalar
+from ..errors import CliError, Exit
+from .catalog import ModelRef, check_name
+
+
+def load_error(model: str, cause: str, code: str | None, log_file: str) -> CliError:
+    """`code` is the engine's word for it, such as `bad_model`."""
+    if code == "does_not_fit":
+        fix = "--quant auto, a smaller --ctx or --max-running, or a larger --memory"
+        exit_code = Exit.DOES_NOT_FIT
+    else:
+        fix, exit_code = "mend what is said above, then load it again", Exit.FAILED
+    return CliError(f"cannot load {model}", cause, fix, exit_code, log_file)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    """`options` are settings of this model alone, by full key (`model.ctx`)."""
+
+    ref: ModelRef
+    alias: str | None = None
+    options: Mapping[str, Scalar] = field(default_factory=dict)
+
+    @property
+    def served_name(self) -> str:
+        """The alias replaces the folder's name where the directory has none that others know."""
+        renamed = self.alias is not None and self.ref.source == "directory" and not self.ref.registered
+        return self.alias if renamed and self.alias else self.ref.name
+
+    @property
+    def extra_alias(self) -> str | None:
+        return None if self.alias == self.served_name else self.alias
+
+    def body(self) -> dict[str, Any]:
+        """As the admin API takes it."""
+        return {"model": self.ref.load_ref, "alias": self.alias, "options": self.short_options}
+
+    @property
+    def short_options(self) -> dict[str, Scalar]:
+        return {name.partition(".")[2]: value for name, value in self.options.items()}
+
+    def config(self, defaults: ModelSettings) -> EngineConfig:
+        def value(key: str) -> Any:
+            return self.options.get(f"model.{key}", getattr(defaults, key))
+
+        memory = value("memory")
+        return EngineConfig(
+            model_path=str(self.ref.path),
+            name=check_name(self.served_name),
+            device=value("device"),
+            dtype=value("dtype"),
+            kv_dtype=value("kv_dtype"),
+            quant=value("quant"),
+            context=value("ctx"),
+            max_running=value("max_running"),
+            token_budget=value("token_budget"),
+            memory_bytes=None if memory is None else int(memory * 1e9),
+            kv_tokens=value("kv_tokens"),
+            threads=value("threads"),
+            tp=value("tp"),
+            pp=value("pp"),
+            batching=value("batching"),
+            premium_share=value("premium_share"),
+            prefix_cache=value("prefix_cache"),
+            chunked_prefill=value("chunked_prefill"),
+            speculate=value("speculate"),
+            deterministic=value("deterministic"),
+            overlap=None if value("overlap") else False,
+            cuda_graphs=value("cuda_graphs"),
+        )
+
+
+def options_of(config: EngineConfig) -> dict[str, Scalar]:
+    """The model settings that a configuration came from, by short key: what `up` compares its flags with."""
+    memory = config.memory_bytes
+    return {
+        "device": config.device,
+        "dtype": config.dtype,
+        "kv_dtype": config.kv_dtype,
+        "quant": config.quant,
+        "ctx": config.context,
+        "max_running": config.max_running,
+        "token_budget": config.token_budget,
+        "memory": None if memory is None else memory / 1e9,
+        "kv_tokens": config.kv_tokens,
+        "threads": config.threads,
+        "tp": config.tp,
+        "pp": config.pp,
+        "batching": config.batching,
+        "premium_share": config.premium_share,
+        "prefix_cache": config.prefix_cache,
+        "chunked_prefill": config.chunked_prefill,
+        "speculate": config.speculate,
+        "deterministic": config.deterministic,
+        "overlap": config.overlap is not False,
+        "cuda_graphs": config.cuda_graphs,
+    }

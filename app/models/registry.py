@@ -1,0 +1,205 @@
+"""Names that the user gave: aliases with their parameters, and models adopted where they are.
+
+One JSON file in the data folder, written by the command line and by the daemon, in one move and under a
+lock. Readers look at the file's stamp first, so a change counts at once and without a reload.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import CliError, Exit
+from ..util.atomic_file import locked
+from ..util.suggest import did_you_mean
+
+log = logging.getLogger("llmbox.daemon")
+
+SYSTEM_LIMIT = 32_000
+"""Characters of an alias's system prompt."""
+
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (1e-9, 1),
+    "top_k": (0, 1 << 30),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-9, 2),
+    "ctx": (16, 1 << 26),
+}
+"""Parameters that an alias may carry besides `system`."""
+_WHOLE = {"top_k", "ctx"}
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """Another name of `model`. The parameters count where a request leaves them open; `ctx` bounds it."""
+
+    model: str
+    parameters: Mapping[str, float | int | str] = field(default_factory=dict)
+
+    @property
+    def context(self) -> int | None:
+        value = self.parameters.get("ctx")
+        return int(value) if value is not None else None
+
+    @property
+    def system(self) -> str | None:
+        value = self.parameters.get("system")
+        return str(value) if value is not None else None
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        return {k: float(v) for k, v in self.parameters.items() if k in RANGES and k != "ctx"}
+
+
+@dataclass(frozen=True, slots=True)
+class NameLookup:
+    aliases: Mapping[str, Alias] = field(default_factory=dict)
+    caches: tuple[str, ...] = ()
+    """Further Hugging Face caches."""
+    directories: Mapping[str, str] = field(default_factory=dict)
+    """Model folders by the name they are served under."""
+
+
+class Registry:
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._stamp: tuple[int, int, int] | None = None
+        self._names = NameLookup()
+        self._complained = False
+
+    def read(self) -> NameLookup:
+        """As the file is now; empty without one. Raises CliError when it is broken."""
+        try:
+            status = self._file.stat()
+        except FileNotFoundError:
+            self._stamp, self._names = None, NameLookup()
+            return self._names
+        stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+        if stamp != self._stamp:
+            self._names = _parse(self._file)
+            self._stamp = stamp
+        return self._names
+
+    def read_or_nothing(self) -> NameLookup:
+        """For requests, which a broken file must not fail; the log says what is wrong with it, once."""
+        try:
+            names = self.read()
+        except CliError as error:
+            if not self._complained:
+                log.error("%s: %s; %s", error.what, error.why, error.fix)  # noqa: TRY400
+            self._complained = True
+            return NameLookup()
+        self._complained = False
+        return names
+
+    def change(self, edit: Callable[[NameLookup], NameLookup]) -> NameLookup:
+        """Reads, edits and writes while nobody else can."""
+        self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with locked(self._file.with_suffix(".lock")):
+            names = edit(self.read())
+            fresh = self._file.with_suffix(".new")
+            try:
+                fresh.write_text(json.dumps({"schema": 1, **asdict(names)}, indent=1) + "\n")
+                fresh.replace(self._file)
+            except OSError as error:
+                fresh.unlink(missing_ok=True)
+                raise CliError(
+                    f"cannot write {self._file}", error.strerror or str(error), "free some space, then again"
+                ) from error
+        return names
+
+    def set_alias(self, name: str, alias: Alias) -> None:
+        self.change(lambda names: replace(names, aliases={**names.aliases, name: alias}))
+
+    def remove_alias(self, name: str) -> None:
+        def edit(names: NameLookup) -> NameLookup:
+            if name not in names.aliases:
+                hint = did_you_mean(name, names.aliases)
+                raise CliError(
+                    f"no alias {name}", "it is not in the list", f"{hint}llmbox alias ls", Exit.NOT_FOUND
+                )
+            return replace(names, aliases={k: v for k, v in names.aliases.items() if k != name})
+
+        self.change(edit)
+
+    def adopt_cache(self, folder: Path) -> None:
+        def edit(names: NameLookup) -> NameLookup:
+            return replace(names, caches=tuple(dict.fromkeys((*names.caches, str(folder)))))
+
+        self.change(edit)
+
+    def adopt_directory(self, name: str, folder: Path) -> None:
+        def edit(names: NameLookup) -> NameLookup:
+            taken = names.directories.get(name)
+            if taken is not None and taken != str(folder):
+                raise CliError(
+                    f"the name {name} is taken",
+                    f"it stands for {taken}",
+                    f"llmbox rm {name}, which forgets that one and deletes nothing, then again",
+                    Exit.CONFLICT,
+                )
+            return replace(names, directories={**names.directories, name: str(folder)})
+
+        self.change(edit)
+
+    def forget_directory(self, name: str) -> None:
+        def edit(names: NameLookup) -> NameLookup:
+            return replace(names, directories={k: v for k, v in names.directories.items() if k != name})
+
+        self.change(edit)
+
+
+def parse_parameters(texts: list[str]) -> dict[str, float | int | str]:
+    """From `k=v` words. Raises CliError (exit 2) naming the word and the range."""
+    found: dict[str, float | int | str] = {}
+    for text in texts:
+        key, sign, value = text.partition("=")
+        key = {"context": "ctx"}.get(key, key.replace("-", "_"))
+        if not sign:
+            raise _bad(text, "a parameter is written k=v")
+        found[key] = check_parameter(key, value)
+    return found
+
+
+def check_parameter(key: str, value: object) -> float | int | str:
+    if key == "system":
+        if not isinstance(value, str) or not 0 < len(value) <= SYSTEM_LIMIT:
+            raise _bad(key, f"a system prompt is a text of at most {SYSTEM_LIMIT} characters")
+        return value
+    if key not in RANGES:
+        raise _bad(key, f"an alias takes {', '.join([*RANGES, 'system'])}")
+    low, high = RANGES[key]
+    try:
+        number = float(value) if isinstance(value, str | int | float) else float("nan")
+    except ValueError:
+        number = float("nan")
+    if not low <= number <= high or (key in _WHOLE and number != int(number)):
+        kind = "a whole number" if key in _WHOLE else "a number"
+        raise _bad(f"{key}={value}", f"{key} is {kind} from {low:g} to {high:g}")
+    return int(number) if key in _WHOLE else number
+
+
+def _bad(word: str, why: str) -> CliError:
+    return CliError(f"{word[:100]!r} is no parameter of an alias", why, "llmbox alias set --help", Exit.USAGE)
+
+
+def _parse(file: Path) -> NameLookup:
+    try:
+        data: dict[str, Any] = json.loads(file.read_bytes())
+        aliases = {
+            str(name): Alias(
+                str(value["model"]), {k: check_parameter(k, v) for k, v in value["parameters"].items()}
+            )
+            for name, value in data["aliases"].items()
+        }
+        directories = {str(name): str(path) for name, path in data["directories"].items()}
+        return NameLookup(aliases, tuple(map(str, data["caches"])), directories)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, CliError) as error:
+        raise CliError(
+            f"{file} is broken",
+            f"{type(error).__name__}: {error}",
+            "mend it, or move it away: aliases and adopted folders are then to be set again",
+        ) from None

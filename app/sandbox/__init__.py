@@ -1,0 +1,1 @@
+"""Worker processes with limits, for templates and grammars that repositories and callers bring."""

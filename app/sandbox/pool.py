@@ -1,0 +1,233 @@
+"""The daemon's side of workers: few processes, made on demand, killed when they misbehave.
+
+A worker that the CPU alarm ended, or that burnt its time, met a job that is too expensive: an error.
+One that died or stopped for another reason is replaced and the job tried once more, all within 2 s.
+
+Seconds are counted in ticks in which the worker could have gone on: one that waits for a core that others
+have, or stood still with the whole machine, is not to blame (the processor time of a job is bounded anyway).
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Coroutine
+from typing import Any
+
+from llmbox.engine.hardware.proc import read_state
+
+from ..errors import ApiError
+
+ATTEMPT_SECONDS = 1.2
+TOTAL_SECONDS = 2.0
+START_SECONDS = 10.0
+"""For a new worker to come up: a tenth of a second, but not on a machine that is short of processors."""
+LONGEST_SECONDS = 60.0
+"""For anything, also where others have every core."""
+MUCH_CPU = 0.1
+"""Ordinary jobs take some milliseconds."""
+MOST_WAITING = 2048
+"""Jobs that wait for a worker; one more is refused."""
+WAIT_SECONDS = 30.0
+"""For a worker to become free."""
+_TICK = 0.1
+_TOO_EXPENSIVE = "it takes more than 1 s of computing"
+
+
+class WorkerPool:
+    """Owned by one event loop. `close` leaves no process behind."""
+
+    def __init__(self, module: str, size: int) -> None:
+        """`module`: under `llmbox.app.sandbox`, run as a program (`worker.py`)."""
+        self._module = module
+        self._slots = asyncio.Semaphore(size)
+        self._idle: list[Process] = []
+        self._busy: set[Process] = set()
+        self._waiting = 0
+
+    async def answer(self, job: bytes) -> dict[str, str]:
+        """The worker's answer, with `error` where it has none. Raises ApiError 503 where no worker lasts or
+        becomes free in time.
+        """
+        await self._wait_for_slot()
+        try:
+            for seconds in (ATTEMPT_SECONDS, TOTAL_SECONDS - ATTEMPT_SECONDS):
+                reply = await self._try(job, seconds)
+                if reply is not None:
+                    return reply
+        finally:
+            self._slots.release()
+        raise _no_worker()
+
+    async def _wait_for_slot(self) -> None:
+        if self._waiting >= MOST_WAITING:
+            raise workers_busy()
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(WAIT_SECONDS):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise workers_busy() from None
+        finally:
+            self._waiting -= 1
+
+    async def close(self) -> None:
+        for worker in [*self._idle, *self._busy]:
+            await _end(worker)
+        self._idle.clear()
+
+    async def _worker(self) -> Process:
+        if self._idle:
+            return self._idle.pop()
+        try:
+            return await _start(self._module)
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            raise _no_worker() from None
+
+    async def _try(self, job: bytes, seconds: float) -> dict[str, str] | None:
+        """None: the worker is gone, for no fault of the job."""
+        worker = await self._worker()
+        self._busy.add(worker)
+        used = _cpu_seconds(worker.pid)
+        reply: dict[str, str] | None = None
+        expensive = False
+        try:
+            reply = await _within(seconds, worker, _exchange(worker, job))
+        except TimeoutError:
+            expensive = _cpu_seconds(worker.pid) - used > MUCH_CPU
+        except (OSError, asyncio.IncompleteReadError):
+            expensive = await worker.wait() == -signal.SIGPROF
+        finally:
+            self._busy.discard(worker)
+            if reply is None:
+                await _end(worker)
+        if reply is not None:
+            self._idle.append(worker)
+        return {"error": _TOO_EXPENSIVE} if expensive else reply
+
+
+async def _start(module: str) -> Process:
+    worker = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-m", f"llmbox.app.sandbox.{module}",
+        stdin=PIPE, stdout=PIPE, stderr=asyncio.subprocess.DEVNULL,
+        env={name: os.environ[name] for name in ("PATH", "PYTHONPATH", "TZ", "LANG") if name in os.environ},
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        await _within(START_SECONDS, worker, _read(worker))
+    except BaseException:
+        await _end(worker)
+        raise
+    return worker
+
+
+async def _within(seconds: float, worker: Process, work: Coroutine[Any, Any, Any]) -> Any:
+    """What `work` gives. Raises TimeoutError once the worker had that long and could have gone on."""
+    task = asyncio.ensure_future(work)
+    left, ticks = round(seconds / _TICK), round(LONGEST_SECONDS / _TICK)
+    try:
+        while left > 0 and ticks > 0:
+            done, _ = await asyncio.wait({task}, timeout=_TICK)
+            if done:
+                return task.result()
+            ticks -= 1
+            left -= 0 if _waits_for_core(worker.pid) else 1
+        raise TimeoutError
+    finally:
+        task.cancel()
+
+
+async def _exchange(worker: Process, job: bytes) -> dict[str, str]:
+    assert worker.stdin is not None
+    worker.stdin.write(len(job).to_bytes(4, "little") + job)
+    await worker.stdin.drain()
+    reply: dict[str, str] = await _read(worker)
+    return reply
+
+
+async def _read(worker: Process) -> Any:
+    assert worker.stdout is not None
+    size = int.from_bytes(await worker.stdout.readexactly(4), "little")
+    return json.loads(await worker.stdout.readexactly(size))
+
+
+async def _end(worker: Process) -> None:
+    if worker.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            worker.kill()
+        await worker.wait()
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far."""
+    state = read_state(pid)
+    return 0.0 if state is None else state.seconds
+
+
+def _waits_for_core(pid: int) -> bool:
+    """It would run, or does: then its CPU alarm ends it."""
+    state = read_state(pid)
+    return state is not None and state.letter == "R"
+
+
+def _no_worker() -> ApiError:
+    return _unavailable("its worker stopped. Try again.", "worker_failed", 1)
+
+
+def workers_busy() -> ApiError:
+    return _unavailable("too many others wait for the same workers. Try again later.", "workers_busy", 5)
+
+
+def _unavailable(why: str, code: str, retry_after: int) -> ApiError:
+    return ApiError(
+        503,
+        f"The request could not be prepared: {why}",
+        code=code,
+        type="server_error",
+        headers={"Retry-After": str(retry_after)},
+    )
+
+
+def job(template: str, variables: dict[str, Any]) -> bytes:
+    return json.dumps({"template": template, "variables": variables}).encode()
+
+
+class TemplatePool(WorkerPool):
+    def __init__(self, size: int = 2) -> None:
+        super().__init__("template_worker", size)
+
+    async def render(self, job: bytes) -> str:
+        """The text of a `job`. Raises ApiError 400 where the template refuses, fails or takes too much."""
+        reply = await self.answer(job)
+        if "error" in reply:
+            raise _refused(reply["error"])
+        return reply["text"]
+
+
+def _refused(reason: str) -> ApiError:
+    return ApiError(
+        400,
+        f"The model's chat template refused these messages: {reason}",
+        code="chat_template_error",
+        param="messages",
+    )
+
+
+class GrammarPool(WorkerPool):
+    def __init__(self, size: int = 1) -> None:
+        super().__init__("grammar_worker", size)
+
+    async def compiled(self, grammars: list[dict[str, Any]], param: str) -> str:
+        """For `SamplingParams.grammar`. Raises ApiError 400 with `param` for what nothing can follow, or
+        what takes too much.
+        """
+        reply = await self.answer(json.dumps({"grammars": grammars}).encode())
+        if "error" in reply:
+            why = " ".join(reply["error"].split())
+            raise ApiError(
+                400, f"No answer can be made to follow '{param}': {why}", code="invalid_grammar", param=param
+            )
+        return reply["grammar"]

@@ -1,0 +1,55 @@
+"""Tokenizes in a process of its own: `python -P -m llmbox.app.sandbox.tokenizer_worker FILE SECONDS MEMORY`.
+
+The steps of a tokenizer.json may double a text again and again or never end, so the process lives under
+limits and the daemon may kill it at any moment (`worker.py`). Loading the file is bounded in the same way.
+
+job:    {"text": str, "special": bool} or {"text": str, "markers": [start, end, tail]}
+answer: {"ids": [...]} or {"error": str}
+"""
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from llmbox.engine.checkpoint.json_file import MAX_BYTES
+from llmbox.engine.checkpoint.regular_file import read_regular
+
+from ..text.text_encoder import SpecialTokenMarkers, TextEncoder, TokenizeError, load_tokenizer
+from .worker import Answer, run_worker
+
+TOKENS_BESIDE = 65_536
+"""Tokens of a text, beside one for each byte of a character."""
+
+
+def make_answer(path: Path, load_seconds: float) -> Answer:
+    """The tokenizer is loaded before the first job."""
+    signal.setitimer(signal.ITIMER_PROF, load_seconds)
+    try:
+        encoder, problem = TextEncoder(load_tokenizer(read_regular(path, MAX_BYTES))), ""
+    except (OSError, ValueError, TokenizeError, MemoryError) as error:
+        encoder, problem = None, f"{error}" or type(error).__name__
+    signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def answer(message: dict[str, Any]) -> dict[str, Any]:
+        if encoder is None:
+            return {"error": problem}
+        try:
+            if "markers" in message:
+                markers = SpecialTokenMarkers(*message["markers"])
+                ids = encoder.encode_marked(message["text"], markers)
+            else:
+                ids = encoder.encode(message["text"], special=message["special"])
+            most = 4 * len(message["text"]) + TOKENS_BESIDE
+            return {"ids": ids} if len(ids) <= most else {"error": f"it makes more than {most} tokens"}
+        except MemoryError:
+            return {"error": "it takes too much memory"}
+        except Exception as error:  # noqa: BLE001 - whatever a tokenizer does wrong is an answer, not a crash
+            return {"error": (str(error) or type(error).__name__)[:300]}
+
+    return answer
+
+
+if __name__ == "__main__":
+    file, seconds, memory = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+    run_worker("tokenizer worker", lambda: make_answer(file, seconds), memory, cpu_seconds=seconds)

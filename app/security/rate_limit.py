@@ -1,0 +1,157 @@
+"""Requests and tokens a minute of one key: token buckets on the monotonic clock.
+
+Tokens are reserved before a request runs, the longest answer included, and what it did not use is given back
+at its end: requests that run at the same time cannot spend one minute's worth several times.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+
+from ..errors import ApiError
+from .keys import ApiKey
+
+Clock = Callable[[], float]
+
+UNSTATED_OUTPUT = 1024
+"""Tokens reserved for a choice whose request names no bound; half a minute's worth where that is less."""
+
+
+class Bucket:
+    """Holds a minute's worth at most, fills evenly, may go below zero: debts are paid back first."""
+
+    def __init__(self, per_minute: int, clock: Clock) -> None:
+        self.capacity = per_minute
+        self._clock = clock
+        self._level = float(per_minute)
+        self._at = clock()
+
+    @property
+    def level(self) -> float:
+        now = self._clock()
+        self._level = min(self.capacity, self._level + (now - self._at) * self.capacity / 60)
+        self._at = now
+        return self._level
+
+    def take(self, cost: int) -> float:
+        """0 when taken, else the seconds until it could be. What exceeds a minute needs a full bucket."""
+        missing = min(cost, self.capacity) - self.level
+        if missing <= 1e-9:
+            self._level -= cost
+            return 0.0
+        return self._seconds(missing)
+
+    def spend(self, cost: int) -> None:
+        """Without asking: it is used already. Negative where a reservation is given back."""
+        self._level = min(self.capacity, self.level - cost)
+
+    @property
+    def remaining(self) -> int:
+        return max(0, math.floor(self.level + 1e-9))
+
+    @property
+    def full_in(self) -> float:
+        return self._seconds(self.capacity - self.level)
+
+    def _seconds(self, amount: float) -> float:
+        return amount * 60 / self.capacity
+
+
+class Meter:
+    """What one key has left."""
+
+    def __init__(self, key: ApiKey, clock: Clock = time.monotonic) -> None:
+        self.limits = (key.rpm, key.tpm)
+        self._requests = None if key.rpm is None else Bucket(key.rpm, clock)
+        self._tokens = None if key.tpm is None else Bucket(key.tpm, clock)
+
+    def take_request(self) -> None:
+        """Raises ApiError 429."""
+        if self._requests is not None and (wait := self._requests.take(1)):
+            raise _limited("requests", self._requests.capacity, wait)
+
+    def reserve_tokens(self, prompt: int, output: int, choices: int = 0) -> "TokenReservation":
+        """For a prompt and the longest answer to it. Raises ApiError 429.
+
+        `choices`: so many of them name no bound of their own, and get an estimate within `output`.
+        """
+        if self._tokens is None:
+            return TokenReservation(None, 0)
+        if choices:
+            output = min(output, choices * min(UNSTATED_OUTPUT, max(1, self._tokens.capacity // 2)))
+        if wait := self._tokens.take(prompt + output):
+            needs = f" This request reserves {prompt + output}: its prompt and its longest answer."
+            raise _limited("tokens", self._tokens.capacity, wait, needs)
+        return TokenReservation(self._tokens, output)
+
+    def headers(self) -> Iterator[tuple[bytes, bytes]]:
+        """OpenAI's names."""
+        for kind, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
+            if bucket is not None:
+                yield b"x-ratelimit-limit-" + kind, b"%d" % bucket.capacity
+                yield b"x-ratelimit-remaining-" + kind, b"%d" % bucket.remaining
+                yield b"x-ratelimit-reset-" + kind, _span(bucket.full_in).encode()
+
+
+class TokenReservation:
+    """Output tokens that one request may make at no further cost. `settle` gives the rest back."""
+
+    def __init__(self, bucket: Bucket | None, output: int) -> None:
+        self._bucket = bucket
+        self._left = output
+        self._is_settled = False
+
+    def spend(self, count: int) -> None:
+        """Count tokens of the answer as they come. Those beyond an estimate are charged at once."""
+        self._left -= count
+        if self._left < 0 and self._bucket is not None:
+            self._bucket.spend(-self._left)
+            self._left = 0
+
+    def settle(self) -> None:
+        """The request has ended. Only the first call counts."""
+        if self._bucket is not None and not self._is_settled:
+            self._bucket.spend(-self._left)
+        self._is_settled = True
+
+    def cancel(self, prompt: int) -> None:
+        """The request never ran: its prompt of so many tokens costs nothing either."""
+        self._left += prompt
+        self.settle()
+
+
+class Meters:
+    """One meter a key, for as long as its limits stay."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._by_key: dict[str, Meter] = {}
+
+    def of(self, key: ApiKey) -> Meter:
+        meter = self._by_key.get(key.id)
+        if meter is None or meter.limits != (key.rpm, key.tpm):
+            meter = self._by_key[key.id] = Meter(key, self._clock)
+        return meter
+
+    def forget(self, key: ApiKey) -> None:
+        self._by_key.pop(key.id, None)
+
+
+def _limited(what: str, limit: int, wait: float, needs: str = "") -> ApiError:
+    seconds = max(1, math.ceil(wait))
+    return ApiError(
+        429,
+        f"This key's limit of {limit} {what} a minute is reached.{needs} Try again in {seconds} s.",
+        "rate_limit_exceeded",
+        None,
+        "rate_limit_error",
+        {"Retry-After": str(seconds)},
+    )
+
+
+def _span(seconds: float) -> str:
+    """As OpenAI writes them: 120ms, 7s, 6m0s."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    whole = math.ceil(seconds)
+    return f"{whole}s" if whole < 60 else f"{whole // 60}m{whole % 60}s"

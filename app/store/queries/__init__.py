@@ -1,0 +1,1 @@
+"""SQL of the request log. Imports SQLAlchemy, so only the store's threads import this."""

@@ -1,0 +1,225 @@
+"""The SQL of batches, as functions of an open database."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import msgspec
+from sqlalchemy import ColumnElement, Connection, Engine, and_, func, insert, select
+from sqlalchemy import delete as delete_from
+from sqlalchemy import update as change
+from sqlmodel import Session, col
+
+from ..batches import Batch, BatchCounts, BatchItem, BatchKind, BatchPage, BatchResult
+from ..database import give_back_space
+from ..stored_answers import encoded
+from ..tables import BatchItemRow, BatchRow
+
+
+def add(engine: Engine, batch: Batch, items: Sequence[BatchItem]) -> Batch:
+    row = {
+        "kind": batch.kind,
+        "owner": batch.owner,
+        "id": batch.id,
+        "created": batch.created,
+        "expires": batch.expires,
+        "total": len(items),
+        "details": encoded(batch.details),
+    }
+    with engine.begin() as connection:
+        seq = connection.execute(insert(BatchRow), row).lastrowid
+        connection.execute(insert(BatchItemRow), [_item_row(seq, item) for item in items])
+    return replace(batch, seq=seq, total=len(items), counts=BatchCounts(pending=len(items)))
+
+
+def get(engine: Engine, kind: BatchKind, owner: str, id_: str) -> Batch | None:
+    with Session(engine) as session:
+        row = session.scalars(select(BatchRow).where(_is(kind, owner, id_))).first()
+        return None if row is None else _batch(session, row)
+
+
+def find(engine: Engine, page: BatchPage) -> list[Batch] | None:
+    seq = col(BatchRow.seq)
+    statement = select(BatchRow).where(col(BatchRow.kind) == page.kind, col(BatchRow.owner) == page.owner)
+    with Session(engine) as session:
+        for id_, newer in ((page.after, False), (page.before, True)):
+            if not id_:
+                continue
+            place = session.scalars(select(seq).where(_is(page.kind, page.owner, id_))).first()
+            if place is None:
+                return None
+            statement = statement.where(seq > place if newer else seq < place)
+        nearest = bool(page.before) and not page.after
+        ordered = statement.order_by(seq.asc() if nearest else seq.desc()).limit(page.limit + 1)
+        return [_batch(session, row) for row in session.scalars(ordered)]
+
+
+def unfinished(engine: Engine) -> list[Batch]:
+    """Oldest first."""
+    statement = select(BatchRow).where(col(BatchRow.ended).is_(None)).order_by(col(BatchRow.seq))
+    with Session(engine) as session:
+        return [_batch(session, row) for row in session.scalars(statement)]
+
+
+def pending(engine: Engine, batch: int, after: int, limit: int) -> list[BatchItem]:
+    seq = col(BatchItemRow.seq)
+    statement = (
+        select(BatchItemRow)
+        .where(col(BatchItemRow.batch) == batch, col(BatchItemRow.status) == "pending", seq > after)
+        .order_by(seq)
+        .limit(limit)
+    )
+    with Session(engine) as session:
+        return [
+            BatchItem(custom_id=row.custom_id, path=row.path, body=row.body.encode(), seq=row.seq or 0)
+            for row in session.scalars(statement)
+        ]
+
+
+def record(engine: Engine, item: int, http_status: int, request_id: str, answer: str) -> int:
+    """Returns the bytes written."""
+    size = len(answer.encode())
+    is_pending = and_(col(BatchItemRow.seq) == item, col(BatchItemRow.status) == "pending")
+    told = {
+        "status": "done",
+        "body": "",
+        "http_status": http_status,
+        "request_id": request_id,
+        "answer": answer,
+        "size": size,
+    }
+    with engine.begin() as connection:
+        if connection.execute(change(BatchItemRow).where(is_pending).values(**told)).rowcount:
+            batch = connection.execute(
+                select(col(BatchItemRow.batch)).where(col(BatchItemRow.seq) == item)
+            ).scalar_one()
+            _end_if_done(connection, batch)
+    return size
+
+
+def end(engine: Engine, batch: int, status: Literal["cancelled", "expired"]) -> None:
+    now = time.time()
+    rest = and_(col(BatchItemRow.batch) == batch, col(BatchItemRow.status) == "pending")
+    with engine.begin() as connection:
+        running = and_(col(BatchRow.seq) == batch, col(BatchRow.ended).is_(None))
+        if status == "cancelled":
+            connection.execute(change(BatchRow).where(running).values(cancelled=now))
+        connection.execute(change(BatchItemRow).where(rest).values(status=status, body="", size=0))
+        connection.execute(change(BatchRow).where(running).values(ended=now))
+
+
+def results(engine: Engine, batch: int, after: int, limit: int) -> list[BatchResult]:
+    """In the order of the requests; those that are pending are left out."""
+    seq = col(BatchItemRow.seq)
+    statement = (
+        select(BatchItemRow)
+        .where(col(BatchItemRow.batch) == batch, col(BatchItemRow.status) != "pending", seq > after)
+        .order_by(seq)
+        .limit(limit)
+    )
+    with Session(engine) as session:
+        return [
+            BatchResult(
+                custom_id=row.custom_id,
+                seq=row.seq or 0,
+                status=msgspec.convert(row.status, Literal["done", "cancelled", "expired"]),
+                http_status=row.http_status,
+                request_id=row.request_id,
+                answer=row.answer.encode(),
+            )
+            for row in session.scalars(statement)
+        ]
+
+
+def delete(engine: Engine, kind: BatchKind, owner: str, id_: str) -> bool:
+    """With the copies in the write-ahead log."""
+    with engine.begin() as connection:
+        found = connection.execute(delete_from(BatchRow).where(_is(kind, owner, id_))).rowcount > 0
+    if found:
+        give_back_space(engine)
+    return found
+
+
+def erase(engine: Engine, before: float, *, ended_only: bool) -> int:
+    """Delete batches made before a Unix time; returns how many. The space is given back separately."""
+    statement = delete_from(BatchRow).where(col(BatchRow.created) < before)
+    if ended_only:
+        statement = statement.where(col(BatchRow.ended).is_not(None))
+    with engine.begin() as connection:
+        return connection.execute(statement).rowcount
+
+
+def erase_owners_but(engine: Engine, known: frozenset[str]) -> int:
+    """Delete batches of keys that are not `known`; returns how many. The space is given back separately."""
+    owner, count = col(BatchRow.owner), 0
+    with engine.begin() as connection:
+        owners = connection.execute(select(owner).distinct()).scalars().all()
+        for each in owners:
+            if each and each not in known:
+                count += connection.execute(delete_from(BatchRow).where(owner == each)).rowcount
+    return count
+
+
+def size(engine: Engine, owner: str | None = None) -> int:
+    """Bytes of requests and answers; of everybody's without an owner."""
+    statement = select(func.coalesce(func.sum(BatchItemRow.size), 0))
+    if owner is not None:
+        joined = col(BatchRow.seq) == col(BatchItemRow.batch)
+        statement = statement.join(BatchRow, joined).where(col(BatchRow.owner) == owner)
+    with engine.connect() as connection:
+        return connection.execute(statement).scalar_one()
+
+
+def _end_if_done(connection: Connection, batch: int) -> None:
+    left = select(func.count()).where(col(BatchItemRow.batch) == batch, col(BatchItemRow.status) == "pending")
+    if not connection.execute(left).scalar_one():
+        connection.execute(change(BatchRow).where(col(BatchRow.seq) == batch).values(ended=time.time()))
+
+
+def _item_row(batch: int, item: BatchItem) -> dict[str, object]:
+    return {
+        "batch": batch,
+        "custom_id": item.custom_id,
+        "path": item.path,
+        "status": "pending",
+        "body": item.body.decode(),
+        "http_status": 0,
+        "request_id": "",
+        "answer": "",
+        "size": len(item.body),
+    }
+
+
+def _is(kind: BatchKind, owner: str, id_: str) -> ColumnElement[bool]:
+    return and_(col(BatchRow.kind) == kind, col(BatchRow.owner) == owner, col(BatchRow.id) == id_)
+
+
+def _batch(session: Session, row: BatchRow) -> Batch:
+    return Batch(
+        kind="openai" if row.kind == "openai" else "anthropic",
+        owner=row.owner,
+        id=row.id,
+        created=row.created,
+        expires=row.expires,
+        ended=row.ended,
+        cancelled=row.cancelled,
+        total=row.total,
+        details=msgspec.json.decode(row.details),
+        counts=_counts(session, row.seq or 0),
+        seq=row.seq or 0,
+    )
+
+
+def _counts(session: Session, batch: int) -> BatchCounts:
+    is_ok = col(BatchItemRow.http_status) == 200
+    rows = session.execute(
+        select(col(BatchItemRow.status), is_ok, func.count())
+        .where(col(BatchItemRow.batch) == batch)
+        .group_by(col(BatchItemRow.status), is_ok)
+    )
+    found: dict[str, int] = {}
+    for status, ok, count in rows:
+        name = ("succeeded" if ok else "failed") if status == "done" else status
+        found[name] = found.get(name, 0) + count
+    return BatchCounts(**found)

@@ -1,0 +1,106 @@
+"""The SQL of the request log, as functions of an open database."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from sqlalchemy import Connection, Engine, delete, func, insert, text
+from sqlmodel import Session, col, select
+
+from ..content import Content, to_json
+from ..record import RecordFilter, RequestRecord
+from ..tables import ContentRow, RequestRow
+
+_FIELDS = tuple(f.name for f in fields(RequestRecord))
+Entry = tuple[RequestRecord, Content | None]
+
+
+def add(engine: Engine, entries: Sequence[Entry]) -> None:
+    """All rows or none, in this order."""
+    with engine.begin() as connection:
+        if all(content is None for _, content in entries):
+            connection.execute(insert(RequestRow), [asdict(record) for record, _ in entries])
+            return
+        for record, content in entries:
+            seq = connection.execute(insert(RequestRow), asdict(record)).lastrowid
+            if content is not None:
+                _add_content(connection, seq, record, content)
+
+
+def _add_content(connection: Connection, seq: int, record: RequestRecord, content: Content) -> None:
+    told = asdict(content) | {"prompts": to_json(content.prompts), "outputs": to_json(content.outputs)}
+    connection.execute(insert(ContentRow), told | {"seq": seq, "created": record.created})
+
+
+def find(engine: Engine, want: RecordFilter) -> list[tuple[int, RequestRecord]]:
+    """(sequence number, record), newest first."""
+    statement = select(RequestRow).order_by(col(RequestRow.seq).desc()).limit(want.limit)
+    if want.model is not None:
+        statement = statement.where(RequestRow.model == want.model)
+    if want.key is not None:
+        statement = statement.where(RequestRow.key == want.key)
+    if want.status is not None:
+        statement = statement.where(RequestRow.http_status == want.status)
+    if want.errors_only:
+        statement = statement.where(RequestRow.error_code != "")
+    if want.since is not None:
+        statement = statement.where(RequestRow.created >= want.since)
+    if want.before_seq is not None:
+        statement = statement.where(col(RequestRow.seq) < want.before_seq)
+    with Session(engine) as session:
+        return [(row.seq or 0, _record(row)) for row in session.exec(statement)]
+
+
+def get(engine: Engine, request_id: str) -> tuple[RequestRecord, Content | None] | None:
+    """The newest of this id (clients may send the same id twice)."""
+    statement = select(RequestRow).where(RequestRow.id == request_id).order_by(col(RequestRow.seq).desc())
+    with Session(engine) as session:
+        row = session.exec(statement).first()
+        if row is None:
+            return None
+        kept = session.get(ContentRow, row.seq)
+        return _record(row), None if kept is None else _content(kept)
+
+
+def erase(engine: Engine, before: float, *, content_only: bool = False) -> int:
+    """Delete what was created before a Unix time; returns how many. The space is given back separately."""
+    table = ContentRow if content_only else RequestRow
+    with engine.begin() as connection:
+        return connection.execute(delete(table).where(col(table.created) < before)).rowcount
+
+
+def erase_oldest(engine: Engine, share: float) -> bool:
+    """A share of the contents, or of the rows where there are no contents. False where nothing is left."""
+    with engine.begin() as connection:
+        return any(_erase_oldest(connection, table, share) for table in (ContentRow, RequestRow))
+
+
+def _erase_oldest(connection: Connection, table: type[ContentRow | RequestRow], share: float) -> bool:
+    seq = col(table.seq)
+    oldest, newest = connection.execute(select(func.min(seq), func.max(seq))).one()
+    if oldest is None or newest is None:
+        return False
+    connection.execute(delete(table).where(seq <= oldest + int((newest - oldest) * share)))
+    return True
+
+
+def _record(row: RequestRow) -> RequestRecord:
+    return RequestRecord(**{name: getattr(row, name) for name in _FIELDS})
+
+
+def _content(row: ContentRow) -> Content:
+    values = {field.name: getattr(row, field.name) for field in fields(Content)}
+    return Content(**values | {name: json.loads(values[name]) for name in ("prompts", "outputs")})
+
+
+_BY_KEY = text(
+    "SELECT key, count(*), sum(error_code != ''), sum(prompt_tokens), sum(output_tokens),"
+    " min(created), max(created) FROM request GROUP BY key"
+)
+
+
+def by_key(engine: Engine) -> Sequence[Any]:
+    """(key, requests, errors, prompt tokens, output tokens, oldest, newest). Reads the whole table."""
+    with engine.connect() as connection:
+        return connection.execute(_BY_KEY).all()

@@ -1,0 +1,189 @@
+"""What each key used, as the request log tells it. Importable without SQLAlchemy."""
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from .writer import RequestLog
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from .errors import first_line
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+
+log = logging.getLogger(__name__)
+
+
+class KeyUsage(Struct, frozen=True, kw_only=True):
+    """Since `since`, the oldest row that is kept. Times are Unix seconds."""
+
+    requests: int
+    errors: int
+    """Of these."""
+    tokens_in: int
+    tokens_out: int
+    since: float
+    last: float
+
+
+async def usage_by_key(store: RequestLog) -> Mapping[str, KeyUsage]:
+    """By the key's name; those who needed no key under `""`. Empty while the log cannot be read."""
+    try:
+        return await store.read(_by_key, {})
+    except Exception as error:  # noqa: BLE001 - a damaged or locked file: the keys themselves are still shown
+        log.warning("what keys used cannot be read: %s", str(error).splitlines()[0])
+        return {}
+
+
+def _by_key(engine: "Engine") -> dict[str, KeyUsage]:
+    from .queries.requests import by_key  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
+
+    return {
+        key: KeyUsage(requests=count, errors=errors, tokens_in=into, tokens_out=out, since=since, last=last)
+        for key, count, errors, into, out, since, last in by_key(engine)
+    }
+
+
+Kind = Literal["response", "chat", "conversation"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredAnswer:
+    """Plain JSON values. An answer is its owner's: nobody else finds it."""
+
+    kind: Kind
+    owner: str
+    """Id of the key that asked; empty for callers without one."""
+    id: str
+    created: float
+    """Unix seconds."""
+    model: str
+    previous: str = ""
+    """Id of the answer that this one goes on from."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    input: Sequence[Any]
+    """Messages or items, of this request alone."""
+    answer: Any
+    """As it was sent. Anything that msgspec writes as a JSON object; read back it is a dictionary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFilter:
+    """Which answers to list."""
+
+    kind: Kind
+    owner: str
+    model: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """All of these pairs."""
+    after: str = ""
+    """Id: only what follows it in this order."""
+    newest_first: bool = False
+    limit: int = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTotal:
+    """What one owner has. Times are Unix seconds."""
+
+    owner: str
+    kind: Kind
+    answers: int
+    size: int
+    oldest: float
+    newest: float
+
+
+class StoredAnswers:
+    """Only to be used from the daemon's event loop. Whatever is awaited may raise StoreError."""
+
+    def __init__(self, log: RequestLog) -> None:
+        self._log = log
+
+    def put(self, answer: StoredAnswer, size: int) -> bool:
+        """Queue it for the disk, in place of one of the same id. Never blocks.
+
+        `size`: bytes, roughly, that it takes while it waits. False: there is no room, and it is not stored.
+        What is lost after that, to a full disk, is counted with the log's rows.
+        """
+        return self._submit(answer.owner, size, lambda engine: _sql().put(engine, answer))
+
+    def append(self, kind: Kind, owner: str, id_: str, items: Sequence[Any], size: int) -> bool:
+        """Queue further `input` of what is stored; it counts as new from then on. As `put` otherwise.
+
+        Nothing happens where it was deleted meanwhile.
+        """
+        return self._submit(
+            owner, size, lambda engine: _sql().append(engine, kind, owner, id_, items, time.time())
+        )
+
+    def _submit(self, owner: str, size: int, work: "Callable[[Engine], int]") -> bool:
+        def write(engine: "Engine | None") -> None:
+            if engine is None:
+                self._log.drop(1, "the file cannot be opened")
+                return
+            owners = self._log.keep.owners
+            if owner and owners is not None and owner not in owners():
+                return  # its key was revoked while it was made
+            try:
+                self._log.wrote(work(engine))
+            except Exception as error:  # noqa: BLE001 - full disk, locked or damaged file
+                self._log.drop(1, f"an answer cannot be stored: {first_line(error)}")
+
+        return self._log.submit(write, size)
+
+    async def remove_item(self, kind: Kind, owner: str, id_: str, item: str) -> bool:
+        """Delete an item of its `input`, overwritten. False: there is no such item."""
+        return await self._log.ask(lambda engine: _sql().remove_item(engine, kind, owner, id_, item))
+
+    async def get(self, kind: Kind, owner: str, id_: str) -> StoredAnswer | None:
+        return await self._log.ask(lambda engine: _sql().get(engine, kind, owner, id_))
+
+    async def chain(self, kind: Kind, owner: str, id_: str, most: int) -> list[StoredAnswer]:
+        """The answer and those that it goes on from, oldest first, the newest `most` of them.
+
+        The first one names a `previous` where one is missing.
+        """
+        return await self._log.ask(lambda engine: _sql().chain(engine, kind, owner, id_, most))
+
+    async def find(self, want: StoredFilter) -> list[StoredAnswer] | None:
+        """None: there is no answer with the id `after`."""
+        return await self._log.ask(lambda engine: _sql().find(engine, want))
+
+    async def update(self, kind: Kind, owner: str, id_: str, metadata: Mapping[str, str]) -> bool:
+        """Replace the metadata. False: there is no such answer."""
+        return await self._log.ask(lambda engine: _sql().update(engine, kind, owner, id_, metadata))
+
+    async def delete(self, kind: Kind, owner: str, id_: str) -> bool:
+        """Its bytes are overwritten, unless somebody else reads the file. False: there is no such answer."""
+        return await self._log.ask(lambda engine: _sql().delete(engine, kind, owner, id_))
+
+    async def erase_owners_but(self, known: frozenset[str]) -> int:
+        """Forget what belongs to keys that are no more; returns how many."""
+        return await self._log.ask(lambda engine: _sql().erase_owners_but(engine, known))
+
+    async def totals(self) -> list[StoredTotal]:
+        """Of each owner and kind."""
+        return await self._log.ask(lambda engine: _sql().totals(engine))
+
+
+def _sql() -> Any:
+    from .queries import stored_answers as stored_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
+
+    return stored_queries
+
+
+def encoded(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,295 @@
+"""Writing and reading the request log.
+
+Writes go through a bounded queue to one thread that owns the only writing connection. When the disk is
+full, the file locked or the queue long, rows are dropped, counted and said so: serving never waits.
+SQLAlchemy is imported by that thread, some seconds after the start or when somebody reads: the API, the first
+model and its first answer come before it.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar
+
+from .content import Content, ContentBudget, ContentDraft, settle
+from .errors import StoreError, first_line
+from .record import RecordFilter, RequestRecord
+from .trimming import Retention, Trimmer
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+    from .queries.requests import Entry
+    from .retention import What
+
+log = logging.getLogger(__name__)
+
+_QUEUE_LIMIT = 10_000
+_QUEUED_CONTENT = 32 << 20  # bytes of prompts and answers that may wait for the disk
+_BATCH = 500
+_ROW_BYTES = 400  # of a row without content, about
+_OPEN_AFTER_S = 3.0  # where nobody reads before: importing SQLAlchemy keeps others from the interpreter
+_OPENS_WITHIN_S = 15.0  # from then on, on a busy machine
+_ASK_S = 60.0
+_SAY_DROPPED_EVERY_S = 60.0
+T = TypeVar("T")
+_Item = tuple[RequestRecord, ContentDraft | None]
+
+
+class RequestLog:
+    """Open with `start()`, close with `close()`; `write` may be called from any thread at any time."""
+
+    def __init__(self, path: Path, keep: Retention | None = None, *, content_bytes: int = 256_000) -> None:
+        self.path = path
+        self.dropped = 0
+        self.keep = keep or Retention()
+        self.content_bytes = content_bytes
+        """Most that is kept of a prompt, of an answer and of a request's body."""
+        self._trimmer = Trimmer(path, self.keep)
+        self._queue: queue.Queue[_Item | Callable[[], None] | None] = queue.Queue(_QUEUE_LIMIT)
+        self._room = ContentBudget(_QUEUED_CONTENT)
+        self._engine: Engine | None = None
+        self._wanted = threading.Event()
+        """Set by those who wait for the file to be open."""
+        self._opened = threading.Event()
+        self._said_dropped = -_SAY_DROPPED_EVERY_S
+        self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def write(self, record: RequestRecord, content: ContentDraft | None = None) -> None:
+        """Queue one row. Never blocks; drops and counts when the queue is full.
+
+        Content that finds no room is left out; `record.content` then says so.
+        """
+        if content is not None and not self._room.take(content.size):
+            record, content = replace(record, content="dropped"), None
+        try:
+            self._queue.put_nowait((record, content))
+        except queue.Full:
+            self._room.give_back(content.size if content is not None else 0)
+            self.drop(1, "the queue is full")
+
+    async def query(self, want: RecordFilter) -> list[tuple[int, RequestRecord]]:
+        """(sequence number, record), newest first. Raises StoreError."""
+        return await asyncio.to_thread(self._read, lambda queries, engine: queries.find(engine, want))
+
+    async def get(self, request_id: str) -> RequestRecord | None:
+        """Raises StoreError."""
+        found = await self.get_with_content(request_id)
+        return None if found is None else found[0]
+
+    async def get_with_content(self, request_id: str) -> tuple[RequestRecord, Content | None] | None:
+        """Raises StoreError. Whether the asker may see the content is not asked here."""
+        return await asyncio.to_thread(self._read, lambda queries, engine: queries.get(engine, request_id))
+
+    async def purge(self, before: float, what: "What" = "requests") -> int:
+        """Erase what was created before a Unix time; returns how many rows, contents and stored answers.
+
+        Waits for what is queued, and for the disk. Raises StoreError where not all is gone.
+        """
+
+        def erase(engine: "Engine") -> int:
+            from .retention import purge  # noqa: PLC0415
+
+            return purge(engine, self.path, before, what)
+
+        return await self.ask(erase)
+
+    async def ask(self, call: "Callable[[Engine], T]") -> T:
+        """Run `call` in the writer thread, after all that was written before. Raises StoreError.
+
+        It runs even when nobody waits for it any more.
+        """
+        done: Future[T] = Future()
+
+        def run(engine: "Engine | None") -> None:
+            try:
+                done.set_result(call(_opened(engine)))
+            except Exception as error:  # noqa: BLE001 - handed to whoever asked
+                done.set_exception(error if isinstance(error, StoreError) else StoreError(first_line(error)))
+
+        self._wanted.set()
+        if not self.submit(run):
+            raise StoreError("the queue of the request log is full; try again")
+        try:
+            # A future that is cancelled takes no result: setting one would end the writer thread.
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(done)), _ASK_S)
+        except TimeoutError:
+            raise StoreError("the request log is still busy; what was asked of it is done later") from None
+
+    def submit(self, call: "Callable[[Engine | None], None]", size: int = 0) -> bool:
+        """Run `call` in the writer thread, with None while the file cannot be opened. It must not raise.
+
+        `size`: bytes that it holds while it waits. Never blocks; False when the queue is full.
+        """
+        if not self._room.take(size):
+            return False
+
+        def run() -> None:
+            try:
+                call(self._engine)
+            finally:
+                self._room.give_back(size)
+
+        try:
+            self._queue.put_nowait(run)
+        except queue.Full:
+            self._room.give_back(size)
+            return False
+        return True
+
+    def drop(self, count: int, why: str) -> None:
+        """Count what never reached the disk, and say so. For any thread."""
+        self.dropped += count
+        now = time.monotonic()
+        if now - self._said_dropped >= _SAY_DROPPED_EVERY_S:
+            self._said_dropped = now
+            log.warning("request log: %d rows dropped so far, last because %s", self.dropped, why)
+
+    def wrote(self, size: int) -> None:
+        """So many bytes. Called from the writer thread."""
+        self._trimmer.wrote(size)
+
+    async def read(self, call: "Callable[[Engine], T]", nothing: T) -> T:
+        """Run `call` in a thread; `nothing` where the file cannot be opened. Raises StoreError."""
+
+        def run() -> T:
+            return self._read(lambda _, engine: call(engine)) if self._is_open() else nothing
+
+        return await asyncio.to_thread(run)
+
+    def flush(self, timeout: float = 60.0) -> None:
+        """Wait until everything written so far is on disk (or dropped)."""
+        done = threading.Event()
+        self._wanted.set()
+        self._queue.put(done.set, timeout=timeout)
+        done.wait(timeout)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Write what is queued, then end the thread."""
+        if self._thread.is_alive():
+            self._wanted.set()
+            self._queue.put(None)
+            self._thread.join(timeout)
+
+    def _is_open(self) -> bool:
+        self._wanted.set()
+        self._opened.wait(_OPENS_WITHIN_S)
+        return self._engine is not None
+
+    def _read(self, run: "Callable[[ModuleType, Engine], T]") -> T:
+        if not self._is_open() or self._engine is None:
+            raise StoreError("the file cannot be opened; the daemon's log says why")
+        # Now that it is imported: two threads that import SQLAlchemy at once may find half a module.
+        from sqlalchemy.exc import DatabaseError  # noqa: PLC0415
+
+        from .queries import requests as queries  # noqa: PLC0415
+
+        try:
+            return run(queries, self._engine)
+        except DatabaseError as error:
+            raise StoreError(first_line(error)) from error
+
+    # ----------------------------------------------------------------- the writer thread
+
+    def _run(self) -> None:
+        self._wanted.wait(_OPEN_AFTER_S)
+        self._open()
+        ended = False
+        while not ended:
+            rows, calls, ended = self._take()
+            self._insert(rows)
+            for call in calls:
+                call()
+            if not ended:
+                self._trimmer.trim(self._engine)
+
+    def _take(self) -> tuple[list[_Item], list[Callable[[], None]], bool]:
+        """Block for one item, then take what else is there, so that a burst is one transaction.
+
+        Empty when it is time to trim.
+        """
+        try:
+            items = [self._queue.get(timeout=self._trimmer.wait_s())]
+        except queue.Empty:
+            return [], [], False
+        while len(items) < _BATCH and items[-1] is not None and not self._queue.empty():
+            items.append(self._queue.get_nowait())
+        rows = [item for item in items if isinstance(item, tuple)]
+        calls = [item for item in items if callable(item)]
+        return rows, calls, None in items
+
+    def _open(self) -> None:
+        from .database import open_database  # noqa: PLC0415 - see the module's docstring
+
+        self._engine = None
+        try:
+            self._engine = open_database(self.path)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with the file, serving goes on
+            log.warning("the request log %s cannot be opened: %s", self.path, error)
+        self._opened.set()
+
+    def _insert(self, rows: list[_Item]) -> None:
+        if not rows:
+            return
+        if self._engine is None:
+            self._open()
+        entries = [self._entry(*row) for row in rows]
+        try:
+            self._insert_now(entries)
+        except Exception as error:  # noqa: BLE001 - full disk, locked or damaged file: drop, say, go on
+            if not self._inserted_after_all(entries, error):
+                self.drop(len(rows), first_line(error))
+
+    def _entry(self, record: RequestRecord, draft: ContentDraft | None) -> "Entry":
+        if draft is None:
+            return record, None
+        try:
+            return record, settle(draft, self.content_bytes)
+        except Exception:
+            log.exception("what %s asked and got cannot be kept", record.id)
+            return replace(record, content="dropped"), None
+        finally:
+            self._room.give_back(draft.size)
+
+    def _insert_now(self, entries: "Sequence[Entry]") -> None:
+        from .queries import requests as queries  # noqa: PLC0415
+
+        if self._engine is None:
+            raise StoreError("the file cannot be opened")
+        queries.add(self._engine, entries)
+        kept = (content for _, content in entries if content is not None)
+        self.wrote(len(entries) * _ROW_BYTES)
+        self.wrote(sum(c.body_bytes + c.prompt_bytes + c.output_bytes for c in kept))
+
+    def _inserted_after_all(self, entries: "list[Entry]", error: Exception) -> bool:
+        """A damaged file is replaced by a new one; a disk too full for contents may have room for rows."""
+        from .database import is_damage, set_aside  # noqa: PLC0415
+
+        try:
+            if is_damage(error):
+                set_aside(self.path)
+                self._open()
+            elif "full" in str(error) and any(content for _, content in entries):
+                entries = [(replace(row, content=row.content and "dropped"), None) for row, _ in entries]
+            else:
+                return False
+            self._insert_now(entries)
+        except Exception:  # noqa: BLE001 - the first error is told
+            return False
+        return True
+
+
+def _opened(engine: "Engine | None") -> "Engine":
+    if engine is None:
+        raise StoreError("the request log cannot be opened; the daemon's log says why")
+    return engine

@@ -1,0 +1,148 @@
+"""Rates out of the engines' counters, and how they compare with the roofline."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from msgspec.structs import replace
+
+from llmbox.engine.errors import EngineError
+from llmbox.engine.ipc.messages import EngineStats, ModelInfo
+from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.model_config.shape import ModelShape
+from llmbox.engine.planning.roofline import decode_tokens_per_second
+from llmbox.kernels.quant_formats import QUANTS
+
+from ..engines.supervisor import Supervisor
+from .latencies import Latencies
+from .snapshot import NA, EngineSnapshot, Gpus, Number
+
+WINDOW_S: Final = 60.0
+"""Over which the share of prefix hits is told."""
+
+
+class EngineReader:
+    """Only to be used from the daemon's event loop. Counters start again when an engine does."""
+
+    def __init__(self, latencies: Latencies, clock: Callable[[], float] = time.monotonic) -> None:
+        self._latencies = latencies
+        self._clock = clock
+        self._looks: dict[str, deque[tuple[float, EngineStats]]] = {}
+        self._shapes: dict[str, ModelShape | None] = {}
+
+    def read(self, supervisors: list[Supervisor], gpus: Gpus) -> tuple[EngineSnapshot, ...]:
+        names = {supervisor.name for supervisor in supervisors}
+        for name in self._looks.keys() - names:
+            del self._looks[name]
+        return tuple(self._engine(supervisor, gpus) for supervisor in supervisors)
+
+    def _engine(self, supervisor: Supervisor, gpus: Gpus) -> EngineSnapshot:
+        name, stats = supervisor.name, supervisor.stats
+        looks = self._looks.setdefault(name, deque())
+        tokens_in, tokens_out = self._rates(looks, stats)
+        info = supervisor.info
+        blocks = stats.blocks_total or (info.num_blocks if info else 0)
+        ttft, tpot = self._latencies.of(name)
+        described = EngineSnapshot(
+            model=name,
+            state=supervisor.state,
+            cause=supervisor.problem,
+            pid=supervisor.pid or 0,
+            pids=tuple(supervisor.pids),
+            running=stats.running,
+            waiting=stats.waiting,
+            blocks_total=blocks,
+            blocks_live=stats.blocks_used,
+            blocks_cached=stats.blocks_cached,
+            blocks_free=max(0, blocks - stats.blocks_used - stats.blocks_cached),
+            slots_used=stats.slots_used,
+            tokens_in=tokens_in,
+            tokens_out=tokens_out,
+            prefix_hit=_prefix_hit(looks),
+            prefix_queries=stats.prefix_queries,
+            prefix_hits=stats.prefix_hits,
+            ttft_p50=ttft.p50,
+            ttft_p95=ttft.p95,
+            tpot_p50=tpot.p50,
+            tpot_p95=tpot.p95,
+            draft_tokens=stats.draft_tokens,
+            accepted_tokens=stats.accepted_tokens,
+            preemptions=stats.preemptions,
+            restarts=supervisor.restarts,
+            resumed=supervisor.resumed,
+            roofline=NA if info is None else self._roofline(supervisor, info, gpus, tokens_out),
+        )
+        return described if info is None else _with_facts(described, info)
+
+    def _rates(self, looks: "deque[tuple[float, EngineStats]]", stats: EngineStats) -> tuple[Number, Number]:
+        now = self._clock()
+        if looks and stats.steps < looks[-1][1].steps:
+            looks.clear()
+        before = looks[-1] if looks else None
+        looks.append((now, stats))
+        while len(looks) > 2 and now - looks[0][0] > WINDOW_S:
+            looks.popleft()
+        if before is None or now <= before[0]:
+            return NA, NA
+        seconds = now - before[0]
+        return (
+            (stats.prompt_tokens - before[1].prompt_tokens) / seconds,
+            (stats.output_tokens - before[1].output_tokens) / seconds,
+        )
+
+    def _roofline(self, supervisor: Supervisor, info: ModelInfo, gpus: Gpus, tokens_out: Number) -> Number:
+        """NA where the memory bandwidth is not known (CPUs do not tell) or nothing was generated."""
+        bandwidth = _bandwidth(info.device, gpus)
+        shape = self._shape(supervisor.config.model_path)
+        stats = supervisor.stats
+        if bandwidth is NA or shape is None or tokens_out is NA or not stats.running or not tokens_out:
+            return NA
+        bound = decode_tokens_per_second(
+            shape,
+            info.dtype,
+            info.kv_dtype,
+            bandwidth,
+            rows=stats.running,
+            context=stats.slots_used // stats.running,
+            quant=QUANTS.get(info.quant),
+        )
+        return tokens_out / bound
+
+    def _shape(self, path: str) -> ModelShape | None:
+        if path not in self._shapes:
+            try:
+                self._shapes[path] = parse_config(Path(path)).shape()
+            except (EngineError, OSError):
+                self._shapes[path] = None
+        return self._shapes[path]
+
+
+def _with_facts(engine: EngineSnapshot, info: ModelInfo) -> EngineSnapshot:
+    return replace(
+        engine,
+        device=info.device,
+        dtype=info.dtype,
+        kernels=info.backend,
+        context_window=info.context_window,
+        block_size=info.block_size,
+        kv_bytes_per_token=info.kv_bytes_per_token,
+        weights_bytes=info.weights_bytes,
+        kv_bytes=info.kv_bytes,
+        workspace_bytes=info.workspace_bytes,
+    )
+
+
+def _prefix_hit(looks: "deque[tuple[float, EngineStats]]") -> Number:
+    first, last = looks[0][1], looks[-1][1]
+    asked = last.prefix_queries - first.prefix_queries
+    return (last.prefix_hits - first.prefix_hits) / asked if asked > 0 else NA
+
+
+def _bandwidth(device: str, gpus: Gpus) -> Number:
+    kind, _, index = device.partition(":")
+    if kind != "cuda":
+        return NA
+    number = int(index) if index.isdigit() else 0
+    return gpus.devices[number].bandwidth if number < len(gpus.devices) else NA

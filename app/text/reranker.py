@@ -1,0 +1,123 @@
+"""How relevant a document is to a query, as rerankers tell it.
+
+A model that has a row of scores (`...ForSequenceClassification` with one label) multiplies its last state
+with it. A model that writes text is asked, and the logits of "yes" and "no" compared, which are the last
+state times two rows of its head. Clients get the sigmoid of the score, or of the difference: between
+"yes" and "no" that is the probability of "yes". Question and answer are
+those of Qwen3-Reranker (Zhang et al., "Qwen3 Embedding", 2025), in the words of the model's own chat
+template.
+"""
+
+import math
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+from llmbox.engine.checkpoint.rows import count_rows, read_row
+from llmbox.engine.model_config.config import parse_config
+from llmbox.kernels.quant_formats import QUANTS
+
+from ..errors import ApiError
+from ..sandbox.pool import TemplatePool, job
+from .text_encoder import SpecialTokenMarkers
+from .tokenizer import TextModel
+
+SYSTEM: Final = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
+ANSWERS: Final = ("yes", "no")
+
+
+@dataclass(frozen=True, slots=True)
+class Reranker:
+    rows: Sequence[Sequence[float]]
+    """What the last state of a text is multiplied with: the row of scores, or those of "yes" and "no"."""
+    scale: float = 1.0
+    """Of logits, and then: logits x count as cap * tanh(x / cap)."""
+    cap: float | None = None
+
+    def score(self, pooled: bytes) -> float:
+        """From 0 to 1. `pooled`: the last state, little-endian float32."""
+        states = array("f", pooled)
+        if sys.byteorder == "big":
+            states.byteswap()
+        products = (math.fsum(map(float.__mul__, states, row)) for row in self.rows)
+        logits = [self._capped(self.scale * product) for product in products]
+        score = logits[0] - sum(logits[1:])
+        return 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))
+
+    def _capped(self, logit: float) -> float:
+        return logit if self.cap is None else self.cap * math.tanh(logit / self.cap)
+
+
+def answer_ids(text: TextModel) -> tuple[int, int] | None:
+    """Tokens of "yes" and "no", where each is one."""
+    found = [text.encode(answer, add_special_tokens=False) for answer in ANSWERS]
+    if any(len(ids) != 1 for ids in found):
+        return None
+    (yes,), (no,) = found
+    return yes, no
+
+
+@lru_cache(maxsize=16)
+def read_judge(folder: Path, loaded_at: float, answers: tuple[int, int] | None) -> Reranker:  # noqa: ARG001
+    """Of a model's files, once each time it is loaded. Raises ApiError 400 and ModelError."""
+    labels = count_rows(folder, "score")
+    if labels > 1:
+        raise not_a_judge(f"it sorts texts into {labels} classes and gives no score")
+    if labels == 1:
+        return Reranker([read_row(folder, "score", 0)])
+    config = parse_config(folder)
+    if not config.has_head:
+        raise not_a_judge("it has neither a head nor a row of scores")
+    if answers is None:
+        raise not_a_judge("'yes' and 'no' are no tokens of it")
+    name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+    quant = None if config.quant is None or QUANTS[config.quant].keeps_head else QUANTS[config.quant].head
+    rows, scales = [read_row(folder, name, token, quant) for token in answers], config.scales
+    return Reranker(rows, scales.logits, scales.logits_cap)
+
+
+def not_a_judge(why: str) -> ApiError:
+    return ApiError(
+        400,
+        f"This model cannot rank documents: {why}. Rerankers such as Qwen3-Reranker can, and chat models "
+        "less well.",
+        code="rerank_not_supported",
+        param="model",
+    )
+
+
+async def judged_prompts(
+    pool: TemplatePool, text: TextModel, query: str, documents: Sequence[str], instruction: str | None
+) -> list[list[int]]:
+    """Token ids of one question for each document. The template is rendered once. Raises ApiError."""
+    if text.chat_template is None:
+        raise not_a_judge("it has no chat template to ask in")
+    asked = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: "
+    markers = SpecialTokenMarkers.absent_from("".join((text.chat_template, asked, *documents)))
+    messages = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": text.control.mark(asked, markers, every=True) + markers.tail},
+    ]
+    variables: dict[str, Any] = text.special_tokens | {
+        "tools": None,
+        "documents": None,
+        "enable_thinking": False,
+    }
+    variables |= {"messages": messages, "add_generation_prompt": True}
+    before, place, after = (await pool.render(job(text.chat_template, variables))).partition(markers.tail)
+    if not place:
+        raise not_a_judge("its chat template leaves out what a user says")
+
+    def encode() -> list[list[int]]:
+        marked = (text.control.mark(document, markers, every=True) for document in documents)
+        return [text.encode_marked(before + document + after, markers) for document in marked]
+
+    return await text.off_loop(sum(map(len, documents)), encode)

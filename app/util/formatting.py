@@ -1,0 +1,40 @@
+"""Sizes, times and text from data, formatted for people: CLI, dashboard and panel."""
+
+from datetime import datetime
+
+
+def printable(text: str) -> str:
+    """Control characters from data become visible escapes instead of moving the cursor."""
+    return "".join(
+        char if char in "\n\t" or char.isprintable() else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
+def size(count: float | None) -> str:
+    if count is None:
+        return "-"
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def span(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def clock(unix: float) -> str:
+    return datetime.fromtimestamp(unix).astimezone().strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,106 @@
+"""What config.json says of E4M3 weights that others wrote: which of our formats it is, or why none. No torch.
+
+    "quant_method": "fp8"                  AutoFP8, transformers, DeepSeek-V3, Qwen3-FP8
+    "quant_method": "fbgemm_fp8"           transformers, Llama 3.1 405B
+    "quant_method": "compressed-tensors"   llm-compressor
+    "quant_method": "modelopt"             NVIDIA Model Optimizer; older ones in hf_quant_config.json alone
+
+Only what decides is read; how scales are called and shaped is in `quantized_layout.py`. Lists of what is kept wide do
+not decide: `unquantized_layers.py`.
+"""
+
+from typing import Any
+
+DYNAMIC, STATIC, BLOCKS = "fp8-dynamic", "fp8-static", "fp8-block"
+SIZE = [128, 128]
+
+
+class NotReadable(ValueError):  # noqa: N818 - named for what it says
+    """Why the weights cannot be used, in words for a user."""
+
+
+def read_fp8(raw: dict[str, Any]) -> str:
+    """Raises NotReadable."""
+    size, scheme = raw.get("weight_block_size"), raw.get("activation_scheme", "dynamic")
+    require(raw.get("fmt", "e4m3") == "e4m3", f"8-bit floats of fmt {raw.get('fmt')!r}, only e4m3 is known")
+    require(scheme in ("dynamic", "static"), f"activation_scheme {scheme!r}, known are dynamic and static")
+    if size is None:
+        return DYNAMIC if scheme == "dynamic" else STATIC
+    require(size == SIZE, f"weight_block_size {size!r}, only blocks of 128 x 128 are known")
+    require(scheme == "dynamic", "blocks of 128 x 128 with static activations, only dynamic ones are known")
+    return BLOCKS
+
+
+def read_modelopt(raw: dict[str, Any]) -> str:
+    """Raises NotReadable. Where layers are listed one by one, all of them must be of one algorithm."""
+    known = {"FP8": STATIC, "FP8_PER_CHANNEL_PER_TOKEN": DYNAMIC}
+    name, layers = raw.get("quant_algo"), raw.get("quantized_layers")
+    if name == "MIXED_PRECISION" and isinstance(layers, dict):
+        names = {str(each.get("quant_algo") if isinstance(each, dict) else each) for each in layers.values()}
+        require(
+            len(names) == 1, f"modelopt weights that mix {' and '.join(sorted(names)) or 'no algorithms'}"
+        )
+        (name,) = names
+    require(isinstance(name, str) and name in known, f"modelopt weights of quant_algo {name!r}")
+    return known[str(name)]
+
+
+def modelopt_entry(raw: dict[str, Any]) -> dict[str, Any] | None:
+    """Of an hf_quant_config.json: what config.json would say. None where only the cache is rounded."""
+    told = raw.get("quantization")
+    require(isinstance(told, dict), "hf_quant_config.json without an object `quantization`")
+    assert isinstance(told, dict)
+    return None if told.get("quant_algo") is None else {"quant_method": "modelopt", **told}
+
+
+def read_compressed(raw: dict[str, Any]) -> str:
+    """Raises NotReadable."""
+    form, groups = raw.get("format"), raw.get("config_groups")
+    sparsity = raw.get("sparsity_config") or {}
+    require(isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense", "sparse weights")
+    require(not raw.get("transform_config"), "weights that were transformed (transform_config)")
+    found = list(groups.values()) if isinstance(groups, dict) else []
+    require(bool(found) and all(isinstance(each, dict) for each in found), "config_groups without a group")
+    formats = {read_group(each, each.get("format") or form) for each in found}
+    # Which linears are of which group is of no interest then: a scale's shape is seen in the files.
+    require(len(formats) == 1, f"config_groups that mix {' and '.join(sorted(formats))}")
+    return formats.pop()
+
+
+def read_group(group: dict[str, Any], form: Any) -> str:
+    """`form`: its own, or that of all where a checkpoint has only one."""
+    require(form in ("float-quantized", "naive-quantized"), f"compressed-tensors of format {form!r}")
+    require(not group.get("output_activations"), "rounded output_activations")
+    weights, rows = group.get("weights"), group.get("input_activations")
+    require(rows is not None, "8-bit weights for rows that are not rounded (no input_activations)")
+    return read_schemes(scheme_of(weights, "weights"), scheme_of(rows, "input_activations"))
+
+
+def scheme_of(raw: Any, key: str) -> dict[str, Any]:
+    """Of numbers that are symmetric E4M3."""
+    require(isinstance(raw, dict), f"{key} without a scheme")
+    kind = (raw.get("num_bits"), raw.get("type"), raw.get("symmetric", True))
+    require(kind == (8, "float", True), f"{key} that are not symmetric 8-bit floats")
+    return dict(raw)
+
+
+def read_schemes(weights: dict[str, Any], rows: dict[str, Any]) -> str:
+    how, over, dynamic = weights.get("strategy"), rows.get("strategy"), rows.get("dynamic", False)
+    require(not weights.get("dynamic"), "weights with dynamic scales")
+    if how == "block":
+        size = weights.get("block_structure")
+        require(size in (SIZE, "128x128"), f"block_structure {size!r}, only blocks of 128 x 128 are known")
+        known = (over, rows.get("group_size"), dynamic) == ("group", SIZE[1], True)
+        require(known, "blocks of 128 x 128 whose rows have other than dynamic scales for 128 inputs")
+        return BLOCKS
+    require(how in ("tensor", "channel"), f"weights of strategy {how!r}, not tensor, channel or block")
+    require(over in ("token", "tensor"), f"input_activations of strategy {over!r}, not token or tensor")
+    if dynamic is True:
+        return DYNAMIC
+    require(dynamic is False and over == "tensor", "static input_activations of other than one scale")
+    return STATIC
+
+
+def require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise NotReadable(problem)

@@ -1,0 +1,146 @@
+"""Which tensors a model directory holds, and in which file: one safetensors file, or shards with an index."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ModelError
+from .json_file import MAX_BYTES, parse_json
+from .regular_file import read_regular
+from .safetensors import FETCH_AGAIN, TensorEntry, read_header, shown
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_INSIDE, _TABLE = "model.", "embed_tokens.weight"
+_LANGUAGE = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+"""What models that see call their language part, in two styles."""
+_VISION = tuple(f"{at}{part}." for at in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
+QUANTIZED_DTYPES = frozenset({"I8", "U8", "F8_E4M3"})
+"""Of tensors that mean nothing without scales."""
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def list_tensors(directory: Path) -> dict[str, TensorEntry]:
+    """Every tensor, by its name in a whole model; of one that sees, those of its language part.
+
+    Raises ModelError for what is missing, damaged, refused.
+    """
+    if (directory / SINGLE).exists():
+        return full_names(read_header(directory / SINGLE))
+    if (directory / INDEX).exists():
+        return full_names(read_shards(directory))
+    raise ModelError(no_weights(directory))
+
+
+def refuse_unsaid(entry: TensorEntry) -> None:
+    """Raises ModelError for quantized weights of a checkpoint whose config.json has no format for them."""
+    if entry.dtype in QUANTIZED_DTYPES:
+        raise ModelError(
+            f"{entry.file}: tensor {shown(entry.name)} is {entry.dtype}, but the quantization_config of "
+            f"config.json does not say so, or it is no linear of a layer; {FETCH_AGAIN}"
+        )
+
+
+def full_names(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """A transformer that was stored without its head calls its tensors by shorter names, one that sees by
+    longer ones.
+    """
+    if any(name.startswith(tuple(_LANGUAGE)) for name in entries):
+        return language_part(entries)
+    if f"{_INSIDE}{_TABLE}" in entries or _TABLE not in entries:
+        return dict(entries)
+    return {
+        name if name.startswith("lm_head.") else f"{_INSIDE}{name}": entry for name, entry in entries.items()
+    }
+
+
+def language_part(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    found: dict[str, TensorEntry] = {}
+    for name, entry in entries.items():
+        if name.startswith(_VISION):
+            continue
+        inner = inner_name(name)
+        if inner in found:
+            raise ModelError(
+                f"{entry.file}: {shown(name)} and {shown(found[inner].name)} are the same tensor: refused, "
+                "fetch another copy of the model"
+            )
+        found[inner] = entry
+    return found
+
+
+def inner_name(name: str) -> str:
+    """Of a tensor in the language part."""
+    for prefix, inner in _LANGUAGE.items():
+        if name.startswith(prefix):
+            return inner + name.removeprefix(prefix)
+    return name
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that `list_tensors` reads. Raises ModelError."""
+    if (directory / SINGLE).exists():
+        return [directory / SINGLE]
+    if (directory / INDEX).exists():
+        return [directory / name for name in sorted(set(read_index(directory / INDEX).values()))]
+    raise ModelError(no_weights(directory))
+
+
+def no_weights(directory: Path) -> str:
+    try:
+        pickles = sorted(f.name for f in directory.iterdir() if f.suffix in PICKLES)
+    except OSError as error:
+        return f"{directory} cannot be read: {error.strerror}"
+    if pickles:
+        return (
+            f"{directory} has weights only as {pickles[0]}, a pickle that could run code and is not opened: "
+            "get the model's safetensors version or convert it"
+        )
+    return f"{directory}: neither {SINGLE} nor {INDEX} is there; fetch the model again"
+
+
+def read_shards(directory: Path) -> dict[str, TensorEntry]:
+    index = directory / INDEX
+    weight_map = read_index(index)
+    found: dict[str, TensorEntry] = {}
+    for file in dict.fromkeys(weight_map.values()):
+        for name, entry in read_header(directory / file).items():
+            if name in found:
+                raise ModelError(
+                    f"tensor {shown(name)} is both in {found[name].file} and in {entry.file}: "
+                    "refused, fetch another copy of the model"
+                )
+            found[name] = entry
+    for name, file in weight_map.items():
+        if name not in found or found[name].file.name != file:
+            raise ModelError(
+                f"{index} promises tensor {shown(name)} in {file}, it is not there; {FETCH_AGAIN}"
+            )
+    return found
+
+
+def read_index(index: Path) -> dict[str, str]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) != len(pairs):
+            raise ModelError(f"{index} names a tensor twice: refused, fetch another copy of the model")
+        return dict(pairs)
+
+    try:
+        raw = parse_json(read_regular(index, MAX_BYTES), unique)
+    except OSError as error:
+        raise ModelError(f"{index} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise ModelError(f"{index} is not valid JSON; {FETCH_AGAIN}") from None
+    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index} has no weight_map; {FETCH_AGAIN}")
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise ModelError(
+                f"{index} points at {shown(str(file))}, which is not a safetensors file beside it"
+            )
+    return weight_map

@@ -1,0 +1,161 @@
+"""The header of a safetensors file, checked before anything believes it.
+
+Layout: 8 bytes little-endian length, a JSON object {name: {dtype, shape, data_offsets}}, then the data.
+Read with plain file reads, never mapped: a file that shrinks later is an error message, not a SIGBUS.
+"""
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO, TypeGuard
+
+from ..errors import ModelError
+from .json_file import parse_json
+from .quantized_layout import FLOATS, INTEGERS, SCALE, STEP
+from .regular_file import open_regular
+
+FETCH_AGAIN = "the file is damaged or its download was cut short: fetch it again"
+MAX_HEADER = 100_000_000
+"""The format's own limit."""
+SUPPORTED = {"BF16": 2, "F16": 2, "F32": 4}
+OTHER_DTYPES = {
+    "BOOL",
+    "U8",
+    "I8",
+    "F8_E4M3",
+    "F8_E5M2",
+    "F8_E8M0",
+    "F4",
+    "I16",
+    "U16",
+    "I32",
+    "U32",
+    "I64",
+    "U64",
+    "F64",
+    "C64",
+}
+NAME = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*", re.ASCII)
+MAX_NAME = 512
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies: `nbytes` bytes at `offset` of `file`."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """All tensors of a file, by name. Raises ModelError naming the file, the tensor and what to do."""
+    try:
+        with open_regular(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            raw, data_start = load_json(file, stream, size)
+    except FileNotFoundError:
+        raise ModelError(f"{file} is missing: fetch the model again") from None
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from None
+    raw.pop("__metadata__", None)
+    if not raw:
+        raise ModelError(f"{file}: the header names no tensors; {FETCH_AGAIN}")
+    entries = entries_of(file, raw, data_start, size)
+    refuse_overlaps(entries)
+    return {e.name: e for e in entries}
+
+
+def load_json(file: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
+    length = int.from_bytes(stream.read(8), "little")
+    if size < 8 or not 2 <= length <= min(size - 8, MAX_HEADER):
+        raise ModelError(
+            f"{file}: not a safetensors file of {size} bytes (header length {length}); {FETCH_AGAIN}"
+        )
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in seen:
+                raise ModelError(
+                    f"{file}: {shown(key)} appears twice in the header: refused, fetch another copy"
+                )
+            seen[key] = value
+        return seen
+
+    try:
+        raw = parse_json(stream.read(length), unique)
+    except ValueError:
+        raise ModelError(f"{file}: the header is not valid JSON; {FETCH_AGAIN}") from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"{file}: the header is not a JSON object; {FETCH_AGAIN}")
+    return raw, 8 + length
+
+
+def entries_of(file: Path, raw: dict[str, Any], data_start: int, size: int) -> list[TensorEntry]:
+    """Of a parsed header without its metadata. Integers are only taken where scales stand beside them.
+
+    So are 8-bit floats, where `Checkpoint` reads them: their scales may stand in another file.
+    """
+    known = SUPPORTED | FLOATS
+    return [
+        entry(
+            file,
+            name,
+            value,
+            data_start,
+            size,
+            known | (INTEGERS if name.removesuffix(STEP) + SCALE in raw else {}),
+        )
+        for name, value in raw.items()
+    ]
+
+
+def entry(
+    file: Path, name: str, value: Any, data_start: int, size: int, dtypes: Mapping[str, int] = SUPPORTED
+) -> TensorEntry:
+    where = f"{file}: tensor {shown(name)}"
+    if len(name) > MAX_NAME or not NAME.fullmatch(name):
+        raise ModelError(f"{where}: not a tensor name; refused, fetch another copy of the model")
+    if not isinstance(value, dict):
+        raise ModelError(f"{where}: its header entry is not an object; {FETCH_AGAIN}")
+    dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in dtypes:
+        known = "is not supported" if str(dtype) in OTHER_DTYPES else "is unknown"
+        raise ModelError(f"{where}: dtype {dtype!r} {known}; supported: {', '.join(SUPPORTED)}")
+    if not is_counts(shape) or not is_counts(offsets) or len(offsets) != 2:
+        raise ModelError(f"{where}: bad shape {shape!r} or data_offsets {offsets!r}; {FETCH_AGAIN}")
+    begin, end = offsets
+    need = math.prod(shape) * dtypes[dtype]
+    if end - begin != need:
+        raise ModelError(
+            f"{where}: shape {shape} needs {need} bytes, the header gives {end - begin}; {FETCH_AGAIN}"
+        )
+    if data_start + end > size:
+        raise ModelError(f"{where} ends at byte {data_start + end}, the file has {size}; {FETCH_AGAIN}")
+    return TensorEntry(file, name, dtype, tuple(shape), data_start + begin, need)
+
+
+def refuse_overlaps(entries: list[TensorEntry]) -> None:
+    ordered = sorted((e for e in entries if e.nbytes), key=lambda e: e.offset)
+    for before, after in pairwise(ordered):
+        if before.offset + before.nbytes > after.offset:
+            raise ModelError(
+                f"{after.file}: tensors {shown(before.name)} and {shown(after.name)} overlap; {FETCH_AGAIN}"
+            )
+
+
+def is_counts(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(x) is int and 0 <= x < 1 << 62 for x in value)
+
+
+def shown(name: str) -> str:
+    """A name from a file, safe to print."""
+    return repr(name if len(name) <= 100 else name[:100] + "...")

@@ -1,0 +1,114 @@
+"""A safetensors checkpoint written tensor by tensor: files of some gigabytes, and an index of several."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from torch import Tensor
+
+from ..errors import ModelError
+from .index import INDEX, SINGLE
+from .tensor_io import DTYPES, ROUNDED_DTYPES, bytes_of
+
+SHARD_BYTES: Final = 2 << 30
+_NAMES: Final = {dtype: name for name, dtype in (DTYPES | ROUNDED_DTYPES).items()}
+
+
+class ShardWriter:
+    """At most one shard's tensors are in memory."""
+
+    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        self._folder = folder
+        self._most = shard_bytes
+        self._tensors: dict[str, Tensor] = {}
+        self._shards: list[list[str]] = []
+        self._total = 0
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """These stand in one file: readers look for scales beside their integers."""
+        have = sum(each.nbytes for each in self._tensors.values())
+        more = sum(each.nbytes for each in tensors.values())
+        if self._tensors and have + more > self._most:
+            self._write()
+        self._tensors |= {name: tensor.contiguous() for name, tensor in tensors.items()}
+        self._total += more
+
+    def finish(self) -> None:
+        self._write()
+        count = len(self._shards)
+        if count == 1:
+            self._part(0).rename(self._folder / SINGLE)
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            file = f"model-{number + 1:05}-of-{count:05}.safetensors"
+            self._part(number).rename(self._folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+        (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def _write(self) -> None:
+        write_file(self._tensors, self._part(len(self._shards)))
+        self._shards.append(list(self._tensors))
+        self._tensors = {}
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"part-{number}.safetensors"
+
+
+def write_file(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Contiguous tensors as safetensors. That package's `save_file` wants numpy, which is no dependency."""
+    # Wide elements first, and a header of whole words: each tensor then begins at a multiple of its element.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        dtype = _NAMES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for _name, tensor in ordered:
+            stream.write(bytes_of(tensor))
+
+
+def require_space(folder: Path, need: int) -> None:
+    """In the place where `folder` is or will be. Raises ModelError."""
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise ModelError(f"{folder} has {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB are needed")
+
+
+@contextmanager
+def made_whole(out: Path) -> Iterator[Path]:
+    """The folder to fill, beside `out`, which must not exist or be empty. Raises ModelError and OSError."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ModelError(f"{out} is there already: choose another place with --out")
+    part = out.with_name(f".{out.name}.part-{os.getpid()}")
+    try:
+        part.mkdir(parents=True)
+        yield part
+        sync(part)
+        if out.is_dir():
+            out.rmdir()
+        part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def sync(folder: Path) -> None:
+    """Files and folders in it too: a rename is no promise about what was written before."""
+    for path in (*folder.rglob("*"), folder):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

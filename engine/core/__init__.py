@@ -1,0 +1,1 @@
+"""One engine's requests: queue, scheduler, KV cache, steps. No torch."""

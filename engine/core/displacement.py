@@ -1,0 +1,85 @@
+"""Who gives its place to whom: running requests that are preempted for waiting ones.
+
+A request of a better class takes a place, or blocks, of a worse one: premium (bands below 0) before
+standard (0) before background. Between callers of one class, one that has no place takes one of a caller
+that has more than its share, so that nobody waits for another's long answers to end. What is preempted
+keeps its tokens and goes on later, with the tokens that it would have had anyway.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from .fair_shares import Flows
+from .kv_cache.manager import KVCacheManager
+from .request import Request
+from .request_queue import ALL_BANDS, WaitingQueue, least_deserving
+
+CLASS_ENDS = (0, 1)
+"""First bands behind the premium class and behind the standard one."""
+MAX_DISPLACEMENTS = 4
+"""Of one request, by callers of its own band: what is computed again is bounded."""
+
+
+class Displacement:
+    def __init__(self, max_running: int, tables: KVCacheManager, flows: Flows, waiting: WaitingQueue) -> None:
+        self._max_running = max_running
+        self._tables = tables
+        self._flows = flows
+        self._waiting = waiting
+
+    def victims(self, running: Mapping[str, Request]) -> Iterator[Request]:
+        """One at a time: each is to be preempted before the next is asked for."""
+        for class_end in CLASS_ENDS:
+            if self._flows.has_running(class_end):
+                yield from self._victims_of_better(class_end, running)
+        head = self._waiting.choose({}, better_than=ALL_BANDS)
+        while head is not None and self._lacks_place(head, running):
+            if (victim := self._pick(self._beyond_share(head, running))) is None:
+                break
+            self._flows.pay(head, self._cost(victim))
+            yield victim
+
+    def _victims_of_better(self, class_end: int, running: Mapping[str, Request]) -> Iterator[Request]:
+        """For waiting requests below this band, of those that are not."""
+
+        def pick() -> Request | None:
+            return self._pick(each for each in running.values() if each.flow.band >= class_end)
+
+        while self._waiting.num_queued(class_end) + len(running) > self._max_running:
+            if (victim := pick()) is None:
+                return
+            yield victim
+        head = self._waiting.choose({}, better_than=class_end)
+        while head is not None and running and not self._tables.fits(head):
+            if (victim := pick()) is None:
+                return
+            yield victim
+
+    def _lacks_place(self, request: Request, running: Mapping[str, Request]) -> bool:
+        """It does not fit beside the others, and its caller has nothing running."""
+        if request.flow.running or not running:
+            return False
+        return len(running) >= self._max_running or not self._tables.fits(request)
+
+    def _beyond_share(self, request: Request, running: Mapping[str, Request]) -> Iterator[Request]:
+        """Running requests, in no better band, of callers that have more places than their share and are
+        ahead by what it costs to preempt: busy callers take turns as requests end.
+        """
+        share = max(1.0, len(running) / self._flows.num_present())
+        return (
+            each
+            for each in running.values()
+            if each.flow.band >= request.flow.band
+            and each.flow.running > share
+            and each.flow.tokens >= request.flow.tokens + self._cost(each)
+            and each.displacements < MAX_DISPLACEMENTS
+        )
+
+    def _cost(self, victim: Request) -> int:
+        """Tokens to compute again, as far as the prefix cache does not keep them."""
+        pool = self._tables.pool
+        return min(victim.num_computed, pool.block_size) if pool.caching else victim.num_computed
+
+    def _pick(self, candidates: Iterable[Request]) -> Request | None:
+        """The least deserving of those that do not keep their places."""
+        able = [each for each in candidates if not (each.keeps_place or self._tables.is_pinned(each))]
+        return max(able, key=least_deserving, default=None)

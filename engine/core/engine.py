@@ -1,0 +1,177 @@
+"""The engine: one loop of four verbs over token ids. No text, no HTTP, no sockets (see `engine_main.py`)."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import EngineError
+from ..ipc.messages import (
+    AddRequest,
+    BlockMap,
+    EngineStats,
+    ModelInfo,
+    RequestOutput,
+    StepOutputs,
+    Vocabulary,
+)
+from .executor_interface import Executor, pipeline_of
+from .kv_cache.snapshot import block_map
+from .outputs import error_answer, finish_reason
+from .request import Request
+from .request_validation import check_request
+from .scheduler import Scheduler
+from .step import StepPlan
+from .structured_output import GrammarCompiler
+
+log = logging.getLogger("llmbox.engine")
+
+
+class Engine:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Executor,
+        info: ModelInfo,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.info = info
+        self._scheduler = scheduler
+        self._runner = runner
+        self._pipeline = pipeline_of(runner)
+        self._launched: deque[tuple[StepPlan, Any]] = deque()
+        """Steps that the runner has not given back yet, oldest first."""
+        self._grammars = GrammarCompiler(info.vocab_size)
+        self._clock = clock
+        self._steps = 0
+        self._step_seconds = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work or bool(self._launched)
+
+    def step(self) -> StepOutputs:
+        """Schedule, run, take the results, answer.
+
+        A runner may be given `depth` steps more before the results of one are taken: while the device runs
+        the first, the second is scheduled, with the first's tokens still unknown here.
+        """
+        started = self._clock()
+        worked = bool(self._launched)
+        plan = self._scheduler.schedule(self._pipeline)
+        try:
+            _mask(plan)
+            if plan:
+                self._launched.append((plan, self._runner.launch(plan)))
+            outputs = self._take_results() if self._is_full or not plan else []
+        except BaseException:
+            self._discard(plan)
+            raise
+        self._steps += bool(plan)
+        if plan or worked:
+            self._step_seconds += self._clock() - started
+        return StepOutputs(outputs=outputs, stats=self.stats())
+
+    def prepare(self) -> bool:
+        """For moments without work: makes later steps faster. False once nothing is left to prepare."""
+        return self._runner.prepare()
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        """Grammars are made of these tokens. Before the first request that has one."""
+        self._grammars.learn(vocabulary)
+
+    def add(self, message: AddRequest) -> RequestOutput | None:
+        """Queue a request; an output only if it ends here: refused, or complete before it was resumed.
+
+        Nothing that `message` holds raises: at worst it ends this request with an error.
+        """
+        if self._scheduler.has(message.request_id):
+            # An error would end the other one, which has the same id.
+            log.error("a second request with the id %s is dropped", message.request_id)
+            return None
+        try:
+            return self._add(message)
+        except EngineError as error:
+            return error_answer(message.request_id, error.code, str(error))
+        except Exception:
+            log.exception("the request %s cannot be taken", message.request_id)
+            return error_answer(message.request_id, EngineError.code, "The engine cannot take this request.")
+
+    def _add(self, message: AddRequest) -> RequestOutput | None:
+        """Raises EngineError. The scheduler comes last: whatever is raised before has changed nothing."""
+        check_request(message, self.info)
+        request = Request(
+            request_id=message.request_id,
+            prompt_ids=message.prompt_ids,
+            params=message.params,
+            priority=message.priority,
+            tenant=message.tenant,
+            cache_namespace=message.cache_namespace,
+            fork_of=message.fork_of,
+            token_ids=message.prompt_ids + message.output_ids,
+        )
+        if (reason := finish_reason(request)) is not None:
+            return RequestOutput(request_id=request.request_id, finish_reason=reason)
+        if request.params.grammar is not None:
+            request.constraint = self._grammars.constraint(request.params, request.num_prompt)
+        self._scheduler.add(request)
+        return None
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Forget a request and free its blocks now; None if it is not (or no longer) here."""
+        if not self._scheduler.abort(request_id):
+            return None
+        return RequestOutput(request_id=request_id, finish_reason="abort")
+
+    def stats(self) -> EngineStats:
+        scheduler, pool, tables = self._scheduler, self._scheduler.pool, self._scheduler.tables
+        return EngineStats(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            blocks_total=pool.num_blocks,
+            blocks_used=pool.num_used,
+            blocks_cached=pool.num_cached,
+            steps=self._steps,
+            prompt_tokens=scheduler.prompt_tokens,
+            output_tokens=scheduler.output_tokens,
+            prefix_queries=tables.prefix_queries,
+            prefix_hits=tables.prefix_hits,
+            preemptions=scheduler.preemptions,
+            slots_used=scheduler.slots_used,
+            step_seconds=self._step_seconds,
+            drafts=scheduler.drafting.drafts,
+            draft_tokens=scheduler.drafting.draft_tokens,
+            accepted_tokens=scheduler.drafting.accepted_tokens,
+        )
+
+    def blocks(self) -> BlockMap:
+        """A walk over the whole pool: only when somebody wants to see it."""
+        return block_map(self._scheduler.tables, self._scheduler.running)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._launched) > self._runner.depth
+
+    def _take_results(self) -> list[RequestOutput]:
+        """Of the oldest step, if there is one: waits for it."""
+        if not self._launched:
+            return []
+        plan, handle = self._launched[0]
+        result = self._runner.collect(handle)
+        self._launched.popleft()
+        return self._scheduler.update(plan, result)
+
+    def _discard(self, plan: StepPlan) -> None:
+        """What the steps wrote is in doubt: nothing may refer to it any more."""
+        for launched, _ in self._launched:
+            self._scheduler.discard(launched)
+        self._scheduler.discard(plan)
+        self._launched.clear()
+
+
+def _mask(plan: StepPlan) -> None:
+    """Before the step is launched: all tokens of these requests are known, see `Scheduler`."""
+    for row in plan.rows:
+        if row.samples:
+            row.request.renew_mask()

@@ -1,0 +1,1 @@
+"""Blocks of the KV cache: allocation, prefix cache, snapshots. No torch."""

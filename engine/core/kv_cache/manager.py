@@ -1,0 +1,209 @@
+"""Gives requests their KV blocks and takes them back: the only writer of block tables.
+
+    request.block_table   | shared with others, full | private, full | private, partly filled | reserved |
+    request.num_computed  -------------------------------------------------->
+
+A table only grows at its end until the request leaves; shared blocks are full, so nobody writes into them.
+"""
+
+from ...errors import DoesNotFit
+from ...ipc.messages import PrefixMissReason
+from ..fair_shares import is_premium
+from ..request import Request
+from ..scheduler_config import SchedulerConfig
+from .block_pool import BlockPool
+from .prefix_cache import extend_hashes, first_block_digest
+from .prefix_usage import PrefixUses
+
+MAX_PREEMPTIONS = 4
+
+
+class KVCacheManager:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+        self.pool = pool
+        self._config = config
+        self._watermark = int(config.watermark * pool.num_blocks)
+        self._premium_blocks = int(config.premium_share * pool.num_blocks)
+        self._premium_held = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self.uses = PrefixUses()
+        self.computed_by: list[str | None] = [None] * pool.num_blocks
+        """By block: the request that last filled it; says nothing about one that is free now."""
+
+    def refuse_impossible(self, request: Request) -> None:
+        """Raise `DoesNotFit` for what no waiting would help."""
+        prompt, output = request.num_prompt, request.params.max_tokens
+        if prompt + output > self._config.context:
+            raise DoesNotFit(
+                f"prompt of {prompt} tokens + max_tokens {output} = {prompt + output} exceeds "
+                f"the context of {self._config.context} tokens"
+            )
+        need = self._reserved(request)
+        if need > self.pool.num_blocks:
+            size = self.pool.block_size
+            raise DoesNotFit(
+                f"prompt of {prompt} tokens + max_tokens {output} needs {need * size} KV slots, "
+                f"the model has {self.pool.num_blocks * size} in all"
+            )
+
+    def is_pinned(self, request: Request) -> bool:
+        """Pinned requests hold their worst case from admission on: they never grow and are never preempted.
+
+        Being preempted often enough pins a request. As everything fits the pool alone, it is admitted at the
+        latest when all others have ended: so preemptions are bounded, and every request finishes.
+        """
+        return self._config.batching == "static" or request.preemptions >= MAX_PREEMPTIONS
+
+    def admit(
+        self, request: Request, sibling: Request | None, *, alone: bool
+    ) -> list[tuple[int, int]] | None:
+        """Build the block table for all tokens so far, reusing what is computed already.
+
+        Returns the (source, destination) copies to make before the step; None, with nothing changed, when
+        blocks are short. `alone`: nothing else runs, so nothing needs to be left free.
+        """
+        shared, hits = self._find_prefix(request)
+        computed = hits
+        if sibling is not None and (forked := self._forkable(request)) > computed:
+            shared, computed = sibling.block_table[: forked // self.pool.block_size], forked
+        size = self._admission_size(request)
+        fresh = size - len(shared)
+        if not self._has_room(request, shared, fresh, alone=alone):
+            return None
+        self._count_prefix(request, hits)
+        self.pool.share(shared)
+        request.block_table = shared + self.pool.take(fresh)
+        request.num_computed = request.num_scheduled = computed
+        request.admissions += 1
+        self._count_premium(request, size)
+        if sibling is None or computed % self.pool.block_size == 0:
+            return []
+        partial = len(shared)  # copy-on-write: the sibling goes on writing into its own
+        return [(sibling.block_table[partial], request.block_table[partial])]
+
+    def fits(self, request: Request) -> bool:
+        """Whether `admit` would find the blocks, beside others that run and without a sibling's."""
+        shared, _ = self._find_prefix(request)
+        return self._has_room(request, shared, self._admission_size(request) - len(shared), alone=False)
+
+    def _admission_size(self, request: Request) -> int:
+        pinned = self.is_pinned(request)
+        return self._reserved(request) if pinned else self.pool.blocks_for(request.num_tokens)
+
+    def _has_room(self, request: Request, shared: list[int], fresh: int, *, alone: bool) -> bool:
+        left = self.pool.num_available - self.pool.num_idle(shared) - fresh
+        return left >= self._kept_free(request, alone=alone)
+
+    def grow(self, request: Request, *, alone: bool) -> bool:
+        """One more block for a decoding request; False when blocks are short."""
+        reserve = 0 if alone else self._kept_for_premium(request)
+        if self.pool.num_available - 1 < reserve:
+            return False
+        request.block_table += self.pool.take(1)
+        self._count_premium(request, 1)
+        return True
+
+    def publish(self, request: Request, start: int) -> None:
+        """Offer the blocks that the tokens from `start` to `num_computed` filled to the prefix cache.
+
+        Only after a step succeeded: a cached block always holds computed KV.
+        """
+        size = self.pool.block_size
+        first, last = start // size, request.num_computed // size
+        if first == last or not self.pool.caching:
+            return
+        extend_hashes(request, size, last)
+        if first == 0:
+            self.pool.history.note_first_block(first_block_digest(request, size), request.block_hashes[0])
+        for index in range(first, last):
+            self.pool.publish(request.block_table[index], request.block_hashes[index])
+            self.computed_by[request.block_table[index]] = request.request_id
+
+    def release(self, request: Request, *, suspect: bool = False) -> None:
+        """Take the whole table back. `suspect`: its KV may be wrong, so its blocks leave the cache."""
+        if suspect:
+            self.pool.unpublish(request.block_table)
+        self.pool.release(request.block_table)
+        self._count_premium(request, -len(request.block_table))
+        request.block_table = []
+        request.num_computed = request.num_scheduled = request.num_pending = 0
+        request.admissions += 1
+
+    def _reserved(self, request: Request) -> int:
+        """Blocks of the longest that the request can get. The last token's KV is never computed.
+
+        A static batch stands for servers that keep one contiguous stretch of the whole context for each.
+        """
+        if self._config.batching == "static":
+            return self.pool.blocks_for(self._config.context)
+        return self.pool.blocks_for(
+            max(request.num_tokens, request.num_prompt + request.params.max_tokens - 1)
+        )
+
+    def _find_prefix(self, request: Request) -> tuple[list[int], int]:
+        """Cached blocks and the tokens they cover: never all tokens, as the last one's logits are wanted."""
+        if not self.pool.caching or _needs_all_rows(request):
+            return [], 0
+        usable = self._usable_blocks(request)
+        extend_hashes(request, self.pool.block_size, usable)
+        blocks = self.pool.find(request.block_hashes[:usable])
+        return blocks, len(blocks) * self.pool.block_size
+
+    def _usable_blocks(self, request: Request) -> int:
+        return (request.num_tokens - 1) // self.pool.block_size
+
+    def _prefix_end(self, request: Request, hits: int) -> PrefixMissReason:
+        """Asked before this admission evicts anything."""
+        if not self.pool.caching:
+            return "off"
+        if _needs_all_rows(request):
+            return "pooling" if request.pools else "prompt_logprobs"
+        size, usable = self.pool.block_size, self._usable_blocks(request)
+        found = hits // size
+        if found == usable:
+            return "complete" if usable else "short"
+        first = first_block_digest(request, size) if found == 0 else None
+        return self.pool.history.why_absent(request.block_hashes[found], first)
+
+    def _forkable(self, request: Request) -> int:
+        """Tokens to take over from a sibling that computed the same prompt."""
+        return 0 if _needs_all_rows(request) else min(request.num_prompt, request.num_tokens - 1)
+
+    def _kept_free(self, request: Request, *, alone: bool) -> int:
+        """Blocks an admission must leave: room for running requests to grow, and the premium bands' share."""
+        if alone or self._config.batching == "static":
+            return 0
+        return self._watermark + self._kept_for_premium(request)
+
+    def _kept_for_premium(self, request: Request) -> int:
+        """What of the premium share is not taken yet. Free until then, it serves as prefix cache."""
+        return 0 if is_premium(request) else max(0, self._premium_blocks - self._premium_held)
+
+    def _count_premium(self, request: Request, blocks: int) -> None:
+        if is_premium(request):
+            self._premium_held += blocks
+
+    def _count_prefix(self, request: Request, hits: int) -> None:
+        """At first admission only: what a preempted request finds again saved nothing."""
+        if request.num_cached is None:
+            request.num_cached = min(hits, request.num_prompt)
+            request.prefix_end = end = self._prefix_end(request, hits)
+            if end not in {"off", "prompt_logprobs", "pooling"}:
+                whole = self._usable_blocks(request) * self.pool.block_size
+                request.num_looked_up = min(whole, request.num_prompt)
+            self.prefix_queries += request.num_prompt if self.pool.caching else 0
+            self.prefix_hits += request.num_cached
+            if found := hits // self.pool.block_size:
+                self.uses.note(
+                    request.block_hashes[found - 1], found, self.pool.block_size, request.request_id
+                )
+
+
+def _needs_all_rows(request: Request) -> bool:
+    """Log-probabilities of the prompt come from computing it; they leave with the first token. So do vectors
+    of more rows than the last.
+    """
+    if request.pools:
+        return request.params.pooling != "last"
+    return request.params.prompt_logprobs is not None and request.num_output == 0

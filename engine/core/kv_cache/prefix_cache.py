@@ -1,0 +1,96 @@
+"""Which KV blocks hold which prefix, so that a prompt seen before is not computed again.
+
+A full block is named by a chain hash: sha256 over the hash of the block before it (over the namespace, for
+the first) and its own token ids. Equal hashes therefore mean equal tokens from position 0 on, and a prefix is
+found by walking its hashes until one is missing.
+
+The cache names blocks and orders the unreferenced ones; who holds a block is the pool's business.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import sha256
+
+from ..request import Request
+from .prefix_history import PrefixHistory
+
+
+def extend_hashes(request: Request, block_size: int, num_blocks: int) -> None:
+    """Make `request.block_hashes` cover `num_blocks` full blocks. Each is hashed once in a request's life."""
+    hashes = request.block_hashes
+    parent = hashes[-1] if hashes else sha256(request.cache_namespace.encode()).digest()
+    tokens = array("I", request.token_ids[len(hashes) * block_size : num_blocks * block_size])
+    data, size = tokens.tobytes(), block_size * tokens.itemsize
+    for start in range(0, len(data), size):
+        parent = sha256(parent + data[start : start + size]).digest()
+        hashes.append(parent)
+
+
+def first_block_digest(request: Request, block_size: int) -> bytes:
+    """Of its tokens alone: the same in all namespaces."""
+    return sha256(array("I", request.token_ids[:block_size]).tobytes()).digest()
+
+
+class PrefixCache:
+    """Two-way index hash <-> block, and the least-recently-used order of blocks nobody holds.
+
+    Two requests that compute the same prefix at the same time fill two blocks; only the first is named. The
+    second is not replaced by it: block tables are append-only, a block in a table never changes under the
+    runner. It goes back to the free list when its request ends.
+    """
+
+    def __init__(self) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self.history = PrefixHistory()
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._hash_of
+
+    @property
+    def num_idle(self) -> int:
+        """Named blocks that nobody holds: they can be evicted."""
+        return len(self._idle)
+
+    def find(self, hashes: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest cached prefix."""
+        blocks = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def name(self, block: int, block_hash: bytes) -> None:
+        if block_hash not in self._block_of and block not in self._hash_of:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def unname(self, block: int) -> None:
+        """Forget what a held block contains; no effect on a block without a name."""
+        block_hash = self._hash_of.pop(block, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]
+
+    def set_idle(self, block: int) -> None:
+        self._idle[block] = None
+
+    def set_held(self, block: int) -> None:
+        del self._idle[block]
+
+    def evict(self) -> int:
+        """Unname the block that has been idle for longest and hand it out."""
+        block, _ = self._idle.popitem(last=False)
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]
+        self.history.note_evicted(block_hash)
+        return block
+
+    def check(self) -> set[int]:
+        """Idle blocks, after proving that the index is one-to-one and that idle blocks have names."""
+        assert {block: block_hash for block_hash, block in self._block_of.items()} == self._hash_of
+        assert self._idle.keys() <= self._hash_of.keys()
+        return set(self._idle)

@@ -1,0 +1,35 @@
+"""Which prefixes were found in the cache, and how often: for people who want to see what it is good for."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from ...ipc.messages import PrefixUse
+
+REMEMBERED_USES: Final = 256
+TOLD: Final = 20
+
+
+class PrefixUses:
+    """By the chain hash of a prefix's last block. Those that were not found for longest go first."""
+
+    def __init__(self, limit: int = REMEMBERED_USES) -> None:
+        self._limit = limit
+        self._uses: OrderedDict[bytes, PrefixUse] = OrderedDict()
+
+    def note(self, chain_hash: bytes, blocks: int, block_size: int, request_id: str) -> None:
+        before = self._uses.pop(chain_hash, None)
+        self._uses[chain_hash] = PrefixUse(
+            prefix=chain_hash.hex()[:12],
+            tokens=blocks * block_size,
+            blocks=blocks,
+            hits=1 if before is None else before.hits + 1,
+            last_request=request_id,
+        )
+        if len(self._uses) > self._limit:
+            self._uses.popitem(last=False)
+
+    def top(self, is_here: Callable[[bytes], bool], count: int = TOLD) -> list[PrefixUse]:
+        """Those that saved most tokens, of what `is_here` says is still cached."""
+        here = [use for chain_hash, use in self._uses.items() if is_here(chain_hash)]
+        return sorted(here, key=lambda use: use.hits * use.tokens, reverse=True)[:count]

@@ -1,0 +1,385 @@
+"""Decides what each step computes. Pure Python: no torch, no tensors, an injected clock.
+
+There is no prefill and no decode phase, only "request -> number of tokens this step": a request with one
+token left to compute is decoding, one with more has a prompt (or a history lost by preemption or a restart)
+to go through, in as many chunks as the token budget asks for.
+
+    add -> waiting --admit--> running --update--> finished
+              ^                  |
+              +-----preempt------+        blocks are taken away, tokens are kept and computed again
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from ..ipc.messages import RequestOutput
+from .displacement import Displacement
+from .draft_scheduler import DraftScheduler
+from .fair_shares import Flow, Flows, is_premium
+from .kv_cache.block_pool import BlockPool
+from .kv_cache.manager import KVCacheManager
+from .microbatching import ONE_STAGE, MicroBatcher, PipelineDepth, share
+from .outputs import add_up, failed_answer, finish_reason, pooled_answer, token_answer
+from .request import Request
+from .request_queue import ALL_BANDS, NO_BAND, WaitingQueue, least_deserving
+from .scheduler_config import SchedulerConfig
+from .step import SampledToken, ScheduledRequest, StepPlan, StepResult, planned
+
+__all__ = ["Scheduler", "SchedulerConfig"]
+
+
+class Scheduler:
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.tables = KVCacheManager(config, pool)
+        self.drafting = DraftScheduler(config.draft_rows, self.tables)
+        self._clock = clock
+        self._last_arrival = -math.inf
+        self._requests: dict[str, Request] = {}
+        self._running: dict[str, Request] = {}
+        self._flows = Flows()
+        self._waiting = WaitingQueue(config.ageing_seconds, self._flows, clock)
+        self._displacement = Displacement(config.max_running, self.tables, self._flows, self._waiting)
+        self._turns = MicroBatcher()
+        self._was_express = False
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        self.preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def running(self) -> Iterable[Request]:
+        return self._running.values()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def slots_used(self) -> int:
+        """KV slots holding a token. Blocks in several tables are full: count them once."""
+        computed = sum(request.num_computed for request in self._running.values())
+        in_tables = sum(len(request.block_table) for request in self._running.values())
+        return computed - (in_tables - self.pool.num_used) * self.pool.block_size
+
+    # ------------------------------------------------------------------ add, abort
+
+    def has(self, request_id: str) -> bool:
+        """Whether a request with this id waits or runs."""
+        return request_id in self._requests
+
+    def add(self, request: Request) -> None:
+        """Raises `DoesNotFit` for what can never be served. Its id must not be present."""
+        self.tables.refuse_impossible(request)
+        # Unique, so that "newest" and "first come" are decided even when the clock stands still.
+        self._last_arrival = max(self._clock(), math.nextafter(self._last_arrival, math.inf))
+        request.arrived_at = self._last_arrival
+        sibling = self._sibling(request)
+        self._requests[request.request_id] = request
+        self._flows.enter(request)
+        if sibling is None or _has_prompt(sibling) or self.config.batching == "static":
+            self._waiting.push(request)
+        else:
+            self._waiting.push_aside(request, sibling)
+
+    def abort(self, request_id: str) -> bool:
+        """Forget a request, waiting or running; its blocks are free at once. False if there is none."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._remove(request)
+        return request is not None
+
+    def _remove(self, request: Request, *, suspect: bool = False) -> None:
+        del self._requests[request.request_id]
+        if request.request_id in self._running:
+            self._stop_running(request, suspect=suspect)
+        else:
+            self._waiting.discard(request)
+        self._flows.leave(request)
+        self._waiting.end_fork_wait(request)
+
+    def _sibling(self, request: Request) -> Request | None:
+        """The present request that `request` may take prompt blocks from, computed or not."""
+        sibling = self._requests.get(request.fork_of or "")
+        if sibling is None or sibling.cache_namespace != request.cache_namespace:
+            return None
+        return sibling if sibling.prompt_ids == request.prompt_ids else None
+
+    # ------------------------------------------------------------------ schedule
+
+    def schedule(self, pipeline: PipelineDepth = ONE_STAGE) -> StepPlan:
+        """The next step: decoding requests first, so that streams never starve; then prompts, in the order
+        of `WaitingQueue.choose`, whether admitted already or still waiting. Steps of several stages share
+        the token budget.
+
+        Premium prompts get a step of their own beside other classes' streams, every second one at most.
+        """
+        plan = StepPlan()
+        self._grow_running()
+        if self._waiting and self.config.batching == "continuous":
+            self._displace()
+        decoding, prompts = self._by_phase()
+        budget = share(self.config.token_budget, pipeline.stages)
+        self._was_express = not self._was_express and self._schedule_express(
+            plan, budget, decoding, prompts, pipeline
+        )
+        if not self._was_express:
+            self._schedule_decoding(plan, self._turns.due(decoding, pipeline))
+            self._schedule_prompts(plan, budget - len(plan.rows), prompts)
+        if not plan.rows:
+            self._schedule_decoding(plan, self._turns.early(decoding, pipeline))
+        self.drafting.extend(plan, len(self._running))
+        self._turns.end(plan)
+        return plan
+
+    def _schedule_express(
+        self,
+        plan: StepPlan,
+        budget: int,
+        decoding: list[Request],
+        prompts: list[Request],
+        pipeline: PipelineDepth,
+    ) -> bool:
+        """A step without the streams of other classes, which would delay the first token; False where that
+        helps nobody, with nothing planned.
+        """
+        going_on = [request for request in decoding if is_premium(request) or request.keeps_place]
+        urgent = [request for request in prompts if is_premium(request)]
+        is_static = self.config.batching == "static"
+        if is_static or len(going_on) == len(decoding) or not (urgent or self._waiting.num_queued(0)):
+            return False
+        self._schedule_prompts(plan, budget - len(going_on), urgent, better_than=0)
+        if not plan.rows:
+            return False
+        self._schedule_decoding(plan, self._turns.due(going_on, pipeline))
+        return True
+
+    def _schedule_decoding(self, plan: StepPlan, decoding: Iterable[Request]) -> None:
+        rows = [planned(request, 1, 1) for request in decoding]
+        plan.rows.extend(rows)
+        self._flows.charge(rows)
+
+    def _by_phase(self) -> tuple[list[Request], list[Request]]:
+        """Running requests with one token left to compute, known or not, and those with more. One that
+        must know its last token waits for it.
+        """
+        decoding, prompts = [], []
+        for request in self._running.values():
+            if request.num_remaining > 1 or (request.pools and request.num_remaining):
+                prompts.append(request)
+            elif request.pools:
+                continue
+            elif not request.num_pending or not (request.is_ending or request.needs_all_tokens):
+                decoding.append(request)
+        return decoding, prompts
+
+    def _schedule_prompts(
+        self, plan: StepPlan, budget: int, prompts: list[Request], better_than: int = ALL_BANDS
+    ) -> None:
+        """Let waiting requests run, and prompts go on, one chunk each. A waiting request that does not fit
+        holds up all but better bands, so that large ones get their turn; one that starved holds up those
+        too. A static batch is filled whatever the budget.
+        """
+        if not (prompts or self._waiting):
+            return
+        static = self.config.batching == "static"
+        if static and self._running:
+            better_than = NO_BAND
+        by_flow: dict[Flow, list[Request]] = {}
+        for request in sorted(prompts, key=lambda request: request.arrived_at, reverse=True):
+            if request.keeps_place:
+                budget = self._schedule_prompt(plan, budget, request)
+            else:
+                by_flow.setdefault(request.flow, []).append(request)
+        while budget > 0 or (static and better_than == ALL_BANDS):
+            if len(self._running) >= self.config.max_running:
+                better_than = NO_BAND
+            chosen = self._waiting.choose(by_flow, better_than)
+            if chosen is None:
+                break
+            if chosen.request_id in self._running:
+                by_flow[chosen.flow].pop()
+            elif not self._admit(plan, chosen):
+                better_than = NO_BAND if self._waiting.has_starved(chosen) else chosen.flow.band
+                continue
+            budget = self._schedule_prompt(plan, budget, chosen)
+
+    def _schedule_prompt(self, plan: StepPlan, budget: int, request: Request) -> int:
+        """As much of the prompt as the budget has, or all of it without chunking. Returns what is left."""
+        if budget <= 0:
+            return budget
+        tokens = remaining = request.num_remaining
+        if self.config.chunked_prefill:
+            tokens = min(tokens, budget)
+        plan.rows.append(planned(request, tokens, remaining))
+        self._flows.charge(plan.rows[-1:])
+        self._flows.note_served(request, self._clock())
+        return budget - tokens
+
+    def _admit(self, plan: StepPlan, request: Request) -> bool:
+        """Let it run; False when blocks are short."""
+        sibling = self._sibling(request)
+        if sibling is not None and not _has_prompt(sibling):
+            sibling = None  # preempted meanwhile: no reason to wait again
+        copies = self.tables.admit(request, sibling, alone=not self._running)
+        if copies is None:
+            return False
+        plan.copies.extend(copies)
+        self._waiting.take(request)
+        self._running[request.request_id] = request
+        request.flow.running += 1
+        if request.scheduled_at is None:
+            request.scheduled_at = self._clock()
+            self.prompt_tokens += request.num_prompt
+        return True
+
+    # ------------------------------------------------------------------ preempt
+
+    def _grow_running(self) -> None:
+        """Give every running request a slot for its next token, preempting when blocks are short.
+
+        Comes before any row is planned, so that no planned row loses its blocks.
+        """
+        size = self.pool.block_size
+        for request in list(self._running.values()):
+            if len(request.block_table) * size >= request.num_tokens + request.num_pending:
+                continue
+            if request.num_pending and request.is_ending:
+                continue
+            while request.request_id in self._running:
+                if self.tables.grow(request, alone=len(self._running) == 1):
+                    break
+                self._preempt(max(self._preemptible(), key=least_deserving))
+
+    def _displace(self) -> None:
+        """Comes before any row is planned, too."""
+        for victim in self._displacement.victims(self._running):
+            victim.displacements += 1
+            self.preemptions += 1
+            self._requeue(victim)
+
+    def _preemptible(self) -> Iterator[Request]:
+        """Never empty when a request must grow: pinned ones do not, so it is in here itself."""
+        return (request for request in self._running.values() if not self.tables.is_pinned(request))
+
+    def _preempt(self, request: Request) -> None:
+        request.preemptions += 1
+        self.preemptions += 1
+        self._requeue(request)
+
+    def _requeue(self, request: Request, *, suspect: bool = False) -> None:
+        """Back to its place by arrival; its tokens so far become a prompt to compute."""
+        self._stop_running(request, suspect=suspect)
+        request.prompt_logprobs.clear()
+        request.pooled.clear()
+        self._waiting.push(request)
+
+    def _stop_running(self, request: Request, *, suspect: bool) -> None:
+        del self._running[request.request_id]
+        request.flow.running -= 1
+        self.tables.release(request, suspect=suspect)
+
+    # ------------------------------------------------------------------ update
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+        """Take over what the step computed. One output for each request that got a token or ended.
+
+        Steps come back in the order in which they were scheduled; others may have been scheduled since.
+        """
+        outputs = []
+        size = self.pool.block_size
+        for row in plan.rows:
+            request = row.request
+            if row.admission != request.admissions:
+                continue  # ended, aborted or preempted since it was scheduled: this row is surplus
+            request_id = request.request_id
+            if request_id in result.failed:
+                outputs += self._fail(row, result.failed[request_id])
+                continue
+            if request_id in result.prompt_logprobs and request.num_output == 0:
+                request.prompt_logprobs += result.prompt_logprobs[request_id]
+            if request_id in result.pooled:
+                add_up(request.pooled, result.pooled[request_id])
+            taken = result.tokens_of(row)
+            if taken:
+                request.append([each.token_id for each in taken])
+            request.num_computed = end = row.end - row.num_void(len(taken))
+            if row.start // size != end // size:
+                self.tables.publish(request, row.start)
+            if row.drafts:
+                self.drafting.settle(row, taken)
+            if taken:
+                outputs.append(self._answer(request, taken))
+            elif request.pools and end == request.num_tokens:
+                self._remove(request)
+                outputs.append(pooled_answer(request))
+        self._end_fork_waits()
+        return outputs
+
+    def discard(self, plan: StepPlan) -> None:
+        """The step broke and what it wrote is unknown: all its requests start again from their tokens, and
+        none of their blocks is found in the cache again.
+        """
+        for row in plan.rows:
+            if row.admission == row.request.admissions:
+                self._requeue(row.request, suspect=True)
+
+    def _end_fork_waits(self) -> None:
+        for request_id in self._waiting.awaited_siblings():
+            sibling = self._requests[request_id]
+            if _has_prompt(sibling):
+                self._waiting.end_fork_wait(sibling)
+
+    def _answer(self, request: Request, taken: list[SampledToken]) -> RequestOutput:
+        self.output_tokens += len(taken)
+        reason = finish_reason(request)
+        if reason is not None:
+            self._remove(request)
+        return token_answer(request, taken, reason)
+
+    def _fail(self, row: ScheduledRequest, message: str) -> list[RequestOutput]:
+        """The request ends, unless a draft may be to blame: then it is computed again, without."""
+        request = row.request
+        if not row.drafts:
+            self._remove(request, suspect=True)
+            return [failed_answer(request, message)]
+        self.drafting.end(request)
+        self._requeue(request, suspect=True)
+        return []
+
+    # ------------------------------------------------------------------ proof
+
+    def check(self) -> None:
+        """Prove that every block is accounted for and every request is in exactly one place."""
+        self.pool.check()
+        self._waiting.check()
+        assert len(self._running) + len(self._waiting) == len(self._requests)
+        held: dict[int, int] = {}
+        for request in self._running.values():
+            assert self._requests[request.request_id] is request
+            assert 0 <= request.num_computed < request.num_tokens
+            assert request.num_computed <= request.num_scheduled <= request.num_tokens + request.num_pending
+            assert request.num_scheduled <= len(request.block_table) * self.pool.block_size
+            for block in request.block_table:
+                held[block] = held.get(block, 0) + 1
+        self.pool.check_holders(held)
+        flows = [flow for _, flows in self._flows.bands for flow in flows]
+        assert sum(flow.running for flow in flows) == len(self._running)
+        assert sum(flow.present for flow in flows) == len(self._requests)
+        assert 0 <= self.slots_used <= self.pool.num_used * self.pool.block_size
+
+
+def _has_prompt(request: Request) -> bool:
+    """Whether the prompt's KV is in the pool."""
+    return request.num_computed >= request.num_prompt

@@ -1,0 +1,223 @@
+"""Which tokens may come next in an answer that must follow a grammar.
+
+What may come next depends on the answer's tokens alone: a request that was preempted, or that another engine
+resumes, reads its tokens again and goes on as it would have. The daemon has checked each grammar in a process
+of its own (`app/sandbox/grammar_worker.py`); here it is compiled over the model's tokens, which takes
+milliseconds. llguidance is imported with the first of them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Final, Literal
+
+from ..errors import GrammarError
+from ..ipc.messages import Vocabulary
+from ..sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+THINK, THOUGHT = b"<think>", b"</think>"
+_BREAKS = (b"\n", b"\n\n")
+_SLICES: Final = [r'[^"\\\x00-\x1F\x7F]{1,10}', r'[^"\\\x00-\x1F\x7F]+']
+"""Tokens of these kinds are looked at together inside JSON's strings: same masks, a quarter of the time."""
+_KEPT: Final = 32
+"""Grammars that stay compiled: clients send the same ones again and again."""
+_Place = Literal["start", "thoughts", "gap", "answer"]
+
+
+def parser_limits() -> "LLParserLimits":
+    """What one grammar may cost: about 20 ms to compile, as much for a token, 20 MB."""
+    from llguidance import LLParserLimits  # noqa: PLC0415
+
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=10_000,
+        max_grammar_size=100_000,
+        precompute_large_lexemes=False,
+        verbose_errors=False,
+    )
+
+
+class GrammarVocabulary:
+    """The model's vocabulary as grammars see it. Building `tree` takes some tenths of a second."""
+
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
+        places = pairwise(accumulate(vocabulary.sizes[:vocab_size], initial=0))
+        texts = [vocabulary.data[start:end] for start, end in places]
+        self.texts = texts + [b""] * (vocab_size - len(texts))
+        self.special = [i for i in vocabulary.special if i < vocab_size]
+        self.think = self.texts.index(THINK) if THINK in self.texts else None
+        self.breaks = [i for i, text in enumerate(self.texts) if text in _BREAKS]
+
+    @property
+    def size(self) -> int:
+        return len(self.texts)
+
+    @property
+    def end(self) -> int:
+        """Stands for the end of an answer; no id of the model."""
+        return len(self.texts)
+
+    @cached_property
+    def tree(self) -> "LLTokenizer":
+        from llguidance import LLTokenizer, TokenizerWrapper  # noqa: PLC0415
+
+        return LLTokenizer(TokenizerWrapper(_Source(self)), slices=_SLICES)
+
+    @cached_property
+    def spilling(self) -> list[int]:
+        """Ids that would end the thoughts and begin the answer at once."""
+        return [i for i, text in enumerate(self.texts) if text.partition(b">")[2].strip()]
+
+
+class _Source:
+    """What llguidance reads of a vocabulary."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: GrammarVocabulary) -> None:
+        self.tokens = [*tokens.texts, b""]
+        self.eos_token_id = tokens.end
+        self.special_token_ids = tokens.special
+
+    def __call__(self, _text: str) -> list[int]:
+        """Never asked for: grammars have `no_forcing`, so a text may be written in any tokens."""
+        return []
+
+
+class GrammarCompiler:
+    """Grammars of one model's requests."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._tokens: GrammarVocabulary | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        self._tokens = GrammarVocabulary(vocabulary, self._vocab_size)
+        self._compiled.clear()
+
+    def constraint(self, params: SamplingParams, num_prompt: int) -> "GrammarState":
+        """Raises GrammarError."""
+        if params.grammar is None or self._tokens is None:
+            raise GrammarError("The engine has not been sent what its tokens stand for.")
+        return GrammarState(self._matcher(params.grammar, self._tokens), self._tokens, params, num_prompt)
+
+    def _matcher(self, grammar: str, tokens: GrammarVocabulary) -> "LLMatcher":
+        """At its beginning, the caller's own."""
+        found = self._compiled.get(grammar)
+        if found is None:
+            from llguidance import LLMatcher  # noqa: PLC0415
+
+            found = LLMatcher(tokens.tree, grammar, log_level=0, limits=parser_limits())
+            if found.is_error():
+                raise GrammarError(f"The grammar cannot be compiled: {_told(found)}")
+            self._compiled[grammar] = found
+            if len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return found.deep_copy()
+
+
+class GrammarState:
+    """One request's way through its grammar.
+
+    Of a model that thinks, the grammar holds for what comes after the thoughts; these must end, and one
+    token of line breaks may follow them.
+    """
+
+    def __init__(
+        self, matcher: "LLMatcher", tokens: GrammarVocabulary, params: SamplingParams, num_prompt: int
+    ) -> None:
+        self.problem: str | None = None
+        """Why the grammar cannot be followed any further."""
+        self._matcher = matcher
+        self._tokens = tokens
+        self._stops = [i for i in params.stop_token_ids if 0 <= i < tokens.size]
+        self._seen = num_prompt
+        places: dict[str, _Place] = {"inside": "thoughts", "may": "start"}
+        self._place: _Place = places.get(params.thinking, "answer")
+        if self._place == "start" and tokens.think is None:
+            self._place = "answer"
+        self._tail = b""
+
+    def allowed(self, token_ids: Sequence[int]) -> bytes:
+        """A bit for each id that may come after these tokens, prompt included: id i is bit i % 8 of byte
+        i // 8. None where there is a `problem`.
+        """
+        for token in token_ids[self._seen :]:
+            self._take(token)
+        self._seen = len(token_ids)
+        if self._place == "thoughts":
+            return self._in_thoughts()
+        mask = self._by_grammar()
+        if self._place == "start" and self._tokens.think is not None:
+            _set(mask, [self._tokens.think])
+        elif self._place == "gap":
+            _set(mask, self._tokens.breaks)
+        return bytes(mask)
+
+    def _take(self, token: int) -> None:
+        place, self._place = self._place, "answer"
+        if place == "thoughts":
+            self._tail = (self._tail + self._tokens.texts[token])[-64:]
+            self._place = "gap" if THOUGHT in self._tail else "thoughts"
+        elif place == "start" and token == self._tokens.think:
+            self._place = "thoughts"
+        elif (
+            not (place == "gap" and token in self._tokens.breaks)
+            and self.problem is None
+            and not self._matcher.consume_token(token)
+        ):
+            self.problem = f"The answer does not follow its grammar: {_told(self._matcher)}"
+
+    def _in_thoughts(self) -> bytes:
+        mask = bytearray(b"\xff" * _bytes_of(self._tokens.size))
+        _clear_after(mask, self._tokens.size)
+        _clear(mask, self._stops)
+        if b"</" in self._tail[-len(THOUGHT) :]:
+            _clear(mask, self._tokens.spilling)
+        return bytes(mask)
+
+    def _by_grammar(self) -> bytearray:
+        mask = bytearray(_bytes_of(self._tokens.size))
+        if self.problem is not None:
+            return mask
+        found = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            self.problem = f"The grammar is too complex to follow: {_told(self._matcher)}"
+            return mask
+        mask[:] = found[: len(mask)]
+        _clear_after(mask, self._tokens.size)
+        end = self._tokens.end
+        if found[end // 8] >> end % 8 & 1:
+            _set(mask, self._stops)
+        return mask
+
+
+def _told(matcher: "LLMatcher") -> str:
+    return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+
+
+def _bytes_of(bits: int) -> int:
+    return -(-bits // 8)
+
+
+def _set(mask: bytearray, ids: Sequence[int]) -> None:
+    for i in ids:
+        mask[i // 8] |= 1 << i % 8
+
+
+def _clear(mask: bytearray, ids: Sequence[int]) -> None:
+    for i in ids:
+        mask[i // 8] &= ~(1 << i % 8)
+
+
+def _clear_after(mask: bytearray, bits: int) -> None:
+    if bits % 8:
+        mask[-1] &= (1 << bits % 8) - 1

@@ -1,0 +1,1 @@
+"""A CUDA device or the host: streams, events, uploads."""

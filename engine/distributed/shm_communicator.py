@@ -1,0 +1,177 @@
+"""What ranks exchange between CPU processes: numbers in shared memory, and a byte on a socket to say so.
+
+All of it is inherited from rank 0: no port, no name, nothing that another process of the machine could open.
+A sum of a decoding step is two short copies and a wake-up; gloo, over TCP on the loopback interface, takes
+several times as long.
+
+Each rank has two slots. In exchange n it writes slot n % 2, tells its peers, waits until all have told it,
+and reads theirs. Nobody writes a slot that somebody still reads: a rank tells of exchange n + 1 only after it
+has read exchange n, and a slot of exchange n is written again in n + 2, after everybody told of n + 1.
+"""
+
+import mmap
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.tensor_io import bytes_of
+from ..errors import RankLost
+from ..model_config.parallel_layout import ParallelLayout
+from .communicator import AsyncWork, CompletedWork, dealt
+from .torch_communicator import add_in_order
+
+SLOT = 1 << 20
+"""Bytes. Larger tensors go in pieces."""
+_PLACES = 64
+# Sizes of tensors for which it is remembered where in the slots they lie.
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSockets:
+    """One rank's: file descriptors that a child may inherit."""
+
+    memory: int
+    peers: dict[int, int]
+    """Of each rank that this one talks to, its socket."""
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        return (self.memory, *self.peers.values())
+
+    def close(self) -> None:
+        for fd in self.all:
+            os.close(fd)
+
+
+def make_ends(layout: ParallelLayout) -> list[PeerSockets]:
+    """Of all ranks; each has a descriptor of its own for the memory. Close those that are given away."""
+    ranks = [ParallelLayout(layout.tp, layout.pp, rank) for rank in range(layout.ranks)]
+    memory = os.memfd_create("llmbox-ranks")
+    os.ftruncate(memory, layout.ranks * 2 * SLOT)
+    peers: list[dict[int, int]] = [{} for _ in ranks]
+    for one in ranks:
+        for other in ranks[one.rank + 1 :]:
+            hands_back = one.is_first and other.rank == one.other_end
+            if one.stage == other.stage or other.rank == one.rank + layout.tp or hands_back:
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+                peers[one.rank][other.rank], peers[other.rank][one.rank] = ours.detach(), theirs.detach()
+    ends = [PeerSockets(os.dup(memory), each) for each in peers]
+    os.close(memory)
+    return ends
+
+
+@dataclass(frozen=True, slots=True)
+class PendingReceive:
+    """To be waited for once, in order."""
+
+    wait: Callable[[], None]
+
+
+class ShmCommunicator:
+    """A `rank.Collective`."""
+
+    def __init__(self, layout: ParallelLayout, ends: PeerSockets) -> None:
+        """Takes the ends over."""
+        self._layout = layout
+        self._sockets = {rank: socket.socket(fileno=fd) for rank, fd in ends.peers.items()}
+        self._stage = [self._sockets[rank] for rank in layout.stage_ranks if rank != layout.rank]
+        self._memory = mmap.mmap(ends.memory, layout.ranks * 2 * SLOT)
+        os.close(ends.memory)
+        slots = torch.frombuffer(self._memory, dtype=torch.uint8).view(layout.ranks, 2, SLOT)
+        self._places = lru_cache(_PLACES)(partial(find_places, slots, layout.stage_ranks))
+        self._turn = 0
+
+    def sum(self, x: Tensor, out: Tensor | None = None) -> None:
+        flat, into = x.view(-1), (x if out is None else out).view(-1)
+        for piece, place in zip(_pieces(flat), _pieces(into, flat), strict=True):
+            add_in_order(self._exchange(piece), place)
+
+    def gather(self, x: Tensor) -> Tensor:
+        pieces = [torch.stack(self._exchange(piece)) for piece in _pieces(x.reshape(-1))]
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+        return whole.view(self._layout.tp, *x.shape)
+
+    def deal(self, x: Tensor) -> Tensor:
+        return self.gather(x)[:, dealt(len(x), self._layout.tp, self._layout.tp_rank)]
+
+    def send(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            self._send(tensor, self._layout.rank + self._layout.tp)
+
+    def receive(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            self._receive(tensor, self._layout.rank - self._layout.tp)
+
+    def fuses(self, _rows: int, _width: int, _dtype: torch.dtype) -> bool:
+        return False
+
+    def sum_add_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, row_format: Any
+    ) -> tuple[Tensor, Any]:
+        raise NotImplementedError
+
+    def agree(self, works: bool) -> bool:
+        raise NotImplementedError  # asked after captures, and there are none on CPUs
+
+    def hand_back(self, x: Tensor) -> AsyncWork:
+        """What was sent lies in the socket, which has room for that of more steps than are ever on their way;
+        it is read when it is waited for.
+        """
+        if self._layout.is_last:
+            self._send(x, self._layout.other_end)
+            return CompletedWork()
+        return PendingReceive(partial(self._receive, x, self._layout.other_end))
+
+    def _send(self, tensor: Tensor, rank: int) -> None:
+        tensor = tensor.contiguous()  # kept alive while its bytes are sent
+        try:
+            self._sockets[rank].sendall(bytes_of(tensor))
+        except OSError as error:
+            raise RankLost("another stage is gone") from error
+
+    def _receive(self, tensor: Tensor, rank: int) -> None:
+        assert tensor.is_contiguous()
+        rest = bytes_of(tensor)
+        while rest:
+            try:
+                count = self._sockets[rank].recv_into(rest)
+            except OSError as error:
+                raise RankLost("another stage is gone") from error
+            if not count:
+                raise RankLost("another stage is gone")
+            rest = rest[count:]
+
+    def _exchange(self, piece: Tensor) -> list[Tensor]:
+        """All ranks' pieces, in their order: views that hold until the next exchange."""
+        self._turn = 1 - self._turn
+        places = self._places(self._turn, piece.nbytes, piece.dtype)
+        places[self._layout.tp_rank].copy_(piece)
+        try:
+            for peer in self._stage:
+                peer.send(b"\0")
+            told = [peer.recv(1) for peer in self._stage]
+        except OSError as error:
+            raise RankLost("another rank is gone") from error
+        if not all(told):
+            raise RankLost("another rank is gone")
+        return places
+
+
+def find_places(
+    slots: Tensor, ranks: Sequence[int], turn: int, nbytes: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """Of a tensor in the slots of these ranks."""
+    here = slots[:, turn, :nbytes].view(dtype)
+    return [here[rank] for rank in ranks]
+
+
+def _pieces(flat: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Of a slot's size, in numbers of `like`."""
+    size = SLOT // (flat if like is None else like).element_size()
+    return (flat,) if len(flat) <= size else torch.split(flat, size)

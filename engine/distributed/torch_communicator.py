@@ -1,0 +1,137 @@
+"""What ranks exchange over torch.distributed: NCCL between GPUs, or gloo, with which it is tested.
+
+Sums are made in the order of ranks, element by element, wherever the result must not depend on what else is
+in the batch: `all_reduce` of gloo and NCCL cuts a tensor into as many pieces as there are ranks and sums each
+in an order of its own, so that an element's sum depends on where in the batch it stands.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..model_config.parallel_layout import ParallelLayout
+from .communicator import AsyncWork, dealt
+from .custom_all_reduce import OneShotSum, all_agree
+from .fused_allreduce_rmsnorm import FusedSum
+
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+# The newer name of the same; torch 2.11 has only the old one.
+
+GATHER_UP_TO = 256 << 10
+"""Bytes. A larger sum goes in two phases: each rank sums a slice, then the slices are exchanged. That moves
+2 (t - 1) / t of the tensor instead of t - 1 times it, and waits twice."""
+
+
+class TorchCommunicator:
+    """A `rank.Collective`."""
+
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        stage: dist.ProcessGroup,
+        *,
+        ordered: bool,
+        device: torch.device,
+        back: dist.ProcessGroup | None = None,
+        one_shot: OneShotSum | None = None,
+        fused: FusedSum | None = None,
+    ) -> None:
+        """`stage` is the group of this stage's ranks. `ordered`: sums in the order of ranks, always. `back`:
+        where there are stages, one of all ranks for `hand_back` alone: what goes over one group takes turns.
+        """
+        self._layout = layout
+        self._device = device
+        self._stage = stage
+        self._back = back
+        self._ordered = ordered
+        self._one_shot = one_shot
+        self._fused = fused
+
+    def sum(self, x: Tensor, out: Tensor | None = None) -> None:
+        self._sum(x)
+        if out is not None:
+            out.copy_(x)
+
+    def _sum(self, x: Tensor) -> None:
+        if self._one_shot is not None and self._one_shot.takes(x):
+            self._one_shot(x)
+        elif self._layout.tp == 2 or not self._ordered:  # a + b is b + a
+            dist.all_reduce(x, group=self._stage)
+        elif x.nbytes <= GATHER_UP_TO:
+            x.copy_(sum_in_order(list(self.gather(x))))
+        else:
+            self._sum_in_slices(x)
+
+    def gather(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = x.new_empty(self._layout.tp, *x.shape)
+        _all_gather(out.view(-1), x.view(-1), group=self._stage)
+        return out
+
+    def deal(self, x: Tensor) -> Tensor:
+        tp, rows = self._layout.tp, len(x)
+        shares = [dealt(rows, tp, rank) for rank in range(tp)]
+        sizes = [share.stop - share.start for share in shares]
+        mine = sizes[self._layout.tp_rank]
+        out = x.new_empty(tp * mine, *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), [mine] * tp, sizes, group=self._stage)
+        return out.view(tp, mine, *x.shape[1:])
+
+    def send(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            dist.send(tensor.contiguous(), self._layout.rank + self._layout.tp)
+
+    def receive(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            assert tensor.is_contiguous()
+            dist.recv(tensor, self._layout.rank - self._layout.tp)
+
+    def fuses(self, rows: int, width: int, dtype: torch.dtype) -> bool:
+        return self._fused is not None and self._fused.takes(rows, width, dtype)
+
+    def sum_add_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, row_format: Any
+    ) -> tuple[Tensor, Any]:
+        """In the order of ranks, always."""
+        assert self._fused is not None
+        return self._fused(x_TE, residual_TE, weight_E, eps, row_format)
+
+    def agree(self, works: bool) -> bool:
+        return all_agree(None, self._device, works)
+
+    def hand_back(self, x: Tensor) -> AsyncWork:
+        assert x.is_contiguous()
+        begin = dist.isend if self._layout.is_last else dist.irecv
+        work = begin(x, self._layout.other_end, group=self._back)
+        assert work is not None
+        return work
+
+    def _sum_in_slices(self, x: Tensor) -> None:
+        tp = self._layout.tp
+        size = -(-x.numel() // tp)
+        flat = x.new_zeros(tp * size)
+        flat[: x.numel()] = x.reshape(-1)
+        parts = torch.empty_like(flat)
+        dist.all_to_all_single(parts, flat, group=self._stage)
+        mine = sum_in_order(list(parts.view(tp, size)))
+        x.copy_(self.gather(mine).view(-1)[: x.numel()].view(x.shape))
+
+
+def add_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
+    """`sum_in_order`, into `out`."""
+    if len(parts) == 2 and parts[0].dtype == torch.float32:
+        torch.add(*parts, out=out)  # one operation, which rounds at its end
+    else:
+        out.copy_(sum_in_order(parts))
+
+
+def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """In float32, rounded once."""
+    first, *others = parts
+    total = first.float()
+    for part in others:
+        total = total + part
+    return total.to(first.dtype)

@@ -1,0 +1,1 @@
+"""Building an engine: weights, memory profile, workers."""

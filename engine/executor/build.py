@@ -1,0 +1,304 @@
+"""Whether an engine verifies drafts, and how many rows a step may have for them."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+
+from llmbox.kernels.cpu.build import compile_progress
+from llmbox.kernels.cpu.cores import pick_cores
+from llmbox.kernels.cpu.isa import usable_levels
+from llmbox.kernels.dispatch import QuantUnavailable, UnknownBackend, native_ready, select_ops
+from llmbox.kernels.op_types import KVShape
+from llmbox.kernels.ops import Ops
+from llmbox.kernels.quant_formats import QUANTS, Quant
+from llmbox.kernels.support import KernelSite
+
+from ..config import EngineConfig
+from ..core.engine import Engine
+from ..core.executor_interface import Executor, SyncExecutor
+from ..core.kv_cache.block_pool import BlockPool
+from ..core.scheduler import Scheduler
+from ..core.scheduler_config import SchedulerConfig
+from ..device.cuda_order import cuda_machine
+from ..distributed.communicator import SINGLE, TensorParallel
+from ..errors import DeviceError, EngineError
+from ..hardware.machine import read_machine
+from ..ipc.messages import ModelInfo, Progress
+from ..model.rotary import Rotary
+from ..model_config.config import ModelConfig, parse_config
+from ..model_config.parallel_layout import ParallelLayout
+from ..model_config.pooling import read_pooling
+from ..planning.estimator import MemoryBudget, estimate
+from ..planning.memory_model import CUDA_CONTEXT
+from ..planning.memory_plan import MemoryPlan
+from ..planning.runnable import RunnablePlan, require_runnable, why_no_drafts
+from ..runner.cpu_runner import CPUModelRunner
+from ..runner.gpu_runner import GPUModelRunner
+from ..sampling import Sampler
+from ..sampling.tp_sampler import rank_sampler
+from .load_model import WeightsWanted, load_weights
+from .multiproc import RankProcesses
+from .profile import Agree, GPUEngineParts, make_device_runner, open_gpu
+from .workers import share as share_of
+
+_READ: Final = 12e9
+"""Bytes of weights that a core reads in a second, about. In bf16 two operations a row come with two bytes: so
+many rows as a core does operations in that time are computed while the weights are read."""
+
+
+def draft_rows(config: EngineConfig, plan: MemoryPlan, ops: Ops, *, overlaps: bool) -> int:
+    """0: no drafts. `overlaps`: steps are launched before the one before is back. Raises DeviceError."""
+    if config.speculate == "off":
+        return 0
+    reason = why_no_drafts(plan.ranks, overlaps=overlaps, row_invariant=ops.row_invariant)
+    if not reason:
+        return min(int(usable_levels()[0].flops / _READ), plan.token_budget)
+    if config.speculate == "on":
+        raise DeviceError(f"speculate was asked for, but {reason}: load with --speculate auto or off")
+    return 0
+
+
+log = logging.getLogger("llmbox.engine")
+
+TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+KV_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True, slots=True)
+class RankEngine:
+    """What one rank made of its part of the model."""
+
+    runner: CPUModelRunner | Callable[[Agree], tuple[GPUModelRunner, MemoryPlan]]
+    """The last makes it, once all ranks have met."""
+    plan: MemoryPlan
+    """As measured, where that is done."""
+    backend: str
+    measured: int | None
+    """Bytes of memory that the weights took; None where nobody tells."""
+    draft_rows: int = 0
+    """See `SchedulerConfig`."""
+
+    def finish(self, agree: Agree = int) -> tuple[CPUModelRunner | GPUModelRunner, MemoryPlan]:
+        """The runner, once all ranks have met. Raises DoesNotFit."""
+        return (self.runner, self.plan) if isinstance(self.runner, CPUModelRunner) else self.runner(agree)
+
+
+def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> Engine:
+    """Raises EngineError; then nothing of the model is left behind."""
+    started = time.monotonic()
+    progress(Progress(phase="weights", done=0, total=0))
+    model = parse_config(Path(config.model_path))
+    device = resolve_device(config.device)
+    plan = estimate(model.shape(config.context), memory_budget(device), config)
+    layout = ParallelLayout(plan.tp, plan.pp)
+    runner: Executor
+    worker_pids: list[int] = []
+    if layout.ranks == 1:
+        share = load_share(config, plan, SINGLE, weights_progress(progress))
+        local, plan = share.finish()
+        runner = local if isinstance(local, GPUModelRunner) else SyncExecutor(local)
+        measured = share.measured
+    else:
+        log.info("%s", "; ".join(plan.notes) or f"{layout.ranks} ranks: tp {plan.tp}, pp {plan.pp}")
+        ranks = RankProcesses(config, plan, layout)
+        load = partial(load_share, config, plan)
+        share, measured = ranks.load(load, weights_progress(progress))
+        (runner, plan), worker_pids = ranks.runner(share), ranks.worker_pids
+    info = model_info(config, model, plan, share.backend, time.monotonic() - started, measured, worker_pids)
+    return Engine(make_scheduler(config, plan, share.draft_rows), runner, info)
+
+
+def load_share(
+    config: EngineConfig, plan: MemoryPlan, rank: TensorParallel, progress: Callable[[int, int], None]
+) -> RankEngine:
+    """This rank's part of the model, ready to run. Raises ModelError or DeviceError."""
+    layout, directory = rank.layout, Path(config.model_path)
+    model_config = parse_config(directory)
+    device, free_before = rank_device(plan, layout)
+    threads = take_cores(config.threads or read_machine().cpu.cores, layout, device)
+    torch.set_num_threads(threads)
+    dtype, kv_dtype = TORCH_DTYPES[plan.dtype], KV_DTYPES[plan.kv_dtype]
+    wanted = RunnablePlan.of(plan, model_config.quant)
+    ops = backend(device, dtype, kv_dtype, threads, QUANTS.get(plan.quant), config, wanted)
+    if kv_dtype not in ops.kv_dtypes:
+        raise DeviceError(
+            f"the kernels that run here ({ops.name} on {device.type}) keep no keys and values in "
+            f"{plan.kv_dtype}: load with --kv-dtype auto"
+        )
+    if config.deterministic and not ops.row_invariant:
+        raise DeviceError(
+            f"deterministic was asked for, but the kernels that run here ({ops.name} on {device.type}, "
+            f"{plan.dtype}) may compute a row differently in another batch. It needs the Triton kernels on a "
+            "GPU, or the C++ kernels on a CPU, in bfloat16 or float32; see `llmbox doctor`"
+        )
+    overlaps = device.type == "cuda" if config.overlap is None else config.overlap
+    rows = draft_rows(config, plan, ops, overlaps=overlaps)
+    weights = WeightsWanted(directory, ops, dtype, device, plan.quant, rank)
+    model, measured = load_weights(model_config, weights, progress)
+    kv_shape = KVShape(
+        num_layers=len(layout.layers(model_config.num_layers)),
+        num_blocks=plan.num_blocks,
+        block_size=plan.block_size,
+        num_kv_heads=layout.kv_heads(model_config.num_kv_heads).size,
+        head_dim=model_config.head_dim,
+        dtype=kv_dtype,
+        compute_dtype=dtype,
+    )
+    rotary = Rotary(model_config, plan.context, device)
+    if overlaps:
+        parts = GPUEngineParts(model, rotary, kv_shape)
+        make = partial(make_device_runner, parts, config, plan, device, free_before)
+        return RankEngine(make, plan, ops.name, measured)
+    whole = Sampler(model_config.vocab_size, device, ops)
+    sampler = rank_sampler(rank, whole, model_config.vocab_size)
+    cache = ops.make_kv_cache(kv_shape, device)
+    runner = CPUModelRunner(model, rotary, cache, sampler, block_size=plan.block_size, device=device)
+    return RankEngine(runner, plan, ops.name, measured, rows)
+
+
+def open_kernels(progress: Callable[[Progress], None]) -> None:
+    """Ahead of `load_engine`, which would do it: compiles or finds the library, and opens it."""
+    compile_progress.set(lambda done, total: progress(Progress(phase="kernels", done=done, total=total)))
+    if not torch.cuda.is_available():
+        native_ready()
+
+
+def resolve_device(asked: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if asked == "cuda" and not available:
+        reason = (
+            "PyTorch finds no usable NVIDIA GPU" if torch.version.cuda else "this PyTorch has no CUDA in it"
+        )
+        raise DeviceError(
+            f"device cuda was asked for, but {reason}: use --device cpu, or see `llmbox doctor`"
+        )
+    return torch.device("cuda" if available and asked != "cpu" else "cpu")
+
+
+def rank_device(plan: MemoryPlan, layout: ParallelLayout) -> tuple[torch.device, int]:
+    """And the bytes that were free on a GPU before this process had anything there."""
+    if plan.device == "cpu":
+        return torch.device("cpu"), 0
+    gpu = plan.gpus[layout.rank]
+    return torch.device("cuda", gpu), open_gpu(gpu)
+
+
+def take_cores(threads: int, layout: ParallelLayout, device: torch.device) -> int:
+    """This rank's threads, of so many in all. On a CPU each rank has cores of its own if there are enough."""
+    if layout.ranks == 1 or device.type != "cpu":
+        return threads
+    cores = pick_cores(threads)
+    mine = share_of(cores, layout)
+    if len(mine) < len(cores) and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, mine)
+    return max(1, threads // layout.ranks)
+
+
+def memory_budget(device: torch.device) -> MemoryBudget:
+    machine = cuda_machine() if device.type == "cuda" else read_machine()
+    if device.type == "cuda":
+        if machine.gpus:  # torch would open the first one, which may not be ours in the end
+            return MemoryBudget.of(machine, "cuda")
+        return _without_nvml(device, machine.cpu.cores)
+    return replace(MemoryBudget.of(machine, "cpu"), native_kernels=native_ready())
+
+
+def _without_nvml(device: torch.device, cores: int) -> MemoryBudget:
+    """What CUDA tells, as in a container without the driver's `utility` part. Plans have the context in them.
+
+    Of GPUs after the first it is all of their memory: to ask for what is free would take some of it there.
+    """
+    free, _total = torch.cuda.mem_get_info(device)
+    others = range(1, torch.cuda.device_count())
+    more = tuple(int(torch.cuda.get_device_properties(number).total_memory) for number in others)
+    return MemoryBudget(device="cuda", available=free + CUDA_CONTEXT, cores=cores, more_gpus=more)
+
+
+def backend(
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    threads: int,
+    quant: Quant | None,
+    config: EngineConfig,
+    plan: RunnablePlan,
+) -> Ops:
+    """Raises DeviceError, with the same reasons as `fit` where none was found out by running kernels."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    has_native = device.type == "cpu" and native_ready()
+    place: Literal["cpu", "cuda"] = "cpu" if device.type == "cpu" else "cuda"
+    require_runnable(plan, KernelSite(device=place, has_native=has_native, capability=capability), config)
+    try:
+        return select_ops(device, dtype, kv_dtype, threads, quant, deterministic=config.deterministic)
+    except QuantUnavailable as error:
+        raise DeviceError(f"{error}: load with --quant none, or another checkpoint") from None
+    except UnknownBackend as error:
+        raise EngineError(str(error)) from None
+
+
+def weights_progress(progress: Callable[[Progress], None]) -> Callable[[int, int], None]:
+    return lambda done, total: progress(Progress(phase="weights", done=done, total=total))
+
+
+def make_scheduler(config: EngineConfig, plan: MemoryPlan, draft_rows: int = 0) -> Scheduler:
+    pool = BlockPool(plan.num_blocks, plan.block_size, enable_prefix_cache=config.prefix_cache)
+    settings = SchedulerConfig(
+        context=plan.context,
+        max_running=plan.max_running,
+        token_budget=plan.token_budget,
+        batching=config.batching,
+        chunked_prefill=config.chunked_prefill,
+        premium_share=config.premium_share,
+        watermark=config.watermark,
+        draft_rows=draft_rows,
+    )
+    return Scheduler(settings, pool)
+
+
+def model_info(
+    config: EngineConfig,
+    model: ModelConfig,
+    plan: MemoryPlan,
+    backend: str,
+    load_seconds: float,
+    measured: int | None,
+    worker_pids: list[int],
+) -> ModelInfo:
+    pooling = read_pooling(Path(config.model_path), generates=model.has_head)
+    return ModelInfo(
+        name=config.name,
+        architecture=model.model_type,
+        device=plan.device,
+        dtype=plan.dtype,
+        kv_dtype=plan.kv_dtype,
+        quant=plan.quant,
+        backend=backend,
+        context_window=plan.context,
+        vocab_size=model.vocab_size,
+        block_size=plan.block_size,
+        num_blocks=plan.num_blocks,
+        weights_bytes=plan.weights_bytes * plan.ranks,
+        kv_bytes=plan.kv_bytes * plan.ranks,
+        kv_bytes_per_token=plan.kv_bytes_per_token * plan.ranks,
+        workspace_bytes=plan.workspace_bytes * plan.ranks,
+        max_running=plan.max_running,
+        max_concurrency=plan.max_concurrency,
+        load_seconds=load_seconds,
+        measured_weights_bytes=measured,
+        tp=plan.tp,
+        pp=plan.pp,
+        gpus=tuple(plan.gpus),
+        worker_pids=tuple(worker_pids),
+        notes=plan.notes,
+        hidden_size=model.hidden_size,
+        pooling=pooling.pooling,
+        pooling_problem=pooling.problem,
+        generates=model.has_head and not pooling.is_declared,
+    )

@@ -1,0 +1,80 @@
+"""The weights of a model: from packed ones on disk if they are there, else from the checkpoint."""
+
+import contextlib
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from llmbox.kernels.ops import Ops
+from llmbox.kernels.quant_formats import QUANTS
+
+from ..distributed.communicator import SINGLE, TensorParallel
+from ..model.decoder import Decoder
+from ..model_config.config import ModelConfig
+from ..models import build_model
+from ..weights.packed_cache import environment
+from ..weights.source import Checkpoint, WeightObserver
+
+_STATUS = Path("/proc/self/status")
+
+
+def memory_in_use(device: torch.device) -> int | None:
+    """Bytes: of tensors on a GPU, of this process's own pages on a CPU. None where nobody tells.
+
+    On a CPU what the allocator keeps of freed buffers (files read, weights before packing) goes back first.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    with contextlib.suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    found = next((line for line in lines if line.startswith("RssAnon:")), None)
+    return None if found is None else int(found.split()[1]) * 1024
+
+
+def grown(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else max(0, after - before)
+
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsWanted:
+    directory: Path
+    ops: Ops
+    dtype: torch.dtype
+    device: torch.device
+    quant: str
+    rank: TensorParallel = SINGLE
+
+
+Loaded = tuple[Decoder, int | None]
+"""The model, and the bytes of memory that it took (None where nobody tells)."""
+
+
+def load_weights(config: ModelConfig, wanted: WeightsWanted, progress: Progress) -> Loaded:
+    """Raises ModelError."""
+    place = environment.read()
+    if wanted.ops.packing is None or place is None:
+        return from_checkpoint(config, wanted, progress)
+    from .load_packed import load_repacked  # noqa: PLC0415 - needs xxhash, which GPU machines may not have
+
+    return load_repacked(config, wanted, progress, place)
+
+
+def from_checkpoint(
+    config: ModelConfig, wanted: WeightsWanted, progress: Progress, keeper: WeightObserver | None = None
+) -> Loaded:
+    before = memory_in_use(wanted.device)
+    source = Checkpoint(
+        wanted.directory, wanted.ops, wanted.dtype, wanted.device, progress, keeper, wanted.rank
+    )
+    model = build_model(config, source, QUANTS.get(wanted.quant))
+    return model, grown(before, memory_in_use(wanted.device))

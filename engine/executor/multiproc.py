@@ -1,0 +1,298 @@
+"""Rank 0's runners: tell every rank the step and compute rank 0's own part of it.
+
+`ParallelRunner` is for runners that work while they are called: a launch is the work of the first stage.
+`DeviceRanks` launches steps ahead, over ranks that all run `runner/gpu_runner.py`.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
+
+import torch
+
+from ..config import EngineConfig
+from ..core.executor_interface import Executor
+from ..core.step import StepPlan, StepResult
+from ..device.cuda_order import cuda_machine
+from ..distributed.communicator import Communicator, TensorParallel
+from ..distributed.process_group import join, leave
+from ..distributed.shm_communicator import PeerSockets, ShmCommunicator
+from ..distributed.socket_link import Frame
+from ..errors import DeviceError
+from ..hardware.proc import before_end
+from ..model_config.parallel_layout import ParallelLayout
+from ..planning.estimator import MemoryPlan
+from ..planning.placement import are_joined
+from ..runner.gpu_runner import GPUModelRunner
+from .step_codec import StepEncoder, decode_result
+from .watchdog import WorkerWatchdog
+from .workers import Over, WorkerGroup
+
+
+class LocalRunner(Protocol):
+    def execute(self, plan: StepPlan) -> StepResult: ...
+
+
+class ParallelStepHandle(Protocol):
+    def wait(self) -> None:
+        """Until the step is done on this rank's device."""
+        ...
+
+
+class LocalDevice(Protocol):
+    """What every rank runs of steps that overlap: `DeviceRunner`."""
+
+    depth: int
+
+    @property
+    def urgent_capture(self) -> int | None: ...
+    @property
+    def next_capture(self) -> int | None: ...
+    def size_for(self, plan: StepPlan) -> int: ...
+    def launch_sized(self, plan: StepPlan, size: int) -> Any:
+        """-> a `ParallelStepHandle`."""
+        ...
+
+    def collect(self, handle: Any) -> StepResult: ...
+    def capture(self, size: int) -> None: ...
+
+
+class Others(Protocol):
+    """The other ranks, from rank 0: `Crew`."""
+
+    layout: ParallelLayout
+
+    def send(self, frame: Frame) -> None:
+        """To all."""
+        ...
+
+    def receive(self, rank: int) -> Frame: ...
+    def dismiss(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class ParallelRunner:
+    """An `OverlappingRunner`. All ranks run the same steps and draw the same tokens; those of one rank count.
+
+    While later stages go on with a step, the first computes its part of the next: with one stage a step is
+    done when it is launched, with more there is one for each.
+    """
+
+    def __init__(self, local: LocalRunner, crew: Others, watch: WorkerWatchdog) -> None:
+        self.stages = crew.layout.pp
+        self.depth = self.stages - 1
+        self._local = local
+        self._crew = crew
+        self._watch = watch
+        self._encoder = StepEncoder()
+
+    def launch(self, plan: StepPlan) -> StepResult | None:
+        with self._watch.guarding():
+            self._crew.send(self._encoder.encode(plan))
+            result = self._local.execute(plan)
+            return result if self._crew.layout.answers == 0 else None
+
+    def collect(self, handle: StepResult | None) -> StepResult:
+        if handle is not None:
+            return handle
+        with self._watch.guarding():
+            return decode_result(self._crew.receive(self._crew.layout.answers))
+
+    def prepare(self) -> bool:
+        return False
+
+    def dismiss(self) -> None:
+        """The others begin to end, and may: nobody watches them any more."""
+        self._watch.close()
+        self._crew.dismiss()
+
+    def close(self) -> None:
+        self.dismiss()
+        self._crew.close()
+
+
+class DeviceRanks:
+    """An `OverlappingRunner`. Every rank launches the same steps, of the same size, in the same order, and
+    captures the same graphs between them, as rank 0 decides; so what their devices exchange meets.
+
+    What others than the answering rank drew is not asked for: it is the same.
+    """
+
+    def __init__(self, local: LocalDevice, crew: Others, watch: WorkerWatchdog) -> None:
+        self.depth, self.stages = local.depth, crew.layout.pp
+        self._local = local
+        self._crew = crew
+        self._watch = watch
+        self._encoder = StepEncoder()
+
+    def launch(self, plan: StepPlan) -> Any:
+        with self._watch.guarding():
+            if (urgent := self._local.urgent_capture) is not None:
+                self._capture(urgent)
+            size = self._local.size_for(plan)
+            self._crew.send(self._encoder.encode(plan, size))
+            return self._local.launch_sized(plan, size)
+
+    def collect(self, handle: Any) -> StepResult:
+        answers = self._crew.layout.answers
+        with self._watch.guarding():
+            if answers == 0:
+                result: StepResult = self._local.collect(handle)
+                return result
+            handle.wait()
+            return decode_result(self._crew.receive(answers))
+
+    def prepare(self) -> bool:
+        size = self._local.next_capture
+        if size is not None:
+            with self._watch.guarding():
+                self._capture(size)
+        return size is not None
+
+    def dismiss(self) -> None:
+        """The others begin to end, and may: nobody watches them any more."""
+        self._watch.close()
+        self._crew.dismiss()
+
+    def close(self) -> None:
+        self.dismiss()
+        self._crew.close()
+
+    def _capture(self, size: int) -> None:
+        self._crew.send(Frame("capture", {"size": size}))
+        self._local.capture(size)
+
+
+class LoadedRanks(Protocol):
+    """`loader.Share`."""
+
+    @property
+    def backend(self) -> str: ...
+    @property
+    def measured(self) -> int | None: ...
+    def finish(self, agree: Callable[[int], int]) -> tuple[Any, MemoryPlan]: ...
+
+
+_CHOICE: Final = "LLMBOX_RANKS"
+"""gloo: torch.distributed between CPUs. nccl: no kernels of ours between GPUs, nor torch's."""
+_NCCL_HINT: Final = (
+    ". NCCL_DEBUG=INFO in the daemon's environment tells more in the log; a container needs shared memory "
+    "(--shm-size 1g)"
+)
+
+L = TypeVar("L", bound=LoadedRanks)
+Progress = Callable[[int, int], None]
+
+
+class RankProcesses:
+    """Rank 0's view of all of them."""
+
+    def __init__(self, config: EngineConfig, plan: MemoryPlan, layout: ParallelLayout) -> None:
+        self._config = config
+        self._plan = plan
+        self._crew = WorkerGroup(layout)
+        self._watch: WorkerWatchdog | None = None
+        """Once all have loaded: until then whoever fails may say why."""
+
+    def load(self, load: Callable[[TensorParallel, Progress], L], progress: Progress) -> tuple[L, int | None]:
+        """What rank 0 loaded, and the bytes that the weights of all ranks took. Raises EngineError."""
+        before_end(self._end)
+        try:
+            roll_call = self._crew.start(self._config, self._plan)
+
+            def told(done: int, total: int) -> None:
+                roll_call.hear()  # one that cannot load ends it for all
+                progress(done, total)
+
+            rank = TensorParallel(self._crew.layout)
+            mine = load(rank, told)
+            others = roll_call.all()
+            if self._plan.device == "cuda":
+                refuse_other_kernels([mine.backend, *(each["backend"] for each in others)])
+            self._watch = WorkerWatchdog(self._crew.workers)
+            self._meet(rank)
+        except BaseException:
+            self._close()
+            raise
+        measured = [mine.measured, *(each["measured"] for each in others)]
+        return mine, None if None in measured else sum(filter(None, measured))
+
+    def _meet(self, rank: TensorParallel) -> None:
+        over = choose(self._plan)
+        file = self._crew.meet(over)
+        rank.join(connect(rank.layout, self._config, self._plan, self._crew.take_ends(), over, file))
+        self._crew.met()
+
+    @property
+    def worker_pids(self) -> list[int]:
+        return [worker.process.pid for worker in self._crew.workers]
+
+    def runner(self, share: LoadedRanks) -> tuple[Executor, MemoryPlan]:
+        """And the plan, as measured by all. Raises DoesNotFit."""
+        assert self._watch is not None
+        try:
+            with self._watch.guarding():
+                local, plan = share.finish(self._crew.least)
+        except BaseException:
+            self._close()
+            raise
+        make = DeviceRanks if isinstance(local, GPUModelRunner) else ParallelRunner
+        runner = make(local, self._crew, self._watch)
+        # Before what `load` left to finish, so that all ranks do that side by side; `_end` comes last.
+        before_end(runner.dismiss)
+        return runner, plan
+
+    def _close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        self._crew.close()
+
+    def _end(self) -> None:
+        """Of the engine: no library meets a half-gone interpreter."""
+        self._close()
+        leave()
+
+
+def refuse_other_kernels(backends: Sequence[str]) -> None:
+    """Of all ranks. What is exchanged to draw a token follows from the kernels that draw: with others a rank
+    would wait for what nobody sends. Raises DeviceError.
+    """
+    for rank, name in enumerate(backends):
+        if name != backends[0]:
+            raise DeviceError(
+                f"rank {rank} can run other kernels ({name}) than rank 0 ({backends[0]}): the log says why, "
+                "and LLMBOX_KERNELS=reference takes the same on all"
+            )
+
+
+def choose(plan: MemoryPlan) -> Over:
+    if plan.device == "cuda":
+        return "nccl"
+    return "gloo" if os.environ.get(_CHOICE) == "gloo" else "mesh"
+
+
+def connect(
+    layout: ParallelLayout, config: EngineConfig, plan: MemoryPlan, ends: PeerSockets, over: Over, file: Path
+) -> Communicator:
+    """Called by every rank. Raises DeviceError."""
+    if over == "mesh":
+        return ShmCommunicator(layout, ends)
+    ends.close()
+    try:
+        return join_gpus(layout, config, plan, file) if over == "nccl" else join_cpus(layout, file)
+    except RuntimeError as error:  # of torch.distributed, what is below it, or CUDA
+        words = " ".join(str(error).split())
+        hint = _NCCL_HINT if over == "nccl" else ""
+        raise DeviceError(f"rank {layout.rank} cannot meet the others over {over}: {words}{hint}") from error
+
+
+def join_cpus(layout: ParallelLayout, file: Path) -> Communicator:
+    return join(layout, torch.device("cpu"), file, ordered=True)
+
+
+def join_gpus(layout: ParallelLayout, config: EngineConfig, plan: MemoryPlan, file: Path) -> Communicator:
+    peers = are_joined([plan.gpus[rank] for rank in layout.stage_ranks], cuda_machine().nvlink)
+    joined = peers and os.environ.get(_CHOICE) != "nccl"
+    device = torch.device("cuda", plan.gpus[layout.rank])
+    return join(layout, device, file, ordered=config.deterministic, joined=joined)

@@ -1,0 +1,216 @@
+"""From loaded weights to a runner whose KV memory fits the budget as measured."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from llmbox.kernels.op_types import KVShape
+
+from ..config import EngineConfig
+from ..device.cuda_order import cuda_machine
+from ..device.device import CudaDevice, Device, HostDevice
+from ..errors import DoesNotFit
+from ..model.decoder import Decoder
+from ..model.rotary import Rotary
+from ..planning.memory_model import CUDA_CONTEXT, capture_sizes, graphs_reserve
+from ..planning.memory_plan import MemoryPlan
+from ..runner.cuda_graphs import CudaCapture
+from ..runner.gpu_runner import DeviceSizes, GPUModelRunner
+from ..runner.graph_pool import GraphCapture
+from ..units import show_bytes
+from .warmup import trial_blocks, trial_steps
+
+
+class MemoryMeter(Protocol):
+    """Bytes of one GPU."""
+
+    def allocated(self) -> int:
+        """Of tensors."""
+        ...
+
+    def peak(self) -> int:
+        """The most that `allocated` was since `reset_peak`."""
+        ...
+
+    def reset_peak(self) -> None: ...
+
+    def runtime(self) -> int:
+        """What this process took that is no tensor: its context, kernels, libraries' own memory."""
+        ...
+
+
+class CudaMeter:
+    def __init__(self, device: torch.device, free_before: int) -> None:
+        """`free_before`: of `open_gpu`. What other processes take meanwhile counts as ours: better too little
+        KV memory than too much.
+        """
+        self._device = device
+        self._free_before = free_before
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def runtime(self) -> int:
+        taken = self._free_before - torch.cuda.mem_get_info(self._device)[0]
+        return max(0, taken - torch.cuda.memory_reserved(self._device))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProfile:
+    """Bytes, without KV."""
+
+    weights: int
+    workspace: int
+    runtime: int
+    graphs: int
+    """Reserved: capturing ends where it is used up."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.workspace + self.runtime + self.graphs
+
+    def blocks(self, budget: int, block_bytes: int, wanted: int) -> int:
+        """KV blocks that fit beside it, the spare one not counted; below 1: none."""
+        return min(wanted, (budget - self.total) // block_bytes - 1)
+
+
+log = logging.getLogger("llmbox.engine")
+
+Agree = Callable[[int], int]
+"""Of several ranks: from the blocks that one has room for to those that all have. The same result on all."""
+
+
+@dataclass(frozen=True, slots=True)
+class GPUEngineParts:
+    """What a runner is made of, but the KV memory."""
+
+    model: Decoder
+    rotary: Rotary
+    kv_shape: KVShape
+    """`num_blocks` as estimated."""
+
+
+def make_device_runner(
+    parts: GPUEngineParts,
+    config: EngineConfig,
+    plan: MemoryPlan,
+    device: torch.device,
+    free_before: int,
+    agree: Agree = int,
+) -> tuple[GPUModelRunner, MemoryPlan]:
+    """The runner, and the plan as the measurements changed it. Raises DoesNotFit."""
+    if device.type != "cuda":
+        return build(parts, plan, HostDevice(), None, 0), plan
+    meter = CudaMeter(device, free_before)
+    on_device = CudaDevice(device)
+    graphs = graphs_reserve(len(capture_sizes(plan.step_rows))) if config.cuda_graphs else 0
+    row_counts = parts.model.ops.row_counts
+    make = partial(build, parts, device=on_device, capture=None, graphs_bytes=0)
+    plan = fit_pool(config, plan, meter, graphs, make, row_counts, agree)
+    capture = CudaCapture(device) if config.cuda_graphs else None
+    runner = build(parts, plan, on_device, capture, graphs)
+    runner.prepare()  # the largest; the others between requests
+    return runner, plan
+
+
+def build(
+    parts: GPUEngineParts, plan: MemoryPlan, device: Device, capture: GraphCapture | None, graphs_bytes: int
+) -> GPUModelRunner:
+    shape = replace(parts.kv_shape, num_blocks=plan.num_blocks + 1)
+    cache = parts.model.ops.make_kv_cache(shape, device.torch_device)
+    sizes = DeviceSizes(plan.block_size, plan.num_blocks, plan.context, plan.max_running)
+    return GPUModelRunner(parts.model, parts.rotary, cache, device, sizes, capture, graphs_bytes)
+
+
+def fit_pool(
+    config: EngineConfig,
+    plan: MemoryPlan,
+    meter: MemoryMeter,
+    graphs: int,
+    make: Callable[[MemoryPlan], GPUModelRunner],
+    row_counts: Sequence[int] = (),
+    agree: Agree = int,
+) -> MemoryPlan:
+    """The plan with the workspace and the KV blocks that trial steps leave room for. Raises DoesNotFit.
+
+    Those steps compile all kernels too (`row_counts`: `Ops.row_counts`), before the memory of a process with
+    its kernels is measured: the first request then finds them, and so does Triton's cache at the next load.
+    """
+    weights = meter.allocated()
+    tried = plan
+    if not config.chunked_prefill:  # a whole prompt comes on top of a step that has room for one token
+        tried = replace(plan, token_budget=plan.token_budget + plan.pp * plan.context)
+    needed = trial_blocks(tried)
+    meter.reset_peak()
+    started = time.monotonic()
+    runner = make(replace(plan, num_blocks=needed))
+    steps = run_trials(runner, tried, row_counts)
+    log.info("kernels ready: %d trial steps took %.1f s", steps, time.monotonic() - started)
+    block_bytes = plan.block_size * plan.kv_bytes_per_token
+    workspace = max(0, meter.peak() - weights - (needed + 1) * block_bytes)
+    del runner
+    meter.reset_peak()
+    measured = MemoryProfile(weights, workspace, meter.runtime(), graphs)
+    per_context = -(-plan.context // plan.block_size)
+    wanted = plan.max_running * per_context
+    if config.kv_tokens is not None:
+        wanted = -(-config.kv_tokens // plan.block_size)
+    blocks = agree(measured.blocks(plan.budget_bytes, block_bytes, wanted))
+    if blocks < min(per_context, wanted):
+        raise DoesNotFit(_refusal(measured, plan, blocks, per_context, block_bytes))
+    log.info(
+        "memory measured: weights %s, a step %s, CUDA %s, graphs at most %s, KV %s (estimated %s)",
+        *(show_bytes(size) for size in (weights, workspace, measured.runtime, graphs, blocks * block_bytes)),
+        show_bytes(plan.kv_bytes),
+    )
+    return replace(plan, num_blocks=blocks, workspace_bytes=measured.total - weights)
+
+
+def run_trials(runner: GPUModelRunner, plan: MemoryPlan, row_counts: Sequence[int]) -> int:
+    """How many steps there were. Each is a life of its own: no row of the runner stays taken."""
+    count = 0
+    for step in trial_steps(plan, row_counts):
+        runner.collect(runner.launch(step))
+        for row in step.rows:
+            row.request.admissions += 1
+        count += 1
+    return count
+
+
+def _refusal(measured: MemoryProfile, plan: MemoryPlan, blocks: int, wanted: int, block_bytes: int) -> str:
+    need = measured.total + (wanted + 1) * block_bytes
+    fits = max(0, blocks) * plan.block_size
+    remedy = f"a context of {fits} tokens would fit" if fits else "a smaller model or quant is needed"
+    return (
+        f"the model needs {show_bytes(need)} as measured and has {show_bytes(plan.budget_bytes)} "
+        f"(weights {show_bytes(measured.weights)}, workspace {show_bytes(measured.workspace)}, "
+        f"CUDA and graphs {show_bytes(measured.runtime + measured.graphs)}, KV for a context of "
+        f"{plan.context} tokens {show_bytes(wanted * block_bytes)}); {remedy}"
+    )
+
+
+def open_gpu(number: int) -> int:
+    """Makes it this process's GPU -> bytes that were free there before.
+
+    Where NVML does not tell, what is free now and `CUDA_CONTEXT`. Of a GPU that was opened long before (by a
+    benchmark that loads several models), what is free now: its context is no part of this load.
+    """
+    before = next((gpu.free for gpu in cuda_machine().gpus if gpu.index == number), None)
+    torch.cuda.set_device(number)
+    free, _total = torch.cuda.mem_get_info(number)
+    if before is None:
+        return free + CUDA_CONTEXT
+    log.info("the CUDA context takes %s of GPU %d", show_bytes(max(0, before - free)), number)
+    return max(before, free)

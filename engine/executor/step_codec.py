@@ -1,0 +1,188 @@
+"""A step as plain data: what rank 0 schedules, as the workers' runners read it; and what a step gave.
+
+Workers keep mirrors of the requests that run, so that a decoding request costs a token and now and then a
+block. A request that runs again, after a preemption, is told again whole.
+
+Where steps overlap, a mirror lacks the tokens that rank 0 does not know yet: each rank has drawn them itself.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import islice
+from typing import Any
+
+from ..core.request import Request
+from ..core.step import SampledToken, ScheduledRequest, StepPlan, StepResult
+from ..distributed.socket_link import NUMBER, Frame
+from ..ipc.messages import TokenLogprobs
+from ..sampling_params import SamplingParams
+
+_DEFAULTS = SamplingParams(max_tokens=0)
+_ROW = 9
+# Integers of a row: number, start, tokens, samples, admission, pending, new ids, new blocks, mask.
+_MASK_UNIT = 4
+# Bytes of a mask that one integer holds.
+_GRAPH = "graph"
+_GONE = -1
+"""Admission of a mirror that has left: runners find its state by that."""
+
+
+@dataclass(slots=True)
+class _Told:
+    """What the workers know of a request, in one of its admissions."""
+
+    number: int
+    request: Request
+    admission: int
+    tokens: int = 0
+    blocks: int = 0
+    """Of its table, which only grows while an admission lasts."""
+
+    @property
+    def is_gone(self) -> bool:
+        return self.request.admissions != self.admission
+
+
+class StepEncoder:
+    def __init__(self) -> None:
+        self._told: dict[int, _Told] = {}
+        """By `id`: each entry holds its request, so that no other can get the same."""
+        self._next = 0
+
+    def encode(self, plan: StepPlan, graph: int = 0) -> Frame:
+        """Integers: how many gone, copies and rows; numbers of requests that ceased to run since the last
+        step; (source, destination) of each copy; and of each row what `_row` says.
+
+        `graph`: size that a decoding step is filled up to, see `decode_graph`.
+        """
+        gone = self._forget_gone()
+        numbers = array(NUMBER, [len(gone), len(plan.copies), len(plan.rows), *gone])
+        for pair in plan.copies:
+            numbers.extend(pair)
+        new: dict[str, Any] = {_GRAPH: graph} if graph else {}
+        for row in plan.rows:
+            known = self._told.get(id(row.request))
+            if known is None:
+                known = self._told[id(row.request)] = _Told(self._next, row.request, row.admission)
+                self._next += 1
+                new[str(known.number)] = _introduction(row.request)
+            self._row(numbers, row, known)
+        return Frame("step", new, numbers)
+
+    def _forget_gone(self) -> list[int]:
+        gone = [key for key, known in self._told.items() if known.is_gone]
+        return [self._told.pop(key).number for key in gone]
+
+    def _row(self, numbers: "array[int]", row: ScheduledRequest, known: _Told) -> None:
+        """See `_ROW`; the new ids, the new blocks and the mask follow."""
+        request = row.request
+        ids = request.token_ids[known.tokens :]
+        added = request.block_table[known.blocks :]
+        numbers.extend((known.number, row.start, row.num_tokens, row.samples, row.admission))
+        mask = _as_numbers(request.mask) if row.samples else array(NUMBER)
+        numbers.extend((request.num_pending, len(ids), len(added), len(mask)))
+        numbers.extend(ids)
+        numbers.extend(added)
+        numbers.extend(mask)
+        known.tokens += len(ids)
+        known.blocks += len(added)
+
+
+class StepDecoder:
+    def __init__(self) -> None:
+        self._requests: dict[int, Request] = {}
+
+    def decode(self, frame: Frame) -> StepPlan:
+        numbers = iter(frame.numbers)
+        gone, copies, rows = islice(numbers, 3)
+        for number in islice(numbers, gone):
+            self._requests.pop(number).admissions = _GONE
+        pairs = [(next(numbers), next(numbers)) for _ in range(copies)]
+        return StepPlan([self._row(numbers, frame.body) for _ in range(rows)], pairs)
+
+    def _row(self, numbers: Iterable[int], new: dict[str, Any]) -> ScheduledRequest:
+        number, start, tokens, samples, admission, pending, num_ids, added, mask = islice(numbers, _ROW)
+        ids, blocks = list(islice(numbers, num_ids)), list(islice(numbers, added))
+        allowed = array(NUMBER, islice(numbers, mask)).tobytes()
+        request = self._requests.get(number)
+        if request is None:
+            request = self._requests[number] = _introduced(new[str(number)], ids)
+        else:
+            request.token_ids += ids
+        request.block_table += blocks
+        request.admissions, request.num_pending = admission, pending
+        request.mask = allowed or None
+        return ScheduledRequest(request, start, tokens, bool(samples), admission)
+
+
+def decode_graph(frame: Frame) -> int:
+    """The size that rank 0 fills this step up to; 0: it runs as it is."""
+    return int(frame.body.get(_GRAPH, 0))
+
+
+def _as_numbers(mask: bytes | None) -> "array[int]":
+    """Filled up with ids that are not there: samplers read as many bits as the vocabulary has."""
+    told = array(NUMBER)
+    if mask is not None:
+        told.frombytes(mask + bytes(-len(mask) % _MASK_UNIT))
+    return told
+
+
+def _introduction(request: Request) -> list[Any]:
+    params = {
+        field.name: value
+        for field in fields(SamplingParams)
+        if (value := getattr(request.params, field.name)) != getattr(_DEFAULTS, field.name)
+    }
+    return [request.request_id, request.num_prompt, params]
+
+
+def _introduced(told: Sequence[Any], ids: list[int]) -> Request:
+    request_id, num_prompt, params = told
+    return Request(request_id=request_id, prompt_ids=ids[:num_prompt], params=_params(params), token_ids=ids)
+
+
+def _params(told: dict[str, Any]) -> SamplingParams:
+    """JSON knows lists and string keys only."""
+    values = {"max_tokens": 0, **told}
+    for name, value in told.items():
+        if name == "bad_words":
+            values[name] = tuple(map(tuple, value))
+        elif name == "logit_bias":
+            values[name] = {int(token): bias for token, bias in value.items()}
+        elif isinstance(value, list):
+            values[name] = tuple(value)
+    return SamplingParams(**values)
+
+
+def encode_result(result: StepResult) -> Frame:
+    """Most tokens come without log-probabilities: then a name and a number are all there is to tell."""
+    told = {
+        "tokens": {name: token.token_id for name, token in result.tokens.items()},
+        "logprobs": {
+            name: asdict(token.logprobs)
+            for name, token in result.tokens.items()
+            if token.logprobs is not None
+        },
+        "prompts": {
+            name: [asdict(entry) for entry in entries] for name, entries in result.prompt_logprobs.items()
+        },
+        "failed": result.failed,
+        "pooled": {name: sums.tolist() for name, sums in result.pooled.items()},
+    }
+    return Frame("result", told)
+
+
+def decode_result(frame: Frame) -> StepResult:
+    body = frame.body
+    logprobs = {name: _logprobs(told) for name, told in body["logprobs"].items()}
+    tokens = {name: SampledToken(token, logprobs.get(name)) for name, token in body["tokens"].items()}
+    prompts = {name: [_logprobs(told) for told in entries] for name, entries in body["prompts"].items()}
+    pooled = {name: array("q", told) for name, told in body["pooled"].items()}
+    return StepResult(tokens, prompts, body["failed"], pooled)
+
+
+def _logprobs(told: dict[str, Any]) -> TokenLogprobs:
+    top = [(token, logprob) for token, logprob in told["top"]]
+    return TokenLogprobs(token_id=told["token_id"], logprob=told["logprob"], rank=told["rank"], top=top)

@@ -1,0 +1,97 @@
+"""Steps that serve nobody, run while a model loads: they compile every kernel that serving will use, and show
+how much memory the largest step takes.
+
+All their sequences share a few blocks: what they write is of no interest.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from ..core.request import Request
+from ..core.step import ScheduledRequest, StepPlan
+from ..planning.estimator import MemoryPlan
+from ..sampling_params import SamplingParams
+
+SHORT = 20
+"""Tokens of a context that no kernel cuts into pieces, as it does with long ones."""
+MEDIUM: Final = 300
+"""Of one that is cut into a few."""
+DRAWS: Final[tuple[dict[str, Any], ...]] = ({}, {"top_k": 20}, {"top_p": 0.9})
+"""Ranks that share the logits draw each its way."""
+RULED: Final[dict[str, Any]] = {"top_p": 0.9, "repetition_penalty": 1.1}
+"""With rules the kernels that draw are others."""
+TOLD: Final[dict[str, Any]] = {"prompt_logprobs": 20}
+"""As many alternatives as HTTP lets a request ask for."""
+
+
+def trial_steps(plan: MemoryPlan, row_counts: Sequence[int]) -> Iterator[StepPlan]:
+    """`row_counts`: `Ops.row_counts`. The largest steps come last, when all kernels are compiled."""
+    for count in counts_up_to(_most_sequences(plan), row_counts):
+        yield decoding(plan, count)
+    if row_counts:
+        yield from (decoding(plan, 1, **draws) for draws in DRAWS)
+    for count in counts_up_to(plan.step_tokens, [count for count in row_counts if count > 1]):
+        yield StepPlan(prompts(plan, count))
+    if row_counts:
+        # Contexts of a step with prompts in it are as long as the longest one there.
+        for context in (SHORT, MEDIUM, plan.context):
+            decoding_one = sequence(plan, min(context, plan.context - 1), 1, "decodes")
+            yield StepPlan([decoding_one, *prompts(plan, 2)], [(0, 1)])
+    yield long_prompt(plan)
+    yield trial_step(plan)
+
+
+def trial_blocks(plan: MemoryPlan) -> int:
+    """That the sequences share: two at least, as one is copied to another."""
+    return max(2, -(-_sequence_length(plan) // plan.block_size))
+
+
+def counts_up_to(most: int, row_counts: Sequence[int]) -> list[int]:
+    return [*(count for count in row_counts if count < most), most] if row_counts else []
+
+
+def trial_step(plan: MemoryPlan) -> StepPlan:
+    """As many tokens as a step may have, in as many sequences as may run, all drawn with top-p and rules."""
+    length = _sequence_length(plan)
+    return StepPlan([sequence(plan, length, length, str(n), **RULED) for n in range(_most_sequences(plan))])
+
+
+def _most_sequences(plan: MemoryPlan) -> int:
+    return min(plan.max_running, plan.step_tokens)
+
+
+def _sequence_length(plan: MemoryPlan) -> int:
+    """Of the equal ones that fill a step."""
+    return min(-(-plan.step_tokens // _most_sequences(plan)), plan.context - 1)
+
+
+def long_prompt(plan: MemoryPlan) -> StepPlan:
+    """The end of the longest prompt: attention may take memory for its whole context. Log-probabilities are
+    told of all its tokens, for which the last states of all are kept.
+    """
+    end = plan.context - 1
+    return StepPlan([sequence(plan, end, min(end, plan.step_tokens), "long", **TOLD)])
+
+
+def decoding(plan: MemoryPlan, count: int, **draws: Any) -> StepPlan:
+    end = min(SHORT, plan.context - 1)
+    return StepPlan([sequence(plan, end, 1, str(number), **draws) for number in range(count)])
+
+
+def prompts(plan: MemoryPlan, tokens: int) -> list[ScheduledRequest]:
+    """So many tokens, in as few prompts as the context allows."""
+    rows: list[ScheduledRequest] = []
+    while tokens > 0:
+        length = min(tokens, plan.context - 1)
+        rows.append(sequence(plan, length, length, f"prompt {len(rows)}"))
+        tokens -= length
+    return rows
+
+
+def sequence(plan: MemoryPlan, end: int, tokens: int, name: str, **draws: Any) -> ScheduledRequest:
+    """The last `tokens` of a context that ends there."""
+    params = SamplingParams(max_tokens=1, temperature=0.9, **draws)
+    request = Request(request_id=f"trial {name}", prompt_ids=[0] * end, params=params)
+    shared = trial_blocks(plan)
+    request.block_table = [number % shared for number in range(-(-end // plan.block_size))]
+    return ScheduledRequest(request, end - tokens, tokens, samples=True)

@@ -1,0 +1,88 @@
+"""What a rank other than the first does all day: the steps that rank 0 tells."""
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from ..distributed.socket_link import Link
+from ..errors import RankLost
+from .multiproc import LocalDevice, LocalRunner
+from .step_codec import StepDecoder, decode_graph, encode_result
+
+
+def serve_steps(link: Link, runner: LocalRunner, *, answers: bool) -> None:
+    """In the order told, until rank 0 is gone: raises RankLost. `answers`: this rank's tokens count.
+
+    A thread sends them: rank 0 may be waiting for this stage to take the states of its next step, and reads
+    no results until then.
+    """
+    decoder = StepDecoder()
+    with ThreadPoolExecutor(1, "answers") as sender:
+        while True:
+            result = runner.execute(decoder.decode(link.receive()))
+            if answers:
+                sender.submit(link.send, encode_result(result).encode())
+
+
+def serve_launches(link: Link, runner: LocalDevice, *, answers: bool) -> None:
+    """As `serve_steps`, ahead of their results, but no further than rank 0 is."""
+    follow = _Answering(link, runner) if answers else _Following(runner)
+    decoder = StepDecoder()
+    try:
+        while True:
+            frame = link.receive()
+            match frame.kind:
+                case "step":
+                    follow.add(runner.launch_sized(decoder.decode(frame), decode_graph(frame)))
+                case "capture":
+                    runner.capture(frame.body["size"])
+                case other:
+                    raise AssertionError(other)
+    except RankLost:
+        follow.end()
+        raise
+
+
+class _Following:
+    """Of a rank whose tokens nobody asks for: waits for older launches."""
+
+    def __init__(self, runner: LocalDevice) -> None:
+        self._depth = runner.depth
+        self._launched: deque[Any] = deque()
+
+    def add(self, handle: Any) -> None:
+        self._launched.append(handle)
+        if len(self._launched) > self._depth:
+            self._launched.popleft().wait()
+
+    def end(self) -> None:
+        return
+
+
+class _Answering:
+    """A thread sends each result as soon as the device has it, whatever is launched meanwhile. Rank 0 tells
+    no step before it has the results of older ones.
+    """
+
+    def __init__(self, link: Link, runner: LocalDevice) -> None:
+        self._link = link
+        self._runner = runner
+        self._thread = ThreadPoolExecutor(1, "answers")
+        self._failed: Future[None] | None = None
+
+    def add(self, handle: Any) -> None:
+        self._thread.submit(self._send, handle).add_done_callback(self._done)
+
+    def end(self) -> None:
+        """Raises what a result failed of."""
+        self._thread.shutdown(cancel_futures=True)
+        if self._failed is not None:
+            self._failed.result()
+
+    def _send(self, handle: Any) -> None:
+        self._link.send(encode_result(self._runner.collect(handle)).encode())
+
+    def _done(self, sent: "Future[None]") -> None:
+        if not sent.cancelled() and sent.exception() is not None:
+            self._failed = self._failed or sent
+            self._link.end()  # rank 0 waits for this result, and the thread that serves for rank 0

@@ -1,0 +1,222 @@
+"""Rank 0's workers: started, loaded, met, and gone with it."""
+
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from ..config import EngineConfig
+from ..distributed.shm_communicator import PeerSockets, make_ends
+from ..distributed.socket_link import Frame, Link
+from ..errors import EngineError, RankLost
+from ..hardware.proc import read_state
+from ..model_config.parallel_layout import ParallelLayout
+from ..planning.estimator import MemoryPlan
+
+STOPPED_SECONDS: Final = 5.0
+"""Of a worker that somebody stopped (SIGSTOP) while others wait for it."""
+_TICK: Final = 1.0
+_END_SECONDS: Final = 2.0
+
+log = logging.getLogger("llmbox.engine")
+
+
+class WorkerLoadFailed(EngineError):  # noqa: N818 - named for what happened
+    """A worker could not load its part, for a reason that it told."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    rank: int
+    process: "subprocess.Popen[bytes]"
+    link: Link
+
+
+class WorkerBarrier:
+    def __init__(self, workers: Sequence[Worker], wanted: str) -> None:
+        """`wanted`: the kind of frame that each of them sends once."""
+        self._workers = workers
+        self._wanted = wanted
+        self._missing = {worker.link.fileno(): worker for worker in workers}
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._poll = select.poll()
+        for fd in self._missing:
+            self._poll.register(fd, select.POLLIN)
+
+    def hear(self, seconds: float = 0.0) -> None:
+        """Whoever speaks within that time. Raises Refused, or RankLost for one that is gone."""
+        for fd, _ in self._poll.poll(seconds * 1000):
+            worker = self._missing.pop(fd)
+            self._poll.unregister(fd)
+            self._answers[worker.rank] = self._answer(worker)
+
+    def all(self) -> list[dict[str, Any]]:
+        """What they say, in the order of ranks. Raises as `hear` does, and for one that was stopped."""
+        stopped_since: float | None = None
+        while self._missing:
+            self.hear(_TICK)
+            stopped = self._stopped()
+            if not stopped:
+                stopped_since = None
+            elif stopped_since is None:
+                stopped_since = time.monotonic()
+            elif time.monotonic() - stopped_since >= STOPPED_SECONDS:
+                raise RankLost(
+                    f"rank {', '.join(map(str, stopped))} was stopped before it was {self._wanted}"
+                )
+        return [self._answers[worker.rank] for worker in self._workers]
+
+    def _stopped(self) -> list[int]:
+        """Ranks of those that are missing."""
+        states = {worker.rank: read_state(worker.process.pid) for worker in self._missing.values()}
+        return [rank for rank, state in states.items() if state is not None and state.is_stopped]
+
+    def _answer(self, worker: Worker) -> dict[str, Any]:
+        try:
+            frame = worker.link.receive()
+        except RankLost:
+            raise RankLost(f"rank {worker.rank} {_end_of(worker.process)}") from None
+        if frame.kind == "refused":
+            raise WorkerLoadFailed(frame.body["code"], f"rank {worker.rank}: {frame.body['message']}")
+        assert frame.kind == self._wanted
+        return frame.body
+
+
+def _end_of(process: "subprocess.Popen[bytes]") -> str:
+    try:
+        code = process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "closed its end while loading"
+    if code == -signal.SIGKILL:
+        return (
+            "was killed while loading, by somebody or, where memory ran out, by the kernel: load with less "
+            "--memory, a shorter --ctx or rounded weights (--quant int8)"
+        )
+    return (
+        f"was ended by signal {-code} while loading" if code < 0 else f"ended while loading, with code {code}"
+    )
+
+
+COMMAND: Final = (sys.executable, "-P", "-m", "llmbox.engine.process.worker_main")
+
+Over = Literal["mesh", "gloo", "nccl"]
+"""What ranks exchange numbers over."""
+
+
+class WorkerGroup:
+    def __init__(self, layout: ParallelLayout) -> None:
+        """`layout` is rank 0's."""
+        self.layout = layout
+        self.workers: list[Worker] = []
+        self._ends: PeerSockets | None = None
+        """Rank 0's of the mesh, until they are taken."""
+        self._folder: Path | None = None
+        self._dismissed_at: float | None = None
+
+    def start(self, config: EngineConfig, plan: MemoryPlan) -> WorkerBarrier:
+        """Every worker begins to load its part, and says when it has it."""
+        self._ends, *others = make_ends(self.layout)
+        for rank, ends in enumerate(others, 1):
+            worker = spawn(rank, ends)
+            self.workers.append(worker)
+            body = {"config": asdict(config), "plan": asdict(plan), "rank": rank, "ends": asdict(ends)}
+            worker.link.send(Frame("load", body).encode())
+            ends.close()
+        return WorkerBarrier(self.workers, "loaded")
+
+    def take_ends(self) -> PeerSockets:
+        ends, self._ends = self._ends, None
+        assert ends is not None
+        return ends
+
+    def meet(self, over: Over) -> Path:
+        """Tells all to join; returns the file to meet over, which `met` removes."""
+        self._folder = Path(tempfile.mkdtemp(prefix="llmbox-ranks-"))  # 0700
+        file = self._folder / "store"
+        self.send(Frame("join", {"file": str(file), "over": over}))
+        return file
+
+    def met(self) -> None:
+        WorkerBarrier(self.workers, "joined").all()
+        self._forget_folder()
+
+    def least(self, number: int) -> int:
+        """Of this rank's number and those that the workers tell by `least_of`; they are told it."""
+        told = [worker.link.receive().body["number"] for worker in self.workers]
+        number = min([number, *told])
+        self.send(Frame("least", {"number": number}))
+        return number
+
+    def send(self, frame: Frame) -> None:
+        data = frame.encode()
+        for worker in self.workers:
+            worker.link.send(data)
+
+    def receive(self, rank: int) -> Frame:
+        return self.workers[rank - 1].link.receive()
+
+    def dismiss(self) -> None:
+        """They begin to end: each finishes what it is about to write. Idempotent."""
+        if self._dismissed_at is None:
+            self._dismissed_at = time.monotonic()
+            for worker in self.workers:
+                worker.link.close()
+
+    def close(self) -> None:
+        """Waits for their end; those that take long are killed. Idempotent."""
+        self.dismiss()
+        assert self._dismissed_at is not None
+        for worker in self.workers:
+            try:
+                worker.process.wait(max(0.0, self._dismissed_at + _END_SECONDS - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+        self.workers = []
+        if self._ends is not None:
+            self.take_ends().close()
+        self._forget_folder()
+
+    def _forget_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+def spawn(rank: int, ends: PeerSockets) -> Worker:
+    """In our process group, so that whoever kills that gets all of us."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with theirs:
+        process = subprocess.Popen(  # noqa: S603 - the command is ours
+            [*COMMAND, "--fd", str(theirs.fileno()), "--parent", str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), *ends.all),
+        )
+    return Worker(rank, process, Link(ours))
+
+
+def least_of(link: Link, number: int) -> int:
+    """A worker's side of `WorkerGroup.least`."""
+    link.send(Frame("number", {"number": number}).encode())
+    return int(link.receive().body["number"])
+
+
+def share(cores: Iterable[int], layout: ParallelLayout) -> list[int]:
+    """Of the cores, those of this rank; all where there are fewer than ranks."""
+    all_cores = list(cores)
+    size = len(all_cores) // layout.ranks
+    return all_cores[layout.rank * size : (layout.rank + 1) * size] if size else all_cores

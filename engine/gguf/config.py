@@ -1,0 +1,216 @@
+"""What is particular to each architecture in a GGUF file, as data. No torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import isclose, tau
+from typing import Any, Final
+
+from ..checkpoint.safetensors import FETCH_AGAIN
+from ..errors import ModelError, UnsupportedArchitecture
+from ..model_config.fields import is_number
+from .reader import FLOATS, GgufFile
+from .tensor_names import LAYER, SANDWICH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufArchitecture:
+    name: str
+    """In `architectures` of config.json."""
+    model_type: str
+    layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
+    """Names in a layer: of a checkpoint, and of GGUF."""
+    has_pairs: bool = False
+    """Numbers of queries and keys that rotate together are neighbours, and not half a head apart."""
+    norms_hold_one: bool = False
+    """Norms are stored as 1 + w."""
+
+
+ARCHITECTURES: Final = {
+    "llama": GgufArchitecture(name="LlamaForCausalLM", model_type="llama", has_pairs=True),
+    "qwen2": GgufArchitecture(name="Qwen2ForCausalLM", model_type="qwen2"),
+    "qwen3": GgufArchitecture(name="Qwen3ForCausalLM", model_type="qwen3"),
+    "qwen3moe": GgufArchitecture(name="Qwen3MoeForCausalLM", model_type="qwen3_moe"),
+    "smollm3": GgufArchitecture(name="SmolLM3ForCausalLM", model_type="smollm3", has_pairs=True),
+    "gemma": GgufArchitecture(name="GemmaForCausalLM", model_type="gemma", norms_hold_one=True),
+    "gemma2": GgufArchitecture(
+        name="Gemma2ForCausalLM", model_type="gemma2", layer=SANDWICH, norms_hold_one=True
+    ),
+    "gemma3": GgufArchitecture(
+        name="Gemma3ForCausalLM", model_type="gemma3_text", layer=SANDWICH, norms_hold_one=True
+    ),
+}
+"""By GGUF's name for it. Mistral and Mixtral are called llama."""
+
+
+LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Of all Llama 3.1 to 3.3; their files have the resulting factors only."""
+
+
+def config_of(gguf: GgufFile, rope_factors: Sequence[float] | None = None) -> dict[str, Any]:
+    """`rope_factors`: what frequencies are divided by, of the tensor rope_freqs.weight. Raises ModelError."""
+    kind = architecture_of(gguf)
+    heads = _integer(gguf, "attention.head_count")
+    head_dim = _head_dim(gguf, heads)
+    if "token_embd.weight" not in gguf.tensors:
+        raise ModelError(f"{gguf.path}: token_embd.weight is missing: it is no whole model")
+    config: dict[str, Any] = {
+        "architectures": [kind.name],
+        "model_type": kind.model_type,
+        "dtype": dtype_of(gguf),
+        "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
+        "hidden_size": _integer(gguf, "embedding_length"),
+        "intermediate_size": gguf.value("feed_forward_length") and _integer(gguf, "feed_forward_length"),
+        "num_hidden_layers": _integer(gguf, "block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _integer(gguf, "attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": _integer(gguf, "context_length"),
+        "rms_norm_eps": _number(gguf, "attention.layer_norm_rms_epsilon", 1e-5),
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in gguf.tensors,
+        "rope_parameters": rope_of(gguf, rope_factors, head_dim),
+    }
+    if kind.norms_hold_one:
+        return config | _gemma(gguf, config)
+    return config | {"hidden_act": "silu"} | _window(gguf) | _experts(gguf, config)
+
+
+def architecture_of(gguf: GgufFile) -> GgufArchitecture:
+    """Raises UnsupportedArchitecture."""
+    if gguf.architecture not in ARCHITECTURES:
+        raise UnsupportedArchitecture(
+            f"{gguf.path}: architecture {gguf.architecture!r} cannot be read from GGUF; readable: "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    return ARCHITECTURES[gguf.architecture]
+
+
+def _gemma(gguf: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """What files leave out is the same in all of a generation, but for the largest of each."""
+    largest = {"gemma2": 46, "gemma3": 62}.get(gguf.architecture) == config["num_hidden_layers"]
+    scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
+    theta = 1e6 if gguf.architecture == "gemma3" else 1e4
+    rope = config.pop("rope_parameters")
+    told: dict[str, Any] = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": gguf.value("attention.sliding_window"),
+        "attn_logit_softcapping": gguf.value("attn_logit_softcapping"),
+        "final_logit_softcapping": gguf.value("final_logit_softcapping"),
+        "rope_theta": _number(gguf, "rope.freq_base", theta),
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+    }
+    return told
+
+
+def _head_dim(gguf: GgufFile, heads: int) -> int:
+    keys = _integer(gguf, "attention.key_length", _integer(gguf, "embedding_length") // heads)
+    if any(gguf.value(each, keys) != keys for each in ("attention.value_length", "rope.dimension_count")):
+        raise ModelError(
+            f"{gguf.path}: values of another width than keys, or heads rotated in part, cannot be read"
+        )
+    return keys
+
+
+def _window(gguf: GgufFile) -> dict[str, Any]:
+    window = gguf.value("attention.sliding_window")
+    if not window:
+        return {"sliding_window": None}
+    if gguf.architecture != "llama":
+        raise ModelError(f"{gguf.path}: which layers of {gguf.architecture} slide is not said in GGUF")
+    return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+
+
+def _experts(gguf: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    count = gguf.value("expert_count")
+    if not count:
+        return {}
+    if "blk.0.ffn_gate_exps.weight" not in gguf.tensors:
+        raise ModelError(f"{gguf.path}: it has each expert apart, as files before 2024 do; take a newer one")
+    if gguf.architecture == "llama":
+        mixtral = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+        return mixtral | {
+            "num_local_experts": count,
+            "num_experts_per_tok": _integer(gguf, "expert_used_count"),
+        }
+    inner = _integer(gguf, "expert_feed_forward_length")
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": _integer(gguf, "expert_used_count"),
+        "moe_intermediate_size": inner,
+        "intermediate_size": config["intermediate_size"] or inner,
+        "norm_topk_prob": True,  # llama.cpp always does
+    }
+
+
+def rope_of(gguf: GgufFile, factors: Sequence[float] | None, head_dim: int) -> dict[str, Any]:
+    theta = _number(gguf, "rope.freq_base", 10000.0)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    if factors is not None:
+        return rope | _of_factors(factors, theta, head_dim, _integer(gguf, "context_length"))
+    kind = gguf.value("rope.scaling.type", "none")
+    if kind == "none":
+        return rope
+    if kind not in ("linear", "yarn"):
+        raise ModelError(f"{gguf.path}: rope scaling {kind!r} cannot be read, only linear and yarn")
+    rope |= {"rope_type": kind, "factor": gguf.value("rope.scaling.factor", 1.0)}
+    original = gguf.value("rope.scaling.original_context_length")
+    return rope if original is None else rope | {"original_max_position_embeddings": original}
+
+
+def _of_factors(factors: Sequence[float], theta: float, head_dim: int, context: int) -> dict[str, Any]:
+    """Files of Llama 3.1 have what came out of its rule. Others' are told one by one, like longrope's."""
+    factor = max(factors)
+    expected = llama3_factors(factor, theta, head_dim)
+    if len(factors) == len(expected) and all(map(partial(isclose, rel_tol=1e-4), factors, expected)):
+        return {"rope_type": "llama3", "factor": factor, **LLAMA3}
+    every = {"short_factor": list(factors), "long_factor": list(factors), "attention_factor": 1.0}
+    return {"rope_type": "longrope", "original_max_position_embeddings": context, "factor": 1.0, **every}
+
+
+def llama3_factors(factor: float, theta: float, head_dim: int) -> list[float]:
+    """What Llama 3.1 divides its frequencies by: slow ones by `factor`, fast ones by 1, others between."""
+    low, high, original = LLAMA3.values()
+    turns = [original * theta ** (-i / head_dim) / tau for i in range(0, head_dim, 2)]
+    smooth = [min(1.0, max(0.0, (each - low) / (high - low))) for each in turns]
+    return [1 / ((1 - each) / factor + each) for each in smooth]
+
+
+def dtype_of(gguf: GgufFile) -> str:
+    """Of the checkpoint to be made: float32 of a file that has nothing else, else bfloat16."""
+    matrices = {entry.dtype for entry in gguf.tensors.values() if len(entry.shape) > 1}
+    return "float32" if matrices == {"F32"} else "bfloat16"
+
+
+def is_rounded(gguf: GgufFile) -> bool:
+    return any(entry.dtype not in FLOATS for entry in gguf.tensors.values())
+
+
+def generation_of(gguf: GgufFile) -> dict[str, Any]:
+    """Which tokens end an answer."""
+    ids = [gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends = sorted({each for each in ids if isinstance(each, int)})
+    return {"eos_token_id": ends} if ends else {}
+
+
+def _integer(gguf: GgufFile, key: str, default: int | None = None) -> int:
+    """Where each layer has its own, all must be the same."""
+    value = gguf.value(key, default)
+    if isinstance(value, list) and len(set(value)) == 1:
+        value = value[0]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(
+            f"{gguf.path}: {gguf.architecture}.{key} is {str(value)[:80]}, a positive number for all layers "
+            f"is needed; {FETCH_AGAIN}"
+        )
+    return value
+
+
+def _number(gguf: GgufFile, key: str, default: float) -> float:
+    """A float32 by its shortest name: 1e-06, not 9.999999974752427e-07."""
+    value = gguf.value(key, default)
+    if not is_number(value):
+        raise ModelError(f"{gguf.path}: {gguf.architecture}.{key} is no number; {FETCH_AGAIN}")
+    return float(f"{value:.7g}")

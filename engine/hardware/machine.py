@@ -1,0 +1,262 @@
+"""What this machine has, as one snapshot. No torch: the daemon asks as well.
+
+`None` in a field means that the machine does not tell.
+"""
+
+import os
+import platform
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from .cgroup import cpu_quota, memory_left
+from .nvml import read_nvlink, slices
+
+_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "sve")
+_SYS_CPU = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    model: str
+    cores: int
+    """Physical cores this process may use: scheduler affinity and cgroup quota, hyper-threads not counted."""
+    threads: int
+    """Logical CPUs in the scheduler affinity."""
+    features: tuple[str, ...]
+    """Instruction sets that kernels care about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    total: int
+    available: int
+    """Bytes that can be taken without swapping and without hitting a cgroup limit."""
+    limited_by_cgroup: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    index: int
+    """Its number here and for CUDA: see `name_gpus`."""
+    name: str
+    uuid: str
+    total: int
+    free: int
+    bandwidth: float | None
+    """Peak memory bytes per second, from bus width and clock."""
+    is_slice: bool = False
+    """Of a GPU in multi-instance mode (MIG)."""
+    capability: tuple[int, int] | None = None
+    """Compute capability."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    cpu: Cpu
+    memory: Memory
+    gpus: tuple[Gpu, ...]
+    no_gpu_reason: str | None
+    """Why `gpus` is empty."""
+    nvlink: tuple[frozenset[int], ...] = ()
+    """Sets of GPUs (by `Gpu.index`) that are all joined to each other by NVLink."""
+
+
+NO_CUDA: Final = "this PyTorch has no CUDA in it: install llmbox with one that has"
+
+
+def read_machine() -> Machine:
+    """What engines can use: without CUDA in PyTorch no GPU is among it."""
+    gpus, reason = read_gpus()
+    if gpus and not torch_has_cuda():
+        gpus, reason = (), NO_CUDA
+    nvlink = read_nvlink([gpu.uuid for gpu in gpus]) if len(gpus) > 1 else ()
+    return Machine(read_cpu(), read_memory(), gpus, reason, nvlink)
+
+
+# ---------------------------------------------------------------------------- cpu and memory
+
+
+@cache
+def torch_has_cuda() -> bool:
+    """As the installed torch says in a file, without its import; taken for granted where it says nothing."""
+    found = find_spec("torch")
+    folders = (found and found.submodule_search_locations) or ()
+    for folder in folders:
+        try:
+            text = (Path(folder) / "version.py").read_text("utf-8", "replace")
+        except OSError:
+            continue
+        return re.search(r"^cuda\b[^=\n]*=\s*None\s*$", text, re.MULTILINE) is None
+    return True
+
+
+def read_cpu() -> Cpu:
+    usable = _usable_cpus()
+    cores = len({_core_of(cpu) for cpu in usable})
+    quota = cpu_quota()
+    if quota is not None:
+        cores = max(1, min(cores, int(quota)))
+    model, features = _cpuinfo()
+    return Cpu(model, cores, len(usable), features)
+
+
+def read_memory() -> Memory:
+    host = psutil.virtual_memory()
+    left = memory_left()
+    if left is None or left >= host.available:
+        return Memory(host.total, host.available, limited_by_cgroup=False)
+    return Memory(host.total, left, limited_by_cgroup=True)
+
+
+def _usable_cpus() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(psutil.cpu_count(logical=False) or os.cpu_count() or 1))
+
+
+def _core_of(cpu: int) -> tuple[str, str]:
+    """What names the physical core; the CPU itself where the kernel does not tell."""
+    topology = _SYS_CPU / f"cpu{cpu}" / "topology"
+    try:
+        package = (topology / "physical_package_id").read_text().strip()
+        return package, (topology / "core_id").read_text().strip()
+    except OSError:
+        return "", str(cpu)
+
+
+def _cpuinfo() -> tuple[str, tuple[str, ...]]:
+    facts: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            facts.setdefault(key.strip().lower(), value.strip())
+    except OSError:
+        pass
+    flags = (facts.get("flags") or facts.get("features") or "").split()
+    model = facts.get("model name") or platform.processor() or platform.machine()
+    return model, tuple(feature for feature in _FEATURES if feature in flags)
+
+
+# ---------------------------------------------------------------------------- gpus
+
+
+def read_gpus() -> tuple[tuple[Gpu, ...], str | None]:
+    """NVIDIA devices visible to this process, or none and the reason."""
+    try:
+        import pynvml  # noqa: PLC0415 - a machine without an NVIDIA driver never pays for it
+
+        pynvml.nvmlInit()
+    except Exception as error:  # noqa: BLE001 - NVML fails in many ways; all of them mean "no GPU"
+        return (), f"NVIDIA driver not usable: {error}"
+    try:
+        found = _all_gpus(pynvml)
+    except pynvml.NVMLError as error:
+        return (), f"NVIDIA driver does not answer: {error}"
+    finally:
+        pynvml.nvmlShutdown()
+    gpus = _visible(found)
+    return gpus, None if gpus else "no NVIDIA device is visible (see CUDA_VISIBLE_DEVICES)"
+
+
+def name_gpus() -> None:
+    """CUDA numbers them as `read_gpus` does from now on, in this process and those that it starts.
+
+    To be called before CUDA starts. Left alone CUDA begins with what it takes for the fastest, the driver
+    along the bus: a model would go to another card than the one that it was measured for.
+    """
+    gpus, _ = read_gpus()
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in gpus)
+
+
+def _all_gpus(nvml: Any) -> list[Gpu]:
+    """Those that answer: one that was lost takes no other with it. Raises NVMLError where none does."""
+    found: list[Gpu] = []
+    problem: Exception | None = None
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            found += _read_gpus(nvml, index)
+        except nvml.NVMLError as error:
+            problem = error
+    if problem is not None and not found:
+        raise problem
+    return found
+
+
+def _read_gpus(nvml: Any, index: int) -> list[Gpu]:
+    """One, or the slices that it is divided into."""
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    parts = slices(nvml, handle)
+    if parts is None:
+        return [_read_gpu(nvml, index, handle, _bandwidth(nvml, handle))]
+    return [_read_gpu(nvml, index, part, None, is_slice=True) for part in parts]
+
+
+def _read_gpu(nvml: Any, index: int, handle: Any, bandwidth: float | None, *, is_slice: bool = False) -> Gpu:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return Gpu(
+        index=index,
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        total=int(memory.total),
+        free=int(memory.free),
+        bandwidth=bandwidth,
+        is_slice=is_slice,
+        capability=_capability(nvml, handle),
+    )
+
+
+def _capability(nvml: Any, handle: Any) -> tuple[int, int] | None:
+    try:
+        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+        return int(major), int(minor)
+    except (nvml.NVMLError, TypeError):
+        return None
+
+
+def _bandwidth(nvml: Any, handle: Any) -> float | None:
+    try:
+        bits = nvml.nvmlDeviceGetMemoryBusWidth(handle)
+        megahertz = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM)
+    except nvml.NVMLError:
+        return None
+    return 2.0 * float(megahertz) * 1e6 * float(bits) / 8  # two transfers a clock, as NVML counts clocks
+
+
+def _visible(gpus: list[Gpu]) -> tuple[Gpu, ...]:
+    """Those that CUDA_VISIBLE_DEVICES names, by the numbers of nvidia-smi or UUIDs, in its order; CUDA stops
+    reading at the first wrong entry. All where nothing is named, those with the fastest memory first.
+
+    CUDA sees no more than one slice of a divided GPU, and then no other GPU.
+    """
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = gpus if wanted is None else _named(wanted.split(","), gpus)
+    if part := next((gpu for gpu in chosen if gpu.is_slice), None):
+        chosen = [part]
+    elif wanted is None:
+        chosen = sorted(gpus, key=lambda gpu: -(gpu.bandwidth or 0.0))
+    return tuple(replace(gpu, index=place) for place, gpu in enumerate(chosen))
+
+
+def _named(entries: list[str], gpus: list[Gpu]) -> list[Gpu]:
+    chosen: list[Gpu] = []
+    for entry in entries:
+        match = next((gpu for gpu in gpus if _names(entry.strip(), gpu)), None)
+        if match is None:
+            break
+        chosen.append(match)
+    return chosen
+
+
+def _names(entry: str, gpu: Gpu) -> bool:
+    return entry == str(gpu.index) or (entry.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(entry))
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

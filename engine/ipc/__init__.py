@@ -1,0 +1,1 @@
+"""Messages between daemon and engine, and the processes at both ends. No torch."""

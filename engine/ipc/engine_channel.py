@@ -1,0 +1,100 @@
+"""The engine's end of the socket: never blocks a step, wakes at once for a message.
+
+When the daemon does not read (stopped, starved), outputs wait here. Past `OUTBOX_LIMIT` the channel is
+`congested` and the loop stops stepping until the daemon has read: nothing is dropped, memory is bounded, and
+with nobody listening there is nothing better to do. A daemon that is gone for good ends the wait with EOF.
+"""
+
+import select
+import socket
+from collections import deque
+from typing import Final
+
+from .codec import FrameReader, encode
+from .messages import ToDaemon, ToEngine
+
+OUTBOX_LIMIT: Final = 8 << 20
+_RECEIVE: Final = 256 << 10
+
+
+class DaemonGone(Exception):  # noqa: N818 - an end, not an error
+    """The daemon closed its end of the socket."""
+
+
+class Channel:
+    def __init__(self, sock: socket.socket, outbox_limit: int = OUTBOX_LIMIT) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._reader: FrameReader[ToEngine] = FrameReader(ToEngine)
+        self._outbox: deque[memoryview] = deque()
+        self._unsent = 0
+        self._limit = outbox_limit
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    @property
+    def congested(self) -> bool:
+        return self._unsent > self._limit
+
+    def send(self, message: ToDaemon) -> None:
+        frame = encode(message)
+        self._outbox.append(memoryview(frame))
+        self._unsent += len(frame)
+        self._flush()
+
+    def receive(self, *, block: bool) -> list[ToEngine]:
+        """All messages that are there. With `block`, wait until one is, or until a full outbox has emptied.
+
+        Raises DaemonGone at EOF and TransportError at a bad frame.
+        """
+        congested = self.congested
+        inbox = self._read()
+        while block and not inbox and (self.congested or not congested):
+            self._wait()
+            self._flush()
+            inbox = self._read()
+        self._flush()
+        return inbox
+
+    def drain(self, seconds: float) -> None:
+        """Send what is left, for `seconds` at most. Called before the process ends."""
+        if self._outbox:
+            self._socket.settimeout(seconds)
+            try:
+                self._socket.sendall(b"".join(self._outbox))
+            except OSError:
+                return
+
+    def _wait(self) -> None:
+        wanted = select.POLLIN | (select.POLLOUT if self._outbox else 0)
+        self._poll.modify(self._socket, wanted)
+        self._poll.poll()
+
+    def _read(self) -> list[ToEngine]:
+        inbox: list[ToEngine] = []
+        while True:
+            try:
+                data = self._socket.recv(_RECEIVE)
+            except BlockingIOError:
+                return inbox
+            except ConnectionError as error:
+                raise DaemonGone from error
+            if not data:
+                raise DaemonGone
+            inbox.extend(self._reader.feed(data))
+            if len(data) < _RECEIVE:
+                return inbox
+
+    def _flush(self) -> None:
+        while self._outbox:
+            try:
+                sent = self._socket.send(self._outbox[0])
+            except BlockingIOError:
+                return
+            except ConnectionError as error:
+                raise DaemonGone from error
+            self._unsent -= sent
+            if sent == len(self._outbox[0]):
+                self._outbox.popleft()
+            else:
+                self._outbox[0] = self._outbox[0][sent:]

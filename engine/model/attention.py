@@ -1,0 +1,114 @@
+"""Attention over the paged KV cache.
+
+T rows, E hidden, H query heads, G kv heads (of this rank), D head dim, n = H + G heads that are rotated.
+"""
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.ops import AttentionPlan, Ops
+
+from ..model_config.config import ModelConfig
+from ..partition import ShardSlice
+from ..weights.source import Weights
+from .forward_context import ForwardContext
+from .norm import norm_weight
+
+
+class Attention:
+    def __init__(self, config: ModelConfig, layer: int, weights: Weights, ops: Ops) -> None:
+        self.rank = rank = weights.rank
+        self.ops = ops
+        self.layer = layer - rank.layout.layers(config.num_layers).start
+        """In the KV cache, which holds the layers of this stage."""
+        heads, kv_heads = rank.part(config.num_heads), rank.layout.kv_heads(config.num_kv_heads)
+        self.heads, self.kv_heads, self.head_dim = heads.size, kv_heads.size, config.head_dim
+        self.scale = config.scales.attention or config.head_dim**-0.5
+        self.softcap = config.scales.attention_cap
+        self.eps = config.rms_norm_eps
+        self.window = config.windows[layer]
+        self.rope = config.layer_ropes[layer]
+        """Which of the model's tables of angles."""
+        self._order = config.ropes[self.rope].order(config.head_dim)
+        q, kv = rows_of(heads, self.head_dim), rows_of(kv_heads, self.head_dim)
+        self.qkv = weights.linear(
+            {"q_proj": q, "k_proj": kv, "v_proj": kv},
+            ShardSlice.whole(config.hidden_size),
+            bias=config.qkv_bias,
+            order=self._order and self._rows_in_order(self._order),
+        )
+        self.norm_nD = self._qk_norm(config, weights) if config.qk_norm == "heads" else None
+        self.output = weights.linear({"o_proj": ShardSlice.whole(config.hidden_size)}, q, bias=config.o_bias)
+
+    def _rows_in_order(self, order: tuple[int, ...]) -> tuple[int, ...]:
+        """Of queries and keys; values stay as they are."""
+        heads, width = self.heads + self.kv_heads, self.head_dim
+        turned = [head * width + dim for head in range(heads) for dim in order]
+        return (*turned, *range(heads * width, (heads + self.kv_heads) * width))
+
+    def _qk_norm(self, config: ModelConfig, weights: Weights) -> Tensor:
+        """One weight row a head: queries and keys are normed in one operation."""
+        q_D = norm_weight(config, weights, "q_norm", self.head_dim)
+        k_D = norm_weight(config, weights, "k_norm", self.head_dim)
+        if self._order is not None:
+            q_D, k_D = q_D[list(self._order)], k_D[list(self._order)]
+        return torch.cat((q_D.expand(self.heads, -1), k_D.expand(self.kv_heads, -1)))
+
+    def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
+        """What `Rank.add_norm` takes."""
+        ops, plan = self.ops, forward.plans[self.window]
+        qkv = ops.linear(self.qkv, x_TE).view(len(x_TE), -1, self.head_dim)
+        q_THD = self._turned_and_written(qkv, forward, plan)
+        out = ops.attention(q_THD, forward.cache, self.layer, plan, self.scale, self.softcap)
+        return self.rank.partial(ops, self.output, out, x_TE.shape[1])
+
+    def _turned_and_written(self, qkv: Tensor, forward: ForwardContext, plan: AttentionPlan) -> Tensor:
+        """Queries, after keys and values are in the cache: [T, H + 2 G, D] -> [T, H, D]."""
+        ops, rotated = self.ops, self.heads + self.kv_heads
+        angles = forward.cos_ATD[self.rope], forward.sin_ATD[self.rope]
+        if ops.rotate_and_write is not None:
+            norm_nD, cache = self.norm_nD, forward.cache
+            qk_TnD = ops.rotate_and_write(qkv, norm_nD, self.eps, *angles, cache, self.layer, plan)
+        else:
+            qk_TnD = qkv[:, :rotated]
+            if self.norm_nD is not None:
+                qk_TnD = ops.rms_norm(qk_TnD, self.norm_nD, self.eps)
+            qk_TnD = ops.rotary(qk_TnD, *angles)
+            ops.write_kv(forward.cache, self.layer, qk_TnD[:, self.heads :], qkv[:, rotated:], plan)
+        return qk_TnD[:, : self.heads]
+
+
+def rows_of(heads: ShardSlice, head_dim: int) -> ShardSlice:
+    return ShardSlice(heads.total * head_dim, heads.start * head_dim, heads.stop * head_dim)
+
+
+class FullWidthQKNormAttention(Attention):
+    def __init__(self, config: ModelConfig, layer: int, weights: Weights, ops: Ops) -> None:
+        super().__init__(config, layer, weights, ops)
+        assert self.rank.layout.tp == 1
+        self.q_norm = weights.vector("q_norm.weight", self.heads * self.head_dim)
+        self.k_norm = weights.vector("k_norm.weight", self.kv_heads * self.head_dim)
+        self.both_norms = None
+        if self.heads == self.kv_heads:
+            self.both_norms = torch.stack((self.q_norm, self.k_norm))
+
+    def _turned_and_written(self, qkv: Tensor, forward: ForwardContext, plan: AttentionPlan) -> Tensor:
+        angles = forward.cos_ATD[self.rope], forward.sin_ATD[self.rope]
+        q_THD, k_TGD = self._normed(qkv.flatten(1))
+        q_THD, k_TGD = self.ops.rotary(q_THD, *angles), self.ops.rotary(k_TGD, *angles)
+        values = qkv[:, self.heads + self.kv_heads :]
+        self.ops.write_kv(forward.cache, self.layer, k_TGD, values, plan)
+        return q_THD
+
+    def _normed(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, (H + 2 G) D] -> queries and keys. Of one width they are normed at once: two results of one
+        operation and shape may be one place in memory.
+        """
+        tokens, q, k = len(rows), len(self.q_norm), len(self.k_norm)
+        if self.both_norms is not None:
+            both = rows[:, : q + k].view(tokens, 2, q)
+            qk = self.ops.rms_norm(both, self.both_norms, self.eps).view(tokens, -1, self.head_dim)
+            return qk[:, : self.heads], qk[:, self.heads :]
+        q_TQ = self.ops.rms_norm(rows[:, :q].unsqueeze(1), self.q_norm.unsqueeze(0), self.eps)
+        k_TK = self.ops.rms_norm(rows[:, q : q + k].unsqueeze(1), self.k_norm.unsqueeze(0), self.eps)
+        return q_TQ.view(tokens, -1, self.head_dim), k_TK.view(tokens, -1, self.head_dim)

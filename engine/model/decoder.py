@@ -1,0 +1,115 @@
+"""The skeleton that all architectures here share: embedding, layers, norm, head.
+
+T rows of the step, R rows whose logits are wanted, E hidden, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from llmbox.kernels.ops import PackedLinear
+
+from ..model_config.config import ModelConfig
+from ..weights.source import Weights, WeightSource
+from .blocks import DecoderBlock
+from .embedding import TokenEmbedding
+from .forward_context import ForwardContext
+from .norm import norm_weight
+
+MakeLayer = Callable[[int, Weights], DecoderBlock]
+"""From a layer's number and its weights."""
+
+
+class Decoder:
+    """Takes every tensor of its part of the checkpoint from `source`, or raises ModelError."""
+
+    def __init__(self, config: ModelConfig, source: WeightSource, make_layer: MakeLayer) -> None:
+        self.config = config
+        self.dtype = source.dtype
+        self.ops = ops = source.ops
+        self.rank = source.rank
+        layout, weights = source.rank.layout, Weights(source)
+        self.is_last = layout.is_last
+        self._skip_what_others_have(weights)
+        self.embedding = TokenEmbedding(config, weights, ops) if self._has_table else None
+        self.layers = [
+            make_layer(i, weights.at(f"model.layers.{i}")) for i in layout.layers(config.num_layers)
+        ]
+        self.norm_E, self.head = self._norm_and_head(weights)
+        source.finish()
+        self._run_layers = ops.graph(self._layers)
+
+    @property
+    def _has_table(self) -> bool:
+        return self.rank.layout.is_first or (self.is_last and self.config.tie_word_embeddings)
+
+    def _skip_what_others_have(self, weights: Weights) -> None:
+        config = self.config
+        here = self.rank.layout.layers(config.num_layers)
+        for i in set(range(config.num_layers)) - set(here):
+            weights.skip(f"model.layers.{i}.")
+        if not self._has_table:
+            weights.skip("model.embed_tokens.weight")
+        if not self.is_last:
+            weights.skip("model.norm.weight")
+        if not self.is_last or config.tie_word_embeddings:
+            weights.skip("lm_head.weight")
+
+    def _norm_and_head(self, weights: Weights) -> tuple[Tensor | None, PackedLinear]:
+        config = self.config
+        if not self.is_last:
+            return None, None
+        norm_E = norm_weight(config, weights, "model.norm", config.hidden_size)
+        if config.tie_word_embeddings:
+            assert self.embedding is not None
+            return norm_E, self.embedding.packed
+        vocab = self.rank.layout.vocabulary(config.vocab_size)
+        return norm_E, weights.head("lm_head", vocab, config.hidden_size)
+
+    def hidden(self, forward: ForwardContext, rows_R: Tensor | None) -> Tensor:
+        """Final normed states [R, E] of the wanted rows (None: all) after writing KV for every row.
+
+        No rows where another stage has them.
+        """
+        if self.rank.layout.is_first:
+            assert self.embedding is not None
+            forward = self.embedding.localised(forward)
+        x_TE, residual_TE = self._run_layers(forward)
+        if self.norm_E is None:
+            return x_TE[:0]
+        if rows_R is not None:
+            x_TE, residual_TE = x_TE[rows_R], residual_TE[rows_R]
+        return self.ops.add_rms_norm(x_TE, residual_TE, self.norm_E, self.config.rms_norm_eps)
+
+    def _layers(self, forward: ForwardContext) -> tuple[Tensor, Tensor]:
+        """What the last layer adds and the sum of all before it, [T, E] each."""
+        x_TE, residual_TE = self._begin(forward)
+        for layer, after in zip(self.layers, self.layers[1:], strict=False):
+            x_TE = after.enter(layer(x_TE, residual_TE, forward), residual_TE)
+        last = self.layers[-1]
+        x_TE = last.complete(last(x_TE, residual_TE, forward))
+        if not self.is_last:
+            self.ops.call(self.rank.collective.send, (x_TE, residual_TE))
+        return x_TE, residual_TE
+
+    def _begin(self, forward: ForwardContext) -> tuple[Tensor, Tensor]:
+        """The first layer's input and the sum before it: from the table, or the stage before."""
+        if self.rank.layout.is_first:
+            assert self.embedding is not None
+            residual_TE = self.embedding(forward.ids_T)
+            return self.layers[0].first(residual_TE), residual_TE
+        ops, width = self.ops, self.config.hidden_size
+        x_TE = ops.states("x", forward.ids_T, width, self.dtype)
+        residual_TE = ops.states("residual", forward.ids_T, width, self.dtype)
+        ops.call(self.rank.collective.receive, (x_TE, residual_TE))
+        return self.layers[0].resume(x_TE, residual_TE), residual_TE
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """[R, V] in float32 or the model's dtype; V is this rank's part of the vocabulary, padded."""
+        if not self.is_last:
+            return hidden_RE
+        scales, logits_RV = self.config.scales, self.ops.logits(self.head, hidden_RE)
+        if scales.logits != 1.0:
+            logits_RV.mul_(scales.logits)
+        cap = scales.logits_cap
+        return logits_RV if cap is None else self.ops.softcap(logits_RV, cap)

@@ -1,0 +1,25 @@
+from torch import Tensor
+
+from llmbox.kernels.ops import Ops
+
+from ..model_config.config import ModelConfig
+from ..partition import ShardSlice
+from ..weights.source import Weights
+
+
+class GatedMLP:
+    """down(activation(gate(x)) * up(x)); gate and up are one linear."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
+        self.ops = ops
+        self.rank = weights.rank
+        self.activation = config.activation
+        hidden, ffn = ShardSlice.whole(config.hidden_size), self.rank.part(config.intermediate_size)
+        bias = config.mlp_bias
+        self.gate_up = weights.linear({"gate_proj": ffn, "up_proj": ffn}, hidden, bias=bias)
+        self.down = weights.linear({"down_proj": hidden}, ffn, bias=bias)
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        """What `Rank.add_norm` takes."""
+        inner = self.ops.gate_mul(self.ops.linear(self.gate_up, x_TE), self.activation)
+        return self.rank.partial(self.ops, self.down, inner, x_TE.shape[1])

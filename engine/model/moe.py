@@ -1,0 +1,54 @@
+"""A mixture of experts in the place of an MLP.
+
+T rows, E hidden, X experts.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from llmbox.kernels.op_types import Mixture
+from llmbox.kernels.ops import Ops
+
+from ..model_config.moe import ExpertsConfig
+from ..partition import ShardSlice
+from ..weights.source import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Of an expert's tensors in a checkpoint, without `.weight`."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+class SparseMoE:
+    """Each row goes through the experts that the router finds likeliest for it, summed by their shares.
+
+    Where ranks share a layer, each has a part of every expert's inner rows, as of an MLP's.
+    """
+
+    def __init__(
+        self, config: ExpertsConfig, hidden: int, weights: Weights, ops: Ops, names: ExpertNames
+    ) -> None:
+        self.ops = ops
+        self.rank = weights.rank
+        whole, inner = ShardSlice.whole(hidden), self.rank.part(config.inner)
+        self.router = weights.router("gate", ShardSlice.whole(config.count), whole)
+        every = [f"experts.{expert}" for expert in range(config.count)]
+        stacked = ops.pack_experts is not None
+        groups = [every] if stacked else [[name] for name in every]
+        gate_ups, downs = [], []
+        for group in groups:
+            rows = {f"{name}.{part}": inner for name in group for part in (names.gate, names.up)}
+            gate_ups.append(weights.linear(rows, whole, bias=False, experts=stacked))
+            rows = {f"{name}.{names.down}": whole for name in group}
+            downs.append(weights.linear(rows, inner, bias=False, experts=stacked))
+        self.mixture = Mixture(gate_ups, downs, config.count, config.per_token, config.normalised)
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        """What `Rank.add_norm` takes."""
+        logits_TX = self.ops.logits(self.router, x_TE)
+        return self.rank.partial_sum(self.ops, self.ops.experts(self.mixture, x_TE, logits_TX))

@@ -1,0 +1,104 @@
+"""Rotary position embedding: frequencies of every variant, and the rows of one step.
+
+A token's rotation is a function of its position alone, so caching, chunking and resuming never change it.
+The two variants whose frequencies follow the length of the sequence (`dynamic`, `longrope`) are fixed at load
+to the context that is served. They equal transformers at that length.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..model_config.config import ModelConfig
+from ..model_config.rope import RopeConfig
+
+
+class Rotary:
+    """`context` is the longest sequence that will be served. A tables of angles, one for each of
+    `config.ropes`.
+    """
+
+    def __init__(self, config: ModelConfig, context: int, device: torch.device) -> None:
+        half = config.head_dim // 2
+        inverse_A1D2, scale_A1D2 = (torch.zeros(len(config.ropes), 1, half) for _ in range(2))
+        for a, rope in enumerate(config.ropes):
+            turned = rope.rotary_dim // 2  # the others of each half have an angle of 0: they stay as they are
+            inverse_A1D2[a, 0, :turned] = inverse_frequencies(config, rope, context)
+            scale_A1D2[a, 0] = 1.0
+            scale_A1D2[a, 0, :turned] = attention_scale(rope)
+        self._inverse_A1D2, self._scale_A1D2 = inverse_A1D2.to(device), scale_A1D2.to(device)
+
+    def rows(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """cos_ATD = (cos, cos) and sin_ATD = (-sin, sin), float32."""
+        angle = positions_T.float().unsqueeze(1) * self._inverse_A1D2
+        cos, sin = angle.cos() * self._scale_A1D2, angle.sin() * self._scale_A1D2
+        return torch.cat((cos, cos), 2), torch.cat((-sin, sin), 2)
+
+
+def inverse_frequencies(config: ModelConfig, rope: RopeConfig, context: int) -> Tensor:
+    """[rotary_dim / 2], of the dims that turn."""
+    dim, max_positions = rope.rotary_dim, config.max_position_embeddings
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    theta = rope.theta
+    if rope.rope_type == "dynamic" and context > max_positions:
+        stretch = rope.factor * context / max_positions - (rope.factor - 1)
+        theta *= stretch ** (dim / (dim - 2))
+    inverse = 1.0 / theta**exponents
+    match rope.rope_type:
+        case "linear":
+            return inverse / rope.factor
+        case "llama3":
+            return llama3(rope, inverse)
+        case "yarn":
+            return yarn(rope, inverse, dim)
+        case "longrope":
+            factors = rope.long_factor if context > rope.original_context else rope.short_factor
+            return 1.0 / (torch.tensor(factors) * theta**exponents)
+    return inverse
+
+
+def llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
+    """Long wavelengths are stretched, short ones kept, a ramp between (Llama 3.1)."""
+    wavelength = 2 * math.pi / inverse
+    low, high = rope.original_context / rope.low_freq_factor, rope.original_context / rope.high_freq_factor
+    smooth = (rope.original_context / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    between = (1 - smooth) * inverse / rope.factor + smooth * inverse
+    stretched = torch.where(wavelength > low, inverse / rope.factor, between)
+    return torch.where(wavelength < high, inverse, stretched)
+
+
+def yarn(rope: RopeConfig, inverse: Tensor, dim: int) -> Tensor:
+    """Peng et al., "YaRN", 2023: dimensions that turn often are kept, slow ones interpolated."""
+
+    def dimension(rotations: float) -> float:
+        return dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)
+    interpolated = ramp.clamp(0, 1)
+    return inverse / rope.factor * interpolated + inverse * (1 - interpolated)
+
+
+def attention_scale(rope: RopeConfig) -> float:
+    """What cos and sin are multiplied with."""
+    if rope.rope_type not in {"yarn", "longrope"}:
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.rope_type == "longrope":
+        if rope.factor <= 1.0:
+            return 1.0
+        return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_context))
+    if rope.mscale and rope.mscale_all_dim:
+        return yarn_scale(rope.factor, rope.mscale) / yarn_scale(rope.factor, rope.mscale_all_dim)
+    return yarn_scale(rope.factor, 1.0)
+
+
+def yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0

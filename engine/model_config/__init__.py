@@ -1,0 +1,1 @@
+"""config.json as data: shapes, RoPE, windows, experts. No torch."""

@@ -1,0 +1,211 @@
+"""What is particular to each architecture, as data: config.json is read by it, nothing else asks which one a
+model is. How layers are wired is in `models/`, one file each. No torch: the daemon reads it too.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from llmbox.kernels.activation import Activation
+
+from .fields import Fields
+from .gemma import (
+    ACTIVATION,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    gemma2_scales,
+    gemma2_windows,
+    gemma3_ropes,
+    gemma3_windows,
+    gemma_scales,
+    refuse_gemma,
+    refuse_gemma2,
+    refuse_gemma3,
+)
+from .moe import ExpertRule, mixtral_experts, no_experts, qwen3_moe_experts
+from .multipliers import Scales
+from .rope import RopeRule, olmo3_ropes, one_rope, phi3_ropes, rope_of_some_layers
+from .sliding_window import (
+    WindowRule,
+    no_windows,
+    one_window,
+    windows_by_type,
+    windows_by_type_if_used,
+    windows_if_used,
+    windows_of_later_layers,
+)
+
+QKNorm = Literal["heads", "width"]
+"""Queries and keys are normed: each head by itself, or all heads of a row together."""
+
+
+def no_scales(_fields: Fields) -> Scales:
+    return Scales()
+
+
+def nothing(_fields: Fields) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """Rules are given the fields of config.json, with `defaults` where it lacks a key."""
+
+    model_type: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Of transformers, where they are not the ones that most architectures share."""
+    head_dim: int | None = None
+    """Where config.json has none; None: hidden_size / num_attention_heads."""
+    hidden_acts: tuple[str, ...] = ("silu",)
+    """What config.json may say, the first where it says nothing."""
+    activation: Activation = "silu"
+    """What that is."""
+    norms_add_one: bool = False
+    """Norms multiply by 1 + w."""
+    fits_float16: bool = True
+    """Whether what layers give stays within 65504."""
+    is_nested: bool = False
+    """config.json describes it in `text_config`: the language part of a model that sees."""
+    attention_bias: bool = False
+    """Whether config.json may ask for biases of q, k, v and o."""
+    qkv_bias: bool = False
+    """Always biases of q, k and v."""
+    mlp_bias: bool = False
+    """Whether config.json may ask for biases of the MLP."""
+    qk_norm: QKNorm | None = None
+    layer_norms: int = 2
+    """Norms of hidden_size in a layer."""
+    windows: WindowRule = no_windows
+    ropes: RopeRule = one_rope
+    experts: ExpertRule = no_experts
+    scales: Callable[[Fields], Scales] = no_scales
+    own_code: str = ""
+    """A class in `auto_map` of its repositories that transformers has taken in, and this code does as that
+    does. Other code of a model is a reason to refuse it."""
+    refuse: Callable[[Fields], None] = nothing
+    """Raises ModelError for what would be computed wrongly."""
+
+
+def granite_scales(fields: Fields) -> Scales:
+    residual = multiplier(fields, "residual_multiplier")
+    return Scales(
+        embedding=multiplier(fields, "embedding_multiplier") / residual,
+        attention=multiplier(fields, "attention_multiplier"),
+        residual=residual,
+        logits=1 / multiplier(fields, "logits_scaling"),
+    )
+
+
+def multiplier(fields: Fields, name: str) -> float:
+    value = fields.number(name, 1.0)
+    if not 1e-6 <= value <= 1e6:
+        raise fields.error(f"{name} {value} must be between 1e-6 and 1e6")
+    return value
+
+
+def refuse_clipping(fields: Fields) -> None:
+    if fields.raw.get("clip_qkv") is not None:
+        raise fields.error("clip_qkv is not supported")
+
+
+def refuse_head_bias(fields: Fields) -> None:
+    if fields.flag("lm_head_bias", default=False):
+        raise fields.error("lm_head_bias is not supported")
+
+
+SLIDING: Mapping[str, Any] = {"sliding_window": 4096}
+"""Of a config.json without the key; null means no window."""
+
+_OLMO2 = Architecture(
+    model_type="olmo2",
+    defaults={"rms_norm_eps": 1e-5},
+    attention_bias=True,
+    qk_norm="width",
+    refuse=refuse_clipping,
+)
+_GEMMA = Architecture(
+    model_type="gemma",
+    defaults=GEMMA,
+    hidden_acts=(ACTIVATION, "gelu"),
+    activation="gelu_tanh",
+    norms_add_one=True,
+    fits_float16=False,
+    scales=gemma_scales,
+    refuse=refuse_gemma,
+)
+_GEMMA2 = replace(
+    _GEMMA,
+    model_type="gemma2",
+    defaults=GEMMA2,
+    layer_norms=4,
+    windows=gemma2_windows,
+    scales=gemma2_scales,
+    refuse=refuse_gemma2,
+)
+_GEMMA3 = replace(
+    _GEMMA2,
+    model_type="gemma3_text",
+    defaults=GEMMA3,
+    qk_norm="heads",
+    windows=gemma3_windows,
+    ropes=gemma3_ropes,
+    refuse=refuse_gemma3,
+)
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": Architecture(model_type="llama", attention_bias=True, mlp_bias=True),
+    "MistralForCausalLM": Architecture(model_type="mistral", defaults=SLIDING, windows=one_window),
+    "Qwen2ForCausalLM": Architecture(
+        model_type="qwen2", defaults=SLIDING, qkv_bias=True, windows=windows_of_later_layers
+    ),
+    "Qwen3ForCausalLM": Architecture(
+        model_type="qwen3",
+        defaults=SLIDING,
+        head_dim=128,
+        attention_bias=True,
+        qk_norm="heads",
+        windows=windows_of_later_layers,
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        model_type="qwen3_moe",
+        defaults=SLIDING,
+        attention_bias=True,
+        qk_norm="heads",
+        windows=windows_if_used,
+        experts=qwen3_moe_experts,
+    ),
+    "MixtralForCausalLM": Architecture(model_type="mixtral", windows=one_window, experts=mixtral_experts),
+    "SmolLM3ForCausalLM": Architecture(
+        model_type="smollm3",
+        defaults={"rope_theta": 2e6, "tie_word_embeddings": True},
+        attention_bias=True,
+        mlp_bias=True,
+        windows=windows_by_type_if_used,
+        ropes=rope_of_some_layers,
+    ),
+    "Olmo2ForCausalLM": _OLMO2,
+    "Olmo3ForCausalLM": replace(
+        _OLMO2,
+        model_type="olmo3",
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096},
+        windows=windows_by_type,
+        ropes=olmo3_ropes,
+    ),
+    "GraniteForCausalLM": Architecture(
+        model_type="granite", attention_bias=True, mlp_bias=True, scales=granite_scales
+    ),
+    "Phi3ForCausalLM": Architecture(
+        model_type="phi3",
+        defaults={"rms_norm_eps": 1e-5},
+        windows=one_window,
+        ropes=phi3_ropes,
+        own_code="modeling_phi3.Phi3ForCausalLM",
+        refuse=refuse_head_bias,
+    ),
+    "GemmaForCausalLM": _GEMMA,
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(_GEMMA3, is_nested=True),
+}
+"""By the name that config.json gives in `architectures`."""

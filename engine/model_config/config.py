@@ -1,0 +1,308 @@
+"""config.json -> ModelConfig: what a model is. No torch: the daemon reads it too."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmbox.kernels.activation import Activation
+from llmbox.kernels.quant_formats import QUANTS
+
+from ..checkpoint.fp8_config import NotReadable, modelopt_entry
+from ..checkpoint.index import list_tensors
+from ..checkpoint.json_file import read_json
+from ..checkpoint.quantized_layout import MODELOPT_FILE, read_entry
+from ..checkpoint.unquantized_layers import wide_params
+from ..config import Dtype
+from ..errors import ModelError, UnsupportedArchitecture
+from .architectures import ARCHITECTURES, Architecture, QKNorm
+from .fields import Fields, show
+from .moe import ExpertsConfig
+from .multipliers import Scales
+from .pooling import is_declared
+from .rope import RopeConfig
+from .shape import ExpertShape, ModelShape
+
+HEAD = "lm_head.weight"
+_WHOLE = "ForCausalLM"
+_OTHERS = ("ForSequenceClassification", "Model")
+"""Ends of names of the same transformer without it."""
+
+
+def with_head(architecture: str) -> str:
+    """The class that has the head too: `Qwen3ForCausalLM` for `Qwen3Model`."""
+    end = next((end for end in _OTHERS if architecture.endswith(end)), None)
+    return architecture if end is None else architecture.removesuffix(end) + _WHOLE
+
+
+def has_head(fields: Fields, directory: Path) -> bool:
+    """Where only the files tell, a folder that declares no vectors is expected to have one: without it, it is
+    damaged.
+    """
+    named = fields.raw.get("architectures") or []
+    names = named if isinstance(named, list) else [named]
+    if any(isinstance(name, str) and name.endswith(_OTHERS) for name in names):
+        return False
+    if fields.flag("tie_word_embeddings", default=False) or not is_declared(directory):
+        return True
+    try:
+        return HEAD in list_tensors(directory)
+    except ModelError:  # loading says why
+        return True
+
+
+MAX_LAYERS = 1024
+MAX_HEADS = 1 << 12
+MAX_WIDTH = 1 << 20
+"""Of hidden states and heads; MLPs and vocabularies may be 16 times as wide."""
+MAX_POSITIONS = 1 << 27
+"""Fourteen times the longest context that any model was published with."""
+OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
+"""What config.json may say beside `text_config` and not in it."""
+DTYPES: dict[str, Dtype] = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    model_type: str
+    dtype: Dtype
+    """Of the checkpoint: bfloat16, float16 or float32."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    """Of rows as they are kept (`Scales.residual`)."""
+    tie_word_embeddings: bool
+    """Or there is no head at all."""
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: QKNorm | None
+    layer_norms: int
+    """Norms of hidden_size in a layer."""
+    windows: tuple[int | None, ...]
+    """Sliding window of each layer; None sees everything."""
+    ropes: tuple[RopeConfig, ...]
+    """The first one says how long a sequence may be."""
+    layer_ropes: tuple[int, ...]
+    """Which of them each layer turns by."""
+    scales: Scales
+    activation: Activation = "silu"
+    """Of gates."""
+    norms_add_one: bool = False
+    """Norms multiply by 1 + w."""
+    fits_float16: bool = True
+    quant: str | None = None
+    """Format of a checkpoint that holds rounded weights (`quantized_layout.py`)."""
+    wide_params: int = 0
+    """Of linears that it keeps wide (`unquantized_layers.py`), where its files are there."""
+    has_head: bool = True
+    """Without one it makes vectors, and no text."""
+    experts: ExpertsConfig | None = None
+
+    @property
+    def rope(self) -> RopeConfig:
+        return self.ropes[0]
+
+    @property
+    def context_limit(self) -> int:
+        """Longest sequence this model is meant for."""
+        return self.rope.context_limit(self.max_position_embeddings)
+
+    @property
+    def default_context(self) -> int:
+        """Served unless asked otherwise. `dynamic` scaling changes all answers: on demand only."""
+        return self.max_position_embeddings if self.rope.rope_type == "dynamic" else self.context_limit
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers to be loaded, tied weights once."""
+        hidden, ffn = self.hidden_size, self.intermediate_size
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        norms = {None: 0, "heads": 2 * self.head_dim, "width": q + kv}[self.qk_norm]
+        layer = self.layer_norms * hidden + norms + hidden * (q + 2 * kv) + q * hidden
+        layer += (q + 2 * kv) * self.qkv_bias + hidden * self.o_bias
+        mlp = 3 * hidden * ffn + (2 * ffn + hidden) * self.mlp_bias
+        tables = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
+        sparse = 0 if self.experts is None else self.experts.num_layers
+        experts = 0 if self.experts is None else sparse * self.experts.parameters(hidden)
+        return tables + self.num_layers * layer + (self.num_layers - sparse) * mlp + experts + hidden
+
+    def shape(self, context: int | None = None) -> ModelShape:
+        """What the estimator reckons with, if `context` is asked for (None: left open)."""
+        windows = {window for window in self.windows if window is not None}
+        return ModelShape(
+            layers=self.num_layers,
+            hidden=self.hidden_size,
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            ffn=self.intermediate_size,
+            vocab=self.vocab_size,
+            tied=self.tie_word_embeddings,
+            context_limit=self.default_context if context is None else self.context_limit,
+            dtype=self.dtype,
+            sliding_window=min(windows, default=None),
+            sliding_share=1 - self.windows.count(None) / self.num_layers,
+            qkv_bias=self.qkv_bias,
+            qk_norm=self.qk_norm == "heads",
+            norms_all_heads=self.qk_norm == "width",
+            exact_params=self.num_parameters,
+            fits_float16=self.fits_float16,
+            quant=self.quant,
+            wide_params=self.wide_params,
+            experts=None if self.experts is None else expert_shape(self.experts),
+        )
+
+
+def norm_eps(fields: Fields) -> float:
+    eps = fields.number("rms_norm_eps", 1e-6)
+    if not 0.0 <= eps <= 1.0:
+        raise fields.error(f"rms_norm_eps {eps} must be from 0 to 1")
+    return eps
+
+
+def expert_shape(experts: ExpertsConfig) -> ExpertShape:
+    return ExpertShape(
+        count=experts.count, per_token=experts.per_token, inner=experts.inner, layers=experts.num_layers
+    )
+
+
+def parse_config(path: Path | str) -> ModelConfig:
+    """Read `path`/config.json. Raises ModelError, or UnsupportedArchitecture listing the supported ones."""
+    file = Path(path) / "config.json"
+    fields = Fields(read_json(file), str(file))
+    kind = architecture_of(fields)
+    if kind.is_nested:
+        fields = text_fields(fields)
+    fields = Fields({**kind.defaults, **fields.raw}, fields.where)
+    refuse_unsupported(fields, kind)
+    heads = fields.integer("num_attention_heads", most=MAX_HEADS)
+    hidden = fields.integer("hidden_size", most=MAX_WIDTH)
+    head_dim = fields.integer("head_dim", kind.head_dim or hidden // heads or None, most=MAX_WIDTH)
+    kv_heads = fields.integer("num_key_value_heads", heads, most=MAX_HEADS)
+    if heads % kv_heads:
+        raise fields.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if head_dim % 2:
+        raise fields.error(f"head_dim {head_dim} must be even")
+    layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    positions = fields.integer("max_position_embeddings", most=MAX_POSITIONS)
+    head = has_head(fields, Path(path))
+    bias = kind.attention_bias and fields.flag("attention_bias", default=False)
+    scales = kind.scales(fields)
+    ropes, layer_ropes = kind.ropes(fields, head_dim, positions, layers)
+    if (longest := max(rope.context_limit(positions) for rope in ropes)) > MAX_POSITIONS:
+        raise fields.error(
+            f"a context of {longest} tokens, after scaling, is beyond anything known ({MAX_POSITIONS})"
+        )
+    return ModelConfig(
+        model_type=kind.model_type,
+        dtype=checkpoint_dtype(fields),
+        vocab_size=fields.integer("vocab_size", most=16 * MAX_WIDTH),
+        hidden_size=hidden,
+        intermediate_size=fields.integer("intermediate_size", most=16 * MAX_WIDTH),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=positions,
+        rms_norm_eps=norm_eps(fields) / scales.residual**2,
+        tie_word_embeddings=not head or fields.flag("tie_word_embeddings", default=False),
+        has_head=head,
+        qkv_bias=bias or kind.qkv_bias,
+        o_bias=bias,
+        mlp_bias=kind.mlp_bias and fields.flag("mlp_bias", default=False),
+        qk_norm=kind.qk_norm,
+        layer_norms=kind.layer_norms,
+        windows=kind.windows(fields, layers),
+        ropes=ropes,
+        layer_ropes=layer_ropes,
+        scales=scales,
+        activation=kind.activation,
+        norms_add_one=kind.norms_add_one,
+        fits_float16=kind.fits_float16,
+        quant=(quant := stored_format(fields, Path(path))),
+        wide_params=wide_params(Path(path)) if quant is not None and QUANTS[quant].is_float else 0,
+        experts=kind.experts(fields, layers),
+    )
+
+
+def architecture_of(fields: Fields) -> Architecture:
+    return architecture_of_code(fields) if fields.raw.get("auto_map") else named_architecture(fields)
+
+
+def architecture_of_code(fields: Fields) -> Architecture:
+    """Of a repository with Python code, which is never run."""
+    code = fields.raw["auto_map"]
+    name = code.get("AutoModelForCausalLM") if isinstance(code, dict) else None
+    for kind in ARCHITECTURES.values():
+        if kind.own_code and isinstance(name, str) and name.split("--")[-1] == kind.own_code:
+            return kind
+    raise fields.error(
+        "this model needs Python code of its own (auto_map), which is never run; use a checkpoint "
+        f"of a built-in architecture: {', '.join(ARCHITECTURES)}"
+    )
+
+
+def named_architecture(fields: Fields) -> Architecture:
+    names = fields.raw.get("architectures") or []
+    for name in names if isinstance(names, list) else [names]:
+        if isinstance(name, str) and with_head(name) in ARCHITECTURES:
+            return ARCHITECTURES[with_head(name)]
+    model_type = fields.raw.get("model_type")
+    for kind in ARCHITECTURES.values():
+        if not names and model_type == kind.model_type:
+            return kind
+    wanted = ", ".join(map(str, names[:4])) if isinstance(names, list) and names else show(model_type)
+    raise UnsupportedArchitecture(
+        f"{fields.where}: architecture {wanted} is not supported; supported: {', '.join(ARCHITECTURES)}"
+    )
+
+
+def text_fields(fields: Fields) -> Fields:
+    """Of the language part of a model that sees, with what is said of the whole."""
+    text = fields.mapping("text_config")
+    if text is None:
+        raise fields.error("text_config is missing, which describes the language part")
+    whole = {key: fields.raw[key] for key in OF_THE_WHOLE if fields.raw.get(key) is not None}
+    return Fields({**whole, **text}, f"{fields.where}: text_config")
+
+
+def refuse_unsupported(fields: Fields, kind: Architecture) -> None:
+    """What would be computed wrongly must not load."""
+    acts = kind.hidden_acts
+    if fields.text("hidden_act", acts[0]) not in acts:
+        raise fields.error(
+            f"hidden_act {fields.raw['hidden_act']!r} is not supported, only {' or '.join(map(repr, acts))}"
+        )
+    if fields.raw.get("use_bidirectional_attention") or fields.raw.get("is_causal") is False:
+        raise fields.error("attention in both directions is not supported, only to tokens before")
+    kind.refuse(fields)
+
+
+def stored_format(fields: Fields, directory: Path) -> str | None:
+    """Of a checkpoint whose weights are rounded."""
+    entry = fields.raw.get("quantization_config")
+    beside = directory / MODELOPT_FILE
+    try:
+        if entry is None and beside.is_file():
+            entry = modelopt_entry(read_json(beside))
+        return None if entry is None else read_entry(entry)
+    except NotReadable as error:
+        raise fields.error(
+            f"quantization_config: {error}, which cannot be read; of others' checkpoints only E4M3 (fp8) by "
+            "tensor, by output and in blocks of 128 x 128 can: use the bfloat16, float16 or float32 one, and "
+            "--quant or `llmbox quantize`"
+        ) from None
+
+
+def checkpoint_dtype(fields: Fields) -> Dtype:
+    """Transformers 5 writes `dtype`, older ones `torch_dtype`."""
+    dtype = fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32"
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise fields.error(f"dtype {show(dtype)} is not supported; supported: {', '.join(DTYPES)}")
+    return DTYPES[name]

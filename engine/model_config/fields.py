@@ -1,0 +1,87 @@
+"""Typed access to a parsed JSON object, with errors that name the file and the key."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ..errors import ModelError
+
+LARGEST: Final = 2**31 - 1
+"""No number of a model's config is meant to be larger; kernels count in 32 bits."""
+_SHOWN: Final = 80
+
+
+class Fields:
+    """`where` names the object in errors. A key that is null counts as absent."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self.raw = raw
+        self.where = where
+
+    def error(self, problem: str) -> ModelError:
+        return ModelError(f"{self.where}: {problem}")
+
+    def integer(self, key: str, default: int | None = None, *, most: int = LARGEST) -> int:
+        """A positive whole number (0 only where it is the default), at most `most`."""
+        value = self._value(key, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or (value < 1 and value != default):
+            raise self.error(f"{key} must be a positive whole number, not {show(value)}")
+        if value > most:
+            raise self.error(f"{key} {show(value)} is beyond anything known ({most})")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._value(key, default)
+        if not is_number(value):
+            raise self.error(f"{key} must be a number, not {show(value)}")
+        return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self.raw.get(key) is None else self.number(key)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        value = self._value(key, ())
+        if not isinstance(value, (list, tuple)) or not all(is_number(x) for x in value):
+            raise self.error(f"{key} must be a list of numbers")
+        return tuple(float(x) for x in value)
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self.error(f"{key} must be true or false, not {show(value)}")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self.error(f"{key} must be a string, not {show(value)}")
+        return value
+
+    def mapping(self, key: str) -> dict[str, Any] | None:
+        value = self.raw.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.error(f"{key} must be an object, not {show(value)}")
+        return value
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise self.error(f"{key} is missing")
+        return value
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number that a float can be."""
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def show(value: Any) -> str:
+    """A value from a file in an error, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -1,0 +1,140 @@
+"""What config.json says of Gemma, Gemma 2 and 3: rules of `architectures.py`. No torch: the daemon has it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from .fields import Fields
+from .multipliers import Scales
+from .rope import RopeConfig, parse_rope
+from .sliding_window import Windows, layer_types, windows_by_type
+
+_COMMON: Mapping[str, Any] = {
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+GEMMA: Mapping[str, Any] = {
+    **_COMMON,
+    "hidden_size": 3072,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+}
+GEMMA2: Mapping[str, Any] = {
+    **_COMMON,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+GEMMA3: Mapping[str, Any] = {
+    **_COMMON,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+"""Published files leave out what is transformers' default; those of models that see, nearly everything."""
+ACTIVATION = "gelu_pytorch_tanh"
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def refuse_gemma(fields: Fields) -> None:
+    if fields.flag("attention_bias", default=False):
+        raise fields.error("attention_bias is not supported in a Gemma")
+
+
+def refuse_gemma2(fields: Fields) -> None:
+    refuse_gemma(fields)
+    name = fields.text("hidden_activation", ACTIVATION)
+    if name != ACTIVATION:
+        raise fields.error(f"hidden_activation {name!r} is not supported, only {ACTIVATION!r}")
+
+
+def refuse_gemma3(fields: Fields) -> None:
+    refuse_gemma2(fields)
+    if fields.raw.get("attn_logit_softcapping") is not None:
+        raise fields.error("attn_logit_softcapping is not supported in a Gemma 3: no published one has it")
+
+
+def gemma_scales(fields: Fields) -> Scales:
+    return Scales(embedding=fields.integer("hidden_size") ** 0.5, rounds_embedding=True)
+
+
+def gemma2_scales(fields: Fields) -> Scales:
+    return replace(
+        gemma_scales(fields),
+        attention=_positive(fields, "query_pre_attn_scalar") ** -0.5,
+        attention_cap=_cap(fields, "attn_logit_softcapping"),
+        logits_cap=_cap(fields, "final_logit_softcapping"),
+    )
+
+
+def gemma2_windows(fields: Fields, layers: int) -> Windows:
+    return windows_by_type(_typed(fields, layers, 2), layers)
+
+
+def gemma3_windows(fields: Fields, layers: int) -> Windows:
+    return windows_by_type(_typed_as_gemma3(fields, layers), layers)
+
+
+def gemma3_ropes(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Layers that see all of the context turn by the first, the others by the second."""
+    whole = _rope(fields, _FULL, head_dim, positions)
+    if whole.rope_type == "linear":  # max_position_embeddings counts what scaling has made of it
+        whole = replace(whole, original_context=int(positions / whole.factor))
+    local = _rope(fields, _SLIDING, head_dim, positions)
+    types = layer_types(_typed_as_gemma3(fields, layers), layers)
+    return (whole, local), tuple(int(name == _SLIDING) for name in types)
+
+
+def _rope(fields: Fields, layer_type: str, head_dim: int, positions: int) -> RopeConfig:
+    """Before transformers 5 `rope_scaling` was that of layers that see all of the context."""
+    is_local = layer_type == _SLIDING
+    theta = fields.number("rope_local_base_freq", 1e4) if is_local else fields.number("rope_theta", 1e6)
+    scaling = None if is_local else fields.mapping("rope_scaling")
+    by_type = fields.mapping("rope_parameters")
+    if by_type is not None:
+        if not by_type or not set(by_type) <= {_SLIDING, _FULL}:
+            raise fields.error(f"rope_parameters must be those of {_FULL} and {_SLIDING}")
+        scaling = Fields(by_type, f"{fields.where}: rope_parameters").mapping(layer_type)
+    rope = parse_rope(
+        Fields({"rope_parameters": scaling, "rope_theta": theta}, fields.where), head_dim, positions
+    )
+    if rope.rope_type in {"dynamic", "longrope"}:
+        raise fields.error(f"RoPE type {rope.rope_type!r} is not supported in a Gemma 3")
+    return rope
+
+
+def _typed_as_gemma3(fields: Fields, layers: int) -> Fields:
+    return _typed(fields, layers, fields.integer("sliding_window_pattern", 6))
+
+
+def _typed(fields: Fields, layers: int, every: int) -> Fields:
+    """With `layer_types`: where there are none, the last of `every` layers sees all of the context."""
+    if fields.raw.get("layer_types") is not None:
+        return fields
+    types = [_FULL if layer % every == every - 1 else _SLIDING for layer in range(layers)]
+    return Fields({**fields.raw, "layer_types": types}, fields.where)
+
+
+def _cap(fields: Fields, key: str) -> float | None:
+    """Null is none."""
+    return None if fields.raw.get(key) is None else _positive(fields, key)
+
+
+def _positive(fields: Fields, key: str) -> float:
+    number = fields.number(key)
+    if number <= 0:
+        raise fields.error(f"{key} {number} must be larger than 0")
+    return number

@@ -1,0 +1,96 @@
+"""The part of config.json that says how a mixture of experts takes the place of MLPs. No torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .fields import Fields
+
+MAX_EXPERTS = 1024
+OTHER_ROUTERS = (
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_shared_experts",
+    "shared_expert_intermediate_size",
+    "n_group",
+    "num_expert_group",
+    "topk_group",
+    "scoring_func",
+    "topk_method",
+    "routed_scaling_factor",
+    "moe_router_use_sigmoid",
+)
+"""Keys of mixtures that choose or add up their experts in another way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """A router gives each row the softmax of all experts, the most likely ones are summed by their shares."""
+
+    count: int
+    per_token: int
+    inner: int
+    """Rows of an expert's gate and up."""
+    normalised: bool
+    """Shares of the chosen experts are made to sum to one."""
+    layers: tuple[bool, ...]
+    """Which layers have experts; the others have an MLP."""
+
+    @property
+    def num_layers(self) -> int:
+        return sum(self.layers)
+
+    def parameters(self, hidden: int) -> int:
+        """Of a layer: router and experts."""
+        return self.count * hidden * (1 + 3 * self.inner)
+
+
+ExpertRule = Callable[[Fields, int], ExpertsConfig | None]
+"""From config.json and the number of layers; None for a model without experts. Raises ModelError."""
+
+
+def no_experts(_fields: Fields, _layers: int) -> None:
+    return None
+
+
+def mixtral_experts(fields: Fields, layers: int) -> ExpertsConfig:
+    count, per_token = count_experts(fields)
+    inner, chosen = fields.integer("intermediate_size"), (True,) * layers
+    return ExpertsConfig(count=count, per_token=per_token, inner=inner, normalised=True, layers=chosen)
+
+
+def qwen3_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    count, per_token = count_experts(fields)
+    found = ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        inner=fields.integer("moe_intermediate_size"),
+        normalised=fields.flag("norm_topk_prob", default=False),
+        layers=sparse_layers(fields, layers),
+    )
+    return found if any(found.layers) else None
+
+
+def count_experts(fields: Fields) -> tuple[int, int]:
+    """All, and those of a token. Raises ModelError where they are chosen in a way that is not there."""
+    for key in OTHER_ROUTERS:
+        if fields.raw.get(key) not in (None, 0, False):
+            raise fields.error(
+                f"{key} {fields.raw[key]!r} asks for another router than a softmax over all experts, which "
+                "is the only one here"
+            )
+    # Transformers 5 calls it so in its own code, and may write it.
+    key = "num_local_experts" if fields.raw.get("num_experts") is None else "num_experts"
+    count, per_token = fields.integer(key, most=MAX_EXPERTS), fields.integer("num_experts_per_tok")
+    if per_token > count:
+        raise fields.error(f"num_experts_per_tok {per_token} is more than {key} {count}")
+    return count, per_token
+
+
+def sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Every `decoder_sparse_step`-th one, but those of `mlp_only_layers`."""
+    step = fields.integer("decoder_sparse_step", 1)
+    dense: Any = fields.raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < layers for layer in dense):
+        raise fields.error(f"mlp_only_layers must be a list of layers below {layers}")
+    return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(layers))

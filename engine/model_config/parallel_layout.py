@@ -1,0 +1,151 @@
+"""Which rank holds what: arithmetic only, no torch.
+
+rank = stage · tp + tp_rank
+
+q, k, v, gate, up, vocabulary   outputs in tp equal parts
+o, down                         inputs in tp equal parts, results summed over the stage
+KV heads                        in tp equal parts, or one head on each tp / kv_heads ranks
+layers                          in pp runs; the first stage has the embedding, the last one norm and head
+"""
+
+from dataclasses import dataclass
+
+from llmbox.kernels.quant_formats import Quant
+
+from ..errors import ParallelError
+from ..partition import ShardSlice
+from .shape import ModelShape
+
+MAX_RANKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    tp: int = 1
+    pp: int = 1
+    rank: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.tp
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.pp - 1
+
+    @property
+    def other_end(self) -> int:
+        """Of a rank in the first stage its counterpart in the last one, and the other way round."""
+        return self.tp_rank if self.is_last else self.answers + self.tp_rank
+
+    @property
+    def answers(self) -> int:
+        """The rank whose tokens count: the first of the last stage."""
+        return (self.pp - 1) * self.tp
+
+    @property
+    def stage_ranks(self) -> list[int]:
+        return [self.stage * self.tp + i for i in range(self.tp)]
+
+    @property
+    def shard(self) -> str:
+        """Names this rank's part of a model; empty for all of it."""
+        if self.ranks == 1:
+            return ""
+        return f"{self.tp_rank + 1} of {self.tp}, stage {self.stage + 1} of {self.pp}"
+
+    def equal(self, total: int) -> ShardSlice:
+        size = total // self.tp
+        return ShardSlice(total, self.tp_rank * size, (self.tp_rank + 1) * size)
+
+    def kv_heads(self, kv_heads: int) -> ShardSlice:
+        if kv_heads >= self.tp:
+            return self.equal(kv_heads)
+        first = self.tp_rank * kv_heads // self.tp
+        return ShardSlice(kv_heads, first, first + 1)
+
+    def vocabulary(self, vocab: int) -> ShardSlice:
+        """All parts have one size; the last is padded."""
+        size = -(-vocab // self.tp)
+        start = self.tp_rank * size
+        stop = min(vocab, start + size)
+        return ShardSlice(vocab, start, stop, size - (stop - start))
+
+    def layers(self, layers: int) -> range:
+        """Of this stage. Where it does not come out even the first have one more: the last has the head."""
+        size, more = divmod(layers, self.pp)
+        start = self.stage * size + min(self.stage, more)
+        return range(start, start + size + (self.stage < more))
+
+
+def check_layout(shape: ModelShape, tp: int, pp: int, quant: Quant | None) -> None:
+    """Raises ParallelError where a model of this shape cannot be cut so."""
+    if tp * pp > MAX_RANKS:
+        raise ParallelError(f"--tp {tp} and --pp {pp} make {tp * pp} ranks: at most {MAX_RANKS} can run")
+    if pp > shape.layers:
+        raise ParallelError(
+            f"--pp {pp}: the model has {shape.layers} layers, ask for at most that many stages"
+        )
+    if reason := _indivisible(shape, tp, quant):
+        fitting = [n for n in range(1, MAX_RANKS + 1) if not _indivisible(shape, n, quant)]
+        raise ParallelError(f"--tp {tp}: {reason}; this model can take {_words(fitting)}")
+
+
+def can_split(shape: ModelShape, tp: int, pp: int, quant: Quant | None) -> bool:
+    return tp * pp <= MAX_RANKS and pp <= shape.layers and not _indivisible(shape, tp, quant)
+
+
+def _indivisible(shape: ModelShape, tp: int, quant: Quant | None) -> str:
+    if tp > 1 and shape.norms_all_heads:
+        return "the model norms its queries over all heads together, of which a rank would have a part"
+    if shape.heads % tp:
+        return f"the model's {shape.heads} attention heads cannot be shared equally"
+    if shape.kv_heads % tp and tp % shape.kv_heads:
+        return f"the model's {shape.kv_heads} KV heads can neither be shared nor copied equally"
+    if shape.ffn % tp:
+        return f"the MLP's {shape.ffn} inner rows cannot be shared equally"
+    if shape.experts and shape.experts.inner % tp:
+        return f"the {shape.experts.inner} inner rows of each expert cannot be shared equally"
+    if -(-shape.vocab // tp) * (tp - 1) >= shape.vocab:
+        return f"the vocabulary has only {shape.vocab} tokens"
+    inner = {"attention": shape.heads * shape.head_dim // tp}
+    if shape.experts is None or shape.experts.layers < shape.layers:
+        inner["the MLP"] = shape.ffn // tp
+    if shape.experts:
+        inner["an expert"] = shape.experts.inner // tp
+    for where, size in inner.items():
+        if tp > 1 and quant is not None and not quant.by_output and size % quant.group:
+            return (
+                f"{quant.name} weights round groups of {quant.group} inputs, and a part of {where} "
+                f"has {size}: take another --quant or --tp"
+            )
+    return _cut_blocks(shape, tp, quant)
+
+
+def _cut_blocks(shape: ModelShape, tp: int, quant: Quant | None) -> str:
+    """Blocks rounded at load would hold keys and values both. Those of a checkpoint keep their scales."""
+    if tp == 1 or quant is None or quant.kind != "blocks" or shape.quant is not None:
+        return ""
+    rows = max(1, shape.kv_heads // tp) * shape.head_dim
+    if rows % quant.group == 0:
+        return ""
+    return (
+        f"{quant.name} weights round blocks of {quant.group} outputs, and a part of the keys has {rows}: "
+        "take another --quant or --tp"
+    )
+
+
+def _words(numbers: list[int]) -> str:
+    return " or ".join([", ".join(map(str, numbers[:-1])), str(numbers[-1])] if numbers[1:] else ["1"])

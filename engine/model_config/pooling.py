@@ -1,0 +1,103 @@
+"""How a model's folder says that texts become vectors: as sentence-transformers writes it. No torch.
+
+modules.json            the steps: a transformer, a pooling, maybe a normalisation
+1_Pooling/config.json   which rows are pooled
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.json_file import read_json, read_value
+from ..errors import ModelError
+from ..sampling_params import Pooling
+from .fields import Fields
+
+MODULES_FILE = "modules.json"
+POOLING_FILE = "1_Pooling/config.json"
+_FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_MODES: dict[str, Pooling] = {
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean",  # another length, which is 1 in the end
+    "pooling_mode_cls_token": "cls",
+}
+_NAMES: dict[str, Pooling] = {
+    "lasttoken": "last",
+    "mean": "mean",
+    "mean_sqrt_len_tokens": "mean",
+    "cls": "cls",
+}
+"""Of newer folders, which name one."""
+_STEPS = {"Transformer", "Pooling", "Normalize"}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingConfig:
+    pooling: Pooling
+    is_declared: bool
+    """The folder says so: it was made for vectors."""
+    problem: str = ""
+    """Why there can be no vectors as it declares them. Empty: there can."""
+
+
+def is_declared(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in (MODULES_FILE, POOLING_FILE))
+
+
+def read_pooling(directory: Path, *, generates: bool) -> PoolingConfig:
+    """What nobody declares: all rows of a model that generates text, else the last.
+
+    Never raises: a model whose declaration cannot be followed may still be loaded.
+    """
+    default: Pooling = "mean" if generates else "last"
+    if not is_declared(directory):
+        return PoolingConfig(default, is_declared=False)
+    try:
+        return PoolingConfig(_declared(directory), is_declared=True)
+    except ModelError as error:
+        return PoolingConfig(default, is_declared=True, problem=str(error).replace(f"{directory}/", ""))
+
+
+def _declared(directory: Path) -> Pooling:
+    """Raises ModelError."""
+    folder = "1_Pooling"
+    if (directory / MODULES_FILE).is_file():
+        folder = _pooling_folder(directory / MODULES_FILE)
+    return _pooling(directory / folder / "config.json")
+
+
+def _pooling_folder(file: Path) -> str:
+    steps = read_value(file)
+    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
+        raise ModelError(f"{file} must hold a list of modules")
+    kinds = [str(step.get("type")).rpartition(".")[2] for step in steps]
+    if unknown := [kind for kind in kinds if kind not in _STEPS]:
+        raise ModelError(f"{file} asks for the module {unknown[0]}, which is not supported")
+    if kinds.count("Pooling") != 1:
+        raise ModelError(f"{file} must name one Pooling module")
+    folder = steps[kinds.index("Pooling")].get("path")
+    if not isinstance(folder, str) or not _FOLDER.fullmatch(folder):
+        raise ModelError(f"{file}: {folder!r} is not a folder beside it")
+    return folder
+
+
+def _pooling(file: Path) -> Pooling:
+    raw = read_json(file)
+    if "pooling_mode" in raw:
+        return _one_of(_NAMES, [Fields(raw, str(file)).text("pooling_mode")], file)
+    return _one_of(_MODES, _switched_on(raw), file)
+
+
+def _switched_on(raw: dict[str, Any]) -> list[str]:
+    return [name for name, value in raw.items() if name.startswith("pooling_mode_") and value is True]
+
+
+def _one_of(known: dict[str, Pooling], asked: list[str], file: Path) -> Pooling:
+    if len(asked) != 1 or asked[0] not in known:
+        raise ModelError(
+            f"{file} asks for {' and '.join(asked) or 'no pooling'}; supported is one of the last token, the "
+            "mean of all, and the first (cls)"
+        )
+    return known[asked[0]]

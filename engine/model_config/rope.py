@@ -1,0 +1,189 @@
+"""How positions become rotations: the RoPE part of config.json. No torch here: the daemon reads it too."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .fields import Fields
+from .sliding_window import layer_types
+
+MAX_FACTOR = 65536.0
+MAX_THETA = 1e15
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """One variant with its numbers; fields that a variant does not use keep their defaults."""
+
+    rotary_dim: int
+    """How many dims of a head turn, the first ones."""
+    interleaved: bool = False
+    """Dims turn with the one beside them, not with the one half of `rotary_dim` away."""
+    rope_type: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_context: int = 0
+    """Positions seen in pre-training, before scaling."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    def order(self, head_dim: int) -> tuple[int, ...] | None:
+        """Which dim of a checkpoint's queries and keys each of ours is: kernels turn dims half a head apart,
+        so those that do not turn stand at the end of each half. None: as they are.
+        """
+        turned = range(self.rotary_dim)
+        half = self.rotary_dim // 2
+        ends = (turned[0::2], turned[1::2]) if self.interleaved else (turned[:half], turned[half:])
+        middle = (self.rotary_dim + head_dim) // 2
+        order = (*ends[0], *range(self.rotary_dim, middle), *ends[1], *range(middle, head_dim))
+        return None if order == tuple(range(head_dim)) else order
+
+    def context_limit(self, max_position_embeddings: int) -> int:
+        """Longest sequence the variant is meant for."""
+        if self.rope_type == "dynamic":
+            return int(max_position_embeddings * self.factor)
+        if self.rope_type in {"linear", "yarn"}:
+            return max(max_position_embeddings, int(self.original_context * self.factor))
+        return max_position_embeddings
+
+
+RopeRule = Callable[[Fields, int, int, int], tuple[tuple[RopeConfig, ...], tuple[int, ...]]]
+"""(fields, head_dim, max_position_embeddings, layers) -> all ropes, and which one each layer turns by."""
+
+
+def one_rope(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    return (parse_rope(fields, head_dim, positions),), (0,) * layers
+
+
+def rope_of_some_layers(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Nothing turns where `no_rope_layers` has a 0; without the list in every `no_rope_layer_interval`-th."""
+    turns = fields.raw.get("no_rope_layers")
+    if turns is None:
+        interval = fields.integer("no_rope_layer_interval", 4)
+        turns = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if not isinstance(turns, list) or len(turns) < layers or not all(turn in (0, 1) for turn in turns):
+        raise fields.error(f"no_rope_layers must have a 0 or a 1 for each of {layers} layers")
+    rope = parse_rope(fields, head_dim, positions)
+    return (rope, RopeConfig(rotary_dim=0)), tuple(0 if turn else 1 for turn in turns[:layers])
+
+
+def olmo3_ropes(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Scaling is for layers that see everything; those with a window turn by theta alone."""
+    names = ("full_attention", "sliding_attention")
+    raw = fields.mapping("rope_parameters") or {"full_attention": fields.mapping("rope_scaling")}
+    if not raw.keys() <= set(names):
+        raise fields.error(f"rope_parameters must have an entry for {names[0]} and {names[1]}, and no others")
+    by_type = Fields(raw, fields.where)
+    found = tuple(whole_heads(by_type.mapping(name) or {}, fields, head_dim, positions) for name in names)
+    return found, tuple(int(name == "sliding_attention") for name in layer_types(fields, layers))
+
+
+def phi3_ropes(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """LongRoPE by all the names that it had, or nothing special."""
+    raw = raw_rope(fields)
+    rope_type = raw.get("rope_type", raw.get("type", "default"))
+    if rope_type in ("su", "yarn"):
+        raw = {**raw, "rope_type": "longrope"}
+    elif rope_type not in ("default", "longrope"):
+        raise fields.error(f"RoPE type {rope_type!r} is not supported of this architecture, only longrope")
+    partial = partial_rotary(raw, fields)
+    rotary_dim = int(head_dim * partial)
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise fields.error(f"partial_rotary_factor {partial} of head_dim {head_dim} is no even part of it")
+    return (read_rope(raw, fields, rotary_dim, positions),), (0,) * layers
+
+
+def parse_rope(fields: Fields, head_dim: int, max_position_embeddings: int) -> RopeConfig:
+    return whole_heads(raw_rope(fields), fields, head_dim, max_position_embeddings)
+
+
+def raw_rope(fields: Fields) -> dict[str, Any]:
+    """From `rope_parameters` (transformers 5) or from `rope_scaling` and `rope_theta` (before)."""
+    return fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}
+
+
+def whole_heads(
+    raw: dict[str, Any], fields: Fields, head_dim: int, max_position_embeddings: int
+) -> RopeConfig:
+    """Of an architecture all of whose dims turn."""
+    if (partial := partial_rotary(raw, fields)) != 1.0:
+        raise fields.error(f"partial_rotary_factor {partial} is not supported of this architecture, only 1.0")
+    return read_rope(raw, fields, head_dim, max_position_embeddings)
+
+
+def partial_rotary(raw: dict[str, Any], fields: Fields) -> float:
+    rope = Fields(raw, f"{fields.where}: rope parameters")
+    return rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+
+
+def read_rope(
+    raw: dict[str, Any], fields: Fields, rotary_dim: int, max_position_embeddings: int
+) -> RopeConfig:
+    """`fields`: of the whole config.json, which has some of the numbers."""
+    rope = Fields(raw, f"{fields.where}: rope parameters")
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    rope_type = raw.get("rope_type", raw.get("type", "default"))
+    if any(isinstance(value, dict) for value in raw.values()):
+        raise rope.error("RoPE parameters by layer type are not supported")
+    if rope_type not in ROPE_TYPES:
+        raise rope.error(f"RoPE type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    if not 1.0 < theta <= MAX_THETA:
+        raise rope.error(f"rope_theta {theta} must be larger than 1 and at most {MAX_THETA:g}")
+    if rope_type == "default":
+        return RopeConfig(rotary_dim=rotary_dim, theta=theta)
+    original = fields.integer("original_max_position_embeddings", 0) or rope.integer(
+        "original_max_position_embeddings", max_position_embeddings
+    )
+    config = RopeConfig(
+        rotary_dim=rotary_dim,
+        rope_type=rope_type,
+        theta=theta,
+        factor=rope.number("factor", max_position_embeddings / original),
+        original_context=original,
+        low_freq_factor=rope.number("low_freq_factor", 1.0),
+        high_freq_factor=rope.number("high_freq_factor", 1.0),
+        attention_factor=rope.optional_number("attention_factor"),
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        mscale=rope.optional_number("mscale"),
+        mscale_all_dim=rope.optional_number("mscale_all_dim"),
+        truncate=rope.flag("truncate", default=True),
+        short_factor=rope.numbers("short_factor"),
+        long_factor=rope.numbers("long_factor"),
+    )
+    check(config, rope)
+    return config
+
+
+def check(config: RopeConfig, rope: Fields) -> None:
+    if not 1.0 <= config.factor <= MAX_FACTOR:
+        raise rope.error(f"factor {config.factor} must be from 1 to {MAX_FACTOR:.0f}")
+    for name, value in (("attention_factor", config.attention_factor), ("mscale", config.mscale)):
+        if value is not None and not 0.0 <= value <= MAX_FACTOR:
+            raise rope.error(f"{name} {value} must be from 0 to {MAX_FACTOR:.0f}")
+    if min(config.beta_fast, config.beta_slow) <= 0 or config.original_context < 2:
+        raise rope.error("beta_fast and beta_slow must be positive, the original context at least 2")
+    if config.rope_type == "llama3" and not 0 < config.low_freq_factor < config.high_freq_factor:
+        raise rope.error("low_freq_factor must be positive, and high_freq_factor larger")
+    if config.rope_type == "longrope":
+        wanted = config.rotary_dim // 2
+        for name, values in (("short_factor", config.short_factor), ("long_factor", config.long_factor)):
+            if len(values) != wanted or min(values) <= 0:
+                raise rope.error(f"{name} needs {wanted} positive numbers, it has {len(values)}")

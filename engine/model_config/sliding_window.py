@@ -1,0 +1,66 @@
+"""Which layers see only those tokens before a row that lie in a window: rules of architectures. No torch."""
+
+from collections.abc import Callable
+
+from .fields import Fields
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+Windows = tuple[int | None, ...]
+"""Of each layer; None sees everything."""
+WindowRule = Callable[[Fields, int], Windows]
+"""From config.json and the number of layers. Raises ModelError."""
+
+
+def no_windows(_fields: Fields, layers: int) -> Windows:
+    return (None,) * layers
+
+
+def one_window(fields: Fields, layers: int) -> Windows:
+    """Of all layers, where config.json has one."""
+    return (window_of(fields),) * layers
+
+
+def windows_if_used(fields: Fields, layers: int) -> Windows:
+    """Of all layers, where config.json says that it is used."""
+    used = fields.flag("use_sliding_window", default=False)
+    return one_window(fields, layers) if used else no_windows(fields, layers)
+
+
+def windows_of_later_layers(fields: Fields, layers: int) -> Windows:
+    """Where it is used: by layer_types, or from max_window_layers on."""
+    window = window_of(fields)
+    if window is None or not fields.flag("use_sliding_window", default=False):
+        return (None,) * layers
+    if fields.raw.get("layer_types") is not None:
+        return windows_by_type(fields, layers)
+    full = int(fields.number("max_window_layers", 28))
+    return tuple(None if layer < full else window for layer in range(layers))
+
+
+def windows_by_type_if_used(fields: Fields, layers: int) -> Windows:
+    """Where they are used: by layer_types."""
+    if window_of(fields) is None or not fields.flag("use_sliding_window", default=False):
+        return no_windows(fields, layers)
+    if fields.raw.get("layer_types") is None:
+        raise fields.error("use_sliding_window needs layer_types, which name the layers that have a window")
+    return windows_by_type(fields, layers)
+
+
+def windows_by_type(fields: Fields, layers: int) -> Windows:
+    """As `layer_types` says of each layer."""
+    window = window_of(fields)
+    return tuple(window if name == SLIDING else None for name in layer_types(fields, layers))
+
+
+def layer_types(fields: Fields, layers: int) -> list[str]:
+    """Full or sliding attention of each layer; without the key every fourth is full. Raises ModelError."""
+    types = fields.raw.get("layer_types")
+    if types is None:
+        return [FULL if (layer + 1) % 4 == 0 else SLIDING for layer in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or not all(t in (FULL, SLIDING) for t in types):
+        raise fields.error(f"layer_types must name {FULL} or {SLIDING} for each of {layers} layers")
+    return types
+
+
+def window_of(fields: Fields) -> int | None:
+    return None if fields.raw.get("sliding_window") is None else fields.integer("sliding_window")

@@ -1,0 +1,104 @@
+"""Whether a model fits, and with what context and concurrency: arithmetic only, no torch.
+
+The engine allocates exactly what `estimate` says, and `fit` shows it: one function, so what fits never runs
+out of memory later.
+
+    total = weights + workspace + KV
+    weights   = parameters · bytes of the weights' dtype, or see `weights_bytes` when quantised
+    KV        = blocks · block size · 2 · layers · kv_heads · (head_dim · bytes of the KV dtype, or
+                head_dim + 4 where a scale stands beside each head); head_dim as the C++ kernels pad it
+    workspace = see `workspace_bytes` in memory_use.py
+"""
+
+from dataclasses import replace
+from typing import cast
+
+from ..config import EngineConfig, QuantChoice
+from ..errors import DeviceError, DoesNotFit
+from ..model_config.shape import ModelShape
+from ..units import show_bytes
+from .memory_plan import MemoryBudget, MemoryPlan
+from .parallel_cost import rank_shape
+from .placement import Placement, cuts
+from .planner import Planner, resolve_dtypes
+
+__all__ = ["MemoryBudget", "MemoryPlan", "ModelShape", "estimate", "plans", "resolve_dtypes", "show_bytes"]
+
+
+def estimate(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> MemoryPlan:
+    """Plan within the budget, or raise `DoesNotFit` with need, have, and what would fit; DeviceError;
+    ParallelError.
+    """
+    return plans(shape, budget, config)[0]
+
+
+def plans(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> list[MemoryPlan]:
+    """Equally good ones, on other GPUs each. The first is what `estimate` gives; raises as that does."""
+    if shape.quant is not None:
+        config = replace(config, quant=_as_stored(shape.quant, config.quant))
+    found: list[MemoryPlan] = []
+    refusal: DoesNotFit | None = None
+    for cut in cuts(shape, budget.nvlink, 1 + len(budget.more_gpus), config, budget.device):
+        if found and not found[0].is_lowered and (cut.tp, cut.pp) != (found[0].tp, found[0].pp):
+            break
+        try:
+            plan = _plan_cut(shape, budget, config, cut)
+        except DoesNotFit as error:
+            refusal = refusal or error
+            continue
+        if found and _rank(plan) > _rank(found[0]):
+            found.clear()
+        found.append(plan)
+    if not found:
+        assert refusal is not None
+        raise refusal
+    best = found[0]
+    return [plan for plan in found if (_rank(plan), plan.tp, plan.pp) == (_rank(best), best.tp, best.pp)]
+
+
+def _rank(plan: MemoryPlan) -> tuple[bool, int]:
+    """Greater is better."""
+    return not plan.is_lowered, plan.context
+
+
+def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut: Placement) -> MemoryPlan:
+    """Of each rank. The memory of a CPU is shared by all ranks, a GPU has one of its own."""
+    rank_budget, rank_config = budget, config
+    ranks_in_memory = cut.ranks if budget.device == "cpu" else 1
+    if budget.device == "cuda":
+        free = (budget.available, *budget.more_gpus)
+        rank_budget = replace(budget, available=min(free[gpu] for gpu in cut.gpus))
+    elif cut.ranks > 1:
+        asked = config.memory_bytes
+        rank_config = replace(config, memory_bytes=None if asked is None else asked // cut.ranks)
+        cores = max(1, budget.cores // cut.ranks)
+        rank_budget = replace(budget, available=budget.available // cut.ranks, cores=cores)
+    quants = {quant: replace(rank_config, quant=quant) for quant in ("none", "int8", "int4")}
+    tries = list(quants.values()) if config.quant == "auto" else [rank_config]
+    why_rounded = ""
+    for attempt in tries:
+        part = rank_shape(shape, cut.tp, cut.pp)
+        try:
+            plan = Planner(part, rank_budget, attempt, cut.pp, ranks_in_memory).plan()
+        except DoesNotFit as error:
+            if attempt is tries[-1]:
+                raise
+            why_rounded = why_rounded or str(error).partition(" (")[0]
+            continue
+        notes = (cut.reason, *plan.notes) if cut.reason else plan.notes
+        if config.quant == "auto":
+            choice = f"{plan.quant}, as without rounding {why_rounded}" if why_rounded else "none: it fits"
+            notes += (f"quant auto took {choice}",)
+        if budget.device == "cpu" and 1 < budget.cores < cut.ranks:
+            notes += (f"{cut.ranks} ranks share {budget.cores} cores and wait for each other: ask for fewer",)
+        return replace(plan, tp=cut.tp, pp=cut.pp, gpus=cut.gpus, notes=notes)
+    raise AssertionError("one try is the last")
+
+
+def _as_stored(stored: str, asked: QuantChoice) -> QuantChoice:
+    """Rounded weights stay what they are; int8 ones may meet int8 rows. Raises DeviceError."""
+    if (stored, asked) == ("int8", "w8a8"):
+        return asked
+    if asked not in {"none", "auto", stored}:
+        raise DeviceError(f"this checkpoint holds {stored} weights, {asked} was asked for: use --quant auto")
+    return cast("QuantChoice", stored)

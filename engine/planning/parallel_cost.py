@@ -1,0 +1,100 @@
+"""What one rank holds and what ranks send each other: sizes for the estimator. No torch."""
+
+from dataclasses import dataclass, replace
+
+from ..model_config.shape import DTYPE_BYTES, ExpertShape, ModelShape
+from .roofline import decode_tokens_per_second
+
+
+def rank_shape(shape: ModelShape, tp: int, pp: int) -> ModelShape:
+    """Of the rank that holds most, as if it were a model. `vocab` stays: logits are gathered whole."""
+    if tp == pp == 1:
+        return shape
+    part = replace(
+        shape,
+        layers=-(-shape.layers // pp),
+        heads=shape.heads // tp,
+        kv_heads=max(1, shape.kv_heads // tp),
+        ffn=shape.ffn // tp,
+        table_rows=-(-shape.vocab // tp),
+        # Input table and head are on different stages. The first one has as many layers as any other, and a
+        # table that is never rounded: no other stage holds more.
+        tied=shape.tied or pp > 1,
+        no_head=pp > 1 and not shape.tied,
+        exact_params=None,
+        experts=shape.experts and _expert_share(shape.experts, -(-shape.layers // pp), tp),
+    )
+    tables = shape.table_params * (1 if shape.tied else 2)
+    in_layers = shape.params - tables - shape.hidden
+    more = max(0, in_layers - shape.layers_params)
+    # Biases that the closed form does not know, on every rank: too much rather than too little.
+    # What is kept wide may all be in one stage.
+    wide = min(-(-shape.wide_params // tp), part.layers_params)
+    return replace(part, exact_params=part.params + -(-more // pp), wide_params=wide)
+
+
+def _expert_share(experts: ExpertShape, layers: int, tp: int) -> ExpertShape:
+    """Of a stage of so many layers, all of which may have experts; each expert is cut as an MLP is."""
+    return replace(experts, layers=min(layers, experts.layers), inner=experts.inner // tp)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that one rank sends for one token of a forward pass."""
+
+    sums: int
+    """For the results of attention and MLP of each layer, and the embedding."""
+    stages: int
+    """On to the next stage."""
+
+
+def traffic(shape: ModelShape, tp: int, pp: int, dtype: str) -> Traffic:
+    """A sum of n bytes over t ranks sends 2 (t - 1) / t · n from each; a layer has two, the embedding one."""
+    row = shape.hidden * DTYPE_BYTES[dtype]
+    layers = -(-shape.layers // pp)
+    sums = (2 * layers + 1) * 2 * (tp - 1) * row // tp
+    return Traffic(sums, 2 * row if pp > 1 else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    one_rank: float
+    """Decoded tokens a second, as the roofline has it."""
+    all_ranks: float
+    sums_share: float
+    """Of a step's time that goes into sums."""
+
+    @property
+    def factor(self) -> float:
+        return self.all_ranks / self.one_rank
+
+
+def decode_scaling(
+    shape: ModelShape,
+    tp: int,
+    pp: int,
+    *,
+    dtype: str,
+    kv_dtype: str,
+    bandwidth: float,
+    link_bandwidth: float,
+    sum_seconds: float,
+    rows: int = 1,
+    context: int = 0,
+) -> Scaling:
+    """Expected decoding speed. `bandwidth` is of one rank's memory, `link_bandwidth` one way between ranks;
+    a sum of nothing takes `sum_seconds`.
+
+    `rows` of one step: stages work on those one after another, so `pp` does not divide their time. What they
+    do for other rows meanwhile is not counted.
+    """
+    alone = decode_tokens_per_second(shape, dtype, kv_dtype, bandwidth, rows=rows, context=context)
+    part = rank_shape(shape, tp, 1)
+    reading = rows / decode_tokens_per_second(part, dtype, kv_dtype, bandwidth, rows=rows, context=context)
+    moved = traffic(shape, tp, pp, dtype)
+    sums = 0.0
+    if tp > 1:
+        sums = (2 * shape.layers + 1) * sum_seconds + rows * moved.sums * pp / link_bandwidth
+    handing_on = (pp - 1) * (sum_seconds + rows * moved.stages / link_bandwidth) if pp > 1 else 0.0
+    step = reading + sums + handing_on
+    return Scaling(alone, rows / step, sums / step)

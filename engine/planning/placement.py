@@ -1,0 +1,181 @@
+"""Into how many parts a model is cut, and on which GPUs they go. No torch.
+
+A model that fits on one GPU stays there, on the first that has room: other models want the rest, and one GPU
+waits for nobody. One that does not is shared by as few NVLink peers as it takes. Between GPUs that hang on
+PCIe it is cut into stages: a stage hands on two rows of hidden states a token, a shared layer sums twice over
+all its ranks. Peers share a stage where there are some.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Final, Literal
+
+from llmbox.kernels.quant_formats import QUANTS
+
+from ..config import EngineConfig
+from ..errors import ParallelError
+from ..model_config.parallel_layout import can_split, check_layout
+from ..model_config.shape import ModelShape
+
+_MOST_MIXED: Final = 8
+"""GPUs of which every set is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    tp: int = 1
+    pp: int = 1
+    gpus: tuple[int, ...] = ()
+    """Of each rank; empty on a CPU."""
+    reason: str = ""
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp
+
+
+def cuts(
+    shape: ModelShape,
+    nvlink: tuple[frozenset[int], ...],
+    num_gpus: int,
+    config: EngineConfig,
+    device: Literal["cpu", "cuda"],
+) -> Iterator[Placement]:
+    """What to try, in this order: sets of GPUs for one cut follow each other. A cut that was asked for is the
+    only one, and so are the GPUs of `config`. ParallelError if it cannot be.
+    """
+    all_cuts = _all_cuts(shape, nvlink, num_gpus, config, device)
+    if config.gpus is None or device == "cpu":
+        yield from all_cuts
+        return
+    here = [cut for cut in all_cuts if set(cut.gpus) == set(config.gpus)]
+    if not here:
+        raise ParallelError(
+            f"a place on GPUs {_named(tuple(config.gpus))} was chosen, {num_gpus} can be seen"
+        )
+    yield from here
+
+
+def _all_cuts(
+    shape: ModelShape,
+    nvlink: tuple[frozenset[int], ...],
+    num_gpus: int,
+    config: EngineConfig,
+    device: Literal["cpu", "cuda"],
+) -> Iterator[Placement]:
+    if config.tp is not None or config.pp is not None or device == "cpu":
+        yield from _asked(shape, nvlink, num_gpus, config, device)
+        return
+    quant = QUANTS.get(config.quant)
+    for gpu in range(num_gpus):  # others may have filled the first ones
+        where = f"on GPU {gpu}, " if gpu else "on "
+        yield Placement(
+            gpus=(gpu,), reason=f"{where}one of {num_gpus} GPUs: the rest is for others" * (num_gpus > 1)
+        )
+    for size in range(2, max(map(len, nvlink), default=1) + 1):
+        if can_split(shape, size, 1, quant):
+            for gpus in _peers(nvlink, size):
+                yield Placement(
+                    size, 1, gpus, f"shared by {size} GPUs, which are NVLink peers: {_named(gpus)}"
+                )
+    for size in range(2, num_gpus + 1):
+        for tp in range(size // 2, 1, -1):
+            if size % tp == 0 and can_split(shape, tp, size // tp, quant):
+                told = f"{_told(tp, size // tp)} that are NVLink peers"
+                for gpus in _stages_of_peers(nvlink, tp, size // tp):
+                    yield Placement(tp, size // tp, gpus, f"{told}, on GPUs {_named(gpus)}")
+        if can_split(shape, 1, size, quant):
+            for gpus in _sets(range(num_gpus), size):
+                told = f"cut into {size} stages, on GPUs {_named(gpus)}"
+                yield Placement(1, size, gpus, f"{told}: {_why_stages(nvlink)}")
+
+
+def _asked(
+    shape: ModelShape,
+    nvlink: tuple[frozenset[int], ...],
+    num_gpus: int,
+    config: EngineConfig,
+    device: Literal["cpu", "cuda"],
+) -> Iterator[Placement]:
+    tp, pp = config.tp or 1, config.pp or 1
+    check_layout(shape, tp, pp, QUANTS.get(config.quant))
+    asked = f"{_told(tp, pp)}, as asked" if tp * pp > 1 else ""
+    if device == "cpu":
+        yield Placement(tp, pp, reason=asked)
+        return
+    if tp * pp > num_gpus:
+        raise ParallelError(
+            f"--tp {tp} and --pp {pp} want {tp * pp} GPUs, and {num_gpus} can be seen: ask for fewer, or "
+            "look at CUDA_VISIBLE_DEVICES"
+        )
+    peers = _stages_of_peers(nvlink, tp, pp) if tp > 1 else []
+    for gpus in peers or _sets(range(num_gpus), tp * pp):
+        if not asked:
+            yield Placement(gpus=gpus)
+            continue
+        slow = tp > 1 and not peers
+        remark = ", which are no NVLink peers: sums go over PCIe, --pp may be faster" if slow else ""
+        yield Placement(tp, pp, gpus, f"{asked}, on GPUs {_named(gpus)}{remark}")
+
+
+def _told(tp: int, pp: int) -> str:
+    if pp == 1:
+        return f"every layer shared by {tp} ranks"
+    return f"cut into {pp} stages" + (f" of {tp} ranks" if tp > 1 else "")
+
+
+def links(nvlink: tuple[frozenset[int], ...], num_gpus: int) -> str:
+    """What joins the GPUs of a machine, and what follows for a model that needs several: for people."""
+    if not nvlink:
+        return f"{num_gpus} GPUs without NVLink: a model that needs several is cut into stages (--pp)"
+    sets = " and of ".join(_named(tuple(sorted(island))) for island in nvlink)
+    return f"NVLink peers are GPUs {sets}: a model that needs several is shared by peers (--tp)"
+
+
+def are_joined(gpus: Sequence[int], nvlink: tuple[frozenset[int], ...]) -> bool:
+    """Whether all of them are NVLink peers."""
+    return any(set(gpus) <= island for island in nvlink)
+
+
+def _runs(gpus: Iterable[int], size: int) -> list[tuple[int, ...]]:
+    """So many that follow each other, side by side; the last one overlaps where it does not come out even."""
+    each = tuple(gpus)
+    if len(each) < size:
+        return []
+    starts = [*range(0, len(each) - size + 1, size)]
+    if starts[-1] != len(each) - size:
+        starts.append(len(each) - size)
+    return [each[start : start + size] for start in starts]
+
+
+def _sets(gpus: Iterable[int], size: int) -> list[tuple[int, ...]]:
+    """Those side by side, then all others: models that came and went leave room anywhere."""
+    each = tuple(gpus)
+    runs = _runs(each, size)
+    if len(each) > _MOST_MIXED:
+        return runs
+    return [*runs, *(some for some in combinations(each, size) if some not in runs)]
+
+
+def _peers(nvlink: tuple[frozenset[int], ...], size: int) -> list[tuple[int, ...]]:
+    """Sets of so many, those of the smallest islands first."""
+    return [gpus for island in sorted(nvlink, key=len) for gpus in _sets(sorted(island), size)]
+
+
+def _stages_of_peers(nvlink: tuple[frozenset[int], ...], tp: int, pp: int) -> list[tuple[int, ...]]:
+    """So many stages of so many peers each, one after the other; none where there are too few peers."""
+    if pp == 1:
+        return _peers(nvlink, tp)
+    islands = [sorted(island) for island in sorted(nvlink, key=min)]
+    stages = [island[i : i + tp] for island in islands for i in range(0, len(island) - tp + 1, tp)]
+    places = _runs(range(len(stages)), pp)
+    return [tuple(gpu for stage in run for gpu in stages[stage]) for run in places]
+
+
+def _why_stages(nvlink: tuple[frozenset[int], ...]) -> str:
+    return "NVLink does not join enough of them" if nvlink else "they are joined by PCIe"
+
+
+def _named(gpus: tuple[int, ...]) -> str:
+    return " and ".join(filter(None, [", ".join(map(str, gpus[:-1])), str(gpus[-1])]))

@@ -1,0 +1,239 @@
+"""One rank's plan: what was asked, with everything left open decided. Arithmetic only, no torch."""
+
+from llmbox.kernels.cpu.kv_width import kv_width
+from llmbox.kernels.quant_formats import QUANTS
+
+from ..config import Dtype, EngineConfig, KVDtype
+from ..core.microbatching import share
+from ..errors import DeviceError, DoesNotFit
+from ..model_config.shape import DTYPE_BYTES, ModelShape
+from ..units import show_bytes
+from .memory_model import capture_sizes, weights_bytes, workspace_bytes
+from .memory_plan import MemoryBudget, MemoryPlan
+
+GIB = 1 << 30
+
+_SMALLEST_CONTEXT = 256
+# An automatic context below this would serve nobody; better to say that the model does not fit.
+_FLOAT32_UP_TO = GIB
+_CPU_SHARE, _CPU_MOST, _CUDA_SHARE = 0.5, 0.8, 0.85
+# Of what is available, if no budget was asked for: a desktop has other things to do. A model that would not
+# reach a context of _COMFORTABLE_CONTEXT within the share gets more, up to the most.
+_COMFORTABLE_CONTEXT = 4096
+_POOL_BYTES, _POOL_CONTEXTS = 512 << 20, 8
+# A KV pool that nobody asked for, on a CPU: see `Planner._default_pool`.
+_STEP_SECONDS = 0.5
+
+
+def resolve_dtypes(
+    shape: ModelShape, device: str, config: EngineConfig, *, native_kernels: bool
+) -> tuple[Dtype, KVDtype]:
+    """Of weights and KV. Raises DeviceError for a KV dtype that this device has not.
+
+    On a CPU without the C++ kernels, and in float16, which those do not compute in, a model whose float32
+    weights stay within 1 GiB is served in float32: stock half-precision products give a row other bits in
+    another batch, float32 keeps "one request, one answer".
+    """
+    if config.kv_dtype == "fp8" and device == "cpu":
+        raise DeviceError("keys and values in fp8 need a GPU: on a CPU use --kv-dtype int8, as small")
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = shape.dtype if shape.fits_float16 or shape.dtype != "float16" else "bfloat16"
+        stock = device == "cpu" and not (native_kernels and dtype != "float16")
+        if stock and shape.params * DTYPE_BYTES["float32"] <= _FLOAT32_UP_TO:
+            dtype = "float32"
+    if dtype == "float16" and not shape.fits_float16:
+        raise DeviceError(
+            "what the layers of this model give goes beyond float16, so answers would be NaN: use --dtype "
+            "bfloat16 or float32"
+        )
+    return dtype, dtype if config.kv_dtype == "auto" else config.kv_dtype
+
+
+class Planner:
+    def __init__(
+        self, shape: ModelShape, budget: MemoryBudget, config: EngineConfig, stages: int, ranks: int = 1
+    ) -> None:
+        """`ranks`: that share the memory of `budget`'s machine with this one, itself counted."""
+        self.shape, self.budget, self.config, self.stages = shape, budget, config, stages
+        self.ranks = ranks
+        self.dtype, self.kv_dtype = resolve_dtypes(
+            shape, budget.device, config, native_kernels=budget.native_kernels
+        )
+        self.weights = weights_bytes(shape, self.dtype, QUANTS.get(config.quant))
+        width = kv_width(shape.head_dim, self.kv_dtype, budget.level) if self._is_native else None
+        self.kv_bytes_per_token = shape.kv_bytes_per_token(self.kv_dtype, width)
+        self.block_bytes = config.block_size * self.kv_bytes_per_token
+        self.max_running = config.max_running or _default_max_running(budget, config)
+        self.token_budget = config.token_budget or _default_token_budget(shape, budget, self.max_running)
+        self.notes: list[str] = []
+
+    def plan(self) -> MemoryPlan:
+        limit = self._wanted_context()
+        have = self._usable()
+        context = limit
+        if self._need(limit) > have:
+            if self.config.context is not None:
+                raise DoesNotFit(self._refusal(limit, have))
+            context = self._largest_context(limit, have)
+            if context < min(limit, _SMALLEST_CONTEXT):
+                raise DoesNotFit(self._refusal(min(limit, _SMALLEST_CONTEXT), have))
+            self.notes.append(
+                f"context lowered from {limit} to {context} tokens to fit in {show_bytes(have)}"
+            )
+        workspace = self._workspace(context)
+        room = (have - self.weights - workspace) // self.block_bytes
+        wanted = self._pool_blocks(context)
+        if wanted < min(room, self.max_running * self._blocks(context)) and self.config.kv_tokens is None:
+            self.notes.append(
+                f"the KV cache holds {wanted / self._blocks(context):.1f} whole contexts: by default at most "
+                "512 MiB, or as much as the weights if these are more, and one context in any case; more "
+                "with --memory or --max-running"
+            )
+        return MemoryPlan(
+            device=self.budget.device,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            quant=self.config.quant,
+            weights_bytes=self.weights,
+            workspace_bytes=workspace,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            block_size=self.config.block_size,
+            num_blocks=min(room, wanted),
+            budget_bytes=have,
+            context=context,
+            max_running=self.max_running,
+            token_budget=self.token_budget,
+            notes=tuple(self.notes),
+            is_lowered=context < limit,
+        )
+
+    def _wanted_context(self) -> int:
+        limit, asked = self.shape.context_limit, self.config.context
+        if asked is not None and asked > limit:
+            raise DoesNotFit(
+                f"context of {asked} tokens asked, the model was made for {limit}: ask for at most that"
+            )
+        pool = self.config.kv_tokens
+        if asked is not None and pool is not None and asked > pool:
+            raise DoesNotFit(
+                f"context of {asked} tokens asked, but the KV pool holds {pool} tokens: ask for at most that"
+            )
+        return min(asked or limit, pool or limit)
+
+    def _usable(self) -> int:
+        asked, available = self.config.memory_bytes, self.budget.available
+        if asked is None:
+            return self._automatic_budget()
+        if asked > available:
+            self.notes.append(
+                f"memory budget lowered from {show_bytes(asked)} to the available {show_bytes(available)}"
+            )
+        return min(asked, available)
+
+    def _automatic_budget(self) -> int:
+        available = self.budget.available
+        if self.budget.device == "cuda":
+            return int(available * _CUDA_SHARE)
+        comfortable = self._need(min(self._wanted_context(), _COMFORTABLE_CONTEXT))
+        return max(int(available * _CPU_SHARE), min(comfortable, int(available * _CPU_MOST)))
+
+    def _pool_blocks(self, context: int) -> int:
+        """Blocks worth having: what was asked for, or the default up to what can run at full context."""
+        if self.config.kv_tokens is not None:
+            return self._blocks(self.config.kv_tokens)
+        return min(self.max_running * self._blocks(context), self._default_pool(context))
+
+    def _default_pool(self, context: int) -> int:
+        """Most blocks of a pool whose size nobody asked for.
+
+        A GPU serves models alone, so a pool takes what the budget leaves there. A CPU's memory belongs to
+        other programs too: a pool takes _POOL_BYTES, or as much as the weights for _POOL_CONTEXTS whole
+        contexts at most, and one whole context in any case.
+        """
+        config, one = self.config, self._blocks(context)
+        asked = config.memory_bytes is not None and not config.memory_is_limit
+        if self.budget.device == "cuda" or asked or config.max_running is not None:
+            return self.max_running * one
+        by_weights = min(_POOL_CONTEXTS * one, self.weights // self.block_bytes)
+        return max(one, _POOL_BYTES // self.ranks // self.block_bytes, by_weights)
+
+    def _blocks(self, context: int) -> int:
+        return -(-context // self.config.block_size)
+
+    def _workspace(self, context: int) -> int:
+        rows = share(max(self.token_budget, self.max_running), self.stages)
+        rows += 0 if self.config.chunked_prefill else context
+        return workspace_bytes(
+            self.shape,
+            self.budget.device,
+            self.dtype,
+            context=context,
+            rows=rows,
+            max_running=self.max_running,
+            native_threads=self.config.threads or self.budget.cores if self._is_native else None,
+            graphs=self._graphs(),
+        )
+
+    def _graphs(self) -> int:
+        """How many there are room for at most."""
+        if self.budget.device == "cpu" or not self.config.cuda_graphs or self.config.overlap is False:
+            return 0
+        return len(capture_sizes(share(self.max_running, self.stages)))
+
+    @property
+    def _is_native(self) -> bool:
+        """Whether the C++ kernels compute attention: not in float16."""
+        return self.budget.native_kernels and self.dtype != "float16"
+
+    def _need(self, context: int) -> int:
+        """Bytes to serve one request of this context."""
+        return self.weights + self._workspace(context) + self._blocks(context) * self.block_bytes
+
+    def _largest_context(self, limit: int, have: int) -> int:
+        """Whole blocks, 0 if none. Need grows with context, so bisection finds it."""
+        low, high = 0, limit // self.config.block_size
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._need(middle * self.config.block_size) <= have:
+                low = middle
+            else:
+                high = middle - 1
+        return low * self.config.block_size
+
+    def _refusal(self, context: int, have: int) -> str:
+        need = self._need(context)
+        kv = self._blocks(context) * self.block_bytes
+        return (
+            f"the model needs {show_bytes(need)} and has {show_bytes(have)} "
+            f"(weights {show_bytes(self.weights)} in {self.dtype}, "
+            f"workspace {show_bytes(self._workspace(context))}, "
+            f"KV {show_bytes(kv)} for a context of {context} tokens); {self._remedy(need, context, have)}"
+        )
+
+    def _remedy(self, need: int, context: int, have: int) -> str:
+        smaller = self._largest_context(context, have)
+        if smaller >= min(context, _SMALLEST_CONTEXT):
+            return f"a context of {smaller} tokens would fit"
+        if need <= self.budget.available:
+            where = "GPU memory" if self.budget.device == "cuda" else "memory"
+            return (
+                f"it would fit with a {where} budget of {show_bytes(need, up=True)}: "
+                f"{show_bytes(self.budget.available)} are available"
+            )
+        if DTYPE_BYTES[self.dtype] > 2 and need - self.weights // 2 <= self.budget.available:
+            return "bfloat16 weights would fit"
+        return "a smaller model, or a machine with more memory, is needed"
+
+
+def _default_max_running(budget: MemoryBudget, config: EngineConfig) -> int:
+    most = 32 if budget.device == "cpu" else 256 if budget.available >= 20 * GIB else 64
+    return min(most, config.token_budget or most)
+
+
+def _default_token_budget(shape: ModelShape, budget: MemoryBudget, max_running: int) -> int:
+    """On a CPU a step of about half a second, so that decoding streams do not stall behind a long prompt."""
+    if budget.device == "cuda":
+        return max(max_running, 8192 if budget.available >= 40 * GIB else 2048)
+    tokens = _STEP_SECONDS * budget.cores * budget.core_flops / (2 * shape.active_params)
+    return max(max_running, 64, min(2048, 1 << int(tokens).bit_length() - 1 if tokens >= 1 else 0))

@@ -1,0 +1,84 @@
+"""Whether a plan can run on the kernels of a machine. No torch: `fit` and `load` both ask here."""
+
+from dataclasses import dataclass
+
+from llmbox.kernels.quant_formats import QUANTS
+from llmbox.kernels.support import (
+    KernelSite,
+    is_row_invariant,
+    why_no_kv_dtype,
+    why_no_quant,
+    why_unknown_kernels,
+)
+
+from ..config import EngineConfig
+from ..errors import DeviceError
+from .memory_plan import MemoryBudget, MemoryPlan
+
+
+@dataclass(frozen=True, slots=True)
+class RunnablePlan:
+    """What of a plan decides which kernels it needs."""
+
+    dtype: str
+    kv_dtype: str
+    quant: str
+    ranks: int = 1
+    is_stored: bool = False
+    """Whether the checkpoint holds weights of this format: then no option changes it."""
+
+    @classmethod
+    def of(cls, plan: MemoryPlan, stored: str | None) -> "RunnablePlan":
+        return cls(plan.dtype, plan.kv_dtype, plan.quant, plan.ranks, stored is not None)
+
+
+def kernel_site(budget: MemoryBudget, plan: MemoryPlan) -> KernelSite:
+    """Where the ranks of a plan run."""
+    known = [budget.capabilities[gpu] for gpu in plan.gpus if gpu < len(budget.capabilities)]
+    capability = min((each for each in known if each is not None), default=None)
+    return KernelSite(device=budget.device, has_native=budget.native_kernels, capability=capability)
+
+
+def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig) -> None:
+    """Raises DeviceError with what to do, where no kernels here run the plan."""
+    if reason := why_unknown_kernels(site):
+        raise DeviceError(reason)
+    quant = QUANTS.get(plan.quant)
+    if quant is not None and (reason := why_no_quant(quant, plan.dtype, plan.kv_dtype, site)):
+        instead = (
+            "take this model's bfloat16 checkpoint, with --quant int8 if it is too large"
+            if plan.is_stored
+            else "load with --quant none, or another checkpoint"
+        )
+        raise DeviceError(f"{reason}: {instead}")
+    if reason := why_no_kv_dtype(plan.kv_dtype, site):
+        raise DeviceError(f"{reason}: use --kv-dtype int8, as small")
+    invariant = is_row_invariant(plan.dtype, plan.kv_dtype, site, deterministic=config.deterministic)
+    where = f"({site.device}, {plan.dtype})"
+    if config.deterministic and not invariant:
+        raise DeviceError(
+            f"deterministic was asked for, but the kernels that run here {where} may compute a row "
+            "differently in another batch. It needs the Triton kernels on a GPU, or the C++ kernels on a "
+            "CPU, in bfloat16 or float32; see `llmbox doctor`"
+        )
+    overlaps = site.device == "cuda" if config.overlap is None else config.overlap
+    reason = why_no_drafts(plan.ranks, overlaps=overlaps, row_invariant=invariant)
+    if config.speculate == "on" and reason:
+        raise DeviceError(f"speculate was asked for, but {reason}: load with --speculate auto or off")
+
+
+def why_no_drafts(ranks: int, *, overlaps: bool, row_invariant: bool) -> str:
+    """Why an engine would verify no drafts; empty where it would.
+
+    `overlaps`: steps are launched before the one before is back. `row_invariant`: see `Ops`.
+    """
+    if ranks > 1:
+        return f"the model runs on {ranks} ranks, which do not verify drafts yet"
+    if overlaps:
+        return "steps overlap, so that a step does not know the tokens that drafts would follow"
+    if not row_invariant:
+        return (
+            "the kernels that run here may compute a row differently beside others, so that drafts could "
+            "change tokens; see `llmbox doctor`"
+        )
+    return ""

@@ -1,0 +1,191 @@
+"""The engine process: `python -P -m llmbox.engine.process.engine_main --fd N`, started by `client.py`.
+
+It talks through one inherited socket: `Progress` goes out if kernels have to be compiled, `Start` comes in,
+`Progress`… and `Ready` or `LoadFailed` go out, then the loop of `serve`. It lives exactly as long as its
+daemon wants it: a closed socket ends it between two steps, and the kernel kills it when the daemon's thread
+that started it ends, even in the middle of one. An exception in a step ends the process: the daemon starts
+another and hands it the open requests.
+"""
+
+import argparse
+import gc
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from setproctitle import setproctitle
+
+from ..config import EngineConfig
+from ..errors import EngineError
+from ..hardware.machine import name_gpus
+from ..hardware.proc import bind_to_parent, end, log_to_stderr
+from ..ipc.engine_channel import Channel, DaemonGone
+from ..ipc.messages import (
+    AbortRequest,
+    AddRequest,
+    AskBlocks,
+    BlockMap,
+    EngineStats,
+    LoadFailed,
+    ModelInfo,
+    Ping,
+    Pong,
+    Progress,
+    Ready,
+    RequestOutput,
+    Shutdown,
+    Start,
+    StepOutputs,
+    ToEngine,
+    Vocabulary,
+)
+from ..light_torch import WHOLE, import_torch
+
+EXIT_OK: Final = 0
+EXIT_LOAD_FAILED: Final = 3
+EXIT_CRASHED: Final = 70  # EX_SOFTWARE
+
+log = logging.getLogger("llmbox.engine")
+
+
+class EngineProtocol(Protocol):
+    """What this process drives: `core.Engine`, or a fake one in tests."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+    @property
+    def has_work(self) -> bool: ...
+    def learn(self, vocabulary: Vocabulary) -> None: ...
+    def add(self, message: AddRequest) -> RequestOutput | None: ...
+    def abort(self, request_id: str) -> RequestOutput | None: ...
+    def step(self) -> StepOutputs: ...
+    def prepare(self) -> bool: ...
+    def stats(self) -> EngineStats: ...
+    def blocks(self) -> BlockMap: ...
+
+
+Load = Callable[[EngineConfig, Callable[[Progress], None]], EngineProtocol]
+
+
+def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="llmbox engine")
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the daemon")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the daemon")
+    options = parser.parse_args(argv)
+    log_to_stderr()
+    bind_to_parent(options.parent)
+    gc.disable()  # until all is imported, as that stays
+    try:
+        if load is None:
+            _import_torch(options.fd)
+        channel = _adopt(options.fd)
+        return _run(channel, load or _import_engine(channel))
+    except DaemonGone:
+        return EXIT_OK
+    except Exception:
+        log.exception("the engine stops after an error")
+        return EXIT_CRASHED
+
+
+def serve(engine: EngineProtocol, channel: Channel) -> None:
+    """Read, step, send, until `Shutdown` or EOF. Sleeps in the kernel whenever there is nothing to do."""
+    preparing = True
+    while True:
+        outputs: list[RequestOutput] = []
+        if preparing and not engine.has_work:
+            preparing = engine.prepare()
+        idle = channel.congested or not (engine.has_work or preparing)
+        for message in channel.receive(block=idle):
+            if isinstance(message, Shutdown):
+                return
+            answer = _handle(engine, channel, message)
+            if answer is not None:
+                outputs.append(answer)
+        if engine.has_work and not channel.congested:
+            step = engine.step()
+            channel.send(StepOutputs(outputs=outputs + step.outputs, stats=step.stats))
+        elif outputs:
+            channel.send(StepOutputs(outputs=outputs, stats=engine.stats()))
+
+
+def _handle(engine: EngineProtocol, channel: Channel, message: ToEngine) -> RequestOutput | None:
+    match message:
+        case AddRequest():
+            return engine.add(message)
+        case Vocabulary():
+            engine.learn(message)
+        case AbortRequest():
+            return engine.abort(message.request_id)
+        case Ping():
+            channel.send(Pong(nonce=message.nonce, stats=engine.stats()))
+        case AskBlocks():
+            channel.send(engine.blocks())
+        case _:
+            raise ValueError(f"{type(message).__name__} out of turn")
+    return None
+
+
+def _run(channel: Channel, load: Load) -> int:
+    gc.freeze()
+    gc.enable()
+    setproctitle("llmbox: engine (waits for a model)")
+    first = _first_message(channel)
+    if not isinstance(first, Start):
+        return EXIT_OK
+    setproctitle(f"llmbox: engine {first.config.name}")
+    started = time.monotonic()
+    try:
+        engine = load(first.config, channel.send)
+    except EngineError as error:
+        log.error("%s", error)  # noqa: TRY400 - the message is the whole story
+        channel.send(LoadFailed(code=error.code, message=str(error)))
+        channel.drain(5.0)
+        return EXIT_LOAD_FAILED
+    # What loading left behind lives as long as the process, as imports do: the collector need not walk it.
+    gc.freeze()
+    log.info("%s is ready after %.1f s", first.config.name, time.monotonic() - started)
+    channel.send(Ready(info=engine.info))
+    serve(engine, channel)
+    channel.drain(1.0)
+    return EXIT_OK
+
+
+def _first_message(channel: Channel) -> ToEngine:
+    """`Start` comes alone: the daemon sends the next message after `Ready`. Raises ValueError for more."""
+    (message,) = channel.receive(block=True)
+    return message
+
+
+def _import_torch(fd: int) -> None:
+    """While `Start` is still on its way, or long before."""
+    name_gpus()
+    try:
+        import_torch()
+    except Exception as error:
+        if WHOLE in os.environ:
+            raise
+        log.warning("torch cannot be imported in part, all of it is imported instead: %r", error)
+        os.environ[WHOLE] = "1"
+        os.set_inheritable(fd, True)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - this program once more
+
+
+def _import_engine(channel: Channel) -> Load:
+    """Opens the kernels too, which may have to be compiled."""
+    from ..executor.build import load_engine, open_kernels  # noqa: PLC0415 - a fake engine must do without torch
+
+    open_kernels(channel.send)
+    return load_engine
+
+
+def _adopt(fd: int) -> Channel:
+    os.set_inheritable(fd, False)
+    return Channel(socket.socket(fileno=fd))
+
+
+if __name__ == "__main__":
+    end(main())

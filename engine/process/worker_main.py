@@ -1,0 +1,107 @@
+"""A rank of a model other than the first: `python -P -m llmbox.engine.process.worker_main`, started by `executor/workers.py`.
+
+It loads its part, joins the others, and runs the steps that rank 0 tells over the inherited socket. It ends
+with rank 0: at the end of the socket when it waits there, killed by the kernel where it does not.
+"""
+
+import argparse
+import logging
+import os
+import select
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from setproctitle import setproctitle
+
+from ..config import EngineConfig
+from ..distributed.communicator import TensorParallel
+from ..distributed.shm_communicator import PeerSockets
+from ..distributed.socket_link import Frame, Link
+from ..errors import DoesNotFit, EngineError, RankLost
+from ..executor.build import RankEngine, load_share
+from ..executor.multiproc import connect
+from ..executor.worker_loop import serve_launches, serve_steps
+from ..executor.workers import least_of
+from ..hardware.proc import bind_to_parent, end, log_to_stderr
+from ..model_config.parallel_layout import ParallelLayout
+from ..planning.estimator import MemoryPlan
+from ..runner.gpu_runner import GPUModelRunner
+
+_EXIT_LOAD_FAILED: Final = 3
+_EXIT_CRASHED: Final = 70  # EX_SOFTWARE
+_LAST_WORDS_SECONDS: Final = 5.0
+
+log = logging.getLogger("llmbox.engine")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="llmbox worker")
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket to rank 0")
+    parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
+    options = parser.parse_args(argv)
+    log_to_stderr()
+    bind_to_parent(options.parent)
+    os.set_inheritable(options.fd, False)
+    try:
+        return _run(Link(socket.socket(fileno=options.fd)))
+    except RankLost:
+        return 0
+    except Exception:
+        log.exception("this rank stops after an error")
+        return _EXIT_CRASHED
+
+
+def _run(link: Link) -> int:
+    told = link.receive()
+    assert told.kind == "load"
+    config, plan = EngineConfig(**told.body["config"]), MemoryPlan(**told.body["plan"])
+    layout = ParallelLayout(plan.tp, plan.pp, told.body["rank"])
+    setproctitle(f"llmbox: worker {config.name} rank {layout.rank}")
+    rank = TensorParallel(layout)
+    try:
+        share = load_share(config, plan, rank, lambda _done, _total: None)
+    except EngineError as error:
+        _refuse(link, error.code, str(error))
+        return _EXIT_LOAD_FAILED
+    except Exception as error:
+        _refuse(link, RankLost.code, f"{type(error).__name__}: {error}")
+        raise
+    link.send(Frame("loaded", {"measured": share.measured, "backend": share.backend}).encode())
+    ends = PeerSockets(
+        told.body["ends"]["memory"], {int(r): fd for r, fd in told.body["ends"]["peers"].items()}
+    )
+    where = link.receive().body
+    try:
+        rank.join(connect(layout, config, plan, ends, where["over"], Path(where["file"])))
+    except EngineError as error:
+        log.error("%s", error)  # noqa: TRY400 - the message is the whole story
+        _refuse(link, error.code, str(error))
+        # Rank 0 fails of the same, or hears it: its words reach people, unless this end comes before them.
+        select.select([link], [], [], _LAST_WORDS_SECONDS)
+        return _EXIT_LOAD_FAILED
+    link.send(Frame("joined").encode())
+    _serve(link, share, answers=layout.rank == layout.answers)
+    return 0
+
+
+def _refuse(link: Link, code: str, message: str) -> None:
+    link.send(Frame("refused", {"code": code, "message": message}).encode())
+
+
+def _serve(link: Link, share: RankEngine, *, answers: bool) -> None:
+    """Until rank 0 is gone: raises RankLost."""
+    try:
+        local, _ = share.finish(lambda blocks: least_of(link, blocks))
+    except DoesNotFit:
+        link.receive()  # rank 0 refuses as well, as all agreed on the size: it says so, and then goes
+        raise
+    if isinstance(local, GPUModelRunner):
+        serve_launches(link, local, answers=answers)
+    else:
+        serve_steps(link, local, answers=answers)
+
+
+if __name__ == "__main__":
+    end(main())

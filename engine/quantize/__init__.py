@@ -1,0 +1,1 @@
+"""Offline quantization of checkpoints."""

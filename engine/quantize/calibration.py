@@ -1,0 +1,163 @@
+"""What the linears of a model meet while it reads a text: for each, the mean of x xᵀ over its rows x.
+
+One layer at a time, as the moments of a large model would take more memory than its weights. T rows of the
+sequences that go through a layer together, E hidden.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.op_types import BatchLayout, KVShape
+from llmbox.kernels.ops import KVCache, Ops, PackedLinear
+from llmbox.kernels.reference import REFERENCE
+
+from ..device.upload import to_device
+from ..errors import ModelError
+from ..model.decoder import Decoder
+from ..model.forward_context import ForwardContext
+from ..model.rotary import Rotary
+from ..model_config.config import ModelConfig
+from ..models import build_model
+from ..weights.source import Checkpoint, WeightRequest
+
+BLOCK = 16
+AT_ONCE = 8
+"""Sequences in one forward: bounds the keys, values and inner rows beside the model."""
+CPU = torch.device("cpu")
+
+
+@dataclass
+class CalibrationPart:
+    """Some sequences on their way through the layers."""
+
+    ids_T: Tensor
+    ragged: BatchLayout
+    x_TE: Tensor
+    """The next layer's input."""
+    residual_TE: Tensor
+
+
+class LinearNames:
+    """A `weights.Keeper`: which linear has which name."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, str] = {}
+
+    def vector(self, name: str, vector: Tensor) -> None:
+        pass
+
+    def packed(self, asked: WeightRequest, packed: PackedLinear, bias_O: Tensor | None) -> None:  # noqa: ARG002
+        if asked.kind == "linear":
+            self.of[id(packed)] = asked.name
+
+
+class Calibration:
+    """Holds the model with its weights as they are."""
+
+    def __init__(
+        self, directory: Path, config: ModelConfig, dtype: torch.dtype, sequences: Sequence[Sequence[int]]
+    ) -> None:
+        """Raises ModelError."""
+        self._sums: dict[str, Tensor] = {}
+        names = LinearNames()
+        source = Checkpoint(directory, replace(REFERENCE, linear=self._watched), dtype, CPU, keeper=names)
+        self._model: Decoder = build_model(config, source)
+        self._names = names.of
+        self._ops: Ops = REFERENCE
+        self._rows = sum(map(len, sequences))
+        longest = max(map(len, sequences))
+        self._rotary = Rotary(config, longest, CPU)
+        self._cache = self._make_cache(config, dtype, longest)
+        self._parts = list(self._begin(sequences))
+        self._next = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Of all linears, in the order of the layers."""
+        return list(self._names.values())
+
+    @torch.inference_mode()
+    def moment(self, name: str) -> Tensor:
+        """[I, I] float32, of the linear that was asked for by that name; in the order of the layers."""
+        while name not in self._sums:
+            assert self._next < len(self._model.layers), f"{name} is in no layer, or in one before"
+            self._sums.clear()
+            self._run_layer()
+        moment_II = self._sums[name] / self._rows
+        if not moment_II.isfinite().all():
+            raise ModelError(f"the rows that {name} meets are not finite: quantise without --calibrate")
+        return moment_II
+
+    def _watched(self, packed: PackedLinear, x_TI: Tensor) -> Tensor:
+        wide_TI, name = x_TI.float(), self._names[id(packed)]
+        sums = self._sums.setdefault(name, torch.zeros(x_TI.shape[1], x_TI.shape[1]))
+        sums.addmm_(wide_TI.T, wide_TI)
+        return REFERENCE.linear(packed, x_TI)
+
+    def _run_layer(self) -> None:
+        layers = self._model.layers
+        layer = layers[self._next]
+        self._next += 1
+        for part in self._parts:
+            part.x_TE = layer(part.x_TE, part.residual_TE, self._forward(part))
+            if self._next < len(layers):
+                part.x_TE = layers[self._next].enter(part.x_TE, part.residual_TE)
+
+    @torch.inference_mode()
+    def _begin(self, sequences: Sequence[Sequence[int]]) -> Iterator[CalibrationPart]:
+        first = self._model.layers[0]
+        assert self._model.embedding is not None
+        for start in range(0, len(sequences), AT_ONCE):
+            taken = sequences[start : start + AT_ONCE]
+            ids_T = torch.tensor([token for ids in taken for token in ids])
+            residual_TE = self._model.embedding(ids_T)
+            x_TE = first.first(residual_TE)
+            yield CalibrationPart(ids_T, ragged_of([len(ids) for ids in taken]), x_TE, residual_TE)
+
+    def _forward(self, part: CalibrationPart) -> ForwardContext:
+        cos_ATD, sin_ATD = self._rotary.rows(part.ragged.positions_T)
+        windows = set(self._model.config.windows)
+        plans = {window: self._ops.plan_attention(part.ragged, self._cache, window) for window in windows}
+        return ForwardContext(part.ids_T, cos_ATD, sin_ATD, self._cache, plans)
+
+    def _make_cache(self, config: ModelConfig, dtype: torch.dtype, longest: int) -> KVCache:
+        shape = KVShape(
+            num_layers=config.num_layers,
+            num_blocks=AT_ONCE * -(-longest // BLOCK),
+            block_size=BLOCK,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            compute_dtype=dtype,
+        )
+        cache = self._ops.make_kv_cache(shape, CPU)
+        self._ops.clear_blocks(cache, list(range(shape.num_blocks)))
+        return cache
+
+
+def ragged_of(lengths: Sequence[int]) -> BatchLayout:
+    """Whole sequences, each in blocks of its own."""
+    blocks = [-(-length // BLOCK) for length in lengths]
+    starts, first = array("i", [0]), 0
+    tables_NB = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
+    for n, (length, count) in enumerate(zip(lengths, blocks, strict=True)):
+        starts.append(starts[-1] + length)
+        tables_NB[n, :count] = torch.arange(first, first + count, dtype=torch.int32)
+        first += count
+    positions_T = torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths])
+    row_T = torch.repeat_interleave(torch.tensor(lengths))
+    return BatchLayout(
+        block_size=BLOCK,
+        query_lens=list(lengths),
+        contexts=list(lengths),
+        query_starts_N1=to_device(starts, CPU),
+        context_lens_N=torch.tensor(lengths, dtype=torch.int32),
+        block_tables_NB=tables_NB,
+        positions_T=positions_T,
+        slots_T=tables_NB[row_T, positions_T // BLOCK] * BLOCK + positions_T % BLOCK,
+    )

@@ -1,0 +1,47 @@
+"""Text that a model writes itself: it tells what the model's linears meet where no other text is at hand."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ..checkpoint.json_file import read_json
+from ..config import EngineConfig
+from ..executor.build import load_engine
+from ..ipc.messages import AddRequest
+from ..model_config.config import parse_config
+from ..sampling_params import SamplingParams
+from .perplexity import config_for
+
+SEQUENCES, LENGTH = 64, 256
+"""The length is in tokens."""
+MOST_BEGINNINGS = 16
+
+
+def write_text(
+    model: Path, threads: int, progress: Callable[[int, int], None], sequences: int = SEQUENCES
+) -> list[list[int]]:
+    """Token ids, drawn at temperature 1. The same model writes the same text."""
+    config: EngineConfig = config_for(model, threads)
+    assert config.context is not None
+    length = min(LENGTH, config.context - 1)
+    engine = load_engine(config, lambda _: None)
+    starts = beginnings(model)
+    texts = {str(n): [starts[n % len(starts)]] for n in range(sequences)}
+    for n, (name, ids) in enumerate(texts.items()):
+        params = SamplingParams(max_tokens=length - 1, temperature=1.0, seed=n)
+        engine.add(AddRequest(request_id=name, prompt_ids=list(ids), params=params))
+    done = 0
+    while engine.has_work:
+        for output in engine.step().outputs:
+            texts[output.request_id] += output.token_ids
+            done += len(output.token_ids)
+        progress(done, sequences * (length - 1))
+    return list(texts.values())
+
+
+def beginnings(model: Path) -> list[int]:
+    """Ids that texts begin with: special tokens, which change much in what a model computes, else any."""
+    vocabulary = parse_config(model).vocab_size
+    tokenizer = model / "tokenizer.json"
+    added = read_json(tokenizer).get("added_tokens") if tokenizer.is_file() else None
+    special = [token["id"] for token in added or [] if token.get("special") and token["id"] < vocabulary]
+    return special[:MOST_BEGINNINGS] or list(range(0, vocabulary, -(-vocabulary // MOST_BEGINNINGS)))

@@ -1,0 +1,195 @@
+"""Rounds a checkpoint's weights to integers, once: a directory that loads by itself, and a report.
+
+`python -P -m llmbox.engine.quantize.quantize SOURCE OUT FORMAT [--calibrate] [--eval FILE] [--threads N]` tells
+what it does as `subprocess_job.py` says: {"writing": [done, total]}… and {"progress": [done, total]}…, then a `QuantizationReport`.
+The format is described in `quantized_layout.py`.
+
+How weights are rounded is decided by the kernels alone (`Packing.round`): a checkpoint made here holds the
+very integers that `--quant` would make at load. With `--calibrate` the model first writes a text, and what
+its linears met in it decides about the layers' integers (`kernels/reference/gptq.py`).
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from llmbox.kernels.dispatch import QuantUnavailable, select_ops
+from llmbox.kernels.quant_formats import QUANTS, Quant
+from llmbox.kernels.reference import REFERENCE
+from llmbox.kernels.weight_packing import Packing
+
+from ..checkpoint.index import INDEX, list_tensors
+from ..checkpoint.json_file import read_json
+from ..checkpoint.quantized_layout import FORMATS, entry_in_config
+from ..checkpoint.writer import ShardWriter, made_whole, require_space
+from ..errors import DeviceError, ModelError
+from ..executor.build import load_engine
+from ..hardware.machine import read_cpu
+from ..ipc.subprocess_job import Tell, told
+from ..model_config.config import ModelConfig, parse_config
+from ..model_config.pooling import POOLING_FILE
+from ..models import build_model
+from ..weights.source import Checkpoint
+from .calibration import Calibration
+from .calibration_text import write_text
+from .perplexity import config_for, perplexity, sequences_of
+from .quantizer import Quantizer, TensorError
+
+CPU = torch.device("cpu")
+DISK_RESERVE = 512_000_000
+WORST = 10
+LARGEST_COPY = 64 << 20
+"""Bytes of a file beside the weights that is taken along."""
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack"}
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(slots=True)
+class QuantizationReport:
+    format: str
+    bytes_before: int = 0
+    bytes_after: int = 0
+    relative: float = 0.0
+    """Of all rounded weights together."""
+    worst: list[TensorError] = field(default_factory=list)
+    tensors: int = 0
+    kept: int = 0
+    """Tensors that stay as they were."""
+    calibrated: int = 0
+    """Tokens that the model wrote for it."""
+    perplexity_before: float | None = None
+    perplexity_after: float | None = None
+
+
+def quantize(
+    source: Path,
+    out: Path,
+    quant: Quant,
+    threads: int,
+    progress: Progress,
+    writing: Progress | None = None,
+) -> QuantizationReport:
+    """Writes `out`, which must not exist, in one move at the end. Raises EngineError and OSError.
+
+    `writing`: calibrate, and tell how much of the text there is.
+    """
+    config = parse_config(source)
+    if config.quant is not None:
+        raise ModelError(f"{source} holds {config.quant} weights already: take the checkpoint it was made of")
+    if writing is not None and config.experts is not None:
+        raise ModelError(
+            "a text meets some experts hardly ever, so their weights cannot be calibrated with it: quantise "
+            "without --calibrate"
+        )
+    require_space(out, bytes_at_most(config, quant))
+    with made_whole(out) as part:
+        sequences = [] if writing is None else write_text(source, threads, writing)
+        return write(source, part, config, quant, threads, progress, sequences)
+
+
+def write(
+    source: Path,
+    part: Path,
+    config: ModelConfig,
+    quant: Quant,
+    threads: int,
+    progress: Progress,
+    sequences: list[list[int]],
+) -> QuantizationReport:
+    """`sequences`: of the text to calibrate with; without any, weights alone decide."""
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    packing = packing_for(quant, dtype, threads)
+    torch.set_num_threads(threads)  # the kernels have left torch one
+    calibration = Calibration(source, config, dtype, sequences) if sequences else None
+    shards = ShardWriter(part)
+    checkpoint = Checkpoint(source, REFERENCE, dtype, CPU, progress)
+    quantizer = Quantizer(checkpoint, quant, packing, shards, calibration)
+    build_model(config, quantizer, quant)
+    shards.finish()
+    take_along(source, part)
+    raw = read_json(source / "config.json")
+    raw["quantization_config"] = entry_in_config(quant)
+    (part / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    worst = sorted(quantizer.errors, key=lambda each: -each.relative)[:WORST]
+    return QuantizationReport(
+        format=quant.name,
+        bytes_before=sum(entry.nbytes for entry in list_tensors(source).values()),
+        bytes_after=sum(entry.nbytes for entry in list_tensors(part).values()),
+        relative=quantizer.relative,
+        worst=worst,
+        tensors=len(quantizer.errors),
+        kept=quantizer.kept,
+        calibrated=sum(map(len, sequences)),
+    )
+
+
+def packing_for(quant: Quant, dtype: torch.dtype, threads: int) -> Packing:
+    try:
+        packing = select_ops(CPU, dtype, dtype, threads, quant).packing
+    except QuantUnavailable as error:
+        raise DeviceError(f"{error}: see `llmbox doctor`") from None
+    assert packing is not None
+    return packing
+
+
+def bytes_at_most(config: ModelConfig, quant: Quant) -> int:
+    """All weights with a byte or half of one, tables and norms as they were."""
+    tables = config.vocab_size * config.hidden_size * 2
+    return int(config.num_parameters * quant.bytes_per_weight) + tables * 4 + DISK_RESERVE
+
+
+def take_along(source: Path, target: Path) -> None:
+    """Tokenizer, templates, defaults: everything beside the weights, as files of its own."""
+    for file in source.iterdir():
+        if file.suffix in WEIGHTS or file.name in {INDEX, "config.json"} or file.is_dir():
+            continue
+        if file.exists() and not file.is_file():
+            raise ModelError(f"{file} is neither a regular file nor a folder: take it away")
+        if file.is_file() and not file.name.startswith(".") and file.stat().st_size <= LARGEST_COPY:
+            shutil.copyfile(file, target / file.name)
+    if (source / POOLING_FILE).is_file():
+        (target / POOLING_FILE).parent.mkdir()
+        shutil.copyfile(source / POOLING_FILE, target / POOLING_FILE)
+
+
+def measure(source: Path, out: Path, text: Path, threads: int, report: QuantizationReport) -> None:
+    sequences = sequences_of(source, text.read_text(encoding="utf-8"))
+    report.perplexity_before = perplexity(load_engine(config_for(source, threads), lambda _: None), sequences)
+    report.perplexity_after = perplexity(load_engine(config_for(out, threads), lambda _: None), sequences)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="llmbox quantize")
+    parser.add_argument("source", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("format", choices=FORMATS)
+    parser.add_argument("--calibrate", action="store_true")
+    parser.add_argument("--eval", type=Path)
+    parser.add_argument("--threads", type=int, default=read_cpu().cores)
+    options = parser.parse_args()
+
+    def work(tell: Tell) -> QuantizationReport:
+        report = quantize(
+            options.source,
+            options.out,
+            QUANTS[options.format],
+            options.threads,
+            lambda done, total: tell({"progress": [done, total]}),
+            (lambda done, total: tell({"writing": [done, total]})) if options.calibrate else None,
+        )
+        if options.eval is not None:
+            measure(options.source, options.out, options.eval, options.threads, report)
+        return report
+
+    return told(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Rounds what a model asks for, as its place in the model wants, and writes it. See `quantize.py`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.ops import PackedLinear
+from llmbox.kernels.quant_formats import Quant
+from llmbox.kernels.reference import REFERENCE
+from llmbox.kernels.reference.gptq import GptqQuantizer
+from llmbox.kernels.weight_packing import Packing, QuantizedWeight
+
+from ..checkpoint.quantized_layout import SCALE, STEP, format_of
+from ..checkpoint.writer import ShardWriter
+from ..distributed.communicator import SINGLE, TensorParallel
+from ..weights.quantized import stored_codes
+from ..weights.source import WeightRequest
+from .calibration import Calibration
+
+ROWS_AT_ONCE = 4096
+"""Of a weight in float32: a whole head would be gigabytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorError:
+    name: str
+    format: str
+    relative: float
+    """|w - w'| / |w|, Euclidean."""
+    weighted: float
+    """The same with each weight's error counted as the search for scales counts it (`importance`)."""
+
+
+class Tensors(Protocol):
+    """Whole tensors by name, each taken once: `weights.Checkpoint`, or a GGUF file's."""
+
+    dtype: torch.dtype
+    """Of what is not rounded."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+    def split(self, name: str, parts: Mapping[str, int]) -> None: ...
+    def skip(self, name: str) -> None: ...
+    def finish(self) -> None: ...
+
+
+class Quantizer:
+    """A `weights.Source` that writes what the model asks for, rounded as its place in the model wants.
+
+    Without `quant` and `packing` nothing is rounded.
+    """
+
+    def __init__(
+        self,
+        source: Tensors,
+        quant: Quant | None,
+        packing: Packing | None,
+        out: ShardWriter,
+        calibration: Calibration | None = None,
+    ) -> None:
+        self.ops = REFERENCE
+        self.rank: TensorParallel = SINGLE
+        self.dtype = source.dtype
+        self.errors: list[TensorError] = []
+        self.kept = 0
+        self._squares = self._lost = 0.0
+        self._source = source
+        self._quant = quant
+        self._packing = packing
+        self._out = out
+        self._calibration = calibration
+
+    @property
+    def relative(self) -> float:
+        return (self._lost / self._squares) ** 0.5 if self._squares else 0.0
+
+    def vector(self, name: str, size: int) -> Tensor:
+        vector = self._source.take(name, (size,))
+        self._keep(name, vector)
+        return vector
+
+    def packed(self, asked: WeightRequest) -> PackedLinear:
+        quant = None if self._quant is None else format_of(self._quant, asked.kind)
+        feedback = None
+        if self._calibration is not None and asked.kind == "linear":
+            feedback = GptqQuantizer.of(self._calibration.moment(asked.name))
+        for name, rows in asked.outputs.items():
+            weight_OI = self._source.take(f"{name}.weight", (rows.total, asked.inputs.total))
+            if quant is None:
+                self._keep(f"{name}.weight", weight_OI)
+            else:
+                self._round(f"{name}.weight", weight_OI, quant, feedback)
+            if asked.bias:
+                self._keep(f"{name}.bias", self._source.take(f"{name}.bias", (rows.total,)))
+        return None
+
+    def split(self, name: str, parts: Mapping[str, int]) -> None:
+        self._source.split(name, parts)
+
+    def skip(self, name: str) -> None:
+        self._source.skip(name)
+
+    def finish(self) -> None:
+        self._source.finish()
+
+    def _keep(self, name: str, tensor: Tensor) -> None:
+        self.kept += 1
+        self._out.add({name: tensor.to(self._source.dtype)})
+
+    def _round(self, name: str, weight_OI: Tensor, quant: Quant, feedback: GptqQuantizer | None) -> None:
+        assert self._packing is not None
+        nearest = self._packing.round if feedback is None else feedback.round
+        rounded = nearest(quant, weight_OI)
+        self._out.add({name: stored_codes(rounded), name + SCALE: rounded.scales_OG})
+        if rounded.steps_OS is not None:
+            self._out.add({name + STEP: rounded.steps_OS})
+        squares = lost = weighted = weights = 0.0
+        for start in range(0, len(weight_OI), ROWS_AT_ONCE):
+            rows = slice(start, start + ROWS_AT_ONCE)
+            w = weight_OI[rows].float()
+            part = QuantizedWeight(
+                quant, rounded.codes_OI[rows], rounded.scales_OG[rows]
+            )  # steps are in the codes
+            error = (w - part.floats()).square()
+            square = w.square()
+            squares += float(square.sum(dtype=torch.float64))
+            lost += float(error.sum(dtype=torch.float64))
+            counts = importance(w, quant.step or quant.group)
+            weighted += float((counts * error).sum(dtype=torch.float64))
+            weights += float((counts * square).sum(dtype=torch.float64))
+        self._squares, self._lost = self._squares + squares, self._lost + lost
+        self.errors.append(
+            TensorError(
+                name,
+                quant.name,
+                (lost / squares) ** 0.5 if squares else 0.0,
+                (weighted / weights) ** 0.5 if weights else 0.0,
+            )
+        )
+
+
+def importance(weight_OI: Tensor, group: int) -> Tensor:
+    """What the search multiplies squared errors by: |w| + the root mean square of its group or step."""
+    outputs, inputs = weight_OI.shape
+    groups = torch.nn.functional.pad(weight_OI, (0, -inputs % group)).view(outputs, -1, group)
+    typical = groups.square().mean(-1, keepdim=True).sqrt()
+    return (groups.abs() + typical).flatten(1)[:, :inputs]

@@ -1,0 +1,94 @@
+"""Runs steps: a plan becomes flat rows, one forward pass, and tokens. Owns the model and the KV memory.
+
+T rows of the step, R rows whose logits are wanted, S of them to sample, E hidden.
+"""
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.ops import KVCache
+
+from ..core.step import ScheduledRequest, StepPlan, StepResult
+from ..ipc.messages import TokenLogprobs
+from ..model.decoder import Decoder
+from ..model.forward_context import ForwardContext
+from ..model.rotary import Rotary
+from ..planning.memory_model import PROMPT_LOGPROB_ROWS
+from ..sampling.token_sampler import TokenSampler
+from .draft_verification import broken, draw
+from .input_batch import PromptRows, StepBatch, build_batch
+from .pooling import read_sums, sum_states
+
+
+class CPUModelRunner:
+    def __init__(
+        self,
+        model: Decoder,
+        rotary: Rotary,
+        cache: KVCache,
+        sampler: TokenSampler,
+        *,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._ops = model.ops
+        self._rotary = rotary
+        self._cache = cache
+        self._sampler = sampler
+        self._block_size = block_size
+        self._device = device
+        self._windows = set(model.config.windows)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """One step. Rows of one token come first, by context: attention takes neighbours together."""
+        self._ops.copy_blocks(self._cache, plan.copies)
+        rows = sorted(plan.rows, key=_decoding_first)
+        batch = build_batch(rows, self._block_size, self._device)
+        self._ops.clear_blocks(self._cache, batch.fresh_blocks)
+        hidden_RE = self._model.hidden(self._forward(batch), batch.wanted_R)
+        result = self._sample(hidden_RE[: batch.num_sampled], batch)
+        rest_RE = hidden_RE[batch.num_sampled :]
+        result.prompt_logprobs.update(prompt_logprobs(self._model, self._sampler, rest_RE, batch.prompts))
+        if batch.pooled and self._model.is_last:
+            self._pool(hidden_RE, batch, result)
+        return result
+
+    def _pool(self, hidden_RE: Tensor, batch: StepBatch, result: StepResult) -> None:
+        count = sum(rows.count for rows in batch.pooled)
+        sums, failed = read_sums(sum_states(hidden_RE[-count:], batch.pooled), batch.pooled)
+        result.pooled.update(sums)
+        result.failed.update(failed)
+
+    def _forward(self, batch: StepBatch) -> ForwardContext:
+        cos_ATD, sin_ATD = self._rotary.rows(batch.ragged.positions_T)
+        plans = {w: self._ops.plan_attention(batch.ragged, self._cache, w) for w in self._windows}
+        return ForwardContext(batch.ids_T, cos_ATD, sin_ATD, self._cache, plans)
+
+    def _sample(self, hidden_SE: Tensor, batch: StepBatch) -> StepResult:
+        if not batch.num_sampled:
+            return StepResult()
+        doubtful = broken(hidden_SE, batch.rounds)
+        return draw(self._sampler, self._model.logits(hidden_SE), batch.rounds, doubtful)
+
+
+def prompt_logprobs(
+    model: Decoder, sampler: TokenSampler, hidden_RE: Tensor, prompts: list[PromptRows]
+) -> dict[str, list[TokenLogprobs]]:
+    """Entries by request."""
+    result: dict[str, list[TokenLogprobs]] = {}
+    row = 0
+    for prompt in prompts:
+        top = prompt.request.params.prompt_logprobs or 0
+        entries = result[prompt.request.request_id] = []
+        for start in range(0, len(prompt.next_ids), PROMPT_LOGPROB_ROWS):
+            ids = prompt.next_ids[start : start + PROMPT_LOGPROB_ROWS]
+            logits_RV = model.logits(hidden_RE[row : row + len(ids)])
+            entries += sampler.prompt_logprobs(logits_RV, ids, top)
+            row += len(ids)
+    return result
+
+
+def _decoding_first(row: ScheduledRequest) -> tuple[bool, int]:
+    return row.num_tokens > 1, row.end

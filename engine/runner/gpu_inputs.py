@@ -1,0 +1,162 @@
+"""From the rows on the device to what one forward pass reads.
+
+N sequences, T rows of the step, B blocks of a table, R rows of `DeviceRequestState`.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.op_types import BatchLayout
+from llmbox.kernels.ops import Ops
+from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows
+
+from ..core.step import ScheduledRequest
+from ..device.upload import Uploader
+from ..sampling.device_state import DeviceRequestState
+from .input_batch import PromptRows
+from .pooling import PooledRows, pooled_rows
+
+
+@dataclass(frozen=True, slots=True)
+class MixedStep:
+    """A step in which not every sequence has one row."""
+
+    ids_T: Tensor
+    ragged: BatchLayout
+    wanted_W: Tensor
+    """Rows whose states are wanted: those that sample, those of `prompts`, those of `pooled`."""
+    row_S: Tensor
+    position_S: Tensor
+    """Of the token that is drawn."""
+    prompts: list[PromptRows]
+    next_P: Tensor
+    """Of each row of `prompts` the token that came next."""
+    pooled: list[PooledRows]
+
+
+def decode_inputs(
+    ops: Ops,
+    rows: DeviceRequestState,
+    row_N: Tensor,
+    length_N: Tensor,
+    contexts: Sequence[int],
+    block_size: int,
+) -> tuple[Tensor, BatchLayout]:
+    """(ids_N, ragged) of one row each, from tensors of the device alone. Length 0: the row only fills up."""
+    count = len(row_N)
+    ids_N = rows.last_R.index_select(0, row_N)
+    tables_NB = rows.tables_RB.index_select(0, row_N)
+    length_N = length_N.to(torch.int32)
+    if ops.advance is None:
+        inputs = spelt_out(tables_NB, length_N, block_size)
+    else:
+        inputs = DecodeInputs(*(torch.empty_like(length_N) for _ in range(3)))
+        ops.advance(DecodeRows(ids_N, length_N, tables_NB), None, inputs, block_size)
+    ragged = BatchLayout(
+        block_size=block_size,
+        query_lens=[1] * count,
+        contexts=contexts,
+        query_starts_N1=torch.arange(count + 1, dtype=torch.int32, device=row_N.device),
+        context_lens_N=inputs.context_lens_R,
+        block_tables_NB=tables_NB,
+        positions_T=inputs.positions_R,
+        slots_T=inputs.slots_R,
+    )
+    return ids_N, ragged
+
+
+def spelt_out(tables_NB: Tensor, length_N: Tensor, block_size: int) -> DecodeInputs:
+    """What `Ops.advance` does without tokens, but that filling rows see their one slot of the spare block:
+    kernels may rely on a context that is not empty.
+    """
+    context_N = length_N.clamp(min=1)
+    position_N = context_N - 1
+    block_N = tables_NB.gather(1, (position_N // block_size).long().unsqueeze(1)).squeeze(1)
+    return DecodeInputs(position_N, block_N * block_size + position_N % block_size, context_N)
+
+
+def mixed_inputs(
+    planned: Sequence[ScheduledRequest],
+    numbers: Sequence[int],
+    rows: DeviceRequestState,
+    uploader: Uploader,
+    block_size: int,
+) -> MixedStep:
+    """`numbers`: the row of each."""
+    flat = _Flat()
+    for one, number in zip(planned, numbers, strict=True):
+        flat.add(one, number)
+    (
+        ids_T, position_T, starts_N1, context_N, row_N, length_N,
+        sampled, prompt, vector, next_P, row_S, position_S, hole, fill,
+    ) = uploader.upload(
+        flat.ids, flat.positions, flat.starts, flat.contexts, flat.rows, flat.lengths,
+        flat.sampled, flat.prompt, flat.vector, flat.next_ids,
+        flat.sampled_rows, flat.sampled_positions, flat.holes, flat.fills,
+    )  # fmt: skip
+    if flat.holes:
+        ids_T.index_copy_(0, hole, rows.last_R.index_select(0, fill))
+    width = -(-max(flat.contexts) // block_size)
+    tables_NB = rows.tables_RB[:, :width].index_select(0, row_N)
+    sequence_T = torch.repeat_interleave(
+        torch.arange(len(planned), device=ids_T.device), length_N, output_size=len(flat.ids)
+    )
+    block_T = tables_NB[sequence_T, (position_T // block_size).long()]
+    ragged = BatchLayout(
+        block_size=block_size,
+        query_lens=list(flat.lengths),
+        contexts=list(flat.contexts),
+        query_starts_N1=starts_N1,
+        context_lens_N=context_N,
+        block_tables_NB=tables_NB,
+        positions_T=position_T,
+        slots_T=block_T * block_size + position_T % block_size,
+    )
+    wanted_W = torch.cat((sampled, prompt, vector))
+    return MixedStep(ids_T, ragged, wanted_W, row_S, position_S, flat.prompts, next_P, flat.pooled)
+
+
+class _Flat:
+    """Numbers of a step in arrays: a prompt of thousands of tokens costs no Python for each."""
+
+    def __init__(self) -> None:
+        self.ids, self.positions, self.starts = array("q"), array("i"), array("i", [0])
+        self.contexts, self.rows, self.lengths = array("i"), array("q"), array("q")
+        self.sampled, self.prompt, self.next_ids = array("q"), array("q"), array("q")
+        self.vector = array("q")
+        self.sampled_rows, self.sampled_positions = array("q"), array("q")
+        self.holes, self.fills = array("q"), array("q")
+        self.prompts: list[PromptRows] = []
+        self.pooled: list[PooledRows] = []
+
+    def add(self, one: ScheduledRequest, number: int) -> None:
+        request, first, end = one.request, self.starts[-1], one.end
+        known = request.token_ids[one.start : end]
+        self.ids.extend(known)
+        if len(known) < one.num_tokens:  # drawn in the step before, not known here yet
+            assert len(known) == one.num_tokens - 1
+            self.holes.append(len(self.ids))
+            self.fills.append(number)
+            self.ids.append(0)
+        self.positions.extend(range(one.start, end))
+        self.starts.append(first + one.num_tokens)
+        self.contexts.append(end)
+        self.rows.append(number)
+        self.lengths.append(one.num_tokens)
+        if one.samples:
+            self.sampled.append(self.starts[-1] - 1)
+            self.sampled_rows.append(number)
+            self.sampled_positions.append(end)
+        if request.params.prompt_logprobs is not None and one.start < request.num_prompt - 1:
+            last = min(end, request.num_prompt - 1)
+            self.prompt.extend(range(first, first + last - one.start))
+            next_ids = request.token_ids[one.start + 1 : last + 1]
+            self.next_ids.extend(next_ids)
+            self.prompts.append(PromptRows(request, next_ids))
+        if request.pools and (own := pooled_rows(one)):
+            self.vector.extend(range(first + own.start, first + own.stop))
+            self.pooled.append(PooledRows(request, len(own)))

@@ -1,0 +1,259 @@
+"""Runs steps on a device that works on its own: a launch queues everything and waits for nothing.
+
+    launch   what changed -> device | forward pass, as a graph where it decodes | draw | copy to the host
+    collect  wait for that copy
+
+What a step needs of the one before (last tokens, KV) never leaves the device. On several ranks each launches
+the same steps in the same order, of the same sizes: then what they exchange on their devices meets.
+T rows of the step, W rows whose logits are wanted, S of them that sample, R rows of `DeviceRequestState`, E hidden.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.op_types import BatchLayout
+from llmbox.kernels.ops import KVCache
+
+from ..core.microbatching import share
+from ..core.step import ScheduledRequest, StepPlan, StepResult
+from ..device.device import Device, DeviceEvent
+from ..device.upload import Uploader
+from ..model.decoder import Decoder
+from ..model.forward_context import ForwardContext
+from ..model.rotary import Rotary
+from ..sampling.device_state import DeviceRequestState
+from ..sampling.gpu_sampler import DeviceSampler, DeviceSamplerOutput
+from ..sampling.tp_gpu_sampler import device_sampler
+from .gpu_inputs import MixedStep, decode_inputs, mixed_inputs
+from .graph_pool import DecodeGraphs, GraphCapture
+from .input_batch import begun_blocks
+from .pipeline_feedback import SampledTokenFeedback
+from .pooling import PooledRows, read_sums, sum_states
+from .prompt_logprobs import PromptNumbers, prompt_numbers
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSizes:
+    block_size: int
+    num_blocks: int
+    """Of the pool; the cache has one more, `num_blocks` itself, for rows that fill up."""
+    context: int
+    max_running: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepExtras:
+    """What a step tells besides its tokens; on the host, of use once its event has been."""
+
+    prompts: PromptNumbers | None = None
+    pooled: Sequence[PooledRows] = ()
+    sums_KE: Tensor | None = None
+    """See `sum_states`."""
+
+    def read(self) -> StepResult:
+        result = StepResult(prompt_logprobs=self.prompts.read() if self.prompts is not None else {})
+        if self.sums_KE is not None:
+            sums, failed = read_sums(self.sums_KE, self.pooled)
+            result.pooled.update(sums)
+            result.failed.update(failed)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    event: DeviceEvent
+    drawing: DeviceSamplerOutput | None
+    numbers_SC: Tensor | None
+    """On the host, of use once the event has been."""
+    told: StepExtras | None = None
+
+    def wait(self) -> None:
+        self.event.wait()
+
+
+class GPUModelRunner:
+    def __init__(
+        self,
+        model: Decoder,
+        rotary: Rotary,
+        cache: KVCache,
+        device: Device,
+        sizes: DeviceSizes,
+        capture: GraphCapture | None = None,
+        graphs_bytes: int = 0,
+    ) -> None:
+        """`capture` None: no graphs."""
+        self._model, self._rotary, self._cache = model, rotary, cache
+        self._rank = model.rank
+        self._ops, self._device, self._sizes = model.ops, device, sizes
+        self._windows = set(model.config.windows)
+        width = -(-sizes.context // sizes.block_size)
+        vocab_size, where = model.config.vocab_size, device.torch_device
+        self._rows = DeviceRequestState(sizes.max_running, width, sizes.num_blocks, vocab_size, where)
+        self._draw = device_sampler(self._rank, DeviceSampler(self._ops, self._rows, vocab_size), vocab_size)
+        self.depth = self.stages = self._rank.layout.pp
+        """A step for each stage, and one more that is launched while they work."""
+        self._hand_back = SampledTokenFeedback(self._rank, self._rows, self.depth)
+        self._uploader = Uploader(device, self.depth + 2)
+        self._spare = torch.tensor([[sizes.max_running], [0]], device=where)
+        self._decoding_2R = self._spare.repeat(1, sizes.max_running)
+        """Row and length of each sequence of a decoding step: where graphs find them."""
+        self._contexts = [1] * sizes.max_running
+        hidden = sizes.max_running, model.config.hidden_size
+        self._hidden_RE = torch.empty(hidden, dtype=model.dtype, device=where)
+        self._ops.clear_blocks(cache, [sizes.num_blocks])
+        self.graphs = None
+        if capture is not None:
+            agree = self._rank.collective.agree if self._rank.layout.ranks > 1 else None
+            most = share(sizes.max_running, self.stages)
+            self.graphs = DecodeGraphs(capture, self._decode, most, graphs_bytes, agree=agree)
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        if (urgent := self.urgent_capture) is not None:
+            self.capture(urgent)
+        return self.launch_sized(plan, self.size_for(plan))
+
+    @torch.inference_mode()
+    def launch_sized(self, plan: StepPlan, size: int) -> LaunchedStep:
+        """`size`: of `size_for`, here or on the rank that decides for all."""
+        self._uploader.begin_step()
+        self._ops.copy_blocks(self._cache, plan.copies)
+        self._ops.clear_blocks(self._cache, begun_blocks(plan.rows, self._sizes.block_size))
+        numbers = [self._rows.note(row) for row in plan.rows]
+        self._hand_back.settle(numbers)
+        self._rows.flush(self._uploader)
+        if _is_decoding(plan):
+            return self._launch_decoding(plan.rows, numbers, size or len(numbers))
+        return self._launch_mixed(plan.rows, numbers)
+
+    def size_for(self, plan: StepPlan) -> int:
+        """Rows that the step is filled up to, as there is a graph of that size; 0: it runs as it is."""
+        if self.graphs is None or not _is_decoding(plan):
+            return 0
+        return self.graphs.size_for(len(plan.rows)) or 0
+
+    def collect(self, handle: LaunchedStep) -> StepResult:
+        handle.event.wait()
+        result = handle.told.read() if handle.told is not None else StepResult()
+        if handle.drawing is not None and handle.numbers_SC is not None:
+            tokens, failed = handle.drawing.read(handle.numbers_SC.tolist())
+            result.tokens.update(tokens)
+            result.failed.update(failed)
+        return result
+
+    @property
+    def urgent_capture(self) -> int | None:
+        """Size of a graph that is worth a pause."""
+        return None if self.graphs is None else self.graphs.urgent_size
+
+    @property
+    def next_capture(self) -> int | None:
+        """Size of a graph for moments when nothing runs; None if none is left."""
+        return None if self.graphs is None else self.graphs.next_size
+
+    def prepare(self) -> bool:
+        """Capture one more graph; False if there is none left. For moments when nothing runs."""
+        size = self.next_capture
+        if size is not None:
+            self.capture(size)
+        return size is not None
+
+    @torch.inference_mode()
+    def capture(self, size: int) -> None:
+        """The inputs still name the rows of the last step: a warm-up would write their KV once more."""
+        assert self.graphs is not None
+        self._decoding_2R.copy_(self._spare.expand_as(self._decoding_2R))
+        self._contexts = [1] * len(self._contexts)
+        self.graphs.capture(size)
+
+    def _launch_decoding(
+        self, planned: Sequence[ScheduledRequest], numbers: Sequence[int], size: int
+    ) -> LaunchedStep:
+        """Where there is no graph of this size after all, the same rows run as they are."""
+        count = len(planned)
+        ends = [row.end for row in planned]
+        fill = size - count
+        filled = [self._rows.spare] * fill
+        (both,) = self._uploader.upload(array("q", [*numbers, *filled, *ends, *[0] * fill]))
+        self._decoding_2R[:, :size].copy_(both.view(2, -1))
+        self._contexts[:size] = [*ends, *[1] * fill]
+        if self.graphs is not None and self.graphs.has(size):
+            self.graphs.replay(size)
+        else:
+            self._decode(size)
+        row_S, end_S = self._decoding_2R[:, :count]
+        return self._finish(self._hidden_RE[:count], planned, numbers, row_S, end_S)
+
+    def _launch_mixed(self, planned: Sequence[ScheduledRequest], numbers: Sequence[int]) -> LaunchedStep:
+        step = mixed_inputs(planned, numbers, self._rows, self._uploader, self._sizes.block_size)
+        hidden_WE = self._model.hidden(self._forward(step.ids_T, step.ragged), step.wanted_W)
+        count = len(step.row_S)
+        told = self._tell(hidden_WE[count:], step)
+        if not count:
+            return LaunchedStep(self._device.record(), None, None, told)
+        return self._finish(hidden_WE[:count], planned, numbers, step.row_S, step.position_S, told)
+
+    def _tell(self, hidden_PE: Tensor, step: MixedStep) -> StepExtras | None:
+        """P: rows of prompts, then pooled rows."""
+        if not (step.prompts or step.pooled) or not self._rank.layout.is_last:
+            return None
+        prompts, sums_KE, count = None, None, len(step.next_P)
+        if step.prompts:
+            vocab_size = self._model.config.vocab_size
+            numbers_PC = prompt_numbers(self._model, hidden_PE[:count], step.next_P, step.prompts, vocab_size)
+            prompts = PromptNumbers(step.prompts, self._to_host(numbers_PC))
+        if step.pooled:  # integers of 64 bits travel as the floats that have the same bits
+            sums_KE = self._to_host(sum_states(hidden_PE[count:], step.pooled).view(torch.float64))
+            sums_KE = sums_KE.view(torch.int64)
+        return StepExtras(prompts, step.pooled, sums_KE)
+
+    def _finish(
+        self,
+        hidden_SE: Tensor,
+        planned: Sequence[ScheduledRequest],
+        numbers: Sequence[int],
+        row_S: Tensor,
+        position_S: Tensor,
+        told: StepExtras | None = None,
+    ) -> LaunchedStep:
+        layout = self._rank.layout
+        if not layout.is_last:
+            if layout.is_first:
+                sampled = (number for row, number in zip(planned, numbers, strict=True) if row.samples)
+                self._hand_back.expect(row_S, sampled)
+            return LaunchedStep(self._device.record(), None, None)
+        requests = [row.request for row in planned if row.samples]
+        drawing = self._draw.draw(self._model.logits(hidden_SE), requests, row_S, position_S)
+        if not layout.is_first:
+            self._hand_back.send(drawing.ids_S)
+        host_SC = self._to_host(drawing.numbers_SC)
+        return LaunchedStep(self._device.record(), drawing, host_SC, told)
+
+    def _to_host(self, numbers: Tensor) -> Tensor:
+        """Float64, there once an event after it has been."""
+        host = self._device.host_memory(numbers.numel(), torch.float64).view(numbers.shape)
+        self._device.copy(numbers, host)
+        return host
+
+    def _decode(self, size: int) -> None:
+        """One row each of the first `size` sequences, hidden states to `_hidden_RE`: what graphs capture."""
+        row_N, length_N = self._decoding_2R[:, :size]
+        ids_N, ragged = decode_inputs(
+            self._ops, self._rows, row_N, length_N, self._contexts[:size], self._sizes.block_size
+        )
+        hidden_NE = self._model.hidden(self._forward(ids_N, ragged), None)
+        if self._rank.layout.is_last:
+            self._hidden_RE[:size].copy_(hidden_NE)
+
+    def _forward(self, ids_T: Tensor, ragged: BatchLayout) -> ForwardContext:
+        cos_ATD, sin_ATD = self._rotary.rows(ragged.positions_T)
+        plans = {w: self._ops.plan_attention(ragged, self._cache, w) for w in self._windows}
+        return ForwardContext(ids_T, cos_ATD, sin_ATD, self._cache, plans)
+
+
+def _is_decoding(plan: StepPlan) -> bool:
+    return all(row.num_tokens == 1 and row.samples for row in plan.rows)

@@ -1,0 +1,126 @@
+"""Decoding steps captured once and replayed: one launch instead of hundreds.
+
+A graph is of one size. A step of fewer rows is filled up with rows that do no harm; one for which no graph
+of a near size is there yet runs as it is.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from ..planning.memory_model import capture_sizes
+
+log = logging.getLogger(__name__)
+
+WANTED: Final = 16
+"""Steps of a size after which its graph is captured even though the engine is never idle."""
+NEAR: Final = 2
+"""A graph of so many times the rows is still used: decoding costs what it reads, mostly the weights."""
+
+
+class GraphCapture(Protocol):
+    bytes_taken: int
+    """Device memory of all graphs so far."""
+
+    def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+        """Run `body` once to warm up, then capture it -> replay. Inputs and results stay where they were."""
+        ...
+
+
+class DecodeGraphs:
+    """`body(size)` runs a step of `size` rows; all it reads and writes stays at the same place.
+
+    The largest graph is captured first, as the others then find their memory in its pool.
+    """
+
+    def __init__(
+        self,
+        capture: GraphCapture,
+        body: Callable[[int], None],
+        most: int,
+        budget_bytes: int,
+        *,
+        agree: Callable[[bool], bool] | None = None,
+    ) -> None:
+        """For steps of up to `most` rows. No more is captured once `budget_bytes` are used up.
+
+        `agree`: where other ranks capture the same at the same time, whether all could: NCCL wants its sums
+        in a graph on all ranks or on none.
+        """
+        self._agree = agree
+        self._capture = capture
+        self._budget = budget_bytes
+        self._body = body
+        self._sizes = capture_sizes(most)
+        self._replays: dict[int, Callable[[], None]] = {}
+        self._wanted: Counter[int] = Counter()
+        self._usable = True
+
+    @property
+    def next_size(self) -> int | None:
+        """What to capture next: the largest, then from the smallest on."""
+        if not self._may_capture:
+            return None
+        left = [size for size in self._sizes if size not in self._replays]
+        return left[-1] if left == self._sizes else next(iter(left), None)
+
+    @property
+    def bytes_taken(self) -> int:
+        return self._capture.bytes_taken
+
+    def size_for(self, rows: int) -> int | None:
+        """Of the graph to fill up to; None: run as it is."""
+        exact = next((size for size in self._sizes if size >= rows), None)
+        if exact is None or not self._usable:
+            return None
+        if exact not in self._replays:
+            self._wanted[exact] += 1
+        return next((size for size in sorted(self._replays) if exact <= size <= NEAR * exact), None)
+
+    @property
+    def urgent_size(self) -> int | None:
+        """A size that steps keep asking for."""
+        if not self._may_capture:
+            return None
+        often = (size for size, count in self._wanted.items() if count >= WANTED)
+        return next((size for size in often if size not in self._replays), None)
+
+    @property
+    def _may_capture(self) -> bool:
+        return self._usable and self._capture.bytes_taken < self._budget
+
+    def capture(self, size: int) -> None:
+        """Inputs must be those of rows that do no harm. A failure ends the use of graphs, on all ranks, and
+        nothing else. But where a shared warm-up breaks, others wait for sums that were not made: it raises.
+        """
+        replay, problem = self._try(size)
+        agreed = self._agree is None or self._agree(replay is not None)
+        if replay is not None and agreed:
+            self._replays[size] = replay
+            return
+        self._usable = False
+        self._replays.clear()
+        log.warning("CUDA graphs are off: capturing %d rows failed: %s", size, problem)
+
+    def _try(self, size: int) -> tuple[Callable[[], None] | None, object]:
+        """The replay, or None; and what is said where it is not used."""
+        warm = False
+
+        def body() -> None:
+            nonlocal warm
+            self._body(size)
+            warm = True
+
+        try:
+            return self._capture.capture(body), "another rank could not"
+        except Exception as error:  # drivers and compilers; all works without graphs
+            if self._agree is not None and not warm:
+                raise
+            return None, error
+
+    def has(self, size: int) -> bool:
+        return size in self._replays
+
+    def replay(self, size: int) -> None:
+        self._replays[size]()

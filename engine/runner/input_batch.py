@@ -1,0 +1,124 @@
+"""A step plan as flat tensors: what the forward pass reads.
+
+Numbers are gathered in `array`s by slices and ranges, so that a prompt of thousands of tokens costs no Python
+per token, and go to the device in one piece per tensor.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.op_types import BatchLayout
+
+from ..core.request import Request
+from ..core.step import ScheduledRequest
+from ..device.upload import from_array, move, to_device
+from .draft_verification import rounds_of
+from .pooling import PooledRows, pooled_rows
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Rows of one request whose logits tell how likely the next prompt tokens were."""
+
+    request: Request
+    next_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    ids_T: Tensor
+    ragged: BatchLayout
+    wanted_R: Tensor | None
+    """Rows whose states are wanted: those that sample, prompt rows, pooled rows. None: all rows sample, in
+    order."""
+    rounds: list[list[ScheduledRequest]]
+    """Those that sample, see `draft_verification.py`."""
+    num_sampled: int
+    """Rows of all rounds."""
+    prompts: list[PromptRows]
+    pooled: list[PooledRows]
+    fresh_blocks: list[int]
+    """See `begun_blocks`."""
+
+
+def build_batch(rows: Sequence[ScheduledRequest], block_size: int, device: torch.device) -> StepBatch:
+    ids, positions, starts = array("q"), array("i"), array("i", [0])
+    prompt_rows, vector_rows, last_known = array("q"), array("q"), {}
+    prompts: list[PromptRows] = []
+    pooled: list[PooledRows] = []
+    for row in rows:
+        request, first = row.request, starts[-1]
+        ids.extend(request.token_ids[row.start : row.end])
+        ids.extend(row.drafts)
+        positions.extend(range(row.start, row.end))
+        starts.append(first + row.num_tokens)
+        if row.samples:
+            last_known[request] = starts[-1] - 1 - len(row.drafts)
+        if request.params.prompt_logprobs is not None and row.start < request.num_prompt - 1:
+            end = min(row.end, request.num_prompt - 1)
+            prompt_rows.extend(range(first, first + end - row.start))
+            prompts.append(PromptRows(request, request.token_ids[row.start + 1 : end + 1]))
+        if request.pools and (own := pooled_rows(row)):
+            vector_rows.extend(range(first + own.start, first + own.stop))
+            pooled.append(PooledRows(request, len(own)))
+    rounds = rounds_of(rows)
+    sampled_rows = array("q", [last_known[row.request] + j for j, part in enumerate(rounds) for row in part])
+    in_order = len(sampled_rows) == starts[-1] and (len(rounds) == 1 or len(rows) == 1)
+    wanted = None if in_order and not prompts else sampled_rows + prompt_rows + vector_rows
+    return StepBatch(
+        ids_T=to_device(ids, device),
+        ragged=ragged(rows, starts, positions, block_size, device),
+        wanted_R=None if wanted is None else to_device(wanted, device),
+        rounds=rounds,
+        num_sampled=len(sampled_rows),
+        prompts=prompts,
+        pooled=pooled,
+        fresh_blocks=begun_blocks(rows, block_size),
+    )
+
+
+def begun_blocks(rows: Sequence[ScheduledRequest], block_size: int) -> list[int]:
+    """Blocks that this step begins to fill and does not fill up."""
+    begun = []
+    for row in rows:
+        last_block, filled = divmod(row.start + row.num_tokens, block_size)
+        if filled and row.start <= last_block * block_size:
+            begun.append(row.request.block_table[last_block])
+    return begun
+
+
+def ragged(
+    rows: Sequence[ScheduledRequest],
+    starts: "array[int]",
+    positions: "array[int]",
+    block_size: int,
+    device: torch.device,
+) -> BatchLayout:
+    lens, contexts = [row.num_tokens for row in rows], [row.end for row in rows]
+    width = max(-(-context // block_size) for context in contexts)
+    tables = array("i")
+    for row, context in zip(rows, contexts, strict=True):
+        blocks = -(-context // block_size)
+        tables.extend(row.request.block_table[:blocks])
+        tables.extend([0] * (width - blocks))
+    tables_NB = from_array(tables).view(len(rows), width)
+    positions_T = from_array(positions)
+    block_T = positions_T // block_size
+    row_T = (
+        torch.repeat_interleave(torch.tensor(lens)) if len(positions) > len(rows) else torch.arange(len(rows))
+    )
+    slots_T = tables_NB[row_T, block_T] * block_size + positions_T % block_size
+    return BatchLayout(
+        block_size=block_size,
+        query_lens=lens,
+        contexts=contexts,
+        query_starts_N1=to_device(starts, device),
+        context_lens_N=to_device(array("i", contexts), device),
+        block_tables_NB=move(tables_NB, device),
+        positions_T=move(positions_T, device),
+        slots_T=move(slots_T, device),
+    )

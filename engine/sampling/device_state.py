@@ -1,0 +1,141 @@
+"""State of running requests that stays on the device, one fixed row each; steps bring only what changed.
+
+R rows, B blocks of the longest context. One row more than can run, and one block more than the pool has, are
+spare: rows that only fill up a batch read and write there.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.sampling_types import SampleRows
+
+from ..core.request import Request
+from ..core.step import ScheduledRequest
+from ..device.upload import Uploader
+from ..sampling_params import SamplingParams
+from .device_penalties import DevicePenalties
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What the device knows of one request."""
+
+    row: int
+    admission: int
+    blocks: int
+    """Of its block table, that are told."""
+    position: int
+    """Of the token in `last`; -1: none."""
+
+
+class DeviceRequestState:
+    """One writer of all tensors: this class, by `note` and `flush` for what the host knows, by `keep_drawn`
+    for what the device found.
+    """
+
+    def __init__(
+        self, count: int, width: int, spare_block: int, vocab_size: int, device: torch.device
+    ) -> None:
+        """`count`: requests that can run; `width`: blocks of the longest."""
+        self.spare = count
+        self.last_R = torch.zeros(count + 1, dtype=torch.int64, device=device)
+        """Each request's last token, whose KV is not computed yet."""
+        self.tables_RB = torch.full((count + 1, width), spare_block, dtype=torch.int32, device=device)
+        self._width = width
+        self._vocab_size = vocab_size
+        self._reals_R3 = torch.ones(count + 1, 3, dtype=torch.float64, device=device)
+        self._integers_R3 = torch.zeros(count + 1, 3, dtype=torch.int64, device=device)
+        self.rules: DevicePenalties | None = None
+        """Where a kernel of the backend reads them; set once, before the first step."""
+        self._held: dict[Request, _Slot] = {}
+        self._free = list(reversed(range(count)))
+        self._forget_changes()
+
+    def note(self, planned: ScheduledRequest) -> int:
+        """The row of this request, and a note of what the device has to learn before the step."""
+        request = planned.request
+        held = self._held.get(request)
+        if held is None or held.admission != planned.admission:
+            held = self._take(planned)
+        table = request.block_table
+        if held.blocks != len(table):
+            first = held.row * self._width
+            self._block_places.extend(range(first + held.blocks, first + len(table)))
+            self._blocks.extend(table[held.blocks :])
+            held.blocks = len(table)
+        if planned.num_tokens == 1 and held.position != planned.start:
+            self._last_rows.append(held.row)
+            self._last.append(request.token_ids[planned.start])
+        if planned.samples:
+            held.position = planned.start + planned.num_tokens
+            if self.rules is not None:
+                self.rules.draws(held.row)
+        return held.row
+
+    def flush(self, uploader: Uploader) -> None:
+        """Bring the notes to the device."""
+        if self._blocks:
+            places, blocks = uploader.upload(self._block_places, self._blocks)
+            self.tables_RB.view(-1).index_copy_(0, places, blocks)
+        if self._last:
+            rows, last = uploader.upload(self._last_rows, self._last)
+            self.last_R.index_copy_(0, rows, last)
+        if self._new_rows:
+            rows, reals, integers = uploader.upload(self._new_rows, self._reals, self._integers)
+            self._reals_R3.index_copy_(0, rows, reals.view(-1, 3))
+            self._integers_R3.index_copy_(0, rows, integers.view(-1, 3))
+        if self.rules is not None:
+            self.rules.flush(uploader)
+        self._forget_changes()
+
+    def keep_drawn(self, row_S: Tensor, ids_S: Tensor) -> None:
+        self.last_R.index_copy_(0, row_S, ids_S)
+
+    def sampling(self, row_S: Tensor, position_S: Tensor) -> SampleRows:
+        temperature_S, top_p_S, min_p_S = self._reals_R3[row_S].unbind(1)
+        seed_S, top_k_S, logprobs_S = self._integers_R3[row_S].unbind(1)
+        return SampleRows(
+            temperature=temperature_S.contiguous(),
+            top_k=top_k_S.to(torch.int32),
+            top_p=top_p_S.contiguous(),
+            min_p=min_p_S.contiguous(),
+            seed=seed_S.contiguous(),
+            position=position_S,
+            logprobs=logprobs_S.to(torch.int32),
+        )
+
+    def _take(self, planned: ScheduledRequest) -> _Slot:
+        request = planned.request
+        if (old := self._held.pop(request, None)) is not None:
+            self._free.append(old.row)
+        if not self._free:
+            self._sweep()
+        held = self._held[request] = _Slot(self._free.pop(), planned.admission, 0, -1)
+        self._new_rows.append(held.row)
+        reals, integers = sampling_numbers(request.params, self._vocab_size)
+        self._reals.extend(reals)
+        self._integers.extend(integers)
+        if self.rules is not None:
+            self.rules.take(held.row, request)
+        return held
+
+    def _sweep(self) -> None:
+        """Nobody tells when a request has left: its rows are found when they are needed."""
+        gone = [request for request, held in self._held.items() if request.admissions != held.admission]
+        assert gone, "more requests run than there are rows"
+        self._free += [self._held.pop(request).row for request in gone]
+
+    def _forget_changes(self) -> None:
+        self._block_places, self._blocks = array("q"), array("i")
+        self._last_rows, self._last = array("q"), array("q")
+        self._new_rows, self._reals, self._integers = array("q"), array("d"), array("q")
+
+
+def sampling_numbers(params: SamplingParams, vocab_size: int) -> tuple[Sequence[float], Sequence[int]]:
+    seed = (params.seed + (1 << 63)) % (1 << 64) - (1 << 63)
+    top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+    return (params.temperature, params.top_p, params.min_p), (seed, top_k, params.logprobs is not None)

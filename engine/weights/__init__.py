@@ -1,0 +1,1 @@
+"""Weights of a model, as its layers ask for them."""

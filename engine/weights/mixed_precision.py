@@ -1,0 +1,50 @@
+"""Weights of a mixed format: the linears that its recipe names are packed as the output head is."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.ops import Ops, PackedLinear
+
+from ..distributed.communicator import TensorParallel
+from ..model_config.mixed_precision import is_fine
+from .source import WeightRequest, WeightSource
+
+
+class MixedPrecisionSource:
+    """A `weights.Source` before another one."""
+
+    def __init__(self, source: WeightSource, layers: int) -> None:
+        self._source = source
+        self._layers = layers
+
+    @property
+    def ops(self) -> Ops:
+        return self._source.ops
+
+    @property
+    def rank(self) -> TensorParallel:
+        return self._source.rank
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._source.dtype
+
+    def vector(self, name: str, size: int) -> Tensor:
+        return self._source.vector(name, size)
+
+    def packed(self, asked: WeightRequest) -> PackedLinear:
+        if is_fine(asked.name, self._layers):
+            asked = replace(asked, kind="head")
+        return self._source.packed(asked)
+
+    def split(self, name: str, parts: Mapping[str, int]) -> None:
+        self._source.split(name, parts)
+
+    def skip(self, name: str) -> None:
+        self._source.skip(name)
+
+    def finish(self) -> None:
+        self._source.finish()

@@ -1,0 +1,227 @@
+"""The folder of packed weights: found, stored, aged and removed. Everything here may fail and nothing breaks.
+
+A file appears whole (written beside, synced, renamed) and is never changed, so readers need no lock. Writers
+and removers take one. A reader's file may be removed while it is mapped: its pages stay until it ends.
+No torch: the command line uses it too.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...units import show_bytes
+from .file import (
+    DamagedPackedFile,
+    MappedWeights,
+    PackedContent,
+    PackedIndex,
+    planned_bytes,
+    read_index,
+    write,
+)
+from .key import PackKey
+
+log = logging.getLogger(__name__)
+
+SUFFIX, UNFINISHED = ".weights", ".part"
+DISK_RESERVE = 0.05
+"""Share of the disk that stays free."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCacheEntry:
+    """A file in the folder. `index` is None for one that nobody can use."""
+
+    path: Path
+    size: int
+    last_used: float
+    """Unix seconds."""
+    index: PackedIndex | None
+
+    @property
+    def useless(self) -> bool:
+        """Damaged, or of weights that are gone or have changed."""
+        return self.index is None or not all(origin.still_there for origin in self.index.origins)
+
+
+class PackedWeightCache:
+    def __init__(self, folder: Path, most_bytes: int) -> None:
+        self.folder = folder
+        self._most = most_bytes
+        self._unfinished: Path | None = None
+        """What this process writes now."""
+
+    # ------------------------------------------------------------------ what loading calls
+
+    def find(self, key: PackKey) -> MappedWeights | None:
+        """Packed weights for `key`, checked; a file that is not what it should be is removed."""
+        path = self._path(key)
+        try:
+            mapped = _mapped(path, key)
+            with contextlib.suppress(OSError):  # a folder that cannot be written to
+                os.utime(path)
+        except FileNotFoundError:
+            return None
+        except DamagedPackedFile as damage:
+            self.discard(key, str(damage))
+            return None
+        except OSError as error:
+            log.warning("packed weights in %s cannot be read: %s", path, error.strerror)
+            return None
+        return mapped
+
+    def discard(self, key: PackKey, reason: str) -> None:
+        log.warning("packed weights in %s cannot be used (%s): packed again", self._path(key), reason)
+        with contextlib.suppress(OSError):
+            self._path(key).unlink()
+
+    def store(self, key: PackKey, contents: Sequence[PackedContent]) -> bool:
+        """Whether they are there now. Says in the log why not."""
+        try:
+            private_folder(self.folder)
+            with self._locked():
+                if self._path(key).exists():
+                    return True  # another process was first
+                self._sweep()
+                self._replace(key)
+                need = planned_bytes(contents)
+                if (reason := self._make_room(need)) is not None:
+                    log.warning("packed weights are not kept: %s", reason)
+                    return False
+                self._write(key, contents)
+        except OSError as error:
+            log.warning("packed weights are not kept in %s: %s", self.folder, error.strerror or error)
+            return False
+        log.info("packed weights are kept for the next load: %s (%s)", self._path(key), show_bytes(need))
+        return True
+
+    def drop_unfinished(self) -> None:
+        """From any thread: a write under way then leaves nothing."""
+        part, self._unfinished = self._unfinished, None
+        if part is not None:
+            with contextlib.suppress(OSError):
+                part.unlink()
+
+    def _write(self, key: PackKey, contents: Sequence[PackedContent]) -> None:
+        digest, origins = key.digest(), key.origins()
+        part = self._path(key).with_suffix(UNFINISHED)
+        self._unfinished = part
+        handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            with open(handle, "wb", buffering=0) as out:  # noqa: PTH123 - a descriptor
+                write(out, contents, key=digest, model=str(key.directory), format=key.format, origins=origins)
+                os.fsync(handle)
+            if origins == key.origins():  # else the checkpoint changed meanwhile
+                part.replace(self._path(key))
+        finally:
+            self.drop_unfinished()
+
+    # ------------------------------------------------------------------ what people call
+
+    def entries(self) -> list[PackedCacheEntry]:
+        """Least recently used first."""
+        found = []
+        with contextlib.suppress(OSError):
+            for path in self.folder.iterdir():
+                if path.suffix == SUFFIX:
+                    with contextlib.suppress(OSError):
+                        found.append(_entry(path))
+        return sorted(found, key=lambda entry: entry.last_used)
+
+    def prune(self, *, everything: bool = False) -> int:
+        """Remove what nobody can use any more, or all; bytes freed."""
+        if not self.folder.is_dir():
+            return 0
+        freed = 0
+        with contextlib.suppress(OSError), self._locked():
+            freed = self._sweep()
+            for entry in self.entries():
+                if everything or entry.useless:
+                    freed += self._remove(entry)
+        return freed
+
+    # ------------------------------------------------------------------ room; with the lock held
+
+    def _make_room(self, need: int) -> str | None:
+        """None when there is room, perhaps after removing old ones; else why not."""
+        entries = self.entries()
+        disk = shutil.disk_usage(self.folder)
+        short = need + int(DISK_RESERVE * disk.total) - disk.free
+        if need > self._most:
+            return f"{need / 1e9:.1f} GB are more than cache.repacked_gb allows"
+        if short > sum(entry.size for entry in entries):
+            return f"the disk would have less than {DISK_RESERVE:.0%} free"
+        over = max(short, sum(entry.size for entry in entries) + need - self._most)
+        for entry in sorted(entries, key=lambda entry: (not entry.useless, entry.last_used)):
+            if over <= 0:
+                break
+            log.info("packed weights not used for the longest time are removed: %s", entry.path)
+            over -= self._remove(entry)
+        return None if over <= 0 else "old ones cannot be removed"
+
+    def _replace(self, key: PackKey) -> None:
+        """Of the same weights in the same format: from before an update of the kernels or a new download."""
+        for entry in self.entries():
+            if entry.index and (entry.index.model, entry.index.format) == (str(key.directory), key.format):
+                self._remove(entry)
+
+    def _sweep(self) -> int:
+        """What a writer that died left: we hold the lock, so nobody writes."""
+        freed = 0
+        for part in self.folder.glob(f"*{UNFINISHED}"):
+            with contextlib.suppress(OSError):
+                size = part.stat().st_size
+                part.unlink()
+                freed += size
+        return freed
+
+    def _remove(self, entry: PackedCacheEntry) -> int:
+        try:
+            entry.path.unlink()
+        except OSError:
+            return 0
+        return entry.size
+
+    def _path(self, key: PackKey) -> Path:
+        return self.folder / f"{key.digest()}{SUFFIX}"
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        handle = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
+
+def _mapped(path: Path, key: PackKey) -> MappedWeights:
+    with path.open("rb") as file:
+        owner = os.fstat(file.fileno()).st_uid
+        if owner != os.geteuid():
+            raise DamagedPackedFile(f"it belongs to user id {owner}")
+        index = read_index(file)
+        if index.key != key.digest():
+            raise DamagedPackedFile("it is of other weights")
+        return MappedWeights(file, index)
+
+
+def _entry(path: Path) -> PackedCacheEntry:
+    status = path.stat()
+    index = None
+    with contextlib.suppress(DamagedPackedFile), path.open("rb") as file:
+        index = read_index(file)
+    return PackedCacheEntry(path, status.st_size, status.st_mtime, index)
+
+
+def private_folder(folder: Path) -> None:
+    """Made if it is not there. Raises PermissionError where others could put weights of theirs."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise PermissionError(1, f"others can write to it: chmod 700 {folder}")

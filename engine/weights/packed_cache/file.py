@@ -1,0 +1,216 @@
+"""One file of packed weights: written whole, mapped when it is read, checked before anything believes it.
+
+    data       items one after the other, each at a multiple of ALIGNMENT
+    index      JSON: key, what it was made from, items, a hash of each CHUNK of the data
+    trailer    magic, length and hash of the index
+
+XXH3 (64 bits) finds damage, not malice: whoever can write to the folder could as well replace the program.
+No torch here: the file may be looked at before torch is imported.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from xxhash import xxh3_64_intdigest
+
+MAGIC = b"LLMBOXW1"
+TRAILER = struct.Struct("<8sQQ")
+ALIGNMENT = 4096
+CHUNK = 4 << 20
+MAX_INDEX = 64 << 20
+
+
+class DamagedPackedFile(Exception):  # noqa: N818 - named for what was found
+    """The file is not what it says; nothing of it can be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedItem:
+    """Bytes under a name. What `shape` and `dtype` say of them is up to whoever wrote them."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedContent:
+    """An item on its way into a file."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class PackedOrigin:
+    """One file that the weights were made from, as it was then."""
+
+    path: str
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> "PackedOrigin":
+        status = path.stat()
+        return cls(str(path), status.st_size, status.st_mtime_ns)
+
+    @property
+    def still_there(self) -> bool:
+        try:
+            return PackedOrigin.of(Path(self.path)) == self
+        except OSError:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class PackedIndex:
+    key: str
+    model: str
+    """The model's directory."""
+    format: str
+    """For people: dtype or quantisation, and kernels."""
+    origins: tuple[PackedOrigin, ...]
+    items: tuple[PackedItem, ...]
+    data_bytes: int
+    hashes: tuple[int, ...]
+
+
+def planned_bytes(contents: Sequence[PackedContent]) -> int:
+    """Of the data; the index comes on top."""
+    return sum(_aligned(content.data.nbytes) for content in contents)
+
+
+def write(
+    out: BinaryIO,
+    contents: Sequence[PackedContent],
+    *,
+    key: str,
+    model: str,
+    format: str,  # noqa: A002 - the field's name
+    origins: Iterable[PackedOrigin],
+) -> None:
+    """`out` is empty and open for writing, unbuffered."""
+    chunks, items = _Chunks(out), []
+    for content in contents:
+        items.append(
+            PackedItem(content.name, content.shape, content.dtype, chunks.offset, content.data.nbytes)
+        )
+        chunks.add(content.data)
+        chunks.add(memoryview(bytes(-chunks.offset % ALIGNMENT)))
+    chunks.flush()
+    index = PackedIndex(key, model, format, tuple(origins), tuple(items), chunks.offset, tuple(chunks.hashes))
+    text = json.dumps(asdict(index)).encode()
+    out.write(text + TRAILER.pack(MAGIC, len(text), xxh3_64_intdigest(text)))
+
+
+class _Chunks:
+    """Writes whole chunks at multiples of CHUNK: the page cache then keeps them in huge pages."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self.offset = 0
+        self.hashes: list[int] = []
+        self._out = out
+        self._buffer = bytearray(CHUNK)
+        self._filled = 0
+
+    def add(self, data: memoryview) -> None:
+        while data:
+            part = data[: CHUNK - self._filled]
+            self._buffer[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            self.offset += len(part)
+            data = data[len(part) :]
+            if self._filled == CHUNK:
+                self.flush()
+
+    def flush(self) -> None:
+        if self._filled:
+            chunk = memoryview(self._buffer)[: self._filled]
+            self.hashes.append(xxh3_64_intdigest(chunk))
+            self._out.write(chunk)
+            self._filled = 0
+
+
+def read_index(file: BinaryIO) -> PackedIndex:
+    """Raises Damaged."""
+    size = os.fstat(file.fileno()).st_size
+    if size < TRAILER.size:
+        raise DamagedPackedFile(f"{size} bytes")
+    file.seek(size - TRAILER.size)
+    magic, length, digest = TRAILER.unpack(file.read(TRAILER.size))
+    if magic != MAGIC:
+        raise DamagedPackedFile("no trailer")
+    if length > min(MAX_INDEX, size - TRAILER.size):
+        raise DamagedPackedFile("an index longer than the file")
+    file.seek(size - TRAILER.size - length)
+    text = file.read(length)
+    if xxh3_64_intdigest(text) != digest:
+        raise DamagedPackedFile("the index has changed")
+    try:
+        index = _index(json.loads(text))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DamagedPackedFile(f"the index is not one: {error!r}") from None
+    if index.data_bytes != size - TRAILER.size - length:
+        raise DamagedPackedFile("data of another length")
+    return index
+
+
+def _index(raw: dict[str, Any]) -> PackedIndex:
+    items = tuple(PackedItem(**{**item, "shape": tuple(item["shape"])}) for item in raw["items"])
+    data_bytes, hashes = int(raw["data_bytes"]), tuple(raw["hashes"])
+    for item in items:
+        if not 0 <= item.offset <= item.offset + item.nbytes <= data_bytes or item.offset % ALIGNMENT:
+            raise ValueError(f"{item.name} lies outside")
+    if len(hashes) != -(-data_bytes // CHUNK) or len({item.name for item in items}) != len(items):
+        raise ValueError("counts do not agree")
+    return PackedIndex(
+        key=str(raw["key"]),
+        model=str(raw["model"]),
+        format=str(raw["format"]),
+        origins=tuple(PackedOrigin(**origin) for origin in raw["origins"]),
+        items=items,
+        data_bytes=data_bytes,
+        hashes=hashes,
+    )
+
+
+class MappedWeights:
+    """The data of a file, checked. Keeps its memory as long as somebody has a view of it."""
+
+    def __init__(self, file: BinaryIO, index: PackedIndex) -> None:
+        """Raises Damaged, or OSError when memory is short."""
+        self.index = index
+        self._items = {item.name: item for item in index.items}
+        memory = mmap.mmap(file.fileno(), index.data_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+        with contextlib.suppress(OSError):  # a file system without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = memoryview(memory)
+        for number, digest in enumerate(_hashes(self.memory)):
+            if digest != index.hashes[number]:
+                raise DamagedPackedFile(f"chunk {number} has changed")
+
+    def item(self, name: str) -> PackedItem | None:
+        return self._items.get(name)
+
+    def bytes_of(self, item: PackedItem) -> memoryview:
+        return self.memory[item.offset : item.offset + item.nbytes]
+
+
+def _hashes(data: memoryview) -> Iterator[int]:
+    for start in range(0, len(data), CHUNK):
+        yield xxh3_64_intdigest(data[start : start + CHUNK])
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

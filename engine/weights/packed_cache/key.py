@@ -1,0 +1,58 @@
+"""What packed weights depend on, as one name: checkpoint, format, kernels, shard. No torch."""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...checkpoint.index import weight_files
+from ...checkpoint.json_file import MAX_BYTES
+from ...checkpoint.regular_file import open_regular, read_regular
+from ...checkpoint.safetensors import MAX_HEADER
+from .file import PackedOrigin
+
+SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackKey:
+    directory: Path
+    dtype: str
+    quant: str
+    layout: str
+    """Of the kernels (`Packing.layout`)."""
+    shard: str = ""
+    """Which part of the model (`Layout.shard`); empty for all of it."""
+
+    @property
+    def format(self) -> str:
+        """For people."""
+        shard = f", part {self.shard}" if self.shard else ""
+        weights = self.dtype if self.quant == "none" else f"{self.quant} ({self.dtype})"
+        return f"{weights}, {self.layout.partition(' ')[0]}{shard}"
+
+    def origins(self) -> tuple[PackedOrigin, ...]:
+        """Raises ModelError and OSError."""
+        return tuple(PackedOrigin.of(file.resolve()) for file in weight_files(self.directory))
+
+    def digest(self) -> str:
+        """Raises ModelError and OSError. The bytes of the weights themselves are not read."""
+        digest = hashlib.sha256()
+        parts = (self.dtype, self.quant, self.layout, self.shard)
+        config = read_regular(self.directory / "config.json", MAX_BYTES)
+        for part in (*map(str.encode, parts), config):
+            digest.update(part + b"\0")
+        for file in weight_files(self.directory):
+            digest.update(identity(file.resolve()).encode() + b"\0")
+        return digest.hexdigest()[:32]
+
+
+def identity(file: Path) -> str:
+    """Of one weights file: a blob of the hub's cache is named by its content, others by place and header."""
+    if file.parent.name == "blobs" and SHA256.fullmatch(file.name):
+        return file.name
+    status = file.stat()
+    with open_regular(file) as stream:
+        length = min(int.from_bytes(stream.read(8), "little"), status.st_size, MAX_HEADER)
+        header = hashlib.sha256(stream.read(length)).hexdigest()
+    return f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0{header}"

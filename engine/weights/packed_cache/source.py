@@ -1,0 +1,134 @@
+"""Packed weights from a file of the cache, and into one."""
+
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.ops import Ops, PackedLinear
+from llmbox.kernels.weight_packing import Packing
+
+from ...checkpoint.regular_file import open_regular
+from ...distributed.communicator import SINGLE, TensorParallel
+from ...hardware.proc import before_end
+from ..source import WeightRequest
+from .cache import PackedWeightCache
+from .file import DamagedPackedFile, MappedWeights, PackedContent, PackedItem
+from .huge_pages import in_huge_pages, read_only
+from .key import PackKey
+
+log = logging.getLogger(__name__)
+
+_BIAS = ".bias"
+END_S = 1.5
+"""Seconds that the end of a process waits for the write; its daemon kills it after 2."""
+
+
+class PackedWeightSource:
+    """A `weights.Source`: everything as it was packed before. Asking for what is not there raises Damaged."""
+
+    def __init__(
+        self, ops: Ops, dtype: torch.dtype, file: MappedWeights, rank: TensorParallel = SINGLE
+    ) -> None:
+        assert ops.packing is not None
+        self.ops = ops
+        self.rank = rank
+        self._packing: Packing = ops.packing
+        self.dtype = dtype
+        self._file = file
+        mapped = read_only(file.memory)
+        self._bytes = in_huge_pages(mapped)
+        self.mapped = mapped.nbytes if self._bytes is mapped else 0
+        """Bytes of the file's own pages that stay."""
+
+    def vector(self, name: str, size: int) -> Tensor:
+        return self._tensor(name, (size,))
+
+    def packed(self, asked: WeightRequest) -> PackedLinear:
+        bias_O = self._tensor(asked.name + _BIAS, asked.shape[:1]) if asked.bias else None
+        item = self._item(asked.name, asked.shape, asked.kind)
+        panels = self._bytes[item.offset : item.offset + item.nbytes]
+        linear = self._packing.attach(asked.kind, asked.shape, self.dtype, panels, bias_O)
+        if linear is None:
+            raise DamagedPackedFile(f"{asked.name} does not fit its shape")
+        return linear
+
+    def split(self, name: str, parts: Mapping[str, int]) -> None:
+        pass
+
+    def skip(self, name: str) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        item = self._item(name, shape, str(self.dtype))
+        return self._bytes[item.offset : item.offset + item.nbytes].view(self.dtype).view(shape)
+
+    def _item(self, name: str, shape: tuple[int, ...], dtype: str) -> PackedItem:
+        item = self._file.item(name)
+        if item is None or (item.shape, item.dtype) != (shape, dtype):
+            raise DamagedPackedFile(f"{name} is missing or another one")
+        return item
+
+
+class PackedWeightWriter:
+    """Remembers everything that a load packs, and writes it to the cache behind the load's back."""
+
+    def __init__(self, cache: PackedWeightCache, key: PackKey, packing: Packing) -> None:
+        self._cache = cache
+        self._key = key
+        self._packing = packing
+        self._contents: list[PackedContent] = []
+        self._alive: list[Any] = []
+
+    def vector(self, name: str, vector: Tensor) -> None:
+        shape, dtype = tuple(vector.shape), str(vector.dtype)
+        self._add(name, shape, dtype, memoryview(bytes(vector.view(torch.uint8).tolist())))  # some kilobytes
+
+    def packed(self, asked: WeightRequest, packed: PackedLinear, bias_O: Tensor | None) -> None:
+        self._add(asked.name, asked.shape, asked.kind, self._packing.panels(packed))
+        self._alive.append(packed)
+        if bias_O is not None:
+            self.vector(asked.name + _BIAS, bias_O)
+
+    def start(self) -> threading.Thread:
+        """Write in a thread that gives way to everything else. A process that ends waits for it a moment."""
+        thread = threading.Thread(target=self._write, name="keep packed weights", daemon=True)
+        thread.start()
+        before_end(partial(self._end, thread))
+        return thread
+
+    def _end(self, thread: threading.Thread) -> None:
+        """The write is finished, or nothing of it stays."""
+        thread.join(END_S)
+        if thread.is_alive():
+            log.warning("packed weights are not kept: the engine ended while they were written")
+            self._cache.drop_unfinished()
+
+    def _write(self) -> None:
+        if hasattr(os, "setpriority"):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        try:
+            if self._cache.store(self._key, self._contents):
+                forget_pages([Path(origin.path) for origin in self._key.origins()])
+        except Exception:
+            log.exception("packed weights are not kept")
+        self._contents, self._alive = [], []
+
+    def _add(self, name: str, shape: tuple[int, ...], dtype: str, data: memoryview) -> None:
+        self._contents.append(PackedContent(name, shape, dtype, data))
+
+
+def forget_pages(files: Sequence[Path]) -> None:
+    """The next load will not read them: what the system keeps of them may go."""
+    for file in files:
+        with open_regular(file) as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

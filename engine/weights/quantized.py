@@ -1,0 +1,228 @@
+"""Which part of a checkpoint's codes and scales makes a rank's part of a rounded weight (`quantized_layout.py`)."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels import quantize_int as steps
+from llmbox.kernels.quant_formats import Quant
+from llmbox.kernels.weight_packing import QuantizedWeight
+
+from ..checkpoint.quantized_layout import INPUT_SCALES, STEP, scale_names, stored_columns, stored_dtype
+from ..checkpoint.safetensors import FETCH_AGAIN, TensorEntry, shown
+from ..checkpoint.tensor_io import refuse_non_finite
+from ..errors import ModelError, ParallelError
+from ..partition import ShardSlice
+
+
+def unpacked(stored: Tensor, quant: Quant, inputs: int) -> Tensor:
+    """Codes [O, I], int8 or E4M3, of what a checkpoint holds (`quantized_layout.py`); of formats with steps n."""
+    if quant.bits == 8:
+        return stored
+    halves = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1)[:, :inputs]
+    return halves.to(torch.int8) - (0 if quant.step else 8)
+
+
+def stored_codes(rounded: QuantizedWeight) -> Tensor:
+    """Codes as a checkpoint holds them: what `unpacked` reads, and numbers of steps from that."""
+    if rounded.quant.bits == 8:
+        return rounded.codes_OI
+    halves = rounded.halves()
+    halves = torch.nn.functional.pad(halves, (0, halves.shape[1] % 2), value=8)
+    return halves[:, 0::2] | halves[:, 1::2] << 4
+
+
+def reordered(rounded: QuantizedWeight, rows: list[int]) -> QuantizedWeight:
+    """With these rows, in this order. Rows stay within a block that shares scales."""
+    codes_OI = rounded.codes_OI.view(torch.uint8)[rows].view(rounded.codes_OI.dtype)
+    steps_OS = None if rounded.steps_OS is None else rounded.steps_OS[rows]
+    return replace(rounded, codes_OI=codes_OI, scales_OG=rounded.scales_OG[rows], steps_OS=steps_OS)
+
+
+def stored_parts(rows: ShardSlice, inputs: ShardSlice, quant: Quant) -> tuple[ShardSlice, ShardSlice]:
+    """Of a tensor of codes, what holds these rows and inputs. Groups are not cut."""
+    if quant.bits == 8:
+        return rows, inputs
+    return rows, ShardSlice(
+        stored_columns(quant, inputs.total), inputs.start // 2, stored_columns(quant, inputs.stop)
+    )
+
+
+def scale_parts(rows: ShardSlice, inputs: ShardSlice, quant: Quant) -> tuple[ShardSlice, ShardSlice]:
+    """Of its scales. Blocks may be cut between rows: then their scales belong to both parts."""
+    groups = ShardSlice(quant.groups(inputs.total), inputs.start // quant.group, quant.groups(inputs.stop))
+    assert not quant.by_output
+    if quant.kind != "blocks":
+        return rows, groups
+    return ShardSlice(quant.groups(rows.total), rows.start // quant.group, quant.groups(rows.stop)), groups
+
+
+def step_parts(rows: ShardSlice, inputs: ShardSlice, quant: Quant) -> tuple[ShardSlice, ShardSlice]:
+    """Of its steps, which no group's end cuts."""
+    _, groups = scale_parts(rows, inputs, quant)
+    each = quant.group // quant.step
+    return rows, ShardSlice(groups.total * each, groups.start * each, groups.stop * each)
+
+
+def scales_of_rows(scales: Tensor, rows: ShardSlice, quant: Quant) -> Tensor:
+    """One row of scales for each of the `rows`, of which blocks share theirs."""
+    if quant.kind != "blocks":
+        return scales
+    first = rows.start // quant.group * quant.group
+    spread = scales.repeat_interleave(quant.group, 0)
+    return spread[rows.start - first : rows.stop - first]
+
+
+def refuse_cut_groups(name: str, inputs: ShardSlice, quant: Quant) -> None:
+    """Raises ParallelError where a part of the inputs begins or ends inside a group: it has one scale."""
+    if quant.by_output:
+        return
+    if inputs.start % quant.group or (inputs.stop % quant.group and inputs.stop != inputs.total):
+        raise ParallelError(
+            f"the checkpoint's {quant.name} weights have one scale for {quant.group} inputs, and a part of "
+            f"{name} would have {inputs.size} of {inputs.total}: ask for another --tp, or for --pp"
+        )
+
+
+def stacked(codes: list[Tensor]) -> Tensor:
+    """By their bytes: 8-bit floats are not joined by all versions of torch."""
+    return torch.cat([each.view(torch.uint8) for each in codes]).view(codes[0].dtype)
+
+
+def refuse_other_codes(entry: TensorEntry, shape: tuple[int, ...], dtype: str) -> None:
+    """Raises ModelError where a tensor of codes or steps is not what config.json says."""
+    if (entry.dtype, entry.shape) != (dtype, shape):
+        raise ModelError(
+            f"{entry.file}: tensor {shown(entry.name)} is {entry.dtype} {list(entry.shape)}, config.json "
+            f"asks for {dtype} {list(shape)}; {FETCH_AGAIN}"
+        )
+
+
+def as_column(entry: TensorEntry) -> TensorEntry:
+    """Scales for each output, or one for all: [O, 1] or [1, 1], also where they are stored as [O] or []."""
+    return replace(entry, shape=(*entry.shape, 1, 1)[:2]) if len(entry.shape) < 2 else entry
+
+
+class QuantizedTensors(Protocol):
+    """Of a checkpoint, each to be taken once."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def has(self, name: str) -> bool: ...
+
+    def entry(self, name: str) -> TensorEntry:
+        """Takes it. Raises ModelError if it is not there."""
+        ...
+
+    def read(self, entry: TensorEntry, parts: tuple[ShardSlice, ...]) -> Tensor:
+        """As stored, on the CPU."""
+        ...
+
+    def fill(self, entry: TensorEntry, target: Tensor, *parts: ShardSlice) -> None:
+        """Converted to the dtype of `target`; NaN and wrong shapes are refused."""
+        ...
+
+
+def read_rounded(
+    tensors: QuantizedTensors, outputs: Mapping[str, ShardSlice], inputs: ShardSlice, quant: Quant
+) -> QuantizedWeight:
+    """`outputs`: {name without `.weight`: rows}. Each keeps its own scales: nothing is rounded again.
+
+    Raises ModelError, ParallelError.
+    """
+    refuse_cut_groups("+".join(outputs), inputs, quant)
+    codes, scales, found = [], [], []
+    for name, rows in outputs.items():
+        codes.append(read_codes(tensors, f"{name}.weight", rows, inputs, quant))
+        scales.append(read_scales(tensors, f"{name}.weight", rows, inputs, quant))
+        if quant.step:
+            found.append(read_steps(tensors, f"{name}.weight{STEP}", rows, inputs, quant))
+    codes_OI, steps_OS = stacked(codes), None
+    if quant.step:
+        steps_OS = torch.cat(found)
+        codes_OI = steps.to_numbers(codes_OI, steps_OS, quant)
+    given = read_given(tensors, outputs) if quant.kind == "given" else None
+    return QuantizedWeight(quant, codes_OI, torch.cat(scales), given, steps_OS)
+
+
+def read_codes(
+    tensors: QuantizedTensors, name: str, rows: ShardSlice, inputs: ShardSlice, quant: Quant
+) -> Tensor:
+    """[rows, inputs] of that part; padding is zeros."""
+    entry = tensors.entry(name)
+    parts = stored_parts(rows, inputs, quant)
+    refuse_other_codes(entry, tuple(part.total for part in parts), stored_dtype(quant))
+    raw = tensors.read(entry, parts)
+    if quant.is_float:
+        refuse_non_finite(raw, entry, "")
+    codes_OI = unpacked(raw, quant, inputs.stop - inputs.start)
+    target = torch.zeros((rows.size, inputs.size), dtype=codes_OI.dtype, device=tensors.device)
+    target[: len(codes_OI)].copy_(codes_OI)
+    return target
+
+
+def read_steps(
+    tensors: QuantizedTensors, name: str, rows: ShardSlice, inputs: ShardSlice, quant: Quant
+) -> Tensor:
+    """[rows, steps of inputs] of that part; padding is what makes zeros of zeros."""
+    entry = tensors.entry(name)
+    parts = step_parts(rows, inputs, quant)
+    refuse_other_codes(entry, tuple(part.total for part in parts), "U8")
+    raw = tensors.read(entry, parts)
+    if bool(((raw & 15) == 0).any()):
+        raise ModelError(f"{entry.file}: tensor {shown(entry.name)} has a step of 0; {FETCH_AGAIN}")
+    target = torch.full(
+        (rows.size, quant.steps(inputs.size)), steps.PLAIN, dtype=torch.uint8, device=tensors.device
+    )
+    target[: len(raw), : raw.shape[1]].copy_(raw)
+    return target
+
+
+def read_scales(
+    tensors: QuantizedTensors, name: str, rows: ShardSlice, inputs: ShardSlice, quant: Quant
+) -> Tensor:
+    """[rows, groups of inputs] of that part; padding is zeros."""
+    entry = tensors.entry(one_of(tensors, [f"{name}{scale}" for scale in scale_names(quant)]))
+    dtype = torch.float32 if quant.is_float else torch.float16
+    if quant.by_output:
+        return read_column(tensors, as_column(entry), rows)
+    parts = scale_parts(rows, inputs, quant)
+    stored = torch.empty([part.size for part in parts], dtype=dtype, device=tensors.device)
+    tensors.fill(entry, stored, *parts)
+    return scales_of_rows(stored, rows, quant)
+
+
+def read_column(tensors: QuantizedTensors, entry: TensorEntry, rows: ShardSlice) -> Tensor:
+    """[rows, 1]: one for each output, or the one that all of them share."""
+    part = ShardSlice.whole(1) if entry.shape == (1, 1) else rows
+    stored = torch.empty((part.size, 1), dtype=torch.float32, device=tensors.device)
+    tensors.fill(entry, stored, part, ShardSlice.whole(1))
+    return stored.expand(rows.size, 1)
+
+
+def read_given(tensors: QuantizedTensors, names: Mapping[str, ShardSlice]) -> Tensor:
+    """[1]: the scale of all activations that these linears share, as they read the same ones.
+
+    Where they were calibrated apart it is the largest: what one of them could hold is not cut off.
+    """
+    found = []
+    for name in names:
+        entry = tensors.entry(one_of(tensors, [f"{name}.{scale}" for scale in INPUT_SCALES]))
+        scale = torch.empty((1, 1), dtype=torch.float32)
+        tensors.fill(as_column(entry), scale, ShardSlice.whole(1), ShardSlice.whole(1))
+        if not scale.item() > 0:
+            raise ModelError(
+                f"{entry.file}: tensor {shown(entry.name)} is {scale.item()}, no scale of activations; "
+                f"{FETCH_AGAIN}"
+            )
+        found.append(scale.view(1))
+    return torch.cat(found).amax(0, keepdim=True).to(tensors.device)
+
+
+def one_of(tensors: QuantizedTensors, names: list[str]) -> str:
+    """The first where none is there, for it to be told as missing."""
+    return next(filter(tensors.has, names), names[0])

@@ -1,0 +1,355 @@
+"""Weights flow from the files into the model one tensor at a time, checked, fused and packed on the way.
+
+The model asks for what it needs, in its own order; `finish` then refuses what nobody asked for. The most
+memory in use beyond the model is one fused linear and one tensor of it.
+
+    Weights      names: what the model's layers ask
+    Source       where weights come from: `Checkpoint` here, or `packed_cache/source.py`
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llmbox.kernels.ops import Ops, PackedLinear
+from llmbox.kernels.quant_formats import OF_LAYERS, Quant
+from llmbox.kernels.weight_packing import Kind, StoredWeights
+
+from ..checkpoint.index import QUANTIZED_DTYPES, list_tensors, refuse_unsaid
+from ..checkpoint.quantized_layout import BOUNDS, OF_KEYS_AND_VALUES, SCALES, STEP
+from ..checkpoint.regular_file import open_regular
+from ..checkpoint.safetensors import FETCH_AGAIN, TensorEntry, shown
+from ..checkpoint.tensor_io import (
+    DTYPES,
+    ROUNDED_DTYPES,
+    byte_runs,
+    bytes_of,
+    read_fully,
+    refuse_non_finite,
+    split_rows,
+)
+from ..checkpoint.unquantized_layers import holds_floats, is_kept_wide
+from ..distributed.communicator import SINGLE, TensorParallel
+from ..errors import ModelError
+from ..partition import ShardSlice
+from .quantized import read_rounded, reordered
+
+
+def pack(ops: Ops, kind: Kind, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
+    match kind:
+        case "linear":
+            return ops.pack_linear(weight_OI, bias_O)
+        case "experts":
+            assert ops.pack_experts is not None
+            return ops.pack_experts(weight_OI)
+        case "head":
+            return ops.pack_head(weight_OI, bias_O)
+        case "router":
+            return ops.pack_router(weight_OI)
+        case _:
+            return ops.pack_embedding(weight_OI, kind == "tied")
+
+
+NOT_NEEDED = (".rotary_emb.inv_freq", "score.weight", *OF_KEYS_AND_VALUES, *BOUNDS)
+"""Ends of names. Older checkpoints store the first; it is computed from config.json. The second is no part of
+what the engine computes (`config.py`)."""
+TOLD_EVERY = 1 << 20
+"""Bytes between two reports of progress, where a tensor is read in many small runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRequest:
+    """One packed weight: `outputs` are tensors stacked to one, {full name: rows}, without `.weight`.
+
+    Rows and inputs say which part of each tensor is wanted here.
+    """
+
+    kind: Kind
+    outputs: Mapping[str, ShardSlice]
+    inputs: ShardSlice
+    bias: bool = False
+    order: tuple[int, ...] | None = None
+    """Row i is made of the stack's row order[i]."""
+
+    @property
+    def name(self) -> str:
+        """Of the stack, unique in a model."""
+        return "+".join(self.outputs)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(rows.size for rows in self.outputs.values()), self.inputs.size
+
+
+class WeightSource(Protocol):
+    @property
+    def ops(self) -> Ops: ...
+
+    @property
+    def rank(self) -> TensorParallel: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what the model computes with."""
+        ...
+
+    def vector(self, name: str, size: int) -> Tensor: ...
+
+    def packed(self, asked: WeightRequest) -> PackedLinear: ...
+
+    def split(self, name: str, parts: Mapping[str, int]) -> None:
+        """The checkpoint may have a tensor `name`.weight that is these, {name: rows}, one after another."""
+        ...
+
+    def skip(self, name: str) -> None:
+        """`name` may be there and is not used. With a dot at its end: everything under it."""
+        ...
+
+    def finish(self) -> None:
+        """Raises ModelError for what nobody asked for."""
+        ...
+
+
+class Weights:
+    """Tensors under a name prefix; `at` goes deeper."""
+
+    def __init__(self, source: WeightSource, prefix: str = "") -> None:
+        self._source = source
+        self._prefix = prefix
+
+    @property
+    def rank(self) -> TensorParallel:
+        return self._source.rank
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._source.dtype
+
+    def at(self, name: str) -> "Weights":
+        return Weights(self._source, f"{self._prefix}{name}.")
+
+    def vector(self, name: str, size: int) -> Tensor:
+        return self._source.vector(f"{self._prefix}{name}", size)
+
+    def skip(self, name: str) -> None:
+        self._source.skip(f"{self._prefix}{name}")
+
+    def split(self, name: str, parts: Mapping[str, int]) -> None:
+        """For the checkpoint's linear `name` to be asked as several: {name: rows of all ranks}."""
+        self._source.split(
+            f"{self._prefix}{name}", {f"{self._prefix}{part}": rows for part, rows in parts.items()}
+        )
+
+    def embedding(self, name: str, vocab: ShardSlice, hidden: int, *, tied: bool) -> PackedLinear:
+        outputs = {f"{self._prefix}{name}": vocab}
+        return self._source.packed(
+            WeightRequest("tied" if tied else "table", outputs, ShardSlice.whole(hidden))
+        )
+
+    def head(self, name: str, vocab: ShardSlice, hidden: int) -> PackedLinear:
+        return self._source.packed(
+            WeightRequest("head", {f"{self._prefix}{name}": vocab}, ShardSlice.whole(hidden))
+        )
+
+    def router(self, name: str, experts: ShardSlice, hidden: ShardSlice) -> PackedLinear:
+        return self._source.packed(WeightRequest("router", {f"{self._prefix}{name}": experts}, hidden))
+
+    def linear(
+        self,
+        outputs: Mapping[str, ShardSlice],
+        inputs: ShardSlice,
+        *,
+        bias: bool,
+        experts: bool = False,
+        order: tuple[int, ...] | None = None,
+    ) -> PackedLinear:
+        """One linear of all the named ones, stacked: {name: rows}.
+
+        `experts`: for `Ops.pack_experts`. `order`: as in `WeightRequest`.
+
+        Where inputs are shared, results are summed over the ranks: the first one's hold the bias.
+        """
+        full = {f"{self._prefix}{name}": rows for name, rows in outputs.items()}
+        if bias and inputs.start > 0:
+            bias = False
+            for name in full:
+                self._source.skip(f"{name}.bias")
+        return self._source.packed(
+            WeightRequest("experts" if experts else "linear", full, inputs, bias, order)
+        )
+
+
+class WeightObserver(Protocol):
+    """Hears of everything that was made."""
+
+    def vector(self, name: str, vector: Tensor) -> None: ...
+    def packed(self, asked: WeightRequest, packed: PackedLinear, bias_O: Tensor | None) -> None: ...
+
+
+class Checkpoint:
+    """A `WeightSource`: the checkpoint's files, read as the model asks.
+
+    `progress` gets bytes read so far and bytes in all.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Callable[[int, int], None] = lambda _done, _total: None,
+        keeper: WeightObserver | None = None,
+        rank: TensorParallel = SINGLE,
+    ) -> None:
+        self.ops = ops
+        self.rank = rank
+        self.dtype = dtype
+        self.device = device
+        self._directory = directory
+        self._entries = list_tensors(directory)
+        self._of_floats = holds_floats(self._entries)
+        self._progress = progress
+        self._keeper = keeper
+        self._done = self._told = 0
+        self._total = sum(entry.nbytes for entry in self._entries.values())
+
+    def vector(self, name: str, size: int) -> Tensor:
+        vector = self.take(name, (size,))
+        if self._keeper is not None:
+            self._keeper.vector(name, vector)
+        return vector
+
+    def packed(self, asked: WeightRequest) -> PackedLinear:
+        if self._of_floats and asked.kind in OF_LAYERS and is_kept_wide(asked.outputs, self._entries):
+            asked = replace(asked, kind="head")  # which such formats leave wide
+        stored = self.ops.packing or self.ops.stored
+        quant = None if stored is None else stored.format(asked.kind)
+        entry = self._entries.get(f"{next(iter(asked.outputs))}.weight")
+        rounded = entry is not None and entry.dtype in QUANTIZED_DTYPES
+        if stored is not None and quant is not None and (rounded or quant.in_checkpoints_only):
+            packed, bias_O = self._pack_rounded(asked, stored, quant)
+        else:
+            if entry is not None:
+                refuse_unsaid(entry)
+            packed, bias_O = self._pack(asked)
+        if self._keeper is not None:
+            self._keeper.packed(asked, packed, bias_O)
+        return packed
+
+    def _pack(self, asked: WeightRequest) -> tuple[PackedLinear, Tensor | None]:
+        weight_OI = torch.empty(asked.shape, dtype=self.dtype, device=self.device)
+        row = 0
+        for name, rows in asked.outputs.items():
+            end = row + rows.size
+            self.take_into(f"{name}.weight", weight_OI[row:end], rows, asked.inputs)
+            row = end
+        if asked.order is not None:
+            weight_OI = weight_OI[list(asked.order)]
+        bias_O = self._bias(asked)
+        return pack(self.ops, asked.kind, weight_OI, bias_O), bias_O
+
+    def _pack_rounded(
+        self, asked: WeightRequest, stored: StoredWeights, quant: Quant
+    ) -> tuple[PackedLinear, Tensor | None]:
+        rounded = read_rounded(self, asked.outputs, asked.inputs, quant)
+        if asked.kind == "experts" and self.ops.pack_experts is not None:
+            return self.ops.pack_experts(rounded), None
+        if asked.order is not None:
+            rounded = reordered(rounded, list(asked.order))
+        bias_O = self._bias(asked)
+        return stored.pack_rounded(rounded, self.dtype, bias_O), bias_O
+
+    def _bias(self, asked: WeightRequest) -> Tensor | None:
+        if not asked.bias:
+            return None
+        bias_O = torch.empty(asked.shape[0], dtype=self.dtype, device=self.device)
+        row = 0
+        for name, rows in asked.outputs.items():
+            self.take_into(f"{name}.bias", bias_O[row : row + rows.size], rows)
+            row += rows.size
+        return bias_O if asked.order is None else bias_O[list(asked.order)]
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        target = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.take_into(name, target)
+        return target
+
+    def take_into(self, name: str, target: Tensor, *parts: ShardSlice) -> None:
+        """Read `name` into `target`, converted to its dtype. Each name can be taken once.
+
+        `parts`: of each dimension, what to read; all of it where none are given. Padding is zeros.
+        """
+        self.fill(self.entry(name), target, *(parts or map(ShardSlice.whole, target.shape)))
+
+    def fill(self, entry: TensorEntry, target: Tensor, *parts: ShardSlice) -> None:
+        """The same of an entry that was taken already."""
+        wanted, where = tuple(part.total for part in parts), f"{entry.file}: tensor {shown(entry.name)}"
+        if entry.shape != wanted:
+            raise ModelError(
+                f"{where} has shape {list(entry.shape)}, config.json asks for {list(wanted)}: config and "
+                "weights are not of the same model"
+            )
+        if entry.dtype in ROUNDED_DTYPES:
+            raise ModelError(f"{where} may not be {entry.dtype}; {FETCH_AGAIN}")
+        raw = self.read(entry, parts)
+        refuse_non_finite(raw, entry, "")
+        rows = len(raw)
+        target[:rows].copy_(raw)
+        target[rows:].zero_()
+        if self.dtype == torch.float16 and entry.dtype != "F16":
+            refuse_non_finite(target, entry, " in float16: serve the model in bfloat16 or float32")
+
+    def has(self, name: str) -> bool:
+        return name in self._entries
+
+    def entry(self, name: str) -> TensorEntry:
+        entry = self._entries.pop(name, None)
+        if entry is None:
+            raise ModelError(f"{self._directory}: tensor {shown(name)} is missing; {FETCH_AGAIN}")
+        return entry
+
+    def split(self, name: str, parts: Mapping[str, int]) -> None:
+        for suffix in (".weight", ".bias", *(f".weight{scale}" for scale in SCALES)):
+            if entry := self._entries.pop(f"{name}{suffix}", None):
+                self._entries |= {f"{part}{suffix}": cut for part, cut in split_rows(entry, parts).items()}
+
+    def skip(self, name: str) -> None:
+        names = [n for n in self._entries if n.startswith(name)] if name.endswith(".") else [name]
+        for each in (*names, *(f"{name}{scale}" for scale in (*SCALES, STEP))):
+            entry = self._entries.pop(each, None)
+            self._total -= entry.nbytes if entry else 0
+
+    def finish(self) -> None:
+        for name in [name for name in self._entries if name.endswith(NOT_NEEDED)]:
+            self.skip(name)
+        if self._entries:
+            name, entry = next(iter(self._entries.items()))
+            more = f" and {len(self._entries) - 1} more" if len(self._entries) > 1 else ""
+            raise ModelError(
+                f"{entry.file}: tensor {shown(name)}{more} has no place in the architecture that config.json "
+                "names: config and weights are not of the same model"
+            )
+
+    def read(self, entry: TensorEntry, parts: tuple[ShardSlice, ...]) -> Tensor:
+        runs, shape = byte_runs(entry, parts)
+        buffer = torch.empty(sum(length for _, length in runs), dtype=torch.uint8)
+        self._total -= entry.nbytes - buffer.nbytes
+        view = bytes_of(buffer)
+        try:
+            with open_regular(entry.file, buffering=0) as stream:
+                for offset, length in runs:
+                    stream.seek(entry.offset + offset)
+                    read_fully(stream.readinto, view[:length], entry)
+                    view = view[length:]
+                    self._done += length
+                    if self._done - self._told >= TOLD_EVERY or not view:
+                        self._told = self._done
+                        self._progress(self._done, self._total)
+        except OSError as error:
+            raise ModelError(f"{entry.file} cannot be read: {error.strerror}") from None
+        return buffer.view((DTYPES | ROUNDED_DTYPES)[entry.dtype]).view(shape)

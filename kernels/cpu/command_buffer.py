@@ -1,0 +1,150 @@
+"""Where operations go: run at once, or recorded on a tape that one call runs.
+
+eager       each operation is made, run and freed; results are new tensors
+recording   operations join the tape; results are buffers of `capacity` rows that the tape keeps
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..op_types import BatchLayout
+from ..ops import StepInputs
+from .ffi import Step
+
+
+class CommandBuffer:
+    """Operations with everything their pointers need. `capacity` is the most rows of a step."""
+
+    def __init__(self, library: ctypes.CDLL, capacity: int, angles: list[int]) -> None:
+        """`angles`: addresses of the tables of angles of the step that is recorded."""
+        self.capacity = capacity
+        self.angles = angles
+        self._library = library
+        self._ops: list[int] = []
+        self._calls: list[tuple[int, Callable[..., None], tuple[Tensor, ...]]] = []
+        """(how many operations come before it, function, its tensors)."""
+        self._kept: list[Any] = []
+        self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
+        self._array: Any = None
+
+    def add(self, op: int, *kept: Any) -> None:
+        self._ops.append(op)
+        self._kept.append(kept)
+
+    def call(self, function: Callable[..., None], tensors: tuple[Tensor, ...]) -> None:
+        self._calls.append((len(self._ops), function, tensors))
+
+    def buffer(self, name: str, width: int, dtype: torch.dtype) -> Tensor:
+        """One for each operation and shape: a result lives until the operation runs again (see `Ops`)."""
+        key = name, width, dtype
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(self.capacity, width, dtype=dtype)
+        return self._buffers[key]
+
+    def run(self, step: Step) -> None:
+        if self._array is None:
+            self._array = (ctypes.c_void_p * len(self._ops))(*self._ops)
+        done = 0
+        for end, function, tensors in self._calls:
+            self._run(done, end, step)
+            function(*(tensor[: step.rows] for tensor in tensors))
+            done = end
+        self._run(done, len(self._ops), step)
+
+    def _run(self, start: int, end: int, step: Step) -> None:
+        if start < end:
+            size = end - start
+            part = (ctypes.c_void_p * size).from_buffer(self._array, start * ctypes.sizeof(ctypes.c_void_p))
+            self._library.llmbox_run(part, size, step)
+
+    def __del__(self) -> None:
+        for op in self._ops:
+            self._library.llmbox_op_free(op)
+
+
+class CommandRecorder:
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._tape: CommandBuffer | None = None
+
+    @contextmanager
+    def recording(self, capacity: int, cos_ATD: Tensor) -> Iterator[CommandBuffer]:
+        assert self._tape is None
+        self._tape = CommandBuffer(self._library, capacity, [cos_TD.data_ptr() for cos_TD in cos_ATD])
+        try:
+            yield self._tape
+        finally:
+            self._tape = None
+
+    def table_of(self, cos_TD: Tensor) -> int:
+        """Which of the step's tables of angles it is. An eager operation gets that one alone."""
+        return 0 if self._tape is None else self._tape.angles.index(cos_TD.data_ptr())
+
+    def result(self, name: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        if self._tape is not None:
+            return self._tape.buffer(name, width, dtype)
+        return torch.empty(rows, width, dtype=dtype)
+
+    def call(self, function: Callable[..., None], tensors: tuple[Tensor, ...]) -> None:
+        if self._tape is not None:
+            self._tape.call(function, tensors)
+        else:
+            function(*tensors)
+
+    def states(self, name: str, like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        return self.result(f"states {name}", len(like), width, dtype)
+
+    def submit(self, op: int, step: Step, *kept: Any) -> None:
+        """`step` is what an eager operation runs with; a tape gets the step of each run."""
+        if self._tape is not None:
+            self._tape.add(op, *kept)
+            return
+        self._library.llmbox_run((ctypes.c_void_p * 1)(op), 1, step)
+        self._library.llmbox_op_free(op)
+
+
+SMALLEST_TAPE = 64
+"""Rows. A larger step records a larger tape."""
+
+
+class CommandGraph:
+    """`body` recorded at its first call, and again when a step has more rows than the tape has room for."""
+
+    def __init__(self, recorder: CommandRecorder, body: Callable[[StepInputs], tuple[Tensor, ...]]) -> None:
+        self._recorder = recorder
+        self._body = body
+        self._tape: CommandBuffer | None = None
+        self._outputs: tuple[Tensor, ...] = ()
+
+    def __call__(self, inputs: StepInputs) -> tuple[Tensor, ...]:
+        rows = len(inputs.ids_T)
+        if self._tape is None or rows > self._tape.capacity:
+            self._tape, self._outputs = None, ()  # let go before the larger one is made
+            capacity = max(SMALLEST_TAPE, 1 << (rows - 1).bit_length())
+            with self._recorder.recording(capacity, inputs.cos_ATD) as tape:
+                self._outputs = self._body(inputs)
+            self._tape = tape
+        step = ragged_step(rows, next(iter(inputs.plans.values())).ragged)
+        step.ids = inputs.ids_T.data_ptr()
+        step.cos, step.sin = inputs.cos_ATD.data_ptr(), inputs.sin_ATD.data_ptr()
+        self._tape.run(step)
+        return tuple(output[:rows] for output in self._outputs)
+
+
+def ragged_step(rows: int, ragged: BatchLayout) -> Step:
+    """`ragged` must stay alive until the step has run."""
+    return Step(
+        rows=rows,
+        sequences=len(ragged.query_lens),
+        block_size=ragged.block_size,
+        table_width=ragged.block_tables_NB.shape[1],
+        query_starts=ragged.query_starts_N1.data_ptr(),
+        contexts=ragged.context_lens_N.data_ptr(),
+        block_tables=ragged.block_tables_NB.data_ptr(),
+        slots=ragged.slots_T.data_ptr(),
+    )

@@ -1,0 +1,109 @@
+"""The C interface of native/*.cpp, declared for ctypes."""
+
+import ctypes
+from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from pathlib import Path
+
+from .compiling import NativeUnavailable
+
+
+class DeniedInstructions(NativeUnavailable):
+    """The system keeps them from this process: another library of the same level would not do either."""
+
+
+class Step(ctypes.Structure):
+    """Mirror of `Step` in native/tape.h."""
+
+    _fields_ = (
+        ("rows", c_int32),
+        ("sequences", c_int32),
+        ("block_size", c_int32),
+        ("table_width", c_int32),
+        ("ids", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("query_starts", c_void_p),
+        ("contexts", c_void_p),
+        ("block_tables", c_void_p),
+        ("slots", c_void_p),
+    )
+
+
+class NativeDrawRow(ctypes.Structure):
+    """Mirror of `NativeDrawRow` in native/draw.h and of `Edits` in native/edits.h, which it ends with."""
+
+    _fields_ = (
+        ("temperature", c_double),
+        ("top_p", c_double),
+        ("min_p", c_double),
+        ("top_k", c_int64),
+        ("seed", c_uint64),
+        ("position", c_uint64),
+        ("bias_ids", c_void_p),
+        ("biases", c_void_p),
+        ("bias_count", c_int64),
+        ("counted_ids", c_void_p),
+        ("counts", c_void_p),
+        ("counted_count", c_int64),
+        ("repetition", c_double),
+        ("frequency", c_double),
+        ("presence", c_double),
+        ("forbidden", c_void_p),
+        ("forbidden_count", c_int64),
+        ("allowed", c_void_p),
+        ("allowed_count", c_int64),
+    )
+
+
+P, INT, LONG, FLOAT = c_void_p, c_int, c_int64, c_float
+
+FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "llmbox_usable": (INT, ()),
+    "llmbox_threads": (None, (INT, POINTER(c_int))),
+    "llmbox_threads_running": (INT, ()),
+    "llmbox_linear_new": (P, (INT, INT, INT, P, P)),
+    "llmbox_quant_new": (P, (INT, INT, INT, INT, INT, INT, P, P)),
+    "llmbox_quant_from": (P, (INT, INT, INT, INT, P, P, P, P)),
+    "llmbox_quantize": (None, (INT, INT, INT, INT, INT, P, P, P, P)),
+    "llmbox_linear_at": (P, (INT, INT, INT, P, P)),
+    "llmbox_quant_at": (P, (INT, INT, INT, INT, INT, P, P)),
+    "llmbox_packed": (P, (P,)),
+    "llmbox_packed_bytes": (LONG, (P,)),
+    "llmbox_linear_free": (None, (P,)),
+    "llmbox_cache_new": (P, (INT, INT, INT, INT, INT, INT)),
+    "llmbox_cache_free": (None, (P,)),
+    "llmbox_cache_copy": (None, (P, INT, INT)),
+    "llmbox_cache_clear": (None, (P, INT)),
+    "llmbox_linear_op": (P, (INT, P, P, LONG, P, LONG, INT)),
+    "llmbox_embedding_op": (P, (INT, P, FLOAT, P, LONG)),
+    "llmbox_quant_op": (P, (INT, P, P, LONG, P, LONG, INT)),
+    "llmbox_quant_embedding_op": (P, (INT, P, FLOAT, P, LONG)),
+    "llmbox_norm_op": (P, (INT, INT, P, LONG, P, INT, INT, FLOAT, P)),
+    "llmbox_add_norm_op": (P, (INT, INT, P, LONG, P, P, INT, FLOAT, P)),
+    "llmbox_rotary_op": (P, (INT, P, LONG, INT, INT, INT)),
+    "llmbox_gate_mul_op": (P, (INT, INT, P, LONG, INT)),
+    "llmbox_softcap_op": (P, (P, LONG, INT, FLOAT)),
+    "llmbox_experts_op": (P, (INT, INT, INT, P, P, P, LONG, P, LONG, INT, INT, P, LONG)),
+    "llmbox_write_kv_op": (P, (INT, INT, P, INT, P, LONG, P, LONG)),
+    "llmbox_heads_op": (P, (INT, INT, INT, P, INT, P, LONG, INT, P, FLOAT, INT)),
+    "llmbox_attention_op": (P, (INT, INT, P, INT, P, LONG, INT, INT, FLOAT, FLOAT, P)),
+    "llmbox_best_op": (P, (P, LONG, INT, P, P)),
+    "llmbox_draw_op": (P, (P, LONG, INT, P, P)),
+    "llmbox_rank_op": (P, (P, LONG, INT, P, P, INT, P, P, P)),
+    "llmbox_op_free": (None, (P,)),
+    "llmbox_run": (None, (POINTER(c_void_p), INT, POINTER(Step))),
+}
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """The calls release the interpreter lock. Raises NativeUnavailable."""
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in FUNCTIONS.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        raise NativeUnavailable(f"{path} cannot be loaded: {error}") from None
+    if not library.llmbox_usable():
+        raise DeniedInstructions(f"{path.name} needs instructions that the system keeps from this process")
+    return library

@@ -1,0 +1,62 @@
+"""From a level's name to a backend that is ready: a library that came along, or one compiled here."""
+
+import ctypes
+import logging
+from functools import cache
+from itertools import pairwise
+
+from .backend import CPUBackend
+from .build import library_path, native_expected
+from .compiling import NativeUnavailable, find_compiler, layout
+from .ffi import DeniedInstructions, open_library
+from .isa import Level, usable_levels
+from .prebuilt import find_prebuilt
+
+log = logging.getLogger(__name__)
+
+PREBUILT, COMPILED = "prebuilt", "compiled here"
+
+
+def backend_name(level: Level) -> str:
+    return f"cpu {level.name}"
+
+
+@cache
+def load_backend(name: str) -> CPUBackend:
+    """`name` is "cpu" for the best of this machine, or a level's. Raises NativeUnavailable."""
+    levels = {backend_name(level): level for level in usable_levels()}
+    if name == "cpu":
+        return best_backend(list(levels))
+    if name not in levels:
+        raise NativeUnavailable(f"this machine cannot run {name!r}, only {', '.join(levels)}")
+    level = levels[name]
+    library, origin = open_level(level)
+    log.info("CPU kernels: %s, %s", level.name, origin)
+    return CPUBackend(library, name, layout(level), origin)
+
+
+def best_backend(names: list[str]) -> CPUBackend:
+    """The first that there is and that the system allows: AMX has to be asked for, and may be denied."""
+    if not native_expected():
+        find_compiler()  # raises
+    for name, next_best in pairwise(names):
+        try:
+            return load_backend(name)
+        except NativeUnavailable as error:
+            log.warning("no kernels for %s, %s instead: %s", name, next_best, error)
+    return load_backend(names[-1])
+
+
+def open_level(level: Level) -> tuple[ctypes.CDLL, str]:
+    """The library for `level` and where it comes from. Raises NativeUnavailable."""
+    path, problem = find_prebuilt(level)
+    if path:
+        try:
+            return open_library(path), PREBUILT
+        except DeniedInstructions:
+            raise  # as one would be that is compiled
+        except NativeUnavailable as error:
+            problem = str(error)
+    if problem:
+        log.warning("%s: one is compiled here; install llmbox again", problem)
+    return open_library(library_path(level)), COMPILED

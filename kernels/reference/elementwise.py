@@ -1,0 +1,79 @@
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..activation import Activation
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceLinear:
+    weight_OI: Tensor
+    bias_O: Tensor | None
+
+
+def pack_linear(weight_OI: Tensor, bias_O: Tensor | None) -> ReferenceLinear:
+    return ReferenceLinear(weight_OI, bias_O)
+
+
+# MKL sums the rows of small products in another order than those of large ones: seen for every row count
+# below 12 except 4 and 8 (AVX512). Padding to 8 keeps "one row, one result" in float32.
+MIN_ROWS = 8
+MKL_ODD_ROWS = 12
+
+
+def linear(packed: ReferenceLinear, x_TI: Tensor) -> Tensor:
+    rows = x_TI.shape[0]
+    if x_TI.device.type != "cpu" or x_TI.dtype != torch.float32 or rows >= MKL_ODD_ROWS or rows == MIN_ROWS:
+        return F.linear(x_TI, packed.weight_OI, packed.bias_O)
+    padded = MIN_ROWS if rows < MIN_ROWS else MKL_ODD_ROWS
+    return F.linear(F.pad(x_TI, (0, 0, 0, padded - rows)), packed.weight_OI, packed.bias_O)[:rows]
+
+
+def pack_embedding(weight_VE: Tensor, tied: bool) -> ReferenceLinear:  # noqa: ARG001 - one layout serves both uses
+    return ReferenceLinear(weight_VE, None)
+
+
+def embedding(table: ReferenceLinear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
+    rows_TE = F.embedding(ids_T, table.weight_OI)
+    return rows_TE if scale == 1.0 else rows_TE.mul_(scale)
+
+
+def gate_mul(gate_up_T2F: Tensor, activation: Activation) -> Tensor:
+    gate, up = gate_up_T2F.chunk(2, dim=-1)
+    activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return activated.mul_(up)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """X / sqrt(mean(x^2) + eps) * weight; torch sums in float32 whatever the dtype. So does it multiply where
+    weights are float32.
+
+    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """
+    if weight.dtype != x.dtype:
+        return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
+    if weight.dim() == 1:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x, weight.shape[-1:], None, eps).mul_(weight)
+
+
+def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    return rms_norm(residual_TE.add_(x_TE), weight_E, eps)
+
+
+def rotary(x_TnD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Rotate in float32: bfloat16 angles would blur positions that are far apart.
+
+    Su et al., "RoFormer", 2021; halves layout of GPT-NeoX and Hugging Face checkpoints.
+    """
+    half = x_TnD.shape[-1] // 2
+    y = x_TnD.float()
+    swapped = torch.cat((y[..., half:], y[..., :half]), -1)
+    return (y * cos_TD.unsqueeze(1)).addcmul_(swapped, sin_TD.unsqueeze(1)).to(x_TnD.dtype)
+
+
+def softcap(logits_RV: Tensor, cap: float) -> Tensor:
+    """In float32, rounded once."""
+    return ((logits_RV.float() / cap).tanh_() * cap).to(logits_RV.dtype)

@@ -1,0 +1,81 @@
+"""activation(gate) * up, quantised too where an 8-bit linear is next."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..activation import Activation
+from .quantize_activations import RowFormat, Rows8, left_arguments, left_constants, store_eight_bits
+from .tile_config import power_of_two, warps_for
+
+BLOCK = 2048
+
+
+def gate_mul(gate_up_T2F: Tensor, activation: Activation) -> Tensor:
+    return gate_rows(gate_up_T2F, activation, None)[0]
+
+
+def gate_rows(
+    gate_up_T2F: Tensor, activation: Activation, row_format: RowFormat | None
+) -> tuple[Tensor, Rows8 | None]:
+    """The product; with `row_format` also quantised."""
+    rows, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
+    assert gate_up_T2F.stride(1) == 1
+    device = gate_up_T2F.device
+    out_TF = torch.empty((rows, width), dtype=gate_up_T2F.dtype, device=device)
+    eight = None if row_format is None else Rows8.empty(rows, width, row_format, device)
+    whole = row_format is not None and row_format.group is None
+    # The largest number of a row is wanted before any is stored.
+    block = power_of_two(width) if whole else BLOCK
+    if rows:
+        gate_kernel[(rows, triton.cdiv(width, block))](
+            out_TF,
+            *left_arguments(eight, row_format, out_TF),
+            gate_up_T2F,
+            gate_up_T2F.stride(0),
+            WIDTH=width,
+            BLOCK=block,
+            GELU=activation == "gelu_tanh",
+            **left_constants(block, row_format),
+            num_warps=warps_for(width) if whole else 8,
+        )
+    return out_TF, eight
+
+
+@triton.jit
+def gated(x: tl.tensor, column: tl.tensor, WIDTH: tl.constexpr, GELU: tl.constexpr) -> tl.tensor:
+    """Both are x / (1 + e^-z): z = x is SiLU; GELU by tanh, x (1 + tanh(y)) / 2, has z = 2 y."""
+    inside = column < WIDTH
+    gate = tl.load(x + column, mask=inside, other=0.0)
+    up = tl.load(x + WIDTH + column, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    z = wide * (1.5957691216057308 + 0.07135481282671556 * wide * wide) if GELU else wide
+    activated = (wide / (1.0 + tl.exp(-z))).to(gate.dtype)  # rounded where the reference rounds
+    return (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit(do_not_specialize=["step"])
+def gate_kernel(
+    out: tl.tensor,
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    step: tl.tensor,
+    given: tl.tensor,
+    x: tl.tensor,
+    x_row: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
+    GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
+    GIVEN: tl.constexpr,
+) -> None:
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    column = first + tl.arange(0, BLOCK)
+    result = gated(x + row * x_row, column, WIDTH, GELU)
+    tl.store(out + row * WIDTH + column, result, mask=column < WIDTH)
+    if GROUP:
+        store_eight_bits(
+            numbers, scales, step, given, result, row, first, WIDTH, BLOCK, GROUP, LARGEST, GIVEN
+        )

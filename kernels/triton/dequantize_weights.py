@@ -1,0 +1,70 @@
+"""Integer weights made wide, for products of so many rows that reading them costs least."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .gemm import Grouped
+from .gemm_inner import numbers_of
+
+BLOCK = 32
+"""Outputs of a program."""
+
+
+def dequantise(packed: Grouped, dtype: torch.dtype) -> Tensor:
+    """[O, I] in `dtype`: what the integers stand for."""
+    out_OI = torch.empty((packed.outputs, packed.inputs), dtype=dtype, device=packed.weight.device)
+    grid = (triton.cdiv(packed.outputs, BLOCK), packed.weight.shape[0])
+    dequantise_kernel[grid](
+        out_OI,
+        packed.weight,
+        packed.scales,
+        packed.weight if packed.steps is None else packed.steps,
+        packed.outputs,
+        packed.inputs,
+        GROUP=packed.group,
+        BITS=packed.bits,
+        STEPS=packed.steps is not None,
+        BLOCK=BLOCK,
+    )
+    return out_OI
+
+
+@triton.jit
+def dequantise_kernel(
+    out: tl.tensor,
+    weight: tl.tensor,
+    scales: tl.tensor,
+    steps: tl.tensor,
+    outputs: tl.tensor,
+    inputs: tl.tensor,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    WIDTH: tl.constexpr = GROUP * BITS // 8
+    g = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = n < outputs
+    j = tl.arange(0, WIDTH)
+    cell = g * outputs + n
+    stored = tl.load(weight + cell[:, None] * WIDTH + j[None, :], mask=real[:, None], other=0)
+    scale = tl.load(scales + cell, mask=real, other=0.0).to(tl.float32)[:, None]
+    i = g * GROUP + j
+    place = n.to(tl.int64)[:, None] * inputs + i[None, :]
+    if STEPS:
+        low = numbers_of(stored & 15, steps, cell, real, 0, GROUP, tl.float32)
+    else:
+        low = stored if BITS == 8 else (stored & 15).to(tl.int8) - 8
+    wide = low.to(tl.float32) * scale
+    tl.store(out + place, wide.to(out.dtype.element_ty), mask=real[:, None] & (i < inputs)[None, :])
+    if BITS == 4:
+        if STEPS:
+            high = numbers_of(stored >> 4, steps, cell, real, WIDTH, GROUP, tl.float32)
+        else:
+            high = ((stored >> 4).to(tl.int8) - 8).to(tl.float32)
+        wide = high * scale
+        inside = real[:, None] & (i + WIDTH < inputs)[None, :]
+        tl.store(out + place + WIDTH, wide.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,113 @@
+"""The inner loop of products with weights as they are, or in groups of integers: a tile's sum over inputs."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sum_grouped(
+    x_rows: tl.tensor,
+    real_m: tl.tensor,
+    weight: tl.tensor,
+    scales: tl.tensor,
+    steps_of: tl.tensor,
+    n: tl.tensor,
+    real_n: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    outputs: tl.tensor,
+    inputs: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BITS: tl.constexpr,
+    STEPS: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """[ROWS, COLUMNS] of rows at the addresses `x_rows` and the outputs `n` of all `outputs`, float32.
+
+    `first` to before `last`: turns of UNROLL groups. BITS 0: weights are as x. See `gemm.py`.
+    """
+    HALF: tl.constexpr = GROUP // 2
+    groups = tl.cdiv(inputs, GROUP)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in range(first, last):
+        for part in tl.static_range(UNROLL):
+            g = step * UNROLL + part
+            real_w = real_n & (g < groups)
+            if BITS == 0:
+                i = g * GROUP + tl.arange(0, GROUP)
+                x_tile = tl.load(x_rows + i[None, :], mask=real_m[:, None] & (i < inputs)[None, :], other=0.0)
+                w_place = n.to(tl.int64)[:, None] * inputs + i[None, :]
+                w_tile = tl.load(weight + w_place, mask=real_n[:, None] & (i < inputs)[None, :], other=0.0)
+                acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision=PRECISION)
+            elif BITS == 8:
+                i = g * GROUP + tl.arange(0, GROUP)
+                x_tile = tl.load(x_rows + i[None, :], mask=real_m[:, None] & (i < inputs)[None, :], other=0.0)
+                place = (tl.cast(g, tl.int64) * outputs + n)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+                w_tile = tl.load(weight + place, mask=real_w[:, None], other=0)
+                scale = tl.load(scales + tl.cast(g, tl.int64) * outputs + n, mask=real_w, other=0.0)
+                if WIDE:
+                    wide = (w_tile.to(tl.float32) * scale.to(tl.float32)[:, None]).to(x_tile.dtype)
+                    acc = tl.dot(x_tile, tl.trans(wide), acc, input_precision=PRECISION)
+                else:
+                    sums = tl.dot(x_tile, tl.trans(w_tile.to(x_tile.dtype)), input_precision=PRECISION)
+                    acc += sums * scale.to(tl.float32)[None, :]
+            else:
+                i = g * GROUP + tl.arange(0, HALF)
+                low_x = tl.load(x_rows + i[None, :], mask=real_m[:, None] & (i < inputs)[None, :], other=0.0)
+                j = i + HALF
+                high_x = tl.load(x_rows + j[None, :], mask=real_m[:, None] & (j < inputs)[None, :], other=0.0)
+                place = (tl.cast(g, tl.int64) * outputs + n)[:, None] * HALF + tl.arange(0, HALF)[None, :]
+                pairs = tl.load(weight + place, mask=real_w[:, None], other=0)
+                scale = tl.load(scales + tl.cast(g, tl.int64) * outputs + n, mask=real_w, other=0.0)
+                if STEPS:
+                    cell = tl.cast(g, tl.int64) * outputs + n
+                    low_w = numbers_of(pairs & 15, steps_of, cell, real_w, 0, GROUP, low_x.dtype)
+                    high_w = numbers_of(pairs >> 4, steps_of, cell, real_w, HALF, GROUP, low_x.dtype)
+                else:
+                    low_w = small_integers(pairs & 15, low_x.dtype)
+                    high_w = small_integers(pairs >> 4, low_x.dtype)
+                if WIDE:
+                    scales_n = scale.to(tl.float32)[:, None]
+                    low_w = (low_w.to(tl.float32) * scales_n).to(low_x.dtype)
+                    high_w = (high_w.to(tl.float32) * scales_n).to(low_x.dtype)
+                    acc = tl.dot(low_x, tl.trans(low_w), acc, input_precision=PRECISION)
+                    acc = tl.dot(high_x, tl.trans(high_w), acc, input_precision=PRECISION)
+                else:
+                    sums = tl.dot(low_x, tl.trans(low_w), input_precision=PRECISION)
+                    sums = tl.dot(high_x, tl.trans(high_w), sums, input_precision=PRECISION)
+                    acc += sums * scale.to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def numbers_of(
+    halves: tl.tensor,
+    steps: tl.tensor,
+    cell: tl.tensor,
+    real: tl.tensor,
+    FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    dtype: tl.constexpr,
+) -> tl.tensor:
+    """Those of half a group from its input FIRST on, a row for each `cell` (`kernels/quantize_int.py`)."""
+    i = FIRST + tl.arange(0, GROUP // 2)
+    place = cell[:, None] * (GROUP // 16) + (i // 16)[None, :]
+    byte = tl.load(steps + place, mask=real[:, None], other=0).to(tl.int16)
+    step = byte & 15
+    return (step * halves.to(tl.int16) - (step * ((byte >> 4) + 8) >> 1)).to(dtype)
+
+
+@triton.jit
+def small_integers(nibbles: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """0 .. 15 -> -8 .. 7. In 16 bits without a conversion, which runs at a quarter of the speed of logic:
+    the bits of 128 (bfloat16) or 1024 (float16) with a nibble in the last places are that sum.
+    """
+    if dtype == tl.bfloat16:
+        return (nibbles.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0
+    if dtype == tl.float16:
+        return (nibbles.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
+    return nibbles.to(dtype) - 8.0

@@ -1,0 +1,1 @@
+"""What the dashboard reads: API, event feed, state."""

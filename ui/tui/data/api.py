@@ -1,0 +1,194 @@
+"""The admin API as the dashboard uses it: live, recorded beside, or played from a recording."""
+
+import json
+import ssl
+import time
+from collections.abc import Iterator, Mapping
+from http.client import HTTPConnection, HTTPSConnection
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+from urllib.parse import urlsplit
+
+from llmbox.app.admin_client import Client, Stream
+from llmbox.app.config.paths import Paths
+from llmbox.app.errors import CliError, Exit
+
+SCHEMA = "llmbox.recording/1"
+Item = tuple[str, dict[str, Any]]
+"""An event's type and data."""
+
+
+class Api(Protocol):
+    """Blocks: called from threads. Raises CliError."""
+
+    def get(self, path: str) -> dict[str, Any]: ...
+
+    def post(self, path: str, body: object) -> dict[str, Any]: ...
+
+    def events(self) -> Iterator[Item]:
+        """Until the connection ends. After a reconnection, first those that were missed."""
+        ...
+
+    def close(self) -> None:
+        """Ends `events`, from another thread."""
+        ...
+
+
+class LiveApi:
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._stream: Stream | None = None
+        self._last_id = "0"
+
+    def get(self, path: str) -> dict[str, Any]:
+        return self._client.get(f"/admin/api/{path}")
+
+    def post(self, path: str, body: object) -> dict[str, Any]:
+        return self._client.post(f"/admin/api/{path}", body)
+
+    def events(self) -> Iterator[Item]:
+        headers = {"Last-Event-ID": self._last_id}
+        with self._client.stream("GET", "/admin/api/events", headers=headers) as stream:
+            self._stream = stream
+            for kind, data in stream.events():
+                self._last_id = stream.last_id or self._last_id
+                yield kind, json.loads(data)
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+
+class Recorder:
+    """Passes everything on and writes it down, one JSON object a line, with the seconds since the start."""
+
+    def __init__(self, api: Api, file: TextIO) -> None:
+        self._api, self._file = api, file
+        self._begun = time.monotonic()
+        self._write({"schema": SCHEMA})
+
+    def get(self, path: str) -> dict[str, Any]:
+        answer = self._api.get(path)
+        self._write({"at": self._now(), "path": path, "answer": answer})
+        return answer
+
+    def post(self, path: str, body: object) -> dict[str, Any]:
+        return self._api.post(path, body)
+
+    def events(self) -> Iterator[Item]:
+        for kind, data in self._api.events():
+            self._write({"at": self._now(), "event": kind, "data": data})
+            yield kind, data
+
+    def close(self) -> None:
+        self._api.close()
+        self._file.flush()
+
+    def _now(self) -> float:
+        return round(time.monotonic() - self._begun, 3)
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        self._file.write(json.dumps(entry, ensure_ascii=False, separators=(",", ":")) + "\n")
+
+
+class Replay:
+    """A recording in its own time. Changes nothing anywhere: every `post` is refused."""
+
+    def __init__(self, path: Path) -> None:
+        self._answers: dict[str, dict[str, Any]] = {}
+        self._events: list[tuple[float, str, dict[str, Any]]] = []
+        self._ended = False
+        try:
+            self._read(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise CliError(f"{path} cannot be read", str(error), exit=Exit.USAGE) from error
+
+    def get(self, path: str) -> dict[str, Any]:
+        try:
+            return self._answers[path]
+        except KeyError:
+            raise CliError("not in this recording", path) from None
+
+    def post(self, path: str, body: object) -> dict[str, Any]:  # noqa: ARG002 - as the protocol has it
+        raise CliError("a replay changes nothing", path)
+
+    def events(self) -> Iterator[Item]:
+        begun = time.monotonic()
+        for at, kind, data in self._events:
+            while (left := begun + at - time.monotonic()) > 0 and not self._ended:
+                time.sleep(min(left, 0.1))
+            if self._ended:
+                return
+            yield kind, data
+
+    def close(self) -> None:
+        self._ended = True
+
+    def _read(self, path: Path) -> None:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file.read().splitlines() or [""], 1):
+                try:
+                    entry = json.loads(line)
+                    self._take(entry, first=number == 1)
+                except (ValueError, KeyError, TypeError) as error:
+                    raise CliError(
+                        f"{path} is no recording of llmbox top",
+                        f"line {number}: {error}",
+                        "llmbox top --record FILE",
+                        Exit.USAGE,
+                    ) from error
+
+    def _take(self, entry: dict[str, Any], *, first: bool) -> None:
+        if first:
+            if entry["schema"] != SCHEMA:
+                raise ValueError(f"schema {entry['schema']!r}")
+        elif "path" in entry:
+            self._answers[str(entry["path"])] = dict(entry["answer"])
+        else:
+            self._events.append((float(entry["at"]), str(entry["event"]), dict(entry["data"])))
+
+
+LEAST_KEY = 20
+
+
+class RemoteClient(Client):
+    def __init__(self, paths: Paths, url: str, key_file: Path) -> None:
+        """Raises CliError for a URL or a key that cannot be one."""
+        super().__init__(paths)
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            self._host, self._port = parts.hostname or "", parts.port
+        except ValueError as error:
+            raise CliError(f"{url} is no URL", str(error), "--remote http://HOST:7411", Exit.USAGE) from error
+        if parts.scheme not in {"http", "https"} or not self._host:
+            raise CliError(f"{url} is no URL", "", "--remote http://HOST:7411", Exit.USAGE)
+        self._secure = parts.scheme == "https"
+        self._key = _read_key(key_file)
+        self.url = f"{parts.scheme}://{parts.netloc}"
+
+    def connect(self, timeout: float | None) -> HTTPConnection:
+        if self._secure:
+            context = ssl.create_default_context()
+            return HTTPSConnection(self._host, self._port, timeout=timeout, context=context)
+        return HTTPConnection(self._host, self._port or 7411, timeout=timeout)
+
+    def headers(self) -> Mapping[str, str]:
+        return {"Authorization": f"Bearer {self._key}"}
+
+    def not_running(self) -> CliError:
+        return CliError(
+            f"nobody answers at {self.url}", "the connection was refused", "llmbox status, over there",
+            Exit.UNREACHABLE,
+        )  # fmt: skip
+
+
+def _read_key(path: Path) -> str:
+    try:
+        key = path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise CliError(
+            f"{path} cannot be read as a key", str(error), "llmbox key add NAME --scope admin", Exit.USAGE
+        ) from error
+    if len(key) < LEAST_KEY or any(char.isspace() for char in key):
+        raise CliError(f"{path} holds no key", "", "llmbox key add NAME --scope admin > FILE", Exit.USAGE)
+    return key

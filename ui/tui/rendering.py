@@ -1,0 +1,174 @@
+"""Lines as spans of (text, tone), and numbers in words. There is no markup: data is never interpreted."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rich.cells import cell_len, set_cell_size
+
+from llmbox.app.telemetry.snapshot import NA, Number
+from llmbox.app.util.formatting import printable
+
+Span = tuple[str, str]
+"""Text and its tone, a name of `palette.TONES`."""
+Line = tuple[Span, ...]
+
+DASH: Final = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Glyphs:
+    """What the terminal can draw."""
+
+    bar: str = "█"
+    half: str = "▒"
+    rest: str = "░"
+    sparks: str = "▁▂▃▄▅▆▇█"
+    dot: str = "●"
+    rule: str = "─"
+    more: str = "…"
+    down: str = "↓"
+    up: str = "↑"
+    cursor: str = "▸"
+    warning: str = "▲"
+    degree: str = "°C"
+    dotted: str = "·"
+
+
+UNICODE: Final = Glyphs()
+ASCII: Final = Glyphs(
+    bar="#", half="+", rest=".", sparks=".:-=+*%#", dot="*", rule="-", more="~", down="in ", up="out ",
+    cursor=">", warning="!", degree="C", dotted="|",
+)  # fmt: skip
+
+
+def clean(text: str) -> str:
+    """One line, without control characters."""
+    return printable(text).replace("\n", " ").replace("\t", " ")
+
+
+def fit(text: str, width: int, glyphs: Glyphs = UNICODE, *, right: bool = False) -> str:
+    """Exactly `width` cells: cut with a mark, or padded."""
+    size = cell_len(text)
+    if size > width:
+        return set_cell_size(text, max(0, width - 1)) + glyphs.more if width > 0 else ""
+    padding = " " * (width - size)
+    return padding + text if right else text + padding
+
+
+def line_width(line: Line) -> int:
+    return sum(cell_len(text) for text, _ in line)
+
+
+def heading(title: str, width: int, glyphs: Glyphs, note: str = "") -> Line:
+    """`Title ──────────── note`."""
+    tail = f" {note}" if note else ""
+    rule = glyphs.rule * max(0, width - cell_len(title) - 1 - cell_len(tail))
+    return (title, "title"), (" " + rule, "rule"), (tail, "muted")
+
+
+def bar(parts: Sequence[tuple[float, str]], width: int, glyphs: Glyphs) -> Line:
+    """A stacked bar: `parts` are (share, tone); the rest is empty. What is there is seen: at least a cell."""
+    spans: list[Span] = []
+    left = width
+    for index, (share, tone) in enumerate(parts):
+        wanted = round(share * width)
+        cells = min(left, max(1, wanted) if share > 0 else 0)
+        mark = glyphs.bar if glyphs.bar != "#" or index == 0 else "#+=%@"[index % 5]
+        if cells:
+            spans.append((mark * cells, tone))
+        left -= cells
+    spans.append((glyphs.rest * left, "rule"))
+    return tuple(spans)
+
+
+def spark(values: Sequence[float], width: int, glyphs: Glyphs, *, top: float | None = None) -> str:
+    """The newest values, one a cell, drawn from zero to the largest (or `top`). Blank where there is none."""
+    shown = list(values)[-width:]
+    high = top or max(shown, default=0.0)
+    steps = len(glyphs.sparks)
+    marks = [
+        " " if value < 0 else glyphs.sparks[min(steps - 1, int(value / high * steps)) if high > 0 else 0]
+        for value in shown
+    ]
+    return "".join(marks).rjust(width)
+
+
+# ------------------------------------------------------------------ numbers in words
+
+
+def count(value: Number | int | None) -> str:
+    if value is None or value is NA:
+        return DASH
+    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+
+
+def percent(value: Number) -> str:
+    """Small shares are not called 0."""
+    if value is NA:
+        return DASH
+    return "<1 %" if 0 < value < 0.005 else f"{value * 100:.0f} %"
+
+
+def gigabytes(value: Number | int) -> str:
+    if value is NA:
+        return DASH
+    return size(value)
+
+
+def size(value: float) -> str:
+    for limit, unit, digits in ((1e12, "TB", 2), (1e9, "GB", 1), (1e6, "MB", 0), (1e3, "kB", 0)):
+        if value >= limit:
+            return f"{value / limit:.{digits}f} {unit}"
+    return f"{value:.0f} B"
+
+
+def rate(value: Number) -> str:
+    return DASH if value is NA else f"{size(value)}/s"
+
+
+def unit(value: Number, name: str) -> str:
+    return DASH if value is NA else f"{value:.0f} {name}"
+
+
+def seconds(value: Number | None) -> str:
+    if value is None or value is NA:
+        return DASH
+    if value < 1:
+        return f"{value * 1000:.0f} ms"
+    if value < 60:
+        return f"{value:.1f} s"
+    return duration(value)
+
+
+def duration(value: float) -> str:
+    minutes, rest = divmod(int(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def known(value: Number, otherwise: float = 0.0) -> float:
+    """For drawing: what is not available is drawn as nothing."""
+    return otherwise if value is NA else value
+
+
+def wrapped(text: str, width: int) -> list[Line]:
+    """Words as lines of at most `width` cells; a longer word is broken. Empty for an empty text."""
+    lines: list[str] = []
+    for word in clean(text).split():
+        rest = word
+        if lines and cell_len(lines[-1]) + 1 + cell_len(rest) <= width:
+            lines[-1] += f" {rest}"
+            continue
+        while cell_len(rest) > width:
+            head = set_cell_size(rest, width).rstrip()
+            lines.append(head)
+            rest = rest[len(head) :]
+        if rest:
+            lines.append(rest)
+    return [((line, ""),) for line in lines]

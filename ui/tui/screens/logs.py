@@ -1,0 +1,110 @@
+"""Screen 5: the daemon's log as it is written."""
+
+import time
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from textual import on
+from textual.binding import Binding, BindingType
+from textual.widget import Widget
+
+from ..messages import Fetch
+from ..rendering import clean, heading
+from ..widgets.lines import Lines
+from ..widgets.table import Column, Grid, Row
+from .base import View
+
+COLUMNS = (
+    Column("TIME", 8),
+    Column("LEVEL", 8, rank=1),
+    Column("PART", 10, rank=2),
+    Column("MESSAGE", 0),
+)
+LEVELS = ("debug", "info", "warning", "error", "critical")
+TONES = {"warning": "warn", "error": "bad", "critical": "bad", "debug": "rule"}
+
+
+class Logs(View):
+    TITLE = "Logs"
+    FILTERS = True
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("v", "level", "Level"),
+        Binding("c", "component", "Part"),
+        Binding("F", "follow", "Follow"),
+    ]
+    level = "debug"
+    component = ""
+
+    def body(self) -> Iterable[Widget]:
+        yield Lines(id="title", classes="line")
+        yield Grid(COLUMNS, "")
+
+    def on_mount(self) -> None:
+        super().on_mount()
+        self.query_one(Grid).follow = True
+
+    def wants(self) -> Iterable[Fetch]:
+        if "log" not in self.state.answers:
+            yield Fetch("log", "logs?lines=500")
+
+    def draw(self) -> None:
+        wanted = LEVELS[LEVELS.index(self.level) :]
+        rows = [
+            _row(number, entry)
+            for number, entry in enumerate(self.state.log)
+            if entry["level"] in wanted
+            and self.component in {"", entry["component"]}
+            and self.matches(entry["message"], entry["component"], entry["level"])
+        ]
+        part = f", part {self.component}" if self.component else ""
+        following = ", following" if self.query_one(Grid).follow else ""
+        note = f"{len(rows)} lines, {self.level} and worse{part}{following}"
+        self.query_one("#title", Lines).show([heading(" Log", self.size.width - 1, self.glyphs, note)])
+        empty = "Nothing matches. Press v for other levels, c for other parts, esc to clear the filter."
+        self.query_one(Grid).show(rows, empty=empty if self.state.log else "The log is empty.")
+
+    # ------------------------------------------------------------------ keys
+
+    def action_level(self) -> None:
+        self.level = LEVELS[(LEVELS.index(self.level) + 1) % len(LEVELS)]
+        self.redraw()
+
+    def action_component(self) -> None:
+        known = ["", *sorted({str(entry["component"]) for entry in self.state.log})]
+        at = known.index(self.component) if self.component in known else 0
+        self.component = known[(at + 1) % len(known)]
+        self.redraw()
+
+    def action_follow(self) -> None:
+        grid = self.query_one(Grid)
+        grid.follow = not grid.follow
+        if grid.follow:
+            grid.action_move(len(grid.rows))
+        self.redraw()
+
+    @on(Grid.Chosen)
+    def _jump(self, event: Grid.Chosen) -> None:
+        """To the request that the line names, if it names one."""
+        entry = self.state.log[int(event.key)]
+        live = [request.id for request in self.state.tick.requests] if self.state.tick else []
+        for known in [*live, *(str(row["id"]) for row in self.state.ended)]:
+            if known in entry["message"]:
+                self.dashboard.show_request(known)
+                return
+        self.dashboard.show_facts("log line", entry)
+
+
+def _row(number: int, entry: dict[str, Any]) -> Row:
+    level = str(entry["level"])
+    stamp = time.strftime("%H:%M:%S", time.localtime(entry["time"])) if entry["time"] else ""
+    tone = TONES.get(level, "")
+    message = clean(str(entry["message"])) + (" (with trace)" if entry.get("trace") else "")
+    return Row(
+        str(number),
+        (
+            (stamp, "muted"),
+            (clean(level), tone or "muted"),
+            (clean(str(entry["component"])), "muted"),
+            (message, tone),
+        ),
+    )

@@ -1,0 +1,210 @@
+"""Screen 3: models in memory, on their way and on disk, in one list."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from textual import on
+from textual.binding import Binding, BindingType
+from textual.widget import Widget
+
+from llmbox.app.telemetry.snapshot import ErrorRate
+
+from ..data.state import State
+from ..messages import Act, Ask, Fetch
+from ..rendering import DASH, clean, count, duration, heading, percent, size
+from ..widgets.lines import Lines
+from ..widgets.table import Column, Grid, Row
+from .base import View
+
+COLUMNS = (
+    Column("MODEL", 0),
+    Column("STATE", 22),
+    Column("DEVICE", 7, rank=4),
+    Column("WEIGHTS", 8, right=True, rank=1),
+    Column("KV", 8, right=True, rank=2),
+    Column("CONTEXT", 9, right=True, rank=3),
+    Column("OPEN", 5, right=True, rank=5),
+    Column("TTL", 10, right=True, rank=6),
+    Column("PIN", 4, rank=7),
+    Column("ON DISK", 8, right=True, rank=8),
+)
+TONES = {"ready": "good", "loading": "warn", "restarting": "bad", "failed": "bad"}
+
+
+class Models(View):
+    TITLE = "Models"
+    FILTERS = True
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("l", "load", "Load"),
+        Binding("u", "unload", "Unload"),
+        Binding("P", "pin", "Pin"),
+        Binding("f", "fit", "Fit"),
+        Binding("p", "pull", "Pull"),
+        Binding("d", "delete", "Delete"),
+    ]
+
+    def body(self) -> Iterable[Widget]:
+        yield Lines(id="title", classes="line")
+        yield Grid(COLUMNS, "")
+
+    def wants(self) -> Iterable[Fetch]:
+        yield Fetch("models", "models")
+        yield Fetch("disk", "disk")
+        yield Fetch("downloads", "downloads")
+
+    def draw(self) -> None:
+        rows = [row for row in model_rows(self.state) if self.matches(*(text for text, _ in row.cells))]
+        number = len(_items(self.state, "models", "models"))
+        title = heading(" Models", self.size.width - 1, self.glyphs, f"{number} in memory, {len(rows)} shown")
+        self.query_one("#title", Lines).show([title])
+        empty = "No model is on this disk. Press p to pull one, such as Qwen/Qwen3-0.6B"
+        self.query_one(Grid).show(rows, empty="Nothing matches the filter." if self.filter_text else empty)
+
+    # ------------------------------------------------------------------ keys
+
+    @property
+    def _chosen(self) -> str | None:
+        return self.query_one(Grid).selected
+
+    @on(Grid.Chosen)
+    def _detail(self, event: Grid.Chosen) -> None:
+        self.dashboard.show_facts(event.key, find_model(self.state, event.key))
+
+    def action_load(self) -> None:
+        if (name := self._chosen) is not None:
+            found = find_model(self.state, name)
+            self.post_message(
+                Act("models/load", {"model": found.get("ref", name)}, f"{name} is being loaded.")
+            )
+
+    def action_unload(self) -> None:
+        if (name := self._chosen) is None:
+            return
+        busy = int(find_model(self.state, name).get("open_requests") or 0)
+        hurt = f" {busy} open requests end with an error." if busy else ""
+        self.post_message(
+            Act("models/unload", {"model": name}, f"{name} is unloaded.", f"Unload {name}?{hurt}")
+        )
+
+    def action_pin(self) -> None:
+        if (name := self._chosen) is not None:
+            pinned = bool(find_model(self.state, name).get("pinned"))
+            done = f"{name} is {'no longer ' if pinned else ''}pinned."
+            self.post_message(Act("models/pin", {"model": name, "pinned": not pinned}, done))
+
+    def action_fit(self) -> None:
+        if (name := self._chosen) is not None:
+            self.dashboard.show_fit(str(find_model(self.state, name).get("ref", name)))
+
+    def action_pull(self) -> None:
+        hint = "a Hub id, such as Qwen/Qwen3-0.6B"
+        self.post_message(Ask("Pull a model", hint, "downloads", "model", "The download has begun."))
+
+    def action_delete(self) -> None:
+        if (name := self._chosen) is None:
+            return
+        if find_model(self.state, name).get("state") in {"failed", "cancelled"} and not _is_known(
+            self.state, name
+        ):
+            question = f"Dismiss the download of {name}? What was fetched is deleted."
+            self.post_message(Act("downloads/dismiss", {"model": name}, f"{name} is off the list.", question))
+        else:
+            self.post_message(
+                Act(
+                    "models/delete",
+                    {"models": [name]},
+                    f"{name} is deleted.",
+                    f"Delete {name} from the disk?",
+                )
+            )
+
+
+def model_rows(state: State) -> list[Row]:
+    loaded = _items(state, "models", "models")
+    disk = {str(each["name"]): each for each in _items(state, "disk", "models")}
+    downloads = _items(state, "downloads", "downloads")
+    seen = {str(model["name"]) for model in loaded}
+    rates = {each.model: each for each in state.tick.error_rates} if state.tick else {}
+    rows = [_loaded(model, disk.get(str(model["name"])), rates.get(str(model["name"]))) for model in loaded]
+    for download in downloads:
+        name = str(download.get("model") or download.get("name") or "")
+        if name not in seen and str(download.get("state")) not in {"ready", "cancelled"}:
+            seen.add(name)
+            rows.append(_download(name, download))
+    rows += [_on_disk(name, each) for name, each in disk.items() if name not in seen]
+    return rows
+
+
+def find_model(state: State, name: str) -> Mapping[str, Any]:
+    for answer in ("models", "disk"):
+        for each in _items(state, answer, "models"):
+            if each["name"] == name:
+                return each
+    return next((each for each in _items(state, "downloads", "downloads") if each.get("model") == name), {})
+
+
+def _is_known(state: State, name: str) -> bool:
+    """Whether it is in memory or on disk, and not a download alone."""
+    return any(
+        each["name"] == name for answer in ("models", "disk") for each in _items(state, answer, "models")
+    )
+
+
+def _items(state: State, answer: str, name: str) -> list[Mapping[str, Any]]:
+    return list(state.answers.get(answer, {}).get(name, []))
+
+
+def _loaded(model: Mapping[str, Any], disk: Mapping[str, Any] | None, rate: ErrorRate | None) -> Row:
+    info, progress = model.get("info") or {}, model.get("progress")
+    state = str(model["state"])
+    told = state
+    if progress and progress["total"]:
+        what = "compiling" if progress["phase"] == "kernels" else state
+        told = f"{what} {100 * progress['done'] // progress['total']} %"
+    if state == "failed":
+        told = f"failed: {model['cause']}"
+    failing = rate is not None and rate.failed > 0
+    if state == "ready" and rate is not None and failing:
+        told = f"ready, {percent(rate.rate)} fail"
+    ttl = model.get("expires_s")
+    return Row(
+        str(model["name"]),
+        (
+            (clean(str(model["name"])), "strong"),
+            (clean(told), "bad" if failing else TONES.get(state, "")),
+            (clean(_place(info)), ""),
+            (size(info["weights_bytes"]) if info else DASH, ""),
+            (size(info["kv_bytes"]) if info else DASH, ""),
+            (count(info.get("context_window")), ""),
+            (count(model.get("open_requests", 0)), ""),
+            (DASH if ttl is None else duration(ttl), "muted"),
+            ("yes" if model.get("pinned") else DASH, "accent" if model.get("pinned") else "muted"),
+            (size(disk["size"]) if disk else DASH, "muted"),
+        ),
+    )
+
+
+def _place(info: Mapping[str, Any]) -> str:
+    """Its device, and on how many ranks."""
+    ranks = int(info.get("tp", 1)) * int(info.get("pp", 1))
+    return str(info.get("device", DASH)) + (f" x{ranks}" if ranks > 1 else "")
+
+
+def _download(name: str, download: Mapping[str, Any]) -> Row:
+    done, total = float(download.get("done") or 0), float(download.get("total") or 0)
+    share = f" {100 * done / total:.0f} %" if total else ""
+    state = str(download.get("state", "downloading"))
+    tone = "bad" if state == "failed" else "warn"
+    if state == "failed" and (error := download.get("error")):
+        state, share = f"failed: {error['what']}", ""
+    cells = [(DASH, "muted")] * (len(COLUMNS) - 3)
+    return Row(
+        name,
+        ((clean(name), ""), (f"{clean(state)}{share}", tone), *cells, (size(total) if total else DASH, "")),
+    )
+
+
+def _on_disk(name: str, model: Mapping[str, Any]) -> Row:
+    cells = [(DASH, "rule")] * (len(COLUMNS) - 3)
+    told = "on disk" if model.get("servable", True) else "no safetensors"
+    return Row(name, ((clean(name), ""), (told, "muted"), *cells, (size(model["size"]), "muted")))

@@ -1,0 +1,83 @@
+"""Screen 2: requests in flight, then those that ended."""
+
+from collections.abc import Iterable
+from typing import ClassVar
+from urllib.parse import quote
+
+from textual import on
+from textual.binding import Binding, BindingType
+from textual.widget import Widget
+
+from ..messages import Act, Fetch
+from ..rendering import heading
+from ..widgets.lines import Lines
+from ..widgets.request_rows import COLUMNS, SORTS, all_rows
+from ..widgets.table import Grid
+from .base import View
+
+
+class Requests(View):
+    TITLE = "Requests"
+    FILTERS = True
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("x", "cancel", "Cancel"),
+        Binding("y", "copy", "Copy as curl"),
+        Binding("o", "sort", "Sort"),
+    ]
+    sort = "age"
+
+    def body(self) -> Iterable[Widget]:
+        yield Lines(id="title", classes="line")
+        yield Grid(COLUMNS, "")
+
+    def wants(self) -> Iterable[Fetch]:
+        if "history" not in self.state.answers:
+            yield Fetch("history", "requests?limit=300")
+
+    def draw(self) -> None:
+        tick = self.state.tick
+        live = tick.requests if tick else ()
+        rows = all_rows(live, list(self.state.ended), self.sort, tick.time if tick else 0.0)
+        shown = [row for row in rows if self.matches(*(text for text, _ in row.cells))]
+        note = f"{len(live)} in flight, {len(shown)} of {len(rows)} shown, by {self.sort}"
+        self.query_one("#title", Lines).show([heading(" Requests", self.size.width - 1, self.glyphs, note)])
+        self.query_one(Grid).show(shown, empty=self._empty(bool(rows)))
+
+    def _empty(self, hidden: bool) -> str:
+        if hidden:
+            return "Nothing matches the filter. Press esc to clear it."
+        if self.state.refused.get("history"):
+            return f"The request log cannot be read: {self.state.refused['history']}"
+        if problem := self.state.answers.get("history", {}).get("problem"):
+            return str(problem)
+        return "Served nothing yet. Try: llmbox run builtin hello"
+
+    # ------------------------------------------------------------------ keys
+
+    @on(Grid.Chosen)
+    def _detail(self, event: Grid.Chosen) -> None:
+        self.dashboard.show_request(event.key)
+
+    def action_sort(self) -> None:
+        self.sort = SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)]
+        self.redraw()
+
+    def action_cancel(self) -> None:
+        chosen = self.query_one(Grid).selected
+        live = {request.id for request in self.state.tick.requests} if self.state.tick else set()
+        if chosen is None or chosen not in live:
+            self.notify("Choose a request that is in flight.", severity="warning")
+            return
+        self.post_message(
+            Act(
+                f"requests/{quote(chosen, safe='')}/cancel",
+                {},
+                f"{chosen} is cancelled.",
+                question=f"Cancel {chosen}? Its client gets what there is so far and an error.",
+            )
+        )
+
+    def action_copy(self) -> None:
+        chosen = self.query_one(Grid).selected
+        if chosen is not None:
+            self.dashboard.copy_request(chosen)

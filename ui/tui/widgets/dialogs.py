@@ -1,0 +1,117 @@
+"""Small windows over a screen: a question, a line to type, facts to read, the keys."""
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.screen import ModalScreen, ScreenResultType
+from textual.widgets import Input
+
+from ..rendering import Line, clean, wrapped
+from .lines import Lines, cut
+
+
+class Dialog(ModalScreen[ScreenResultType]):
+    CSS_PATH = "dialogs.tcss"
+    heading: str = ""
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="dialog") as box:
+            box.border_title = self.heading
+            yield from self.body()
+
+    def body(self) -> Iterable[Lines | Input]:
+        raise NotImplementedError
+
+    def on_mount(self) -> None:
+        self.call_after_refresh(self.fill)
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self.fill)
+
+    def fill(self) -> None:
+        """Write into the lines once their width is known."""
+
+    def write(self, lines: Sequence[Line]) -> None:
+        widget = self.query_one(Lines)
+        glyphs = widget.glyphs
+        widget.styles.height = len(lines)
+        widget.show([cut(line, self.query_one("#dialog").content_size.width, glyphs) for line in lines])
+
+
+class Confirm(Dialog[bool]):
+    """Destructive actions ask; only `y` means yes."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "answer(True)", "Yes"),
+        Binding("n,escape,enter,q", "answer(False)", "No"),
+    ]
+
+    def __init__(self, question: str) -> None:
+        self.heading = "Sure?"
+        super().__init__()
+        self.question = question
+
+    def body(self) -> Iterable[Lines]:
+        yield Lines()
+
+    def fill(self) -> None:
+        width = max(20, self.query_one("#dialog").content_size.width)
+        self.write(
+            [
+                *wrapped(self.question, width),
+                (),
+                (("y", "accent"), (" yes   ", "muted"), ("n", "accent"), (" no", "muted")),
+            ]
+        )
+
+    def action_answer(self, yes: bool) -> None:
+        self.dismiss(yes)
+
+
+class AskLine(Dialog[str]):
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", "Back")]
+
+    def __init__(self, title: str, hint: str) -> None:
+        self.heading = title
+        super().__init__()
+        self.hint = hint
+
+    def body(self) -> Iterable[Input]:
+        yield Input(placeholder=self.hint, compact=True)
+
+    @on(Input.Submitted)
+    def _done(self, event: Input.Submitted) -> None:
+        self.dismiss(event.value.strip())
+
+    def action_leave(self) -> None:
+        self.dismiss("")
+
+
+class Facts(Dialog[None]):
+    """`lines` of a given width; grows with the terminal."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,enter,q", "leave", "Back")]
+
+    def __init__(self, title: str, lines: Sequence[Line]) -> None:
+        self.heading = clean(title)
+        super().__init__()
+        self.lines = list(lines)
+
+    def body(self) -> Iterable[Lines]:
+        yield Lines()
+
+    def fill(self) -> None:
+        self.write(self.lines)
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
+
+
+class Help(Facts):
+    """Made of the bindings that are active, so it cannot lie."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "leave", "Back", show=False)]

@@ -1,0 +1,93 @@
+"""Details in two columns, and one request in full."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ..rendering import Glyphs, Line, clean, heading, seconds, size, wrapped
+from .request_rows import time_bar
+
+_MOST_SHOWN = 4000
+"""Characters of a prompt and of an answer: a window is no pager."""
+_WORDS = {
+    "id": "request", "n": "answers", "stream": "streamed", "prompt_tokens": "prompt tokens",
+    "cached_tokens": "of them cached", "output_tokens": "output tokens", "ttft": "first token after",
+    "ttft_s": "first token after", "tpot_s": "per token", "e2e_s": "in all", "queue_s": "in the queue",
+    "tokens_per_second": "tokens/s", "http_status": "status", "finish_reasons": "ended by",
+    "error_code": "error", "tier": "class", "params": "parameters", "resumes": "resumed",
+}  # fmt: skip
+"""Fields of a request as people say them."""
+_IN_WORDS = {"seq", "prefix_end", "looked_up_tokens", "output_hash", "fingerprint", "content"}
+
+
+def fact_lines(
+    facts: Mapping[str, Any], prefix: str = "", names: Mapping[str, str] | None = None
+) -> list[Line]:
+    """Nested facts are led by their name, or by what `names` has for it; what is empty is left out."""
+    lines: list[Line] = []
+    for key, value in facts.items():
+        name = f"{prefix}{(names or {}).get(key, key)}"
+        if isinstance(value, Mapping):
+            lines += fact_lines(value, f"{name}.")
+        elif value not in (None, "", [], False):
+            lines.append(((f"{clean(name):<24}", "muted"), (clean(_told(key, value)), "")))
+    return lines
+
+
+def request_lines(answer: Mapping[str, Any], width: int, glyphs: Glyphs) -> list[Line]:
+    """`answer` is what the admin API says of a request; what it lacks is left out."""
+    detail = answer.get("request") or answer["in_flight"]
+    facts = {key: value for key, value in detail.items() if key not in _IN_WORDS and value != "{}"}
+    parts = [
+        time_bar(detail, width, glyphs),
+        wrapped(answer.get("prefix_note", ""), width),
+        fact_lines(facts, names=_WORDS),
+        *_texts(answer, width, glyphs),
+        wrapped(answer.get("content_note", ""), width),
+    ]
+    lines: list[Line] = []
+    for part in filter(None, parts):
+        lines += [(), *part] if lines else part
+    return lines
+
+
+def fit_lines(answer: Mapping[str, Any], width: int) -> list[Line]:
+    """`answer` is what the admin API says of a fit."""
+    words = dict(answer["words"])
+    lines: list[Line] = [*wrapped(words.pop("verdict"), width), ()]
+    rows = [
+        *words.items(),
+        *(("would fit", remedy) for remedy in answer["remedies"]),
+        *(("note", note) for note in answer["notes"]),
+    ]
+    for name, text in rows:
+        for number, line in enumerate(wrapped(text, width - 12)):
+            lines.append(((f"{'' if number else clean(name):<12}", "muted"), *line))
+    return lines
+
+
+def _texts(answer: Mapping[str, Any], width: int, glyphs: Glyphs) -> list[list[Line]]:
+    content = answer.get("content")
+    if content is None:
+        return []
+    blocks = []
+    for title, texts in (("Prompt", content["prompts"]), ("Answer", content["outputs"])):
+        for text in texts:
+            shown = text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + glyphs.more
+            paragraphs = [line for each in shown.split("\n") for line in wrapped(each, width) or [()]]
+            blocks.append([heading(title, width, glyphs), *paragraphs])
+    return blocks
+
+
+def _told(key: str, value: object) -> str:
+    if value is True:
+        return "yes"
+    if isinstance(value, float) and (key.endswith("_s") or key in {"age", "ttft"}):
+        return seconds(value)
+    if isinstance(value, float) and key in {"created", "time", "loaded_at", "last_used", "modified"}:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
+    if isinstance(value, int) and key.endswith("_bytes"):
+        return size(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

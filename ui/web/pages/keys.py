@@ -1,0 +1,114 @@
+"""API keys. A secret is in the answer to the form that made it, and nowhere else."""
+
+import time
+from typing import Any
+
+import msgspec
+from litestar import Response, get, post
+from litestar.params import FromPath
+
+from llmbox.app.errors import ApiError
+from llmbox.app.http.admin.keys import changing, revoke
+from llmbox.app.http.server.request import form_of
+from llmbox.app.security.key_view import view
+from llmbox.app.security.keys import ApiKey, KeySpec
+from llmbox.app.store.stored_answers import usage_by_key
+
+from ..forms import done
+from ..render import PanelRequest, page, panel_of
+
+BACK = "/admin/keys"
+DAY = 86400.0
+LIVES = (("", "Never"), ("1", "In a day"), ("30", "In 30 days"), ("90", "In 90 days"), ("365", "In a year"))
+
+
+@get("/keys", name="panel_keys")
+async def keys_page(request: PanelRequest) -> Response[str]:
+    return await _page(request)
+
+
+@post("/keys", status_code=200, name="panel_key_add")
+async def add_key(request: PanelRequest) -> Response[str]:
+    form = await form_of(request)
+    keys = panel_of(request).services.security.keys
+    try:
+        spec = _spec(form)
+        key, secret = await changing(lambda: keys.add(spec))
+    except ApiError as error:
+        return await _page(request, error.status, problem=error.message, form=form)
+    return await _page(request, 201, made=key, secret=secret)
+
+
+@post("/keys/{name:str}/rotate", status_code=200, name="panel_key_rotate")
+async def rotate_key(request: PanelRequest, name: FromPath[str]) -> Response[str]:
+    keys = panel_of(request).services.security.keys
+    key, secret = await changing(lambda: keys.rotate(name))
+    return await _page(request, made=key, secret=secret)
+
+
+@post("/keys/{name:str}/revoke", status_code=200, name="panel_key_revoke")
+async def revoke_key(request: PanelRequest, name: FromPath[str]) -> Response[str]:
+    await revoke(panel_of(request).services, name)
+    return done(request, BACK, f"Revoked {name}: it is refused from now on.")
+
+
+async def _page(
+    request: PanelRequest,
+    status: int = 200,
+    *,
+    made: ApiKey | None = None,
+    secret: str = "",
+    problem: str = "",
+    form: dict[str, str] | None = None,
+) -> Response[str]:
+    panel = panel_of(request)
+    security = panel.services.security
+    return page(
+        request,
+        "keys.html",
+        "keys",
+        status,
+        keys=[view(key, security.used) for key in security.keys.list()],
+        usage=await usage_by_key(panel.services.request_log),
+        made=made,
+        secret=secret,
+        problem=problem,
+        form=form or {},
+        lives=LIVES,
+        url=panel.control.running.url,
+    )
+
+
+def _spec(form: dict[str, str]) -> KeySpec:
+    """Raises ApiError with the field's name."""
+    values: dict[str, Any] = {
+        "name": form.get("name", "").strip(),
+        "scopes": [scope for scope in ("infer", "read", "admin") if form.get(f"scope_{scope}")],
+        "models": form.get("models", "").replace(",", " ").split(),
+        "log_content": bool(form.get("log_content")),
+    }
+    for name in ("rpm", "tpm", "priority"):
+        if text := form.get(name, "").strip():
+            values[name] = _whole(text, name)
+    if days := form.get("expires", ""):
+        values["expires"] = time.time() + _whole(days, "expires") * DAY
+    try:
+        return msgspec.convert(values, KeySpec)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, _in_words(str(error)), "invalid_value") from error
+
+
+def _in_words(text: str) -> str:
+    field = text.rpartition("$.")[2].strip("`[.]")
+    told = {
+        "name": "Names are at most 64 letters, digits and . _ -, and begin with a letter or digit.",
+        "scopes": "Choose at least one scope.",
+    }
+    return told.get(field, f"{field}: {text.partition(' - ')[0]}.")
+
+
+def _whole(text: str, name: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ApiError(400, f"{name} must be a whole number, not {text[:40]!r}.", "invalid_value") from None

@@ -1,0 +1,142 @@
+"""Models on this disk and in memory: load, unload."""
+
+import asyncio
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from litestar import Response, get, post
+from litestar.params import FromPath, FromQuery
+
+from llmbox.app.errors import ApiError, CliError, Exit
+from llmbox.app.http.admin.models import describe_all
+from llmbox.app.http.server.request import form_of
+from llmbox.app.hub.errors import HubError
+from llmbox.app.models.catalog import DiskModel, on_disk
+
+from ..forms import done
+from ..render import Panel, PanelRequest, page, panel_of, render
+from .model_detail import asked_of, options_of
+
+BACK = "/admin/models"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """One model of the list: on disk, in memory, or both."""
+
+    name: str
+    ref: str
+    disk: DiskModel | None
+    loaded: Any | None
+
+
+@get("/models", name="panel_models")
+async def models_page(request: PanelRequest) -> Response[str]:
+    return page(request, "models.html", "models", rows=await _rows(panel_of(request)))
+
+
+async def models_pieces(panel: Panel) -> dict[str, str]:
+    return {"installed": render("live/installed.html", panel, rows=await _rows(panel))}
+
+
+@post("/models/load", status_code=200, name="panel_load")
+async def load_model(request: PanelRequest) -> Response[str]:
+    control = panel_of(request).control
+    form = await form_of(request)
+    try:
+        options = {name.partition(".")[2]: value for name, value in options_of(asked_of(form)).items()}
+        wanted = await asyncio.to_thread(control.model_request, form.get("model", ""), None, options)
+        control.begin_load(wanted)
+    except CliError as error:
+        status = 404 if error.exit == Exit.NOT_FOUND else 400
+        raise ApiError(status, f"{error.what}: {error.why}", "bad_model", "model") from error
+    return done(request, BACK, f"Loading {wanted.served_name}.")
+
+
+@post("/models/pin", status_code=200, name="panel_pin")
+async def pin_model(request: PanelRequest) -> Response[str]:
+    """A pinned model is neither evicted for others nor unloaded when idle."""
+    form = await form_of(request)
+    name, pinned = form.get("model", ""), form.get("pinned") == "1"
+    panel_of(request).control.residency.pin(name, pinned=pinned)
+    said = "stays in memory" if pinned else "may leave memory when idle"
+    return done(request, BACK, f"{name} {said}.")
+
+
+@post("/models/unload", status_code=200, name="panel_unload")
+async def unload_model(request: PanelRequest) -> Response[str]:
+    name = (await form_of(request)).get("model", "")
+    await panel_of(request).control.unload(name)
+    return done(request, BACK, f"Unloaded {name}.")
+
+
+async def _rows(panel: Panel) -> list[ModelRow]:
+    """What is in memory first."""
+    names = panel.control.library.registry.read()
+    disk = {model.ref.ref: model for model in await asyncio.to_thread(on_disk, os.environ, names)}
+    rows = [
+        ModelRow(model.name, model.ref, disk.pop(model.ref, None), model)
+        for model in describe_all(panel.control)
+    ]
+    return rows + [ModelRow(model.ref.name, ref, model, None) for ref, model in disk.items()]
+
+
+ACTIVITY = "/admin/models/activity"
+HITS = 20
+
+
+@get("/models/discover", name="panel_discover")
+async def discover_page(request: PanelRequest, text: FromQuery[str] = "") -> Response[str]:
+    hits, problem = [], ""
+    if text.strip():
+        try:
+            hits = await panel_of(request).control.library.search(text.strip(), HITS)
+        except HubError as error:
+            problem = " ".join(part for part in (f"{error.what}: {error.why}.", error.fix) if part)
+    return page(request, "discover.html", "models", text=text, hits=hits, problem=problem)
+
+
+@get("/models/activity", sync_to_thread=False, name="panel_activity")
+def activity_page(request: PanelRequest) -> Response[str]:
+    return page(request, "activity.html", "models", downloads=downloads_of(panel_of(request)))
+
+
+async def activity_pieces(panel: Panel) -> dict[str, str]:
+    return {"downloads": render("live/downloads.html", panel, downloads=downloads_of(panel))}
+
+
+@post("/models/pull", status_code=200, name="panel_pull")
+async def pull(request: PanelRequest) -> Response[str]:
+    form = await form_of(request)
+    name = form.get("model", "").strip()
+    panel_of(request).control.library.downloads.start(name, anyway=bool(form.get("anyway")))
+    return done(request, ACTIVITY, f"Downloading {name}: see Activity.")
+
+
+@post("/models/download/{what:str}", status_code=200, name="panel_download")
+async def change_download(request: PanelRequest, what: FromPath[str]) -> Response[str]:
+    downloads = panel_of(request).control.library.downloads
+    name = (await form_of(request)).get("model", "")
+    if what == "pause":
+        downloads.pause(name)
+    elif what == "resume":
+        downloads.resume(name)
+    elif what == "cancel":
+        await downloads.cancel(name)
+    elif what == "dismiss":
+        await downloads.dismiss(name)
+    else:
+        raise ApiError(404, "Downloads can be paused, resumed, cancelled and dismissed.", "not_found")
+    said = {
+        "pause": "Paused",
+        "resume": "Going on with",
+        "cancel": "Cancelled",
+        "dismiss": "Took off the list:",
+    }[what]
+    return done(request, ACTIVITY, f"{said} {name}.")
+
+
+def downloads_of(panel: Panel) -> list[dict[str, object]]:
+    """Newest first."""
+    return [each.as_dict(with_files=False) for each in reversed(panel.control.library.downloads.all())]

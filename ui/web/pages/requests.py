@@ -1,0 +1,245 @@
+"""Requests: those in flight, above the log with its filters; one in detail."""
+
+import asyncio
+import csv
+import io
+import json
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+from urllib.parse import urlencode
+
+from litestar import MediaType, Response, get, post
+from litestar.params import FromPath, FromQuery
+
+from llmbox.app.errors import ApiError
+from llmbox.app.http.admin.requests import readable
+from llmbox.app.http.auth.credentials import identity_of
+from llmbox.app.http.server.sse import while_connected
+from llmbox.app.inspect.detail import detail_of
+from llmbox.app.inspect.replay import replay
+from llmbox.app.store.record import RecordFilter, RequestRecord
+
+from ..forms import done, is_fragment
+from ..render import Panel, PanelRequest, page, panel_of, render
+
+ROWS = 50
+SINCE = (("", "All time"), ("3600", "Last hour"), ("86400", "Last day"), ("604800", "Last week"))
+MOST_LIVE = 100
+PATIENCE_S = 0.2
+"""That a round of the live page waits for the log."""
+HISTORY = {
+    "history": "live/history.html",
+    "history-note": "live/history_note.html",
+    "history-pages": "live/history_pages.html",
+}
+"""Templates by the name of their live piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """As the URL says it, so that a view can be sent to somebody."""
+
+    model: str
+    key: str
+    status: str
+    since: str
+    before: str
+
+    def wanted(self, rows: int) -> RecordFilter:
+        status, since = _number(self.status, "status"), _number(self.since, "since")
+        return RecordFilter(
+            model=self.model or None,
+            key=self.key or None,
+            status=status,
+            errors_only=self.status == "errors",
+            since=None if since is None else time.time() - since,
+            before_seq=_number(self.before, "before"),
+            limit=rows,
+        )
+
+    def query(self, **changes: str) -> str:
+        values = {"model": self.model, "key": self.key, "status": self.status, "since": self.since, **changes}
+        return urlencode({name: value for name, value in values.items() if value})
+
+
+def filter_of(model: str = "", key: str = "", status: str = "", since: str = "", before: str = "") -> Filter:
+    return Filter(model.strip(), key.strip(), status, since, before)
+
+
+@get("/requests", name="panel_requests")
+async def requests_page(
+    request: PanelRequest,
+    model: FromQuery[str] = "",
+    key: FromQuery[str] = "",
+    status: FromQuery[str] = "",
+    since: FromQuery[str] = "",
+    before: FromQuery[str] = "",
+) -> Response[str]:
+    panel = panel_of(request)
+    chosen = filter_of(model, key, status, since, before)
+    return page(
+        request,
+        "requests.html",
+        "requests",
+        live=_live(panel),
+        most_live=MOST_LIVE,
+        ranges=SINCE,
+        **await _history(panel, chosen),
+    )
+
+
+def requests_pieces(chosen: Filter) -> Callable[[Panel], Awaitable[dict[str, str]]]:
+    """For one open page. While the log is slow to answer, what is in flight is told without it."""
+    chosen.wanted(ROWS)  # raises what is wrong with it now, not in the stream
+    reading: asyncio.Task[dict[str, Any]] | None = None
+
+    async def pieces(panel: Panel) -> dict[str, str]:
+        nonlocal reading
+        made = {"inflight": render("live/inflight.html", panel, live=_live(panel), most_live=MOST_LIVE)}
+        reading = reading or asyncio.create_task(_history(panel, chosen))
+        await asyncio.wait({reading}, timeout=PATIENCE_S)
+        if reading.done():
+            history, reading = reading.result(), None
+            made |= {name: render(template, panel, **history) for name, template in HISTORY.items()}
+        return made
+
+    return pieces
+
+
+async def _history(panel: Panel, chosen: Filter) -> dict[str, Any]:
+    rows, problem = await readable(panel.services, chosen.wanted(ROWS + 1))
+    return {
+        "rows": [record for _, record in rows[:ROWS]],
+        "problem": problem,
+        "chosen": chosen,
+        "older": chosen.query(before=str(rows[ROWS - 1][0])) if len(rows) > ROWS else "",
+        "dropped": panel.services.request_log.dropped,
+    }
+
+
+@get("/requests/{request_id:str}", name="panel_request")
+async def request_page(request: PanelRequest, request_id: FromPath[str]) -> Response[str]:
+    panel = panel_of(request)
+    detail = await detail_of(panel.control, identity_of(request), request_id)
+    record = detail.request
+    return page(
+        request,
+        "request.html",
+        "requests",
+        detail=detail,
+        live=detail.in_flight,
+        record=record,
+        phases=_phases(record) if record else [],
+        params=json.loads(record.params) if record else {},
+    )
+
+
+@post("/requests/{request_id:str}/replay", status_code=200, name="panel_replay")
+async def replay_request(request: PanelRequest, request_id: FromPath[str]) -> Response[str]:
+    """The whole answer at once: the page shows that it waits, and leaving it ends the work."""
+    panel = panel_of(request)
+    work = replay(panel.services, identity_of(request), request_id)
+    answer = await while_connected(request.receive, work)
+    if is_fragment(request):
+        html = render("live/replayed.html", panel, replayed=answer)
+        return Response(html, media_type=MediaType.HTML)
+    return page(request, "replayed.html", "requests", replayed=answer)
+
+
+@post("/requests/{request_id:str}/cancel", status_code=200, name="panel_cancel")
+async def cancel_request(request: PanelRequest, request_id: FromPath[str]) -> Response[str]:
+    if not panel_of(request).services.gateway.cancel(request_id):
+        raise ApiError(404, "That request has ended already.", "request_not_found")
+    return done(request, "/admin/requests", f"Cancelled {request_id}.")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPhase:
+    """`start` and `share` are percent of the whole time."""
+
+    name: str
+    seconds: float
+    start: float
+    share: float
+
+
+def _phases(record: RequestRecord) -> list[RequestPhase]:
+    whole = record.e2e_s
+    if not whole or record.ttft_s is None:
+        return []
+    queue = min(record.queue_s or 0.0, record.ttft_s)
+    parts = (
+        ("queue", queue),
+        ("prefill", record.ttft_s - queue),
+        ("decode", max(0.0, whole - record.ttft_s)),
+    )
+    made: list[RequestPhase] = []
+    start = 0.0
+    for name, seconds in parts:
+        share = 100 * seconds / whole
+        made.append(RequestPhase(name, seconds, round(start, 2), round(share, 2)))
+        start += share
+    return made
+
+
+def _live(panel: Panel) -> list[Any]:
+    return list(panel.services.gateway.in_flight())
+
+
+def _number(text: str, name: str) -> int | None:
+    if not text or text == "errors":
+        return None
+    if not text.isdecimal() or len(text) > 15:
+        raise ApiError(400, f"The filter {name} must be a whole number.", "invalid_value", name)
+    return int(text)
+
+
+MOST_ROWS = 10_000
+
+
+@get("/requests.csv", name="panel_requests_csv")
+async def export_csv(
+    request: PanelRequest,
+    model: FromQuery[str] = "",
+    key: FromQuery[str] = "",
+    status: FromQuery[str] = "",
+    since: FromQuery[str] = "",
+    before: FromQuery[str] = "",
+) -> Response[str]:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [field.name for field in fields(RequestRecord)])
+    writer.writeheader()
+    for record in await _records(request, filter_of(model, key, status, since, before)):
+        writer.writerow({name: _plain(value) for name, value in asdict(record).items()})
+    return _file(text.getvalue(), "csv", "text/csv")
+
+
+@get("/requests.json", name="panel_requests_json")
+async def export_json(
+    request: PanelRequest,
+    model: FromQuery[str] = "",
+    key: FromQuery[str] = "",
+    status: FromQuery[str] = "",
+    since: FromQuery[str] = "",
+    before: FromQuery[str] = "",
+) -> Response[str]:
+    records = await _records(request, filter_of(model, key, status, since, before))
+    rows = [asdict(record) for record in records]
+    return _file(json.dumps({"schema": "llmbox.requests/1", "requests": rows}), "json", "application/json")
+
+
+async def _records(request: PanelRequest, chosen: Filter) -> list[RequestRecord]:
+    wanted = chosen.wanted(MOST_ROWS)
+    return [record for _, record in await panel_of(request).services.request_log.query(wanted)]
+
+
+def _plain(value: object) -> object:
+    """Spreadsheets run what begins like a formula; names and ids come from clients."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in {"=", "+", "-", "@", "\t"} else value
+
+
+def _file(text: str, ending: str, media_type: str) -> Response[str]:
+    disposition = f'attachment; filename="llmbox-requests.{ending}"'
+    return Response(text, media_type=media_type, headers={"Content-Disposition": disposition})

@@ -1,0 +1,159 @@
+"""The box itself: checks, versions, files and their sizes, the log, and what may be erased."""
+
+import asyncio
+import os
+import platform
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from litestar import MediaType, Response, get, post
+from litestar.params import FromQuery
+from litestar.response import Stream
+
+from llmbox.app.cli.context import Program
+from llmbox.app.cli.db import back_up
+from llmbox.app.cli.service import read_status
+from llmbox.app.config.paths import Paths
+from llmbox.app.diagnostics.bundle import write_bundle
+from llmbox.app.diagnostics.checks import run_checks
+from llmbox.app.errors import ApiError, CliError
+from llmbox.app.http.auth.credentials import identity_of
+from llmbox.app.http.server.request import form_of
+from llmbox.app.logging.tail import LEVELS, tail
+from llmbox.app.services import Services
+
+from ..forms import done
+from ..render import Panel, PanelRequest, page, panel_of, render
+
+BACK = "/admin/system"
+LINES = 60
+PIECE = 1 << 18
+
+
+@get("/system", name="panel_system")
+async def system_page(
+    request: PanelRequest, level: FromQuery[str] = "info", checks: FromQuery[int] = 0
+) -> Response[str]:
+    panel = panel_of(request)
+    level = level if level in LEVELS else "info"
+    services = panel.services
+    return page(
+        request,
+        "system.html",
+        "system",
+        running=panel.control.running,
+        uptime=time.time() - panel.control.running.started_at,
+        python=platform.python_version(),
+        paths=services.paths,
+        disk=await asyncio.to_thread(_disk, services),
+        service=await asyncio.to_thread(_service, services),
+        settings=services.settings,
+        lines=await asyncio.to_thread(tail, services.paths.log_file, LINES, level),
+        levels=LEVELS[:4],
+        level=level,
+        findings=await _findings(panel) if checks else None,
+        brief=False,
+    )
+
+
+@get("/system/checks", name="panel_checks")
+async def checks_piece(request: PanelRequest, brief: FromQuery[int] = 0) -> Response[str]:
+    """`brief` leaves out what is well."""
+    panel = panel_of(request)
+    html = render("live/checks.html", panel, findings=await _findings(panel), brief=bool(brief))
+    return Response(html, media_type=MediaType.HTML)
+
+
+@post("/system/purge", status_code=200, name="panel_purge")
+async def purge(request: PanelRequest) -> Response[str]:
+    text = (await form_of(request)).get("days", "")
+    if not text.isdecimal() or len(text) > 5:
+        raise ApiError(400, "Days must be a whole number.", "invalid_value", "days")
+    count = await panel_of(request).services.request_log.purge(time.time() - int(text) * 86400)
+    return done(request, BACK, f"Erased {count} rows, kept contents and stored answers.")
+
+
+@post("/system/backup", status_code=200, name="panel_backup")
+async def backup(request: PanelRequest) -> Stream:
+    """The request log and the telemetry as they are now."""
+    services = panel_of(request).services
+    if not services.security.is_owner(identity_of(request)):
+        raise ApiError(
+            403,
+            "A backup holds prompts and answers of other keys. Sign in by the link that llmbox up prints, or "
+            "use llmbox db backup on the box.",
+            "insufficient_scope",
+            type="permission_error",
+        )
+    paths = services.paths
+    return await _download(paths, "llmbox-backup", "db", lambda copy: back_up(paths.request_db, copy))
+
+
+@post("/system/bundle", status_code=200, name="panel_bundle")
+async def bundle(request: PanelRequest) -> Stream:
+    """What somebody who helps needs to see, with secrets, prompts and answers taken out."""
+    services = panel_of(request).services
+
+    def make(file: Path) -> None:
+        program = _program_of(services)
+        write_bundle(program, run_checks(program), file)
+
+    return await _download(services.paths, "llmbox-bundle", "zip", make)
+
+
+async def _download(paths: Paths, name: str, ending: str, make: Callable[[Path], object]) -> Stream:
+    """`make` writes the file, which must not exist yet. It has no name any more when it is sent."""
+    name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.{ending}"
+    file = paths.state_dir / f".{secrets.token_hex(8)}-{name}"
+    try:
+        await asyncio.to_thread(make, file)
+    except CliError as error:
+        why = error.why.replace(str(file), "the copy")
+        raise ApiError(500, f"It cannot be made: {why}.", "storage_failed", type="server_error") from error
+    handle = file.open("rb")
+    file.unlink()
+    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+    return Stream(_pieces(handle), media_type="application/octet-stream", headers=headers)
+
+
+def _pieces(handle: BinaryIO) -> Iterator[bytes]:
+    with handle:
+        while piece := handle.read(PIECE):
+            yield piece
+
+
+def _program_of(services: Services) -> Program:
+    """For what the panel shares with the command line."""
+    program = Program()
+    program.paths = services.paths
+    return program
+
+
+def _service(services: Services) -> dict[str, Any]:
+    """Of the user, and of the machine where that one is installed."""
+    program = _program_of(services)
+    system = read_status(program, system=True)
+    return system if system["installed"] else read_status(program, system=os.geteuid() == 0)
+
+
+async def _findings(panel: Panel) -> list[dict[str, str]]:
+    return await asyncio.to_thread(panel.control.checks)
+
+
+def _disk(services: Services) -> dict[str, Any]:
+    paths = services.paths
+    database = sum(_size(Path(f"{paths.request_db}{end}")) for end in ("", "-wal", "-shm"))
+    logs = sum(_size(file) for file in paths.log_file.parent.glob("daemon.log*"))
+    usage = shutil.disk_usage(paths.state_dir)
+    return {"database": database, "logs": logs, **{f"disk_{k}": v for k, v in usage._asdict().items()}}
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
