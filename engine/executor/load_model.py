@@ -13,8 +13,8 @@ from llmbox.kernels.quant_formats import QUANTS
 
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..model.decoder import Decoder
+from ..model.registry import build_model
 from ..model_config.config import ModelConfig
-from ..models import build_model
 from ..weights.packed_cache import environment
 from ..weights.source import Checkpoint, WeightObserver
 

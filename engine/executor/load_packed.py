@@ -5,8 +5,8 @@ from pathlib import Path
 
 from llmbox.kernels.quant_formats import QUANTS
 
+from ..model.registry import build_model
 from ..model_config.config import ModelConfig
-from ..models import build_model
 from ..weights.packed_cache.cache import PackedWeightCache
 from ..weights.packed_cache.file import DamagedPackedFile
 from ..weights.packed_cache.key import PackKey

@@ -23,8 +23,8 @@ from ..checkpoint.regular_file import open_regular
 from ..checkpoint.writer import ShardWriter, made_whole, require_space
 from ..hardware.machine import read_cpu
 from ..ipc.subprocess_job import Tell, told
+from ..model.registry import build_model
 from ..model_config.config import parse_config
-from ..models import build_model
 from ..quantize.quantize import DISK_RESERVE, Progress, packing_for
 from ..quantize.quantizer import Quantizer
 from .config import config_of, dtype_of, generation_of

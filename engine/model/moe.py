@@ -3,8 +3,6 @@
 T rows, E hidden, X experts.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from llmbox.kernels.op_types import Mixture
@@ -15,24 +13,13 @@ from ..partition import ShardSlice
 from ..weights.source import Weights
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """Of an expert's tensors in a checkpoint, without `.weight`."""
-
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-
-
 class SparseMoE:
     """Each row goes through the experts that the router finds likeliest for it, summed by their shares.
 
     Where ranks share a layer, each has a part of every expert's inner rows, as of an MLP's.
     """
 
-    def __init__(
-        self, config: ExpertsConfig, hidden: int, weights: Weights, ops: Ops, names: ExpertNames
-    ) -> None:
+    def __init__(self, config: ExpertsConfig, hidden: int, weights: Weights, ops: Ops) -> None:
         self.ops = ops
         self.rank = weights.rank
         whole, inner = ShardSlice.whole(hidden), self.rank.part(config.inner)
@@ -40,11 +27,12 @@ class SparseMoE:
         every = [f"experts.{expert}" for expert in range(config.count)]
         stacked = ops.pack_experts is not None
         groups = [every] if stacked else [[name] for name in every]
+        gate, up, down = config.projections
         gate_ups, downs = [], []
         for group in groups:
-            rows = {f"{name}.{part}": inner for name in group for part in (names.gate, names.up)}
+            rows = {f"{name}.{part}": inner for name in group for part in (gate, up)}
             gate_ups.append(weights.linear(rows, whole, bias=False, experts=stacked))
-            rows = {f"{name}.{names.down}": whole for name in group}
+            rows = {f"{name}.{down}": whole for name in group}
             downs.append(weights.linear(rows, inner, bias=False, experts=stacked))
         self.mixture = Mixture(gate_ups, downs, config.count, config.per_token, config.normalised)
 

@@ -1,5 +1,5 @@
 """What is particular to each architecture, as data: config.json is read by it, nothing else asks which one a
-model is. How layers are wired is in `models/`, one file each. No torch: the daemon reads it too.
+model is. `engine/model/registry.py` builds the layers. No torch: the daemon reads it too.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,6 +36,8 @@ from .sliding_window import (
     windows_of_later_layers,
 )
 
+BlockKind = Literal["pre_norm", "post_norm", "sandwich"]
+"""Place of a layer's norms: before attention and MLP, behind them, or both."""
 QKNorm = Literal["heads", "width"]
 """Queries and keys are normed: each head by itself, or all heads of a row together."""
 
@@ -74,8 +76,9 @@ class Architecture:
     mlp_bias: bool = False
     """Whether config.json may ask for biases of the MLP."""
     qk_norm: QKNorm | None = None
-    layer_norms: int = 2
-    """Norms of hidden_size in a layer."""
+    block: BlockKind = "pre_norm"
+    has_stacked_projections: bool = False
+    """Checkpoints hold q, k and v as one tensor, and gate and up as another."""
     windows: WindowRule = no_windows
     ropes: RopeRule = one_rope
     experts: ExpertRule = no_experts
@@ -122,6 +125,7 @@ _OLMO2 = Architecture(
     defaults={"rms_norm_eps": 1e-5},
     attention_bias=True,
     qk_norm="width",
+    block="post_norm",
     refuse=refuse_clipping,
 )
 _GEMMA = Architecture(
@@ -138,7 +142,7 @@ _GEMMA2 = replace(
     _GEMMA,
     model_type="gemma2",
     defaults=GEMMA2,
-    layer_norms=4,
+    block="sandwich",
     windows=gemma2_windows,
     scales=gemma2_scales,
     refuse=refuse_gemma2,
@@ -200,6 +204,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults={"rms_norm_eps": 1e-5},
         windows=one_window,
         ropes=phi3_ropes,
+        has_stacked_projections=True,
         own_code="modeling_phi3.Phi3ForCausalLM",
         refuse=refuse_head_bias,
     ),

@@ -13,7 +13,7 @@ from ..checkpoint.quantized_layout import MODELOPT_FILE, read_entry
 from ..checkpoint.unquantized_layers import wide_params
 from ..config import Dtype
 from ..errors import ModelError, UnsupportedArchitecture
-from .architectures import ARCHITECTURES, Architecture, QKNorm
+from .architectures import ARCHITECTURES, Architecture, BlockKind, QKNorm
 from .fields import Fields, show
 from .moe import ExpertsConfig
 from .multipliers import Scales
@@ -81,8 +81,9 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: QKNorm | None
-    layer_norms: int
-    """Norms of hidden_size in a layer."""
+    block: BlockKind
+    has_stacked_projections: bool
+    """See `Architecture`."""
     windows: tuple[int | None, ...]
     """Sliding window of each layer; None sees everything."""
     ropes: tuple[RopeConfig, ...]
@@ -123,7 +124,7 @@ class ModelConfig:
         hidden, ffn = self.hidden_size, self.intermediate_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         norms = {None: 0, "heads": 2 * self.head_dim, "width": q + kv}[self.qk_norm]
-        layer = self.layer_norms * hidden + norms + hidden * (q + 2 * kv) + q * hidden
+        layer = (4 if self.block == "sandwich" else 2) * hidden + norms + hidden * (q + 2 * kv) + q * hidden
         layer += (q + 2 * kv) * self.qkv_bias + hidden * self.o_bias
         mlp = 3 * hidden * ffn + (2 * ffn + hidden) * self.mlp_bias
         tables = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
@@ -216,7 +217,8 @@ def parse_config(path: Path | str) -> ModelConfig:
         o_bias=bias,
         mlp_bias=kind.mlp_bias and fields.flag("mlp_bias", default=False),
         qk_norm=kind.qk_norm,
-        layer_norms=kind.layer_norms,
+        block=kind.block,
+        has_stacked_projections=kind.has_stacked_projections,
         windows=kind.windows(fields, layers),
         ropes=ropes,
         layer_ropes=layer_ropes,

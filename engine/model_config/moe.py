@@ -35,6 +35,10 @@ class ExpertsConfig:
     """Shares of the chosen experts are made to sum to one."""
     layers: tuple[bool, ...]
     """Which layers have experts; the others have an MLP."""
+    module: str = "mlp"
+    """Name of the mixture inside a layer of the checkpoint."""
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Names of an expert's gate, up and down projections in the checkpoint, without `.weight`."""
 
     @property
     def num_layers(self) -> int:
@@ -56,7 +60,15 @@ def no_experts(_fields: Fields, _layers: int) -> None:
 def mixtral_experts(fields: Fields, layers: int) -> ExpertsConfig:
     count, per_token = count_experts(fields)
     inner, chosen = fields.integer("intermediate_size"), (True,) * layers
-    return ExpertsConfig(count=count, per_token=per_token, inner=inner, normalised=True, layers=chosen)
+    return ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        inner=inner,
+        normalised=True,
+        layers=chosen,
+        module="block_sparse_moe",
+        projections=("w1", "w3", "w2"),
+    )
 
 
 def qwen3_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:

@@ -20,9 +20,9 @@ from ..device.upload import to_device
 from ..errors import ModelError
 from ..model.decoder import Decoder
 from ..model.forward_context import ForwardContext
+from ..model.registry import build_model
 from ..model.rotary import Rotary
 from ..model_config.config import ModelConfig
-from ..models import build_model
 from ..weights.source import Checkpoint, WeightRequest
 
 BLOCK = 16

@@ -32,9 +32,9 @@ from ..errors import DeviceError, ModelError
 from ..executor.build import load_engine
 from ..hardware.machine import read_cpu
 from ..ipc.subprocess_job import Tell, told
+from ..model.registry import build_model
 from ..model_config.config import ModelConfig, parse_config
 from ..model_config.pooling import POOLING_FILE
-from ..models import build_model
 from ..weights.source import Checkpoint
 from .calibration import Calibration
 from .calibration_text import write_text

@@ -23,8 +23,8 @@ from llmbox.engine.errors import DoesNotFit
 from llmbox.engine.executor.build import load_engine
 from llmbox.engine.executor.load_model import Loaded, WeightsWanted
 from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.model.registry import build_model
 from llmbox.engine.model_config.config import ModelConfig
-from llmbox.engine.models import build_model
 from llmbox.engine.sampling_params import SamplingParams
 from llmbox.engine.weights.source import WeightRequest, pack
 from llmbox.kernels.ops import Ops

@@ -1,0 +1,55 @@
+"""Decoder of a checkpoint: the blocks and norms that its architecture asks for.
+
+An architecture is one entry in `engine/model_config/architectures.py`; this module turns it into layers.
+"""
+
+from llmbox.kernels.ops import Ops
+from llmbox.kernels.quant_formats import Quant
+
+from ..model_config.architectures import BlockKind
+from ..model_config.config import ModelConfig
+from ..weights.mixed_precision import MixedPrecisionSource
+from ..weights.source import Weights, WeightSource
+from .attention import Attention, FullWidthQKNormAttention
+from .blocks import MLP, DecoderBlock, PostNormBlock, PreNormBlock, SandwichNormBlock
+from .decoder import Decoder
+from .mlp import GatedMLP
+from .moe import SparseMoE
+
+_Block = type[PreNormBlock] | type[PostNormBlock] | type[SandwichNormBlock]
+BLOCKS: dict[BlockKind, _Block] = {
+    "pre_norm": PreNormBlock,
+    "post_norm": PostNormBlock,
+    "sandwich": SandwichNormBlock,
+}
+
+
+def build_model(config: ModelConfig, source: WeightSource, quant: Quant | None = None) -> Decoder:
+    """Read every tensor that the model needs from `source`. Raises ModelError."""
+    if quant is not None and quant.is_mixed:
+        source = MixedPrecisionSource(source, config.num_layers)
+    ops = source.ops
+    block = BLOCKS[config.block]
+    attention_kind = FullWidthQKNormAttention if config.qk_norm == "width" else Attention
+
+    def make_layer(number: int, weights: Weights) -> DecoderBlock:
+        if config.has_stacked_projections:
+            _split_stacked_projections(config, weights)
+        attention = attention_kind(config, number, weights.at("self_attn"), ops)
+        return block(config, weights, ops, attention, _make_mlp(config, number, weights, ops))
+
+    return Decoder(config, source, make_layer)
+
+
+def _make_mlp(config: ModelConfig, number: int, weights: Weights, ops: Ops) -> MLP:
+    experts = config.experts
+    if experts is None or not experts.layers[number]:
+        return GatedMLP(config, weights.at("mlp"), ops)
+    return SparseMoE(experts, config.hidden_size, weights.at(experts.module), ops)
+
+
+def _split_stacked_projections(config: ModelConfig, weights: Weights) -> None:
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    inner = config.intermediate_size
+    weights.at("self_attn").split("qkv_proj", {"q_proj": q, "k_proj": kv, "v_proj": kv})
+    weights.at("mlp").split("gate_up_proj", {"gate_proj": inner, "up_proj": inner})
