@@ -16,8 +16,8 @@ WIDE_KINDS: frozenset[Kind] = frozenset({"router", "table"})
 class Quant:
     """Integer weights with one float16 scale for each `group` inputs of an output.
 
-    Where `step` is not 0, that many neighbouring inputs share a step and a zero (`quantize_int.py`), and a weight is
-    its scale times (step * n - zero), n of 4 bits, which fits 8 bits.
+    Where `step` is not 0, that many neighbouring inputs share a step and a zero (`quantize_int.py`), and a
+    weight is its scale times (step * n - zero), n of 4 bits, which fits 8 bits.
 
     Other kinds run on GPUs only, and their activations have 8 bits too:
 

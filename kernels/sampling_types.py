@@ -65,7 +65,8 @@ FORBIDDEN_EARLY = 2
 
 @dataclass(frozen=True, slots=True)
 class PenaltyState:
-    """What changes logits before a token is drawn; see `engine/sampling/logits_processors.py` for the arithmetic.
+    """What changes logits before a token is drawn; see `engine/sampling/logits_processors.py` for the
+    arithmetic.
 
     Each row has a list of the ids that its rules touch, every id once. `Ops.sample` keeps the counts: it
     counts a row's last token before it draws the next one, and adds it to the list, where there is room.

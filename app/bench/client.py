@@ -57,7 +57,9 @@ class RequestTiming:
 
 
 async def complete(target: Target, prompt: list[int] | str, max_tokens: int) -> RequestTiming:
-    """Stream one greedy completion of exactly `max_tokens` tokens. Failures end up in `RequestTiming.error`."""
+    """Stream one greedy completion of exactly `max_tokens` tokens. Failures end up in
+    `RequestTiming.error`.
+    """
     sample = RequestTiming(wanted_tokens=max_tokens)
     body = {
         "model": target.model,

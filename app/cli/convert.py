@@ -1,4 +1,6 @@
-"""Work on weights in a process of its own, as the command line imports no torch (`engine/ipc/subprocess_job.py`)."""
+"""Work on weights in a process of its own, as the command line imports no torch
+(`engine/ipc/subprocess_job.py`).
+"""
 
 import json
 import os

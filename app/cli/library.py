@@ -229,7 +229,8 @@ def df(program: Program, *, prune: bool, prune_all: bool, as_json: bool, quiet: 
         output.write(f"{formatting.size(freed)} of packed weights deleted")
     output.write(f"{formatting.size(total)} in models, {formatting.size(free)} free on the disk of {cache}")
     output.write(
-        f"{formatting.size(own['state'])} of logs and state, {formatting.size(own['cache'])} of files safe to delete"
+        f"{formatting.size(own['state'])} of logs and state, "
+        f"{formatting.size(own['cache'])} of files safe to delete"
     )
 
 

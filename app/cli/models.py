@@ -201,7 +201,8 @@ def _last_load(rows: Sequence[Mapping[str, Any]]) -> str | None:
         return None
     row = rows[-1]
     predicted, measured = row["predicted_weights"], row["measured_weights"]
-    text = f"{formatting.clock(row['at'])} on {row['device']} as {row['dtype']} in {formatting.span(row['seconds'])}"
+    text = f"{formatting.clock(row['at'])} on {row['device']} as {row['dtype']}"
+    text += f" in {formatting.span(row['seconds'])}"
     text += f"; weights predicted {formatting.size(predicted)}"
     if measured:
         text += f", measured {formatting.size(measured)} ({measured / predicted - 1:+.1%})"
@@ -235,7 +236,9 @@ def _print_info(model: Mapping[str, Any]) -> None:
         "context window": f"{info['context_window']} tokens",
         "at full context": f"{info['max_concurrency']:.1f} requests at once",
         "weights": formatting.size(info["weights_bytes"]),
-        "KV cache": f"{formatting.size(info['kv_bytes'])}, {formatting.size(info['kv_bytes_per_token'])} a token",
+        "KV cache": (
+            f"{formatting.size(info['kv_bytes'])}, {formatting.size(info['kv_bytes_per_token'])} a token"
+        ),
         "workspace": formatting.size(info["workspace_bytes"]),
         "restarts": f"{model['restarts']}, requests resumed {model['resumed']}",
     }

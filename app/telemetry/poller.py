@@ -1,8 +1,8 @@
 """The one poller: looks at everything, publishes a `tick`, keeps the history.
 
 Once a second while somebody subscribes to events or a request is open; otherwise it sleeps for `IDLE_S`, so
-that an idle box stays idle. Reads that may hang run in threads of their own (`TimedReader`): a hung NVML costs
-its readings, never the loop.
+that an idle box stays idle. Reads that may hang run in threads of their own (`TimedReader`): a hung NVML
+costs its readings, never the loop.
 """
 
 import asyncio

@@ -5,8 +5,8 @@
     "quant_method": "compressed-tensors"   llm-compressor
     "quant_method": "modelopt"             NVIDIA Model Optimizer; older ones in hf_quant_config.json alone
 
-Only what decides is read; how scales are called and shaped is in `quantized_layout.py`. Lists of what is kept wide do
-not decide: `unquantized_layers.py`.
+Only what decides is read; how scales are called and shaped is in `quantized_layout.py`. Lists of what is
+kept wide do not decide: `unquantized_layers.py`.
 """
 
 from typing import Any

@@ -17,8 +17,8 @@ Others write E4M3 (`fp8_config.py`), a weight is its number times its scale. F32
     NAME.input_scale        [] or [1], where activations are static: x is about its number times this
     NAME.activation_scale   the same by another name
 
-Linears of the layers are so, but those that are kept wide (`unquantized_layers.py`); tables and head stay as they
-were. No torch here.
+Linears of the layers are so, but those that are kept wide (`unquantized_layers.py`); tables and head stay
+as they were. No torch here.
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
 """Guesses at what a request says next, looked up in its own tokens: what stood after the same words before.
 
 Answers repeat: a quoted passage, the code to change, the names of fields (Saxena, "Prompt Lookup Decoding",
-2023). A guess costs nothing but the rows that verify it (`draft_verification.py`), and these are few where guesses fail.
+2023). A guess costs nothing but the rows that verify it (`draft_verification.py`), and these are few where
+guesses fail.
 """
 
 from collections.abc import Sequence

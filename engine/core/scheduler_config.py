@@ -20,8 +20,8 @@ class SchedulerConfig:
     ageing_seconds: float = 10.0
     """A band of priority that waits this long is lifted by one, for one request."""
     draft_rows: int = 0
-    """Rows of a step up to which drafts are verified (`draft_scheduler.py`); 0: none are. Only for runners that
-    take one step at a time and whose rows do not depend on each other."""
+    """Rows of a step up to which drafts are verified (`draft_scheduler.py`); 0: none are. Only for runners
+    that take one step at a time and whose rows do not depend on each other."""
 
     def __post_init__(self) -> None:
         # A decoding request takes one token in every step: a smaller budget would stall streams.

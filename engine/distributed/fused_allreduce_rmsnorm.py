@@ -1,7 +1,9 @@
-"""Whether and how ranks sum, add and norm in one kernel: `fused_allreduce_rmsnorm_kernel.py` over symmetric memory.
+"""Whether and how ranks sum, add and norm in one kernel: `fused_allreduce_rmsnorm_kernel.py` over symmetric
+memory.
 
-Like `custom_all_reduce.py` it needs NVLink peers, and NO MACHINE WITH TWO GPUS HAS RUN IT YET: it is tried against NCCL
-before it is used, and whatever fails until then leaves the sum and the norm to one after the other.
+Like `custom_all_reduce.py` it needs NVLink peers, and NO MACHINE WITH TWO GPUS HAS RUN IT YET: it is tried
+against NCCL before it is used, and whatever fails until then leaves the sum and the norm to one after the
+other.
 """
 
 import logging

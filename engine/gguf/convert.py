@@ -1,8 +1,8 @@
 """Makes a checkpoint of safetensors of a GGUF file: a directory that loads by itself, and a report.
 
 `python -P -m llmbox.engine.gguf.convert FILE OUT FORMAT [--beside FOLDER] [--threads N]` tells what it does
-as `subprocess_job.py` says: {"progress": [done, total]}…, then a `ConversionReport`. FORMAT is none or one of `quantize.py`'s.
-What is in FOLDER, which are files of the tokenizer, goes into OUT.
+as `subprocess_job.py` says: {"progress": [done, total]}…, then a `ConversionReport`. FORMAT is none or one
+of `quantize.py`'s. What is in FOLDER, which are files of the tokenizer, goes into OUT.
 """
 
 import argparse

@@ -18,8 +18,8 @@ EXPERT_ROWS = 16
 
 CUDA_CONTEXT = 512 * MIB
 """What a process takes of each GPU that it opens, before the first tensor: what is planned with until it is
-measured (`executor/profile.py`). PyTorch's users report 300 MB with modules loaded when first used, as CUDA does
-since 11.7 (github.com/pytorch/pytorch/issues/107667), and 200 to 700 MB by card (issues/28113).
+measured (`executor/profile.py`). PyTorch's users report 300 MB with modules loaded when first used, as CUDA
+does since 11.7 (github.com/pytorch/pytorch/issues/107667), and 200 to 700 MB by card (issues/28113).
 """
 _CUDA_LIBRARIES = 32 * MIB
 # The workspace that torch gives cuBLAS on Hopper; 8 MiB elsewhere (torch: "cuBLAS workspaces").

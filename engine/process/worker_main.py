@@ -1,4 +1,5 @@
-"""A rank of a model other than the first: `python -P -m llmbox.engine.process.worker_main`, started by `executor/workers.py`.
+"""A rank of a model other than the first: `python -P -m llmbox.engine.process.worker_main`, started by
+`executor/workers.py`.
 
 It loads its part, joins the others, and runs the steps that rank 0 tells over the inherited socket. It ends
 with rank 0: at the end of the socket when it waits there, killed by the kernel where it does not.

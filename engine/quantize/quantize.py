@@ -1,8 +1,8 @@
 """Rounds a checkpoint's weights to integers, once: a directory that loads by itself, and a report.
 
-`python -P -m llmbox.engine.quantize.quantize SOURCE OUT FORMAT [--calibrate] [--eval FILE] [--threads N]` tells
-what it does as `subprocess_job.py` says: {"writing": [done, total]}… and {"progress": [done, total]}…, then a `QuantizationReport`.
-The format is described in `quantized_layout.py`.
+`python -P -m llmbox.engine.quantize.quantize SOURCE OUT FORMAT [--calibrate] [--eval FILE] [--threads N]`
+tells what it does as `subprocess_job.py` says: {"writing": [done, total]}… and {"progress": [done,
+total]}…, then a `QuantizationReport`. The format is described in `quantized_layout.py`.
 
 How weights are rounded is decided by the kernels alone (`Packing.round`): a checkpoint made here holds the
 very integers that `--quant` would make at load. With `--calibrate` the model first writes a text, and what

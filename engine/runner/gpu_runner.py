@@ -5,7 +5,8 @@
 
 What a step needs of the one before (last tokens, KV) never leaves the device. On several ranks each launches
 the same steps in the same order, of the same sizes: then what they exchange on their devices meets.
-T rows of the step, W rows whose logits are wanted, S of them that sample, R rows of `DeviceRequestState`, E hidden.
+T rows of the step, W rows whose logits are wanted, S of them that sample, R rows of `DeviceRequestState`, E
+hidden.
 """
 
 from array import array

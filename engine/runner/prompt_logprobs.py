@@ -28,8 +28,8 @@ _FACTS = 4
 class PromptNumbers:
     prompts: Sequence[PromptRows]
     numbers_PC: Tensor
-    """float64 on the host, of use once the step's event has been: `CandidateRanks.told_S4` of each prompt's next
-    tokens, then N ids and their N logits."""
+    """float64 on the host, of use once the step's event has been: `CandidateRanks.told_S4` of each prompt's
+    next tokens, then N ids and their N logits."""
 
     def read(self) -> dict[str, list[TokenLogprobs]]:
         """Entries by request."""

@@ -1,8 +1,8 @@
 """Drawing a row whose logits are in parts on several ranks, without bringing them together.
 
-Weights are integers (`sampling/integer_softmax.py`), so their sums over parts are the sums over the whole, and what is
-drawn here is bit by bit what one rank would draw. All ranks of the stage call the same function with the same
-rows, and come to the same result.
+Weights are integers (`sampling/integer_softmax.py`), so their sums over parts are the sums over the whole,
+and what is drawn here is bit by bit what one rank would draw. All ranks of the stage call the same function
+with the same rows, and come to the same result.
 
 Legend: R rows, t ranks, V this rank's part of the vocabulary, K candidates.
 """

@@ -1,7 +1,7 @@
 """Drawing on devices that share the logits of a row, without asking any of them anything.
 
-As `tp_sampler.py` does it between CPU ranks, but nothing may look at what it found to choose its next move: so
-rows are split by what their parameters ask for alone, and each way knows its answer for certain.
+As `tp_sampler.py` does it between CPU ranks, but nothing may look at what it found to choose its next move:
+so rows are split by what their parameters ask for alone, and each way knows its answer for certain.
 
 Legend: S rows that sample, G of them that are drawn one way, M of those that are dealt to this rank, V this
 rank's part of the vocabulary, K candidates, t ranks, C columns of `DeviceSamplerOutput`.

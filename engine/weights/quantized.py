@@ -1,4 +1,6 @@
-"""Which part of a checkpoint's codes and scales makes a rank's part of a rounded weight (`quantized_layout.py`)."""
+"""Which part of a checkpoint's codes and scales makes a rank's part of a rounded weight
+(`quantized_layout.py`).
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +21,9 @@ from ..partition import ShardSlice
 
 
 def unpacked(stored: Tensor, quant: Quant, inputs: int) -> Tensor:
-    """Codes [O, I], int8 or E4M3, of what a checkpoint holds (`quantized_layout.py`); of formats with steps n."""
+    """Codes [O, I], int8 or E4M3, of what a checkpoint holds (`quantized_layout.py`); of formats with steps
+    n.
+    """
     if quant.bits == 8:
         return stored
     halves = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1)[:, :inputs]

@@ -189,7 +189,8 @@ def row_scale(most: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def eight_bits(values: tl.tensor, most: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
-    """LARGEST / most times values: bit by bit as `kernels/reference/quantize_activations.py` where all is finite.
+    """LARGEST / most times values: bit by bit as `kernels/reference/quantize_activations.py` where all is
+    finite.
 
     Integers are rounded to nearest even: adding 1.5 * 2^23 leaves no bits for a fraction.
     """

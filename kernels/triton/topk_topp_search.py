@@ -1,8 +1,8 @@
 """Walks over one row of logits for `sample`: sums above a threshold, the threshold for a sum, the n-th tie.
 
 A row is a tuple: its logits x, `most` with the largest of each chunk, the vocabulary's size, the chunks to
-walk, and with LISTED also ids, their logits and how many, which are minus infinity in x (`penalties.py`). Logits
-are compared as integers in the same order ("keys"), so that a bisection ends; weights are those of
+walk, and with LISTED also ids, their logits and how many, which are minus infinity in x (`penalties.py`).
+Logits are compared as integers in the same order ("keys"), so that a bisection ends; weights are those of
 `engine/sampling/integer_softmax.py`.
 """
 

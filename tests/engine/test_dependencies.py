@@ -36,7 +36,8 @@ BARE = """
 import sys
 for name in ("msgspec", "setproctitle", "litestar", "sqlmodel", "pydantic"):
     sys.modules[name] = None
-import llmbox.engine.core.engine, llmbox.engine.executor.build, llmbox.engine.runner.cpu_runner, llmbox.kernels.dispatch
+import llmbox.engine.core.engine, llmbox.engine.executor.build
+import llmbox.engine.runner.cpu_runner, llmbox.kernels.dispatch
 """
 
 

@@ -373,7 +373,8 @@ def test_prefill_is_bound_by_arithmetic():
 
 
 def test_no_torch():
-    code = "import sys, llmbox.engine.planning.estimator, llmbox.engine.planning.roofline; sys.exit('torch' in sys.modules)"
+    modules = "llmbox.engine.planning.estimator, llmbox.engine.planning.roofline"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
 
 

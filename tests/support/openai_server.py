@@ -78,7 +78,8 @@ def serving(
 ) -> Iterator[Server]:
     """`launch`: the fake engine, unless another is given.
 
-    `controlled`: with `DaemonController`, so that models on disk are found and memory is managed, as in a daemon.
+    `controlled`: with `DaemonController`, so that models on disk are found and memory is managed, as in a
+    daemon.
     """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
