@@ -1,1 +1,1 @@
-"""Every hot operation once: its meaning in plain torch, and faster versions behind one dispatch."""
+"""Kernels: each hot operation has a reference in plain torch and faster backends behind one dispatch."""

@@ -1,4 +1,4 @@
-"""What gates are activated by. No torch: config.json is read with it."""
+"""Names of the gate activations. Torch-free, as reading config.json needs them."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Which backend runs: decided once, when a model is loaded."""
+"""Select the kernel backend of a model, once, when the model is loaded."""
 
 import logging
 import os
@@ -33,7 +33,7 @@ class QuantUnavailable(ValueError):  # noqa: N818 - named for what the user read
 
 
 def backends() -> list[str]:
-    """Names that LLMBOX_KERNELS may have, as far as this machine can run them."""
+    """List the values of LLMBOX_KERNELS that this machine can run."""
     gpu = [TRITON] if torch.cuda.is_available() and why_no_triton(torch.device("cuda")) is None else []
     return [*gpu, *(backend_name(level) for level in usable_levels()), *TORCH_BACKENDS]
 
@@ -47,10 +47,11 @@ def select_ops(
     *,
     deterministic: bool = False,
 ) -> Ops:
-    """The best backend for this device and these dtypes, or the one that LLMBOX_KERNELS names.
+    """Select the backend that LLMBOX_KERNELS names, or else the best one for this device and these dtypes.
 
-    The C++ kernels bring their own threads and leave torch one. `deterministic`: row invariant kernels are
-    wanted at the cost of speed; whether those that run here are is in `Ops.row_invariant`.
+    The C++ kernels have a thread pool of their own, so torch is set to one thread. `deterministic` asks for
+    row-invariant kernels at the cost of speed; `Ops.row_invariant` says whether the selected backend is.
+    Raises UnknownBackend if LLMBOX_KERNELS cannot be followed, QuantUnavailable if no backend runs `quant`.
     """
     asked = os.environ.get("LLMBOX_KERNELS")
     if asked == TRITON or (device.type == "cuda" and asked not in TORCH_BACKENDS):
@@ -81,7 +82,7 @@ def select_triton(
         raise UnknownBackend(f"LLMBOX_KERNELS={asked}: not for a GPU; use one of triton, reference")
     reason = why_no_triton(device)
     if reason is None:
-        # Beside the C++ kernels, and so where --data-dir says. Triton reads it as it compiles.
+        # Beside the C++ kernels, so that --data-dir moves both. Triton reads the variable when it compiles.
         os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "triton"))
         from .triton.backend import triton_ops  # noqa: PLC0415 - needs the package, takes a second
         from .triton.probe import why_it_fails  # noqa: PLC0415
@@ -108,7 +109,10 @@ def select_triton(
 
 
 def sdpa_from() -> int | None:
-    """LLMBOX_SDPA_FROM: tokens of a prompt from which on PyTorch computes its attention on a GPU."""
+    """Read LLMBOX_SDPA_FROM: the prompt length in tokens from which PyTorch computes attention on a GPU.
+
+    None: never. Raises UnknownBackend if the value is not a number.
+    """
     asked = os.environ.get("LLMBOX_SDPA_FROM")
     if not asked:
         return None
@@ -118,7 +122,7 @@ def sdpa_from() -> int | None:
 
 
 def torch_multiplies() -> bool:
-    """LLMBOX_FP8=triton keeps products of 8-bit floats on a GPU out of PyTorch."""
+    """Return whether PyTorch may multiply FP8 matrices on a GPU; LLMBOX_FP8=triton forbids it."""
     asked = os.environ.get("LLMBOX_FP8")
     if asked not in {None, "", TRITON}:
         raise UnknownBackend(f"LLMBOX_FP8={asked}: use triton, or leave it unset; see docs/gpu-kernels.md")
@@ -126,7 +130,7 @@ def torch_multiplies() -> bool:
 
 
 def why_no_triton(device: torch.device) -> str | None:
-    """What keeps the Triton kernels from running there; None if nothing does."""
+    """Return the reason why the Triton kernels cannot run on `device`; None if they can."""
     if device.type == "cpu":
         return why_triton_is_missing(KernelSite(device="cpu")) or None
     capability = torch.cuda.get_device_capability(device)
@@ -134,7 +138,7 @@ def why_no_triton(device: torch.device) -> str | None:
 
 
 def native_ready() -> bool:
-    """Whether the C++ kernels can be used: compiled and loaded now, if they were not before."""
+    """Return whether the C++ kernels can be used. Compiles and loads them if that has not happened yet."""
     asked = os.environ.get("LLMBOX_KERNELS")
     if asked in TORCH_BACKENDS:
         return False
@@ -155,5 +159,5 @@ def _name(dtype: torch.dtype) -> str:
 
 def start(backend: CPUBackend, threads: int, quant: Quant | None) -> Ops:
     backend.use_threads(pick_cores(threads))
-    torch.set_num_threads(1)  # its spinning workers would take the cores from ours
+    torch.set_num_threads(1)  # torch's workers spin and would take the cores from our thread pool
     return backend.ops(quant)

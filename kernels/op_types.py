@@ -1,4 +1,4 @@
-"""A mixture of experts as `Ops.experts` takes it."""
+"""Data types of the operations: expert layers, the KV cache's shape and the layout of a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Linears of one layer's experts: one for each, or one of all by `Ops.pack_experts`."""
+    """Experts of one MoE layer: one packed linear for each expert, or one for all (`Ops.pack_experts`)."""
 
     gate_ups: Sequence[Any]
     """[2 F, E], gate first."""
@@ -19,12 +19,12 @@ class Mixture:
     count: int
     per_token: int
     normalised: bool
-    """Shares of the chosen experts are made to sum to one."""
+    """True if the routing weights of the chosen experts are normalized to sum to one."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What the KV cache of a model must hold. G kv heads of D numbers a token."""
+    """Shape and dtypes of a model's KV cache. G KV heads, each of D numbers a token."""
 
     num_layers: int
     num_blocks: int
@@ -32,17 +32,18 @@ class KVShape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    """Of the stored numbers; `compute_dtype` is the model's."""
+    """dtype of the stored keys and values; `compute_dtype` is the model's."""
     compute_dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """Sequence n owns rows `query_starts[n] .. query_starts[n + 1]` of every T-shaped tensor of the step.
+    """Layout of a step's ragged batch.
 
-    Its last row stands at position `context_lens[n] - 1`; the rows before it at the positions before.
-    Position p of a sequence lives in block `block_tables[n, p // block_size]`, slot `p % block_size`.
-    Tensors are contiguous int32 on the model's device, the lists say the same to Python.
+    Sequence n owns rows `query_starts[n] .. query_starts[n + 1] - 1` of every T-shaped tensor of the step.
+    Its last row is at position `context_lens[n] - 1`, the rows before it at the positions before. Position p
+    of a sequence is stored in block `block_tables[n, p // block_size]`, slot `p % block_size`. Tensors are
+    contiguous int32 on the model's device; the lists hold the same numbers for Python.
     """
 
     block_size: int
@@ -54,4 +55,4 @@ class BatchLayout:
     """Entries past a sequence's last block are 0 and must not be read as blocks."""
     positions_T: Tensor
     slots_T: Tensor
-    """`block * block_size + offset` of each row: where its key and value go."""
+    """`block * block_size + offset` of each row: the slot that its key and value are written to."""

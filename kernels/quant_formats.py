@@ -1,32 +1,34 @@
-"""Names of weight formats. No torch: settings and estimates use them too."""
+"""Weight formats by name. Torch-free, as settings and memory estimates use them too."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["linear", "experts", "router", "head", "table", "tied"]
-"""A layer's linear, those of all its experts in one, its choice of experts, the output head, the input table,
-or one matrix that is both of the last."""
+"""Kind of a weight matrix: a layer's linear, all experts of a layer in one, the MoE router, the output head,
+the embedding table, or one matrix that is both head and table.
+"""
 OF_LAYERS: frozenset[Kind] = frozenset({"linear", "experts"})
-"""That have the format of the layers."""
+"""Kinds that have the format of the layers."""
 WIDE_KINDS: frozenset[Kind] = frozenset({"router", "table"})
-"""That no format rounds."""
+"""Kinds that no format quantizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quant:
-    """Integer weights with one float16 scale for each `group` inputs of an output.
+    """Quantization format: integer weights with one float16 scale for each `group` inputs of an output.
 
-    Where `step` is not 0, that many neighbouring inputs share a step and a zero (`quantize_int.py`), and a
-    weight is its scale times (step * n - zero), n of 4 bits, which fits 8 bits.
+    If `step` is not 0, that many neighboring inputs share a step and a zero point (`quantize_int.py`). A
+    weight is then its scale times (step * n - zero), where n has 4 bits and the value in parentheses fits 8
+    bits.
 
-    Other kinds run on GPUs only, and their activations have 8 bits too:
+    Other kinds run on GPUs only, and quantize activations to 8 bits too:
 
-        rows      the same int8 weights; activations are int8, one scale for each row and group
-        float     E4M3 with one float32 scale for each output; activations one for each row
-        given     the same weights, and one float32 scale for all activations of a linear, which a checkpoint
-                  gives
-        blocks    E4M3 with one float32 scale for `group` x `group` weights; activations one for each row and
-                  group
+        rows      W8A8: the same int8 weights; int8 activations, one scale for each row and group
+        float     FP8 per channel: E4M3 with one float32 scale for each output; activations one for each row
+        given     FP8 static: the same weights, and one float32 scale for all activations of a linear, held
+                  by the checkpoint
+        blocks    FP8 block: E4M3 with one float32 scale for `group` x `group` weights; activations one for
+                  each row and group
     """
 
     name: str
@@ -34,11 +36,11 @@ class Quant:
     group: int
     kind: Literal["integer", "rows", "float", "given", "blocks"] = "integer"
     keeps_head: bool = False
-    """The output head keeps its dtype, as in checkpoints of this format."""
+    """True if the output head stays unquantized, as in checkpoints of this format."""
     is_mixed: bool = False
-    """Some linears of the layers have the head's format: the engine's recipe says which."""
+    """True if some linears of the layers have the head's format; the engine's recipe says which."""
     step: int = 0
-    """How many inputs share a step; 0: no steps."""
+    """Inputs that share a step and a zero point; 0: the format has none."""
 
     @property
     def bytes_per_weight(self) -> float:
@@ -46,11 +48,11 @@ class Quant:
         return self.bits / 8 + scales + (1 / self.step if self.step else 0)
 
     def head_bytes(self, wide: int) -> float:
-        """Of a weight of the output head; `wide`: of one that is not rounded."""
+        """Bytes of one weight of the output head; `wide` is the size of an unquantized one."""
         return wide if self.keeps_head else self.head.bytes_per_weight
 
     def shared(self, inputs: int) -> int:
-        """How many of these inputs share a scale."""
+        """Return the number of these inputs that share a scale."""
         return inputs if self.by_output else self.group
 
     def groups(self, inputs: int) -> int:
@@ -58,16 +60,16 @@ class Quant:
 
     @property
     def by_output(self) -> bool:
-        """Whether all inputs of an output share a scale."""
+        """True if all inputs of an output share a scale (per-channel scales)."""
         return self.kind in {"float", "given"}
 
     @property
     def in_checkpoints_only(self) -> bool:
-        """Not made at load: others write it."""
+        """True if weights are never quantized to this format at load: only checkpoints hold it."""
         return self.by_output and self.keeps_head
 
     def steps(self, inputs: int) -> int:
-        """Of an output, those of the last group's filling too."""
+        """Number of steps of one output, with the padding of its last group."""
         return self.groups(inputs) * (self.group // self.step) if self.step else 0
 
     @property
@@ -80,9 +82,10 @@ class Quant:
 
     @property
     def head(self) -> "Quant":
-        """For the output head and a table tied to it: 8 bits, as errors there reach the tokens at once.
+        """Format of the output head and of a table tied to it: 8 bits, as errors there reach the tokens
+        directly.
 
-        Of no use where `keeps_head`.
+        Not defined where `keeps_head`.
         """
         if self.kind == "rows":
             return Quant("int8", 8, self.group)
@@ -98,7 +101,7 @@ QUANTS = {
         Quant("int4-g128", 4, 128),
         Quant("int4-mix", 4, 128, step=16, is_mixed=True),
         Quant("w8a8", 8, 128, "rows"),
-        Quant("fp8", 8, 512, "float"),  # 512: its scales count as they would for outputs of 1024 inputs
+        Quant("fp8", 8, 512, "float"),  # 512: counts the scales as for outputs of 1024 inputs
         Quant("fp8-block", 8, 128, "blocks", keeps_head=True),
         Quant("fp8-dynamic", 8, 512, "float", keeps_head=True),
         Quant("fp8-static", 8, 512, "given", keeps_head=True),

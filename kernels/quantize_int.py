@@ -1,4 +1,6 @@
-"""Scales of integer weights without steps, in plain torch. In C++: `cpu/native/quant_round.h`."""
+"""Quantization of weights to integers of 4 and 8 bits, in plain torch. The C++ version is
+`cpu/native/quant_round.h`.
+"""
 
 import torch
 from torch import Tensor
@@ -6,19 +8,20 @@ from torch import Tensor
 from .quant_formats import Quant
 
 TRIED = range(-5, 6)
-"""The largest weight at -8 - 0.2 · each."""
+"""Candidate scales: the largest weight is placed at -8 - 0.2 * each."""
 
 
 def int8_scale(x: Tensor) -> Tensor:
-    """[..., group] -> [...]: the largest weight at 127."""
+    """Return the scale of each group, [..., group] -> [...]: the largest weight becomes 127."""
     return x.abs().amax(-1) / 127
 
 
 def best_int4_scale(x: Tensor, importance: Tensor | None = None) -> Tensor:
-    """[..., group] -> [...]. The largest weight at the end of the range is the start.
+    """Search the int4 scale of each group, [..., group] -> [...].
 
-    Eleven scales around it are tried, each with its least-squares correction. The smallest error
-    wins, weighted by |x| + the group's root mean square, and by the importance of its input where known.
+    Eleven scales around the one that places the largest weight at the end of the range are tried, each with
+    its least-squares correction. The one of least error wins. Errors are weighted by |x| + the group's root
+    mean square, and by the importance of the input where it is known.
     """
     extreme = x.gather(-1, x.abs().argmax(-1, keepdim=True)).squeeze(-1)
     best, best_gain = extreme / -8, torch.zeros_like(extreme)
@@ -38,34 +41,34 @@ def best_int4_scale(x: Tensor, importance: Tensor | None = None) -> Tensor:
 
 STEP_INPUTS = 16
 PLAIN = 0x81
-"""Step 1, zero 8: what formats without steps have."""
+"""Step byte of formats without steps: step 1, zero point 8."""
 SHARES = (0.84, 0.94, 1.04)
-"""Of the scale at which the coarsest step is 12, those that are tried."""
+"""Candidate scales, as shares of the one at which the coarsest step is 12."""
 NEAR = [(times, zeros) for times in (-1, 0, 1) for zeros in (-2, -1, 0, 1, 2)]
-"""Around the step and the zero that just span 16 weights."""
+"""Candidate offsets (step, zero) around the pair that just spans 16 weights."""
 
 
 def step_and_zero(steps: Tensor) -> tuple[Tensor, Tensor]:
-    """int32, shaped as the bytes are."""
+    """Unpack step bytes to steps and zero points, int32 of the same shape."""
     wide = steps.int()
     step = wide & 15
     return step, step * ((wide >> 4) + 8) >> 1
 
 
 def to_numbers(halves_OI: Tensor, steps_OS: Tensor, quant: Quant) -> Tensor:
-    """int8 of n [O, I]. Rubbish in, rubbish out: numbers that do not fit wrap around."""
+    """Dequantize nibbles n [O, I] to int8. Input is not validated: numbers that do not fit wrap around."""
     step, zero = of_inputs(steps_OS, quant, halves_OI.shape[1])
     return (step * halves_OI.int() - zero).to(torch.int8)
 
 
 def to_halves(numbers_OI: Tensor, steps_OS: Tensor, quant: Quant) -> Tensor:
-    """The n that `to_numbers` made these of, uint8."""
+    """Invert `to_numbers`: return the nibbles n, uint8."""
     step, zero = of_inputs(steps_OS, quant, numbers_OI.shape[1])
     return ((numbers_OI.int() + zero) // step.clamp(min=1)).to(torch.uint8) & 15
 
 
 def of_inputs(steps_OS: Tensor, quant: Quant, inputs: int) -> tuple[Tensor, Tensor]:
-    """Step and zero of each weight, [O, I] int32."""
+    """Return step and zero point of each weight, [O, I] int32."""
     step, zero = step_and_zero(steps_OS.repeat_interleave(quant.step, 1)[:, :inputs])
     return step, zero
 
@@ -73,9 +76,9 @@ def of_inputs(steps_OS: Tensor, quant: Quant, inputs: int) -> tuple[Tensor, Tens
 def round_with_steps(
     x_OGg: Tensor, quant: Quant, importance_Gg: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers [O, G, g] int8, scales [O, G] float16, steps [O, G, S] uint8, of float32.
+    """Quantize float32 groups to int8 numbers [O, G, g], float16 scales [O, G] and uint8 steps [O, G, S].
 
-    An error counts |x| + the root mean square of its 16, times the importance of its input.
+    An error is weighted by |x| + the root mean square of its 16 inputs, times the importance of its input.
     """
     x_OGSk = x_OGg.view(*x_OGg.shape[:2], -1, quant.step)
     low, high = x_OGSk.aminmax(dim=-1)
@@ -97,7 +100,9 @@ def round_with_steps(
 
 
 class Best:
-    """Of several scales, each corrected by least squares: the one that explains most weighted squares."""
+    """Keep the best of several scales, each corrected by least squares: it explains most of the weighted
+    squares.
+    """
 
     def __init__(self, x_OGSk: Tensor) -> None:
         self.numbers = torch.zeros_like(x_OGSk)
@@ -119,7 +124,7 @@ class Best:
 
 
 def best_steps(x_OGSk: Tensor, counts: Tensor, need_OGS: Tensor, middle_OGS: Tensor) -> tuple[Tensor, Tensor]:
-    """Steps [O, G, S] uint8 and numbers of the smallest weighted error. x in units of the scale."""
+    """Return the steps [O, G, S] uint8 and numbers of least weighted error. x is in units of the scale."""
     smallest = torch.full_like(need_OGS, torch.inf)
     steps, best = torch.full_like(need_OGS, PLAIN, dtype=torch.uint8), torch.zeros_like(x_OGSk)
     for times, zeros in NEAR:
@@ -136,7 +141,7 @@ def best_steps(x_OGSk: Tensor, counts: Tensor, need_OGS: Tensor, middle_OGS: Ten
 
 
 def on_grid(x: Tensor, step: Tensor, zero: Tensor) -> Tensor:
-    """The nearest step * n - zero, n of 0..15, that fits int8."""
+    """Round x to the nearest step * n - zero, with n in 0..15, that fits int8."""
     lowest = ((zero - 128) / step).ceil().clamp(min=0)
     highest = ((zero + 127) / step).floor().clamp(max=15)
     n = torch.minimum(torch.maximum(((x + zero) / step).round(), lowest), highest)

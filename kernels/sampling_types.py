@@ -1,7 +1,7 @@
-"""State of running requests that stays on the device from step to step, one fixed row each.
+"""Data types of sampling: state of running requests that stays on the device, one fixed row each.
 
-R rows, S of them that are drawn, V vocabulary, B blocks of the longest context, N entries of all lists of
-rules, W bad words of a step. For backends with `Ops.sample` and `Ops.advance`.
+R rows, S of them sampled in this step, V vocabulary, B blocks of the longest context, N entries of all
+penalty lists, W bad words of a step. Used by backends with `Ops.sample` and `Ops.advance`.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,19 +13,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """A row of length 0 is free: it writes no KV, and its attention is 0."""
+    """Decode state of the rows. A row of length 0 is free: it writes no KV, and its attention is 0."""
 
     ids_R: Tensor
     """int64: each request's last token, whose KV is not computed yet."""
     lengths_R: Tensor
-    """int32: its tokens so far, that one included."""
+    """int32: number of tokens so far, the last one included."""
     tables_RB: Tensor
-    """int32: its blocks."""
+    """int32: block table of each row."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """What one forward pass over N = R rows of one token each reads; all int32. Written by `Ops.advance`."""
+    """Inputs of one decode step over R rows of one token each, all int32. Written by `Ops.advance`."""
 
     positions_R: Tensor
     slots_R: Tensor
@@ -35,7 +35,7 @@ class DecodeInputs:
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """How each row of logits is drawn; see `engine/sampler` for what each number means. All [R]."""
+    """Sampling parameters of each row, all [R]; `engine/sampling` defines their meaning."""
 
     temperature: Tensor
     """float64; below 1e-5: greedy."""
@@ -46,89 +46,90 @@ class SampleRows:
     min_p: Tensor
     """float64."""
     seed: Tensor
-    """int64, taken as 64 bits."""
+    """int64, read as 64 unsigned bits."""
     position: Tensor
-    """int32 or int64: of the token that is drawn."""
+    """int32 or int64: position of the token that is sampled."""
     logprobs: Tensor
-    """int32: not 0 where `Sampled.logit`, `total` and `rank` are wanted; they are undefined elsewhere."""
+    """int32: not 0 where `Sampled.logit`, `total` and `rank` are wanted. They are undefined elsewhere."""
 
 
 ONLY_LISTED = 1
-"""Kind of a row: ids that are not in its list are forbidden."""
+"""Row flag: ids that are not in the row's list are banned."""
 COUNTS = 2
-"""Kind of a row: what it draws is counted."""
+"""Row flag: sampled tokens are counted."""
 FORBIDDEN = 1
-"""Flag of an entry: always."""
+"""Entry flag: the id is banned."""
 FORBIDDEN_EARLY = 2
-"""Flag of an entry: while the row is at a position before its `until`."""
+"""Entry flag: the id is banned while the row is at a position before its `until`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PenaltyState:
-    """What changes logits before a token is drawn; see `engine/sampling/logits_processors.py` for the
+    """Penalties, biases and bans applied to logits; `engine/sampling/logits_processors.py` defines the
     arithmetic.
 
-    Each row has a list of the ids that its rules touch, every id once. `Ops.sample` keeps the counts: it
-    counts a row's last token before it draws the next one, and adds it to the list, where there is room.
+    Each row has a list of the ids that its parameters touch, each id once. `Ops.sample` keeps the counts:
+    before it draws the next token it counts the row's last one, and adds it to the list if there is room.
     """
 
     row_S: Tensor
-    """int64: which row of the state each row of logits is."""
+    """int64: row of the state for each row of logits."""
     facts_R5: Tensor
-    """int64: first entry, number of entries (changed), position from which on last tokens are to be counted,
-    `until`, kind. A row without entries and of kind 0 has no rules."""
+    """int64: first entry; number of entries (updated); position after which last tokens are to be counted;
+    `until`; flags. A row without entries and flags has no penalties.
+    """
     penalties_R3: Tensor
     """float32: repetition, frequency, presence."""
     last_R: Tensor
     """int64: the last token."""
     marks_3N: Tensor
-    """int32: id; how often it was drawn (changed), -1 where it is not even in the prompt; flags."""
+    """int32: id; number of times it was sampled (updated), -1 if it is not even in the prompt; flags."""
     values_3N: Tensor
-    """float32: bias; two more that `Ops.sample` writes, a logit and what the rules make of it."""
+    """float32: bias; two more that `Ops.sample` writes, the model's logit and the edited one."""
     word_starts_S1: Tensor
-    """int32: each row's part of these:"""
+    """int32: first bad word of each row in the two tensors below."""
     word_last_W: Tensor
-    """int64: if this was the last token, or if it is negative,"""
+    """int64: last token after which `word_id_W` is banned; negative: after any token."""
     word_id_W: Tensor
-    """int64: this one, which is in the row's list, must not come next."""
+    """int64: the id that must not come next. It is in the row's list."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """All [R], written anew by each call."""
+    """Results of sampling, all [R]. New tensors at each call."""
 
     ids: Tensor
     """int64."""
     best: Tensor
-    """float32: the row's largest logit, after the rules. -inf: nothing is left to choose."""
+    """float32: the row's largest logit after penalties and bans. -inf: every id is banned."""
     raw_best: Tensor
-    """float32: the largest that the model gave. NaN or inf: the model is broken."""
+    """float32: the largest logit of the model. NaN or inf: the model's output is broken."""
     logit: Tensor
-    """float32, of the drawn id, as the model gave it; the same holds of the next two."""
+    """float32: the model's logit of the sampled id. `total` and `rank` are of the model's logits too."""
     total: Tensor
     """int64: sum over the vocabulary of floor(2^40 exp(logit - raw_best)), from which logprobs follow:
     logit - raw_best - log(total / 2^40)."""
     rank: Tensor
-    """int32: 1 for the most likely id, equal logits by lowest id."""
+    """int32: 1 for the likeliest id; equal logits are ranked by lowest id."""
 
 
 class LogitEdits(NamedTuple):
-    """What a request changes in its row before anything is chosen. Ids lie in the vocabulary."""
+    """Edits of a request's row of logits before sampling. Ids lie in the vocabulary."""
 
     bias_ids: Tensor
     """int64, all different."""
     biases: Tensor
     """float32."""
     counted_ids: Tensor
-    """int64, all different: what penalties touch."""
+    """int64, all different: ids that penalties touch."""
     counts: Tensor
-    """float32: how often each stands in the output."""
+    """float32: number of times each id occurs in the output."""
     repetition: float
     frequency: float
     presence: float
     forbidden: Sequence[int]
     allowed: Tensor | None
-    """int64, ascending: all others are forbidden. None: no others are."""
+    """int64, ascending: the only ids that are not banned. None: all ids are allowed."""
 
 
 class DrawRow(NamedTuple):
@@ -137,34 +138,35 @@ class DrawRow(NamedTuple):
     top_p: float
     min_p: float
     top_k: int
-    """0, or the vocabulary's size and more, cuts nothing."""
+    """0, or at least the vocabulary's size: top-k is off."""
     seed: int
     position: int
-    """Of the token that is drawn. It and the seed make the noise."""
+    """Position of the token that is sampled. Noise is a function of it and the seed."""
     edits: LogitEdits | None
 
 
 class DrawResult(NamedTuple):
     id: float
     raw_best: float
-    """The row's largest logit: NaN, inf or -inf mean that the row has no valid id."""
+    """The model's largest logit. NaN, inf or -inf: the row has no valid id."""
     best: float
-    """After the edits."""
+    """Largest logit after the edits."""
 
 
 class CandidateRanks(NamedTuple):
     told_S4: Tensor
     """float64: largest logit, sum over the vocabulary of floor(2^40 exp(logit - largest)), logit of the
-    chosen id, its rank. Rank 1 is the likeliest; equal logits rank by lowest id. The largest alone is told
-    where it is not finite."""
+    chosen id, its rank. Rank 1 is the likeliest; equal logits rank by lowest id. Only the largest logit is
+    set where it is not finite.
+    """
     ids_SN: Tensor
-    """int64: the likeliest, in order."""
+    """int64: the N likeliest ids, in order."""
     logits_SN: Tensor
-    """float32, theirs."""
+    """float32: their logits."""
 
 
 class PartWeights(Protocol):
-    """What ids of a part weigh, whose weights are those of `engine/sampling/integer_softmax.py`."""
+    """Integer softmax weights of a rank's part of the vocabulary (`engine/sampling/integer_softmax.py`)."""
 
     @property
     def total_R(self) -> Tensor:  # noqa: N802
@@ -172,22 +174,29 @@ class PartWeights(Protocol):
         ...
 
     def columns(self, point_R: Tensor) -> Tensor:
-        """Where the sum of weights first exceeds the point, int64; any column where it does not."""
+        """Return the column at which the cumulative sum of weights first exceeds the point, int64; any column
+        if it never does.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PartOps:
     count: Callable[[Tensor, PenaltyState], None]
-    """(position_S, rules): counts each row's last token, unless it was at this position before."""
+    """(position_S, rules): count each row's last token, unless it was counted at this position before."""
 
     candidates: Callable[[Tensor, SampleRows, int, int], Tensor]
-    """(logits_RV, rows, K, first id): the best of each row, one where it is greedy, otherwise as many as
-    top-k keeps, at most K, in the order of ids; minus infinity after them. int64 [R, K]: bits of the float32
-    logit, then 32 bits of the id. A row with NaN or infinity has that first."""
+    """Top candidates of each row: (logits_RV, rows, K, first id) -> int64 [R, K].
+
+    One candidate where sampling is greedy, otherwise as many as top-k keeps, at most K, in the order of ids
+    and followed by minus infinity. The upper 32 bits are those of the float32 logit, the lower ones the id. A
+    row with NaN or infinity has that first.
+    """
 
     weigh: Callable[[Tensor, Tensor, SampleRows], PartWeights]
-    """(logits_RV, best_R float32 of all parts, rows): at each row's temperature, 0 where min-p cuts."""
+    """(logits_RV, best_R float32 over all parts, rows) -> weights at each row's temperature, 0 where min-p
+    cuts.
+    """
 
     noise: Callable[[SampleRows], Tensor]
-    """float64 [R]: `engine.noise.uniform` of seed and position."""
+    """(rows) -> float64 [R]: `uniform` of seed and position (`engine/sampling/philox.py`)."""

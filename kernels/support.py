@@ -1,5 +1,6 @@
-"""Whether kernels of this machine can run a model's formats. No torch: `fit` asks before a download, the
-dispatch when a model is loaded.
+"""Checks whether the kernels of this machine can run a model's formats.
+
+Torch-free: `fit` asks before a download, the dispatch when a model is loaded.
 """
 
 import os
@@ -12,26 +13,26 @@ from .registry import TORCH, TRITON, known_kernels
 
 NATIVE_DTYPES: Final = frozenset({"float32", "bfloat16"})
 NATIVE_KV_DTYPES: Final = NATIVE_DTYPES | {"int8"}
-"""That the C++ kernels compute with."""
+"""KV cache dtypes of the C++ kernels."""
 TRITON_SINCE: Final = (8, 0)
 FLOAT8_SINCE: Final = (8, 9)
-"""Compute capabilities."""
+"""Minimum compute capabilities, of Triton and of FP8."""
 INTERPRETER_ONLY: Final = "on a CPU they run under TRITON_INTERPRET=1 only, for tests"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSite:
-    """Where kernels are to run."""
+    """Device that kernels are to run on."""
 
     device: Literal["cpu", "cuda"]
     has_native: bool = True
-    """Whether the C++ kernels can be used here."""
+    """True if the C++ kernels can be used on this machine."""
     capability: tuple[int, int] | None = None
-    """Compute capability of the GPU, the least of several; None: not known, and taken to be enough."""
+    """Compute capability of the GPU, the lowest of several; None: unknown, and assumed to be enough."""
 
     @property
     def asked(self) -> str | None:
-        """The kernels that LLMBOX_KERNELS names."""
+        """Value of LLMBOX_KERNELS, if it is set."""
         return os.environ.get("LLMBOX_KERNELS") or None
 
     @property
@@ -44,7 +45,7 @@ def is_native(dtype: str, kv_dtype: str) -> bool:
 
 
 def why_unknown_kernels(site: KernelSite) -> str:
-    """Why LLMBOX_KERNELS cannot be followed; empty where it can be or is not set."""
+    """Return the reason why LLMBOX_KERNELS cannot be followed; empty if it can be or is not set."""
     asked = site.asked
     if asked is None or asked == TRITON or asked in TORCH:
         return ""
@@ -56,7 +57,7 @@ def why_unknown_kernels(site: KernelSite) -> str:
 
 
 def why_no_quant(quant: Quant, dtype: str, kv_dtype: str, site: KernelSite) -> str:
-    """Why weights of this format cannot run beside these dtypes; empty where they can."""
+    """Return the reason why weights of this format cannot run with these dtypes; empty if they can."""
     if site.uses_triton:
         return _why_no_quant_on_gpu(quant, site)
     if site.device == "cpu" and not quant.on_cpu:
@@ -72,7 +73,7 @@ def why_no_quant(quant: Quant, dtype: str, kv_dtype: str, site: KernelSite) -> s
 
 
 def why_no_kv_dtype(kv_dtype: str, site: KernelSite) -> str:
-    """Why keys and values of this dtype cannot be kept; empty where they can."""
+    """Return the reason why the KV cache cannot have this dtype; empty if it can."""
     if kv_dtype != "fp8":
         return ""
     if not site.uses_triton:
@@ -85,7 +86,7 @@ def why_no_kv_dtype(kv_dtype: str, site: KernelSite) -> str:
 
 
 def is_row_invariant(dtype: str, kv_dtype: str, site: KernelSite, *, deterministic: bool) -> bool:
-    """Whether a row's results cannot depend on the rows beside it."""
+    """Return whether a row's results are independent of the rows beside it."""
     if site.uses_triton:
         return deterministic and not why_no_triton(site)
     return site.device == "cpu" and site.asked not in TORCH and site.has_native and is_native(dtype, kv_dtype)

@@ -1,4 +1,4 @@
-"""How weights become what a backend multiplies with, in parts: rounded, packed, and packed before."""
+"""Interfaces for weights in a backend's layout: quantized, packed, and attached from packed bytes on disk."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,62 +14,64 @@ __all__ = ["Kind", "Packing", "QuantizedWeight", "StoredWeights"]
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """Weights as integers: `codes_OI` int8 times `scales_OG` float16, one for each group of inputs.
+    """Quantized weights: `codes_OI` int8 times `scales_OG` float16, one scale for each group of inputs.
 
-    Of other kinds E4M3 times float32: `blocks`, and one scale for each output where that is the format.
+    FP8 kinds have E4M3 codes and float32 scales, one for each block of weights or for each output.
     """
 
     quant: Quant
     codes_OI: Tensor
     scales_OG: Tensor
     given: Tensor | None = None
-    """Of kind `given`: float32 [1], the scale of all activations."""
+    """Static input scale of kind `given`: float32 [1], for all activations."""
     steps_OS: Tensor | None = None
-    """Of formats with steps: uint8, and the codes are step * n - zero (`quantize_int.py`)."""
+    """Step bytes of formats with steps, uint8: codes are step * n - zero (`quantize_int.py`)."""
 
     def floats(self) -> Tensor:
-        """The weights that these integers stand for, [O, I] float32."""
+        """Dequantize to [O, I] float32."""
         outputs, inputs = self.codes_OI.shape
         scales = self.scales_OG.float().repeat_interleave(self.quant.shared(inputs), dim=1)[:, :inputs]
         return self.codes_OI.float() * scales.view(outputs, inputs)
 
     def halves(self) -> Tensor:
-        """The half bytes that weights of 4 bits are stored as, [O, I] uint8: n, without steps 8 more."""
+        """Return the nibbles that 4-bit weights are stored as, [O, I] uint8: n, or without steps the code
+        plus 8.
+        """
         if self.steps_OS is None:
             return (self.codes_OI + 8).to(torch.uint8)
         return to_halves(self.codes_OI, self.steps_OS, self.quant)
 
 
 class StoredWeights(Protocol):
-    """What backends offer that take weights which a checkpoint holds rounded."""
+    """Interface of backends that run quantized checkpoints."""
 
     def format(self, kind: Kind) -> Quant | None:
-        """None: weights of this kind are not rounded."""
+        """Return the format of weights of this kind; None: they stay unquantized."""
         ...
 
     def pack_rounded(self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None) -> Any:
-        """`dtype` is the model's."""
+        """Pack a checkpoint's quantized weights. `dtype` is the model's."""
         ...
 
 
 class Packing(StoredWeights, Protocol):
-    """What backends offer whose packed weights may outlive the process that packed them."""
+    """Interface of backends whose packed weights can be kept on disk and used by later processes."""
 
     @property
     def layout(self) -> str:
-        """Names everything but format, shape and dtype that the bytes of panels depend on."""
+        """Name of everything but format, shape and dtype that the bytes of panels depend on."""
         ...
 
     def pack(self, kind: Kind, weight_OI: Tensor, bias_O: Tensor | None = None) -> Any:
-        """As `Ops.pack_linear`."""
+        """Pack unquantized weights, see `Ops.pack_linear`."""
         ...
 
     def round(self, quant: Quant, weight_OI: Tensor) -> QuantizedWeight:
-        """The integers that `pack` would hold."""
+        """Quantize weights to the integers that `pack` would hold."""
         ...
 
     def panels(self, packed: Any) -> memoryview:
-        """The packed bytes, where they are: valid as long as `packed`."""
+        """Return a view of the packed bytes, valid as long as `packed`."""
         ...
 
     def attach(
@@ -80,5 +82,5 @@ class Packing(StoredWeights, Protocol):
         panels: Tensor,
         bias_O: Tensor | None = None,
     ) -> Any | None:
-        """Packed weights on `panels` made before (uint8, never written to); None if they cannot be used."""
+        """Use `panels` packed before (uint8, never written to) as weights; None if they cannot be used."""
         ...

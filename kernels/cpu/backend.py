@@ -1,4 +1,4 @@
-"""The operations of `Ops` on the C++ kernels: each makes one C++ operation and submits it."""
+"""`Ops` on the C++ kernels: each method creates one C++ operation and submits it."""
 
 import ctypes
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from .sampling import CPUSampling
 from .weight_packing import DTYPES, KV_DTYPES, CPULinear, PackedHandle, Packer, pointers
 
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
-"""As native/elementwise.h names them."""
+"""Activation codes of native/elementwise.h."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,14 @@ class CPUKVCache(PackedHandle):
 
 
 class CPUBackend:
-    """Owns the library. Models are float32 or bfloat16, the KV cache either of them or int8."""
+    """CPU backend over one kernel library. Models are float32 or bfloat16; the KV cache is either of these or
+    int8.
+    """
 
     def __init__(self, library: ctypes.CDLL, name: str, layout: str, origin: str) -> None:
-        """`layout` names how weights are packed: the same name, the same bytes. `origin`: of the library."""
+        """Keep the library. `layout` identifies the packed layout: the same name, the same bytes. `origin`
+        says where the library is from.
+        """
         self.library = library
         self.layout = layout
         self.origin = origin
@@ -56,7 +60,7 @@ class CPUBackend:
         self.name = name
 
     def ops(self, quant: Quant | None = None) -> Ops:
-        """With weights as they are, or quantised as they are packed."""
+        """Build `Ops`, with unquantized weights or with weights quantized as they are packed."""
         packer = Packer(self.library, self.layout, quant)
         return Ops(
             name=f"{self.name} ({self.origin})" + ("" if quant is None else f", {quant.name} weights"),
@@ -92,7 +96,7 @@ class CPUBackend:
         )
 
     def use_threads(self, cores: list[int]) -> None:
-        """One thread a core: the caller, and a worker pinned to each core but the first."""
+        """Start one thread a core: the caller, and a worker pinned to each core but the first."""
         workers = cores[1:]
         self.library.llmbox_threads(len(workers), (ctypes.c_int * len(workers))(*workers))
 
@@ -185,7 +189,7 @@ class CPUBackend:
         return x_TnD
 
     def gate_mul(self, gate_up_T2F: Tensor, activation: Activation) -> Tensor:
-        """Over the gates: rows of the result are strided."""
+        """Multiply in place, over the gates: rows of the result are strided."""
         width = gate_up_T2F.shape[1] // 2
         op = self.library.llmbox_gate_mul_op(
             DTYPES[gate_up_T2F.dtype],
@@ -198,7 +202,7 @@ class CPUBackend:
         return gate_up_T2F[:, :width]
 
     def softcap(self, logits_RV: Tensor, cap: float) -> Tensor:
-        """In place, of logits as `logits` gives them, float32."""
+        """Cap logits in place; they are float32, as `logits` returns them."""
         assert logits_RV.dtype == torch.float32
         assert logits_RV.stride(1) == 1
         rows, width = logits_RV.shape
@@ -207,7 +211,7 @@ class CPUBackend:
         return logits_RV
 
     def experts(self, mixture: Mixture, x_TE: Tensor, logits_TX: Tensor) -> Tensor:
-        """Logits as `logits` gives them, float32."""
+        """Run the experts; router logits are float32, as `logits` returns them."""
         assert logits_TX.dtype == torch.float32
         assert logits_TX.stride(1) == x_TE.stride(1) == 1
         out_TE = self.recorder.result("experts", len(x_TE), x_TE.shape[1], x_TE.dtype)
@@ -257,7 +261,7 @@ class CPUBackend:
         layer: int,
         plan: CPUAttentionMetadata,
     ) -> Tensor:
-        """Queries and keys are rotated where they are."""
+        """Norm and rotate queries and keys in place, and write the cache."""
         rows, heads, width = qkv_TnD.shape
         assert qkv_TnD.stride()[1:] == (width, 1)
         op = self.library.llmbox_heads_op(

@@ -1,7 +1,7 @@
-"""Compiles the kernels once and keeps the library in the cache. No torch: `doctor` asks too.
+"""Compile the kernels once and keep the library in the cache. Torch-free, as `doctor` uses it.
 
-The file's name holds a digest of everything it was made from (sources, flags, compiler), and its end a digest
-of its content: another version is another file, and a damaged one is noticed and built again.
+The file name has a digest of all inputs (sources, flags, compiler), and the file ends with a digest of its
+content: another version is another file, and a damaged one is noticed and built again.
 """
 
 import fcntl
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 
 UNFINISHED = "unfinished-"
 compile_progress: ContextVar[Progress] = ContextVar("compile_progress", default=lambda _done, _total: None)
-"""Whom to tell how far a compile is, whoever asked for the kernels."""
+"""Progress callback of a compile, whoever asked for the kernels."""
 
 
 def library_path(level: Level) -> Path:
-    """The compiled library, built if it is not in the cache. Raises NativeUnavailable.
+    """Return the path of the compiled library, built if it is not in the cache. Raises NativeUnavailable.
 
-    Where the cache cannot be written, it goes to a private temporary folder.
+    If the cache cannot be written, the library goes to a private temporary folder.
     """
     compiler = find_compiler()
     digest = digest_sources(*compiler, compiler_version(compiler), *FLAGS, *level.flags)
@@ -67,20 +67,23 @@ def library_in(folder: Path, name: str, level: Level, compiler: list[str]) -> Pa
         return path
     private_folder(folder)
     with locked(folder / "build.lock"):
-        if not is_intact(path):  # another process may just have made it
-            for left in folder.glob(f"{UNFINISHED}*"):  # by who was killed while it compiled
+        if not is_intact(path):  # another process may just have built it
+            for left in folder.glob(f"{UNFINISHED}*"):  # left by a process killed while it compiled
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
             build(compiler, level, path)
     return path
 
 
 def find_made(level: Level, folder: Path) -> Path | None:
-    """A library for `level` that is in the cache. Whether its sources are today's is left open."""
+    """Return a cached library for `level`, if there is one. Its sources may be older than today's."""
     return next((path for path in folder.glob(f"{level.name}-{'?' * DIGITS}.so") if is_intact(path)), None)
 
 
 def native_expected() -> bool:
-    """Without trying: a library came along or a compiler is there, and nobody asked for other kernels."""
+    """Return whether the C++ kernels are expected to work, without loading them.
+
+    True if there is a prebuilt library or a compiler, and LLMBOX_KERNELS does not name other kernels.
+    """
     if os.environ.get("LLMBOX_KERNELS", "cpu").split()[0] != "cpu":
         return False
     if any(prebuilt_path(level).exists() for level in usable_levels()):
@@ -93,13 +96,15 @@ def native_expected() -> bool:
 
 
 def temporary_folder() -> Path:
-    """Kept until the system clears it: the next process need not compile again."""
+    """Return the fallback folder. The system clears it, so until then the next process need not compile
+    again.
+    """
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     return Path(base) / f"llmbox-kernels-{os.geteuid()}"
 
 
 def is_intact(path: Path) -> bool:
-    """There, ours or the system's, and with the digest at its end that its content has."""
+    """Return whether the file exists, belongs to us or to root, and matches the digest at its end."""
     try:
         status = path.stat()
     except OSError:
@@ -118,7 +123,9 @@ def build(compiler: list[str], level: Level, path: Path) -> None:
 
 
 def private_folder(folder: Path) -> None:
-    """A library that others could replace would run as us."""
+    """Create a private folder: a library that others could replace would run with our rights. Raises
+    NativeUnavailable.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid not in {0, os.geteuid()} or status.st_mode & 0o022:

@@ -1,10 +1,10 @@
-"""Where compiled kernels are kept. Light: a daemon asks before it starts its first engine."""
+"""Folder of compiled kernels. Imports little, as the daemon reads it before it starts its first engine."""
 
 import os
 from pathlib import Path
 
 KERNEL_CACHE = "LLMBOX_KERNEL_CACHE"
-"""Environment variable: the folder."""
+"""Name of the environment variable that sets the folder."""
 
 
 def cache_folder() -> Path:

@@ -1,7 +1,7 @@
-"""Where operations go: run at once, or recorded on a tape that one call runs.
+"""Command buffer: operations run at once, or are recorded and later run by one call.
 
 eager       each operation is made, run and freed; results are new tensors
-recording   operations join the tape; results are buffers of `capacity` rows that the tape keeps
+recording   operations join the buffer; results are buffers of `capacity` rows that it owns
 """
 
 import ctypes
@@ -18,16 +18,16 @@ from .ffi import Step
 
 
 class CommandBuffer:
-    """Operations with everything their pointers need. `capacity` is the most rows of a step."""
+    """Recorded operations and the objects that their pointers refer to. `capacity`: most rows of a step."""
 
     def __init__(self, library: ctypes.CDLL, capacity: int, angles: list[int]) -> None:
-        """`angles`: addresses of the tables of angles of the step that is recorded."""
+        """Start an empty buffer. `angles` holds the addresses of the recorded step's RoPE tables."""
         self.capacity = capacity
         self.angles = angles
         self._library = library
         self._ops: list[int] = []
         self._calls: list[tuple[int, Callable[..., None], tuple[Tensor, ...]]] = []
-        """(how many operations come before it, function, its tensors)."""
+        """(number of operations before it, function, its tensors) of each host callback."""
         self._kept: list[Any] = []
         self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._array: Any = None
@@ -40,7 +40,9 @@ class CommandBuffer:
         self._calls.append((len(self._ops), function, tensors))
 
     def buffer(self, name: str, width: int, dtype: torch.dtype) -> Tensor:
-        """One for each operation and shape: a result lives until the operation runs again (see `Ops`)."""
+        """Return the result buffer of an operation and shape: it is valid until the operation runs again (see
+        `Ops`).
+        """
         key = name, width, dtype
         if key not in self._buffers:
             self._buffers[key] = torch.empty(self.capacity, width, dtype=dtype)
@@ -82,7 +84,7 @@ class CommandRecorder:
             self._tape = None
 
     def table_of(self, cos_TD: Tensor) -> int:
-        """Which of the step's tables of angles it is. An eager operation gets that one alone."""
+        """Return the index of a RoPE table among the step's. An eager operation is given only its own."""
         return 0 if self._tape is None else self._tape.angles.index(cos_TD.data_ptr())
 
     def result(self, name: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -100,7 +102,7 @@ class CommandRecorder:
         return self.result(f"states {name}", len(like), width, dtype)
 
     def submit(self, op: int, step: Step, *kept: Any) -> None:
-        """`step` is what an eager operation runs with; a tape gets the step of each run."""
+        """Run an operation with `step`, or record it: a recorded one gets the step of each run."""
         if self._tape is not None:
             self._tape.add(op, *kept)
             return
@@ -109,11 +111,13 @@ class CommandRecorder:
 
 
 SMALLEST_TAPE = 64
-"""Rows. A larger step records a larger tape."""
+"""Rows of the smallest buffer. A larger step records a larger one."""
 
 
 class CommandGraph:
-    """`body` recorded at its first call, and again when a step has more rows than the tape has room for."""
+    """Forward pass, recorded at its first call and again when a step has more rows than the buffer's
+    capacity.
+    """
 
     def __init__(self, recorder: CommandRecorder, body: Callable[[StepInputs], tuple[Tensor, ...]]) -> None:
         self._recorder = recorder
@@ -124,7 +128,7 @@ class CommandGraph:
     def __call__(self, inputs: StepInputs) -> tuple[Tensor, ...]:
         rows = len(inputs.ids_T)
         if self._tape is None or rows > self._tape.capacity:
-            self._tape, self._outputs = None, ()  # let go before the larger one is made
+            self._tape, self._outputs = None, ()  # freed before the larger one is made
             capacity = max(SMALLEST_TAPE, 1 << (rows - 1).bit_length())
             with self._recorder.recording(capacity, inputs.cos_ATD) as tape:
                 self._outputs = self._body(inputs)
@@ -137,7 +141,7 @@ class CommandGraph:
 
 
 def ragged_step(rows: int, ragged: BatchLayout) -> Step:
-    """`ragged` must stay alive until the step has run."""
+    """Build the C++ step. `ragged` must stay alive until the step has run."""
     return Step(
         rows=rows,
         sequences=len(ragged.query_lens),

@@ -1,4 +1,4 @@
-"""From the C++ sources to a library: in as many parts as there are cores, side by side. No torch."""
+"""Compilation of the C++ sources to a library, in parallel parts, one for each core. Torch-free."""
 
 import errno
 import hashlib
@@ -24,26 +24,26 @@ FLAGS = (
 COMPILERS = ("c++", "g++", "clang++")
 TIMEOUT_S = 300
 MOST_AT_ONCE = 8
-"""Compilers; one takes 0.25 to 0.4 GB."""
+"""Most compilers at a time; one takes 0.25 to 0.4 GB."""
 SECONDS = {
     "quant": 3.0, "experts": 3.0, "sample": 2.1, "library": 1.9, "weights": 1.9, "attention_f32": 1.7,
     "attention_int8": 1.7, "linear": 1.3, "attention_bf16": 1.2, "pool": 0.4,
 }  # fmt: skip
-"""What a file takes, beside 1.2 s for the headers of the system: on a Xeon, for AMX."""
+"""Compile time of each file beside 1.2 s for the system's headers, measured on a Xeon for AMX."""
 DIGITS = 20
-"""Of a digest, in names."""
+"""Digits of a digest in file names."""
 
 
 Progress = Callable[[int, int], None]
-"""Steps of a compile that are done, and all of them; (0, 0) while another process compiles the same."""
+"""(finished steps, all steps) of a compile; (0, 0) while another process compiles the same."""
 
 
 class NativeUnavailable(Exception):  # noqa: N818 - named for what the user reads
-    """Why the C++ kernels cannot run here."""
+    """The C++ kernels cannot run here; the message says why."""
 
 
 def find_compiler() -> list[str]:
-    """The command, from $CXX or the first of the usual names."""
+    """Return the compiler command: $CXX, or the first of the usual names. Raises NativeUnavailable."""
     chosen = shlex.split(os.environ.get("CXX", ""))
     for name in [chosen[0]] if chosen else COMPILERS:
         if found := shutil.which(name):
@@ -62,7 +62,7 @@ def compiler_version(compiler: list[str]) -> str:
 
 
 def digest_sources(*parts: str) -> str:
-    """Names the sources and `parts` together."""
+    """Return a digest of the sources and `parts`."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.encode() + b"\0")
@@ -72,7 +72,7 @@ def digest_sources(*parts: str) -> str:
 
 
 def layout(level: Level) -> str:
-    """Names the layout of packed weights: the same for the same sources, whatever compiled them."""
+    """Return the identifier of the packed layout: the same for the same sources, whatever compiled them."""
     return f"{level.name} {digest_sources(level.name)}"
 
 
@@ -83,9 +83,9 @@ def compile_library(
     link: tuple[str, ...] = (),
     progress: Progress = lambda _done, _total: None,
 ) -> None:
-    """Makes `path`; object files stay beside it. `link`: more for the linker.
+    """Compile the library to `path`; object files stay beside it. `link` has extra linker arguments.
 
-    Raises NativeUnavailable; OSError where the disk is full.
+    Raises NativeUnavailable, or OSError if the disk is full.
     """
     common = [*compiler, *FLAGS, *level.flags]
     parts = deal(min(len(os.sched_getaffinity(0)), MOST_AT_ONCE))
@@ -114,7 +114,9 @@ def compile_library(
 
 
 def deal(count: int) -> list[list[Path]]:
-    """The sources in at most `count` parts of about the same work. Each reads the headers but once."""
+    """Split the sources into at most `count` parts of about equal cost. Each part parses the headers only
+    once.
+    """
     parts: list[list[Path]] = [[] for _ in range(count)]
     cost = [0.0] * count
     seconds = {source: SECONDS.get(source.stem, 1.0) for source in SOURCES.glob("*.cpp")}

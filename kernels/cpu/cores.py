@@ -1,4 +1,4 @@
-"""Which cores the kernels' threads live on."""
+"""Choice of the cores that the kernels' threads are pinned to."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ _SYS_CPU = Path("/sys/devices/system/cpu")
 
 
 def pick_cores(threads: int) -> list[int]:
-    """At most `threads` logical CPUs this process may use, each on a core of its own as long as there are."""
+    """Return at most `threads` logical CPUs of this process, on distinct physical cores first."""
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if not usable:
         return list(range(threads))
@@ -19,7 +19,7 @@ def pick_cores(threads: int) -> list[int]:
 
 
 def _core_of(cpu: int) -> str:
-    """What names the physical core; the CPU itself where the system does not tell."""
+    """Return an identifier of the physical core, or the CPU itself if the system does not report it."""
     try:
         return (_SYS_CPU / f"cpu{cpu}" / "topology/thread_siblings_list").read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""The C interface of native/*.cpp, declared for ctypes."""
+"""ctypes declarations of the C interface of native/*.cpp."""
 
 import ctypes
 from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
@@ -8,7 +8,7 @@ from .compiling import NativeUnavailable
 
 
 class DeniedInstructions(NativeUnavailable):
-    """The system keeps them from this process: another library of the same level would not do either."""
+    """The system denies this process the instructions of a level: any library of that level would fail."""
 
 
 class Step(ctypes.Structure):
@@ -96,7 +96,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """The calls release the interpreter lock. Raises NativeUnavailable."""
+    """Load a library. Its calls release the interpreter lock. Raises NativeUnavailable."""
     try:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in FUNCTIONS.items():

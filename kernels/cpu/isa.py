@@ -1,4 +1,4 @@
-"""Instruction sets the kernels are compiled for, best first. No torch: the daemon asks too."""
+"""Instruction sets that the kernels are compiled for, best first. Torch-free, as the daemon uses them."""
 
 import platform
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from pathlib import Path
 class Level:
     name: str
     machine: str | None
-    """`platform.machine()`; None fits all."""
+    """Value of `platform.machine()`; None: any."""
     needs: frozenset[str]
-    """Flags in /proc/cpuinfo."""
+    """Required flags in /proc/cpuinfo."""
     flags: tuple[str, ...]
-    """For the compiler."""
+    """Compiler flags."""
     flops: float
-    """What a core sustains in bfloat16 products, in operations a second, within a factor of two."""
+    """Sustained bfloat16 matrix throughput of a core in operations a second, within a factor of two."""
 
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
@@ -37,14 +37,14 @@ LEVELS = (
 
 
 def usable_levels() -> tuple[Level, ...]:
-    """Those that this CPU can run, best first; never empty."""
+    """Return the levels that this CPU can run, best first; never empty."""
     flags, machine = cpu_flags(), platform.machine()
     return tuple(level for level in LEVELS if level.machine in {None, machine} and level.needs <= flags)
 
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """Empty where the system does not tell: then the portable kernels run."""
+    """Read the CPU's flags. Empty if the system does not report them: then the portable kernels run."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")

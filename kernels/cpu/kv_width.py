@@ -1,4 +1,4 @@
-"""How wide the C++ kernels keep keys and values of a head, as `KVCache` in native/kv_cache.h. No torch."""
+"""Padded head width of the C++ kernels' KV cache; mirrors `KVCache` in native/kv_cache.h. Torch-free."""
 
 from typing import Final
 
@@ -8,6 +8,6 @@ TILE: Final = 32
 
 
 def kv_width(head_dim: int, dtype: str, level: str) -> int:
-    """Numbers that are kept for `head_dim`; `level`: the name of one of `LEVELS`."""
+    """Return the stored numbers for `head_dim`; `level` is the name of one of `LEVELS`."""
     step = TILE if (dtype, level) == ("bfloat16", "amx") else STRIP
     return -(-head_dim // step) * step

@@ -1,4 +1,4 @@
-"""From a level's name to a backend that is ready: a library that came along, or one compiled here."""
+"""Loading of kernel libraries: a prebuilt one, or one compiled on this machine."""
 
 import ctypes
 import logging
@@ -23,7 +23,9 @@ def backend_name(level: Level) -> str:
 
 @cache
 def load_backend(name: str) -> CPUBackend:
-    """`name` is "cpu" for the best of this machine, or a level's. Raises NativeUnavailable."""
+    """Load a backend. `name` is "cpu" for the best level of this machine, or a level's. Raises
+    NativeUnavailable.
+    """
     levels = {backend_name(level): level for level in usable_levels()}
     if name == "cpu":
         return best_backend(list(levels))
@@ -36,7 +38,7 @@ def load_backend(name: str) -> CPUBackend:
 
 
 def best_backend(names: list[str]) -> CPUBackend:
-    """The first that there is and that the system allows: AMX has to be asked for, and may be denied."""
+    """Load the first level that exists and that the system allows: AMX has to be requested."""
     if not native_expected():
         find_compiler()  # raises
     for name, next_best in pairwise(names):
@@ -48,13 +50,13 @@ def best_backend(names: list[str]) -> CPUBackend:
 
 
 def open_level(level: Level) -> tuple[ctypes.CDLL, str]:
-    """The library for `level` and where it comes from. Raises NativeUnavailable."""
+    """Open the library for `level` and say where it is from. Raises NativeUnavailable."""
     path, problem = find_prebuilt(level)
     if path:
         try:
             return open_library(path), PREBUILT
         except DeniedInstructions:
-            raise  # as one would be that is compiled
+            raise  # a compiled library would be denied too
         except NativeUnavailable as error:
             problem = str(error)
     if problem:

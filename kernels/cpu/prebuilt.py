@@ -1,6 +1,6 @@
-"""Libraries that came with llmbox: compiled with its wheel, by packaging/kernel_libraries.py. No torch.
+"""Prebuilt kernel libraries, compiled into the wheel by packaging/kernel_libraries.py. Torch-free.
 
-A file's name holds a digest of the sources and flags it was made from: one of other sources is never loaded.
+A file's name has a digest of the sources and flags it was built from: one of other sources is never loaded.
 """
 
 from pathlib import Path
@@ -13,14 +13,14 @@ FOLDER = Path(__file__).parent / "prebuilt"
 
 
 def prebuilt_path(level: Level) -> Path:
-    """Where one of these sources would be."""
+    """Return the path of the library of these sources."""
     return FOLDER / f"{level.name}-{digest_sources(*FLAGS, *level.flags)}.so"
 
 
 def find_prebuilt(level: Level) -> tuple[Path | None, str]:
-    """(the library that came along for `level`, why it is not to be used).
+    """Return (prebuilt library for `level` or None, reason why it cannot be used).
 
-    Who could replace it could replace the Python beside it, so its owner and mode are not looked at.
+    Owner and mode are not checked: whoever could replace the file could replace the Python code beside it.
     """
     path = prebuilt_path(level)
     if is_sealed(path):

@@ -1,6 +1,6 @@
-"""Choosing ids from logits on the C++ kernels: `Ops.best_of`, `draw` and `rank`.
+"""Sampling on the C++ kernels: `Ops.best_of`, `draw` and `rank`.
 
-R rows of logits, S rows that are told about, N alternatives.
+R rows of logits, S rows with logprobs, N alternatives.
 """
 
 import ctypes
@@ -17,11 +17,11 @@ from .ffi import NativeDrawRow as NativeRow
 from .ffi import Step
 
 NO_EDITS = (0,) * 12 + (-1,)
-"""The last: every id is allowed."""
+"""Edits of a row without any. The last number: every id is allowed."""
 
 
 class CPUSampling:
-    """Logits are float32 rows that do not overlap."""
+    """Sampler. Logits are float32 rows that do not overlap."""
 
     def __init__(self, library: ctypes.CDLL, recorder: CommandRecorder) -> None:
         self._library = library
@@ -80,7 +80,7 @@ def _shape(logits_RV: Tensor) -> tuple[int, int]:
 
 
 def _native(row: DrawRow, kept: list[Any]) -> NativeRow:
-    """`kept` is what its pointers need."""
+    """Convert to the C struct; `kept` collects the objects that its pointers refer to."""
     edits = NO_EDITS if row.edits is None else _native_edits(row.edits, kept)
     return NativeRow(row.temperature, row.top_p, row.min_p, row.top_k, row.seed, row.position, *edits)
 

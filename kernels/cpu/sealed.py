@@ -1,6 +1,6 @@
-"""Files that end with a digest of what stands before it: damage shows.
+"""Files that end with a digest of the content before it, so that damage is detected.
 
-What follows the sections of an ELF file is not looked at by the loader.
+The loader ignores bytes after the sections of an ELF file.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ def seal(path: Path) -> None:
 
 
 def is_sealed(path: Path) -> bool:
-    """Whether the file is there and whole."""
+    """Return whether the file exists and is undamaged."""
     try:
         content = path.read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Handles of C++ objects that Python owns, and packed weights in all their forms."""
+"""Packed weights of the C++ kernels, and handles of C++ objects that Python owns."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from ..quant_formats import WIDE_KINDS, Quant
 from ..weight_packing import Kind, QuantizedWeight
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""As in native/library.cpp."""
+"""dtype codes of native/library.cpp."""
 KV_DTYPES = {**DTYPES, torch.int8: 2}
 
 
@@ -28,7 +28,7 @@ class PackedHandle:
 
 
 class CPULinear(PackedHandle):
-    """Packed weights of a linear; `quant` None keeps the dtype they have. `kept` is where its panels live."""
+    """Packed weights of a linear. `quant` None: unquantized. `kept` owns the memory of attached panels."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class CPULinear(PackedHandle):
 
 @dataclass(frozen=True, slots=True)
 class Packer:
-    """Makes linears: `quant` for layers, its `head` for the output head and a table tied to it."""
+    """Packs weights: `quant` for layers, its `head` for the output head and a table tied to it."""
 
     library: ctypes.CDLL
     layout: str

@@ -1,4 +1,4 @@
-"""The meaning of every operation in plain torch, one file each. Runs on any device and dtype."""
+"""Reference backend: the definition of every operation in plain torch, for any device and dtype."""
 
 import torch
 

@@ -21,7 +21,7 @@ def attention(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T + mask) v, each row over its own context gathered from the pages."""
+    """Compute softmax(scale q k^T + mask) v, each row over its own context, gathered from its blocks."""
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     heads, dtype = cache.heads, q_THD.dtype
     for group in plan.groups:
@@ -38,7 +38,10 @@ def attention(
 def attend_group(
     group: AttentionGroup, q_NHD: Tensor, k_NGCD: Tensor, v_NGCD: Tensor, scale: float, softcap: float | None
 ) -> Tensor:
-    """The query heads of one kv head become rows of one product: keys are read once for all of them."""
+    """Attend for a group of single-token rows.
+
+    The query heads of one KV head become rows of one product: keys are read once for all of them.
+    """
     q_NGrD = q_NHD.reshape(group.count, k_NGCD.shape[1], -1, q_NHD.shape[-1])
     if softcap is not None:
         out = attend_capped(q_NGrD, k_NGCD, v_NGCD, group.mask_N11C, scale, softcap)
@@ -70,7 +73,7 @@ def attend_run(
 
 
 def attend_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
-    """`softcap * tanh(score / softcap)` in the place of scores, in float32; q, k, v are [..., rows, D]."""
+    """Attend with scores softcap * tanh(score / softcap), in float32; q, k and v are [..., rows, D]."""
     scores = (q @ k.transpose(-1, -2)).float() * (scale / softcap)
     weights = (scores.tanh_() * softcap + mask).softmax(-1)
     return weights.to(v.dtype) @ v

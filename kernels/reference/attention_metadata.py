@@ -1,7 +1,7 @@
-"""What attention needs to know of a step, worked out once for all layers.
+"""Attention metadata of a step, built once for all layers.
 
-Rows of one token (decoding) are grouped by padded context length and computed together; longer runs
-(prefill) are computed one sequence at a time.
+Rows of one token (decode) are grouped by padded context length and computed together. Longer runs (prefill)
+are computed one sequence at a time.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from .kv_cache import ReferenceKVCache
 # sequences of 256 tokens: 3.8 ms a layer in groups of 4, 5.4 ms at once).
 GATHER_LIMIT = {"cpu": 1 << 20, "cuda": 1 << 24}
 MASK_LIMIT = 64 << 20
-"""Bytes of one mask. The estimator reckons with the same number."""
+"""Largest mask in bytes. The memory estimator uses the same number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,15 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRun:
-    """Several rows of one sequence."""
+    """Consecutive rows of one sequence."""
 
     rows: slice
     pages: Tensor
     """[G * C / block_size]."""
     context: int
-    """Slots of the gathered pages that are real: the rest of the last block is cut off."""
+    """Number of slots of the gathered pages that are used: the rest of the last block is cut off."""
     mask_LC: Tensor | None
-    """None where plain causality over equal lengths says it all."""
+    """None where a causal mask over equal lengths is enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,9 @@ def first_seen_block(context: int, window: int | None, block_size: int) -> int:
 
 
 def padded_blocks(blocks: int) -> int:
-    """4, 6, 8, 12, 16, 24...: a function of the row alone, so its sums do not depend on its neighbours."""
+    """Round up to 4, 6, 8, 12, 16, 24...: a function of the row alone, so its sums do not depend on its
+    neighbors.
+    """
     size = 4
     while size < blocks:
         if size * 3 // 2 >= blocks:
@@ -126,7 +128,7 @@ def plan_group(
 
 
 def as_rows(index: Tensor) -> slice | Tensor:
-    """A slice where the rows follow one another: slicing is free, gathering is not."""
+    """Return a slice if the rows are consecutive: slicing is free, gathering is not."""
     if index.device.type != "cpu":
         return index.long()
     first, count = int(index[0]), len(index)
@@ -137,7 +139,7 @@ def as_rows(index: Tensor) -> slice | Tensor:
 def plan_runs(
     ragged: BatchLayout, cache: ReferenceKVCache, n: int, start: int, window: int | None
 ) -> list[AttentionRun]:
-    """The rows of one sequence, `start` the first: in pieces where the mask would be too large."""
+    """Plan the rows of one sequence from row `start` on, in pieces where the mask would be too large."""
     length, context = ragged.query_lens[n], ragged.contexts[n]
     if length == context and (window is None or context <= window):
         return [plan_run(ragged, cache, n, slice(start, start + length), context, None)]
@@ -166,7 +168,7 @@ def plan_run(
     *,
     masked: bool = False,
 ) -> AttentionRun:
-    """`rows` are the last of the sequence's first `context` positions."""
+    """Plan a piece: `rows` are the last of the sequence's first `context` positions."""
     device = cache.device
     length = rows.stop - rows.start
     first = first_seen_block(context - length + 1, window, ragged.block_size)
@@ -181,7 +183,7 @@ def plan_run(
 def causal_mask(
     length: int, seen: int, context: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Rows are the last `length` positions of the context, columns its last `seen` positions."""
+    """Build a mask: rows are the last `length` positions of the context, columns its last `seen` ones."""
     row_L1 = torch.arange(context - length, context, device=device).unsqueeze(1)
     column_C = torch.arange(context - seen, context, device=device)
     hidden_LC = column_C > row_L1

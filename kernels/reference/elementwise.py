@@ -47,8 +47,9 @@ def gate_mul(gate_up_T2F: Tensor, activation: Activation) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """X / sqrt(mean(x^2) + eps) * weight; torch sums in float32 whatever the dtype. So does it multiply where
-    weights are float32.
+    """Compute x / sqrt(mean(x^2) + eps) * weight. Sums are float32 whatever the dtype.
+
+    With float32 weights the product is float32 too, and rounded once.
 
     Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
@@ -75,5 +76,5 @@ def rotary(x_TnD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 def softcap(logits_RV: Tensor, cap: float) -> Tensor:
-    """In float32, rounded once."""
+    """Compute cap * tanh(logits / cap) in float32, rounded once."""
     return ((logits_RV.float() / cap).tanh_() * cap).to(logits_RV.dtype)

@@ -1,9 +1,9 @@
-"""Rounding in which the inputs that come later make good what an input lost.
+"""GPTQ: quantize columns in order and compensate each error in the columns not yet quantized.
 
-Frantar et al., "GPTQ", 2022: given the mean of x xᵀ over the rows x that a linear meets, the error of one
-input can in part be foretold from the inputs after it, so their weights are moved against it before they are
-rounded in turn. What comes out are codes and scales like any others. Plain torch, float32: it runs once,
-where a checkpoint is made.
+Frantar et al., "GPTQ", 2022. Given the second moment E[x x^T] of a linear's inputs, the error of one input
+can in part be predicted from the inputs after it, so their weights are adjusted before they are quantized in
+turn. Codes and scales have the usual formats. Plain torch, float32: this runs once, when a checkpoint is
+made.
 """
 
 from dataclasses import dataclass
@@ -17,21 +17,25 @@ from ..quantize_int import STEP_INPUTS, best_int4_scale, int8_scale, on_grid, ro
 from ..weight_packing import QuantizedWeight
 
 DAMPING = 0.01
-"""Of the mean of the diagonal, added to it: rows of other texts differ."""
+"""Damping added to the diagonal, as a share of its mean: inputs of other texts differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class GptqQuantizer:
-    """What is known of the rows of one linear, ready for its weights."""
+    """Input statistics of one linear, prepared for quantizing its weights."""
 
     importance_I: Tensor
-    """The mean square of each input."""
+    """Mean square of each input."""
     later_II: Tensor
-    """Upper triangular: row i over its diagonal says how the inputs after i answer for an error in i."""
+    """Upper triangular. Row i over its diagonal gives the compensation of an error in input i by the inputs
+    after it.
+    """
 
     @classmethod
     def of(cls, moment_II: Tensor) -> "GptqQuantizer":
-        """`moment_II`: the mean of x xᵀ, float32 and finite."""
+        """Prepare from `moment_II`, the mean of x x^T, float32 and finite. Damping grows until the
+        factorization succeeds.
+        """
         diagonal_I = moment_II.diagonal()
         typical = float(diagonal_I.mean()) or 1.0
         damping = DAMPING
@@ -66,13 +70,13 @@ class GptqQuantizer:
 
 @dataclass(frozen=True, slots=True)
 class QuantGrid:
-    """Which numbers a group may have."""
+    """Values that the weights of a group can have."""
 
     bits: int
     scale_O: Tensor
     """float16."""
     steps_OS: Tensor
-    """As `QuantizedWeight`; without steps [O, 0]."""
+    """Step bytes as in `QuantizedWeight`; without steps [O, 0]."""
 
     @classmethod
     def of(cls, group_Og: Tensor, importance_g: Tensor, quant: Quant) -> "QuantGrid":
@@ -86,7 +90,7 @@ class QuantGrid:
         return cls(quant.bits, scales_OG[:, 0], steps_OGS[:, 0])
 
     def nearest(self, x_O: Tensor, i: int) -> Tensor:
-        """The numbers of input i that are nearest to x, which is in units of the scale."""
+        """Round x, in units of the scale, to the nearest values of input i."""
         if not self.steps_OS.shape[1]:
             most = 1 << (self.bits - 1)
             return x_O.round().clamp_(-most, most - 1)
@@ -95,7 +99,9 @@ class QuantGrid:
 
 
 def round_group(group_Og: Tensor, grid: QuantGrid, later_gg: Tensor, codes_Og: Tensor) -> Tensor:
-    """Fills `codes_Og`, moves the weights of `group_Og`; what is told is each error over its diagonal."""
+    """Quantize a group: fill `codes_Og`, adjust the weights in `group_Og`, return each error over its
+    diagonal.
+    """
     scale_O = grid.scale_O.float()
     inverse_O = torch.where(scale_O == 0, 0, 1 / scale_O)
     errors_gO = torch.empty(group_Og.shape[1], len(group_Og))

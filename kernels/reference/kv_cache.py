@@ -1,6 +1,6 @@
 """Paged KV cache: k and v are [layers, blocks, G, block_size, D], their scales the same without D.
 
-A head's slots of one block lie together, so that attention gathers whole (block, head) rows.
+A head's slots of one block are contiguous, so that attention gathers whole (block, head) rows.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from .quantize_activations import FP8, LARGEST, to_eight_bits
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """The keys of a cache, or its values."""
+    """Keys or values of a cache."""
 
     numbers: Tensor
     scales: Tensor | None
-    """float32, for int8 and E4M3 alone: a row is `scale * numbers`."""
+    """float32 scales, for int8 and E4M3 only: a row is `scale * numbers`."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -34,7 +34,7 @@ class Half:
         self.scales[layer][block_of_T, :, offset_of_T] = scales_TG
 
     def gather(self, layer: int, pages: Tensor, dtype: torch.dtype) -> Tensor:
-        """[pages, block_size, D]; a page is the slots of one head in one block."""
+        """Gather pages to [pages, block_size, D]. A page holds the slots of one head in one block."""
         rows_PSD = self.numbers[layer].flatten(0, 1).index_select(0, pages)
         if self.scales is None:
             return rows_PSD.to(dtype)
@@ -58,7 +58,7 @@ class ReferenceKVCache:
 
     @property
     def block_numbers(self) -> int:
-        """Of the keys of one layer in one block."""
+        """Numbers of the keys of one layer in one block."""
         return self.k.numbers[0, 0].numel()
 
     @property

@@ -1,4 +1,4 @@
-"""Experts in plain torch, on linears of any kind."""
+"""Mixture of experts in plain torch, on any kind of linear."""
 
 from collections.abc import Callable
 
@@ -11,9 +11,9 @@ from .elementwise import gate_mul
 
 
 def route(logits_TX: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """The most likely experts of each row, [T, K] int64, and their shares, [T, K] float32.
+    """Route rows to the top-K experts: ids [T, K] int64 and their weights [T, K] float32.
 
-    The likeliest is first; of equally likely ones that of the lower number is.
+    The likeliest is first; of equally likely ones the lower number.
     """
     wide_TX = logits_TX.float()
     experts_TK = wide_TX.sort(dim=1, descending=True, stable=True).indices[:, :per_token]
@@ -22,7 +22,7 @@ def route(logits_TX: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, 
 
 
 def weigh(rows_TKE: Tensor, shares_TK: Tensor) -> Tensor:
-    """Sum of each row's K results by their shares: in float32, in that order, rounded once."""
+    """Sum each row's K results times their weights: in float32, in that order, rounded once."""
     total_TE = rows_TKE[:, 0].float() * shares_TK[:, :1]
     for k in range(1, rows_TKE.shape[1]):
         total_TE.addcmul_(rows_TKE[:, k].float(), shares_TK[:, k : k + 1])
@@ -32,7 +32,7 @@ def weigh(rows_TKE: Tensor, shares_TK: Tensor) -> Tensor:
 def experts_by(
     linear: Callable[[PackedLinear, Tensor], Tensor],
 ) -> Callable[[Mixture, Tensor, Tensor], Tensor]:
-    """`Ops.experts` on these linears, one expert after the other."""
+    """Build `Ops.experts` on these linears. Experts are computed one after the other."""
 
     def experts(mixture: Mixture, x_TE: Tensor, logits_TX: Tensor) -> Tensor:
         experts_TK, shares_TK = route(logits_TX, mixture.per_token, mixture.normalised)

@@ -1,4 +1,4 @@
-"""Numbers of 8 bits and the float32 scale that the last dim shares, by its largest size."""
+"""Dynamic 8-bit quantization: codes and one float32 scale for the last dim, from its largest magnitude."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,10 @@ LARGEST = {torch.int8: 127, FP8: 448}
 
 
 def to_eight_bits(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes like `rows`, scales without the last dim. NaN or infinity in a row: codes 0 and the scale NaN."""
+    """Quantize to codes shaped like `rows` and scales without the last dim.
+
+    A row with NaN or infinity has codes 0 and the scale NaN.
+    """
     rows, largest = rows.float(), LARGEST[dtype]
     most = rows.abs().amax(-1)
     # torch divides a Python number by a tensor with two roundings.
@@ -19,8 +22,9 @@ def to_eight_bits(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def in_given_scale(rows: Tensor, given: Tensor) -> Tensor:
-    """What is left of E4M3 numbers times `given`, float32 [1]; larger ones become the largest. A row that is
-    not finite is NaN.
+    """Quantize to E4M3 with the static scale `given`, float32 [1], and dequantize to float32.
+
+    Larger numbers saturate. A row that is not finite becomes NaN.
     """
     rows = rows.float()
     codes = (rows * (1 / given)).clamp(-LARGEST[FP8], LARGEST[FP8]).to(FP8)
@@ -28,6 +32,6 @@ def in_given_scale(rows: Tensor, given: Tensor) -> Tensor:
 
 
 def in_eight_bits(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is left of them after rounding; float32."""
+    """Quantize dynamically and dequantize to float32."""
     codes, scales = to_eight_bits(rows, dtype)
     return codes.float() * scales.unsqueeze(-1)

@@ -1,6 +1,6 @@
-"""What the formats of GPUs mean, in plain torch: linears of 8-bit rows and weights, and E4M3 keys and values.
+"""Reference of the GPU formats in plain torch: linears with 8-bit rows and weights, and FP8 keys and values.
 
-Nothing serves with these. Quality is measured with them where no GPU is, and kernels are compared with them.
+Not used for serving: quality is measured with it where there is no GPU, and kernels are compared with it.
 """
 
 from dataclasses import dataclass, replace
@@ -22,19 +22,19 @@ from .quantize_activations import FP8, LARGEST, in_eight_bits, in_given_scale
 @dataclass(frozen=True, slots=True)
 class QuantizedLinear:
     wide: ReferenceLinear
-    """Float32: weights rounded and made wide again."""
+    """Dequantized weights, float32."""
     dtype: torch.dtype
-    """The model's."""
+    """dtype of the model."""
     rows: torch.dtype | None
-    """What the rows of a product are rounded to, and made wide again; None: they are not."""
+    """dtype that input rows are quantized to and dequantized from; None: they stay unquantized."""
     group: int | None
     """Inputs of a row that share a scale; None: all of them."""
     given: Tensor | None = None
-    """The scale of all rows, where a checkpoint has it."""
+    """Static input scale, where the checkpoint has one."""
 
 
 def rounded_ops(quant: Quant | None, kv_dtype: torch.dtype | None = None) -> Ops:
-    """REFERENCE with linears of `quant`, a format of GPUs; `kv_dtype`: of the cache, whoever asks."""
+    """REFERENCE with linears of `quant`, a GPU format. `kv_dtype` replaces the KV cache's dtype."""
     ops = REFERENCE
     if quant is not None:
         assert not quant.on_cpu
@@ -61,7 +61,7 @@ def rounded_ops(quant: Quant | None, kv_dtype: torch.dtype | None = None) -> Ops
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantized:
-    """`StoredWeights` of 8-bit floats."""
+    """`StoredWeights` of FP8."""
 
     quant: Quant
 
@@ -87,7 +87,7 @@ def pack(weight_OI: Tensor, bias_O: Tensor | None, quant: Quant) -> QuantizedLin
 def pack_head(weight_VE: Tensor, bias_V: Tensor | None, quant: Quant) -> QuantizedLinear | ReferenceLinear:
     if quant.keeps_head:
         return REFERENCE.pack_head(weight_VE, bias_V)  # type: ignore[no-any-return] # packed weights have no type
-    if quant.kind == "rows":  # whose head meets rows as they are
+    if quant.kind == "rows":  # the head of this format has unquantized inputs
         return rounded(weight_VE, bias_V, quant, None, None)
     return pack(weight_VE, bias_V, quant)
 
@@ -104,7 +104,7 @@ def rounded(
 
 
 def rounded_linear(packed: QuantizedLinear | ReferenceLinear, x_TI: Tensor) -> Tensor:
-    """Sums in float32, rounded once."""
+    """Multiply in float32 and round once."""
     if isinstance(packed, ReferenceLinear):
         return linear(packed, x_TI)
     if packed.given is not None:
@@ -146,6 +146,6 @@ def wide_weights(weight_OI: Tensor, quant: Quant) -> Tensor:
 
 
 def grouped(x_TI: Tensor, group: int) -> Tensor:
-    """[T, inputs / group, group]; the last is filled with zeros."""
+    """Reshape to [T, inputs / group, group], the last group padded with zeros."""
     rows, inputs = x_TI.shape
     return F.pad(x_TI, (0, -inputs % group)).view(rows, -(-inputs // group), group)
