@@ -1,13 +1,17 @@
 """What the documentation says of the code is made from the code, and its links lead somewhere."""
 
+import ast
 import importlib.util
 import re
+from collections import defaultdict
+from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md")])
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md")])
 
 
 def renderer():
@@ -23,13 +27,13 @@ def test_generated_parts_are_current(page):
     assert renderer().render(text) == text, "run `make docs`"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
         assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_named_in_backticks_exist(page):
     for name in re.findall(
         r"`((?:app|engine|kernels|ui|packaging|tests)/[\w/.]+\.\w+)", page.read_text("utf-8")
@@ -59,3 +63,52 @@ def test_every_dialect_and_every_route_with_a_body_is_in_the_matrix():
         assert f"`POST {route}`" in rows
     assert all(name in text for name in rows)
     assert "`mcp_servers` (but `[]`)" in text
+
+
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text("utf-8")
+NAMES = sorted(set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", ARCHITECTURE, flags=re.DOTALL))))
+
+
+@cache
+def members_by_class():
+    """Names that each class of the product defines: methods, fields, and attributes set on `self`."""
+    found = defaultdict(set)
+    for path in chain.from_iterable((ROOT / top).rglob("*.py") for top in ("app", "engine", "kernels", "ui")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found[node.name] |= set(defined_in(node))
+    return found
+
+
+def defined_in(node):
+    """Names that a class or a module defines."""
+    for inner in node.body:
+        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield inner.name
+        elif isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
+            yield inner.target.id
+        elif isinstance(inner, ast.Assign):
+            yield from (target.id for target in inner.targets if isinstance(target, ast.Name))
+
+
+def is_path(name):
+    top = re.match(r"(app|engine|kernels|ui|packaging|tests|migrations)/[\w/.-]*$", name)
+    return bool(top) or re.fullmatch(r"[\w./-]+\.(py|md|toml|h|cpp)", name) is not None
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if is_path(name)])
+def test_files_and_folders_in_the_architecture_exist(name):
+    assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "::" in name])
+def test_functions_in_the_architecture_exist(name):
+    file, _, function = name.partition("::")
+    assert function in defined_in(ast.parse((ROOT / file).read_text("utf-8"))), name
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if re.fullmatch(r"[A-Z]\w*[a-z]\w*(\.\w+)?", name)])
+def test_classes_and_methods_in_the_architecture_exist(name):
+    owner, _, member = name.partition(".")
+    assert owner in members_by_class(), name
+    assert not member or member in members_by_class()[owner], name
