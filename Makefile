@@ -43,6 +43,9 @@ format: .venv/dev
 docs: .venv/dev
 	$(BIN)/python packaging/render_docs.py
 
+screenshots: .venv/dev
+	$(BIN)/python packaging/screenshots.py
+
 bench: .venv/dev
 	$(BIN)/python tests/bench/scenarios.py
 	$(BIN)/python tests/bench/burst.py --write

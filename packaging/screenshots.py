@@ -1,0 +1,94 @@
+"""Renew the pictures of README.md: `llmbox top` and the panel over a daemon with the built-in model under load.
+
+    make screenshots
+
+Needs the development environment and chromium. The daemon has a data folder and a port of its own.
+"""
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+QUESTIONS = (
+    "What is a KV cache?",
+    "What is TTFT?",
+    "How do I stop the daemon?",
+    "What is continuous batching?",
+    "How do I make an API key?",
+)
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+
+
+def main() -> None:
+    IMAGES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="llmbox-pictures-") as folder:
+        command = [sys.executable, "-P", "-m", "llmbox", "--data-dir", folder]
+        up = subprocess.run(
+            [*command, "up", "builtin", "--port", "0", "--json"], capture_output=True, text=True, check=True
+        )
+        try:
+            started = json.loads(up.stdout)
+            over = threading.Event()
+            clients = [
+                threading.Thread(target=ask, args=(started["url"], question, over)) for question in QUESTIONS
+            ]
+            for client in clients:
+                client.start()
+            asyncio.run(save_top(Path(folder), IMAGES / "top.svg"))
+            save_panel(started["sign_in"], IMAGES / "panel.png")
+            over.set()
+            for client in clients:
+                client.join()
+        finally:
+            subprocess.run([*command, "down", "--now"], check=True)
+
+
+def ask(url: str, question: str, over: threading.Event) -> None:
+    """Send one question again and again, sampled, so that answers differ."""
+    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 400, "temperature": 1.2}
+    while not over.is_set():
+        request = urllib.request.Request(
+            f"{url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        urllib.request.urlopen(request, timeout=120).read()
+
+
+async def save_top(folder: Path, target: Path) -> None:
+    from llmbox.app.cli.context import Program
+    from llmbox.ui.tui.app import Dashboard
+    from llmbox.ui.tui.data.api import LiveApi
+
+    dashboard = Dashboard(LiveApi(Program(data_dir=folder).client), url="http://127.0.0.1:7411")
+    async with dashboard.run_test(size=(118, 34)) as pilot:
+        await pilot.pause(20.0)  # so that the curves have something to show
+        picture = dashboard.export_screenshot(title="llmbox top")
+    # Rich names fonts on a server; a picture fetches nothing.
+    target.write_text(re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL), encoding="utf-8")
+
+
+def save_panel(link: str, target: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
+        page: Any = browser.new_page(viewport={"width": 1280, "height": 860})
+        page.goto(link)
+        page.get_by_role("button", name="Sign in").click()
+        page.wait_for_timeout(4000)
+        page.screenshot(path=target)
+        browser.close()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TERM", "xterm-256color")
+    main()
