@@ -1,4 +1,4 @@
-"""Renew the pictures of README.md: `llmbox top` and the panel over a daemon with the built-in model under load.
+"""Renew the pictures of README.md: `llmbox top` and the panel of a daemon under load.
 
     make screenshots
 
@@ -17,6 +17,12 @@ import threading
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+from playwright.sync_api import sync_playwright
+
+from llmbox.app.cli.context import Program
+from llmbox.ui.tui.app import Dashboard
+from llmbox.ui.tui.data.api import LiveApi
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 QUESTIONS = (
@@ -44,7 +50,7 @@ def main() -> None:
             ]
             for client in clients:
                 client.start()
-            asyncio.run(save_top(Path(folder), IMAGES / "top.svg"))
+            (IMAGES / "top.svg").write_text(asyncio.run(draw_top(Path(folder))), encoding="utf-8")
             save_panel(started["sign_in"], IMAGES / "panel.png")
             over.set()
             for client in clients:
@@ -63,22 +69,16 @@ def ask(url: str, question: str, over: threading.Event) -> None:
         urllib.request.urlopen(request, timeout=120).read()
 
 
-async def save_top(folder: Path, target: Path) -> None:
-    from llmbox.app.cli.context import Program
-    from llmbox.ui.tui.app import Dashboard
-    from llmbox.ui.tui.data.api import LiveApi
-
+async def draw_top(folder: Path) -> str:
     dashboard = Dashboard(LiveApi(Program(data_dir=folder).client), url="http://127.0.0.1:7411")
     async with dashboard.run_test(size=(118, 34)) as pilot:
         await pilot.pause(20.0)  # so that the curves have something to show
         picture = dashboard.export_screenshot(title="llmbox top")
     # Rich names fonts on a server; a picture fetches nothing.
-    target.write_text(re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL), encoding="utf-8")
+    return re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)
 
 
 def save_panel(link: str, target: Path) -> None:
-    from playwright.sync_api import sync_playwright
-
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
         page: Any = browser.new_page(viewport={"width": 1280, "height": 860})
