@@ -1,1 +1,1 @@
-"""The inference engine. It knows token ids only: no text, no HTTP, no database."""
+"""Inference engine: token ids in, token ids out; no text, no HTTP, no database."""

@@ -1,4 +1,4 @@
-"""How one model is to be served. Filled by the daemon from flags and settings."""
+"""Configuration of one engine. The daemon fills it from command-line flags and settings."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,7 +7,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 KVDtype = Literal["auto", "bfloat16", "float16", "float32", "int8", "fp8"]
 BLOCK_SIZE = 16
-"""Tokens a KV block holds: small enough that the last, partly filled one wastes little."""
+"""Tokens per KV block: small, so that the last, partly filled block of a request wastes little."""
 
 QuantChoice = Literal[
     "none", "auto", "int8", "int8-g32", "int4", "int4-g128", "int4-mix", "w8a8", "fp8", "fp8-block"
@@ -18,51 +18,55 @@ Speculate = Literal["auto", "on", "off"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One model on one engine. `None` means: decided at load from the model and the machine."""
+    """Options of one model on one engine. `None` means: decided at load from the model and the machine."""
 
     model_path: str
     name: str
     device: Device = "auto"
     dtype: Dtype = "auto"
     kv_dtype: KVDtype = "auto"
-    """int8 and fp8 hold one float32 scale for each token, kv head, and of keys and values each."""
+    """KV cache dtype. int8 and fp8 add one float32 scale per token and KV head, for keys and values each."""
     quant: QuantChoice = "none"
-    """Weights rounded at load; `auto` takes the first of none, int8 and int4 that fits."""
+    """Weight format to quantize to at load; `auto` takes the first of none, int8 and int4 that fits."""
     context: int | None = None
-    """Longest prompt + output of one request, in tokens; None takes the model's own limit or what fits."""
+    """Maximum prompt + output of one request, in tokens; None takes the model's limit, or less if memory
+    is short."""
     max_running: int | None = None
+    """Maximum number of requests that run at the same time."""
     token_budget: int | None = None
-    """Most tokens computed in one step, prefill and decode together."""
+    """Maximum tokens computed in one step, prefill and decode together."""
     memory_bytes: int | None = None
-    """Budget for weights + workspace + KV of this model."""
+    """Memory budget for weights, workspace and KV cache, in bytes."""
     memory_is_limit: bool = False
-    """`memory_bytes` is a limit that the daemon set, no size that somebody asked for: within it the KV pool
-    has its default size."""
+    """Treat `memory_bytes` as an upper limit set by the daemon, not as a size the user asked for: the KV pool
+    then keeps its default size within the limit."""
     kv_tokens: int | None = None
     """Size of the KV pool in tokens, instead of what the memory budget leaves (benchmarks, tests)."""
     block_size: int = BLOCK_SIZE
     threads: int | None = None
-    """CPU threads, of all ranks together."""
+    """Number of CPU threads, summed over all ranks."""
     tp: int | None = None
-    """Ranks that share every layer; None: as the GPUs and their links suggest, 1 on a CPU."""
+    """Tensor-parallel size: ranks that share every layer. None: derived from the GPUs and their
+    interconnect; 1 on a CPU."""
     pp: int | None = None
-    """Stages of layers, each on `tp` ranks; None as above."""
+    """Pipeline-parallel size: number of stages, each on `tp` ranks. None as for `tp`."""
     gpus: tuple[int, ...] | None = None
-    """Visible GPUs that were chosen for it among those that other models are on; None: chosen at load."""
+    """Indices of visible GPUs that the daemon chose, next to other models; None: chosen at load."""
     batching: Batching = "continuous"
     prefix_cache: bool = True
     chunked_prefill: bool = True
-    """Off: a prompt is computed in one step, whatever the budget (for comparison)."""
+    """Split long prompts over several steps. Off: a prompt takes one step, whatever the budget (a
+    baseline)."""
     speculate: Speculate = "auto"
-    """Verify guesses at the next tokens, where that cannot change them (`build.py`); `on` refuses to
-    load elsewhere."""
+    """Speculative decoding with n-gram drafts, where verification cannot change the tokens
+    (`executor/build.py`); `on` refuses to load elsewhere."""
     deterministic: bool = False
     overlap: bool | None = None
-    """Launch the next step while the device works on one; None: on a GPU, where it pays."""
+    """Launch the next step while the device still computes one; None: only on a GPU, where it pays."""
     cuda_graphs: bool = True
-    """Replay decoding steps on a GPU from graphs."""
+    """Run decoding steps on a GPU as CUDA graphs."""
     premium_share: float = 0.0
-    """Share of KV blocks that only requests of negative priority (premium bands) may take: it is lost to all
-    others. Off by default, as premium requests take blocks of others where none is free."""
+    """Fraction of KV blocks reserved for requests of negative priority (premium bands); no other request can
+    use it. Off by default, because premium requests preempt others when no block is free."""
     watermark: float = 0.01
-    """Share of KV blocks kept free at admission, so that running requests can grow."""
+    """Fraction of KV blocks kept free at admission, so that running requests can grow."""

@@ -1,18 +1,19 @@
-"""Errors of the engine that a user can cause.
+"""Engine errors that a user can cause.
 
 EngineError
 ├── ModelError          the model directory cannot be served (names the file)
 │   └── UnsupportedArchitecture
 ├── DoesNotFit          weights, context or one request exceed the memory budget (need/have)
-├── InvalidRequest      a request holds what cannot be computed with
-├── GrammarError        what an answer must follow cannot be followed
-├── DeviceError         the asked device or dtype is not there
-└── ParallelError       the model or the machine cannot be cut as asked
+├── InvalidRequest      a request holds a value that the engine cannot compute with
+├── GrammarError        a grammar cannot be compiled or followed
+├── DeviceError         the requested device or dtype is not available
+├── ParallelError       the model or the machine does not support the requested tp and pp
+└── RankLost            a worker process ended
 """
 
 
 class EngineError(Exception):
-    """Base. `code` is the word that crosses the process boundary and reaches API errors."""
+    """Base class. `code` crosses the process boundary and appears in API errors."""
 
     code = "engine_error"
 
@@ -46,6 +47,6 @@ class ParallelError(EngineError):
 
 
 class RankLost(EngineError):  # noqa: N818 - named for what happened
-    """A worker is gone: its end of the socket is closed."""
+    """Worker process ended: its end of the socket is closed."""
 
     code = "rank_lost"

@@ -1,4 +1,4 @@
-"""Modules that an import does without: empty ones stand in for them, and once it is over they can be had."""
+"""Import hook that stubs out listed submodules while a package is imported and loads them on first use."""
 
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -9,10 +9,12 @@ from typing import Any, Self, cast
 
 
 class LeftOut:
-    """A finder of modules, and the time during which they are left out."""
+    """Meta-path finder, and the context manager during which the listed modules are stubs."""
 
     def __init__(self, names: Collection[str], kept: str, in_order: Sequence[str]) -> None:
-        """Modules below `names` are left out as well, all but `kept`; `in_order` brings them back."""
+        """`names`: modules to stub, with all their submodules except `kept`. `in_order`: modules to import
+        first when the real ones are loaded later.
+        """
         self.names = names
         self.over = False
         self._kept = kept
@@ -23,7 +25,7 @@ class LeftOut:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        """From now on whoever asks for one gets it."""
+        """Remove the stubs; from now on an import of one of the modules loads the real one."""
         self.over = True
         for name in [name for name, module in sys.modules.items() if isinstance(module, Absent)]:
             place, _, child = name.rpartition(".")
@@ -54,13 +56,13 @@ class LeftOut:
         return Absent(spec.name, self)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is in it; but what is kept is found below it."""
+        """Leave the stub empty, but set `__path__` so that the `kept` module below it is found."""
         parent, _, child = module.__name__.rpartition(".")
         module.__path__ = [f"{place}/{child}" for place in sys.modules[parent].__path__]
 
 
 class Present:
-    """Loads a module that was imported while it was looked for: else it would be executed once more."""
+    """Loader of a module that was imported during its own lookup: it prevents a second execution."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -68,7 +70,7 @@ class Present:
 
     @classmethod
     def spec(cls, module: ModuleType) -> ModuleSpec:
-        """Also the module's own for now: that is what the import system takes of a module that is there."""
+        """Return a spec and set it on the module: the import system reads `__spec__` of a loaded module."""
         module.__spec__ = ModuleSpec(module.__name__, cast("Any", cls(module)))
         return module.__spec__
 
@@ -80,7 +82,7 @@ class Present:
 
 
 class Absent(ModuleType):
-    """Has every name, as something to be had `Later`."""
+    """Stub module: every attribute is a `Later`."""
 
     def __init__(self, name: str, left_out: LeftOut) -> None:
         super().__init__(name)
@@ -93,7 +95,7 @@ class Absent(ModuleType):
 
 
 class Later:
-    """What others took from a module that is left out: imported when it is used."""
+    """Proxy of an attribute that was imported from a stub: it loads the real one on use."""
 
     def __init__(self, module: str, name: str, left_out: LeftOut) -> None:
         self._place = module, name
@@ -104,7 +106,7 @@ class Later:
         return getattr(import_module(module), name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Until it is over, only what sets up such a module is called."""
+        """Call the real object; do nothing during the stubbed import, which calls only set-up functions."""
         return self._real()(*args, **kwargs) if self._left_out.over else None
 
     def __getattr__(self, name: str) -> Any:
@@ -116,14 +118,14 @@ class Later:
         return isinstance(instance, self._real())
 
     def __or__(self, other: object) -> "Later":
-        """In annotations."""
+        """Support `X | None` in annotations."""
         return self
 
     __ror__ = __or__
 
 
 class Offer:
-    """`__getattr__` of a module: those of `names` that belong to it are imported when they are asked for."""
+    """Module `__getattr__` that imports those of `names` that are children of `parent` on first access."""
 
     def __init__(self, parent: str, names: Collection[str], before: Callable[[str], Any] | None) -> None:
         self._parent, self._names, self._before = parent, names, before

@@ -1,9 +1,10 @@
-"""Imports torch without what an engine on a CPU never uses.
+"""Fast import of torch for engines on a CPU.
 
-Half of the import is about tracing, compiling and training. Nothing here does that, so those modules are left
-out (`left_out.py`): whoever asks for one later gets it.
+Half of the time that `import torch` takes goes into modules for tracing, compiling and training. The engine
+uses none of them, so they are stubbed (`left_out.py`) and loaded only if something imports them later.
 
-So is numpy, no dependency of ours: torch imports it where it finds it, and lacks but `numpy()` without.
+numpy is hidden as well: it is no dependency of llmbox, torch imports it where it is installed, and without it
+torch lacks only `Tensor.numpy()`.
 """
 
 import gc
@@ -42,20 +43,22 @@ LEFT_OUT: Final = frozenset(
     }
 )
 KEPT: Final = "torch.fx.experimental.sym_node"
-"""Operations look for it when they are given a number."""
+"""Module that stays real: operators look it up when they get a Python number."""
 IN_ORDER: Final = ("torch._functorch.predispatch", "torch.export", "torch._meta_registrations")
-"""Some of them import each other in circles, which an import of all begins with these: so they come back."""
+"""Modules to load first: some of the stubbed modules import each other in cycles, and a full `import torch`
+enters the cycles here."""
 WHOLE: Final = "LLMBOX_WHOLE_TORCH"
-"""Set where the light import failed."""
+"""Environment variable that forces the full import; set after the fast import failed."""
 _NUMPY: Final = "numpy"
 _NVIDIA: Final = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""Where there is a GPU that CUDA may find: of the driver, and what Windows lends to Linux in it (WSL 2)."""
+"""Device files that exist where CUDA may find a GPU: the Linux driver's, and that of WSL 2."""
 
 
 def import_torch() -> None:
-    """Once, before anything else imports torch. With a GPU all of it: its compilers trace.
+    """Import torch, once, before any other import of it. With a GPU it is imported in full: Triton and
+    torch's compilers trace.
 
-    Whatever is raised, torch is not imported and cannot be in this process.
+    After any exception torch is not imported and cannot be imported in this process.
     """
     if "torch" in sys.modules or any(map(Path.exists, _NVIDIA)) or WHOLE in os.environ:
         return

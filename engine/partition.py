@@ -1,11 +1,11 @@
-"""A slice of a dimension that one rank holds. No torch."""
+"""Slice of a tensor dimension that one rank holds. No torch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSlice:
-    """`start .. stop` of `total` rows or columns, and `pad` zeros after them."""
+    """Range `start .. stop` of `total` rows or columns, followed by `pad` zeros."""
 
     total: int
     start: int

@@ -1,10 +1,10 @@
-"""What one request asks of the sampler. Plain data: crosses the process boundary as it is."""
+"""Sampling parameters of one request: plain data that is sent to the engine process unchanged."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 Pooling = Literal["last", "mean", "cls"]
-"""Which rows of a text its vector is the mean of: the last, all, or the first."""
+"""Pooling of hidden states into one embedding: the last token's state, the mean of all, or the first's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,21 +27,22 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences whose last token is forbidden right after the tokens before it."""
+    """Token sequences that must not appear: the last token is banned right after the tokens before it."""
     allowed_token_ids: tuple[int, ...] | None = None
     grammar: str | None = None
-    """What the answer must follow, in llguidance's JSON; `app/text/grammars.py` makes it."""
+    """Grammar of the answer in llguidance's JSON, made by `app/text/grammars.py`."""
     thinking: str = "no"
-    """Where thoughts may precede what follows the grammar: `may`, or `inside` where they have begun."""
+    """Reasoning before the constrained answer: `no`, `may` (the model may begin with it) or `inside` (the
+    prompt has begun it)."""
     min_tokens: int = 0
-    """Stop tokens are forbidden until this many tokens have been produced."""
+    """Number of output tokens before which stop tokens are banned."""
     stop_token_ids: tuple[int, ...] = ()
-    """Ids that end the sequence, end-of-sequence ids included unless the request ignores them."""
+    """Ids that end the sequence; they include the end-of-sequence ids unless the request ignores them."""
     logprobs: int | None = None
-    """How many alternatives to report beside the chosen token; None reports nothing."""
+    """Number of alternatives to report beside the sampled token; None reports no log-probabilities."""
     prompt_logprobs: int | None = None
     pooling: Pooling | None = None
-    """Draw no token: a vector of the prompt is wanted. Then `max_tokens` is 0."""
+    """Return an embedding of the prompt instead of sampling tokens. Then `max_tokens` is 0."""
 
     @property
     def penalises(self) -> bool:

@@ -1,1 +1,1 @@
-"""One engine's requests: queue, scheduler, KV cache, steps. No torch."""
+"""Request queue, scheduler, KV cache and steps of one engine."""

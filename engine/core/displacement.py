@@ -1,9 +1,9 @@
-"""Who gives its place to whom: running requests that are preempted for waiting ones.
+"""Preemption policy: which running requests are preempted for waiting ones.
 
-A request of a better class takes a place, or blocks, of a worse one: premium (bands below 0) before
-standard (0) before background. Between callers of one class, one that has no place takes one of a caller
-that has more than its share, so that nobody waits for another's long answers to end. What is preempted
-keeps its tokens and goes on later, with the tokens that it would have had anyway.
+A request of a better class takes a running slot, or blocks, of a worse one: premium (bands below 0) before
+standard (0) before background. Within a class, a caller with nothing running takes a slot from a caller that
+has more than its share, so that nobody waits for another caller's long answers. A preempted request keeps its
+tokens and continues later with the same tokens that it would have got anyway.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,9 +14,9 @@ from .request import Request
 from .request_queue import ALL_BANDS, WaitingQueue, least_deserving
 
 CLASS_ENDS = (0, 1)
-"""First bands behind the premium class and behind the standard one."""
+"""First band after the premium class and first band after the standard class."""
 MAX_DISPLACEMENTS = 4
-"""Of one request, by callers of its own band: what is computed again is bounded."""
+"""Maximum preemptions of one request for callers of its own band, which bounds what is computed again."""
 
 
 class Displacement:
@@ -27,7 +27,7 @@ class Displacement:
         self._waiting = waiting
 
     def victims(self, running: Mapping[str, Request]) -> Iterator[Request]:
-        """One at a time: each is to be preempted before the next is asked for."""
+        """Yield requests to preempt. The caller preempts each one before it asks for the next."""
         for class_end in CLASS_ENDS:
             if self._flows.has_running(class_end):
                 yield from self._victims_of_better(class_end, running)
@@ -39,7 +39,7 @@ class Displacement:
             yield victim
 
     def _victims_of_better(self, class_end: int, running: Mapping[str, Request]) -> Iterator[Request]:
-        """For waiting requests below this band, of those that are not."""
+        """Yield running requests of bands from `class_end` on, for waiting requests of better bands."""
 
         def pick() -> Request | None:
             return self._pick(each for each in running.values() if each.flow.band >= class_end)
@@ -55,14 +55,14 @@ class Displacement:
             yield victim
 
     def _lacks_place(self, request: Request, running: Mapping[str, Request]) -> bool:
-        """It does not fit beside the others, and its caller has nothing running."""
+        """Return True if the request cannot be admitted now and its caller has nothing running."""
         if request.flow.running or not running:
             return False
         return len(running) >= self._max_running or not self._tables.fits(request)
 
     def _beyond_share(self, request: Request, running: Mapping[str, Request]) -> Iterator[Request]:
-        """Running requests, in no better band, of callers that have more places than their share and are
-        ahead by what it costs to preempt: busy callers take turns as requests end.
+        """Return running requests of no better band whose callers have more slots than their share and are
+        ahead by the cost of the preemption. The cost keeps busy callers from preempting each other in turn.
         """
         share = max(1.0, len(running) / self._flows.num_present())
         return (
@@ -75,11 +75,11 @@ class Displacement:
         )
 
     def _cost(self, victim: Request) -> int:
-        """Tokens to compute again, as far as the prefix cache does not keep them."""
+        """Estimate the tokens that are computed again; the prefix cache keeps all but the last block."""
         pool = self._tables.pool
         return min(victim.num_computed, pool.block_size) if pool.caching else victim.num_computed
 
     def _pick(self, candidates: Iterable[Request]) -> Request | None:
-        """The least deserving of those that do not keep their places."""
+        """Return the least deserving candidate that may be preempted, or None."""
         able = [each for each in candidates if not (each.keeps_place or self._tables.is_pinned(each))]
         return max(able, key=least_deserving, default=None)

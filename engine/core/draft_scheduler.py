@@ -1,8 +1,8 @@
-"""Puts drafts into steps that have room for their rows.
+"""Scheduling of draft tokens into steps that have rows to spare.
 
-A linear of few rows takes as long as reading its weights: rows up to that cost little. So drafts fill a step
-up to a fixed number of rows, shared among the requests that decode, and steps with prompts or many requests
-have none. What a request gets of it is its `NgramProposer`'s business.
+The time of a linear with few rows is the time to read its weights, so a few more rows cost little. Draft
+tokens fill a step up to a fixed number of rows, shared among the decoding requests. Steps with prompts or
+with many requests have none. How many tokens a request proposes is decided by its `NgramProposer`.
 """
 
 from dataclasses import replace
@@ -14,22 +14,24 @@ from .step import SampledToken, ScheduledRequest, StepPlan
 
 
 class DraftScheduler:
-    """Of one scheduler, where a step is done before the next is scheduled."""
+    """Add draft tokens to plans and count how many are accepted. Only for executors that finish a step before
+    the next one is scheduled.
+    """
 
     def __init__(self, rows: int, tables: KVCacheManager) -> None:
-        """`rows`: of a step with drafts, at most. 0: there are none."""
+        """`rows`: maximum rows of a step with drafts; 0 turns drafts off."""
         self._rows = rows
         self._tables = tables
         self.drafts = 0
-        """Times that a request's drafts were verified."""
+        """Number of drafts (one request, one step) that were verified."""
         self.draft_tokens = 0
         self.accepted_tokens = 0
 
     def extend(self, plan: StepPlan, running: int) -> None:
-        """Drafts for the plan's decoding requests. `running`: requests that may need a block each."""
+        """Add drafts to the plan's decoding rows. `running`: requests that may need one more block each."""
         room, size = self._rows - plan.num_tokens, len(plan.rows)
         if room < size:
-            return  # looking for drafts costs something too
+            return  # proposing drafts has a cost too
         for place, row in enumerate(plan.rows):
             share = -(-room // (size - place))
             if row.samples and row.num_tokens == 1 and (drafts := self._propose(row.request, share, running)):
@@ -38,7 +40,10 @@ class DraftScheduler:
                 room -= len(drafts)
 
     def settle(self, row: ScheduledRequest, taken: list[SampledToken]) -> None:
-        """The step is done and the request has these tokens of it: what was computed beyond is void."""
+        """Record how many drafts of a finished row were accepted. `taken`: tokens that the row gave.
+
+        Resets `num_scheduled` to `num_computed`, because rows of rejected drafts are void.
+        """
         drafted = len(row.drafts)
         came_true = [each.token_id == draft for each, draft in zip(taken, row.drafts, strict=False)]
         accepted = sum(came_true)
@@ -50,12 +55,12 @@ class DraftScheduler:
         self.accepted_tokens += accepted
 
     def end(self, request: Request) -> None:
-        """No drafts for this one any more."""
+        """Turn drafts off for this request."""
         assert request.drafter is not None
         request.drafter.end()
 
     def _propose(self, request: Request, most: int, running: int) -> list[int]:
-        # Each step gives one token more than drafts that came true; the last token is never computed.
+        # A step gives one token more than accepted drafts, and the KV of the last token is never computed.
         most = min(most, request.params.max_tokens - request.num_output - 1)
         if most <= 0:
             return []
@@ -66,8 +71,10 @@ class DraftScheduler:
         return drafts[: self._slots(request, len(drafts), running)]
 
     def _slots(self, request: Request, wanted: int, running: int) -> int:
-        """For the tokens after the last. A block that they need early is taken only where every running
-        request could have one as well: nobody is preempted for drafts.
+        """Return the number of KV slots for drafts after the request's tokens, at most `wanted`.
+
+        Allocates a block ahead of need only while every running request could still get one: no request is
+        preempted for drafts.
         """
         pool = self._tables.pool
         while True:

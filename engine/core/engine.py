@@ -1,4 +1,4 @@
-"""The engine: one loop of four verbs over token ids. No text, no HTTP, no sockets (see `engine_main.py`)."""
+"""Engine: add and abort requests, step, report. Token ids only; `process/engine_main.py` has the sockets."""
 
 import logging
 import time
@@ -29,6 +29,8 @@ log = logging.getLogger("llmbox.engine")
 
 
 class Engine:
+    """Drive a scheduler and an executor, one step at a time. All methods are called from one thread."""
+
     def __init__(
         self,
         scheduler: Scheduler,
@@ -41,7 +43,7 @@ class Engine:
         self._runner = runner
         self._pipeline = pipeline_of(runner)
         self._launched: deque[tuple[StepPlan, Any]] = deque()
-        """Steps that the runner has not given back yet, oldest first."""
+        """Launched steps whose results have not been collected, oldest first, with the executor's handles."""
         self._grammars = GrammarCompiler(info.vocab_size)
         self._clock = clock
         self._steps = 0
@@ -52,10 +54,13 @@ class Engine:
         return self._scheduler.has_work or bool(self._launched)
 
     def step(self) -> StepOutputs:
-        """Schedule, run, take the results, answer.
+        """Schedule a step, launch it, collect the oldest finished step and return its outputs.
 
-        A runner may be given `depth` steps more before the results of one are taken: while the device runs
-        the first, the second is scheduled, with the first's tokens still unknown here.
+        Up to `depth` more steps may be launched before the results of one are collected: while the device
+        runs the first, the second is scheduled, with the tokens of the first still unknown on the host.
+
+        If the executor raises, no launched step counts as done: their requests are queued to be computed
+        again.
         """
         started = self._clock()
         worked = bool(self._launched)
@@ -74,20 +79,23 @@ class Engine:
         return StepOutputs(outputs=outputs, stats=self.stats())
 
     def prepare(self) -> bool:
-        """For moments without work: makes later steps faster. False once nothing is left to prepare."""
+        """Do one piece of idle-time work that makes later steps faster. False once nothing is left to do."""
         return self._runner.prepare()
 
     def learn(self, vocabulary: Vocabulary) -> None:
-        """Grammars are made of these tokens. Before the first request that has one."""
+        """Set the token texts that grammars are compiled over; needed before the first request with a
+        grammar.
+        """
         self._grammars.learn(vocabulary)
 
     def add(self, message: AddRequest) -> RequestOutput | None:
-        """Queue a request; an output only if it ends here: refused, or complete before it was resumed.
+        """Queue a request. Returns an output only if the request ends at once: it is refused, or it is
+        resumed with output that is complete already.
 
-        Nothing that `message` holds raises: at worst it ends this request with an error.
+        Never raises because of the content of `message`: an error ends this request alone.
         """
         if self._scheduler.has(message.request_id):
-            # An error would end the other one, which has the same id.
+            # An error output would end the request that is present, which has the same id.
             log.error("a second request with the id %s is dropped", message.request_id)
             return None
         try:
@@ -99,7 +107,9 @@ class Engine:
             return error_answer(message.request_id, EngineError.code, "The engine cannot take this request.")
 
     def _add(self, message: AddRequest) -> RequestOutput | None:
-        """Raises EngineError. The scheduler comes last: whatever is raised before has changed nothing."""
+        """Validate and queue a request. Raises EngineError. The scheduler is changed last, so an error leaves
+        no trace.
+        """
         check_request(message, self.info)
         request = Request(
             request_id=message.request_id,
@@ -119,7 +129,7 @@ class Engine:
         return None
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Forget a request and free its blocks now; None if it is not (or no longer) here."""
+        """Remove a request and free its blocks at once; None if it is not (or no longer) here."""
         if not self._scheduler.abort(request_id):
             return None
         return RequestOutput(request_id=request_id, finish_reason="abort")
@@ -146,7 +156,7 @@ class Engine:
         )
 
     def blocks(self) -> BlockMap:
-        """A walk over the whole pool: only when somebody wants to see it."""
+        """Return the state of every KV block. Walks the whole pool, so it is made on request only."""
         return block_map(self._scheduler.tables, self._scheduler.running)
 
     @property
@@ -154,7 +164,7 @@ class Engine:
         return len(self._launched) > self._runner.depth
 
     def _take_results(self) -> list[RequestOutput]:
-        """Of the oldest step, if there is one: waits for it."""
+        """Wait for the oldest launched step, if there is one, and return its outputs."""
         if not self._launched:
             return []
         plan, handle = self._launched[0]
@@ -163,7 +173,7 @@ class Engine:
         return self._scheduler.update(plan, result)
 
     def _discard(self, plan: StepPlan) -> None:
-        """What the steps wrote is in doubt: nothing may refer to it any more."""
+        """Discard all launched steps and `plan`: the KV they wrote may be wrong and must not be used."""
         for launched, _ in self._launched:
             self._scheduler.discard(launched)
         self._scheduler.discard(plan)
@@ -171,7 +181,9 @@ class Engine:
 
 
 def _mask(plan: StepPlan) -> None:
-    """Before the step is launched: all tokens of these requests are known, see `Scheduler`."""
+    """Update the grammar masks of the sampling rows, before the step is launched. `Scheduler` takes a request
+    with a grammar only when all its tokens are known.
+    """
     for row in plan.rows:
         if row.samples:
             row.request.renew_mask()

@@ -1,4 +1,4 @@
-"""How the engine and a runner take turns: one step at a time, or the next ones launched meanwhile."""
+"""Interface between the engine and the code that executes steps: synchronous, or with steps in flight."""
 
 from typing import Any, Protocol
 
@@ -7,46 +7,46 @@ from .step import StepPlan, StepResult
 
 
 class ModelRunner(Protocol):
-    """Owns the model and the KV memory; knows nothing of queues."""
+    """Owner of the model and the KV memory; it knows no queues."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Do the plan's copies, then write KV for every row and sample where `row.samples`.
+        """Copy the plan's blocks, compute and write the KV of every row, sample where `row.samples`.
 
-        Reads requests, never changes them. May raise: the step then counts as not done.
+        Reads requests and never changes them. If it raises, the step counts as not done.
         """
         ...
 
 
 class Executor(Protocol):
-    """What the engine drives: a runner whose device works while Python goes on.
+    """Asynchronous execution of steps: the device computes while the engine schedules.
 
-    Steps run on the device in the order of their launches. What a step must read of the one before (KV,
-    sampled tokens) it finds on the device: when it is launched, `row.request.token_ids` may still lack them.
+    Steps run on the device in the order of their launches. KV and sampled tokens of earlier steps are read on
+    the device: at launch `row.request.token_ids` may still lack them.
     """
 
     depth: int
-    """Steps that may be launched before the results of an older one are taken."""
+    """Number of steps that may be launched before the results of an older one are collected."""
     stages: int
-    """Of these and that one, how many are computed at the same time, each in another part of the layers."""
+    """Number of pipeline stages, each with other layers: so many of the launched steps run at once."""
 
     def launch(self, plan: StepPlan) -> Any:
-        """Begin the step and return at once, with a handle for `collect`."""
+        """Start the step and return a handle for `collect` without waiting."""
         ...
 
     def collect(self, handle: Any) -> StepResult:
-        """Wait for the step. Once for each handle, in the order of launches.
+        """Wait for the step and return its result. Call it once per handle, in the order of launches.
 
-        Whatever either raises, none of the steps that were not collected counts as done.
+        If `launch` or `collect` raises, no step that is not collected yet counts as done.
         """
         ...
 
     def prepare(self) -> bool:
-        """Something that makes later steps faster, for a moment without work; False: nothing is left."""
+        """Do one piece of idle-time work that makes later steps faster; False when nothing is left."""
         ...
 
 
 class SyncExecutor:
-    """Makes one of a `ModelRunner`, which works while it is called: a step is done when it is launched."""
+    """Synchronous executor over a `ModelRunner`: a step is complete when `launch` returns."""
 
     depth = 0
     stages = 1
@@ -65,5 +65,8 @@ class SyncExecutor:
 
 
 def pipeline_of(runner: Executor) -> PipelineDepth:
-    """What is launched beyond a step for each stage is launched before the tokens that it needs are known."""
+    """Return the executor's stages and how many tokens of a request may be unknown at scheduling.
+
+    Steps launched beyond one per stage are launched before the host knows the tokens they need.
+    """
     return PipelineDepth(runner.stages, runner.depth + 1 - runner.stages)

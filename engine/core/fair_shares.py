@@ -1,13 +1,13 @@
-"""Fair shares of the engine between callers, within bands of priority.
+"""Fair sharing of the engine between callers, within priority bands.
 
-Requests of one caller in one band are a flow. A flow counts the tokens that steps compute for it, and the
-flow with the fewest is served next: deficit round robin whose quantum is one step, as the virtual token
-counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). So equal callers get equal
-tokens in the long run, whatever the sizes of their requests, and one that asked for little is served at
-once.
+A flow is all requests of one caller in one band. It counts the tokens that steps compute for it, and the flow
+with the smallest count is served next: deficit round robin with a quantum of one step, as the virtual token
+counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). In the long run all callers
+get equal numbers of tokens, whatever the sizes of their requests, and a caller that asked for little is
+served at once.
 
-A flow that begins or comes back starts at the least count of those that are present: nobody saves up a share
-while away. It keeps what it had above that, so that leaving for a moment pays no debt.
+A new or returning flow starts at the smallest count of the flows with requests, so that nobody accumulates
+credit while idle. It keeps a count above that, so that leaving for a moment does not clear a debt.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,9 @@ LOWEST_BAND = 8
 
 
 def band_of(request: Request) -> int:
-    """Lower is better, below 0 is premium. Clamped, so that ageing lifts even the lowest in time."""
+    """Return the priority clamped to +-`LOWEST_BAND`. Lower is served first, below 0 is premium. The clamp
+    lets ageing lift even the lowest band in bounded time.
+    """
     return max(-LOWEST_BAND, min(LOWEST_BAND, request.priority))
 
 
@@ -30,21 +32,23 @@ def is_premium(request: Request) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Flow:
+    """Requests of one caller in one band, and the tokens computed for them."""
+
     tenant: str
     band: int
     tokens: int = 0
-    """Computed for it, and what it was given on entry."""
+    """Virtual counter: tokens computed for the flow, plus the count that it was given on entry."""
     present: int = 0
-    """Requests that wait or run."""
+    """Number of requests that wait or run."""
     running: int = 0
     queued: int = 0
-    """Requests that could be admitted: they wait, and for no sibling."""
+    """Number of requests that can be admitted: waiting, and not for a sibling's prompt."""
     heap: list[tuple[float, Request]] = field(default_factory=list)
-    """Queued requests by arrival, with some that are gone; see `WaitingQueue`."""
+    """Queued requests by arrival, with stale entries of removed ones; see `WaitingQueue`."""
 
 
 class Flows:
-    """The only writer of what flows count, but for their queues."""
+    """Flows by band and caller. It is the only writer of their counters, except `queued` and `heap`."""
 
     def __init__(self) -> None:
         self._bands: dict[int, dict[str, Flow]] = {}
@@ -59,13 +63,13 @@ class Flows:
         return sum(flow.present > 0 for flows in self._bands.values() for flow in flows.values())
 
     def has_running(self, band: int) -> bool:
-        """In this band or a worse one."""
+        """Return True if a request of this band or a worse one runs."""
         return any(
             flow.running for each, flows in self._bands.items() if each >= band for flow in flows.values()
         )
 
     def served_at(self, band: int) -> float:
-        """When a step last took a prompt of this band; of a new band: never."""
+        """Return the clock when a step last took a prompt of this band; far in the past for a new band."""
         return self._served_at.get(band, -1e300)
 
     def enter(self, request: Request) -> None:
@@ -83,7 +87,7 @@ class Flows:
         request.flow = flow
 
     def leave(self, request: Request) -> None:
-        """Flows without requests are forgotten once the others have caught up with them."""
+        """Remove a request from its flow. Idle flows are deleted once the others have caught up with them."""
         flow = request.flow
         flow.present -= 1
         if flow.present:
@@ -99,8 +103,8 @@ class Flows:
             self._served_at.pop(flow.band, None)
 
     def charge(self, rows: Iterable[ScheduledRequest]) -> None:
-        """For what a step computes. What preemption makes it compute again is not charged again. One alone is
-        charged nothing: it would share with nobody.
+        """Charge flows for the tokens of a step. Tokens that are computed again after a preemption are not
+        charged twice. A single flow is not charged, because there is nobody to share with.
         """
         if self._number < 2:
             return
@@ -113,7 +117,7 @@ class Flows:
                 request.num_charged = end
 
     def pay(self, request: Request, tokens: int) -> None:
-        """For what is computed again because of it."""
+        """Charge the request's flow for tokens that another request computes again because of it."""
         request.flow.tokens += tokens
 
     def note_served(self, request: Request, now: float) -> None:

@@ -1,11 +1,11 @@
-"""Which decoding requests go into a step, where several steps are on their way at once.
+"""Micro-batching: distribution of decoding requests over the steps of a pipeline.
 
-The stages of a pipeline are busy side by side only with steps that do not wait for each other, and a row
-waits for the step that draws the token before it. So decoding requests are dealt out, in turn, to as many
-steps as there are stages:
+Pipeline stages run in parallel only with steps that do not depend on each other, and a row depends on the
+step that samples the token before it. So decoding requests are distributed in turn over as many steps
+(micro-batches) as there are stages:
 
     stage 0   A   B   A'  B'  A"          A and B: steps of different requests
-    stage 1       A   B   A'  B'          A': the next tokens of those of A
+    stage 1       A   B   A'  B'          A': the next tokens of the requests of A
 """
 
 from collections.abc import Iterable
@@ -17,31 +17,33 @@ from .step import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class PipelineDepth:
+    """Number of steps in flight that a scheduler has to plan for."""
+
     stages: int = 1
-    """Steps that are computed at the same time."""
+    """Number of steps that are computed at the same time."""
     ahead: int = 1
-    """Tokens of a request that may be unknown when its next is scheduled: 0 where the host must know all of
-    them, 1 where a drawn token stays on the device."""
+    """Tokens of a request that may be unknown when its next one is scheduled: 0 if the host must know all of
+    them, 1 if a sampled token stays on the device."""
 
 
 ONE_STAGE = PipelineDepth()
 
 
 def share(total: int, stages: int) -> int:
-    """The most that one of `stages` steps at a time gets, of tokens or of decoding requests."""
+    """Return ceil(total / stages): the most tokens, or decoding requests, of one of `stages` steps."""
     return -(-total // stages)
 
 
 class MicroBatcher:
-    """The only writer of `Request.turn`."""
+    """Chooses the decoding requests of each step. It is the only writer of `Request.turn`."""
 
     def __init__(self) -> None:
         self._number = 1
-        """Of the step that is scheduled next."""
+        """Number of the step that is scheduled next."""
 
     def due(self, decoding: list[Request], pipeline: PipelineDepth) -> list[Request]:
-        """Those of `decoding` that the next step takes: a fair share of those whose last token is known, or
-        will be by the time the step runs.
+        """Return the requests of `decoding` for the next step: an equal share of those whose last token is
+        known, or will be when the step runs.
         """
         if pipeline.stages == 1:
             return decoding
@@ -54,17 +56,21 @@ class MicroBatcher:
         return self._share(ready, len(decoding), pipeline.stages)
 
     def early(self, decoding: list[Request], pipeline: PipelineDepth) -> list[Request]:
-        """For a step that would be empty: those that have to wait for a step before, but not for the host."""
+        """Return requests for a step that would be empty: they wait for an earlier step, but not for the
+        host.
+        """
         ready = (request for request in decoding if request.num_pending <= pipeline.ahead)
         return self._share(ready, len(decoding), pipeline.stages)
 
     def end(self, plan: StepPlan) -> None:
-        """The next step is scheduled."""
+        """Record that `plan` is scheduled."""
         for row in plan.rows:
             row.request.turn = self._number
         self._number += bool(plan)
 
     def _share(self, ready: Iterable[Request], decoding: int, stages: int) -> list[Request]:
-        """Of each `stages` steps in a row, all together take every request once."""
+        """Return an equal share of `ready`, longest waiting first: `stages` consecutive steps take every
+        request once.
+        """
         size = max(1, (decoding + self._number % stages) // stages)
         return sorted(ready, key=lambda request: request.turn)[:size]

@@ -1,39 +1,42 @@
-"""Guesses at what a request says next, looked up in its own tokens: what stood after the same words before.
+"""N-gram proposer: draft tokens looked up in a request's own tokens, after an earlier copy of its last
+n-gram.
 
-Answers repeat: a quoted passage, the code to change, the names of fields (Saxena, "Prompt Lookup Decoding",
-2023). A guess costs nothing but the rows that verify it (`draft_verification.py`), and these are few where
-guesses fail.
+Answers repeat text: a quoted passage, the code to change, the names of fields (Saxena, "Prompt Lookup
+Decoding", 2023). A draft costs only the rows that verify it (`runner/draft_verification.py`), and a request
+whose drafts are rejected gets few of them.
 """
 
 from collections.abc import Sequence
 from typing import Final
 
 SIZES: Final = (4, 2)
-"""Tokens that must have stood together before: four, or two, which speak for one token and no more."""
+"""N-gram lengths to match, in order. A match of two tokens proposes one token at most."""
 AT_ONCE: Final = 4096
-"""Tokens that are indexed in one call, some 3 ms: a long prompt takes several steps."""
+"""Maximum tokens indexed per call, about 3 ms: a long prompt is indexed over several steps."""
 FIRST: Final = 3
-"""Drafts of a request that has not shown yet whether it repeats."""
+"""Draft length of a request before its first verification, and after a failure."""
 MOST: Final = 15
+"""Maximum draft length."""
 REST: Final = 4
-"""Tokens without drafts after a failure."""
+"""Tokens without drafts after the first failure; doubled with each failure in a row."""
 LONGEST_REST: Final = 64
+"""Maximum tokens without drafts after a failure."""
 
 
 class SuffixIndex:
-    """Where the last few tokens of a growing sequence stood before, the latest place.
+    """Index of the latest earlier position of each n-gram of a growing sequence.
 
-    Constant work a token, however long the sequence is; some 400 bytes of memory.
+    Takes constant time and about 400 bytes per token, whatever the length of the sequence.
     """
 
     def __init__(self) -> None:
         self._after: dict[int, dict[tuple[int, ...], int]] = {size: {} for size in SIZES}
-        """By size and tokens: the position after their last place but the sequence's end."""
+        """Position after the latest occurrence of an n-gram that is not at the end, by length and tokens."""
         self._next = 1
-        """The first position that no entry leads to yet."""
+        """First position that no entry points to yet."""
 
     def catch_up(self, tokens: Sequence[int]) -> bool:
-        """Take in tokens since the last call; False while some are left for the next ones."""
+        """Index the tokens added since the last call; False if some are left for the next call."""
         start, end = self._next, min(len(tokens), self._next + AT_ONCE)
         for size, after in self._after.items():
             for place in range(max(start, size), end):
@@ -42,8 +45,8 @@ class SuffixIndex:
         return end == len(tokens)
 
     def follow(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens that followed the same ending before; where they run into the end, the
-        repetition goes on.
+        """Return up to `most` tokens that followed the same ending before. Where the copy reaches the end of
+        the sequence, it continues with its own tokens.
         """
         for size, after in self._after.items():
             place = after.get(tuple(tokens[-size:]))
@@ -57,11 +60,12 @@ class SuffixIndex:
 
 
 class NgramProposer:
-    """Drafts of one request, as many as its last ones earned.
+    """Draft tokens of one request, with a length that adapts to acceptance.
 
-    All came true: twice as many. Some: one more than did. None: a few again, after a rest that doubles with
-    each failure in a row. So a request that never repeats pays for few rows: 5 in its first 100 tokens and 1
-    in 65 from then on, where two tokens stood together before, three times as many where four did.
+    All accepted: the next draft is twice as long. Some accepted: one token longer than the accepted part.
+    None: `FIRST` again, after a rest that doubles with each failure in a row. A request that never repeats
+    therefore pays for few rows: with matches of two tokens 5 rows in its first 100 tokens and 1 in 65 from
+    then on, with matches of four tokens three times as many.
     """
 
     def __init__(self) -> None:
@@ -72,7 +76,7 @@ class NgramProposer:
         self._ended = False
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        """At most `most` tokens after these, none where nothing speaks for any."""
+        """Return at most `most` draft tokens to follow `tokens`; empty without a match or during a rest."""
         if self._ended:
             return []
         if self._rest > 0:
@@ -83,7 +87,7 @@ class NgramProposer:
         return self._index.follow(tokens, min(most, self._length))
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """So many of the last proposal were tried, and came true."""
+        """Adapt the length and the rest to the verification of the last draft: `accepted` of `drafted`."""
         if accepted == 0:
             self._rest = min(REST << self._failures, LONGEST_REST)
             self._failures += 1
@@ -94,5 +98,5 @@ class NgramProposer:
         self._length = accepted + 1 if accepted < drafted else max(self._length, min(2 * drafted, MOST))
 
     def end(self) -> None:
-        """No drafts any more."""
+        """Propose nothing any more."""
         self._ended = True

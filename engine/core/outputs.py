@@ -1,6 +1,6 @@
-"""When a sequence is complete, as far as token ids tell, and what its owner is told.
+"""Outputs of requests, and the finish reasons that token ids decide.
 
-Stop strings are the daemon's business: it knows the text.
+Stop strings are checked by the daemon, which knows the text.
 """
 
 import operator
@@ -15,15 +15,16 @@ from .request import Request
 from .step import SampledToken
 
 UNIT: Final = 2.0**-30
+"""Fixed-point unit of pooled sums: they are integers, so that their order does not matter."""
 
 
 def add_up(sums: list[int], more: Iterable[int]) -> None:
-    """`more` into `sums`, which may be empty yet."""
+    """Add `more` to `sums` in place, element by element; empty `sums` count as zeros."""
     sums[:] = map(operator.add, sums, more) if sums else more
 
 
 def as_vector(sums: Sequence[int], rows: int) -> bytes:
-    """Their mean over so many rows, as little-endian float32."""
+    """Return the mean of `rows` rows from their fixed-point sums, as little-endian float32 bytes."""
     vector = array("f", (units * UNIT / rows for units in sums))
     if sys.byteorder == "big":
         vector.byteswap()
@@ -31,18 +32,21 @@ def as_vector(sums: Sequence[int], rows: int) -> bytes:
 
 
 def finish_reason(request: Request) -> str | None:
-    """`stop`, `length` or None. Admission proved prompt + max_tokens <= context: that limit needs no rule."""
+    """Return `stop`, `length`, or None for a request that goes on.
+
+    The context limit needs no check: admission has proved prompt + max_tokens <= context.
+    """
     if request.pools:
         return None
     params, outputs = request.params, request.num_output
-    # The sampler forbids stop tokens among the first `min_tokens`.
+    # The sampler bans stop tokens among the first `min_tokens`.
     if request.token_ids[-1] in params.stop_token_ids and outputs > params.min_tokens:
         return "stop"
     return "length" if outputs >= params.max_tokens else None
 
 
 def token_answer(request: Request, sampled: Sequence[SampledToken], reason: str | None) -> RequestOutput:
-    """For the tokens just appended; the first answer takes along what is told once."""
+    """Make the output for the tokens just appended; the first one also has the fields that are sent once."""
     ids = [each.token_id for each in sampled]
     answer = RequestOutput(request_id=request.request_id, token_ids=ids, finish_reason=reason)
     if sampled[0].logprobs is not None:
@@ -57,7 +61,7 @@ def token_answer(request: Request, sampled: Sequence[SampledToken], reason: str 
 
 
 def pooled_answer(request: Request) -> RequestOutput:
-    """The vector of the whole prompt, whose sums are there."""
+    """Make the output of a pooling request from the sums over its whole prompt."""
     rows = request.num_prompt if request.params.pooling == "mean" else 1
     vector = as_vector(request.pooled, rows)
     answer = RequestOutput(request_id=request.request_id, finish_reason="stop", vector=vector)
@@ -78,7 +82,9 @@ def error_answer(request_id: str, code: str, message: str) -> RequestOutput:
 
 
 def failed_answer(request: Request, message: str) -> RequestOutput:
-    """To a row that gave no token, for the reason that the sampler tells or for one that is behind it."""
+    """Make the error output of a row without a token. A grammar's problem takes precedence over the sampler's
+    `message`, because it is the cause.
+    """
     problem = None if request.constraint is None else request.constraint.problem
     if problem is not None:
         return error_answer(request.request_id, GrammarError.code, problem)

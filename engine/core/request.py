@@ -1,11 +1,11 @@
-"""A request inside the engine: few counters, everything else derived.
+"""State of a request inside the engine: a few counters, everything else derived from them.
 
 token_ids = prompt + output so far
 0 ........ num_computed ....... num_scheduled ........ num_tokens ......... + num_pending
    KV is in the pool    in launched steps     to compute          sampled there, not known here yet
 
-Where one step runs at a time, nothing is launched whenever a step is scheduled: then num_scheduled is
-num_computed, and num_pending is 0. The last token's logits give the next token.
+Where steps run one at a time, no launched step is open at scheduling: num_scheduled equals num_computed, and
+num_pending is 0. The last token's logits give the next token.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Request:
     params: SamplingParams
     priority: int = 0
     tenant: str = ""
-    """Whose share of the engine it takes; see `AddRequest`."""
+    """Id of the caller, for fair shares; see `AddRequest.tenant`."""
     cache_namespace: str = ""
     fork_of: str | None = None
     arrived_at: float = 0.0
@@ -41,40 +41,44 @@ class Request:
     num_scheduled: int = 0
     num_pending: int = 0
     admissions: int = 0
-    """Times it began or ceased to run: tells a launched step's rows from those of a life before."""
+    """Epoch: number of times the request was admitted or stopped running. A row of a launched step with
+    another epoch is stale."""
     turn: int = 0
-    """Number of the last step that computes some of it."""
+    """Number of the last step with a row of this request (`MicroBatcher`)."""
     num_cached: int | None = None
     """Prompt tokens found in the prefix cache at first admission; None before it."""
     num_looked_up: int = 0
-    """Prompt tokens in whole blocks that were looked up in the prefix cache, at first admission."""
+    """Prompt tokens in whole blocks that were looked up in the prefix cache at first admission."""
     prefix_end: PrefixMissReason | None = None
-    """Why no more of them were found."""
+    """Reason why the prefix cache covered no more of the prompt."""
     scheduled_at: float | None = None
+    """Clock at first admission, in seconds; None before it."""
     preemptions: int = 0
-    """Times that it lost its blocks to running requests that grew."""
+    """Number of preemptions for running requests that needed a block."""
     displacements: int = 0
-    """Times that it gave its place to a waiting request."""
+    """Number of preemptions for waiting requests."""
     flow: "Flow" = field(init=False)
-    """Set when the scheduler takes it."""
+    """Flow of its caller and band; set when the scheduler adds the request."""
     num_charged: int = 0
-    """Tokens that count in its flow already."""
+    """Tokens already charged to its flow."""
     num_protected: int = 0
-    """Output tokens before which it keeps its place."""
+    """Output length below which the request is not preempted."""
     block_hashes: list[bytes] = field(default_factory=list)
-    """Prefix-cache chain hash of each full block of `token_ids`, as far as it was needed."""
+    """Prefix-cache chain hash of each full block of `token_ids`, computed as far as needed."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Collected over the chunks of the prompt until the first output takes them along."""
+    """Prompt log-probabilities, collected over the chunks of the prompt until the first output."""
     pooled: list[int] = field(default_factory=list)
-    """Sums of states over the chunks of the prompt (`pooling.py`), where its vector is wanted."""
+    """Fixed-point sums of hidden states over the chunks of the prompt (`runner/pooling.py`), for pooling
+    requests."""
     constraint: GrammarState | None = None
-    """The way through its grammar, where it has one."""
+    """Position in its grammar, if it has one."""
     mask: bytes | None = None
-    """Which ids its next token may be (`GrammarState.allowed`), for the step that draws it."""
+    """Bit mask of the ids allowed as next token (`GrammarState.allowed`), for the step that samples it."""
     drafter: NgramProposer | None = None
-    """Where steps verify drafts, from its first decoding step on; read and written by `Drafting`."""
+    """Proposer of draft tokens, made at the first decoding step that may have some; used by
+    `DraftScheduler`."""
     answered: bool = False
-    """Whether the first output was given."""
+    """Set once the first output is made."""
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -83,12 +87,12 @@ class Request:
             raise InvalidRequest("the prompt has no tokens")
 
     def append(self, ids: Sequence[int]) -> None:
-        """What a step drew for it, one token or more."""
+        """Append the tokens that one step sampled for it, one or more."""
         self.token_ids += ids
         self.num_pending -= 1
 
     def renew_mask(self) -> None:
-        """Before a token is drawn, when all before it are in `token_ids`."""
+        """Compute `mask` for the next token. All tokens before it must be in `token_ids`."""
         if self.constraint is not None:
             self.mask = self.constraint.allowed(self.token_ids)
 
@@ -106,35 +110,37 @@ class Request:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that no step has computed or will compute yet: 1 while decoding, more while prefilling."""
+        """Tokens that are not scheduled yet: 1 while decoding, more while prefilling."""
         return len(self.token_ids) + self.num_pending - self.num_scheduled
 
     @property
     def num_output_before(self) -> int:
-        """Output tokens before the one that the step last scheduled draws, known here or not."""
+        """Number of output tokens before the one that the last scheduled step samples, known here or not."""
         return self.num_output + self.num_unknown
 
     @property
     def num_unknown(self) -> int:
-        """How many of those a device knows alone."""
+        """Number of those tokens that are only on the device so far."""
         return max(0, self.num_pending - 1)
 
     @property
     def pools(self) -> bool:
-        """It draws no token, and ends with the last row of its prompt."""
+        """True for embeddings: no token is sampled, and the request ends with the last row of its prompt."""
         return self.params.pooling is not None
 
     @property
     def needs_all_tokens(self) -> bool:
-        """Whether the host must know its last token before the next is drawn: a grammar reads it."""
+        """True if the host must know the last token before the next is sampled: a grammar reads it."""
         return self.params.grammar is not None
 
     @property
     def keeps_place(self) -> bool:
-        """It was served out of turn and is to get something of it, or its last tokens are on their way."""
+        """True if the request must not be preempted for another: it was lifted by ageing and has not made its
+        protected tokens, or its last tokens are in launched steps.
+        """
         return self.num_output < self.num_protected or bool(self.num_pending and self.is_ending)
 
     @property
     def is_ending(self) -> bool:
-        """Whether the tokens that are on their way are the last: nothing more is to be scheduled."""
+        """True if launched steps sample its last tokens by `max_tokens`: nothing more is to be scheduled."""
         return self.num_output + self.num_pending >= self.params.max_tokens

@@ -1,4 +1,4 @@
-"""Who is served first, and the queue of requests that are not running."""
+"""Queue of waiting requests and the order in which requests are served and preempted."""
 
 from collections.abc import Callable, Mapping
 from heapq import heapify, heappop, heappush
@@ -7,24 +7,27 @@ from .fair_shares import LOWEST_BAND, Flow, Flows
 from .request import Request
 
 ALL_BANDS, NO_BAND = 1 << 30, -(1 << 30)
-"""For `WaitingQueue.choose`."""
+"""Values of `better_than` for `WaitingQueue.choose`: consider all waiting requests, or none."""
 LIFTED_TOKENS = 64
-"""Output tokens that a request may make undisturbed after its band's wait let it go before better bands."""
+"""Output tokens that a request makes without being preempted, after ageing let it overtake better bands."""
 
 
 def least_deserving(request: Request) -> tuple[bool, int, int, float]:
-    """The largest is preempted first: in the lowest band, the newest of the flow that runs most."""
+    """Return the sort key for preemption, largest first: in the lowest band, the newest request of the flow
+    that runs most.
+    """
     return not request.keeps_place, request.flow.band, request.flow.running, request.arrived_at
 
 
 class WaitingQueue:
-    """Bands in order, in each band the flow that had least, in each flow the first to arrive.
+    """Waiting requests: bands in order, within a band the flow with the fewest tokens, within a flow by
+    arrival.
 
-    A band that steps take no prompt of for `ageing_seconds` is lifted by one, for one request: lower bands
-    progress under any load of better ones, and are worth little of it. What is lifted is not preempted for a
-    place before it has made `LIFTED_TOKENS`.
+    Ageing: a band of which no step took a prompt for `ageing_seconds` is lifted by one, for one request. So
+    lower bands progress under any load of better ones, at a small cost. A lifted request is not preempted for
+    a waiting one before it has made `LIFTED_TOKENS`.
 
-    A fork that waits for its sibling's prompt stands aside, so that it holds up nobody.
+    A fork that waits for its sibling's prompt is kept outside the order, so that it blocks nobody.
     """
 
     def __init__(self, ageing_seconds: float, flows: Flows, clock: Callable[[], float]) -> None:
@@ -44,7 +47,7 @@ class WaitingQueue:
         request.flow.queued += 1
 
     def push_aside(self, request: Request, sibling: Request) -> None:
-        """Let it wait until `end_fork_wait(sibling)`."""
+        """Add a fork that waits until `end_fork_wait(sibling)`."""
         self._present[request.request_id] = request
         self._aside.setdefault(sibling.request_id, []).append(request)
         self._standing_aside.add(request.request_id)
@@ -53,15 +56,15 @@ class WaitingQueue:
         return list(self._aside)
 
     def end_fork_wait(self, sibling: Request) -> None:
-        """The sibling's prompt is computed, or the sibling is gone: its forks queue as all others do."""
+        """Queue the forks of `sibling` like other requests: its prompt is computed, or it is gone."""
         for request in self._aside.pop(sibling.request_id, ()):
             self._standing_aside.discard(request.request_id)
             if self._is_present(request):
                 self.push(request)
 
     def choose(self, prompts: Mapping[Flow, list[Request]], better_than: int) -> Request | None:
-        """Who is served next: one of the running `prompts`, newest first in each list, or a waiting request
-        of a band below `better_than`.
+        """Return the request to serve next: one of the running `prompts` (newest first in each list), or a
+        waiting request of a band below `better_than`. None if there is neither.
         """
         best: tuple[float, int, Request] | None = None
         bands = []
@@ -97,22 +100,22 @@ class WaitingQueue:
         return min(running, head, key=lambda request: request.arrived_at)
 
     def has_starved(self, request: Request) -> bool:
-        """Whether its band was passed over for so long that nobody may overtake it any more."""
+        """Return True if its band was passed over for so long that no request may overtake it any more."""
         band = request.flow.band
         since = max(request.arrived_at, self._flows.served_at(band))
         return self._clock() - since > (LOWEST_BAND + 1 + band) * self._ageing_seconds
 
     def num_queued(self, better_than: int) -> int:
-        """Requests of bands below that which could be admitted."""
+        """Return the number of queued requests of bands below `better_than`."""
         return sum(flow.queued for band, flows in self._flows.bands if band < better_than for flow in flows)
 
     def take(self, request: Request) -> None:
-        """It is admitted."""
+        """Remove an admitted request."""
         self._drop(request)
         self._peek(request.flow)
 
     def discard(self, request: Request) -> None:
-        """Take out a request that never comes back. Its heap entry goes when it surfaces, or in a sweep."""
+        """Remove a request for good. Its heap entry is dropped when it reaches the top, or in a sweep."""
         self._drop(request)
         flow = request.flow
         if len(flow.heap) > 2 * flow.queued + 16:
@@ -120,7 +123,7 @@ class WaitingQueue:
             heapify(flow.heap)
 
     def check(self) -> None:
-        """Prove that every waiting request stands in exactly one place."""
+        """Assert that every waiting request is in exactly one queue."""
         forks = [fork for group in self._aside.values() for fork in group]
         present = [fork.request_id for fork in forks if self._is_present(fork)]
         for _, flows in self._flows.bands:

@@ -1,7 +1,7 @@
-"""Validation of a request that arrives at the engine: the last wall before the scheduler and the kernels.
+"""Validation of requests that arrive at the engine: the last check before the scheduler and the kernels.
 
-The daemon resolves and checks requests for its clients. What gets past it must end one request with an error
-and never the engine. Bounds are those that the sampler and the kernels need, not those of the API.
+The daemon validates requests for its clients. A bad value that gets past it must end one request with an
+error and never the engine. The bounds are those of the sampler and the kernels, not those of the API.
 """
 
 import math
@@ -13,13 +13,14 @@ from ..ipc.messages import AddRequest, ModelInfo
 from ..sampling_params import SamplingParams
 
 _INTEGERS: Final = range(-(2**31), 2**31)
-"""Token ids and counts fit 32 bits. Ids of rules may be outside the vocabulary: such rules are dropped."""
+"""Range of token ids and counts: 32 bits. Ids in logit_bias, bad_words and the like may be outside the
+vocabulary and are then ignored."""
 _SEEDS: Final = range(-(2**63), 2**64)
 _POOLINGS: Final = (None, "last", "mean", "cls")
 
 
 def check_request(message: AddRequest, info: ModelInfo) -> None:
-    """Raises InvalidRequest for the first value that cannot be computed with."""
+    """Raise InvalidRequest for the first value that the engine cannot compute with."""
     problem = next(_problems(message, info), None)
     if problem is not None:
         raise InvalidRequest(problem)

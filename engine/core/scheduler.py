@@ -1,12 +1,12 @@
-"""Decides what each step computes. Pure Python: no torch, no tensors, an injected clock.
+"""Scheduler: decides which tokens of which requests each step computes. Pure Python with an injected clock.
 
-There is no prefill and no decode phase, only "request -> number of tokens this step": a request with one
-token left to compute is decoding, one with more has a prompt (or a history lost by preemption or a restart)
-to go through, in as many chunks as the token budget asks for.
+There are no prefill and decode phases, only "request -> number of tokens in this step". A request with one
+token left to compute is decoding. A request with more has a prompt to compute, or a history lost by
+preemption or a restart, in as many chunks as the token budget requires.
 
     add -> waiting --admit--> running --update--> finished
               ^                  |
-              +-----preempt------+        blocks are taken away, tokens are kept and computed again
+              +-----preempt------+        blocks are freed; tokens are kept and computed again
 """
 
 import math
@@ -30,6 +30,8 @@ __all__ = ["Scheduler", "SchedulerConfig"]
 
 
 class Scheduler:
+    """Requests of one engine, waiting and running, and the plans of its steps."""
+
     def __init__(
         self, config: SchedulerConfig, pool: BlockPool, clock: Callable[[], float] = time.monotonic
     ) -> None:
@@ -68,7 +70,7 @@ class Scheduler:
 
     @property
     def slots_used(self) -> int:
-        """KV slots holding a token. Blocks in several tables are full: count them once."""
+        """Number of KV slots that hold a token. Blocks in several tables are full and count once."""
         computed = sum(request.num_computed for request in self._running.values())
         in_tables = sum(len(request.block_table) for request in self._running.values())
         return computed - (in_tables - self.pool.num_used) * self.pool.block_size
@@ -76,13 +78,13 @@ class Scheduler:
     # ------------------------------------------------------------------ add, abort
 
     def has(self, request_id: str) -> bool:
-        """Whether a request with this id waits or runs."""
+        """Return True if a request with this id waits or runs."""
         return request_id in self._requests
 
     def add(self, request: Request) -> None:
-        """Raises `DoesNotFit` for what can never be served. Its id must not be present."""
+        """Queue a request whose id is not present. Raises `DoesNotFit` if it can never be served."""
         self.tables.refuse_impossible(request)
-        # Unique, so that "newest" and "first come" are decided even when the clock stands still.
+        # Unique, so that "newest" and "first come" are decided even when the clock does not advance.
         self._last_arrival = max(self._clock(), math.nextafter(self._last_arrival, math.inf))
         request.arrived_at = self._last_arrival
         sibling = self._sibling(request)
@@ -94,7 +96,7 @@ class Scheduler:
             self._waiting.push_aside(request, sibling)
 
     def abort(self, request_id: str) -> bool:
-        """Forget a request, waiting or running; its blocks are free at once. False if there is none."""
+        """Remove a waiting or running request and free its blocks at once. False if there is none."""
         request = self._requests.get(request_id)
         if request is not None:
             self._remove(request)
@@ -110,7 +112,7 @@ class Scheduler:
         self._waiting.end_fork_wait(request)
 
     def _sibling(self, request: Request) -> Request | None:
-        """The present request that `request` may take prompt blocks from, computed or not."""
+        """Return the request of the same `n > 1` call that `request` may share prompt blocks with."""
         sibling = self._requests.get(request.fork_of or "")
         if sibling is None or sibling.cache_namespace != request.cache_namespace:
             return None
@@ -119,11 +121,11 @@ class Scheduler:
     # ------------------------------------------------------------------ schedule
 
     def schedule(self, pipeline: PipelineDepth = ONE_STAGE) -> StepPlan:
-        """The next step: decoding requests first, so that streams never starve; then prompts, in the order
-        of `WaitingQueue.choose`, whether admitted already or still waiting. Steps of several stages share
-        the token budget.
+        """Plan the next step: decoding requests first, so that streams never starve; then prompts, running or
+        waiting, in the order of `WaitingQueue.choose`. The steps of several stages share the token budget.
 
-        Premium prompts get a step of their own beside other classes' streams, every second one at most.
+        Premium prompts get a step without the streams of other classes (an express step), at most every
+        second one.
         """
         plan = StepPlan()
         self._grow_running()
@@ -151,8 +153,8 @@ class Scheduler:
         prompts: list[Request],
         pipeline: PipelineDepth,
     ) -> bool:
-        """A step without the streams of other classes, which would delay the first token; False where that
-        helps nobody, with nothing planned.
+        """Plan an express step: without the streams of other classes, which would delay the first token of
+        premium requests. Returns False, with nothing planned, where that helps nobody.
         """
         going_on = [request for request in decoding if is_premium(request) or request.keeps_place]
         urgent = [request for request in prompts if is_premium(request)]
@@ -171,8 +173,8 @@ class Scheduler:
         self._flows.charge(rows)
 
     def _by_phase(self) -> tuple[list[Request], list[Request]]:
-        """Running requests with one token left to compute, known or not, and those with more. One that
-        must know its last token waits for it.
+        """Return running requests with one token left to compute, known or not, and those with more. A
+        request that needs its last token on the host is left out until it is known.
         """
         decoding, prompts = [], []
         for request in self._running.values():
@@ -187,9 +189,10 @@ class Scheduler:
     def _schedule_prompts(
         self, plan: StepPlan, budget: int, prompts: list[Request], better_than: int = ALL_BANDS
     ) -> None:
-        """Let waiting requests run, and prompts go on, one chunk each. A waiting request that does not fit
-        holds up all but better bands, so that large ones get their turn; one that starved holds up those
-        too. A static batch is filled whatever the budget.
+        """Admit waiting requests and continue running prompts, one chunk each.
+
+        A waiting request that does not fit blocks all but better bands, so that large requests get their
+        turn; a starved one blocks better bands too. A static batch is filled whatever the budget.
         """
         if not (prompts or self._waiting):
             return
@@ -216,7 +219,9 @@ class Scheduler:
             budget = self._schedule_prompt(plan, budget, chosen)
 
     def _schedule_prompt(self, plan: StepPlan, budget: int, request: Request) -> int:
-        """As much of the prompt as the budget has, or all of it without chunking. Returns what is left."""
+        """Schedule as much of the prompt as the budget allows, or all of it without chunking. Returns the
+        budget that is left.
+        """
         if budget <= 0:
             return budget
         tokens = remaining = request.num_remaining
@@ -228,7 +233,7 @@ class Scheduler:
         return budget - tokens
 
     def _admit(self, plan: StepPlan, request: Request) -> bool:
-        """Let it run; False when blocks are short."""
+        """Move a waiting request to the running ones; False when blocks are short."""
         sibling = self._sibling(request)
         if sibling is not None and not _has_prompt(sibling):
             sibling = None  # preempted meanwhile: no reason to wait again
@@ -247,9 +252,9 @@ class Scheduler:
     # ------------------------------------------------------------------ preempt
 
     def _grow_running(self) -> None:
-        """Give every running request a slot for its next token, preempting when blocks are short.
+        """Allocate a slot for the next token of every running request; preempt when blocks are short.
 
-        Comes before any row is planned, so that no planned row loses its blocks.
+        Runs before any row is planned, so that no planned row loses its blocks.
         """
         size = self.pool.block_size
         for request in list(self._running.values()):
@@ -263,14 +268,16 @@ class Scheduler:
                 self._preempt(max(self._preemptible(), key=least_deserving))
 
     def _displace(self) -> None:
-        """Comes before any row is planned, too."""
+        """Preempt running requests for waiting ones. Runs before any row is planned, too."""
         for victim in self._displacement.victims(self._running):
             victim.displacements += 1
             self.preemptions += 1
             self._requeue(victim)
 
     def _preemptible(self) -> Iterator[Request]:
-        """Never empty when a request must grow: pinned ones do not, so it is in here itself."""
+        """Return running requests that are not pinned. Never empty when a request must grow: pinned requests
+        do not grow, so it is one of them.
+        """
         return (request for request in self._running.values() if not self.tables.is_pinned(request))
 
     def _preempt(self, request: Request) -> None:
@@ -279,7 +286,7 @@ class Scheduler:
         self._requeue(request)
 
     def _requeue(self, request: Request, *, suspect: bool = False) -> None:
-        """Back to its place by arrival; its tokens so far become a prompt to compute."""
+        """Return a running request to the queue, by its arrival; its tokens so far are computed again."""
         self._stop_running(request, suspect=suspect)
         request.prompt_logprobs.clear()
         request.pooled.clear()
@@ -293,16 +300,16 @@ class Scheduler:
     # ------------------------------------------------------------------ update
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Take over what the step computed. One output for each request that got a token or ended.
+        """Apply the result of a step. Returns one output per request that got a token or ended.
 
-        Steps come back in the order in which they were scheduled; others may have been scheduled since.
+        Steps must be applied in the order in which they were scheduled; later steps may be in flight.
         """
         outputs = []
         size = self.pool.block_size
         for row in plan.rows:
             request = row.request
             if row.admission != request.admissions:
-                continue  # ended, aborted or preempted since it was scheduled: this row is surplus
+                continue  # ended, aborted or preempted since it was scheduled: the row is stale
             request_id = request.request_id
             if request_id in result.failed:
                 outputs += self._fail(row, result.failed[request_id])
@@ -328,8 +335,8 @@ class Scheduler:
         return outputs
 
     def discard(self, plan: StepPlan) -> None:
-        """The step broke and what it wrote is unknown: all its requests start again from their tokens, and
-        none of their blocks is found in the cache again.
+        """Undo a step that failed. The KV that it wrote is unknown, so its requests are queued to be computed
+        again from their tokens, and their blocks leave the prefix cache.
         """
         for row in plan.rows:
             if row.admission == row.request.admissions:
@@ -349,7 +356,7 @@ class Scheduler:
         return token_answer(request, taken, reason)
 
     def _fail(self, row: ScheduledRequest, message: str) -> list[RequestOutput]:
-        """The request ends, unless a draft may be to blame: then it is computed again, without."""
+        """End the request with an error. If a draft may be the cause, compute it again without drafts."""
         request = row.request
         if not row.drafts:
             self._remove(request, suspect=True)
@@ -361,7 +368,7 @@ class Scheduler:
     # ------------------------------------------------------------------ proof
 
     def check(self) -> None:
-        """Prove that every block is accounted for and every request is in exactly one place."""
+        """Assert that every block is accounted for and every request is in exactly one queue."""
         self.pool.check()
         self._waiting.check()
         assert len(self._running) + len(self._waiting) == len(self._requests)
@@ -381,5 +388,5 @@ class Scheduler:
 
 
 def _has_prompt(request: Request) -> bool:
-    """Whether the prompt's KV is in the pool."""
+    """Return True if the KV of the whole prompt is in the pool."""
     return request.num_computed >= request.num_prompt

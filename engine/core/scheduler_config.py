@@ -1,4 +1,4 @@
-"""The scheduler's numbers, all decided at load: nothing here is `None` any more."""
+"""Scheduler configuration with every value decided at load: no field is `None`."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from ..errors import EngineError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """See `EngineConfig` for what the shared names mean."""
+    """Limits and policies of the scheduler. Fields that `EngineConfig` has too mean the same."""
 
     context: int
     max_running: int
@@ -18,10 +18,10 @@ class SchedulerConfig:
     premium_share: float = 0.0
     watermark: float = 0.01
     ageing_seconds: float = 10.0
-    """A band of priority that waits this long is lifted by one, for one request."""
+    """Seconds after which a waiting priority band is lifted by one, for one request."""
     draft_rows: int = 0
-    """Rows of a step up to which drafts are verified (`draft_scheduler.py`); 0: none are. Only for runners
-    that take one step at a time and whose rows do not depend on each other."""
+    """Maximum rows of a step with draft tokens (`draft_scheduler.py`); 0 turns drafts off. Only for executors
+    that run one step at a time and whose rows are independent of each other."""
 
     def __post_init__(self) -> None:
         # A decoding request takes one token in every step: a smaller budget would stall streams.

@@ -1,4 +1,4 @@
-"""What one step is (`StepPlan`, scheduler to runner) and what it gave (`StepResult`, runner to scheduler)."""
+"""Plan of one step (`StepPlan`, scheduler to runner) and its result (`StepResult`, runner to scheduler)."""
 
 from array import array
 from collections.abc import Sequence
@@ -10,36 +10,36 @@ from .request import Request
 
 @dataclass(slots=True)
 class ScheduledRequest:
-    """Compute `num_tokens` tokens of `request`, from position `start` on. Not changed once it is made.
+    """Rows of one request in a step: `num_tokens` tokens from position `start` on. Immutable by convention.
 
-    Those beyond `request.token_ids` are the drafts; without drafts they are known to the runner only, which
-    sampled them in steps before.
+    Tokens beyond `request.token_ids` are the draft tokens. Without drafts they are known to the runner only,
+    which sampled them in earlier steps.
     """
 
     request: Request
     start: int
     num_tokens: int
     samples: bool
-    """Whether the last row's logits give a new token (otherwise the prompt goes on next step, or a vector
-    is wanted and no token)."""
+    """True if a token is sampled from the last row's logits; False if the prompt continues in the next step,
+    or for embeddings."""
     admission: int = 0
-    """`request.admissions` when it was scheduled."""
+    """Value of `request.admissions` when it was scheduled."""
     drafts: Sequence[int] = ()
-    """Guesses at the tokens after those of `request`, computed with them. Each row from the last known token
-    on gives a token, as long as the guess before it came true."""
+    """Draft tokens after those of `request`, computed in the same step. Each row from the last known token on
+    gives a token, as long as the draft before it is accepted."""
 
     @property
     def end(self) -> int:
-        """Also the position of the token that is sampled, where there are no drafts."""
+        """Position after the last row; without drafts the position of the sampled token."""
         return self.start + self.num_tokens
 
     def num_void(self, taken: int) -> int:
-        """Tokens that were computed in vain, where the row gave so many: drafts that did not come true."""
+        """Return how many draft tokens were rejected, if `taken` tokens came out of the row."""
         return 1 + len(self.drafts) - taken if self.drafts else 0
 
 
 def planned(request: Request, tokens: int, remaining: int) -> ScheduledRequest:
-    """The next `tokens` of the `remaining` ones, booked as launched."""
+    """Schedule the next `tokens` of the `remaining` ones and count them as scheduled in `request`."""
     samples = tokens == remaining and not request.pools
     row = ScheduledRequest(request, request.num_scheduled, tokens, samples, request.admissions)
     request.num_scheduled += tokens
@@ -50,10 +50,10 @@ def planned(request: Request, tokens: int, remaining: int) -> ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: rows of all phases together, at most a token budget of them.
+    """Work of one step: rows of prefill and decode together, within the token budget.
 
     `copies` are (source, destination) blocks to copy before anything is written: copy-on-write of a
-    partly filled block. Every block needed by `rows` is already in the requests' block tables.
+    partly filled block. Every block that `rows` need is already in the requests' block tables.
     """
 
     rows: list[ScheduledRequest] = field(default_factory=list)
@@ -75,22 +75,23 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Keys are request ids. A sampling row is in exactly one of `tokens` and `failed`."""
+    """Result of one step, by request id. A sampling row is in exactly one of `tokens` and `failed`."""
 
     tokens: dict[str, SampledToken] = field(default_factory=dict)
-    """The last token that each got."""
+    """Last sampled token of each request."""
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
-    """For requests that asked: entries of the prompt positions `start + 1 .. end` computed in this step
-    (the logprob of prompt token i comes from the row of token i - 1)."""
+    """Prompt log-probabilities of the positions `start + 1 .. end` computed in this step, for requests that
+    asked for them (the logprob of prompt token i comes from the row of token i - 1)."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Rows that cannot be sampled or pooled (NaN): message by request."""
+    """Error messages of rows that cannot be sampled or pooled (NaN)."""
     pooled: dict[str, "array[int]"] = field(default_factory=dict)
-    """Sums of the states of this step's rows (`pooling.py`), of requests whose vector is wanted."""
+    """Fixed-point sums of the hidden states of this step's rows (`runner/pooling.py`), of pooling
+    requests."""
     accepted: dict[str, list[SampledToken]] = field(default_factory=dict)
-    """Tokens before the last one: drafts that came true."""
+    """Tokens before the last one: accepted drafts."""
 
     def tokens_of(self, row: ScheduledRequest) -> list[SampledToken]:
-        """All that the row gave, in order."""
+        """Return all tokens that the row gave, in order."""
         if not row.samples:
             return []
         name = row.request.request_id

@@ -1,9 +1,9 @@
-"""Which tokens may come next in an answer that must follow a grammar.
+"""Structured output: bit masks of the tokens that a grammar allows next.
 
-What may come next depends on the answer's tokens alone: a request that was preempted, or that another engine
-resumes, reads its tokens again and goes on as it would have. The daemon has checked each grammar in a process
-of its own (`app/sandbox/grammar_worker.py`); here it is compiled over the model's tokens, which takes
-milliseconds. llguidance is imported with the first of them.
+The mask depends on the answer's tokens alone: a request that was preempted, or is resumed by another engine,
+replays its tokens and continues as before. The daemon has checked each grammar in a sandbox process
+(`app/sandbox/grammar_worker.py`). Here it is compiled over the model's tokens, which takes milliseconds.
+llguidance is imported with the first grammar.
 """
 
 from collections import OrderedDict
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 THINK, THOUGHT = b"<think>", b"</think>"
 _BREAKS = (b"\n", b"\n\n")
 _SLICES: Final = [r'[^"\\\x00-\x1F\x7F]{1,10}', r'[^"\\\x00-\x1F\x7F]+']
-"""Tokens of these kinds are looked at together inside JSON's strings: same masks, a quarter of the time."""
+"""llguidance slices: tokens of these kinds are checked together inside JSON strings. The masks are the same
+and take a quarter of the time."""
 _KEPT: Final = 32
-"""Grammars that stay compiled: clients send the same ones again and again."""
+"""Number of compiled grammars to cache: clients send the same ones again and again."""
 _Place = Literal["start", "thoughts", "gap", "answer"]
 
 
 def parser_limits() -> "LLParserLimits":
-    """What one grammar may cost: about 20 ms to compile, as much for a token, 20 MB."""
+    """Return limits of one grammar: about 20 ms to compile, as much per token, 20 MB of memory."""
     from llguidance import LLParserLimits  # noqa: PLC0415
 
     return LLParserLimits(
@@ -44,7 +45,7 @@ def parser_limits() -> "LLParserLimits":
 
 
 class GrammarVocabulary:
-    """The model's vocabulary as grammars see it. Building `tree` takes some tenths of a second."""
+    """Token texts of the model, and llguidance's trie of them. Building `tree` takes tenths of a second."""
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
         places = pairwise(accumulate(vocabulary.sizes[:vocab_size], initial=0))
@@ -60,7 +61,7 @@ class GrammarVocabulary:
 
     @property
     def end(self) -> int:
-        """Stands for the end of an answer; no id of the model."""
+        """Id that stands for the end of an answer in grammars; the model has no such id."""
         return len(self.texts)
 
     @cached_property
@@ -71,12 +72,14 @@ class GrammarVocabulary:
 
     @cached_property
     def spilling(self) -> list[int]:
-        """Ids that would end the thoughts and begin the answer at once."""
+        """Ids of tokens with text after a `>`: they could end the reasoning and begin the answer in one
+        token.
+        """
         return [i for i, text in enumerate(self.texts) if text.partition(b">")[2].strip()]
 
 
 class _Source:
-    """What llguidance reads of a vocabulary."""
+    """Adapter with the attributes that llguidance's `TokenizerWrapper` reads."""
 
     bos_token_id = None
 
@@ -86,12 +89,12 @@ class _Source:
         self.special_token_ids = tokens.special
 
     def __call__(self, _text: str) -> list[int]:
-        """Never asked for: grammars have `no_forcing`, so a text may be written in any tokens."""
+        """Return no tokens. Never called: grammars have `no_forcing`, which allows any tokenization."""
         return []
 
 
 class GrammarCompiler:
-    """Grammars of one model's requests."""
+    """Compiler of grammars over one model's tokens, with a cache."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -103,13 +106,13 @@ class GrammarCompiler:
         self._compiled.clear()
 
     def constraint(self, params: SamplingParams, num_prompt: int) -> "GrammarState":
-        """Raises GrammarError."""
+        """Return the state at the start of the request's grammar. Raises GrammarError."""
         if params.grammar is None or self._tokens is None:
             raise GrammarError("The engine has not been sent what its tokens stand for.")
         return GrammarState(self._matcher(params.grammar, self._tokens), self._tokens, params, num_prompt)
 
     def _matcher(self, grammar: str, tokens: GrammarVocabulary) -> "LLMatcher":
-        """At its beginning, the caller's own."""
+        """Return a new matcher at the start of the grammar. Raises GrammarError if it does not compile."""
         found = self._compiled.get(grammar)
         if found is None:
             from llguidance import LLMatcher  # noqa: PLC0415
@@ -125,17 +128,17 @@ class GrammarCompiler:
 
 
 class GrammarState:
-    """One request's way through its grammar.
+    """Position of one request in its grammar.
 
-    Of a model that thinks, the grammar holds for what comes after the thoughts; these must end, and one
-    token of line breaks may follow them.
+    For a reasoning model the grammar applies to the answer after the reasoning. The reasoning must end with
+    `</think>`, and one token of line breaks may follow it.
     """
 
     def __init__(
         self, matcher: "LLMatcher", tokens: GrammarVocabulary, params: SamplingParams, num_prompt: int
     ) -> None:
         self.problem: str | None = None
-        """Why the grammar cannot be followed any further."""
+        """Reason why the grammar cannot be followed any further, or None."""
         self._matcher = matcher
         self._tokens = tokens
         self._stops = [i for i in params.stop_token_ids if 0 <= i < tokens.size]
@@ -147,8 +150,8 @@ class GrammarState:
         self._tail = b""
 
     def allowed(self, token_ids: Sequence[int]) -> bytes:
-        """A bit for each id that may come after these tokens, prompt included: id i is bit i % 8 of byte
-        i // 8. None where there is a `problem`.
+        """Return the mask of ids allowed after `token_ids`, prompt included: id i is bit i % 8 of byte i //
+        8. No bit is set if there is a `problem`.
         """
         for token in token_ids[self._seen :]:
             self._take(token)

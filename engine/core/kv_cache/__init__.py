@@ -1,1 +1,1 @@
-"""Blocks of the KV cache: allocation, prefix cache, snapshots. No torch."""
+"""KV cache blocks: allocation, prefix cache, snapshots."""

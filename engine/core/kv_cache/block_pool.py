@@ -1,9 +1,9 @@
-"""The KV memory as fixed-size blocks. The only class that hands blocks out and takes them back.
+"""Block pool: KV memory as fixed-size blocks with reference counts.
 
 A block is always in exactly one of three states:
 
     free     no content worth keeping
-    cached   nobody holds it, but it is named in the prefix cache: given away last, least recently used first
+    cached   in no block table, but in the prefix cache: allocated last, least recently used first
     used     in the block tables of `refs[block]` requests
 """
 
@@ -14,6 +14,8 @@ from .prefix_history import PrefixHistory
 
 
 class BlockPool:
+    """Allocates blocks and takes them back. No other class does."""
+
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_cache: bool = True) -> None:
         assert num_blocks > 0
         assert block_size > 0
@@ -21,14 +23,14 @@ class BlockPool:
         self.block_size = block_size
         self.caching = enable_prefix_cache
         self._refs = [0] * num_blocks
-        self._free = list(reversed(range(num_blocks)))  # a stack: what was used last is warm
+        self._free = list(reversed(range(num_blocks)))  # a stack: the last used block is still in CPU caches
         self._cache = PrefixCache()
         self.evictions = 0
-        """Cached blocks that `take` gave away."""
+        """Number of cached blocks that `take` evicted."""
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can give: free ones, then cached ones."""
+        """Number of blocks that `take` can allocate: free ones, then cached ones."""
         return len(self._free) + self._cache.num_idle
 
     @property
@@ -37,7 +39,7 @@ class BlockPool:
 
     @property
     def history(self) -> PrefixHistory:
-        """What the prefix cache had, as far as it is remembered."""
+        """Record of evicted and first blocks, which explains prefix-cache misses."""
         return self._cache.history
 
     @property
@@ -48,7 +50,7 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def take(self, count: int) -> list[int]:
-        """`count` blocks of undefined content, each held once. The caller has looked at `num_available`."""
+        """Allocate `count` blocks of undefined content, each with one reference. At most `num_available`."""
         assert count <= self.num_available
         self.evictions += max(0, count - len(self._free))
         blocks = [self._free.pop() if self._free else self._cache.evict() for _ in range(count)]
@@ -57,14 +59,16 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Hold these blocks once more: they are used already, or just found in the cache."""
+        """Add a reference to each of these blocks, which are used already or were just found in the cache."""
         for block in blocks:
             if self._refs[block] == 0:
                 self._cache.set_held(block)
             self._refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give a block table back, tail first: a prefix without its tail is of use, a tail alone is not."""
+        """Drop one reference to each block of a table. Tail first, so that the tail is evicted first: a
+        prefix is of use without its tail, a tail alone is not.
+        """
         for block in reversed(blocks):
             assert self._refs[block] > 0
             self._refs[block] -= 1
@@ -75,33 +79,35 @@ class BlockPool:
                     self._free.append(block)
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest cached prefix. Not held: `share` them before the next `take`."""
+        """Return the blocks of the longest cached prefix, without a reference: `share` them before the next
+        `take`.
+        """
         return self._cache.find(hashes)
 
     def is_cached(self, block: int) -> bool:
-        """Named and held by nobody."""
+        """Return True if the block is in the prefix cache and in no block table."""
         return self._refs[block] == 0 and block in self._cache
 
     def has_prefix(self, block_hash: bytes) -> bool:
         return bool(self._cache.find((block_hash,)))
 
     def num_idle(self, blocks: Sequence[int]) -> int:
-        """How many of these found blocks count as available now and will not once shared."""
+        """Return how many of these blocks have no reference: available now, and not once shared."""
         return sum(self._refs[block] == 0 for block in blocks)
 
     def publish(self, block: int, block_hash: bytes) -> None:
-        """Name a held block that is full and computed, so that others find it."""
+        """Add a used block that is full and computed to the prefix cache."""
         assert self._refs[block] > 0
         self._cache.name(block, block_hash)
 
     def unpublish(self, blocks: Sequence[int]) -> None:
-        """Nobody shall find these held blocks any more: their content is in doubt."""
+        """Remove these used blocks from the prefix cache, because their content may be wrong."""
         for block in blocks:
             assert self._refs[block] > 0
             self._cache.unname(block)
 
     def check(self) -> None:
-        """Prove free + cached + used = all. For tests and idle moments: costs a walk over the pool."""
+        """Assert that free + cached + used = all. Walks the pool: for tests and idle moments."""
         free, cached = set(self._free), self._cache.check()
         used = {block for block, refs in enumerate(self._refs) if refs > 0}
         assert len(free) == len(self._free), "a block is free twice"
@@ -111,5 +117,5 @@ class BlockPool:
         assert self.num_used == len(used)
 
     def check_holders(self, held: Mapping[int, int]) -> None:
-        """Prove that block tables hold what the pool thinks they hold."""
+        """Assert that the references of block tables, `held`, are those that the pool has counted."""
         assert dict(held) == {block: refs for block, refs in enumerate(self._refs) if refs > 0}

@@ -1,9 +1,10 @@
-"""Gives requests their KV blocks and takes them back: the only writer of block tables.
+"""KV cache manager: allocates and frees the blocks of requests. It is the only writer of block tables.
 
     request.block_table   | shared with others, full | private, full | private, partly filled | reserved |
     request.num_computed  -------------------------------------------------->
 
-A table only grows at its end until the request leaves; shared blocks are full, so nobody writes into them.
+A table only grows at its end until the request leaves. Shared blocks are full, so no request writes into
+them.
 """
 
 from ...errors import DoesNotFit
@@ -16,9 +17,12 @@ from .prefix_cache import extend_hashes, first_block_digest
 from .prefix_usage import PrefixUses
 
 MAX_PREEMPTIONS = 4
+"""Number of preemptions after which a request is pinned; see `KVCacheManager.is_pinned`."""
 
 
 class KVCacheManager:
+    """Block tables of all requests: admission, growth, prefix cache and release."""
+
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
         self.pool = pool
         self._config = config
@@ -29,10 +33,10 @@ class KVCacheManager:
         self.prefix_hits = 0
         self.uses = PrefixUses()
         self.computed_by: list[str | None] = [None] * pool.num_blocks
-        """By block: the request that last filled it; says nothing about one that is free now."""
+        """Id of the request that last filled each block; meaningless for free blocks."""
 
     def refuse_impossible(self, request: Request) -> None:
-        """Raise `DoesNotFit` for what no waiting would help."""
+        """Raise `DoesNotFit` for a request that would not fit even if it were alone."""
         prompt, output = request.num_prompt, request.params.max_tokens
         if prompt + output > self._config.context:
             raise DoesNotFit(
@@ -48,20 +52,21 @@ class KVCacheManager:
             )
 
     def is_pinned(self, request: Request) -> bool:
-        """Pinned requests hold their worst case from admission on: they never grow and are never preempted.
+        """Return True if the request is pinned: it reserves its worst case at admission, never grows and is
+        never preempted.
 
-        Being preempted often enough pins a request. As everything fits the pool alone, it is admitted at the
-        latest when all others have ended: so preemptions are bounded, and every request finishes.
+        A request is pinned after `MAX_PREEMPTIONS`. Every request fits the pool alone, so it is admitted at
+        the latest when all others have ended: preemptions are bounded, and every request finishes.
         """
         return self._config.batching == "static" or request.preemptions >= MAX_PREEMPTIONS
 
     def admit(
         self, request: Request, sibling: Request | None, *, alone: bool
     ) -> list[tuple[int, int]] | None:
-        """Build the block table for all tokens so far, reusing what is computed already.
+        """Build the block table for all tokens so far, reusing cached blocks and those of a `sibling`.
 
-        Returns the (source, destination) copies to make before the step; None, with nothing changed, when
-        blocks are short. `alone`: nothing else runs, so nothing needs to be left free.
+        Returns the (source, destination) block copies to make before the step; None, with nothing changed,
+        when blocks are short. `alone`: no other request runs, so no block needs to stay free.
         """
         shared, hits = self._find_prefix(request)
         computed = hits
@@ -79,11 +84,11 @@ class KVCacheManager:
         self._count_premium(request, size)
         if sibling is None or computed % self.pool.block_size == 0:
             return []
-        partial = len(shared)  # copy-on-write: the sibling goes on writing into its own
+        partial = len(shared)  # copy-on-write: the sibling continues to write into its own block
         return [(sibling.block_table[partial], request.block_table[partial])]
 
     def fits(self, request: Request) -> bool:
-        """Whether `admit` would find the blocks, beside others that run and without a sibling's."""
+        """Return True if `admit` would find the blocks next to other requests, without a sibling's blocks."""
         shared, _ = self._find_prefix(request)
         return self._has_room(request, shared, self._admission_size(request) - len(shared), alone=False)
 
@@ -96,7 +101,7 @@ class KVCacheManager:
         return left >= self._kept_free(request, alone=alone)
 
     def grow(self, request: Request, *, alone: bool) -> bool:
-        """One more block for a decoding request; False when blocks are short."""
+        """Append one block to a decoding request's table; False when blocks are short."""
         reserve = 0 if alone else self._kept_for_premium(request)
         if self.pool.num_available - 1 < reserve:
             return False
@@ -105,9 +110,9 @@ class KVCacheManager:
         return True
 
     def publish(self, request: Request, start: int) -> None:
-        """Offer the blocks that the tokens from `start` to `num_computed` filled to the prefix cache.
+        """Add the blocks that the tokens from `start` to `num_computed` filled to the prefix cache.
 
-        Only after a step succeeded: a cached block always holds computed KV.
+        Called only after a step succeeded, so that a cached block always holds computed KV.
         """
         size = self.pool.block_size
         first, last = start // size, request.num_computed // size
@@ -121,7 +126,9 @@ class KVCacheManager:
             self.computed_by[request.block_table[index]] = request.request_id
 
     def release(self, request: Request, *, suspect: bool = False) -> None:
-        """Take the whole table back. `suspect`: its KV may be wrong, so its blocks leave the cache."""
+        """Free the request's whole block table. `suspect`: its KV may be wrong, so its blocks leave the
+        prefix cache.
+        """
         if suspect:
             self.pool.unpublish(request.block_table)
         self.pool.release(request.block_table)
@@ -131,9 +138,9 @@ class KVCacheManager:
         request.admissions += 1
 
     def _reserved(self, request: Request) -> int:
-        """Blocks of the longest that the request can get. The last token's KV is never computed.
+        """Return the blocks of the request at its maximum length. The last token's KV is never computed.
 
-        A static batch stands for servers that keep one contiguous stretch of the whole context for each.
+        Static batching is the baseline of servers that reserve contiguous memory for the whole context.
         """
         if self._config.batching == "static":
             return self.pool.blocks_for(self._config.context)
@@ -142,7 +149,9 @@ class KVCacheManager:
         )
 
     def _find_prefix(self, request: Request) -> tuple[list[int], int]:
-        """Cached blocks and the tokens they cover: never all tokens, as the last one's logits are wanted."""
+        """Return cached blocks and the number of tokens they cover: never all tokens, because the logits of
+        the last one must be computed.
+        """
         if not self.pool.caching or _needs_all_rows(request):
             return [], 0
         usable = self._usable_blocks(request)
@@ -154,7 +163,7 @@ class KVCacheManager:
         return (request.num_tokens - 1) // self.pool.block_size
 
     def _prefix_end(self, request: Request, hits: int) -> PrefixMissReason:
-        """Asked before this admission evicts anything."""
+        """Return why the prefix ended after `hits` tokens. Called before this admission evicts any block."""
         if not self.pool.caching:
             return "off"
         if _needs_all_rows(request):
@@ -167,17 +176,19 @@ class KVCacheManager:
         return self.pool.history.why_absent(request.block_hashes[found], first)
 
     def _forkable(self, request: Request) -> int:
-        """Tokens to take over from a sibling that computed the same prompt."""
+        """Return the number of tokens to reuse from a sibling that computed the same prompt."""
         return 0 if _needs_all_rows(request) else min(request.num_prompt, request.num_tokens - 1)
 
     def _kept_free(self, request: Request, *, alone: bool) -> int:
-        """Blocks an admission must leave: room for running requests to grow, and the premium bands' share."""
+        """Return the blocks that an admission must leave free: for running requests to grow, and the rest of
+        the premium share.
+        """
         if alone or self._config.batching == "static":
             return 0
         return self._watermark + self._kept_for_premium(request)
 
     def _kept_for_premium(self, request: Request) -> int:
-        """What of the premium share is not taken yet. Free until then, it serves as prefix cache."""
+        """Return the unused part of the premium share, which serves as prefix cache until it is needed."""
         return 0 if is_premium(request) else max(0, self._premium_blocks - self._premium_held)
 
     def _count_premium(self, request: Request, blocks: int) -> None:
@@ -185,7 +196,7 @@ class KVCacheManager:
             self._premium_held += blocks
 
     def _count_prefix(self, request: Request, hits: int) -> None:
-        """At first admission only: what a preempted request finds again saved nothing."""
+        """Count prefix-cache hits, at first admission only: what a preempted request finds saved nothing."""
         if request.num_cached is None:
             request.num_cached = min(hits, request.num_prompt)
             request.prefix_end = end = self._prefix_end(request, hits)
@@ -201,8 +212,8 @@ class KVCacheManager:
 
 
 def _needs_all_rows(request: Request) -> bool:
-    """Log-probabilities of the prompt come from computing it; they leave with the first token. So do vectors
-    of more rows than the last.
+    """Return True if every prompt row must be computed, so that the prefix cache cannot be used: for prompt
+    log-probabilities, until the first token, and for pooling of other rows than the last.
     """
     if request.pools:
         return request.params.pooling != "last"

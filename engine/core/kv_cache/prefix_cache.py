@@ -1,10 +1,10 @@
-"""Which KV blocks hold which prefix, so that a prompt seen before is not computed again.
+"""Prefix cache: index from token prefixes to KV blocks, so that a known prompt is not computed again.
 
-A full block is named by a chain hash: sha256 over the hash of the block before it (over the namespace, for
+The key of a full block is a chain hash: sha256 over the hash of the block before it (over the namespace, for
 the first) and its own token ids. Equal hashes therefore mean equal tokens from position 0 on, and a prefix is
 found by walking its hashes until one is missing.
 
-The cache names blocks and orders the unreferenced ones; who holds a block is the pool's business.
+The cache indexes blocks and orders the unreferenced ones; `BlockPool` counts references.
 """
 
 from array import array
@@ -17,7 +17,7 @@ from .prefix_history import PrefixHistory
 
 
 def extend_hashes(request: Request, block_size: int, num_blocks: int) -> None:
-    """Make `request.block_hashes` cover `num_blocks` full blocks. Each is hashed once in a request's life."""
+    """Extend `request.block_hashes` to `num_blocks` full blocks. A block is hashed once per request."""
     hashes = request.block_hashes
     parent = hashes[-1] if hashes else sha256(request.cache_namespace.encode()).digest()
     tokens = array("I", request.token_ids[len(hashes) * block_size : num_blocks * block_size])
@@ -28,16 +28,16 @@ def extend_hashes(request: Request, block_size: int, num_blocks: int) -> None:
 
 
 def first_block_digest(request: Request, block_size: int) -> bytes:
-    """Of its tokens alone: the same in all namespaces."""
+    """Return the hash of the first block's tokens without the namespace."""
     return sha256(array("I", request.token_ids[:block_size]).tobytes()).digest()
 
 
 class PrefixCache:
-    """Two-way index hash <-> block, and the least-recently-used order of blocks nobody holds.
+    """Two-way index hash <-> block, and the least-recently-used order of unreferenced blocks.
 
-    Two requests that compute the same prefix at the same time fill two blocks; only the first is named. The
-    second is not replaced by it: block tables are append-only, a block in a table never changes under the
-    runner. It goes back to the free list when its request ends.
+    Two requests that compute the same prefix at the same time fill two blocks; only the first is indexed. It
+    does not replace the second, because block tables are append-only: a block in a table never changes under
+    the runner. The second is freed when its request ends.
     """
 
     def __init__(self) -> None:
@@ -51,11 +51,11 @@ class PrefixCache:
 
     @property
     def num_idle(self) -> int:
-        """Named blocks that nobody holds: they can be evicted."""
+        """Number of indexed blocks without references, which can be evicted."""
         return len(self._idle)
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest cached prefix."""
+        """Return the blocks of the longest cached prefix."""
         blocks = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -70,7 +70,7 @@ class PrefixCache:
             self._hash_of[block] = block_hash
 
     def unname(self, block: int) -> None:
-        """Forget what a held block contains; no effect on a block without a name."""
+        """Remove a referenced block from the index; no effect on a block that is not in it."""
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
@@ -82,7 +82,7 @@ class PrefixCache:
         del self._idle[block]
 
     def evict(self) -> int:
-        """Unname the block that has been idle for longest and hand it out."""
+        """Remove the least recently used unreferenced block from the index and return it."""
         block, _ = self._idle.popitem(last=False)
         block_hash = self._hash_of.pop(block)
         del self._block_of[block_hash]
@@ -90,7 +90,7 @@ class PrefixCache:
         return block
 
     def check(self) -> set[int]:
-        """Idle blocks, after proving that the index is one-to-one and that idle blocks have names."""
+        """Return idle blocks, after asserting that the index is one-to-one and that idle blocks are in it."""
         assert {block: block_hash for block_hash, block in self._block_of.items()} == self._hash_of
         assert self._idle.keys() <= self._hash_of.keys()
         return set(self._idle)

@@ -1,4 +1,4 @@
-"""What the prefix cache has forgotten, in bounded memory: why a prompt was not found."""
+"""Bounded record of evicted and first blocks, which explains prefix-cache misses."""
 
 from collections import OrderedDict
 from typing import Final, TypeVar
@@ -7,11 +7,13 @@ from ...ipc.messages import PrefixMissReason
 
 V = TypeVar("V")
 REMEMBERED: Final = 4096
-"""Of each kind: about 1.5 MB in all."""
+"""Entries of each kind; about 1.5 MB in all."""
 
 
 class PrefixHistory:
-    """Old entries go first; what has gone is told as `new` or `diverged`."""
+    """Record with a fixed number of entries, oldest dropped first. A miss whose entry was dropped is reported
+    as `new` or `diverged`.
+    """
 
     def __init__(self, limit: int = REMEMBERED) -> None:
         self._limit = limit
@@ -22,11 +24,13 @@ class PrefixHistory:
         _put(self._evicted, block_hash, None, self._limit)
 
     def note_first_block(self, tokens: bytes, block_hash: bytes) -> None:
-        """A first block was computed: a digest of its tokens, and its chain hash, which has the namespace."""
+        """Record a computed first block: the digest of its tokens, and its chain hash with the namespace."""
         _put(self._first_blocks, tokens, block_hash, self._limit)
 
     def why_absent(self, block_hash: bytes, first_tokens: bytes | None) -> PrefixMissReason:
-        """`first_tokens`: the digest of a first block's tokens, None for later blocks."""
+        """Return why a block is not cached. `first_tokens`: digest of a first block's tokens, None for later
+        blocks.
+        """
         if block_hash in self._evicted:
             return "evicted"
         if first_tokens is None:

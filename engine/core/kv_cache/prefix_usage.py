@@ -1,4 +1,4 @@
-"""Which prefixes were found in the cache, and how often: for people who want to see what it is good for."""
+"""Hit counts of cached prefixes, for the dashboards."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -11,7 +11,7 @@ TOLD: Final = 20
 
 
 class PrefixUses:
-    """By the chain hash of a prefix's last block. Those that were not found for longest go first."""
+    """Hits by the chain hash of a prefix's last block. The least recently hit entry is dropped first."""
 
     def __init__(self, limit: int = REMEMBERED_USES) -> None:
         self._limit = limit
@@ -30,6 +30,6 @@ class PrefixUses:
             self._uses.popitem(last=False)
 
     def top(self, is_here: Callable[[bytes], bool], count: int = TOLD) -> list[PrefixUse]:
-        """Those that saved most tokens, of what `is_here` says is still cached."""
+        """Return the `count` prefixes that saved most tokens, among those for which `is_here` is true."""
         here = [use for chain_hash, use in self._uses.items() if is_here(chain_hash)]
         return sorted(here, key=lambda use: use.hits * use.tokens, reverse=True)[:count]

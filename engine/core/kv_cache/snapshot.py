@@ -1,4 +1,4 @@
-"""Which KV block holds what, made when somebody asks."""
+"""Snapshot of all KV blocks and their holders, made on request."""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -14,7 +14,7 @@ _FREE: Final[Told] = ("free", -1, 0)
 
 
 def block_map(tables: KVCacheManager, running: Iterable[Request]) -> BlockMap:
-    """`running`: all requests that have a block table."""
+    """Return the state of every block. `running`: all requests that have a block table."""
     requests = list(running)
     pool, computed_by = tables.pool, tables.computed_by
     owners: dict[str, int] = {}
