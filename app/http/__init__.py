@@ -1,1 +1,1 @@
-"""The HTTP shell: server, checks that hold for every route, and the routes themselves."""
+"""HTTP layer: the server, the checks that hold for every route, and the routes."""

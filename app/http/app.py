@@ -1,4 +1,4 @@
-"""The application: routes inside, one shell around all of them."""
+"""The ASGI application: Litestar routes inside one `SecurityMiddleware`."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -89,7 +89,9 @@ _UPLOAD = {
 
 
 def document(handlers: Sequence[ControllerRouterHandler], version: str) -> bytes:
-    """Made from a second application: in the real one Litestar would add documentation routes of its own."""
+    """Build the OpenAPI document from a second application: in the served one Litestar would add
+    documentation routes of its own.
+    """
     config = OpenAPIConfig("llmbox", version, use_handler_docstrings=True)
     # Without `logging_config=None` it would take over the daemon's log.
     app = Litestar(handlers, openapi_config=config, logging_config=None)
@@ -111,7 +113,7 @@ def document(handlers: Sequence[ControllerRouterHandler], version: str) -> bytes
 
 
 def _schemas(app: Litestar) -> dict[str, Any]:
-    """Msgspec's own description of its checks: Litestar's leaves out bounds that are 0."""
+    """Return msgspec's own JSON schemas of the types: Litestar's leave out bounds that are 0."""
     fields = [field for handler in _handlers(app) for field in _fields(handler)]
     kinds = list(dict.fromkeys(kind for field in fields for kind in _structs(field)))
     _, components = msgspec.json.schema_components(kinds, ref_template=f"{_SCHEMAS}{{name}}")
@@ -152,7 +154,7 @@ def _add_answers(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
 
 
 class App(Litestar):
-    """Litestar inside the shell, so that the shell's checks also hold where no route matches."""
+    """Litestar inside `SecurityMiddleware`, so that its checks also hold where no route matches."""
 
     def __init__(self, services: Services, handlers: Sequence[ControllerRouterHandler]) -> None:
         limits = services.settings.limits
@@ -182,7 +184,9 @@ class App(Litestar):
 
     @staticmethod
     def _get_default_plugins(plugins: list[PluginProtocol]) -> list[PluginProtocol]:
-        """Without those for pydantic and attrs: importing these would be a third of the daemon's start."""
+        """Leave out the plugins for pydantic and attrs: importing these would be a third of the daemon's
+        start.
+        """
         return [*plugins, MsgspecDIPlugin()]
 
     async def __call__(self, scope: Scope | Any, receive: Receive | Any, send: Send | Any) -> None:
@@ -190,7 +194,9 @@ class App(Litestar):
 
 
 def create_app(services: Services, dialects: Sequence[ControllerRouterHandler] = ()) -> App:
-    """`dialects` are the APIs' routes: `opt["access"]` says who may use each; absent means nobody."""
+    """Build the application. `dialects` are the routes of the APIs. A handler's `opt["access"]` says who may
+    use it; a handler without it is closed to everybody.
+    """
     routes = [*common_routes, *sign_in_routes, *dialects]
     return App(services, [*routes, _openapi_route(routes, services.version)])
 

@@ -1,4 +1,4 @@
-"""Routes that belong to no dialect."""
+"""Routes that every dialect shares: health, readiness, metrics, load and unload."""
 
 import asyncio
 import platform
@@ -46,7 +46,7 @@ class Health(msgspec.Struct):
 
 
 class ModelAnswers(msgspec.Struct):
-    """One model in memory, on its way there, or failed to load."""
+    """Readiness of one model that is in memory, is being loaded or failed to load."""
 
     name: str
     state: str
@@ -74,13 +74,15 @@ class Version(msgspec.Struct):
 
 @get("/", media_type=MediaType.TEXT, sync_to_thread=False, opt={"access": Access.LIVENESS}, name="index")
 def index(request: Request[Any, Any, State]) -> str:
-    """What runs here, for people; to programs what Ollama's clients look for."""
+    """Return the names and addresses of this daemon for people, and to programs the text that Ollama's
+    clients look for.
+    """
     return INDEX if "text/html" in request.headers.get("accept", "") else OLLAMA
 
 
 @get("/health", sync_to_thread=False, opt={"access": Access.LIVENESS}, name="health")
 def health() -> Health:
-    """The daemon's loop answers."""
+    """Report that the daemon's event loop answers."""
     return Health("ok")
 
 
@@ -93,13 +95,13 @@ def health() -> Health:
     name="ping",
 )
 def ping() -> Health:
-    """The same, for SageMaker's and vLLM's clients."""
+    """Report liveness under the path that SageMaker's and vLLM's clients use."""
     return Health("ok")
 
 
 @get("/load", sync_to_thread=False, opt={"access": Access.KNOWN}, name="server_load")
 def server_load(request: Request[Any, Any, State]) -> ServerLoad:
-    """How much is under way, for load balancers (vLLM's)."""
+    """Return the number of requests under way, for load balancers (vLLM's)."""
     services: Services = request.app.state.services
     return ServerLoad(services.gateway.open_count)
 
@@ -112,8 +114,8 @@ def server_load(request: Request[Any, Any, State]) -> ServerLoad:
     responses={503: ResponseSpec(ReadyAnswer, description="The named cause", generate_examples=False)},
 )
 def ready(request: Request[Any, Any, State]) -> Response[ReadyAnswer]:
-    """Whether any model answers, and each model's state; 503 names the cause. Without a model in memory the
-    box is ready, unless an operator's load is under way or the first one failed.
+    """Report whether any model answers, and each model's state. 503 names the cause. Without a model in
+    memory the box is ready, unless an operator's load is under way or the first one failed.
     """
     services: Services = request.app.state.services
     if services.drain.draining:
@@ -126,7 +128,7 @@ def ready(request: Request[Any, Any, State]) -> Response[ReadyAnswer]:
 
 
 def _ready_answer(readiness: Readiness, caller: Identity) -> ReadyAnswer:
-    """With the models that the caller may use."""
+    """Build the answer of `ready` with the models that the caller may use."""
     shown = [model for model in readiness.models if caller.may_use_model(model.name)]
     cause = readiness.cause
     if len(shown) < len(readiness.models):
@@ -143,7 +145,7 @@ def _ready_answer(readiness: Readiness, caller: Identity) -> ReadyAnswer:
 
 @get("/metrics", media_type=CONTENT_TYPE, sync_to_thread=False, opt={"access": Access.READ}, name="metrics")
 def metrics(request: Request[Any, Any, State]) -> bytes:
-    """Prometheus text under vLLM's names."""
+    """Return Prometheus text under vLLM's names."""
     services: Services = request.app.state.services
     return services.metrics.render()
 
@@ -163,7 +165,7 @@ class UnloadOneRequest(Struct, forbid_unknown_fields=True):
 
 @post("/v1/load", status_code=200, name="load", operation_id="loadModel")
 async def load(request: HttpRequest, data: Annotated[LoadRequest, Body()]) -> Response[Model]:
-    """Loads a model that is on disk, and answers once it is ready. It goes on when the client leaves."""
+    """Load a model that is on disk, and answer once it is ready. Loading goes on when the client leaves."""
     control: DaemonController = request.app.state.control
     identity_of(request).require_model(data.model)
     wanted, loading = await begin_load(control, data)
@@ -182,7 +184,7 @@ async def load(request: HttpRequest, data: Annotated[LoadRequest, Body()]) -> Re
 
 @post("/v1/unload", status_code=200, name="unload", operation_id="unloadModel")
 async def unload(request: HttpRequest, data: Annotated[UnloadOneRequest, Body()]) -> Unloaded:
-    """Takes a model out of memory; requests that it is answering end with an error."""
+    """Take a model out of memory. Requests that it is answering end with an error."""
     control: DaemonController = request.app.state.control
     identity_of(request).require_model(data.model)
     return Unloaded(await control.unload(data.model))

@@ -1,4 +1,4 @@
-"""The APIs that programs speak with the daemon; the admin API and the panel stand beside them."""
+"""List of the public API dialects. The admin API and the panel stand beside them."""
 
 from litestar import Router
 

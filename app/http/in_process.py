@@ -1,4 +1,6 @@
-"""Requests that the daemon makes of its own routes: checks and answers as over HTTP, without a connection."""
+"""In-process requests: the daemon calls its own routes, with the checks and answers of HTTP but no
+connection.
+"""
 
 import asyncio
 from typing import Any

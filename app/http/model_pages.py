@@ -1,4 +1,4 @@
-"""`/v1/models` as Anthropic's clients read it; everybody else gets OpenAI's list."""
+"""`/v1/models` in Anthropic's shape, with pages; other clients get OpenAI's list."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -11,7 +11,7 @@ from ..errors import ApiError
 
 
 class ListedModel(Protocol):
-    """OpenAI's shape of a model."""
+    """Model entry in OpenAI's shape."""
 
     id: str
     created: int
@@ -57,7 +57,7 @@ def model_info(model: ListedModel) -> ModelInfo:
 def model_page(
     models: Sequence[ListedModel], limit: int, after_id: str | None, before_id: str | None
 ) -> ModelInfoPage:
-    """Raises ApiError where a cursor is no model that is listed."""
+    """Return one page of `models`. Raises ApiError where a cursor names no listed model."""
     if after_id and before_id:
         raise ApiError(
             400, "'before_id' cannot be combined with 'after_id'.", code="invalid_value", param="before_id"

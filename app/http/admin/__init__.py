@@ -1,4 +1,4 @@
-"""Routes under /admin/api: what the command line (and later the dashboards) see and do."""
+"""Routes under /admin/api: status and control of the daemon for the command line and the dashboards."""
 
 from litestar import Router
 

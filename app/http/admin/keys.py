@@ -1,4 +1,4 @@
-"""API keys: list, make, rotate, revoke; and links that sign a browser in."""
+"""API keys: list, create, rotate, revoke; and links that sign a browser in."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ class Keys(Struct):
 
 
 class NewKey(Struct):
-    """The only time that the secret is seen."""
+    """A created key. Its secret is shown this one time only."""
 
     key: KeyView
     secret: str
@@ -73,7 +73,7 @@ async def add_key(request: Request[Any, Any, State], data: JSONBody[KeySpec]) ->
 
 @post("/keys/{name:str}/rotate", status_code=200, name="admin_key_rotate")
 async def rotate_key(request: Request[Any, Any, State], name: FromPath[str]) -> NewKey:
-    """A new secret; the old one is refused from now on."""
+    """Give a key a new secret; the old one is refused from now on."""
     security = _security(request)
     key, secret = await changing(lambda: security.keys.rotate(name))
     return NewKey(view(key, security.used), secret)
@@ -93,7 +93,7 @@ def sign_in_link(request: Request[Any, Any, State]) -> SignInLink:
 
 
 async def revoke(services: Services, name: str) -> ApiKey:
-    """With what the key had stored. Raises ApiError."""
+    """Revoke a key and erase what it had stored. Raises ApiError."""
     gone = await changing(lambda: services.security.revoke(name))
     try:
         await services.stored.erase_owners_but(services.security.keys.ids())
@@ -103,7 +103,7 @@ async def revoke(services: Services, name: str) -> ApiKey:
 
 
 async def changing(change: Callable[[], T]) -> T:
-    """Off the loop, as the disk may be slow. Raises ApiError; its text names no path."""
+    """Run `change` in a thread, as the disk may be slow. Raises ApiError, whose text names no path."""
     try:
         return await asyncio.to_thread(change)
     except CliError as error:

@@ -1,4 +1,4 @@
-"""Models on this disk, and whether a model would fit: what `llmbox ls` and `llmbox fit` tell."""
+"""Models on this disk, downloads, and whether a model would fit, as in `llmbox ls` and `llmbox fit`."""
 
 import asyncio
 import os
@@ -29,7 +29,8 @@ async def disk(request: Request[Any, Any, State]) -> dict[str, Any]:
 async def fit(
     request: Request[Any, Any, State], model: FromQuery[str], probe: FromQuery[bool] = False
 ) -> dict[str, Any]:
-    """With the daemon's settings. Of a model on the hub only its config and headers are read.
+    """Report whether a model fits, with the daemon's settings. For a model on the hub only its config and
+    headers are read.
 
     `words` has the same by name, for people; `probe` measures the memory's bandwidth anew.
     """
@@ -111,7 +112,7 @@ def downloads(request: Request[Any, Any, State]) -> dict[str, Any]:
 
 @post("/downloads", status_code=202, name="admin_pull")
 async def pull(request: Request[Any, Any, State], data: JSONBody[PullRequest]) -> dict[str, Any]:
-    """Begins, or goes on, and answers at once; `GET /downloads` and the events tell how it goes."""
+    """Start or resume a download and answer at once; `GET /downloads` and the events report its progress."""
     found = _library(request).downloads.start(data.model, anyway=data.anyway)
     return {"download": found.as_dict()}
 
@@ -130,7 +131,7 @@ async def resume(request: Request[Any, Any, State], data: JSONBody[DownloadReque
 async def cancel_download(
     request: Request[Any, Any, State], data: JSONBody[DownloadRequest]
 ) -> dict[str, Any]:
-    """Deletes what was fetched."""
+    """Cancel a download and delete what was fetched."""
     return {"download": (await _library(request).downloads.cancel(data.model)).as_dict()}
 
 
@@ -138,13 +139,13 @@ async def cancel_download(
 async def dismiss_download(
     request: Request[Any, Any, State], data: JSONBody[DownloadRequest]
 ) -> dict[str, Any]:
-    """Takes one that has ended from the list; what a failed one fetched is deleted."""
+    """Take an ended download from the list; files fetched by a failed one are deleted."""
     return {"download": (await _library(request).downloads.dismiss(data.model)).as_dict()}
 
 
 @post("/models/delete", status_code=200, name="admin_delete_models")
 async def delete_models(request: Request[Any, Any, State], data: JSONBody[RemoveRequest]) -> dict[str, Any]:
-    """From the disk. Not what is loaded or being downloaded."""
+    """Delete models from the disk. A model that is loaded or being downloaded is refused."""
     return {"removed": [asdict(each) for each in await _library(request).remove(data.models)]}
 
 
@@ -154,7 +155,7 @@ async def search(
     text: FromQuery[str],
     limit: Annotated[int, QueryParameter(ge=1, le=MOST_HITS)] = 15,
 ) -> dict[str, Any]:
-    """Models of the hub, with whether they would fit here."""
+    """Search the hub for models, with whether each would fit here."""
     try:
         hits = await _library(request).search(text, limit)
     except HubError as error:

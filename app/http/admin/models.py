@@ -1,4 +1,4 @@
-"""Models in memory: list, load, unload."""
+"""Models in memory: list, load, unload, pin."""
 
 import asyncio
 from pathlib import Path
@@ -28,7 +28,7 @@ def models(request: Request[Any, Any, State]) -> Models:
 
 @post("/models/load", status_code=202, name="admin_load")
 async def load_model(request: Request[Any, Any, State], data: JSONBody[LoadRequest]) -> ModelAnswer:
-    """Begins to load and answers at once; `GET /models` tells how it goes."""
+    """Start loading a model and answer at once; `GET /models` reports the progress."""
     control: DaemonController = request.app.state.control
     wanted, _ = await begin_load(control, data)
     name = wanted.served_name
@@ -38,7 +38,9 @@ async def load_model(request: Request[Any, Any, State], data: JSONBody[LoadReque
 async def begin_load(
     control: DaemonController, data: LoadRequest
 ) -> tuple[ModelRequest, "asyncio.Task[Failure | None]"]:
-    """What is loaded now, and how that ends. Raises ApiError for what cannot even begin."""
+    """Return what is loaded now and the task that ends with the result. Raises ApiError for a load that
+    cannot even begin.
+    """
     try:
         wanted = await asyncio.to_thread(control.model_request, data.model, data.alias, data.options)
         return wanted, control.begin_load(wanted, data.ttl or None)
@@ -55,13 +57,13 @@ async def unload_model(request: Request[Any, Any, State], data: JSONBody[UnloadR
 
 @post("/models/pin", status_code=200, sync_to_thread=False, name="admin_pin")
 def pin_model(request: Request[Any, Any, State], data: JSONBody[PinRequest]) -> ModelAnswer:
-    """A pinned model is neither evicted for others nor unloaded when idle."""
+    """Pin or unpin a model. A pinned model is neither evicted for others nor unloaded when idle."""
     control: DaemonController = request.app.state.control
     return ModelAnswer(_loaded(control.residency.pin(data.model, pinned=data.pinned)))
 
 
 def describe_all(control: DaemonController) -> list[Model]:
-    """Loaded, loading, then failed."""
+    """List all models: loaded, loading, then failed."""
     engines = control.services.engines
     failed = [
         Model(
@@ -97,7 +99,9 @@ def _loaded(model: LoadedModel) -> Model:
 
 
 def _loading(supervisor: Supervisor) -> Model:
-    """Its engine may be ready while its tokenizer is not: requests are still refused."""
+    """Describe a model that is being loaded. Its engine may be ready while its tokenizer is not: requests are
+    still refused.
+    """
     described = _of(supervisor)
     described.state = "loading"
     described.cause = supervisor.load_stage

@@ -1,4 +1,4 @@
-"""Query parameters of the admin API: bounds that several routes share, and a refusal of unknown names."""
+"""Query parameters of the admin API: shared bounds, and the refusal of unknown names."""
 
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ Status = Annotated[int | None, QueryParameter(ge=100, le=599)]
 def require_known_parameters(
     connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler
 ) -> None:
-    """A guard. Raises ApiError 400: a misspelled filter must not answer with everything."""
+    """Route guard. Raises ApiError 400: a misspelled filter must not answer with everything."""
     known = handler.parsed_fn_signature.parameters
     for name in connection.query_params:
         if name not in known or name in {"request", "data"}:

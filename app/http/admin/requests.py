@@ -1,4 +1,4 @@
-"""The request log, what is in flight, and what can be done with a request."""
+"""Request log and requests in flight: read, replay, cancel, purge."""
 
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -55,7 +55,9 @@ async def requests(
 
 
 async def readable(services: Services, want: RecordFilter) -> tuple[list[tuple[int, RequestRecord]], str]:
-    """Rows, or why there are none: what is in flight is shown and cancelled whatever happened to the log."""
+    """Return the rows, or an empty list and the reason: requests in flight are shown and cancelled whatever
+    happened to the log.
+    """
     try:
         return await services.request_log.query(want), ""
     except StoreError as error:
@@ -77,14 +79,14 @@ def cancel_request(request: Request[Any, Any, State], request_id: FromPath[str])
 
 @post("/requests/{request_id:str}/replay", status_code=200, name="admin_replay")
 async def replay_request(request: Request[Any, Any, State], request_id: FromPath[str]) -> Replayed:
-    """Ends with the answer, or when the client leaves."""
+    """Send a request again. Ends with the answer, or when the client leaves."""
     work = replay(request.app.state.services, identity_of(request), request_id)
     return await while_connected(request.receive, work)
 
 
 @post("/requests/purge", status_code=200, name="admin_purge")
 async def purge_requests(request: Request[Any, Any, State], data: JSONBody[PurgeRequest]) -> Purged:
-    """Erases what was created before a moment."""
+    """Erase requests that were created before a moment."""
     services: Services = request.app.state.services
     erased = await services.request_log.purge(data.before, data.what)
     if data.what != "content":
@@ -93,7 +95,7 @@ async def purge_requests(request: Request[Any, Any, State], data: JSONBody[Purge
 
 
 class StoredOfKey(Struct, kw_only=True):
-    """Times are Unix seconds."""
+    """Stored answers of one key. Times are Unix seconds."""
 
     key: str
     """Its name; empty for callers without one."""
@@ -130,6 +132,6 @@ async def stored(request: Request[Any, Any, State]) -> Stored:
 
 @post("/stored/forget", status_code=200, name="admin_stored_forget")
 async def forget_stored(request: Request[Any, Any, State]) -> Purged:
-    """Erases what belongs to keys that are no more, now and not within the hour."""
+    """Erase stored answers of deleted keys now, rather than within the hour."""
     services: Services = request.app.state.services
     return Purged(await services.stored.erase_owners_but(services.security.keys.ids()))

@@ -1,4 +1,4 @@
-"""What the admin API says. Times: `*_s` are seconds, `*_at` Unix seconds."""
+"""Answer types of the admin API. Times: `*_s` are seconds, `*_at` Unix seconds."""
 
 from typing import Annotated, Any, Literal
 

@@ -76,7 +76,7 @@ def stats(request: Request[Any, Any, State]) -> Stats:
 
 @get("/config", sync_to_thread=False, name="admin_config")
 def config(request: Request[Any, Any, State]) -> Config:
-    """What the daemon uses, by key, with where each value comes from."""
+    """Return the daemon's settings by key, with the origin of each value."""
     control: DaemonController = request.app.state.control
     return Config(
         {

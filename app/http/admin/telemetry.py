@@ -1,4 +1,4 @@
-"""The event feed for dashboards and `-f` commands."""
+"""Telemetry for dashboards and `-f` commands: event feed, history, KV blocks, log lines."""
 
 import asyncio
 import time
@@ -31,7 +31,7 @@ OPTIONS = SseOptions(endless=True, last=b"")
 
 @get("/events", sync_to_thread=False, name="admin_events")
 def events(request: Request[Any, Any, State]) -> EventStreamResponse:
-    """From now on, or from after the event that `Last-Event-ID` names."""
+    """Stream events from now on, or from after the event that `Last-Event-ID` names."""
     services: Services = request.app.state.services
     identity = identity_of(request)
     allowed = lambda: services.security.is_valid(identity)  # noqa: E731
@@ -39,7 +39,9 @@ def events(request: Request[Any, Any, State]) -> EventStreamResponse:
 
 
 async def _frames(feed: Events, last: int | None, allowed: Callable[[], bool]) -> AsyncGenerator[bytes, None]:
-    """Ends when its reader signs out or the key is revoked: at the next event, a tick at the latest."""
+    """Yield framed events. Ends when the reader signs out or the key is revoked: at the next event, a tick at
+    the latest.
+    """
     async with aclosing(feed.subscribe(last)) as subscription:
         async for event in subscription:
             if not allowed():
@@ -71,7 +73,7 @@ MOST_CELLS = 4096
 
 
 class TelemetryAnswer(Struct):
-    """`series` columns run beside `times` (Unix seconds); null where a series has no value."""
+    """Time series. `series` columns run beside `times` (Unix seconds); null where a series has no value."""
 
     step: int
     times: list[int]
@@ -104,7 +106,9 @@ async def history(
     since: Since = None,
     step: FromQuery[int | None] = None,
 ) -> TelemetryAnswer:
-    """`series`: names, comma separated; `since`: Unix seconds (default: ten minutes ago)."""
+    """Return time series. `series`: names, comma separated; `since`: Unix seconds (default: ten
+    minutes ago).
+    """
     services: Services = request.app.state.services
     begin = _begin(since)
     if step is not None and step not in KEEP:
@@ -128,7 +132,9 @@ async def marks(
     since: Since = None,
     limit: Annotated[int, QueryParameter(ge=1, le=MOST)] = MOST,
 ) -> AnnotationsAnswer:
-    """What explains the history: loads, evictions, refusals, restarts. `since`: as for the history."""
+    """Return annotations of the history: loads, evictions, refusals, restarts. `since`: as for the
+    history.
+    """
     services: Services = request.app.state.services
     return AnnotationsAnswer(await services.telemetry.marks.since(_begin(since), limit))
 
@@ -138,7 +144,9 @@ async def blocks(
     request: Request[Any, Any, State],
     cells: Annotated[int, QueryParameter(ge=1, le=MOST_CELLS)] = DEFAULT_CELLS,
 ) -> BlockMaps:
-    """The KV blocks of each model in at most so many cells. Asks the engines: not for once a millisecond."""
+    """Return each model's KV blocks in at most so many cells. This queries the engines: not meant for every
+    millisecond.
+    """
     services: Services = request.app.state.services
     return BlockMaps(await services.telemetry.blocks.read(cells))
 
@@ -150,7 +158,7 @@ async def log_lines(
     level: FromQuery[str] = "debug",
     component: FromQuery[str | None] = None,
 ) -> LogLines:
-    """The newest lines of the daemon's log, oldest first."""
+    """Return the newest lines of the daemon's log, oldest first."""
     services: Services = request.app.state.services
     if level not in LEVELS:
         raise ApiError(400, f"level must be one of {', '.join(LEVELS)}.", "invalid_value", "level")
@@ -165,7 +173,7 @@ class Findings(Struct):
 
 @get("/doctor", name="admin_doctor")
 async def doctor(request: Request[Any, Any, State]) -> Findings:
-    """The checks of `llmbox doctor`, run by the daemon: takes a second or two."""
+    """Run the checks of `llmbox doctor` in the daemon, which takes a second or two."""
     control: DaemonController = request.app.state.control
     found = await asyncio.to_thread(control.checks)
     return Findings(not any(each["status"] == "failed" for each in found), found)
@@ -173,7 +181,7 @@ async def doctor(request: Request[Any, Any, State]) -> Findings:
 
 @get("/bench", name="admin_bench")
 async def bench_runs(request: Request[Any, Any, State]) -> dict[str, list[dict[str, Any]]]:
-    """Kept results of `llmbox bench`, newest first."""
+    """Return saved results of `llmbox bench`, newest first."""
     services: Services = request.app.state.services
     return {"runs": await asyncio.to_thread(_runs, services)}
 

@@ -1,4 +1,4 @@
-"""Anthropic's Message Batches: lists of messages that run in the background."""
+"""Anthropic's Message Batches API: lists of messages that run in the background."""
 
 from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
@@ -36,7 +36,7 @@ class BatchRequest(Struct, kw_only=True):
 
 
 class RequestCounts(Struct, kw_only=True):
-    """All are `processing` until the batch has ended."""
+    """Requests by result. All are `processing` until the batch has ended."""
 
     processing: int
     succeeded: int = 0
@@ -122,7 +122,7 @@ async def list_batches(
 
 @get(_ONE, opt={"access": Access.STORED}, name="message_batch", operation_id="retrieveMessageBatch")
 async def retrieve_batch(request: HttpRequest, batch_id: FromPath[str]) -> MessageBatch:
-    """One batch, as far as it is."""
+    """Return one batch with its progress."""
     services, owner = services_and_owner(request)
     return _shown(request, await _find(services, owner, batch_id))
 
@@ -135,7 +135,7 @@ async def retrieve_batch(request: HttpRequest, batch_id: FromPath[str]) -> Messa
     operation_id="cancelMessageBatch",
 )
 async def cancel_batch(request: HttpRequest, batch_id: FromPath[str]) -> MessageBatch:
-    """End a batch; answers that there are stay. One that has ended stays as it is."""
+    """Cancel a batch. Answers that it already has stay; a batch that has ended stays as it is."""
     services, owner = services_and_owner(request)
     await services.batches.cancel(await _find(services, owner, batch_id))
     return _shown(request, await _find(services, owner, batch_id))
@@ -149,7 +149,7 @@ async def cancel_batch(request: HttpRequest, batch_id: FromPath[str]) -> Message
     operation_id="deleteMessageBatch",
 )
 async def delete_batch(request: HttpRequest, batch_id: FromPath[str]) -> DeletedBatch:
-    """Erase a batch that has ended, with its results, overwritten."""
+    """Erase a batch that has ended, with its results; the bytes are overwritten."""
     services, owner = services_and_owner(request)
     batch = await _find(services, owner, batch_id)
     if batch.ended is None:
@@ -170,7 +170,7 @@ async def delete_batch(request: HttpRequest, batch_id: FromPath[str]) -> Deleted
     operation_id="getMessageBatchResults",
 )
 async def batch_results(request: HttpRequest, batch_id: FromPath[str]) -> Response[Any]:
-    """A line of JSON for each request, in their order."""
+    """Return one line of JSON for each request, in their order."""
     services, owner = services_and_owner(request)
     batch = await _find(services, owner, batch_id)
     if batch.ended is None:

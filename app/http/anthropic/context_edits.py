@@ -1,4 +1,4 @@
-"""`context_management`: what is left out of a conversation before the model reads it."""
+"""`context_management`: parts of a conversation that are removed before the model reads it."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,13 +13,13 @@ _CLEAR_THINKING = "clear_thinking_20251015"
 
 @dataclass(slots=True)
 class AppliedEdits:
-    """Thoughts that were left out, a list for each turn; None where no edit was asked for."""
+    """Thinking blocks that were removed, one list for each turn; None where no edit was requested."""
 
     thoughts: list[list[str]] | None = None
     messages: list[MessageParam] = field(default_factory=list)
 
     def describe(self, count_tokens: Any) -> dict[str, Any] | None:
-        """Anthropic's `context_management` of an answer. `count_tokens`: of a text."""
+        """Build Anthropic's `context_management` field of an answer. `count_tokens` measures a text."""
         if self.thoughts is None:
             return None
         edit = {
@@ -31,7 +31,9 @@ class AppliedEdits:
 
 
 def apply_edits(request: CountTokensRequest) -> AppliedEdits:
-    """Raises ApiError 400 for edits that are not honoured here."""
+    """Apply the edits to the request's messages. Raises ApiError 400 for edits that are not
+    supported here.
+    """
     asked = request.context_management
     if asked is None:
         return AppliedEdits(messages=request.messages)
@@ -60,7 +62,7 @@ def _kept_turns(edit: ContextEdit, everything: int) -> int:
 
 
 def _clear_thinking(messages: list[MessageParam], keep: int) -> list[list[str]]:
-    """Take thoughts out of all turns but the latest `keep` that have some, in place. Returns them."""
+    """Remove thinking blocks from all turns but the latest `keep` that have some, in place. Returns them."""
     cleared: list[list[str]] = []
     for number in reversed(range(len(messages))):
         message = messages[number]

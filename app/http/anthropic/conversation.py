@@ -1,4 +1,4 @@
-"""Messages of the Messages API as messages of a chat."""
+"""Conversion of Messages API messages to chat messages."""
 
 import json
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ _BILLING = "x-anthropic-billing-header:"
 
 
 def has_late_system(request: CountTokensRequest) -> bool:
-    """Whether a system message stands after the conversation has begun."""
+    """Return True if a system message stands after the conversation has begun."""
     roles = [message.role for message in request.messages]
     return "system" in roles[next((n for n, role in enumerate(roles) if role != "system"), len(roles)) :]
 
@@ -54,7 +54,7 @@ def chat_messages(request: CountTokensRequest, *, late_system: bool) -> ChatMess
 
 
 def referenced_tools(messages: Sequence[MessageParam]) -> set[str]:
-    """Names of tools that a search has found."""
+    """Return the names of tools that a tool search has found."""
     blocks = (
         block for message in messages if not isinstance(message.content, str) for block in message.content
     )
@@ -64,8 +64,8 @@ def referenced_tools(messages: Sequence[MessageParam]) -> set[str]:
 
 
 def _system(system: str | list[TextBlock]) -> str:
-    """Without what an agent tells Anthropic about itself: it differs between conversations, so that no two of
-    them would share the cached beginning of their prompts.
+    """Join the system text. Leave out an agent's metadata for Anthropic: it differs between conversations, so
+    no two of them would share the cached beginning of their prompts.
     """
     if isinstance(system, str):
         return system
@@ -91,7 +91,9 @@ def _append(made: ChatMessages, turn: ChatMessages) -> None:
 
 
 def _fold(made: ChatMessages, text: str) -> None:
-    """Put instructions into the turn before: roles go on alternating, as such templates demand."""
+    """Append instructions to the turn before: templates without late system messages demand alternating
+    roles.
+    """
     part = {"type": "text", "text": f"<system-reminder>\n{text}\n</system-reminder>"}
     last = made[-1]
     if last["role"] == "tool":
@@ -103,7 +105,9 @@ def _fold(made: ChatMessages, text: str) -> None:
 
 
 def _turn(at: str, message: MessageParam) -> ChatMessages:
-    """Results of tools become messages of their own, before the words that came with them."""
+    """Convert one turn. Results of tools become messages of their own, before the text that came
+    with them.
+    """
     if isinstance(message.content, str):
         return [{"role": message.role, "content": [{"type": "text", "text": message.content}]}]
     texts, results, calls, thoughts = [], [], [], []
@@ -149,7 +153,7 @@ def _result(at: str, block: ToolResultBlock) -> dict[str, Any]:
 
 
 def _text(at: str, block: Block | ToolReferenceBlock) -> str:
-    """Raises ApiError 400 where the block is no text."""
+    """Return the text of a block. Raises ApiError 400 for a block that is no text."""
     match block:
         case TextBlock():
             return block.text

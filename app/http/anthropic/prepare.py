@@ -1,4 +1,4 @@
-"""From a request of the Messages API to a checked chat."""
+"""Preparation of a Messages API request: a checked chat."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +30,9 @@ class MessageCall:
 
 
 async def prepare_message(call: RequestContext, data: MessagesRequest) -> MessageCall:
-    """Raises ApiError for everything that can be known before the engine has it."""
+    """Check a request and build its chat. Raises ApiError for every error that can be found before the engine
+    has the request.
+    """
     edits, edited = _edited(data)
     assert isinstance(edited, MessagesRequest)
     late_system = await _renders_late_system(call, data)
@@ -48,7 +50,7 @@ async def prepare_message(call: RequestContext, data: MessagesRequest) -> Messag
 
 
 async def count_prompt_tokens(call: RequestContext, data: CountTokensRequest) -> tuple[int, int]:
-    """Tokens of the prompt as it would be sent, and before any edit. Raises ApiError."""
+    """Count the prompt's tokens as it would be sent, and before any edit. Raises ApiError."""
     edits, edited = _edited(data)
     output_format(data)
     late_system = await _renders_late_system(call, data)
@@ -87,7 +89,9 @@ async def _renders_late_system(call: RequestContext, data: CountTokensRequest) -
 
 
 def _check_prompt(model: LoadedModel, size: int) -> None:
-    """In Anthropic's words, which its agents read to shorten a conversation by themselves."""
+    """Refuse a prompt that is too long, in Anthropic's words: its agents read them to shorten a conversation
+    by themselves.
+    """
     if size >= (limit := model_limit(model)):
         raise ApiError(
             400,

@@ -1,4 +1,4 @@
-"""Types and ranges of the Messages API's fields."""
+"""Types and bounds of the Messages API's fields."""
 
 from typing import Annotated, Any, Literal
 
@@ -44,7 +44,7 @@ class FileSource(Struct, kw_only=True, tag_field="type", tag="file"):
 
 
 class DocumentBlock(Struct, kw_only=True, tag_field="type", tag="document"):
-    """Text is read; PDFs and files are refused."""
+    """Document. Text is read; PDFs and files are refused."""
 
     source: TextSource | BlocksSource | Base64Source | UrlSource | FileSource
     title: str | None = None
@@ -62,7 +62,7 @@ class SearchResultBlock(Struct, kw_only=True, tag_field="type", tag="search_resu
 
 
 class ToolReferenceBlock(Struct, kw_only=True, tag_field="type", tag="tool_reference"):
-    """Finding of a search for tools: that tool, sent with `defer_loading`, is offered from now on."""
+    """Tool found by a tool search. The tool, sent with `defer_loading`, is offered from now on."""
 
     tool_name: ToolName
     cache_control: NoEffect = None
@@ -157,7 +157,7 @@ class ThinkingTurns(Struct, kw_only=True):
 
 
 class ContextEdit(Struct, kw_only=True):
-    """`clear_thinking_20251015` is honoured, other edits are refused."""
+    """Context edit. `clear_thinking_20251015` is applied, other edits are refused."""
 
     type: str
     keep: Literal["all"] | ThinkingTurns | None = None
@@ -175,7 +175,7 @@ class OutputConfig(Struct, kw_only=True):
 
 
 class CountTokensRequest(Struct, kw_only=True):
-    """Fields that a prompt is made of."""
+    """Fields that determine the prompt."""
 
     model: Name
     messages: list[MessageParam]

@@ -1,4 +1,4 @@
-"""From a chat that was generated to a message, whole or as events."""
+"""Conversion of a generated chat to a message, whole or as events."""
 
 import json
 from collections.abc import AsyncGenerator, Iterator
@@ -63,7 +63,7 @@ def _tool_use(chat: ChatCall, number: int, name: str) -> dict[str, Any]:
 
 
 class _Events:
-    """Blocks one after another: each is begun, filled and ended before the next."""
+    """Content block events: each block is started, filled and stopped before the next."""
 
     def __init__(self, opened: OpenRequest, call: MessageCall) -> None:
         self._opened = opened
@@ -117,7 +117,7 @@ class _Events:
         yield named_event("message_stop")
 
     def _fill(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
-        """Begins a block of this kind unless one is open."""
+        """Start a block of this kind unless one is open."""
         if self._open == kind:
             return
         yield from self._close()

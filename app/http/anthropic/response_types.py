@@ -1,4 +1,4 @@
-"""Answers of the Messages API."""
+"""Answer types of the Messages API."""
 
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from ..server.errors import encode_error
 
 
 class MessageUsage(Struct, kw_only=True):
-    """`input_tokens` are those that no cache had."""
+    """Token counts. `input_tokens` are those that no cache had."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
@@ -58,7 +58,7 @@ class TokenCount(Struct, kw_only=True):
 
 
 def stop_reason(opened: OpenRequest, parser: OutputParser) -> tuple[str, str | None]:
-    """Why the one answer ended, and the stop string if it was one."""
+    """Return the stop reason, and the stop string if one ended the answer."""
     (sequence,) = opened.sequences
     if sequence.finish_reason == "length":
         asked = opened.generation.max_tokens

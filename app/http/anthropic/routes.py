@@ -1,4 +1,4 @@
-"""The Anthropic dialect's routes."""
+"""Routes of the Anthropic dialect."""
 
 from typing import Annotated
 
@@ -26,7 +26,9 @@ _STREAM = SseOptions(last=b"", error=error_event, comment=named_event("ping"))
     operation_id="createMessage",
 )
 async def messages(request: HttpRequest, data: Annotated[MessagesRequest, Body()]) -> Response[Message]:
-    """The model's next message, as Anthropic's API gives it; server-sent events with `stream`."""
+    """Generate the model's next message, in the shape of Anthropic's API; server-sent events with
+    `stream`.
+    """
     call = await RequestContext.of(request)
     with call.recording_refusals():
         prepared = await prepare_message(call, data)
@@ -43,7 +45,7 @@ async def messages(request: HttpRequest, data: Annotated[MessagesRequest, Body()
     operation_id="countTokens",
 )
 async def count_tokens(request: HttpRequest, data: Annotated[CountTokensRequest, Body()]) -> TokenCount:
-    """How many tokens the prompt of such a message would have."""
+    """Count the tokens that the prompt of such a message would have."""
     call = await RequestContext.of(request)
     tokens, original = await count_prompt_tokens(call, data)
     edited = data.context_management is not None

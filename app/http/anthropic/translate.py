@@ -1,4 +1,4 @@
-"""A request of the Messages API as the chat request that means the same."""
+"""Translation of a Messages API request to a chat request."""
 
 import json
 from typing import Any
@@ -13,7 +13,7 @@ _EFFORTS = {"max": "xhigh"}
 
 
 def prompt_fields(request: CountTokensRequest, *, late_system: bool) -> dict[str, Any]:
-    """Fields that the prompt depends on; `late_system` as in `chat_messages`. Raises ApiError 400."""
+    """Build the fields that determine the prompt. `late_system`: see `chat_messages`. Raises ApiError 400."""
     messages = chat_messages(request, late_system=late_system)
     kwargs: dict[str, Any] = {"enable_thinking": is_thinking(request)}
     if (effort := _effort(request)) is not None:
@@ -66,7 +66,7 @@ def is_thinking(request: CountTokensRequest) -> bool:
 
 
 def output_format(request: CountTokensRequest) -> OutputFormat | None:
-    """Raises ApiError 400 where both of its names say something."""
+    """Return the requested output format. Raises ApiError 400 where both of its field names are set."""
     new = None if request.output_config is None else request.output_config.format
     if new is not None and request.output_format is not None:
         raise ApiError(

@@ -1,1 +1,1 @@
-"""Who a request comes from and what that caller may do."""
+"""Authentication and authorization: the caller's identity and the routes open to it."""

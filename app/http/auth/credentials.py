@@ -1,4 +1,6 @@
-"""From a connection to an identity. What is shown must be good: a wrong key is never taken for none."""
+"""Credentials of a connection and the identity behind them. A wrong key is refused, never treated
+as no key.
+"""
 
 from typing import Any
 
@@ -21,7 +23,9 @@ _FORWARDED = {b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip
 
 
 def identify(connection: Connection) -> Identity:
-    """Raises ApiError 401 for a key that is not good. `nobody` where no credentials of ours are shown."""
+    """Return the caller's identity; `nobody` for a connection without our credentials. Raises ApiError 401
+    for an invalid key.
+    """
     services: Services = connection.app.state.services
     security = services.security
     extensions: dict[str, Any] = connection.scope.get("extensions") or {}
@@ -44,19 +48,21 @@ def session_identity(connection: Connection, security: Security) -> Identity | N
 
 
 def identity_of(connection: Connection) -> Identity:
-    """Who the guard found. Only for routes behind it that are not open to everybody."""
+    """Return the identity that the guard found. Only for routes behind the guard that are not open to
+    everybody.
+    """
     found: Identity = connection.scope["state"]["identity"]
     return found
 
 
 def csrf_token(connection: Connection) -> str:
-    """What pages of this session send back with every change; empty where no session is."""
+    """Return the token that this session's pages send back with every change; empty without a session."""
     session: Session | None = identity_of(connection).session
     return "" if session is None else session.csrf_token
 
 
 def is_keyless(connection: Connection) -> bool:
-    """Whether no key is needed: only on this machine, and only while nobody else can connect."""
+    """Return True if no key is needed: only on this machine, and only while nobody else can connect."""
     services: Services = connection.app.state.services
     if services.settings.server.require_key or not connection.app.state.loopback_only:
         return False
@@ -65,7 +71,9 @@ def is_keyless(connection: Connection) -> bool:
 
 
 def cookie_name(scope: Scope) -> str:
-    """With the port: cookies know none, and several daemons may serve one machine."""
+    """Return the session cookie's name. It has the port in it: cookies know none, and several daemons may
+    serve one machine.
+    """
     server = scope["server"]
     return f"llmbox_{server[1]}" if server and server[1] else "llmbox"
 
@@ -82,7 +90,9 @@ def unauthorized(message: str) -> ApiError:
 
 
 def _shown_key(scope: Scope) -> str | None:
-    """A key of ours, from `Authorization: Bearer` or `x-api-key`; clients that need none send anything."""
+    """Return a key of ours from `Authorization: Bearer` or `x-api-key`. Clients that need no key may send
+    anything.
+    """
     given = [value for name, value in scope["headers"] if name == b"authorization"]
     others = [value for name, value in scope["headers"] if name == b"x-api-key"]
     if len(given) > 1 or len(others) > 1:
@@ -107,7 +117,7 @@ _ATTRIBUTES = "Path=/; HttpOnly; SameSite=Strict"
 
 
 def session_cookie(connection: ASGIConnection[Any, Any, Any, Any], secret: str) -> tuple[bytes, bytes]:
-    """As a header."""
+    """Build the `Set-Cookie` header of a session."""
     name = cookie_name(connection.scope)
     return b"set-cookie", f"{name}={secret}; Max-Age={int(ABSOLUTE)}; {_ATTRIBUTES}".encode()
 

@@ -1,4 +1,4 @@
-"""The one guard, at the root: a route that does not say who may use it is closed.
+"""Authorization guard at the root router: a route that does not say who may use it is closed.
 
 | access   | nobody (loopback) | nobody | key             | session | unix socket |
 | -------- | ----------------- | ------ | --------------- | ------- | ----------- |
@@ -34,7 +34,7 @@ from .credentials import identify, is_keyless, rotated_cookie, unauthorized
 
 
 class Access(Enum):
-    """Set on each handler (or its router): `opt={"access": Access.INFER}`."""
+    """Access level of a route, set on each handler (or its router): `opt={"access": Access.INFER}`."""
 
     LIVENESS = "liveness"
     """Says that we are here, and nothing else."""
@@ -97,7 +97,7 @@ def _require(connection: ASGIConnection[Any, Any, Any, Any], access: Access, ide
 
 
 async def _check_session(connection: ASGIConnection[Any, Any, Any, Any], session: Session) -> None:
-    """A cookie comes by itself; that the page is ours is shown by the token that only our pages hold."""
+    """Check the CSRF token. The browser sends the cookie by itself; only our pages hold the token."""
     if connection.scope.get("method") not in _SAFE_METHODS:
         given = connection.headers.get("x-csrf-token")
         if given is None and is_form(connection):

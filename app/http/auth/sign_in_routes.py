@@ -38,7 +38,7 @@ _MOST_TOKEN_CHARACTERS = 200
     include_in_schema=False,
 )
 def sign_in_page(request: Request[Any, Any, State], token: FromQuery[str] = "") -> Response[str]:
-    """With a token: a button. Without: the form for an admin key."""
+    """Show a button where the link has a token, otherwise the form for an admin key."""
     security: Security = request.app.state.services.security
     if not token and session_identity(request, security) is not None:
         return _go(HOME)
@@ -54,7 +54,7 @@ def sign_in_page(request: Request[Any, Any, State], token: FromQuery[str] = "") 
     include_in_schema=False,
 )
 async def sign_in(request: Request[Any, Any, State]) -> Response[str]:
-    """A one-time token or an admin key opens a session."""
+    """Open a session for a one-time token or an admin key."""
     services: Services = request.app.state.services
     security = services.security
     form = await form_of(request)

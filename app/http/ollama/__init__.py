@@ -1,4 +1,4 @@
-"""Ollama's API: chats and texts translated into chat requests, and what its clients ask of models."""
+"""Ollama's API: chats and texts translated into chat requests, and its model management."""
 
 from .chat_routes import ollama_router
 

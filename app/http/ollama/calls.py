@@ -1,4 +1,4 @@
-"""From a request of Ollama's API to a checked chat or completion."""
+"""Preparation of an Ollama request: a checked chat or completion."""
 
 from dataclasses import dataclass, replace
 
@@ -38,7 +38,9 @@ class OllamaCall:
 
 
 async def prepare_ollama(call: RequestContext, data: ChatRequest | GenerateRequest) -> OllamaCall:
-    """Raises ApiError for everything that can be known before the engine has it."""
+    """Check a request and build its chat or completion. Raises ApiError for every error that can be found
+    before the engine has the request.
+    """
     refuse_unsupported(data)
     if data.options is not None:
         refuse_unsupported(data.options, "options.")
@@ -78,7 +80,7 @@ async def _prepare_raw(call: RequestContext, data: GenerateRequest, warnings: li
 
 
 def find_warnings(call: RequestContext, data: Common) -> list[str]:
-    """What is ignored, or means less than it says."""
+    """Return warnings for fields that are ignored or only partly supported."""
     found = unknown_fields(type(data), call.plain)
     options = data.options or Options()
     found += unknown_fields(Options, call.plain.get("options") or {}, "options.")

@@ -1,4 +1,4 @@
-"""Chats and texts of the Ollama dialect, and all its routes together."""
+"""Chat and generate routes of the Ollama dialect, and the list of all its routes."""
 
 import time
 from typing import Annotated, Any
@@ -21,7 +21,7 @@ from .responder import LINES, Kind, complete, nothing_said, stream
     "/api/chat", status_code=200, opt={"access": Access.INFER}, name="ollama_chat", operation_id="ollamaChat"
 )
 async def ollama_chat(request: HttpRequest, data: Annotated[ChatRequest, Body()]) -> Response[dict[str, Any]]:
-    """The model's next message, as Ollama gives it; lines of JSON unless `stream` is false."""
+    """Generate the model's next message in Ollama's shape; lines of JSON unless `stream` is false."""
     call = await RequestContext.of(request)
     if not data.messages:
         return await _without_words(request, call, "chat", data)
@@ -38,7 +38,7 @@ async def ollama_chat(request: HttpRequest, data: Annotated[ChatRequest, Body()]
 async def ollama_generate(
     request: HttpRequest, data: Annotated[GenerateRequest, Body()]
 ) -> Response[dict[str, Any]]:
-    """The model's answer to one prompt; lines of JSON unless `stream` is false."""
+    """Generate the model's answer to one prompt; lines of JSON unless `stream` is false."""
     call = await RequestContext.of(request)
     if not (data.prompt or data.suffix):
         return await _without_words(request, call, "generate", data)
@@ -48,7 +48,7 @@ async def ollama_generate(
 async def _without_words(
     request: HttpRequest, call: RequestContext, kind: Kind, data: Common
 ) -> Response[dict[str, Any]]:
-    """Nothing is asked: the model is loaded, or unloaded where it is to stay for no time."""
+    """Answer a request without a prompt: load the model, or unload it where `keep_alive` is 0."""
     control = request.app.state.control
     done, more = await load_or_unload(control, call, our_name(data.model), data.keep_alive)
     warnings = find_warnings(call, data) + more

@@ -1,4 +1,4 @@
-"""Embeddings of the Ollama dialect: `/api/embed`, and the older `/api/embeddings` for one text."""
+"""Embedding routes of the Ollama dialect: `/api/embed`, and the older `/api/embeddings` for one text."""
 
 import time
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from .request_types import EmbedCommon, EmbeddingsRequest, EmbedRequest, our_nam
 
 
 class Embedded(Struct, kw_only=True):
-    """Times are nanoseconds."""
+    """Answer of `/api/embed`. Times are nanoseconds."""
 
     model: str
     embeddings: list[list[float]]
@@ -54,7 +54,7 @@ Told = Callable[[list[list[float]], Pooled | None, list[str]], Struct]
     operation_id="ollamaEmbed",
 )
 async def ollama_embed(request: HttpRequest, data: Annotated[EmbedRequest, Body()]) -> Response[Embedded]:
-    """A vector of length 1 for each text."""
+    """Return a vector of length 1 for each text."""
     began = time.monotonic()
 
     def told(vectors: list[list[float]], pooled: Pooled | None, warnings: list[str]) -> Embedded:
@@ -80,7 +80,7 @@ async def ollama_embed(request: HttpRequest, data: Annotated[EmbedRequest, Body(
 async def ollama_embeddings(
     request: HttpRequest, data: Annotated[EmbeddingsRequest, Body()]
 ) -> Response[EmbeddedOne]:
-    """A vector of length 1 for one text: the older route."""
+    """Return a vector of length 1 for one text: the older route."""
 
     def told(vectors: list[list[float]], _pooled: Pooled | None, warnings: list[str]) -> EmbeddedOne:
         return EmbeddedOne(embedding=vectors[0] if vectors else [], warnings=warnings or UNSET)
@@ -121,7 +121,7 @@ async def _answered(
 
 
 async def _truncate(prompts: list[list[int]], texts: list[str], model: LoadedModel) -> list[str]:
-    """What does not fit loses its end, in place. Warnings, which say so."""
+    """Cut prompts that exceed the context at their end, in place. Returns warnings that say so."""
     limit = model_limit(model)
     warnings = []
     for i, ids in enumerate(prompts):

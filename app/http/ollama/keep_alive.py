@@ -1,4 +1,4 @@
-"""`keep_alive`: how long a model stays in memory once nobody uses it, as far as a request may say so."""
+"""`keep_alive`: the idle time after which a model leaves memory, within what a request may decide."""
 
 import math
 import re
@@ -20,7 +20,9 @@ NOT_DECIDED = (
 
 
 def seconds_of(value: float | str | None) -> float | None:
-    """Idle seconds, infinite for what is negative; None where nothing is said. Raises ApiError 400."""
+    """Parse idle seconds, infinite for negative values; None where the field is absent. Raises
+    ApiError 400.
+    """
     if value is None:
         return None
     seconds = _parsed(value.strip()) if isinstance(value, str) else float(value)
@@ -28,7 +30,7 @@ def seconds_of(value: float | str | None) -> float | None:
 
 
 def _parsed(text: str) -> float:
-    """Go's durations (`1h30m`), and plain seconds."""
+    """Parse Go's durations (`1h30m`) and plain seconds."""
     if not _DURATION.fullmatch(text):
         raise ApiError(
             400,
@@ -44,12 +46,14 @@ def _parsed(text: str) -> float:
 
 
 def may_decide(caller: Identity, model: LoadedModel) -> bool:
-    """What a request brought into memory, requests may take out again; all else is the owner's."""
+    """Return True if the caller may change the idle time: requests may unload a model that a request loaded;
+    all else is the owner's.
+    """
     return caller.may("admin") or (model.on_request and not model.pinned)
 
 
 def keep_for(control: DaemonController, caller: Identity, name: str, seconds: float) -> list[str]:
-    """Warnings, where it is not for this caller to decide."""
+    """Set the idle time. Returns warnings where the caller may not decide it."""
     model = control.services.engines.find(name)
     if model is None:  # gone meanwhile
         return []
@@ -62,9 +66,9 @@ def keep_for(control: DaemonController, caller: Identity, name: str, seconds: fl
 async def load_or_unload(
     control: DaemonController, call: RequestContext, name: str, keep_alive: float | str | None
 ) -> tuple[Literal["load", "unload"], list[str]]:
-    """For a request that asks nothing: the model is loaded, or unloaded where it is to stay for no time.
+    """Handle a request without a prompt: load the model, or unload it where `keep_alive` is 0.
 
-    What was done, and warnings.
+    Returns what was done, and warnings.
     """
     seconds = seconds_of(keep_alive)
     if seconds == 0:
@@ -77,7 +81,7 @@ async def load_or_unload(
 
 
 async def unload(control: DaemonController, caller: Identity, name: str) -> None:
-    """It leaves memory once nobody uses it; nothing happens to one that is on disk only.
+    """Unload a model once nobody uses it. A model that is on disk only is left alone.
 
     Raises ApiError 403, 404, 409.
     """

@@ -1,4 +1,4 @@
-"""Models onto this disk and off it: pull, delete, and what llmbox does in other ways."""
+"""Model management of the Ollama dialect: pull, delete, copy, list, show."""
 
 import asyncio
 import os
@@ -61,7 +61,7 @@ INSTEAD = {
     "/api/pull", status_code=200, opt={"access": Access.ADMIN}, name="ollama_pull", operation_id="ollamaPull"
 )
 async def ollama_pull(request: HttpRequest, data: Annotated[PullRequest, Body()]) -> Response[dict[str, Any]]:
-    """Fetches a model of the Hugging Face hub; lines of JSON unless `stream` is false.
+    """Fetch a model of the Hugging Face hub; lines of JSON unless `stream` is false.
 
     The download goes on when the client leaves.
     """
@@ -82,7 +82,9 @@ async def ollama_pull(request: HttpRequest, data: Annotated[PullRequest, Body()]
     operation_id="ollamaDelete",
 )
 async def ollama_delete(request: HttpRequest, data: Annotated[DeleteRequest, Body()]) -> None:
-    """From the disk. Not what is in memory or being downloaded. Of an alias the name alone."""
+    """Delete a model from the disk. One that is in memory or being downloaded is refused. Of an alias only
+    the name is deleted.
+    """
     control: DaemonController = request.app.state.control
     call = await RequestContext.of(request)
     name = our_name(data.asked)
@@ -98,7 +100,7 @@ async def ollama_delete(request: HttpRequest, data: Annotated[DeleteRequest, Bod
     "/api/copy", status_code=200, opt={"access": Access.ADMIN}, name="ollama_copy", operation_id="ollamaCopy"
 )
 async def ollama_copy(request: HttpRequest, data: Annotated[CopyRequest, Body()]) -> None:
-    """Another name for a model: an alias. Nothing is copied."""
+    """Create another name for a model: an alias. No files are copied."""
     control: DaemonController = request.app.state.control
     call = await RequestContext.of(request)
     source, destination = our_name(data.source), our_name(data.destination)
@@ -113,7 +115,7 @@ async def ollama_copy(request: HttpRequest, data: Annotated[CopyRequest, Body()]
 
 
 def _set_alias(control: DaemonController, source: str, destination: str) -> None:
-    """A copy of an alias has its parameters. Raises CliError."""
+    """Create the alias. A copy of an alias has its parameters. Raises CliError."""
     registry = control.library.registry
     known = registry.read().aliases.get(source)
     parameters = [] if known is None else [f"{key}={value}" for key, value in known.parameters.items()]
@@ -134,7 +136,7 @@ async def ollama_not_here(request: HttpRequest) -> None:
 async def _steps(
     control: DaemonController, name: str, warnings: list[str]
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Raises ApiError for what is no name on the hub, before anything is said."""
+    """Yield the lines of a pull. Raises ApiError for an invalid name before the first line."""
     done = {"status": "success"} | ({"warnings": warnings} if warnings else {})
     if HUB_ID.fullmatch(name) is None and await control.places([name]):
         return _at_once(done)  # built in, adopted, or an alias
@@ -148,7 +150,7 @@ async def _at_once(done: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]
 async def followed(
     control: DaemonController, download: Download, done: dict[str, Any]
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Lines of a pull, `done` at its end. Raises ApiError for how else it ends."""
+    """Yield the lines of a download, `done` at its end. Raises ApiError where it fails or is stopped."""
     yield {"status": "pulling manifest"}
     told: dict[str, int] = {}
     async for state in control.library.downloads.follow(download):
@@ -164,7 +166,9 @@ async def followed(
 
 
 def _progress(download: Download) -> list[dict[str, Any]]:
-    """Of the files with weights and the like; of the others the hub tells no SHA-256."""
+    """Return progress lines of files with a SHA-256 (weights and the like); the hub has none for
+    other files.
+    """
     return [
         {
             "status": f"pulling {file.etag[:12]}",
@@ -214,13 +218,13 @@ _FOREVER = 292 * 365 * 86_400.0
 
 @get("/api/version", opt={"access": Access.KNOWN}, name="ollama_version", operation_id="ollamaVersion")
 async def ollama_version(request: HttpRequest) -> OllamaVersion:
-    """The version of llmbox."""
+    """Return llmbox's version."""
     return OllamaVersion(request.app.state.services.version)
 
 
 @get("/api/tags", opt={"access": Access.KNOWN}, name="ollama_tags", operation_id="ollamaTags")
 async def ollama_tags(request: HttpRequest) -> Tags:
-    """Every model that may be asked for."""
+    """List every model that may be requested."""
     control: DaemonController = request.app.state.control
     names = [model.id for model in await listed_models(await RequestContext.of(request))]
     cards = await _cards(await control.places(names))
@@ -229,7 +233,7 @@ async def ollama_tags(request: HttpRequest) -> Tags:
 
 @get("/api/ps", opt={"access": Access.KNOWN}, name="ollama_ps", operation_id="ollamaPs")
 async def ollama_ps(request: HttpRequest) -> RunningModels:
-    """Models in memory."""
+    """List the models in memory."""
     control: DaemonController = request.app.state.control
     caller = identity_of(request)
     shown = {}
@@ -245,7 +249,7 @@ async def ollama_ps(request: HttpRequest) -> RunningModels:
     "/api/show", status_code=200, opt={"access": Access.KNOWN}, name="ollama_show", operation_id="ollamaShow"
 )
 async def ollama_show(request: HttpRequest, data: Annotated[ShowRequest, Body()]) -> Shown:
-    """What a model is and can do."""
+    """Describe a model and its capabilities."""
     control: DaemonController = request.app.state.control
     call = await RequestContext.of(request)
     name = our_name(data.asked)
@@ -267,7 +271,7 @@ async def ollama_show(request: HttpRequest, data: Annotated[ShowRequest, Body()]
 
 
 async def _cards(places: dict[str, Path]) -> dict[str, Card]:
-    """Of those whose files are still there."""
+    """Return the cards of models whose files still exist."""
 
     def read() -> dict[str, Card]:
         found = {}
@@ -309,14 +313,14 @@ def _running(name: str, model: LoadedModel, card: Card) -> Running:
 
 
 def _left(model: LoadedModel) -> float:
-    """Seconds until it leaves memory."""
+    """Return the seconds until the model leaves memory."""
     if model.ttl is None or model.pinned:
         return _FOREVER
     return model.ttl if model.busy else max(0.0, model.idle_since + model.ttl - model.clock())
 
 
 def _weights(control: DaemonController, name: str) -> str:
-    """What they were rounded to when it was loaded; empty where they were not."""
+    """Return the quantization that was applied at load; empty for weights loaded as they are."""
     model = control.services.engines.find(control.residency.real_name(name))
     info = None if model is None else model.supervisor.info
     return "" if info is None or info.quant == "none" else info.quant

@@ -1,4 +1,4 @@
-"""Types and ranges of Ollama's fields."""
+"""Types and bounds of Ollama's fields."""
 
 from typing import Annotated, Any, Literal
 
@@ -98,14 +98,14 @@ class Common(Struct, kw_only=True):
 
 
 class ChatRequest(Common, kw_only=True):
-    """Without messages the model is loaded, or unloaded with `keep_alive: 0`."""
+    """Chat request. Without messages the model is loaded, or unloaded with `keep_alive: 0`."""
 
     messages: list[ChatMessage] | None = None
     tools: list[Tool] | None = None
 
 
 class GenerateRequest(Common, kw_only=True):
-    """Without a prompt the model is loaded, or unloaded with `keep_alive: 0`."""
+    """Generate request. Without a prompt the model is loaded, or unloaded with `keep_alive: 0`."""
 
     prompt: str | None = None
     system: str | None = None
@@ -129,7 +129,7 @@ class EmbedCommon(Struct, kw_only=True):
 
 
 class EmbedRequest(EmbedCommon, kw_only=True):
-    """Without input the model is loaded, or unloaded with `keep_alive: 0`."""
+    """Embedding request. Without input the model is loaded, or unloaded with `keep_alive: 0`."""
 
     input: str | list[str] | None = None
     truncate: bool | None = None
@@ -138,20 +138,20 @@ class EmbedRequest(EmbedCommon, kw_only=True):
 
 
 class EmbeddingsRequest(EmbedCommon, kw_only=True):
-    """The older route, of one text."""
+    """Embedding request of the older route, for one text."""
 
     prompt: str | None = None
 
 
 class Named(Struct, kw_only=True):
-    """One of the two names; `name` is the older."""
+    """Request that names a model in one of two fields; `name` is the older."""
 
     model: Name | None = None
     name: Name | None = None
 
     @property
     def asked(self) -> str:
-        """Raises ApiError 400 where there is none."""
+        """The model's name. Raises ApiError 400 where it is missing."""
         if not (name := self.model or self.name):
             raise ApiError(400, "Missing required parameter: 'model'.", "missing_required_parameter", "model")
         return name
@@ -183,7 +183,7 @@ _TAG = ":latest"
 
 
 def our_name(name: str) -> str:
-    """Without what says where it comes from, and without the tag that stands for none."""
+    """Strip the hub's host and the default tag from an Ollama model name."""
     for hub in _HUBS:
         name = name.removeprefix(hub)
     return name.removesuffix(_TAG)

@@ -1,4 +1,4 @@
-"""Answers of Ollama's API: lines of JSON, or one object."""
+"""Answers in Ollama's shape: lines of JSON, or one object."""
 
 import json
 from collections.abc import AsyncGenerator
@@ -37,7 +37,7 @@ LINES = SseOptions(last=b"", error=error_line, comment=b"", content_type=b"appli
 
 
 class AnswerWriter:
-    """Words of one answer in the shape of a route."""
+    """Writer of one answer in the shape of its route."""
 
     def __init__(self, kind: Kind, model: str, opened: OpenRequest, call: OllamaCall) -> None:
         self._kind: Kind = kind
@@ -64,7 +64,7 @@ class AnswerWriter:
         return {**self._head, "message": message, "done": False} | self._logprobs()
 
     def end(self, parts: ParsedOutput) -> dict[str, Any]:
-        """Times are nanoseconds."""
+        """Build the last object. Times are nanoseconds."""
         clock, usage = self._opened.timeline, self._opened.usage_now()
         begun = clock.scheduled if clock.scheduled is not None else clock.arrived
         first = clock.first_token if clock.first_token is not None else begun
@@ -123,7 +123,7 @@ async def stream(gateway: Gateway, call: OllamaCall, kind: Kind, model: str) -> 
 def nothing_said(
     kind: Kind, model: str, now: float, reason: Literal["load", "unload"], warnings: list[str]
 ) -> dict[str, Any]:
-    """To a request that asks for no words."""
+    """Build the answer to a request without a prompt."""
     said: dict[str, Any] = (
         {"response": ""} if kind == "generate" else {"message": {"role": "assistant", "content": ""}}
     )

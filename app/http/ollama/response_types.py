@@ -1,4 +1,4 @@
-"""What is told of models, under Ollama's names."""
+"""Model descriptions under Ollama's names."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ class OllamaVersion(Struct):
 
 
 def details_of(card: Card, weights: str = "") -> Details:
-    """`weights`: the type that they have in memory, where that is another."""
+    """Build a model's details. `weights`: the data type in memory, where that differs from the files."""
     family = card.config.model_type if card.config is not None else ""
     return Details(
         family=family,
@@ -79,7 +79,9 @@ def details_of(card: Card, weights: str = "") -> Details:
 
 
 def model_info(card: Card, context: int | None) -> dict[str, Any]:
-    """Keys of GGUF. `context` is what is served here, which may be less than the model was made for."""
+    """Build `model_info` with GGUF's keys. `context` is the length served here, which may be less than the
+    model's.
+    """
     config = card.config
     if config is None:
         return {}
@@ -113,7 +115,7 @@ def capabilities(card: Card) -> list[str]:
 
 
 def parameters(values: dict[str, float], context: int | None) -> str:
-    """One a line, as in a Modelfile."""
+    """Format parameters one a line, as in a Modelfile."""
     told: dict[str, float] = {} if context is None else {"num_ctx": context}
     told |= {_OPTION_NAMES.get(name, name): value for name, value in values.items()}
     return "\n".join(f"{name:<30} {value:g}" for name, value in told.items())

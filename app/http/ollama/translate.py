@@ -1,4 +1,4 @@
-"""Requests of Ollama's API as the chat requests that mean the same."""
+"""Translation of Ollama requests to chat requests."""
 
 import json
 from typing import Any
@@ -38,7 +38,7 @@ def generate_fields(request: GenerateRequest) -> dict[str, Any]:
 
 
 def raw_fields(request: GenerateRequest) -> dict[str, Any]:
-    """A completion: the prompt as it is, or the gap between it and a suffix."""
+    """Build a completion: the prompt as it is, or fill-in-the-middle before a suffix."""
     body = {name: value for name, value in _common(request).items() if name not in _OF_CHATS}
     body["prompt"] = request.prompt or ""
     if request.suffix:
@@ -81,7 +81,9 @@ def _format(asked: Any) -> dict[str, Any]:
 
 
 def _messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Ollama's calls have no ids, and some templates want them: results answer calls in their order."""
+    """Convert messages. Ollama's calls have no ids, and some templates want them: results are matched to
+    calls in order.
+    """
     made: list[dict[str, Any]] = []
     waiting: list[str] = []
     calls = 0

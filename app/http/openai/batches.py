@@ -1,4 +1,4 @@
-"""OpenAI's batches: a file of requests, answered in the background, and files of what came of them."""
+"""OpenAI's Batch API: a file of requests, answered in the background, and files of the results."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -124,7 +124,7 @@ async def list_batches(
 
 @get(_PATH + "/{batch_id:str}", opt={"access": Access.STORED}, name="batch_one", operation_id="retrieveBatch")
 async def retrieve_batch(request: HttpRequest, batch_id: FromPath[str]) -> BatchObject:
-    """One batch, as far as it is."""
+    """Return one batch with its progress."""
     services, owner = services_and_owner(request)
     return shown(await _find(services, owner, batch_id))
 
@@ -137,7 +137,7 @@ async def retrieve_batch(request: HttpRequest, batch_id: FromPath[str]) -> Batch
     operation_id="cancelBatch",
 )
 async def cancel_batch(request: HttpRequest, batch_id: FromPath[str]) -> BatchObject:
-    """End a batch; answers that there are stay."""
+    """Cancel a batch. Results that it already has stay."""
     services, owner = services_and_owner(request)
     batch = await _find(services, owner, batch_id)
     if batch.ended is not None:
@@ -149,7 +149,9 @@ async def cancel_batch(request: HttpRequest, batch_id: FromPath[str]) -> BatchOb
 
 
 def read_items(path: Path, endpoint: str, limits: LimitSettings) -> list[BatchItem]:
-    """The requests of a JSONL file. For any thread. Raises ApiError 400 that names the first bad line."""
+    """Parse the requests of a JSONL file. Safe in any thread. Raises ApiError 400 that names the first bad
+    line.
+    """
     items: dict[str, BatchItem] = {}
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -199,7 +201,7 @@ def output_id(batch: Batch, kind: OutputKind) -> str:
 
 
 async def find_output(services: Services, owner: str, id_: str) -> tuple[Batch, OutputKind] | None:
-    """The batch that a file is the output of, if it has one."""
+    """Find the batch that has this file as its output or error file. None if there is none."""
     for kind in ("output", "error"):
         if id_.startswith("file-batch_") and id_.endswith(f"-{kind}"):
             name = id_.removeprefix("file-").removesuffix(f"-{kind}")
@@ -216,7 +218,9 @@ def has_output(batch: Batch, kind: OutputKind) -> bool:
 
 
 async def output_lines(services: Services, batch: Batch, kind: OutputKind) -> AsyncGenerator[bytes, None]:
-    """The file's content: a line of JSON for each request that succeeded, or for each that did not."""
+    """Stream the file's content: one line of JSON for each request that succeeded, or for each that
+    failed.
+    """
     after = 0
     while found := await services.batches.store.results(batch.seq, after, _READ_AT_ONCE):
         wanted = [each for each in found if (each.http_status == 200) == (kind == "output")]

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: request to generation, deltas to answer or chunks."""
+"""POST /v1/chat/completions: build the generation, then turn deltas into an answer or into chunks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,7 +64,8 @@ class ChatCall(CheckedRequest[ChatCompletionRequest]):
 async def prepare_chat(
     call: RequestContext, body: ChatCompletionRequest, prefix: str = "chatcmpl"
 ) -> ChatCall:
-    """Raises ApiError for everything that can be known before the engine has it.
+    """Check a chat request and build its generation. Raises ApiError for every error that can be found before
+    the engine has the request.
 
     `prefix`: of the answer's id.
     """
@@ -121,7 +122,7 @@ async def prepare_chat(
 
 
 def _echo(chat: Chat) -> str:
-    """The last message, where the answer is of the same role."""
+    """Return the text of the last message where the answer has the same role."""
     last = chat.messages[-1]
     return str(last["content"] or "") if last["role"] == "assistant" else ""
 
@@ -143,7 +144,7 @@ async def complete_chat(gateway: Gateway, chat: ChatCall, store: Store | None = 
 
 
 async def whole_answer(opened: OpenRequest, chat: ChatCall, parts: list[list[Delta]]) -> ChatCompletion:
-    """`parts`: all deltas of each choice."""
+    """Build the complete answer. `parts`: all deltas of each choice."""
     usage = opened.usage_now()
     size = usage.output_tokens if chat.wants_logprobs else 0
     size += usage.prompt_tokens if chat.body.prompt_logprobs is not None else 0
@@ -151,7 +152,7 @@ async def whole_answer(opened: OpenRequest, chat: ChatCall, parts: list[list[Del
 
 
 def store_answer(store: Store, opened: OpenRequest, chat: ChatCall, answer: ChatCompletion) -> bool:
-    """False: there is no room."""
+    """Store the answer. Returns False where there is no room."""
     tokens = opened.usage.output_tokens
     return store.put(answer, opened.timeline.created, tokens, logprobs=chat.wants_logprobs)
 

@@ -1,4 +1,6 @@
-"""Messages of a request as a chat template sees them; what it must not see is refused by name."""
+"""Chat messages in the form that a chat template reads. Content that a template cannot read is refused by
+name.
+"""
 
 import contextlib
 import json
@@ -13,7 +15,7 @@ from .tools import INPUT, offered_tools
 
 
 def build_chat(body: Any, limits: LimitSettings) -> Chat:
-    """Messages and tools as a template sees them. `body` has the fields that chat and tokenize share."""
+    """Build the template's messages and tools. `body` has the fields that chat and tokenize share."""
     most = limits.messages
     if not body.messages:
         raise invalid("messages", "there must be at least one message")
@@ -67,7 +69,7 @@ def _message(index: int, message: Message) -> dict[str, Any]:
 
 
 def _called(at: str, call: ToolCall) -> dict[str, Any]:
-    """Templates write arguments as JSON themselves, so they get the object."""
+    """Convert a tool call. Templates write arguments as JSON themselves, so they get the object."""
     arguments: Any
     if call.type == "custom" and call.custom is not None:
         name, arguments = call.custom.name, {INPUT: call.custom.input}

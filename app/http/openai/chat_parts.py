@@ -1,4 +1,4 @@
-"""Which parts a chat answer may have (thoughts, calls of tools), and what is told of them."""
+"""Parts of a chat answer (reasoning, tool calls): which are possible, their ids and their token counts."""
 
 import hashlib
 from collections.abc import Sequence
@@ -45,14 +45,14 @@ class Parsing:
 
     @property
     def needed(self) -> bool:
-        """Otherwise an answer is its text."""
+        """True if the answer has parts to tell apart. Otherwise it is its text."""
         return self.thinking != "no" or self.tools is not None
 
     def parser(self) -> OutputParser:
         return OutputParser(self.thinking, self.tools, self.names, self.most_calls)
 
     def needs_special(self, text: TextModel) -> bool:
-        """Whether a mark is a special token, which texts otherwise leave out."""
+        """True if a mark is a special token, which detokenized text otherwise leaves out."""
         marks = [] if self.thinking == "no" else [THINK, THOUGHT]
         if self.tools is not None:
             marks += [self.tools.opener, self.tools.closer]
@@ -60,7 +60,7 @@ class Parsing:
 
 
 def call_id(answer: str, choice: int, number: int) -> str:
-    """Nine letters and digits: Mistral's templates take no other length."""
+    """Make a tool call's id of nine letters and digits: Mistral's templates take no other length."""
     return hashlib.sha256(f"{answer}:{choice}:{number}".encode()).hexdigest()[:9]
 
 
@@ -69,7 +69,7 @@ def final_reason(reason: str, parser: OutputParser) -> str:
 
 
 def reasoning_tokens(opened: OpenRequest, parsers: Sequence[OutputParser]) -> int:
-    """Of all choices, the mark at the end of the thoughts included. For answers that have ended."""
+    """Count the reasoning tokens of all choices, closing marks included. For answers that have ended."""
     text = opened.generation.model.text
     pairs = zip(opened.sequences, parsers, strict=True)
     return sum(_thoughts(sequence.output_ids, text) for sequence, parser in pairs if parser.thought)

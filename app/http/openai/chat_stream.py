@@ -1,4 +1,4 @@
-"""A chat answer as a stream of chunks."""
+"""Streaming chat answers as `chat.completion.chunk` events."""
 
 from collections.abc import AsyncGenerator
 from functools import partial
@@ -30,7 +30,7 @@ from .tools import input_of
 async def stream_chat(
     gateway: Gateway, chat: ChatCall, store: Store | None = None
 ) -> AsyncGenerator[bytes, None]:
-    """Framed events: role first, one finish chunk a choice, then usage where asked for."""
+    """Yield framed events: the role first, one finish chunk a choice, then usage if requested."""
     with gateway.open(chat.generation) as opened:
         chunks = _Chunks(opened, chat)
         for index in range(len(opened.sequences)):
@@ -54,7 +54,7 @@ async def stream_chat(
 
 
 class _Chunks:
-    """Chunks of one stream. The common one (text and nothing else) is glued from parts encoded once."""
+    """Chunks of one stream. The common chunk (text alone) is joined from parts that are encoded once."""
 
     def __init__(self, opened: OpenRequest, chat: ChatCall) -> None:
         self._opened = opened
@@ -86,13 +86,13 @@ class _Chunks:
         return events
 
     def prompt(self, delta: Delta) -> bytes:
-        """Log-probabilities of the prompt, which come with the first tokens."""
+        """Encode the prompt's log-probabilities, which come with the first tokens."""
         chunk = self._chunk(ChatChunkChoice(index=0, delta=ChatDelta()))
         chunk.prompt_logprobs = told_prompt_logprobs([delta], self._chat)
         return data_event(chunk)
 
     def event(self, delta: Delta, *, last: bool) -> bytes:
-        """Empty where there is nothing to say yet."""
+        """Encode the events of one delta. Empty where there is nothing to send yet."""
         if self._parsers:
             return self._parsed(delta, last=last)
         if delta.finish_reason is None:
@@ -127,7 +127,7 @@ class _Chunks:
         return said if delta.finish_reason is None else said + self._finish(delta, last=last)
 
     def _spoken(self, delta: Delta, parts: ParsedOutput, number: int) -> list[ChatDelta]:
-        """`number`: calls before these."""
+        """Split parsed output into chat deltas. `number`: tool calls sent before these."""
         said = []
         if parts.reasoning and self._chat.parsing.tells_thoughts:
             said.append(ChatDelta(reasoning_content=parts.reasoning, reasoning=parts.reasoning))
@@ -156,7 +156,7 @@ class _Chunks:
         return data_event(chunk)
 
     def _full(self, delta: Delta, said: ChatDelta, *, first: bool = True) -> bytes:
-        """What belongs to the step comes with its `first` chunk."""
+        """Encode one chunk with all fields. Fields of the whole step come with its `first` chunk."""
         choice = ChatChunkChoice(index=delta.index, delta=said)
         if first and self._chat.wants_logprobs:
             choice.logprobs = told_logprobs(self._chat, delta.entries)

@@ -1,4 +1,4 @@
-"""POST /v1/completions: raw prompts, one or many, with echo and the older shape of logprobs."""
+"""POST /v1/completions: raw prompts, one or many, with echo and OpenAI's older shape of logprobs."""
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
@@ -36,7 +36,7 @@ from .unsupported import refuse_unsupported
 
 
 def prompt_items(given: Any, param: str) -> list[Any]:
-    """Each a text, or a list of ids. Raises ApiError 400."""
+    """Split the `prompt` field into items, each a text or a list of token ids. Raises ApiError 400."""
     if isinstance(given, str):
         given = [given]
     if not given:
@@ -50,7 +50,8 @@ def prompt_items(given: Any, param: str) -> list[Any]:
 def truncated(
     prompts: list[list[int]], most: int | None, max_tokens: int | None, model: LoadedModel
 ) -> tuple[list[list[int]], list[str]]:
-    """The last `most` ids of each (-1: as many as leave room for `max_tokens`), and a warning about the rest.
+    """Keep the last `most` ids of each prompt (-1: as many as leave room for `max_tokens`). Returns the
+    prompts and a warning if something was cut.
 
     Raises ApiError 400 for a length that no prompt may have.
     """
@@ -70,7 +71,7 @@ def truncated(
 
 
 async def prompt_ids(items: list[Any], param: str, model: LoadedModel, *, special: bool) -> list[list[int]]:
-    """Of `prompt_items`. Raises ApiError 400."""
+    """Tokenize the items of `prompt_items`. Raises ApiError 400."""
 
     def encode() -> list[list[int]]:
         return [model.text.encode(i, add_special_tokens=special) if isinstance(i, str) else i for i in items]
@@ -81,7 +82,9 @@ async def prompt_ids(items: list[Any], param: str, model: LoadedModel, *, specia
 
 
 def check_prompts(prompts: list[list[int]], param: str, model: LoadedModel) -> None:
-    """Raises ApiError 400 where a prompt has no tokens, or one that the model has no embedding for."""
+    """Check that every prompt has tokens and that the model has an embedding for each. Raises
+    ApiError 400.
+    """
     info = model.supervisor.info
     assert info is not None
     for i, ids in enumerate(prompts):
@@ -96,7 +99,9 @@ CompletionCall = CheckedRequest[CompletionRequest]
 
 
 async def prepare_completion(call: RequestContext, body: CompletionRequest) -> CompletionCall:
-    """Raises ApiError for everything that can be known before the engine has it."""
+    """Check a completion request and build its generation. Raises ApiError for every error that can be found
+    before the engine has the request.
+    """
     refuse_unsupported(body)
     check_common(body, call.limits)
     n = body.n or 1
@@ -202,7 +207,7 @@ async def stream_completion(gateway: Gateway, call: CompletionCall) -> AsyncGene
 
 
 class _Writer:
-    """Deltas to choices. A choice's first delta carries the echo."""
+    """Builds choices from deltas. A choice's first delta carries the echo."""
 
     def __init__(self, opened: OpenRequest, call: CompletionCall) -> None:
         self._opened = opened
@@ -219,7 +224,7 @@ class _Writer:
 
     @property
     def prompt_work(self) -> int:
-        """Prompt tokens that the answer tells about."""
+        """Number of prompt tokens that the answer reports on."""
         tells = self._body.echo or self._body.prompt_logprobs is not None
         return self._opened.usage.prompt_tokens if tells else 0
 
@@ -233,7 +238,7 @@ class _Writer:
         return chunk
 
     def event(self, delta: Delta, *, last: bool) -> bytes:
-        """Empty where there is nothing to say yet."""
+        """Encode the events of one delta. Empty where there is nothing to send yet."""
         silent = not (delta.text or delta.finish_reason or delta.entries)
         if silent and not self._body.return_token_ids and (delta.index in self._told or not self._body.echo):
             return b""

@@ -1,4 +1,4 @@
-"""Time limits of a request: those of its fields, and of the server's settings where they are shorter."""
+"""Deadlines of a request: from its fields, and from the server's settings where those are shorter."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from .request_types import GenerationFields
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Of `time.monotonic()`."""
+    """Points in time on the clock of `time.monotonic()`."""
 
     finish_by: float | None
     first_token_by: float | None

@@ -1,4 +1,4 @@
-"""Requests of other dialects, as the chats and completions that mean the same."""
+"""Chat and completion requests made from requests of other dialects."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from .request_types import ChatCompletionRequest, CompletionRequest
 
 
 def chat_request(plain: dict[str, Any]) -> ChatCompletionRequest:
-    """`plain` checked. Raises ApiError 400."""
+    """Decode and check `plain` as a chat request. Raises ApiError 400."""
     try:
         return msgspec.convert(plain, ChatCompletionRequest)
     except msgspec.ValidationError as error:  # bounds that are the chat's own
@@ -26,7 +26,9 @@ def chat_request(plain: dict[str, Any]) -> ChatCompletionRequest:
 async def prepare_translated_completion(
     call: RequestContext, plain: dict[str, Any], names: Mapping[str, str]
 ) -> CompletionCall:
-    """As `prepare_translated`, of a raw prompt; the log has it as the completion that it is."""
+    """Prepare a raw prompt of another dialect. See `prepare_translated`. The request log has it as a
+    completion.
+    """
     body = msgspec.json.encode(plain)
     translated = replace(call, plain=plain, body=body, endpoint="/v1/completions")
     try:
@@ -41,8 +43,8 @@ async def prepare_translated_completion(
 async def prepare_translated(
     call: RequestContext, plain: dict[str, Any], warnings: list[str], prefix: str, names: Mapping[str, str]
 ) -> ChatCall:
-    """Where requests are kept, this one is kept as `plain`; `warnings` are of its own dialect, as are
-    `names`, by those of the chat's fields.
+    """Prepare a chat of another dialect. If content is kept, `plain` is what is kept. `warnings` come from
+    that dialect. `names` maps the chat's fields to its own.
     """
     translated = replace(call, plain=plain, body=msgspec.json.encode(plain))
     try:
@@ -57,7 +59,9 @@ async def prepare_translated(
 
 
 def _rename(error: ApiError, names: Mapping[str, str]) -> None:
-    """Blames the field that the caller sent. A place inside it (`tools[0].name`) stays as it is."""
+    """Name the field that the caller sent in the error. A place inside it (`tools[0].name`) stays
+    as it is.
+    """
     param = error.param or ""
     field = re.match(r"\w*", param)
     name = names.get(field[0]) if field else None

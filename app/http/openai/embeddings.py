@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: a vector of length 1 for each text, in their order."""
+"""POST /v1/embeddings: one vector of length 1 for each text, in order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,14 +30,16 @@ MAX_INPUTS: Final = 2048
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """What the engine made of each prompt, as `Delta.vector`."""
+    """Pooled output of the engine for each prompt, as in `Delta.vector`."""
 
     vectors: list[bytes]
     usage: TokenUsage
 
 
 async def prepare_embeddings(call: RequestContext, body: EmbeddingRequest) -> Generation:
-    """Raises ApiError for everything that can be known before the engine has it."""
+    """Check an embedding request and build its generation. Raises ApiError for every error that can be found
+    before the engine has the request.
+    """
     refuse_unsupported(body)
     items = prompt_items(body.input, "input")
     check_inputs(items, "input")
@@ -59,7 +61,7 @@ async def prepare_embeddings(call: RequestContext, body: EmbeddingRequest) -> Ge
 
 
 def check_inputs(items: Sequence[str | list[int]], param: str) -> None:
-    """What needs no model. Raises ApiError 400."""
+    """Check the inputs without a model. Raises ApiError 400."""
     if len(items) > MAX_INPUTS:
         raise invalid(param, f"at most {MAX_INPUTS} inputs can be sent at once, these are {len(items)}")
     for i, item in enumerate(items):
@@ -68,7 +70,7 @@ def check_inputs(items: Sequence[str | list[int]], param: str) -> None:
 
 
 def check_dimensions(dimensions: int | None, model: LoadedModel) -> None:
-    """Raises ApiError 400."""
+    """Check `dimensions` against the model. Raises ApiError 400."""
     info = model.supervisor.info
     assert info is not None
     if dimensions is not None and dimensions > info.hidden_size:
@@ -86,7 +88,7 @@ def pooled_generation(
     cache_salt: str = "",
     prompt_param: str = "input",
 ) -> Generation:
-    """As the model's folder declares it. Raises ApiError 400."""
+    """Build a pooling generation as the model's folder declares it. Raises ApiError 400."""
     info = model.supervisor.info
     assert info is not None
     if info.pooling_problem:
@@ -130,7 +132,7 @@ def pooled(
 
 
 async def pool(gateway: Gateway, generation: Generation) -> Pooled:
-    """Raises ApiError."""
+    """Run the generation and collect its pooled output. Raises ApiError."""
     vectors = [b""] * len(generation.prompts)
     with gateway.open(generation) as opened:
         async for delta in opened.deltas():
@@ -142,7 +144,9 @@ async def pool(gateway: Gateway, generation: Generation) -> Pooled:
 async def embed(
     gateway: Gateway, generation: Generation, body: EmbeddingRequest, warnings: list[str]
 ) -> bytes:
-    """The answer's JSON: of thousands of vectors it is megabytes, which the loop shall not wait for."""
+    """Return the answer's JSON. Thousands of vectors are megabytes of it, so it is encoded off the event
+    loop.
+    """
     pooled = await pool(gateway, generation)
     name = body.model or generation.model.name
     size = sum(map(len, pooled.vectors))

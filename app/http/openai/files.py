@@ -1,4 +1,4 @@
-"""OpenAI's files, for batches: what a client sent, and what came of its batches."""
+"""OpenAI's Files API for batches: uploaded input files, and output files of batches."""
 
 import time
 from collections import OrderedDict
@@ -100,7 +100,7 @@ async def list_files(
     limit: Annotated[int, QueryParameter(ge=1, le=10_000)] = 10_000,
     order: Order = "desc",
 ) -> FileList:
-    """The caller's files, those of batches that have ended among them."""
+    """The caller's files, output and error files of ended batches included."""
     services, owner = services_and_owner(request)
     found = [_shown(file) for file in await services.files.all(owner)] if purpose in {None, "batch"} else []
     if purpose in {None, "batch_output"}:
@@ -118,7 +118,7 @@ async def list_files(
 
 @get(_ONE, opt={"access": Access.STORED}, name="file", operation_id="retrieveFile")
 async def retrieve_file(request: HttpRequest, file_id: FromPath[str]) -> FileObject:
-    """What is known of one file."""
+    """Return the description of one file."""
     services, owner = services_and_owner(request)
     if (output := await find_output(services, owner, file_id)) is not None:
         return await _shown_output(services, *output)
@@ -127,7 +127,7 @@ async def retrieve_file(request: HttpRequest, file_id: FromPath[str]) -> FileObj
 
 @get(_ONE + "/content", opt={"access": Access.STORED}, name="file_content", operation_id="downloadFile")
 async def file_content(request: HttpRequest, file_id: FromPath[str]) -> Response[Any]:
-    """The file itself."""
+    """Return the file itself."""
     services, owner = services_and_owner(request)
     if (output := await find_output(services, owner, file_id)) is not None:
         return Stream(output_lines(services, *output), media_type="application/octet-stream")

@@ -1,4 +1,4 @@
-"""Fields of other servers that change an answer and mean nothing here: they are refused, never ignored.
+"""Fields of other servers that would change an answer and mean nothing here: refused, never ignored.
 
 Other unknown fields become warnings. Values that ask for what happens anyway pass.
 """
@@ -70,7 +70,9 @@ _NO_PENALTY: Final = (None, 0, 1)
 
 
 def refuse_foreign(plain: Mapping[str, Any], places: tuple[str, ...] = ("options",)) -> None:
-    """`places`: of further fields inside `plain`. Raises ApiError 400 with `param`."""
+    """Refuse fields of other servers. `places`: of further fields inside `plain`. Raises ApiError 400 with
+    `param`.
+    """
     for at, fields in _tables(plain, places):
         for name in _FIELDS.keys() & fields.keys():
             reason, harmless = _FIELDS[name]

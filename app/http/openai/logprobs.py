@@ -1,4 +1,4 @@
-"""Log-probabilities in the dialects' shapes."""
+"""Log-probabilities in the shapes of the dialects."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ LOWEST = -9999.0
 
 
 def token_label(data: bytes, prefix: str = "") -> str:
-    r"""A token's text; bytes that are no whole characters are written `\xe4\xbd`, as OpenAI does."""
+    r"""Return a token's text. Bytes that are no whole characters are written `\xe4\xbd`, as OpenAI does."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -30,14 +30,18 @@ def token_label(data: bytes, prefix: str = "") -> str:
 def chat_logprobs(
     entries: Sequence[TokenEntry], tokens: TokenBytes, *, as_ids: bool | None = False
 ) -> ChatLogprobs:
-    """`as_ids`: tokens are named by their ids, `token_id:N`; `bytes` stay those of their texts."""
+    """Build the chat shape. `as_ids`: tokens are named by their ids, `token_id:N`; `bytes` stay those of
+    their texts.
+    """
     return ChatLogprobs([_chat_entry(entry, tokens, as_ids=bool(as_ids)) for entry in entries])
 
 
 def completion_logprobs(
     entries: Sequence[TokenEntry], tokens: TokenBytes, offset: int, top: int, *, as_ids: bool | None = False
 ) -> CompletionLogprobs:
-    """`offset` is where the answer begins in the returned text, `top` how many alternatives were asked."""
+    """Build the completion shape. `offset` is where the answer begins in the returned text, `top` the number
+    of alternatives requested.
+    """
     result = CompletionLogprobs()
     for entry in entries:
         id_, start = entry.logprobs.token_id, offset + entry.start
@@ -55,7 +59,9 @@ def append_completion_entry(
     *,
     as_ids: bool | None = False,
 ) -> None:
-    """The chosen token is always among the alternatives. The first token of all has no logprobs: None."""
+    """Append one token. The chosen token is always among the alternatives. The first token of a prompt has no
+    logprobs: None.
+    """
     label = _id_label if as_ids else lambda id_: _label(tokens.inner(id_))
     result.text_offset.append(offset)
     result.tokens.append(label(token_id))

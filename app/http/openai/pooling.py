@@ -1,4 +1,4 @@
-"""vLLM's routes over vectors: scores of pairs, classes of texts, and `/pooling`."""
+"""vLLM's pooling routes: scores of pairs, classification, and `/pooling`."""
 
 import time
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from .unsupported import refuse_unsupported
 
 
 class ScoreRequest(Struct, kw_only=True):
-    """Each of `text_1` with each of `text_2`: one with one, one with many, or pair by pair."""
+    """Pairs of `text_1` and `text_2`: one with one, one with many, or pair by pair."""
 
     text_1: str | list[str]
     text_2: str | list[str]
@@ -120,7 +120,9 @@ class ScoreCall:
 
 
 async def prepare_score(call: RequestContext, body: ScoreRequest) -> ScoreCall:
-    """Raises ApiError for everything that can be known before the engine has it."""
+    """Check a score request and build its generations. Raises ApiError for every error that can be found
+    before the engine has the request.
+    """
     left, right = (_texts(body, name) for name in ("text_1", "text_2"))
     if len(left) not in {1, len(right)}:
         raise invalid("text_1", f"it is one text, or as many as 'text_2' has ({len(right)})")
@@ -150,7 +152,7 @@ async def prepare_score(call: RequestContext, body: ScoreRequest) -> ScoreCall:
 
 
 async def run_score(call: RequestContext, body: ScoreRequest, prepared: ScoreCall) -> ScoreList:
-    """Raises ApiError."""
+    """Score all pairs. Raises ApiError."""
     found = await pool(call.gateway, prepared.generation)
     size = sum(map(len, found.vectors))
     scores = await off_loop(size, lambda: _scores(prepared, found.vectors))
@@ -168,7 +170,7 @@ async def run_score(call: RequestContext, body: ScoreRequest, prepared: ScoreCal
 async def classify(
     call: RequestContext, body: ClassifyRequest, model: LoadedModel, found: Classifier
 ) -> ClassList:
-    """Raises ApiError."""
+    """Classify each input. Raises ApiError."""
     generation = await _inputs(call, body, model, "classify", "last")
     result = await pool(call.gateway, generation)
     size = sum(map(len, result.vectors)) * len(found.labels)
@@ -200,7 +202,7 @@ async def find_classifier(model: LoadedModel) -> Classifier | None:
 
 
 async def require_classifier(model: LoadedModel) -> Classifier:
-    """Raises ApiError 400."""
+    """Return the model's classification head. Raises ApiError 400 for a model without one."""
     found = await find_classifier(model)
     if found is None:
         raise not_a_classifier()
@@ -208,7 +210,7 @@ async def require_classifier(model: LoadedModel) -> Classifier:
 
 
 async def run_pooling(call: RequestContext, body: PoolingRequest) -> bytes:
-    """The answer's JSON. Raises ApiError."""
+    """Return the answer's JSON. Raises ApiError."""
     with call.recording_refusals():
         refuse_unsupported(body)
         model = await call.find_model(body.model, Deadlines.of(call).next)
@@ -255,7 +257,9 @@ def _texts(body: ScoreRequest, name: str) -> list[str]:
 
 
 async def _judge_of(model: LoadedModel) -> Reranker | None:
-    """None for a model for vectors, whose cosine is the score. Raises ApiError 400 for what is neither."""
+    """Return the model's reranker; None for an embedding model, whose cosine is the score. Raises ApiError
+    400 for a model that is neither.
+    """
     info = model.supervisor.info
     assert info is not None
     try:
@@ -269,7 +273,7 @@ async def _judge_of(model: LoadedModel) -> Reranker | None:
 async def _judged(
     call: RequestContext, model: LoadedModel, left: list[str], right: list[str], instruction: str | None
 ) -> list[list[int]]:
-    """One question a pair; the template is rendered once for all pairs with the same `text_1`."""
+    """Build one prompt a pair. The template is rendered once for all pairs with the same `text_1`."""
     queries = left if len(left) > 1 else left * len(right)
     prompts: list[list[int]] = [[] for _ in right]
     for query in dict.fromkeys(queries):
@@ -292,7 +296,7 @@ def _scores(prepared: ScoreCall, vectors: Sequence[bytes]) -> list[float]:
 async def _inputs(
     call: RequestContext, body: Any, model: LoadedModel, prefix: str, pooling: Pooling | None
 ) -> Generation:
-    """Of `input`; `pooling`: that of the model's folder where it is None."""
+    """Build the generation of `input`. `pooling`: None for the one that the model's folder declares."""
     items = prompt_items(body.input, "input")
     check_inputs(items, "input")
     reservation = call.reserve(model, len(items), pools=True)

@@ -1,4 +1,4 @@
-"""Routes whose answers are made of vectors: embeddings, rankings, scores, classes."""
+"""Routes that return vectors and scores: embeddings, rankings, scores, classes."""
 
 from typing import Annotated, Any
 
@@ -38,7 +38,7 @@ from .response_types import EmbeddingList, Ranking
 async def embeddings(
     request: HttpRequest, data: Annotated[EmbeddingRequest, Body()]
 ) -> Response[EmbeddingList]:
-    """A vector for each text."""
+    """Return a vector for each text."""
     call = await RequestContext.of(request)
     with call.recording_refusals():
         generation = await prepare_embeddings(call, data)
@@ -55,7 +55,7 @@ async def embeddings(
     operation_id="createRerank",
 )
 async def rerank(request: HttpRequest, data: Annotated[RerankRequest, Body()]) -> Response[Ranking]:
-    """How relevant documents are to a query, the most relevant first."""
+    """Rank documents by their relevance to a query, the most relevant first."""
     return await _ranked(request, data, tells_documents=True)
 
 
@@ -72,7 +72,9 @@ async def rerank_plain(request: HttpRequest, data: Annotated[RerankRequest, Body
     operation_id="createRerankV2",
 )
 async def rerank_v2(request: HttpRequest, data: Annotated[RerankRequest, Body()]) -> Response[Ranking]:
-    """The same for Cohere's clients: documents come back only where `return_documents` asks for them."""
+    """Rank documents for Cohere's clients. Documents come back only where `return_documents` asks
+    for them.
+    """
     return await _ranked(request, data, tells_documents=False)
 
 
@@ -94,7 +96,7 @@ async def _ranked(request: HttpRequest, data: RerankRequest, *, tells_documents:
     operation_id="createScore",
 )
 async def score(request: HttpRequest, data: Annotated[ScoreRequest, Body()]) -> Response[ScoreList]:
-    """How well pairs of texts go together."""
+    """Score how well pairs of texts go together."""
     return await _scored(request, data)
 
 
@@ -120,7 +122,7 @@ async def _scored(request: HttpRequest, data: ScoreRequest) -> Response[ScoreLis
 async def classify_texts(
     request: HttpRequest, data: Annotated[ClassifyRequest, Body()]
 ) -> Response[ClassList]:
-    """The probability of each class, from a model that sorts texts."""
+    """Return the probability of each class, from a classification model."""
     call = await RequestContext.of(request)
     with call.recording_refusals():
         model = await call.find_model(data.model, Deadlines.of(call).next)
@@ -136,7 +138,7 @@ async def classify_texts(
     operation_id="createPooling",
 )
 async def pooling(request: HttpRequest, data: Annotated[PoolingRequest, Body()]) -> Response[PoolingList]:
-    """A vector, or probabilities of classes, for each text."""
+    """Return a vector, or class probabilities, for each text."""
     call = await RequestContext.of(request)
     encoded: Any = await while_connected(request.receive, run_pooling(call, data))
     return Response(encoded, media_type="application/json")

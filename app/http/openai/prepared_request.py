@@ -1,4 +1,4 @@
-"""What the two kinds of completion have in common once they are checked."""
+"""Base of checked chat and completion requests."""
 
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -14,14 +14,16 @@ Body = TypeVar("Body", ChatCompletionRequest, CompletionRequest)
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest(Generic[Body]):
-    """A checked request and what the gateway is to do for it."""
+    """A checked request and the generation that the gateway is to run for it."""
 
     body: Body
     generation: Generation
     warnings: list[str]
 
     def extras(self, opened: OpenRequest) -> dict[str, Any]:
-        """Fields of ours at the end of an answer: the seed, if we drew it, and warnings."""
+        """Return llmbox's own fields at the end of an answer: warnings, and the seed if the server
+        drew it.
+        """
         drawn = self.body.seed is None
         return {
             "seed": self.generation.params.seed if drawn else UNSET,
@@ -29,7 +31,7 @@ class CheckedRequest(Generic[Body]):
         }
 
     def warnings_at_end(self, opened: OpenRequest) -> list[str]:
-        """What was ignored, and that an answer which has to follow something was cut."""
+        """Return the warnings: ignored fields, and a structured answer that was cut short."""
         follows = self.generation.params.grammar is not None
         if not follows or all(each.finish_reason != "length" for each in opened.sequences):
             return [*self.warnings, *self.generation.remarks]
@@ -46,7 +48,7 @@ class CheckedRequest(Generic[Body]):
 
     @property
     def usage_at_end(self) -> bool:
-        """A stream ends with a chunk of its own for the usage."""
+        """True if a stream ends with a separate chunk for the usage."""
         options = self.body.stream_options
         return options is not None and bool(options.include_usage)
 

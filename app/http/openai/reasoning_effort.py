@@ -1,4 +1,4 @@
-"""`reasoning_effort`, as far as a model's chat template lets it be chosen."""
+"""`reasoning_effort`, to the extent that a model's chat template supports it."""
 
 from dataclasses import replace
 from typing import Literal
@@ -10,12 +10,14 @@ _LEVELS, _SWITCH = "reasoning_effort", "enable_thinking"
 
 
 def thinks(effort: Effort) -> bool:
-    """Where a model either thinks or does not."""
+    """True if this effort turns thinking on in a template that has only a switch."""
     return effort not in {"none", "minimal"}
 
 
 def with_effort(chat: Chat, effort: Effort | None, template: str | None) -> tuple[Chat, list[str]]:
-    """The chat as the template is to see it, and warnings. `chat_template_kwargs` of the request go first."""
+    """Return the chat with the template variables of `effort`, and warnings. `chat_template_kwargs` of the
+    request take precedence.
+    """
     if effort is None:
         return chat, []
     known = template or ""

@@ -1,4 +1,4 @@
-"""What every generating route knows besides its own fields."""
+"""Context of a generating request: caller, model, log and limits."""
 
 import asyncio
 import time
@@ -30,7 +30,7 @@ HttpRequest = Request[Any, Any, State]
 
 @dataclass(slots=True)
 class RequestContext:
-    """One HTTP exchange of a generating route. `model` is filled in once it is found."""
+    """One HTTP exchange of a generating route. `model` is set once it is found."""
 
     services: Services
     endpoint: str
@@ -67,14 +67,14 @@ class RequestContext:
         return self.services.settings.limits
 
     def keep(self) -> ContentRetention | None:
-        """What the log may hold of this request besides its numbers."""
+        """Return what the log may hold of this request besides its numbers."""
         keyless = self.services.settings.requests.log_content
         if not self.caller.keeps_content(keyless=keyless):
             return None
         return ContentRetention("" if self.caller.key is None else self.caller.key.id, self.body.decode())
 
     async def find_model(self, name: str | None, by: float | None = None) -> LoadedModel:
-        """May wait until it is loaded, if it is on disk; until `by` of `time.monotonic()`, if that is set."""
+        """Return the model, loading it from disk if needed. `by` (of `time.monotonic()`) bounds the wait."""
         if name is not None:
             self.caller.require_model(name)
         try:
@@ -107,7 +107,7 @@ class RequestContext:
         return unknown_fields(kind, self.plain)
 
     def allowed(self) -> Callable[[], bool] | None:
-        """Asked again while the request runs: a key may be revoked meanwhile."""
+        """Return the check that is repeated while the request runs: a key may be revoked meanwhile."""
         caller, security = self.caller, self.services.security
         if caller.key is None and caller.session is None:
             return None
@@ -115,7 +115,7 @@ class RequestContext:
 
     @contextmanager
     def recording_refusals(self) -> Iterator[None]:
-        """Errors before the gateway takes over are logged as requests of their own.
+        """Log errors before the gateway takes over as requests of their own.
 
         Raises ApiError 400 for fields of other servers that would have changed the answer.
         """
@@ -131,7 +131,7 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
-    """What all chunks of an answer repeat."""
+    """Fields that all chunks of an answer repeat."""
 
     id: str
     created: int
@@ -140,5 +140,5 @@ class ChunkHeader:
 
     @classmethod
     def of(cls, id_: str, created: int, asked: str | None, model: LoadedModel) -> "ChunkHeader":
-        """A model that was named by an alias answers under it."""
+        """Build the header. A model that was named by an alias answers under the alias."""
         return cls(id_, created, asked or model.name, system_fingerprint(model))

@@ -1,4 +1,4 @@
-"""Types and ranges of request fields: what the checks and the OpenAPI document are both made of.
+"""Types and bounds of request fields. Both the checks and the OpenAPI document are made from them.
 
 Limits that the configuration may change (n, stop strings, messages, logit_bias) are checked in `sampling.py`
 and `chat.py` instead.
@@ -71,7 +71,7 @@ class ResponseFormat(Struct, kw_only=True):
 
 
 class StructuredOutputs(Struct, kw_only=True):
-    """One of these."""
+    """Constraint on the answer: exactly one of these fields."""
 
     json: str | dict[str, Any] | None = None
     """A JSON schema."""
@@ -84,7 +84,7 @@ class StructuredOutputs(Struct, kw_only=True):
 
 
 class GenerationFields(Struct, kw_only=True):
-    """What chat and plain completions have in common. null is the same as absent."""
+    """Fields that chat and plain completions share. null is the same as absent."""
 
     model: Name | None = None
     max_tokens: CountOrZero | None = None
@@ -157,7 +157,7 @@ class CustomCall(Struct, kw_only=True):
 
 
 class ToolCall(Struct, kw_only=True):
-    """With `function` or `custom`, as its type says."""
+    """Tool call with `function` or `custom`, according to its type."""
 
     function: FunctionCall | None = None
     custom: CustomCall | None = None
@@ -184,7 +184,7 @@ class CustomFormat(Struct, kw_only=True):
 
 
 class CustomFunction(Struct, kw_only=True):
-    """Takes a text instead of a JSON object; with a grammar, one that follows it."""
+    """Custom tool: takes a text instead of a JSON object. A grammar constrains the text."""
 
     name: ToolName
     description: str | None = None
@@ -220,7 +220,7 @@ class AllowedTools(Struct, kw_only=True):
 
 
 class AllowedChoice(Struct, kw_only=True, tag_field="type", tag="allowed_tools"):
-    """Of all `tools`, the ones that may be called in this answer."""
+    """Subset of `tools` that may be called in this answer."""
 
     allowed_tools: AllowedTools
 
@@ -283,7 +283,9 @@ class CompletionRequest(GenerationFields, kw_only=True):
 
 
 class EmbeddingRequest(Struct, kw_only=True):
-    """Texts get the special tokens that the model's tokenizer adds; token ids are taken as they are."""
+    """Input for embeddings. Texts get the special tokens that the model's tokenizer adds; token ids are taken
+    as they are.
+    """
 
     input: str | list[str | TokenId | list[TokenId]]
     model: Name | None = None
@@ -304,7 +306,7 @@ class RerankDocument(Struct):
 
 
 class RerankRequest(Struct, kw_only=True):
-    """As Jina's, Cohere's and vLLM's clients send it."""
+    """Rerank request in the shape of Jina's, Cohere's and vLLM's clients."""
 
     query: str
     documents: list[str | RerankDocument]
@@ -327,7 +329,7 @@ class RerankRequest(Struct, kw_only=True):
 
 
 class TokenizeRequest(Struct, kw_only=True):
-    """`prompt`, or `messages` as a chat would render them."""
+    """Either `prompt`, or `messages` as a chat would render them."""
 
     model: Name | None = None
     prompt: str | None = None

@@ -1,4 +1,4 @@
-"""POST /v1/rerank: how relevant each document is to a query."""
+"""POST /v1/rerank: the relevance of each document to a query."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,9 @@ class Judged:
 
 
 async def prepare_rerank(call: RequestContext, body: RerankRequest) -> Judged:
-    """Raises ApiError for everything that can be known before the engine has it."""
+    """Check a rerank request and build its generation. Raises ApiError for every error that can be found
+    before the engine has the request.
+    """
     refuse_unsupported(body)
     documents = [each if isinstance(each, str) else each.text for each in body.documents]
     if not documents:
@@ -51,7 +53,7 @@ async def prepare_rerank(call: RequestContext, body: RerankRequest) -> Judged:
 
 
 async def _cut(documents: list[str], most: int | None, model: LoadedModel) -> tuple[list[str], list[str]]:
-    """The beginning of each document, of `most` tokens, and a warning where something was cut."""
+    """Cut each document to its first `most` tokens. Returns the texts, and a warning if something was cut."""
     if most is None:
         return documents, []
     size = sum(map(len, documents))
@@ -64,7 +66,7 @@ async def _cut(documents: list[str], most: int | None, model: LoadedModel) -> tu
 
 
 async def find_judge(model: LoadedModel) -> Reranker:
-    """Raises ApiError 400."""
+    """Return the model's reranker. Raises ApiError 400 for a model that cannot rank."""
     info = model.supervisor.info
     assert info is not None
     asks = info.generates or info.pooling_problem
@@ -76,7 +78,7 @@ async def find_judge(model: LoadedModel) -> Reranker:
 
 
 async def rank(gateway: Gateway, judged: Judged, body: RerankRequest, warnings: list[str]) -> Ranking:
-    """Raises ApiError."""
+    """Score the documents and sort them. Raises ApiError."""
     found = await pool(gateway, judged.generation)
     size = sum(map(len, found.vectors))
     scores = await off_loop(size, lambda: list(map(judged.judge.score, found.vectors)))

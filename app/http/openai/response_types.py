@@ -1,4 +1,6 @@
-"""Answers, OpenAI's to the key. UNSET fields are left out: ours appear only when they say something."""
+"""Answer types with exactly OpenAI's keys. UNSET fields are left out: llmbox's own appear only when they
+carry information.
+"""
 
 from typing import Any, Literal
 
@@ -53,7 +55,7 @@ class TokenLogprob(Struct):
 
 
 class PromptTokenLogprob(Struct):
-    """vLLM's shape, keyed by token id."""
+    """Entry in vLLM's shape, keyed by token id."""
 
     logprob: float
     rank: int | None
@@ -73,7 +75,7 @@ class CompletionLogprobs(Struct):
 
 
 class Extras(Struct, kw_only=True):
-    """Ours, at the top of an answer (of the last chunk when streaming)."""
+    """llmbox's own fields, at the top of an answer (of the last chunk when streaming)."""
 
     seed: int | UnsetType = UNSET
     """Drawn because the request had none; sending it gives the same answer again."""
@@ -91,7 +93,7 @@ class CalledCustom(Struct):
 
 
 class ChatToolCall(Struct, kw_only=True):
-    """With `function` or `custom`, as its type says."""
+    """Tool call with `function` or `custom`, according to its type."""
 
     id: str
     type: Literal["function", "custom"] = "function"
@@ -142,7 +144,9 @@ class CustomDelta(Struct, kw_only=True):
 
 
 class ToolCallDelta(Struct, kw_only=True):
-    """`id`, `type` and the name come once, then pieces of the arguments or of the input."""
+    """Part of a tool call: `id`, `type` and the name come once, then pieces of the arguments or of
+    the input.
+    """
 
     index: int
     id: str | UnsetType = UNSET
@@ -183,7 +187,7 @@ class ChatChunk(Extras, kw_only=True):
 
 
 class CompletionChoice(Struct, kw_only=True):
-    """Also a chunk's choice, where `finish_reason` may be null."""
+    """One choice of a completion, or of a chunk, where `finish_reason` may be null."""
 
     index: int
     text: str
@@ -195,7 +199,7 @@ class CompletionChoice(Struct, kw_only=True):
 
 
 class Completion(Extras, kw_only=True):
-    """Also a chunk, where `usage` depends on `stream_options`."""
+    """A completion, or a chunk of one, where `usage` depends on `stream_options`."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -259,7 +263,7 @@ class Ranked(Struct, kw_only=True):
 
 
 class Ranking(Struct, kw_only=True):
-    """The most relevant document first."""
+    """Ranked documents, the most relevant first."""
 
     id: str
     model: str

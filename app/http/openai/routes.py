@@ -1,4 +1,4 @@
-"""The OpenAI dialect's routes."""
+"""Routes of the OpenAI dialect."""
 
 import asyncio
 from typing import Annotated, Any
@@ -41,7 +41,7 @@ from .unsupported import refuse_unsupported
 async def chat_completions(
     request: HttpRequest, data: Annotated[ChatCompletionRequest, Body()]
 ) -> Response[ChatCompletion]:
-    """The model's next message in a conversation; server-sent events with `stream`."""
+    """Generate the model's next message in a conversation; server-sent events with `stream`."""
     call = await RequestContext.of(request)
     with call.recording_refusals():
         store = Store.wanted(call, "chat", data, call.plain["messages"])
@@ -61,7 +61,7 @@ async def chat_completions(
 async def completions(
     request: HttpRequest, data: Annotated[CompletionRequest, Body()]
 ) -> Response[Completion]:
-    """How a raw prompt goes on; server-sent events with `stream`."""
+    """Continue a raw prompt; server-sent events with `stream`."""
     call = await RequestContext.of(request)
     with call.recording_refusals():
         completion = await prepare_completion(call, data)
@@ -77,7 +77,8 @@ async def models(
     after_id: Annotated[str | None, QueryParameter(max_length=512)] = None,
     before_id: Annotated[str | None, QueryParameter(max_length=512)] = None,
 ) -> ModelList | ModelInfoPage:
-    """Every model that may be asked for, aliases included: loaded, or loaded by the request that names it.
+    """List every model that may be requested, aliases included: loaded, or loaded by the request that names
+    it.
 
     Pages, and Anthropic's shape, are for requests with the header `anthropic-version` or `x-api-key`.
     """
@@ -89,7 +90,7 @@ async def models(
 
 @get("/v1/models/{model_id:path}", opt={"access": Access.KNOWN}, name="model", operation_id="retrieveModel")
 async def model(request: HttpRequest, model_id: Annotated[str, Parameter()]) -> Model | ModelInfo:
-    """One of them; ids may contain slashes."""
+    """Return one model; ids may contain slashes."""
     wanted = model_id.removeprefix("/")
     for found in await listed_models(await RequestContext.of(request)):
         if found.id == wanted:
@@ -115,7 +116,7 @@ async def remove_model(request: HttpRequest, model_id: Annotated[str, Parameter(
 
 @post("/tokenize", status_code=200, opt={"access": Access.INFER}, name="tokenize", operation_id="tokenize")
 async def tokenize(request: HttpRequest, data: Annotated[TokenizeRequest, Body()]) -> Tokenized:
-    """Token ids of a text, or of a conversation as the model would see it."""
+    """Return the token ids of a text, or of a conversation as the model would see it."""
     call = await RequestContext.of(request)
     refuse_unsupported(data)
     if (data.prompt is None) == (data.messages is None):
@@ -141,7 +142,7 @@ async def tokenize(request: HttpRequest, data: Annotated[TokenizeRequest, Body()
     "/detokenize", status_code=200, opt={"access": Access.INFER}, name="detokenize", operation_id="detokenize"
 )
 async def detokenize(request: HttpRequest, data: Annotated[DetokenizeRequest, Body()]) -> Detokenized:
-    """The text of token ids, special tokens by name."""
+    """Return the text of token ids, special tokens by name."""
     call = await RequestContext.of(request)
     model = await call.find_model(data.model)
     info = model.supervisor.info
@@ -156,7 +157,7 @@ async def detokenize(request: HttpRequest, data: Annotated[DetokenizeRequest, Bo
 async def tokenizer_info(
     request: HttpRequest, model: Annotated[str | None, QueryParameter(max_length=512)] = None
 ) -> dict[str, Any]:
-    """A model's `tokenizer_config.json`, with the chat template that is used."""
+    """Return a model's `tokenizer_config.json`, with the chat template that is used."""
     call = await RequestContext.of(request)
     found = await call.find_model(model)
     config = await asyncio.to_thread(read_tokenizer_config, found.path)
@@ -195,7 +196,7 @@ def _loaded(call: RequestContext) -> dict[str, Model]:
 def _show(
     shown: dict[str, Model], call: RequestContext, name: str, model: LoadedModel, cap: int | None
 ) -> None:
-    """`cap`: an alias's context."""
+    """Add a model to the list `shown`. `cap`: an alias's context."""
     info = model.supervisor.info
     if info is not None and name not in shown and call.caller.may_use_model(name):
         limit = min(context_limit(info), cap or context_limit(info))

@@ -1,4 +1,6 @@
-"""Sampling fields of a request to the engine's parameters: defaults filled in, checked against the model."""
+"""Sampling fields of a request as the engine's `SamplingParams`: defaults filled in, checked against the
+model.
+"""
 
 import secrets
 from collections.abc import Collection, Iterable
@@ -18,7 +20,7 @@ _MOST_BAD_WORDS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """How many alternatives: of generated tokens, and of prompt tokens."""
+    """Number of alternatives: for generated tokens, and for prompt tokens."""
 
     output: int | None
     prompt: int | None
@@ -27,7 +29,7 @@ class Logprobs:
 async def sampling_params(
     fields: GenerationFields, model: LoadedModel, limits: LimitSettings, logprobs: Logprobs
 ) -> SamplingParams:
-    """Raises ApiError 400. `max_tokens` is for the gateway to fill in."""
+    """Build the engine's parameters. Raises ApiError 400. The gateway fills in `max_tokens`."""
     info = model.supervisor.info
     assert info is not None
     vocabulary = info.vocab_size
@@ -60,7 +62,7 @@ async def sampling_params(
 
 
 def check_common(fields: GenerationFields, limits: LimitSettings) -> None:
-    """What needs no model. Raises ApiError 400."""
+    """Check the fields without a model. Raises ApiError 400."""
     if (fields.n or 1) > limits.choices:
         raise invalid("n", f"at most {limits.choices} choices can be asked for")
     if fields.stream_options is not None and not fields.stream:
@@ -102,7 +104,9 @@ def check_max_tokens(name: str, wanted: int | None, minimum: int, fields: Genera
 
 
 def public_id(prefix: str, asked: str | None, exchange: str, gateway: Gateway) -> str:
-    """The response's id: from `request_id`, else from `x-request-id`, so that logs of both sides meet."""
+    """Return the response's id: from `request_id`, else from `x-request-id`, so that logs of both sides
+    match.
+    """
     start = prefix if prefix.endswith("_") else f"{prefix}-"
     if asked is not None:
         return start + asked
@@ -150,7 +154,7 @@ def _check_allowed(allowed: tuple[int, ...], min_tokens: int, stop_ids: tuple[in
 
 
 async def _bad_words(words: Collection[str], model: LoadedModel) -> tuple[tuple[int, ...], ...]:
-    """Each word as it stands alone and as it stands after a space, which are different tokens."""
+    """Tokenize each word as it stands alone and after a space, which are different tokens."""
     if not words:
         return ()
     words = dict.fromkeys(word.lstrip() for word in words)

@@ -1,4 +1,4 @@
-"""Stored chat completions: list, get, change, delete, and the messages that they answer."""
+"""Stored chat completions: list, get, update, delete, and their input messages."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -39,14 +39,16 @@ class Deleted(Struct, kw_only=True):
 
 
 def page_of(items: Sequence[dict[str, Any]], limit: int) -> Page:
-    """Of the first `limit` items; one more tells that there is a next page."""
+    """Build a page of the first `limit` items. One more item means that there is a next page."""
     shown = list(items[:limit])
     first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
     return Page(data=shown, first_id=first, last_id=last, has_more=len(items) > limit)
 
 
 def page_after(items: Sequence[dict[str, Any]], after: str | None, limit: int, order: Order) -> Page:
-    """Of all `items`, given oldest first. Raises ApiError 404 where `after` is none of them."""
+    """Build the page after the cursor from all `items`, given oldest first. Raises ApiError 404 where `after`
+    is none of them.
+    """
     ordered = list(items if order == "asc" else reversed(items))
     if after is not None:
         place = next((n for n, item in enumerate(ordered) if item["id"] == after), None)
@@ -57,7 +59,9 @@ def page_after(items: Sequence[dict[str, Any]], after: str | None, limit: int, o
 
 
 def not_found(what: str, id_: str, param: str, *, code: str | None = None) -> ApiError:
-    """The same for what never was, was deleted or has expired, and what another key stored."""
+    """Build the 404 error: the same for an id that never was, was deleted, has expired or belongs to another
+    key.
+    """
     return ApiError(
         404,
         f"There is no stored {what} {id_!r} of yours. Only requests with 'store': true are stored.",
@@ -78,7 +82,7 @@ _MOST_PAIRS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512  # as OpenAI has them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store:
-    """The place of one request's answer."""
+    """Storage slot for one request's answer."""
 
     answers: StoredAnswers
     kind: Kind
@@ -98,7 +102,9 @@ class Store:
         items: Sequence[Any],
         previous: str = "",
     ) -> "Store | None":
-        """None where `body` does not ask for it. Raises ApiError 400 where it cannot be honoured."""
+        """Return the slot; None where `body` does not ask for storage. Raises ApiError 400 where it cannot be
+        honoured.
+        """
         if not body.store:
             return None
         if not call.services.settings.requests.store:
@@ -129,9 +135,10 @@ class Store:
         logprobs: bool = False,
         private: Mapping[str, Any] | None = None,
     ) -> bool:
-        """`answer` has an `id` and a `model`, and is not changed any more; `private` is kept beside it.
+        """Store the answer. It has an `id` and a `model` and must not change any more; `private` is kept
+        beside it.
 
-        False: there is no room.
+        Returns False where there is no room.
         """
         kept = StoredAnswer(
             kind=self.kind,
@@ -148,7 +155,7 @@ class Store:
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
-    """Raises ApiError 400."""
+    """Check the metadata's size. Raises ApiError 400."""
     if len(metadata) > _MOST_PAIRS:
         raise invalid("metadata", f"at most {_MOST_PAIRS} pairs are allowed")
     for key, value in metadata.items():
@@ -179,7 +186,7 @@ async def stored_chats(
     order: Order = "asc",
     model: FromQuery[str | None] = None,
 ) -> Page:
-    """Those that the caller has stored; `metadata[KEY]=VALUE` leaves those with all of these pairs."""
+    """List the caller's stored chats; `metadata[KEY]=VALUE` selects those with all of these pairs."""
     services, owner = services_and_owner(request)
     want = StoredFilter(
         kind="chat",
@@ -198,7 +205,7 @@ async def stored_chats(
 
 @get(_PATH, name="stored_chat", operation_id="getChatCompletion")
 async def stored_chat(request: HttpRequest, completion_id: FromPath[str]) -> StoredChatCompletion:
-    """One that the caller has stored."""
+    """Return one of the caller's stored chats."""
     told: StoredChatCompletion = _told(await _find(request, completion_id))
     return told
 
@@ -207,7 +214,7 @@ async def stored_chat(request: HttpRequest, completion_id: FromPath[str]) -> Sto
 async def update_chat(
     request: HttpRequest, completion_id: FromPath[str], data: Annotated[ChatUpdate, Body()]
 ) -> StoredChatCompletion:
-    """Change its metadata."""
+    """Change the metadata of a stored chat."""
     services, owner = services_and_owner(request)
     metadata = data.metadata or {}
     check_metadata(metadata)
@@ -219,7 +226,7 @@ async def update_chat(
 
 @delete(_PATH, status_code=200, name="stored_chat_delete", operation_id="deleteChatCompletion")
 async def delete_chat(request: HttpRequest, completion_id: FromPath[str]) -> Deleted:
-    """Erase it, overwritten."""
+    """Erase a stored chat; its bytes are overwritten."""
     services, owner = services_and_owner(request)
     if not await services.stored.delete("chat", owner, completion_id):
         raise not_found("chat completion", completion_id, "completion_id")
@@ -234,7 +241,7 @@ async def chat_messages(
     limit: Limit = 20,
     order: Order = "asc",
 ) -> Page:
-    """The messages that it answers."""
+    """Return the messages that a stored chat answers."""
     found = await _find(request, completion_id)
     messages = [_message(f"{found.id}-{n}", message) for n, message in enumerate(found.input)]
     return page_after(messages, after, limit, order)
@@ -249,7 +256,7 @@ async def _find(request: HttpRequest, completion_id: str) -> StoredAnswer:
 
 
 def _told(found: StoredAnswer) -> Any:
-    """As it was answered then, though types may have grown since."""
+    """Return the answer as it was sent then, though types may have grown since."""
     return {**found.answer, "metadata": found.metadata}
 
 

@@ -1,4 +1,4 @@
-"""Fields that say what an answer must follow, as a grammar for the engine."""
+"""Structured output: fields that constrain the answer, compiled into a grammar for the engine."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class StructuredAnswer:
-    """What an answer must follow, and the field that says so."""
+    """Constraint on an answer, and the field that set it."""
 
     param: str
     grammar: Grammar
@@ -50,7 +50,7 @@ class StructuredAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Tools as the template was shown them. `forced`: the answer is a call; otherwise it may be one."""
+    """Tools as the template was shown them. `forced`: the answer must be a call; otherwise it may be one."""
 
     tools: Sequence[dict[str, Any]]
     syntax: ToolSyntax
@@ -61,12 +61,12 @@ class Calls:
 
     @property
     def bound(self) -> bool:
-        """An answer that may be in words is followed too."""
+        """True if a grammar is needed: a call is forced, or the input of a custom tool has a grammar."""
         return self.forced or bool(self.inputs)
 
 
 def wanted_answer(fields: GenerationFields, limits: LimitSettings) -> StructuredAnswer | None:
-    """Raises ApiError 400."""
+    """Read the constraint from the request's fields. Raises ApiError 400."""
     found = [
         StructuredAnswer(param, grammar)
         for param, grammar in _given(fields, limits.grammar_bytes)
@@ -86,7 +86,9 @@ def wanted_calls(
     syntax: ToolSyntax | None,
     limits: LimitSettings,
 ) -> Calls | None:
-    """`tools` that are offered, and how the model calls them. Raises ApiError 400."""
+    """Build the constraint of tool calls. `tools`: those offered; `syntax`: how the model writes calls.
+    Raises ApiError 400.
+    """
     if not tools or syntax is None:
         return None
     choice = body.tool_choice
@@ -123,7 +125,7 @@ async def constrained(
     gateway: Gateway,
     limits: LimitSettings,
 ) -> SamplingParams:
-    """`params` with the grammar, checked. Raises ApiError 400."""
+    """Return `params` with the compiled grammar. Raises ApiError 400."""
     if answer is None and (of_calls is None or not of_calls.bound):
         return params
     param = answer.param if answer is not None else "tool_choice" if of_calls and of_calls.forced else "tools"
@@ -146,7 +148,7 @@ async def constrained(
 
 
 def unknown_inside(plain: dict[str, Any]) -> list[str]:
-    """Warnings for what stands in these fields and means nothing here."""
+    """Return warnings for unknown keys inside these fields."""
     found: list[str] = []
     for name, kind in (("response_format", ResponseFormat), ("structured_outputs", StructuredOutputs)):
         found += unknown_fields(kind, plain.get(name) or {}, f"{name}.")
@@ -154,7 +156,7 @@ def unknown_inside(plain: dict[str, Any]) -> list[str]:
 
 
 async def _teach(model: LoadedModel) -> None:
-    """Its engines get the vocabulary with the first request that has a grammar."""
+    """Send the vocabulary to the model's engines, with the first request that has a grammar."""
     supervisor = model.supervisor
     if supervisor.vocabulary is None:
         assert supervisor.info is not None
@@ -163,7 +165,7 @@ async def _teach(model: LoadedModel) -> None:
 
 
 def _check_others(fields: GenerationFields, param: str) -> None:
-    """These ask for an answer that goes on where the grammar has ended."""
+    """Refuse fields that ask for an answer beyond the grammar's end."""
     if fields.ignore_eos:
         raise invalid("ignore_eos", f"it cannot be combined with '{param}'")
     if fields.min_tokens:
@@ -171,7 +173,7 @@ def _check_others(fields: GenerationFields, param: str) -> None:
 
 
 def _given(fields: GenerationFields, most: int) -> list[tuple[str, Grammar | None]]:
-    """Every field that may say something, and what it says."""
+    """Return every field that may constrain the answer with its grammar, None where it does not."""
     given = [
         ("response_format", _of_format(fields.response_format, most)),
         ("guided_json", _schema("guided_json", fields.guided_json, most)),

@@ -1,4 +1,4 @@
-"""Tools of a chat as its template is shown them, and the custom ones among them.
+"""Tools of a chat as its template is shown them, custom tools included.
 
 Templates know functions only. A custom tool is shown as a function with one text, `input`; what the model
 writes there is the tool's input.
@@ -28,7 +28,9 @@ INPUT = "input"
 
 
 def offered_tools(body: Any, most: int) -> list[dict[str, Any]] | None:
-    """None where none are offered, `tool_choice: "none"` included. Raises ApiError 400."""
+    """Return the template's tools; None where none are offered, `tool_choice: "none"` included. Raises
+    ApiError 400.
+    """
     tools: list[Tool] = body.tools or []
     choice = getattr(body, "tool_choice", None)
     if choice not in (None, "none") and not tools:
@@ -47,7 +49,7 @@ def custom_names(body: ChatCompletionRequest) -> frozenset[str]:
 
 
 def input_grammars(body: ChatCompletionRequest, most: int) -> Mapping[str, list[Grammar]]:
-    """What arguments must follow, by the names of custom tools that have a grammar. Raises ApiError 400."""
+    """Return the grammars of arguments, by the names of custom tools that have one. Raises ApiError 400."""
     found = {}
     for number, tool in enumerate(body.tools or ()):
         if not isinstance(tool, CustomTool) or tool.custom.format is None:
@@ -70,7 +72,7 @@ def input_grammars(body: ChatCompletionRequest, most: int) -> Mapping[str, list[
 
 
 def input_of(arguments: str) -> str:
-    """The text for a custom tool in `arguments`, a JSON object, as a model wrote them.
+    """Return a custom tool's text from `arguments`, a JSON object as the model wrote it.
 
     Models that miss the name of the field still say one text.
     """
@@ -83,7 +85,7 @@ def input_of(arguments: str) -> str:
 
 
 def _allowed(choice: Any, tools: list[Tool]) -> set[tuple[str, str]] | None:
-    """None: all of them."""
+    """Return the (type, name) pairs that may be called. None: all of them."""
     match choice:
         case FunctionReference() | CustomReference():
             wanted, every = [choice], True

@@ -1,4 +1,4 @@
-"""Known fields that are not honoured are refused by name, never ignored; unknown ones become warnings."""
+"""Known fields that are not supported are refused by name; unknown fields become warnings."""
 
 from functools import cache
 from typing import Any, get_type_hints
@@ -63,7 +63,7 @@ _REASONS = {
 
 
 def refuse_unsupported(request: msgspec.Struct, inside: str = "") -> None:
-    """Raises ApiError 400 with `param` for the first field that this build cannot honour.
+    """Refuse the first field that this build cannot honour. Raises ApiError 400 with `param`.
 
     `inside`: of the field that holds `request`, with a dot at its end.
     """
@@ -80,7 +80,7 @@ def refuse_unsupported(request: msgspec.Struct, inside: str = "") -> None:
 
 
 def unknown_fields(kind: type[msgspec.Struct], plain: dict[str, Any], inside: str = "") -> list[str]:
-    """Warnings for fields that `kind` does not have."""
+    """Return warnings for fields that `kind` does not have."""
     return [
         f"Unknown field '{inside}{name}' was ignored." for name in plain if name not in kind.__struct_fields__
     ]

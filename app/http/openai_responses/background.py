@@ -1,4 +1,4 @@
-"""`background: true`: a response that is made while nobody waits for it, and may be watched."""
+"""`background: true`: a response that is generated without a waiting client, and may be watched."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,9 @@ from .writer import PreparedResponse, Writer
 
 
 class LiveResponse:
-    """One that is being made. Its events are kept until it has ended: anybody may begin anywhere."""
+    """A response that is being generated. Its events are kept until it has ended: a reader may begin at any
+    of them.
+    """
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -43,7 +45,7 @@ class LiveResponse:
                 self._more.set()
 
     async def follow(self, starting_after: int = -1) -> AsyncGenerator[bytes, None]:
-        """Events behind the one of that number, until the last one."""
+        """Yield the events after number `starting_after`, up to the last one."""
         place = starting_after + 1
         while True:
             if place < len(self._events):
@@ -61,7 +63,7 @@ class LiveResponse:
 
 
 def check_background(request: ResponseRequest) -> None:
-    """Raises ApiError 400."""
+    """Check the fields of a background response. Raises ApiError 400."""
     if request.background and not request.store:
         raise ApiError(
             400,
@@ -73,7 +75,7 @@ def check_background(request: ResponseRequest) -> None:
 
 
 def begin_alone(call: RequestContext, prepared: PreparedResponse, store: Store) -> LiveResponse:
-    """It is on its way to the disk, as one in progress, before anything of it is made. Raises ApiError."""
+    """Store the response as `in_progress`, then start generating it. Raises ApiError."""
     opened = call.gateway.open(prepared.chat.generation)
     writer = Writer(opened, prepared)
     response = writer.response()

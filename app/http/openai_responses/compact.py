@@ -1,4 +1,4 @@
-"""A long conversation made short: the user's messages stay, a summary by the model stands for the rest."""
+"""Compaction of a long conversation: the user's messages stay, a summary by the model replaces the rest."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -39,7 +39,7 @@ class PreparedSummary:
 
 
 async def prepare_summary(call: RequestContext, data: CompactRequest) -> PreparedSummary:
-    """What does not fit is left out, oldest first. Raises ApiError."""
+    """Build the request for a summary. Items that do not fit are left out, oldest first. Raises ApiError."""
     asked = "\n\n".join(filter(None, (_INSTRUCTIONS, data.instructions)))
     own = items_of(data.input)
     request = ResponseRequest(

@@ -1,4 +1,4 @@
-"""Stored conversations: made, read, changed and deleted, with their items."""
+"""Conversations API: create, read, update and delete stored conversations and their items."""
 
 import secrets
 import time
@@ -50,7 +50,9 @@ class ItemsCreate(Struct, kw_only=True):
 async def create_conversation(
     request: HttpRequest, data: Annotated[ConversationCreate, Body()]
 ) -> Conversation:
-    """Make one, with up to 20 items. It is stored, for its owner alone, until it is deleted or expires."""
+    """Create a conversation with up to 20 items. It is stored, for its owner alone, until it is deleted or
+    expires.
+    """
     services, owner = services_and_owner(request)
     require_storing(services, None)
     metadata, items = data.metadata or {}, data.items or []
@@ -74,7 +76,7 @@ async def create_conversation(
 
 @get(_PATH, name="conversation", operation_id="getConversation")
 async def get_conversation(request: HttpRequest, conversation_id: FromPath[str]) -> Conversation:
-    """One of the caller's."""
+    """Return one of the caller's conversations."""
     return _told(await _find(request, conversation_id))
 
 
@@ -82,7 +84,7 @@ async def get_conversation(request: HttpRequest, conversation_id: FromPath[str])
 async def update_conversation(
     request: HttpRequest, conversation_id: FromPath[str], data: Annotated[ConversationUpdate, Body()]
 ) -> Conversation:
-    """Change its metadata."""
+    """Change the metadata of a conversation."""
     services, owner = services_and_owner(request)
     metadata = data.metadata or {}
     check_metadata(metadata)
@@ -92,7 +94,9 @@ async def update_conversation(
 
 @delete(_PATH, status_code=200, name="conversation_delete", operation_id="deleteConversation")
 async def delete_conversation(request: HttpRequest, conversation_id: FromPath[str]) -> Deleted:
-    """Erase it with its items, overwritten. Responses of it that were stored by themselves stay."""
+    """Erase a conversation with its items; the bytes are overwritten. Responses of it that were stored by
+    themselves stay.
+    """
     services, owner = services_and_owner(request)
     await _find(request, conversation_id)
     await services.stored.delete("conversation", owner, conversation_id)
@@ -103,7 +107,7 @@ async def delete_conversation(request: HttpRequest, conversation_id: FromPath[st
 async def create_items(
     request: HttpRequest, conversation_id: FromPath[str], data: Annotated[ItemsCreate, Body()]
 ) -> Page:
-    """Add up to 20 items at its end."""
+    """Add up to 20 items at the end of a conversation."""
     services, owner = services_and_owner(request)
     require_storing(services, None)
     _check(data.items)
@@ -124,7 +128,7 @@ async def list_items(
     limit: Limit = 20,
     order: Order = "desc",
 ) -> Page:
-    """Its items, the newest first unless `order` is `asc`."""
+    """List a conversation's items, the newest first unless `order` is `asc`."""
     found = await _find(request, conversation_id)
     return page_after(list(found.input), after, limit, order)
 
@@ -133,7 +137,7 @@ async def list_items(
 async def get_item(
     request: HttpRequest, conversation_id: FromPath[str], item_id: FromPath[str]
 ) -> dict[str, Any]:
-    """One of its items."""
+    """Return one item of a conversation."""
     found = await _find(request, conversation_id)
     for item in found.input:
         if item["id"] == item_id:
@@ -146,7 +150,7 @@ async def get_item(
 async def delete_item(
     request: HttpRequest, conversation_id: FromPath[str], item_id: FromPath[str]
 ) -> Conversation:
-    """Erase one of its items, overwritten."""
+    """Erase one item of a conversation; its bytes are overwritten."""
     services, owner = services_and_owner(request)
     found = await _find(request, conversation_id)
     if not await services.stored.remove_item("conversation", owner, conversation_id, item_id):
@@ -155,7 +159,7 @@ async def delete_item(
 
 
 def _check(items: list[dict[str, Any]]) -> None:
-    """Raises ApiError 400."""
+    """Check items that a client adds. Raises ApiError 400."""
     if len(items) > _MOST_AT_ONCE:
         raise invalid("items", f"at most {_MOST_AT_ONCE} items can be added at once")
     chat_messages(with_places("items", items), joined_name)

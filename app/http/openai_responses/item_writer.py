@@ -1,6 +1,6 @@
-"""Events of a response's items, one item after another: each is begun, filled and ended before the next.
+"""Events of a response's output items: each item is started, filled and ended before the next.
 
-Used while an answer is made, and again when a stored one is told as a stream.
+Used while an answer is generated, and again when a stored one is replayed as a stream.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,9 @@ Event = dict[str, Any]
 
 
 class ItemWriter:
-    """`done` are the items that have ended. Ids and numbers follow from the response's id and their place."""
+    """Writer of item events. `done` are the items that have ended. Ids and numbers follow from the response's
+    id and their place.
+    """
 
     def __init__(self, response_id: str) -> None:
         self.done: list[dict[str, Any]] = []
@@ -30,7 +32,7 @@ class ItemWriter:
         return {"type": kind, "sequence_number": self._number - 1, **data}
 
     def fill(self, kind: str, text: str, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
-        """More of a `message` or of `reasoning`."""
+        """Append text to a `message` or `reasoning` item, and start the item if needed."""
         if self._open != kind:
             yield from self.close()
             self._open = kind
@@ -60,7 +62,7 @@ class ItemWriter:
         self._open, self._texts, self._logprobs = "", [], []
 
     def call(self, item: dict[str, Any]) -> Iterator[Event]:
-        """Of a tool; the item gets its id here."""
+        """Write a tool call; the item gets its id here."""
         yield from self.close()
         custom = item["type"] == "custom_tool_call"
         item["id"] = self._id("ctc" if custom else "fc")
@@ -100,7 +102,7 @@ class ItemWriter:
 
 
 def replay(response: dict[str, Any], cuts: Sequence[int]) -> Iterator[Event]:
-    """The events of a response that has ended, in the pieces in which they came."""
+    """Yield the events of a response that has ended, in the pieces in which they came."""
     writer, pieces = ItemWriter(response["id"]), iter(cuts)
     begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     for name in ("created", "in_progress"):

@@ -1,4 +1,4 @@
-"""Items of a conversation as messages of a chat."""
+"""Conversion of conversation items to chat messages."""
 
 import base64
 from collections.abc import Callable, Iterable
@@ -25,7 +25,8 @@ Rename = Callable[[str | None, str], str]
 
 
 def chat_messages(items: Iterable[tuple[str, dict[str, Any]]], joined: Rename) -> list[dict[str, Any]]:
-    """`items` with their places; `joined`: the name of a tool for the model, of its namespace and its own.
+    """Convert items. `items` come with their places; `joined` names a tool for the model from its namespace
+    and its own name.
 
     Thoughts, words and calls of one turn of the model are items of their own; a chat has one message.
     Raises ApiError 400 for items that are not for a text model.
@@ -86,7 +87,9 @@ def _add(messages: list[dict[str, Any]], at: str, item: dict[str, Any], joined: 
 
 
 def summary_item(id_: str, summary: str) -> dict[str, Any]:
-    """It stands for a long conversation. It is packed, not encrypted: who sends it back has seen it all."""
+    """Build the item that replaces a long conversation. It is encoded, not encrypted: its sender has seen all
+    of it.
+    """
     packed = base64.urlsafe_b64encode(summary.encode()).decode()
     return {"id": id_, "type": "compaction", "encrypted_content": _PACKED + packed}
 
@@ -107,7 +110,7 @@ def _add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
 def _turn(
     messages: list[dict[str, Any]], done: Callable[[dict[str, Any]], bool] = lambda _: False
 ) -> dict[str, Any]:
-    """The model's turn at the end, or a new one where there is none or it is `done`."""
+    """Return the model's turn at the end; a new one where there is none or it is `done`."""
     if not messages or messages[-1]["role"] != "assistant" or done(messages[-1]):
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
@@ -128,7 +131,9 @@ def _text(at: str, content: str | list[Part]) -> str:
 
 
 def _output(parts: list[Part]) -> str:
-    """What a tool said. The model is told of pictures and files: an error would end an agent's session."""
+    """Return a tool's output as text. Pictures and files become a note to the model: an error would end an
+    agent's session.
+    """
     return "\n".join(
         (part.text or "") if part.type in _TEXTS else f"[{part.type} left out: this model reads text only]"
         for part in parts

@@ -1,4 +1,4 @@
-"""From a request to its chat: the conversation so far, its tools, and what is left out of it to fit."""
+"""Preparation of a Responses request: the conversation so far, its tools, and truncation to fit."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +31,9 @@ _ANSWER_SHARE = 4
 async def prepare_response(
     call: RequestContext, data: ResponseRequest, store: Store | None
 ) -> PreparedResponse:
-    """Raises ApiError for everything that can be known before the engine has it."""
+    """Check a request and build its chat. Raises ApiError for every error that can be found before the engine
+    has the request.
+    """
     refuse_unsupported(data)
     conversation = await append_to(call, data)
     items, tools = await _conversation(call, data)
@@ -49,7 +51,7 @@ async def prepare_response(
 
 
 async def count_input_tokens(call: RequestContext, data: PromptFields) -> int:
-    """Of the prompt as it would be sent. Raises ApiError."""
+    """Count the prompt's tokens as it would be sent. Raises ApiError."""
     refuse_unsupported(data)
     items, tools = await _conversation(call, data)
     model = await call.find_model(data.model)
@@ -77,7 +79,7 @@ async def _fitting(
     tools: Toolbox,
     reserve: int,
 ) -> list[Placed]:
-    """The newest of `items` that leave `reserve` tokens; all but one where even that is too long."""
+    """Leave out the oldest items until the prompt leaves `reserve` tokens; the newest item always stays."""
     room = model_limit(model) - reserve
     low, high = 0, max(0, sum(map(_may_go, items)) - 1)
     while low < high:
@@ -99,7 +101,7 @@ async def _count(
 
 
 def _without_oldest(items: Sequence[Placed], count: int) -> list[Placed]:
-    """With the outputs of calls that are left out."""
+    """Leave out the oldest `count` items that may go, and the outputs of calls that are left out."""
     kept: list[Placed] = []
     called: set[Any] = set()
     for at, item in items:

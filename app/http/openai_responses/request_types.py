@@ -1,4 +1,4 @@
-"""Types and ranges of the Responses API's fields."""
+"""Types and bounds of the Responses API's fields."""
 
 from typing import Any, Literal
 
@@ -79,7 +79,7 @@ class TextFormatOfTool(Struct, kw_only=True):
 
 
 class CustomTool(Struct, kw_only=True):
-    """Takes a text, which follows its grammar where it has one."""
+    """Tool that takes a text. A grammar constrains the text."""
 
     name: ToolName
     description: str | None = None
@@ -97,7 +97,7 @@ class NamespaceTool(Struct, kw_only=True):
 
 
 class ResponseToolChoice(Struct, kw_only=True):
-    """`function` and `custom` have a name, `allowed_tools` a mode and tools."""
+    """Tool choice: `function` and `custom` have a name, `allowed_tools` a mode and tools."""
 
     type: str
     name: ToolName | None = None
@@ -131,7 +131,7 @@ class ConversationReference(Struct, kw_only=True):
 
 
 class PromptFields(Struct, kw_only=True):
-    """What the prompt is made of."""
+    """Fields that determine the prompt."""
 
     input: str | list[dict[str, Any]] | None = None
     """Items: `message` (also without a type), `function_call`, `function_call_output`, `custom_tool_call`,

@@ -1,4 +1,4 @@
-"""From a chat that is generated to a response: as events, whose last one holds it whole."""
+"""Responses generated from a chat, as events. The last event holds the whole response."""
 
 from collections.abc import AsyncGenerator, Iterator
 
@@ -21,7 +21,9 @@ async def complete_response(gateway: Gateway, prepared: PreparedResponse) -> Res
 
 
 async def write_whole(opened: OpenRequest, writer: Writer) -> None:
-    """For what is left in the writer at the end."""
+    """Run the whole generation into `writer` without streaming. The response is read from the writer at the
+    end.
+    """
     try:
         async for delta in opened.deltas():
             run(writer.say(delta.text, delta.entries))

@@ -1,4 +1,4 @@
-"""The response object and its items."""
+"""Response object and its output items."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -94,7 +94,7 @@ def text_of(request: ResponseRequest) -> dict[str, Any]:
 
 
 def tools_of(request: ResponseRequest) -> list[dict[str, Any]]:
-    """As they were sent; functions with every field that OpenAI's have."""
+    """Return the tools as they were sent; functions with every field that OpenAI's have."""
     whole = {"description": None, "parameters": None, "strict": False}
     return [{**whole, **tool} if tool.get("type") == "function" else tool for tool in request.tools or ()]
 
@@ -106,7 +106,7 @@ def text_part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
 def message_item(
     id_: str, text: str | None, logprobs: Sequence[Any] = (), *, whole: bool = True
 ) -> dict[str, Any]:
-    """None: nothing is there yet."""
+    """Build a message item. `text` None: no content part yet."""
     status = ("completed" if whole else "incomplete") if text is not None else "in_progress"
     content = [] if text is None else [text_part(text, logprobs)]
     return {"id": id_, "type": "message", "status": status, "role": "assistant", "content": content}

@@ -1,4 +1,4 @@
-"""The route that makes responses."""
+"""Routes that generate responses."""
 
 from typing import Annotated
 
@@ -31,7 +31,9 @@ from .translate import items_of
 async def responses(
     request: HttpRequest, data: Annotated[ResponseRequest, Body()]
 ) -> Response[ResponseObject]:
-    """The model's next turn as items; server-sent events with `stream`. Stored with `store: true` only."""
+    """Generate the model's next turn as items; server-sent events with `stream`. Stored with `store: true`
+    only.
+    """
     call = await RequestContext.of(request)
     with call.recording_refusals():
         check_background(data)
@@ -54,7 +56,7 @@ async def responses(
     operation_id="countInputTokens",
 )
 async def input_tokens(request: HttpRequest, data: Annotated[InputTokensRequest, Body()]) -> InputTokens:
-    """How many tokens the prompt of such a request would have."""
+    """Count the tokens that the prompt of such a request would have."""
     call = await RequestContext.of(request)
     with call.recording_refusals():
         return InputTokens(input_tokens=await count_input_tokens(call, data))
@@ -70,7 +72,7 @@ async def input_tokens(request: HttpRequest, data: Annotated[InputTokensRequest,
 async def compact(
     request: HttpRequest, data: Annotated[CompactRequest, Body()]
 ) -> Response[CompactedResponse]:
-    """A shorter conversation: the user's messages, and a summary of the rest that the model writes."""
+    """Return a shorter conversation: the user's messages, and a summary of the rest that the model writes."""
     call = await RequestContext.of(request)
     with call.recording_refusals():
         refuse_unsupported(data)

@@ -1,4 +1,4 @@
-"""Stored responses: get, cancel, delete, and the items that they answer."""
+"""Stored responses: get, cancel, delete, and their input items."""
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any
@@ -33,7 +33,7 @@ async def stored_response(
         int | None, QueryParameter(ge=0, description="With `stream`: only events behind this number.")
     ] = None,
 ) -> Response[ResponseObject]:
-    """One that the caller has stored, or that is in the making in the background."""
+    """Return a response that the caller has stored, or that is being generated in the background."""
     services, owner = services_and_owner(request)
     after = -1 if starting_after is None else starting_after
     if not stream:
@@ -49,7 +49,7 @@ async def stored_response(
 
 @post(_PATH + "/cancel", status_code=200, name="stored_response_cancel", operation_id="cancelResponse")
 async def cancel_response(request: HttpRequest, response_id: FromPath[str]) -> Response[ResponseObject]:
-    """End one that is made in the background; what there is of it stays."""
+    """Cancel a background response; the output that it already has stays."""
     services, owner = services_and_owner(request)
     await services.background.cancel((owner, response_id))
     told = await _now(services, owner, response_id)
@@ -66,7 +66,7 @@ async def cancel_response(request: HttpRequest, response_id: FromPath[str]) -> R
 
 @delete(_PATH, status_code=200, name="stored_response_delete", operation_id="deleteResponse")
 async def delete_response(request: HttpRequest, response_id: FromPath[str]) -> Deleted:
-    """Erase it, overwritten. One that is in the making is ended first."""
+    """Erase a response; its bytes are overwritten. One that is being generated is cancelled first."""
     services, owner = services_and_owner(request)
     await services.background.cancel((owner, response_id))
     if not await services.stored.delete("response", owner, response_id):
@@ -82,7 +82,7 @@ async def input_items(
     limit: Limit = 20,
     order: Order = "desc",
 ) -> Page:
-    """What it answers: the items of its own request, not those of the responses before it."""
+    """List the input items of this request, not those of the responses before it."""
     services, owner = services_and_owner(request)
     found = await _find(services, owner, response_id)
     return page_after(_items(found), after, limit, order)
@@ -118,7 +118,7 @@ async def _find(services: Services, owner: str, response_id: str) -> StoredAnswe
 
 
 def _items(found: StoredAnswer) -> list[dict[str, Any]]:
-    """Each with an id: its own, unless two have the same."""
+    """Return the items, each with an id: its own, unless two have the same."""
     items: dict[str, dict[str, Any]] = {}
     for number, item in enumerate(found.input):
         own = item.get("id")

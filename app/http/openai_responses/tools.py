@@ -1,4 +1,4 @@
-"""Tools of a response as tools of the chat that means the same, and its calls as items again.
+"""Conversion of a response's tools to chat tools, and of calls back to items.
 
 A tool inside a namespace is called by both names joined, which no other tool may have.
 """
@@ -42,7 +42,9 @@ class Toolbox:
 
     @classmethod
     def of(cls, tools: Sequence[dict[str, Any]], items: Iterable[Placed]) -> "Toolbox":
-        """`items`: all of the conversation with their places; they may bring tools. Raises ApiError 400."""
+        """Collect the tools. `items`: all of the conversation with their places; they may bring tools. Raises
+        ApiError 400.
+        """
         box = cls()
         box._add_all("tools", tools)
         for at, item in items:
@@ -51,7 +53,7 @@ class Toolbox:
         return box
 
     def choice(self, asked: str | ResponseToolChoice | None) -> Any:
-        """The chat's `tool_choice`. Raises ApiError 400."""
+        """Return the chat's `tool_choice`. Raises ApiError 400."""
         if not isinstance(asked, ResponseToolChoice):
             return None if asked == "auto" and not self.chat else asked
         if asked.type != "allowed_tools":
@@ -68,7 +70,7 @@ class Toolbox:
         return {"type": "allowed_tools", "allowed_tools": {"mode": asked.mode, "tools": allowed}}
 
     def item(self, call_id: str, call: ParsedToolCall) -> dict[str, Any]:
-        """A call of the model's as an item that has no id yet."""
+        """Convert the model's call to an item that has no id yet."""
         tool = self._by_name.get(call.name) or ResponseTool(call.name, None, custom=False)
         named = {"call_id": call_id, "name": tool.name}
         if tool.namespace is not None:

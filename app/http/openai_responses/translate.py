@@ -1,4 +1,4 @@
-"""The stored conversation that a request goes on with: `previous_response_id` or `conversation`."""
+"""Translation of a Responses request: `previous_response_id` and `conversation` resolved to their items."""
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 def prompt_fields(request: PromptFields, items: Sequence[Placed], tools: Toolbox) -> dict[str, Any]:
-    """`items`: of the whole conversation, with their places in the request.
+    """Build the chat's prompt fields. `items`: of the whole conversation, with their places in the request.
 
     Raises ApiError 400 for items that are not for a text model.
     """
@@ -61,7 +61,7 @@ def chat_fields(request: ResponseRequest, items: Sequence[Placed], tools: Toolbo
 
 
 def items_of(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """A text as the message that it means."""
+    """Return the input items. A plain text becomes a message."""
     if not isinstance(given, str):
         return given or []
     content = [{"type": "input_text", "text": given}]
@@ -93,7 +93,7 @@ _ITEM_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ConversationTarget:
-    """A stored conversation to which a request and its answer are added."""
+    """Stored conversation to which a request and its answer are added."""
 
     answers: StoredAnswers
     owner: str
@@ -103,7 +103,7 @@ class ConversationTarget:
     size: int
 
     def append(self, output: Sequence[dict[str, Any]], tokens: int) -> bool:
-        """False: there is no room."""
+        """Append the output. Returns False where there is no room."""
         added = with_ids([*self.items, *output])
         return self.answers.append(
             "conversation", self.owner, self.id, added, self.size + tokens * _ITEM_BYTES
@@ -111,7 +111,7 @@ class ConversationTarget:
 
 
 async def items_before(call: RequestContext, data: PromptFields) -> tuple[str, list[dict[str, Any]]]:
-    """(the field that names them, what was asked and answered until then, oldest first).
+    """Return the field that names the conversation, and its items so far, oldest first.
 
     Instructions are not part of it. Raises ApiError: 404 where something of the conversation is not there
     or not the caller's, 400 where its last response has not ended.
@@ -127,7 +127,9 @@ async def items_before(call: RequestContext, data: PromptFields) -> tuple[str, l
 
 
 async def append_to(call: RequestContext, data: PromptFields) -> ConversationTarget | None:
-    """Raises ApiError 400 where storing is switched off, 404 where there is no such conversation."""
+    """Return the conversation to append to. Raises ApiError 400 where storing is switched off, 404 where
+    there is no such conversation.
+    """
     if data.conversation_id is None:
         return None
     require_storing(call.services, _CONVERSATION)
@@ -146,7 +148,7 @@ async def find_conversation(services: Services, owner: str, id_: str, param: str
 
 
 def require_storing(services: Services, param: str | None) -> None:
-    """A conversation is explicit storage. Raises ApiError 400 where that is switched off."""
+    """Check that storing is allowed: a conversation is explicit storage. Raises ApiError 400."""
     if not services.settings.requests.store:
         raise ApiError(
             400,
@@ -157,13 +159,13 @@ def require_storing(services: Services, param: str | None) -> None:
 
 
 def check_room(items: int, most: int, param: str) -> None:
-    """Raises ApiError 400."""
+    """Check the number of items. Raises ApiError 400."""
     if items > most:
         raise invalid(param, f"a conversation has at most {most} items")
 
 
 def with_ids(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each as it is listed: with an id that no other has, a status, and content in parts."""
+    """Return the items as they are listed: each with a unique id, a status, and content in parts."""
     return [_with_id(item) for item in items]
 
 

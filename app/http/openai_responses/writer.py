@@ -1,4 +1,4 @@
-"""The response that grows while a chat is generated, as events."""
+"""Event writer of one response: it builds the response while the chat is generated."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from .translate import ConversationTarget
 
 @dataclass(frozen=True, slots=True)
 class PreparedResponse:
-    """A checked request: the chat that makes its answer, and what becomes of that."""
+    """A checked request: the chat that generates its answer, and where the answer is stored."""
 
     request: ResponseRequest
     chat: ChatCall
@@ -35,13 +35,15 @@ CUTS = "_cuts"
 
 
 def run(events: Iterator[Event]) -> None:
-    """For what they leave in the writer: nobody reads them."""
+    """Consume events that nobody reads, for their effect on the writer."""
     for _ in events:
         pass
 
 
 class Writer:
-    """The response is stored when it has ended, however it did, before that is told."""
+    """Event writer of one response. An ended response is stored before its last event is sent, however it
+    ended.
+    """
 
     def __init__(self, opened: OpenRequest, prepared: PreparedResponse) -> None:
         self._opened, self._prepared = opened, prepared
@@ -57,7 +59,7 @@ class Writer:
             yield self._items.event(f"response.{name}", response=self.response())
 
     def say(self, text: str, entries: Sequence[TokenEntry] = ()) -> Iterator[Event]:
-        """`entries`: of the tokens in `text`."""
+        """Append text. `entries`: of the tokens in `text`."""
         before = self._parser.called
         return self._parts(self._parser.push(text), before, entries)
 
@@ -74,7 +76,7 @@ class Writer:
         yield self._items.event(f"response.{response.status}", response=response)
 
     def break_off(self, error: BaseException) -> Iterator[Event]:
-        """It has ended before it was whole: as much as there is of it is stored."""
+        """End the response early and store the output that there is."""
         if self._store is None or self._ended is not None:
             return
         if self._opened.sequences[0].finish_reason is not None:  # only its end was not read
@@ -94,7 +96,7 @@ class Writer:
         yield self._items.event(f"response.{made.status}", response=made)
 
     def keep(self, response: ResponseObject) -> bool:
-        """False: there is no room."""
+        """Store the response. Returns False where there is no room."""
         assert self._store is not None
         tokens = self._opened.usage.output_tokens
         return self._store.put(
@@ -106,7 +108,7 @@ class Writer:
         )
 
     def response(self) -> ResponseObject:
-        """As far as it is. Its sampling numbers are those that were used."""
+        """Return the response so far. Its sampling parameters are those that were used."""
         return self._ended or self._made()
 
     def _made(self) -> ResponseObject:
@@ -149,7 +151,7 @@ class Writer:
         return ResponseUsage.of(self._opened.usage_now(), reasoning_tokens(self._opened, [self._parser]))
 
     def _parts(self, parts: ParsedOutput, number: int, entries: Sequence[TokenEntry] = ()) -> Iterator[Event]:
-        """`number`: calls before these."""
+        """Write parsed output. `number`: tool calls before these."""
         self._entries += entries
         if parts.reasoning:
             yield from self._items.fill("reasoning", parts.reasoning)
@@ -162,7 +164,9 @@ class Writer:
             yield from self._items.call(self._prepared.tools.item(called, call))
 
     def _logprobs(self, content: str) -> list[Any]:
-        """Those of the tokens that `content` came in, without marks and white space before it."""
+        """Return the log-probabilities of the tokens that hold `content`, without marks and white space
+        before it.
+        """
         size, first = len(content.encode()), len(self._entries)
         while size > 0 and first > 0:
             first -= 1

@@ -1,1 +1,1 @@
-"""Everything between a socket and a checked request."""
+"""HTTP server: everything between a socket and a checked request."""

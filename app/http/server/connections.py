@@ -19,7 +19,7 @@ _LOCAL = "this machine"
 
 class Evictable(Protocol):
     def give_way(self) -> None:
-        """Close, as the place of this idle connection is needed."""
+        """Close this idle connection, as its place is needed."""
 
 
 class ConnectionLimiter:

@@ -1,4 +1,4 @@
-"""One place where exceptions become answers, for every route and every status.
+"""Error answers: the one place where exceptions become answers, for every route and every status.
 
 OpenAI's error object, except on Anthropic's and Ollama's routes, whose clients know theirs only.
 """
@@ -44,7 +44,7 @@ _MESSAGES = {
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """What the client is told. Nothing of an unexpected exception's text reaches it."""
+    """Map an exception to the error that the client gets. No text of an unexpected exception reaches it."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, StoreError):
@@ -69,14 +69,14 @@ def error_type(status: int) -> str:
 
 
 def encode_error(error: ApiError, path: str = "") -> bytes:
-    """In the shape that clients of the route at `path` know."""
+    """Encode an error in the shape that clients of the route at `path` expect."""
     if path.startswith(_OLLAMA_ROUTES):
         return msgspec.json.encode({"error": error.message})
     return msgspec.json.encode(_anthropic(error) if path.startswith(_ANTHROPIC_ROUTES) else error.body())
 
 
 def _anthropic(error: ApiError) -> dict[str, Any]:
-    """Their two keys, and our code and field beside them."""
+    """Build Anthropic's error object, with llmbox's code and field beside its two keys."""
     other = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(error.status, other)
     told: dict[str, Any] = {"type": kind, "message": error.message, "code": error.code, "param": error.param}
@@ -86,7 +86,7 @@ def _anthropic(error: ApiError) -> dict[str, Any]:
 
 
 def answer(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
-    """Litestar's exception handler for everything."""
+    """Answer any exception: Litestar's exception handler for all of them."""
     told = to_api_error(error)
     if told.status == 500 and not isinstance(error, ApiError | ClientGone):
         logger.error(

@@ -1,4 +1,4 @@
-"""The caller's address behind a reverse proxy: X-Forwarded-For, believed from trusted proxies alone."""
+"""Client address behind a reverse proxy: X-Forwarded-For, believed from trusted proxies alone."""
 
 import ipaddress
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The outermost layer: what holds for every request, whether or not a route exists for it."""
+"""Outermost ASGI layer: checks and headers of every request, whether or not a route exists for it."""
 
 import asyncio
 import logging
@@ -54,7 +54,9 @@ _SECURITY = [
 
 
 class SecurityMiddleware:
-    """Host, Origin, Content-Type, body size, request id, security headers, HEAD, the last error handler."""
+    """Checks of Host, Origin, Content-Type and body size; request id, security headers, HEAD and the last
+    error handler.
+    """
 
     def __init__(
         self,
@@ -99,11 +101,13 @@ class SecurityMiddleware:
             await exchange.fail(to_api_error(error))
 
     def _limit(self, scope: Any) -> int:
-        """Most bytes of the body."""
+        """Return the most bytes that the body may have."""
         return self._file_bytes if scope["path"] in _UPLOAD_ROUTES else self._body_bytes
 
     def _screen(self, scope: Any, exchange: "_RequestScope") -> list[Header] | None:
-        """The answer's headers where it is a browser's question before a request of an allowed page."""
+        """Check the request. Returns headers for a CORS preflight of an allowed page, which is
+        answered here.
+        """
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         check_host(self._hosts, scope, hosts)
         origin = self._cors.allowed(scope["path"], exchange.headers)
@@ -121,12 +125,12 @@ class SecurityMiddleware:
 
 
 def add_headers(scope: Any, make: Callable[[], Iterable[tuple[bytes, bytes]]]) -> None:
-    """For whatever this exchange is answered with; `make` is called when the answer begins."""
+    """Add headers to the answer of this request; `make` is called when the answer begins."""
     scope["state"].setdefault(_MORE_HEADERS, []).append(make)
 
 
 class _RequestScope:
-    """One request and its answer, as seen from outside of the application."""
+    """One request and its answer, seen from outside the application."""
 
     def __init__(self, scope: Any, receive: Receive, send: Send, body_bytes: int, drain: Drain) -> None:
         self.headers = dict(reversed(scope["headers"]))
@@ -178,7 +182,7 @@ class _RequestScope:
         await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
-        """Answers with the error if nothing was sent yet."""
+        """Answer with the error if nothing was sent yet."""
         if self.started:
             return
         body = encode_error(error, self.scope["path"])
@@ -187,7 +191,7 @@ class _RequestScope:
         await self.answer(error.status, body, headers)
 
     async def answer(self, status: int, body: bytes, headers: list[Header]) -> None:
-        """Without asking the application."""
+        """Send an answer without calling the application."""
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
         await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -209,7 +213,7 @@ class _RequestScope:
 
 
 def _check_body(headers: dict[bytes, bytes], limit: int, *, untyped: bool, uploads: bool) -> bytes | None:
-    """The body's media type, None without a body. Of forms the guard asks whether the route takes them.
+    """Return the body's media type, None without a body. The guard checks whether the route takes forms.
 
     `untyped`: a body is JSON also without a type, or with the one that `curl -d` sends. `uploads`: it may be
     a multipart form, whose parameters its reader checks.

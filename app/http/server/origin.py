@@ -1,4 +1,4 @@
-"""Who may ask: exact Host names (DNS rebinding) and no foreign web pages (cross-site requests)."""
+"""Host and Origin checks: exact Host names (DNS rebinding) and no foreign web pages (cross-site requests)."""
 
 import re
 import socket
@@ -15,7 +15,7 @@ _ALWAYS = ("localhost", "llmbox")
 
 
 class HostList:
-    """The Host values we answer: the address connected to, this machine's names, configured names.
+    """Allowed Host values: the address connected to, this machine's names, configured names.
 
     `configured` entries with a port match exactly; without one they match with the listening port or none.
     """
@@ -33,7 +33,7 @@ class HostList:
         return host.lower() in known
 
     def _names(self, address: str, port: int | None) -> Iterable[bytes]:
-        """`port` is None for a unix socket, whose path is no name."""
+        """Yield the Host values of one address. `port` is None for a unix socket, whose path is no name."""
         own = {*_ALWAYS, self._machine, *(name for name in self._configured if not _has_port(name))}
         if port is not None:
             own.add(f"[{address}]" if ":" in address else address)
@@ -57,7 +57,7 @@ def check_host(hosts: HostList, scope: Any, values: list[bytes]) -> None:
 
 
 def check_origin(hosts: HostList, scope: Any, headers: dict[bytes, bytes]) -> None:
-    """Refuses what a browser sends for somebody else's page; other clients send neither header.
+    """Refuse cross-site browser requests. Other clients send neither header.
 
     A foreign Origin is refused on every method; a cross-site request only passes as a plain navigation.
     """
@@ -74,7 +74,7 @@ def check_origin(hosts: HostList, scope: Any, headers: dict[bytes, bytes]) -> No
 
 
 def is_from_browser(headers: dict[bytes, bytes]) -> bool:
-    """Whether a web page may have sent it: browsers say where a request that has a body comes from."""
+    """Return True if a web page may have sent it: browsers name the origin of a request that has a body."""
     return b"origin" in headers or b"sec-fetch-site" in headers
 
 
@@ -111,7 +111,7 @@ class Cors:
         self._origins = frozenset(origin.lower().encode() for origin in origins)
 
     def allowed(self, path: str, headers: Mapping[bytes, bytes]) -> bytes | None:
-        """The request's foreign origin if the configuration lets it in here."""
+        """Return the request's foreign origin if the configuration allows it here."""
         origin = headers.get(b"origin")
         if origin is None or origin.lower() not in self._origins or _is_admin(path):
             return None
@@ -119,12 +119,12 @@ class Cors:
 
 
 def is_preflight(method: str, headers: Mapping[bytes, bytes]) -> bool:
-    """A browser's question before a request that a form could not have made."""
+    """Return True for a CORS preflight."""
     return method == "OPTIONS" and _ASKS in headers
 
 
 def readable_by(origin: bytes) -> list[Header]:
-    """For every answer to an allowed page, errors included."""
+    """Return the CORS headers of every answer to an allowed page, errors included."""
     return [
         (b"access-control-allow-origin", origin),
         (b"access-control-expose-headers", _READABLE),
@@ -133,7 +133,9 @@ def readable_by(origin: bytes) -> list[Header]:
 
 
 def preflight_headers(headers: Mapping[bytes, bytes]) -> list[Header]:
-    """Any header may be sent: clients have many of their own, and none means anything to us but the keys."""
+    """Return the headers of a preflight's answer. Any request header may be sent: clients have many of their
+    own, and none means anything to us but the keys.
+    """
     found = [(b"access-control-allow-methods", _METHODS), (b"access-control-max-age", _SECONDS)]
     names = headers.get(b"access-control-request-headers", b"").strip()
     if _NAMES.fullmatch(names):
@@ -144,5 +146,5 @@ def preflight_headers(headers: Mapping[bytes, bytes]) -> list[Header]:
 
 
 def _is_admin(path: str) -> bool:
-    """However many slashes stand before it: routes are found all the same."""
+    """Return True for admin paths, however many slashes they begin with: routes are found all the same."""
     return next((part for part in path.split("/") if part), "") == "admin"

@@ -1,4 +1,5 @@
-"""Start a few requests in each turn of the event loop, so that a burst of them does not hold up the rest.
+"""Request pacing: start a few requests in each turn of the event loop, so that a burst does not stall the
+rest.
 
 A request takes about a millisecond until it waits for something. Thousands that arrive together would be one
 turn of seconds, in which no stream gets a token and `/health` no answer.
@@ -12,7 +13,7 @@ PER_TURN: Final = 2
 
 
 class RequestPacer:
-    """First come, first served. Nobody waits while there are at most `PER_TURN` a turn."""
+    """First come, first served. Requests do not wait while there are at most `PER_TURN` a turn."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()

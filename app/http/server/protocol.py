@@ -1,7 +1,7 @@
-"""uvicorn's httptools protocol, with the limits that it lacks.
+"""HTTP/1.1 protocol: uvicorn's httptools protocol, with the limits that it lacks.
 
-It has no time-out for headers or bodies, takes header lines of any length, never gives up on a reader that
-does not read, and answers its own refusals in plain text. See docs/asgi-servers.md for the measurements.
+uvicorn's has no time-out for headers or bodies, takes header lines of any length, never gives up on a reader
+that does not read, and answers its own refusals in plain text. See docs/asgi-servers.md for the measurements.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class DatedState(ServerState):
-    """What the connections of one server share. The Date header is made when needed, not by a timer."""
+    """State that the connections of one server share. The Date header is made when needed, not by a timer."""
 
     _second = 0
 
@@ -53,7 +53,7 @@ class DatedState(ServerState):
 
 
 class Phase(Enum):
-    """What of a request the client is sending."""
+    """Part of a request that the client is sending."""
 
     NOTHING = auto()
     HEADERS = auto()
@@ -61,7 +61,7 @@ class Phase(Enum):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. Two timers: for what the client owes us, and for what it should read."""
+    """One connection. It has two timers: for what the client must send, and for what it must read."""
 
     def __init__(
         self, config: Config, state: DatedState, limits: LimitSettings, limiter: ConnectionLimiter
@@ -105,7 +105,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._state.room_to_linger += 1
 
     def give_way(self) -> None:
-        """Close without a word after a whole request; the first one may be on its way and is told why."""
+        """Close silently after a whole request. Otherwise answer with an error: a first request may be on its
+        way.
+        """
         if self._phase is Phase.NOTHING and self.cycle is not None:
             self.transport.close()
         else:
@@ -147,7 +149,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(ApiError(400, "The request is not valid HTTP.", "bad_request"))
 
     def _decline_upgrade(self, rest: bytes) -> None:
-        """Parses the request again without its `Upgrade`: the parser takes the body for another protocol.
+        """Parse the request again without its `Upgrade`: the parser takes the body for another protocol.
 
         Java's HttpClient offers h2c with every request, bodies included.
         """
@@ -213,7 +215,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._limiter.mark_idle(self)
 
     def _count_line(self, data: bytes, began_before: bool) -> None:
-        """An unfinished line never reaches `on_header`: it is bounded here."""
+        """Bound an unfinished line, which never reaches `on_header`."""
         end = data.rfind(b"\n")
         if end >= 0:
             self._line_bytes = len(data) - end - 1
@@ -223,7 +225,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(_header_too_large("A header line is too long."))
 
     def _expect(self, seconds: float | None) -> None:
-        """The client has so long for the next thing that it must send. None: it owes nothing."""
+        """Set the time within which the client must send the next thing. None: it owes nothing."""
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -263,7 +265,7 @@ class LimitedProtocol(HttpToolsProtocol):
     # ---- answers of our own
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers without the application and closes; says nothing where an answer was begun."""
+        """Answer without the application and close. Send nothing where an answer was begun."""
         if self._refused or self.transport.is_closing():
             return
         can_answer = self._can_answer()

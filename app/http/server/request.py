@@ -1,4 +1,4 @@
-"""The request as handlers see it: strict JSON, an id, and where it came from."""
+"""Request class of the handlers: strict JSON, an id, and the connection it came over."""
 
 import asyncio
 from typing import Any
@@ -22,13 +22,15 @@ _BIG_BODY = 128 * 1024
 
 
 class StrictRequest(Request[Any, Any, State]):
-    """Decodes the body into the type of the handler's `data` parameter, strictly, for every route."""
+    """Request that decodes the body into the type of the handler's `data` parameter, strictly, for every
+    route.
+    """
 
     async def json(self) -> Any:
         return (await self._decoded())[0]
 
     async def plain_json(self) -> Any:
-        """The same body as plain values: the way to see fields that the handler's type does not know.
+        """Return the body as plain values, which still hold fields that the handler's type does not have.
 
         An empty body (of a GET) is `{}`.
         """
@@ -53,13 +55,13 @@ class StrictRequest(Request[Any, Any, State]):
 
 
 def is_local_socket(connection: ASGIConnection[Any, Any, Any, Any] | Scope) -> bool:
-    """Whether the request came over the unix socket (the server marks it; headers cannot)."""
+    """Return True if the request came over the unix socket (the server marks it; headers cannot)."""
     scope = connection if isinstance(connection, dict) else connection.scope
     return LOCAL in (scope.get("extensions") or {})
 
 
 def request_id(connection: ASGIConnection[Any, Any, Any, Any]) -> str:
-    """The `x-request-id` of this exchange: the client's if it was well formed, else ours."""
+    """Return the `x-request-id` of this exchange: the client's if it was well formed, else ours."""
     value: str = connection.scope["state"]["request_id"]
     return value
 
@@ -74,7 +76,7 @@ def is_form(connection: ASGIConnection[Any, Any, Any, Any]) -> bool:
 
 
 async def form_of(connection: ASGIConnection[Any, Any, Any, Any]) -> dict[str, str]:
-    """Fields by name. Raises ApiError 400; a name that comes twice is an error."""
+    """Return a form's fields by name. Raises ApiError 400; a repeated name is an error."""
     assert isinstance(connection, Request)
     try:
         text = (await connection.body()).decode("ascii")

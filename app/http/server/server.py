@@ -1,6 +1,6 @@
-"""Serves the application on several listening sockets, on the loop that the engine clients also use.
+"""Server: serves the application on several listening sockets, on the event loop of the engine clients.
 
-uvicorn's protocol without its `Server`, which wakes ten times a second: an idle machine is owed silence.
+It uses uvicorn's protocol without its `Server`, which wakes ten times a second: an idle machine stays silent.
 """
 
 import asyncio
@@ -39,10 +39,10 @@ async def serve(
     trusted_proxies: Sequence[str] = (),
     on_ready: Callable[[], None] | None = None,
 ) -> None:
-    """Serves until `drain.begin()` was called and all open requests ended, at most `drain_timeout` seconds.
+    """Serve until `drain.begin()` was called and all open requests ended, at most `drain_timeout` seconds.
 
     The sockets are closed at the end. While draining they still accept, so that clients are told 503 and
-    `/ready` can be asked; every answer then closes its connection. `drain.begin()` again: ends at once.
+    `/ready` can be asked; every answer then closes its connection. A second `drain.begin()` ends at once.
     """
     proxies = TrustedProxies(trusted_proxies)
     connections, lingering = _connection_limits(limits.connections)
@@ -81,7 +81,9 @@ async def serve(
 async def _listen(
     loop: asyncio.AbstractEventLoop, sock: socket.socket, protocol: Callable[[], LimitedProtocol]
 ) -> asyncio.Server:
-    """Set the kernel's queue and the accepts of one turn apart: for asyncio they are one number."""
+    """Listen with the kernel's queue and the accepts of one turn set apart: for asyncio they are
+    one number.
+    """
     server = await loop.create_server(protocol, sock=sock, backlog=_ACCEPTS)
     sock.listen(BACKLOG)
     return server
@@ -107,7 +109,7 @@ async def _wait_for_tasks(state: ServerState, drain: Drain, deadline: float) -> 
 
 
 async def _wait_for_writes(state: ServerState, drain: Drain, deadline: float) -> None:
-    """Answers are complete, but a slow client may still be reading their ends."""
+    """Wait until slow clients have read the ends of their complete answers."""
     loop = asyncio.get_running_loop()
     while any(connection.transport.get_write_buffer_size() for connection in state.connections):
         if drain.hurried.is_set() or loop.time() >= deadline:
@@ -116,7 +118,9 @@ async def _wait_for_writes(state: ServerState, drain: Drain, deadline: float) ->
 
 
 async def _end_all(state: ServerState, drain: Drain) -> None:
-    """Cancelled requests see `drain.expired` and end with an error object; then every connection goes."""
+    """Cancel all requests, which see `drain.expired` and end with an error object; then close every
+    connection.
+    """
     drain.expired = True
     tasks = set(state.tasks)
     for task in tasks:

@@ -18,7 +18,7 @@ _FREE_PORT_TRIES = 20
 
 
 class PortInUse(LlmboxError):  # noqa: N818 - named for what the user reads
-    """`where` is `host:port` or the path of the unix socket."""
+    """Another program listens on the address. `where` is `host:port` or the path of the unix socket."""
 
     def __init__(self, where: str) -> None:
         super().__init__(f"{where} is already in use")
@@ -30,7 +30,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen_tcp(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen on `host`; 127.0.0.1 brings ::1 along where the machine has IPv6.
+    """Return sockets that listen on `host`; 127.0.0.1 brings ::1 along where the machine has IPv6.
 
     Port 0 takes one that is free for all of them. Raises PortInUse; OSError for addresses that are not ours.
     """
@@ -49,7 +49,7 @@ def listen_tcp(host: str, port: int) -> list[socket.socket]:
 
 
 def listen_unix(path: Path, address: str | None = None) -> socket.socket:
-    """Listens at `path`, for our own user only; what an earlier run left there is removed.
+    """Listen at `path`, for our own user only; a file that an earlier run left there is removed.
 
     `address` is a shorter way to the same file, for paths over the kernel's limit. The caller holds the
     daemon's lock: a socket file that nobody answers on is a leftover.

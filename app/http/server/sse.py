@@ -29,7 +29,7 @@ async def until_disconnect(receive: Receive) -> None:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled at once when the client leaves (`ClientGone`).
+    """Return the result of `work`, which is cancelled at once when the client leaves (`ClientGone`).
 
     Call it after the body was read: `await while_connected(request.receive, gateway.complete(...))`.
     """
@@ -59,7 +59,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def data_event(value: Any) -> bytes:
-    """`value` (a msgspec struct or plain data) as one event."""
+    """Encode `value` (a msgspec struct or plain data) as one event."""
     return b"data: %b\n\n" % _encode(value)
 
 
@@ -69,8 +69,9 @@ def error_event(error: ApiError) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SseOptions:
-    """`first_comment` and `keep_alive` are seconds of silence; `buffer_bytes` bounds unsent events
-    (default: `limits.stream_buffer_bytes`, half of it here and half on its way to the socket).
+    """Timing and buffer of a stream. `first_comment` and `keep_alive` are seconds of silence; `buffer_bytes`
+    bounds unsent events (default: `limits.stream_buffer_bytes`, half of it here and half on its way to the
+    socket).
 
     An `endless` stream has no end of its own: it is closed when a drain begins, without `last`.
     """
@@ -90,7 +91,8 @@ DEFAULT_OPTIONS = SseOptions()
 
 
 class EventStreamResponse(Response[Any]):
-    """What a handler returns: `EventStreamResponse(source)`; `source` yields framed events (`data_event`).
+    """Streaming answer of a handler: `EventStreamResponse(source)`; `source` yields framed events
+    (`data_event`).
 
     An `ApiError` before the first event becomes an ordinary error answer with its status, if it comes
     within `first_comment` seconds; later ones become `data: {"error": ...}`. `last` ([DONE]) is added here.
@@ -108,7 +110,7 @@ class EventStreamResponse(Response[Any]):
 
 
 class EventStream:
-    """The ASGI application of one stream. `room`: bytes of events kept while the client does not read."""
+    """ASGI application of one stream. `room`: bytes of events kept while the client does not read."""
 
     def __init__(self, source: AsyncIterator[bytes], options: SseOptions, room: int) -> None:
         self._source = source
@@ -195,7 +197,7 @@ class EventStream:
             self._room.set_result(None)
 
     async def _finish(self, send: Send) -> None:
-        """The rest of the buffer, the error if there is one, and the last words, in one write."""
+        """Send the rest of the buffer, the error if there is one, and the last event, in one write."""
         if self._error and not self._started and not self._buffer:
             raise self._error
         parts, self._buffer = self._buffer, []
@@ -212,7 +214,9 @@ class EventStream:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def _keep_alive(self) -> None:
-        """One timer a stream: looks when the last write was instead of being re-armed by every event."""
+        """Send comments while there is silence. One timer a stream looks when the last write was, instead of
+        being re-armed by every event.
+        """
         silence = self._loop.time() - self._last_write
         wait = self._options.keep_alive - silence
         if wait <= 0 or not self._started:
@@ -231,7 +235,7 @@ class EventStream:
             self._wake.set_result(None)
 
     async def _close(self, pump: asyncio.Task[None], watch: asyncio.Task[None]) -> None:
-        """Closing the source is what makes the gateway abort: it happens even if this task is cancelled."""
+        """Close the source even if this task is cancelled: closing is what makes the gateway abort."""
         pump.cancel()
         watch.cancel()
         await asyncio.wait((pump, watch))

@@ -1,4 +1,4 @@
-"""JSON as the API promises it: one meaning for every body, or a 400 that names the place.
+"""Strict JSON: one meaning for every body, or a 400 that names the place.
 
 msgspec alone accepts duplicate keys and bad UTF-8 in keys, and answers some bad bodies with exceptions
 that are not decode errors (measured: invalid UTF-8, nesting of 1,000).
@@ -25,7 +25,7 @@ _MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
 
 
 def load(body: bytes, max_depth: int = 32) -> Any:
-    """The body as plain Python values."""
+    """Decode the body to plain Python values."""
     if body.startswith(b"\xef\xbb\xbf"):
         raise _malformed("it begins with a byte order mark")
     try:
@@ -51,7 +51,7 @@ def load(body: bytes, max_depth: int = 32) -> Any:
 
 
 def decode(body: bytes, kind: type[T], max_depth: int = 32) -> tuple[T, Any]:
-    """The body as `kind`, and as plain values (which still hold the fields that `kind` does not know)."""
+    """Decode the body to `kind`, and to plain values (which still hold fields that `kind` does not have)."""
     plain = load(body, max_depth)
     try:
         typed: T = _decoder(cast("Any", kind)).decode(body)
@@ -63,7 +63,9 @@ def decode(body: bytes, kind: type[T], max_depth: int = 32) -> tuple[T, Any]:
 
 
 def invalid(message: str) -> ApiError:
-    """An answer for msgspec's validation message, with `param` as a path such as `messages[0].content`."""
+    """Build the error for msgspec's validation message, with `param` as a path such as
+    `messages[0].content`.
+    """
     place = _PLACE.search(message)
     param = place["path"].lstrip(".").removesuffix("[...]") if place else ""
     text = message[: place.start()] if place else message
@@ -86,7 +88,7 @@ def _malformed(why: str) -> ApiError:
 
 
 def _screen(body: bytes, max_depth: int) -> None:
-    """Bounds nesting and size of objects before anything recursive or slow sees the body."""
+    """Bound nesting and size of objects before anything recursive or slow sees the body."""
     marks = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NOT_STRUCTURE)
     # Two quotes side by side end one string and begin the next, or enclose nothing: both may go.
     structure = b"".join(marks.replace(b'""', b"").split(b'"')[::2])
