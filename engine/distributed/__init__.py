@@ -1,17 +1,13 @@
-"""One model on several processes: layers shared (tensor parallel), or in stages (pipeline parallel).
+"""Collectives between the ranks of one model: tensor parallelism (TP) and pipeline parallelism (PP).
 
-    decided before    cut.py        how many parts, on which GPUs
-                      layout.py     which rank holds what
-                      shares.py     how much that is, and what goes between ranks
-    while loading     start.py      rank 0's walk from a plan to a runner
-                      crew.py       its workers; roll_call.py: what they say; link.py: the socket to each
-    in a step         runner.py     rank 0 tells the step and computes its part (step_codec.py: as integers)
-                      serve.py      the others do what they are told
-                      rank.py       what layers ask of the other ranks, and the `Collective` that does it:
-                                    mesh.py between processes on CPUs, collective.py over torch.distributed
-                                    (group.py, oneshot.py, fused_sum.py, sum_norm.py)
-                      draw.py       one token from logits in parts: sampler.py on CPUs, device_draw.py on GPUs
-    all the time      watch.py      who is lost
+    communicator.py           `TensorParallel`, the layers' view, and `Communicator`, the collectives below it
+    shm_communicator.py       `Communicator` between CPU processes: shared memory and sockets
+    torch_communicator.py     `Communicator` over torch.distributed: NCCL, gloo (process_group.py creates it)
+    custom_all_reduce.py      one-shot all-reduce between NVLink peers
+    fused_allreduce_rmsnorm.py, fused_allreduce_rmsnorm_kernel.py: all-reduce, residual and RMSNorm in one
+    socket_link.py            control messages between rank 0 and a worker
 
-docs/parallelism.md is the same from outside.
+Elsewhere: `planning/placement.py` chooses GPUs, `model_config/parallel_layout.py` says which rank holds which
+shard, `executor/` starts the workers and runs steps, `sampling/tp_sampler.py` and
+`sampling/tp_gpu_sampler.py` sample from sharded logits. docs/parallelism.md describes it for users.
 """

@@ -1,4 +1,7 @@
-"""Rows dealt out to the ranks of a stage: each has a run of them, as equal as can be."""
+"""Interface of the collectives between ranks, and the tensor-parallel operations that layers build on them.
+
+T rows of the step, E hidden, I inputs of a linear, R rows.
+"""
 
 from functools import partial
 from typing import Any, Protocol
@@ -13,16 +16,16 @@ from ..partition import ShardSlice
 
 
 def dealt(rows: int, tp: int, rank: int) -> slice:
-    """Those of `rank`. The first ones have one size, the rest what is left, which may be nothing."""
+    """Return the slice of `rows` that `rank` owns: ceil(rows / tp) each, fewer or none for the last ranks."""
     size = -(-rows // tp)
     return slice(min(rows, rank * size), min(rows, (rank + 1) * size))
 
 
 class AsyncWork(Protocol):
-    """What was begun and goes on beside other work: `torch.distributed.Work`."""
+    """Asynchronous transfer: `torch.distributed.Work`."""
 
     def wait(self) -> object:
-        """What is done next, on the device too, finds it done."""
+        """Order all later work, also on the device, after the transfer."""
         ...
 
 
@@ -32,57 +35,67 @@ class CompletedWork:
 
 
 class Communicator(Protocol):
-    """Each call is made by all ranks of a stage (`sum`, `gather`) or by both ends (the others)."""
+    """Collectives and transfers of one rank.
+
+    All ranks of a stage call `sum`, `gather` and `deal` together; transfers are called at both ends.
+    """
 
     def sum(self, x: Tensor, out: Tensor | None = None) -> None:
-        """In place, or rounded into `out`."""
+        """All-reduce `x` over the stage, in place or converted into `out`."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:
-        """[tp, ...] of all ranks' tensors, which have one shape."""
+        """All-gather tensors of one shape over the stage: [tp, ...]."""
         ...
 
     def deal(self, x: Tensor) -> Tensor:
-        """Of x [R, ...] of one shape: [tp, those of the R that are `dealt` to this rank, ...]."""
+        """All-to-all of rows: from x [R, ...] of every rank to [tp, this rank's `dealt` rows of R, ...]."""
         ...
 
     def send(self, *tensors: Tensor) -> None:
-        """To the next stage."""
+        """Send to the same TP rank of the next stage."""
         ...
 
     def receive(self, *tensors: Tensor) -> None:
-        """From the stage before, into these."""
+        """Receive from the previous stage into these tensors."""
         ...
 
     def fuses(self, rows: int, width: int, dtype: torch.dtype) -> bool:
-        """Whether `sum_add_norm` is there for tensors of this shape: the same answer on all ranks."""
+        """Return whether `sum_add_norm` takes tensors of this shape; the same on all ranks."""
         ...
 
     def sum_add_norm(
         self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, row_format: Any
     ) -> tuple[Tensor, Any]:
-        """`sum`, then `Ops.add_rms_norm`; and the rows that `Ops.norm_by` wants, or None."""
+        """All-reduce, then `Ops.add_rms_norm`; return also the quantized rows for `Ops.norm_by`, or None."""
         ...
 
     def agree(self, works: bool) -> bool:
-        """Whether it does on all ranks of all stages, which call it between steps. Waits for the device."""
+        """Return whether `works` holds on all ranks of all stages, which call this between steps.
+
+        Waits for the device.
+        """
         ...
 
     def hand_back(self, x: Tensor) -> AsyncWork:
-        """From the last stage to the first, into this: called by both. Neither waits here, nor for what else
-        they exchange; `x` is left alone until it is there.
+        """Transfer `x` from the last stage to the first, which passes the tensor to fill.
+
+        Both stages call it, and neither blocks: other transfers do not delay it. `x` must stay untouched
+        until the returned work is done.
         """
         ...
 
 
 class TensorParallel:
+    """Tensor-parallel linears and norms of one rank, as layers use them."""
+
     def __init__(self, layout: ParallelLayout, collective: Communicator | None = None) -> None:
-        """Where there is more than one rank, steps need a `collective`: loading does without."""
+        """With more than one rank, steps need a `collective`; loading does not."""
         self.layout = layout
         self._collective = collective
 
     def join(self, collective: Communicator) -> None:
-        """Once, before the first step."""
+        """Set the communicator, once, before the first step."""
         assert self._collective is None
         self._collective = collective
 
@@ -95,36 +108,36 @@ class TensorParallel:
         return self.layout.equal(total)
 
     def linear(self, ops: Ops, packed: PackedLinear, x_TI: Tensor) -> Tensor:
-        """Of shared inputs: summed over the ranks of this stage.
+        """Row-parallel linear: each rank has a shard of the inputs, and the results are all-reduced.
 
-        What `Ops.logits` gives in float32 is summed so and rounded once, as one rank alone would have done.
-        On a GPU that would double what goes over the links: there each rank rounds first, as others do too.
+        On a CPU the float32 results of `Ops.logits` are summed and rounded once, as on a single rank. On a
+        GPU that would double the bytes on the links: there each rank rounds first, as other engines do.
         """
         if self.layout.tp == 1:
             return ops.linear(packed, x_TI)
         return self._summed(ops, packed, x_TI)
 
     def partial(self, ops: Ops, packed: PackedLinear, x_TI: Tensor, width: int) -> Tensor:
-        """As `linear`, to [T, width], for `add_norm` or `complete` next: the sum may be left to those."""
+        """Row-parallel linear to [T, width] whose all-reduce may be left to `add_norm` or `complete`."""
         if self._leaves_sum(len(x_TI), width, x_TI.dtype):
             return ops.linear(packed, x_TI)
         return self.linear(ops, packed, x_TI)
 
     def partial_sum(self, ops: Ops, out_TE: Tensor) -> Tensor:
-        """As `partial`, of this rank's part of a result that is there already, in the model's dtype."""
+        """Do as `partial` for this rank's partial result, computed before, in the model's dtype."""
         if self.layout.tp > 1 and not self._leaves_sum(len(out_TE), out_TE.shape[1], out_TE.dtype):
             ops.call(self.collective.sum, (out_TE,))
         return out_TE
 
     def add_norm(self, ops: Ops, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        """`Ops.add_rms_norm` of what `partial` gave."""
+        """Apply `Ops.add_rms_norm` to a result of `partial`, after or fused with its all-reduce."""
         if self._leaves_sum(len(x_TE), x_TE.shape[1], x_TE.dtype):
             norm = partial(self.collective.sum_add_norm, x_TE, residual_TE, weight_E, eps)
             return ops.norm_by(norm, weight_E)
         return ops.add_rms_norm(x_TE, residual_TE, weight_E, eps)
 
     def complete(self, ops: Ops, x_TE: Tensor) -> Tensor:
-        """What `partial` gave, summed: where no norm of all rows follows."""
+        """All-reduce a result of `partial` where no norm of all rows follows."""
         if self._leaves_sum(len(x_TE), x_TE.shape[1], x_TE.dtype):
             ops.call(self.collective.sum, (x_TE,))
         return x_TE

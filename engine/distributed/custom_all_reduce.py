@@ -1,12 +1,12 @@
-"""Sums of decoding steps between NVLink peers in one kernel, over torch's symmetric memory.
+"""One-shot all-reduce of decoding steps between NVLink peers, over torch's symmetric memory.
 
-Each rank writes its tensor into memory that all its peers have mapped, waits for their flags, and reads and
-sums everything itself: one crossing of the links and no ring, which is what counts for a few rows. NCCL does
-what is larger, of another dtype, or not possible here.
+Each rank writes its tensor into memory that all its peers have mapped, waits for their flags, then reads and
+sums everything itself: one crossing of the links and no ring, as latency dominates for a few rows. NCCL does
+the all-reduce of larger tensors and other dtypes.
 
 Written against torch 2.11 (`torch.distributed._symmetric_memory`, `torch.ops.symm_mem`). It needs two NVLink
-peers to run: NO SUCH MACHINE HAS RUN IT YET. Whatever fails while it is prepared leaves NCCL in charge; a sum
-that is prepared is checked against NCCL once before it is used.
+peers to run: NO SUCH MACHINE HAS RUN IT YET. If the preparation fails, NCCL is used instead; once prepared,
+it is checked against NCCL before its first use.
 """
 
 import logging
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 BUFFER_BYTES = 512 << 10
-"""Of each rank. Larger sums are bound by bandwidth, where a ring moves less."""
+"""Bytes of each rank's buffer. Larger all-reduces are bound by bandwidth, where a ring moves less."""
 KERNEL = "one_shot_all_reduce_copy_out"
 _WORD = 16
 # The kernel moves 16 bytes at a time.
@@ -26,14 +26,19 @@ log = logging.getLogger("llmbox.engine")
 
 
 class OneShotSum:
+    """One-shot all-reduce over a prepared buffer."""
+
     def __init__(self, buffer: Tensor, group_name: str) -> None:
-        """`buffer` is symmetric memory of BUFFER_BYTES bytes that all ranks of the group have met over."""
+        """`buffer`: symmetric memory of BUFFER_BYTES bytes, after the rendezvous of the group's ranks."""
         self._buffer = buffer
         self._group_name = group_name
 
     @classmethod
     def prepare(cls, group: dist.ProcessGroup, device: torch.device) -> "OneShotSum | None":
-        """None where it cannot be used, for a reason that is logged. All ranks come to the same answer."""
+        """Prepare and check it; None where it cannot be used, with the reason logged.
+
+        The same on all ranks.
+        """
         one_shot: OneShotSum | None = None
         try:
             buffer, _ = shared_memory(BUFFER_BYTES, group, device)
@@ -55,13 +60,13 @@ class OneShotSum:
         )
 
     def __call__(self, x: Tensor) -> None:
-        """In place."""
+        """All-reduce `x` in place."""
         place = self._buffer[: x.nbytes].view(x.dtype)
         sum_into = getattr(torch.ops.symm_mem, KERNEL)
         sum_into(place, x.view(-1), "sum", self._group_name, x.view(-1))
 
     def agrees_with_nccl(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Another torch may want other arguments, and refuse these: on all ranks, so that nobody waits."""
+        """Compare one all-reduce with NCCL's. Another torch may refuse the arguments, then on all ranks."""
         ours = torch.randn(8, 1024, device=device, dtype=torch.bfloat16)
         theirs = ours.float()
         dist.all_reduce(theirs, group=group)
@@ -74,9 +79,10 @@ class OneShotSum:
 
 
 def shared_memory(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Any]:
-    """[size] bytes that all ranks of the group map, and torch's handle on all of them. Called by all.
+    """Allocate `size` bytes of symmetric memory on all ranks; return the tensor and torch's handle.
 
-    Where one of them has no such memory it raises on all: they would wait for it until the store gives up.
+    Called by all ranks of the group. Raises on all where one of them has no such memory: the others would
+    wait for it until the store times out.
     """
     import torch.distributed._symmetric_memory as symmetric  # noqa: PLC0415 - CUDA only
 
@@ -94,7 +100,7 @@ def shared_memory(size: int, group: dist.ProcessGroup, device: torch.device) -> 
 
 
 def all_agree(group: dist.ProcessGroup | None, device: torch.device, works: bool) -> bool:
-    """Whether it works on every rank of the group; None: of all stages."""
+    """Return whether `works` holds on every rank of the group; None: of all stages."""
     agreed = torch.tensor([int(works)], device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
     return bool(int(agreed))

@@ -1,9 +1,8 @@
-"""Whether and how ranks sum, add and norm in one kernel: `fused_allreduce_rmsnorm_kernel.py` over symmetric
+"""Fused all-reduce, residual addition and RMSNorm: runs `fused_allreduce_rmsnorm_kernel.py` over symmetric
 memory.
 
-Like `custom_all_reduce.py` it needs NVLink peers, and NO MACHINE WITH TWO GPUS HAS RUN IT YET: it is tried
-against NCCL before it is used, and whatever fails until then leaves the sum and the norm to one after the
-other.
+Like `custom_all_reduce.py` it needs NVLink peers, and NO MACHINE WITH TWO GPUS HAS RUN IT YET: it is checked
+against NCCL before its first use, and if that fails, all-reduce and norm run one after the other.
 """
 
 import logging
@@ -25,8 +24,10 @@ log = logging.getLogger("llmbox.engine")
 
 
 class FusedSum:
+    """Fused kernel with its peers, for sums of one width and dtype."""
+
     def __init__(self, run: Callable[..., tuple[Tensor, Any]], peers: Any) -> None:
-        """`run` is `sum_norm_rows`, `peers` its `Peers`: ROWS rows, halves of BUFFER_BYTES."""
+        """`run`: `sum_norm_rows`; `peers`: its `Peers`, for ROWS rows and halves of BUFFER_BYTES."""
         self._run = run
         self._peers = peers
         self._kind: tuple[int, torch.dtype] | None = None
@@ -34,7 +35,7 @@ class FusedSum:
 
     @classmethod
     def prepare(cls, group: dist.ProcessGroup, device: torch.device) -> "FusedSum | None":
-        """None where it cannot be used, for a reason that is logged. All ranks come to the same answer.
+        """Prepare and check it; None where it cannot be used, with the reason logged. The same on all ranks.
 
         The kernel waits for all ranks, so none launches it before all have compiled it.
         """
@@ -51,7 +52,7 @@ class FusedSum:
         return fused if all_agree(group, device, fused.agrees_with_nccl(group, device)) else None
 
     def takes(self, rows: int, width: int, dtype: torch.dtype) -> bool:
-        """The same for all tensors of this shape, on all ranks."""
+        """Return whether tensors of this shape can be fused; the same on all ranks."""
         row_bytes = width * dtype.itemsize
         return (
             dtype in {torch.bfloat16, torch.float16, torch.float32}
@@ -63,7 +64,7 @@ class FusedSum:
     def __call__(
         self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, row_format: Any
     ) -> tuple[Tensor, Any]:
-        """See `sum_norm_rows`."""
+        """Run the kernel, see `sum_norm_rows`."""
         kind = x_TE.shape[1], x_TE.dtype
         assert self._kind in {None, kind}
         self._kind = kind
@@ -74,7 +75,9 @@ class FusedSum:
         self._run(x_TE, torch.zeros_like(x_TE), x_TE[0], _EPS, None, self._peers, compile_only=True)
 
     def agrees_with_nccl(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Twice on every rank, whatever comes of it: both halves are used, and nobody waits for another."""
+        """Compare two runs with NCCL, as the buffer has two halves. Every rank runs both, whatever the
+        result: no rank waits for another.
+        """
         first, second = self._agrees(group, device), self._agrees(group, device)
         return first and second
 

@@ -1,16 +1,16 @@
-"""What ranks sum, the residual added and the norm of it, quantised too where an 8-bit linear is next, in one
-kernel over memory that all have mapped.
+"""Triton kernel: all-reduce over mapped memory, residual addition, RMSNorm and, before an 8-bit linear,
+quantization.
 
-A layer has two sums, each followed by `add_rms_norm`: apart they are two kernels and five crossings of a
-GPU's memory, here one kernel that keeps the row in registers. Decoding has few rows: there launches count.
+A layer has two all-reduces, each followed by `add_rms_norm`. Separately they are two kernels and five passes
+over GPU memory; this kernel keeps the row in registers. Decoding has few rows, where launches dominate.
 
-One program a row. It writes the row to this rank's buffer, tells the same program of every rank, waits for
-all of them, and reads and sums all their rows, in the order of ranks, in float32, rounded once: bit by bit
-what `sum_in_order` and then `add_rms_norm` give, in any batch.
+One program per row. It writes the row to this rank's buffer, signals the same program of every rank, waits
+for all of them, and sums their rows in the order of ranks, in float32, rounded once: bit by bit the result of
+`sum_in_order` and then `add_rms_norm`, in any batch.
 
-Each row has an epoch, one more at each call, kept on the device so that graphs can be replayed. It is what
-is told and waited for, and it says which half of the buffer is used: a half is written again only after all
-ranks have told of the call after it, which they do when they have read it.
+Each row has an epoch, incremented at each call and kept on the device so that graphs can be replayed. Ranks
+signal it and wait for it, and its parity selects the half of the buffer: a half is written again only after
+all ranks have signaled the next call, which they do after reading it.
 
 NO MACHINE WITH TWO GPUS HAS RUN IT YET: see `custom_all_reduce.py`.
 """
@@ -30,18 +30,18 @@ from llmbox.kernels.triton.tile_config import power_of_two, warps_for
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Of t ranks, each with two halves of a buffer and then flags."""
+    """Mapped memory of t ranks: for each, a buffer of two halves, then flags."""
 
     rank: int
     buffers_t: Tensor
-    """int64: addresses of their halves, as mapped here, multiples of 16 bytes."""
+    """int64 [t]: addresses of the buffers as mapped here, multiples of 16 bytes."""
     flags_t: Tensor
-    """int64: addresses of their flags, int32 [rows, t]: the epoch that each rank has told."""
+    """int64 [t]: addresses of the flags, int32 [rows, t]: the epoch that each rank has signaled."""
     epochs_R: Tensor
-    """int32, of this rank alone."""
+    """int32, this rank's own."""
     half_bytes: int
     memory: Tensor | None = None
-    """This rank's, kept."""
+    """This rank's buffer, kept alive."""
 
 
 def sum_add_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, peers: Peers) -> Tensor:
@@ -58,10 +58,10 @@ def sum_norm_rows(
     *,
     compile_only: bool = False,
 ) -> tuple[Tensor, Rows8 | None]:
-    """Adds the sum of all ranks' x to residual in place -> RMS norm of it, a new tensor; with `row_format`
-    also quantised, bit by bit as `norm_rows` does.
+    """Add the sum of all ranks' x to the residual in place; return its RMSNorm as a new tensor.
 
-    Over the same peers always of one width and dtype: what two calls write must lie in the same places.
+    With `row_format` the result is also quantized, bit by bit as `norm_rows` does. All calls over the same
+    peers must have one width and dtype: their rows must lie at the same addresses.
     """
     rows, width = x_TE.shape
     half = peers.half_bytes // x_TE.element_size()
@@ -126,7 +126,7 @@ def sum_norm_kernel(
 
     mine = tl.multiple_of(tl.load(buffers + RANK).to(tl.pointer_type(x.dtype.element_ty)), 16)
     tl.store(mine + start + column, tl.load(x + place, mask=inside), mask=inside)
-    tl.debug_barrier()  # all threads have written before one of them tells it
+    tl.debug_barrier()  # all threads have written before one of them signals it
     for rank in tl.static_range(RANKS):
         theirs = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
         tl.atomic_xchg(theirs + row * RANKS + RANK, epoch, sem="release", scope="sys")
@@ -135,7 +135,7 @@ def sum_norm_kernel(
         # A rank may be one call ahead; the difference stays right when epochs wrap around.
         while tl.atomic_add(told + rank, 0, sem="acquire", scope="sys") - epoch < 0:
             pass
-    tl.debug_barrier()  # no thread reads before one of them knows
+    tl.debug_barrier()  # no thread reads before all flags have been seen
 
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for rank in tl.static_range(RANKS):

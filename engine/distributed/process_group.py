@@ -1,8 +1,7 @@
-"""The process group of all ranks: NCCL between GPUs, gloo between CPU processes, all on this machine.
+"""Process group of torch.distributed: NCCL between GPUs, gloo between CPU processes, all on this machine.
 
-Ranks find each other through a file in a folder of mode 0700 that is gone when all have met, so there is no
-port to knock on for that. Gloo, and NCCL while it sets up, then listen on the loopback interface, for the
-connections of the other ranks.
+The rendezvous uses a file store in a folder of mode 0700, removed once all ranks have joined, so it opens no
+port. Gloo, and NCCL during its setup, then listen on the loopback interface for the other ranks.
 """
 
 import os
@@ -20,25 +19,27 @@ from .fused_allreduce_rmsnorm import FusedSum
 from .torch_communicator import TorchCommunicator
 
 STUCK_SECONDS = 600
-"""An exchange that takes longer ends the process. Ranks that die or stop are noticed long before."""
+"""Timeout of a collective, after which the process ends. Ranks that die or stop are noticed long before."""
 SETTINGS: Final = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
-    # Ranks would look each second whether one wants the record of all exchanges written down, in a file that
-    # is gone by then; and keep that record, with Python's stack, for each exchange.
+    # By default ranks would poll each second for a request to dump the record of all collectives, through the
+    # store file that is gone by then; and keep that record, with Python's stack, for each collective.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_FR_BUFFER_SIZE": "0",
-    # What stages hand on does take its turn among sums, as it should: no warning of it in the log.
+    # Point-to-point transfers between stages are serialized with collectives on purpose: no warning in the
+    # log.
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
-"""Of the environment, where nobody has set them."""
+"""Defaults of environment variables."""
 
 
 def join(
     layout: ParallelLayout, device: torch.device, file: Path, *, ordered: bool, joined: bool = False
 ) -> TorchCommunicator:
-    """Returns when all ranks are there. `ordered`: see `TorchCommunicator`. `joined`: this stage's GPUs are
-    NVLink peers, so that kernels may wait for each other in memory that all have mapped.
+    """Join the process group; return when all ranks have. `ordered`: see `TorchCommunicator`.
+
+    `joined`: this stage's GPUs are NVLink peers, so kernels may wait for each other in mapped memory.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -54,9 +55,9 @@ def join(
     back = dist.new_group(timeout=timedelta(seconds=STUCK_SECONDS)) if layout.pp > 1 else None
     dist.barrier()
     one_shot = fused = None
-    # Each asks its driver: where one is told nothing, the others may not wait for it in what follows.
+    # Each rank asks its own driver: where one gets another answer, no rank may wait for it in what follows.
     if layout.tp > 1 and not ordered and all_agree(stage, device, joined):
-        # Fused sums are in order too, but the norm behind them is another kernel than the one for prompts.
+        # Fused sums are ordered too, but their norm is another kernel than the one for prompts.
         one_shot, fused = OneShotSum.prepare(stage, device), FusedSum.prepare(stage, device)
     return TorchCommunicator(
         layout, stage, ordered=ordered, device=device, back=back, one_shot=one_shot, fused=fused
@@ -64,9 +65,9 @@ def join(
 
 
 def stage_group(layout: ParallelLayout) -> dist.ProcessGroup:
-    """Of this rank's stage. Every rank makes the groups of all stages, as torch.distributed wants it.
+    """Return the group of this rank's stage. Every rank creates the groups of all stages, as torch requires.
 
-    One stage is all ranks: a second communicator of the same would take its buffers on every GPU again.
+    A single stage uses the world group: a second communicator would allocate its buffers on every GPU again.
     """
     if layout.pp == 1:
         world = dist.group.WORLD
@@ -83,10 +84,10 @@ def stage_group(layout: ParallelLayout) -> dist.ProcessGroup:
 
 
 def leave() -> None:
-    """Before the process ends, by `ending.end`.
+    """Destroy the process group before the process ends (`hardware.proc.end`).
 
-    NCCL stays: to leave it waits until all graphs that hold its sums are gone, and 600 s where they are not.
-    What it has goes with the process.
+    NCCL's group is kept: destroying it waits until all CUDA graphs that contain its collectives are gone, up
+    to 600 s. Its resources are freed with the process.
     """
     if dist.is_initialized() and dist.get_backend() != "nccl":
         dist.destroy_process_group()

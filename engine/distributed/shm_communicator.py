@@ -1,12 +1,12 @@
-"""What ranks exchange between CPU processes: numbers in shared memory, and a byte on a socket to say so.
+"""Collectives between CPU processes: tensors in shared memory, and a byte on a socket as a signal.
 
-All of it is inherited from rank 0: no port, no name, nothing that another process of the machine could open.
-A sum of a decoding step is two short copies and a wake-up; gloo, over TCP on the loopback interface, takes
-several times as long.
+Memory and sockets are inherited from rank 0: no port, no name, nothing that another process of the machine
+could open. The all-reduce of a decoding step is two short copies and a wake-up; gloo, over TCP on the
+loopback interface, takes several times as long.
 
-Each rank has two slots. In exchange n it writes slot n % 2, tells its peers, waits until all have told it,
-and reads theirs. Nobody writes a slot that somebody still reads: a rank tells of exchange n + 1 only after it
-has read exchange n, and a slot of exchange n is written again in n + 2, after everybody told of n + 1.
+Each rank has two slots. In exchange n it writes slot n % 2, signals its peers, waits for their signals, and
+reads their slots. No rank overwrites a slot that another still reads: a rank signals exchange n + 1 only
+after it has read exchange n, and the slot of exchange n is reused in n + 2, after all ranks signaled n + 1.
 """
 
 import mmap
@@ -27,18 +27,18 @@ from .communicator import AsyncWork, CompletedWork, dealt
 from .torch_communicator import add_in_order
 
 SLOT = 1 << 20
-"""Bytes. Larger tensors go in pieces."""
+"""Bytes of a slot. Larger tensors are exchanged in pieces."""
 _PLACES = 64
-# Sizes of tensors for which it is remembered where in the slots they lie.
+# Entries of the cache of slot views, by tensor size and dtype.
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSockets:
-    """One rank's: file descriptors that a child may inherit."""
+    """File descriptors of one rank, which a child process can inherit."""
 
     memory: int
     peers: dict[int, int]
-    """Of each rank that this one talks to, its socket."""
+    """Sockets to other ranks, by rank."""
 
     @property
     def all(self) -> tuple[int, ...]:
@@ -50,7 +50,10 @@ class PeerSockets:
 
 
 def make_ends(layout: ParallelLayout) -> list[PeerSockets]:
-    """Of all ranks; each has a descriptor of its own for the memory. Close those that are given away."""
+    """Create the descriptors of all ranks, each with its own one for the memory.
+
+    The caller closes those that a child has inherited.
+    """
     ranks = [ParallelLayout(layout.tp, layout.pp, rank) for rank in range(layout.ranks)]
     memory = os.memfd_create("llmbox-ranks")
     os.ftruncate(memory, layout.ranks * 2 * SLOT)
@@ -68,16 +71,16 @@ def make_ends(layout: ParallelLayout) -> list[PeerSockets]:
 
 @dataclass(frozen=True, slots=True)
 class PendingReceive:
-    """To be waited for once, in order."""
+    """Receive that happens in `wait`, which is called once, in order."""
 
     wait: Callable[[], None]
 
 
 class ShmCommunicator:
-    """A `rank.Collective`."""
+    """`Communicator` over shared memory and sockets."""
 
     def __init__(self, layout: ParallelLayout, ends: PeerSockets) -> None:
-        """Takes the ends over."""
+        """Takes ownership of `ends`."""
         self._layout = layout
         self._sockets = {rank: socket.socket(fileno=fd) for rank, fd in ends.peers.items()}
         self._stage = [self._sockets[rank] for rank in layout.stage_ranks if rank != layout.rank]
@@ -117,11 +120,11 @@ class ShmCommunicator:
         raise NotImplementedError
 
     def agree(self, works: bool) -> bool:
-        raise NotImplementedError  # asked after captures, and there are none on CPUs
+        raise NotImplementedError  # called after graph captures, and CPUs have none
 
     def hand_back(self, x: Tensor) -> AsyncWork:
-        """What was sent lies in the socket, which has room for that of more steps than are ever on their way;
-        it is read when it is waited for.
+        """Send into the socket, whose buffer holds the ids of more steps than are ever in flight; the first
+        stage reads them in `wait`.
         """
         if self._layout.is_last:
             self._send(x, self._layout.other_end)
@@ -148,7 +151,9 @@ class ShmCommunicator:
             rest = rest[count:]
 
     def _exchange(self, piece: Tensor) -> list[Tensor]:
-        """All ranks' pieces, in their order: views that hold until the next exchange."""
+        """Exchange one piece; return all ranks' pieces in the order of ranks: views valid until the next
+        call.
+        """
         self._turn = 1 - self._turn
         places = self._places(self._turn, piece.nbytes, piece.dtype)
         places[self._layout.tp_rank].copy_(piece)
@@ -166,12 +171,12 @@ class ShmCommunicator:
 def find_places(
     slots: Tensor, ranks: Sequence[int], turn: int, nbytes: int, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Of a tensor in the slots of these ranks."""
+    """Return the views of a tensor of `nbytes` in the slots of these ranks."""
     here = slots[:, turn, :nbytes].view(dtype)
     return [here[rank] for rank in ranks]
 
 
 def _pieces(flat: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Of a slot's size, in numbers of `like`."""
+    """Split into pieces of a slot's size, counted in elements of `like`."""
     size = SLOT // (flat if like is None else like).element_size()
     return (flat,) if len(flat) <= size else torch.split(flat, size)

@@ -1,8 +1,8 @@
-"""Between rank 0 and one worker: frames of JSON and integers on an inherited socket. No pickle, no network.
+"""Socket between rank 0 and one worker: frames of JSON and int32 on an inherited descriptor.
 
 frame = JSON bytes u32 | integer bytes u32 | JSON | int32...
 
-Without msgspec: the engine's runner works where only torch is installed.
+No pickle, no network. No msgspec either: the engine's runner works where only torch is installed.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class Frame:
 
 
 class Link:
-    """One end; blocks."""
+    """One end of the socket; sends and receives block."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -44,7 +44,7 @@ class Link:
             raise RankLost(f"the other rank is gone: {error}") from error
 
     def receive(self) -> Frame:
-        """Raises RankLost at the end of the stream."""
+        """Receive one frame. Raises RankLost at the end of the stream."""
         text_size, numbers_size = _HEADER.unpack(self._exactly(_HEADER.size))
         kind, body = json.loads(self._exactly(text_size))
         numbers = array(NUMBER)
@@ -52,7 +52,7 @@ class Link:
         return Frame(kind, body, numbers)
 
     def end(self) -> None:
-        """From any thread: whoever sends or receives here, or at the other end, raises RankLost."""
+        """Shut the stream down, from any thread: pending and later calls at both ends raise RankLost."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

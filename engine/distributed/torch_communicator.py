@@ -1,8 +1,8 @@
-"""What ranks exchange over torch.distributed: NCCL between GPUs, or gloo, with which it is tested.
+"""Collectives over torch.distributed: NCCL between GPUs, gloo between CPUs and in tests.
 
-Sums are made in the order of ranks, element by element, wherever the result must not depend on what else is
-in the batch: `all_reduce` of gloo and NCCL cuts a tensor into as many pieces as there are ranks and sums each
-in an order of its own, so that an element's sum depends on where in the batch it stands.
+Where results must not depend on the rest of the batch, elements are summed in the order of ranks:
+`all_reduce` of gloo and NCCL splits a tensor into as many pieces as there are ranks and sums each in an order
+of its own, so an element's sum would depend on its place in the batch.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,16 @@ from .custom_all_reduce import OneShotSum, all_agree
 from .fused_allreduce_rmsnorm import FusedSum
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-# The newer name of the same; torch 2.11 has only the old one.
+# Newer name of `all_gather_into_tensor`, which torch 2.11 does not have yet.
 
 GATHER_UP_TO = 256 << 10
-"""Bytes. A larger sum goes in two phases: each rank sums a slice, then the slices are exchanged. That moves
-2 (t - 1) / t of the tensor instead of t - 1 times it, and waits twice."""
+"""Bytes up to which an ordered all-reduce is one all-gather. A larger one has two phases: each rank sums a
+slice, then the slices are gathered. That moves 2 (t - 1) / t of the tensor instead of t - 1 times it, and
+synchronizes twice."""
 
 
 class TorchCommunicator:
-    """A `rank.Collective`."""
+    """`Communicator` over process groups of torch.distributed."""
 
     def __init__(
         self,
@@ -39,8 +40,10 @@ class TorchCommunicator:
         one_shot: OneShotSum | None = None,
         fused: FusedSum | None = None,
     ) -> None:
-        """`stage` is the group of this stage's ranks. `ordered`: sums in the order of ranks, always. `back`:
-        where there are stages, one of all ranks for `hand_back` alone: what goes over one group takes turns.
+        """`stage`: group of this stage's ranks. `ordered`: always sum in the order of ranks.
+
+        `back`: with several stages, a group of all ranks for `hand_back` alone, as the transfers of one group
+        are serialized.
         """
         self._layout = layout
         self._device = device
@@ -95,7 +98,7 @@ class TorchCommunicator:
     def sum_add_norm(
         self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, row_format: Any
     ) -> tuple[Tensor, Any]:
-        """In the order of ranks, always."""
+        """All-reduce in the order of ranks, add and norm, in one kernel."""
         assert self._fused is not None
         return self._fused(x_TE, residual_TE, weight_E, eps, row_format)
 
@@ -121,15 +124,15 @@ class TorchCommunicator:
 
 
 def add_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
-    """`sum_in_order`, into `out`."""
+    """Write the result of `sum_in_order` into `out`."""
     if len(parts) == 2 and parts[0].dtype == torch.float32:
-        torch.add(*parts, out=out)  # one operation, which rounds at its end
+        torch.add(*parts, out=out)  # one operation, rounded once
     else:
         out.copy_(sum_in_order(parts))
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
-    """In float32, rounded once."""
+    """Sum in float32, in the order of `parts`, and round once to their dtype."""
     first, *others = parts
     total = first.float()
     for part in others:

@@ -1,4 +1,7 @@
-"""Whether an engine verifies drafts, and how many rows a step may have for them."""
+"""Build an engine: plan its memory, load the weights of every rank, and connect runner and scheduler.
+
+`load_engine` is the entry point of the engine process, `load_rank` that of every rank.
+"""
 
 import logging
 import os
@@ -49,12 +52,16 @@ from .profile import Agree, GPUEngineParts, make_device_runner, open_gpu
 from .workers import share as share_of
 
 _READ: Final = 12e9
-"""Bytes of weights that a core reads in a second, about. In bf16 two operations a row come with two bytes: so
-many rows as a core does operations in that time are computed while the weights are read."""
+"""Approximate bytes of weights that a core reads per second. A bf16 weight takes two bytes and costs two
+operations per row, so `flops / _READ` rows are computed in the time that reading the weights takes."""
 
 
 def draft_rows(config: EngineConfig, plan: MemoryPlan, ops: Ops, *, overlaps: bool) -> int:
-    """0: no drafts. `overlaps`: steps are launched before the one before is back. Raises DeviceError."""
+    """Return how many rows of a step may hold draft tokens; 0 turns speculative decoding off.
+
+    `overlaps`: a step is launched before the previous one has returned. Raises DeviceError where drafts were
+    asked for and cannot be verified.
+    """
     if config.speculate == "off":
         return 0
     reason = why_no_drafts(plan.ranks, overlaps=overlaps, row_invariant=ops.row_invariant)
@@ -73,25 +80,28 @@ KV_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 @dataclass(frozen=True, slots=True)
 class RankEngine:
-    """What one rank made of its part of the model."""
+    """One rank's loaded shard of the model."""
 
     runner: CPUModelRunner | Callable[[Agree], tuple[GPUModelRunner, MemoryPlan]]
-    """The last makes it, once all ranks have met."""
+    """The GPU runner is created by a callable, after the rendezvous of all ranks."""
     plan: MemoryPlan
-    """As measured, where that is done."""
+    """Memory plan: measured where memory is profiled, else estimated."""
     backend: str
     measured: int | None
-    """Bytes of memory that the weights took; None where nobody tells."""
+    """Bytes of memory that the weights took; None where the system does not report it."""
     draft_rows: int = 0
     """See `SchedulerConfig`."""
 
     def finish(self, agree: Agree = int) -> tuple[CPUModelRunner | GPUModelRunner, MemoryPlan]:
-        """The runner, once all ranks have met. Raises DoesNotFit."""
+        """Return the runner and the final plan, after the rendezvous of all ranks. Raises DoesNotFit."""
         return (self.runner, self.plan) if isinstance(self.runner, CPUModelRunner) else self.runner(agree)
 
 
 def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> Engine:
-    """Raises EngineError; then nothing of the model is left behind."""
+    """Load a model on one or several ranks and return its engine.
+
+    Raises EngineError; then no memory, process or file of the model is left behind.
+    """
     started = time.monotonic()
     progress(Progress(phase="weights", done=0, total=0))
     model = parse_config(Path(config.model_path))
@@ -118,7 +128,7 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
 def load_share(
     config: EngineConfig, plan: MemoryPlan, rank: TensorParallel, progress: Callable[[int, int], None]
 ) -> RankEngine:
-    """This rank's part of the model, ready to run. Raises ModelError or DeviceError."""
+    """Load this rank's shard of the model. Raises ModelError or DeviceError."""
     layout, directory = rank.layout, Path(config.model_path)
     model_config = parse_config(directory)
     device, free_before = rank_device(plan, layout)
@@ -164,13 +174,14 @@ def load_share(
 
 
 def open_kernels(progress: Callable[[Progress], None]) -> None:
-    """Ahead of `load_engine`, which would do it: compiles or finds the library, and opens it."""
+    """Compile or find the native kernels and open them, before `load_engine` has to."""
     compile_progress.set(lambda done, total: progress(Progress(phase="kernels", done=done, total=total)))
     if not torch.cuda.is_available():
         native_ready()
 
 
 def resolve_device(asked: str) -> torch.device:
+    """Return the device for `auto`, `cpu` or `cuda`. Raises DeviceError where CUDA is missing."""
     available = torch.cuda.is_available()
     if asked == "cuda" and not available:
         reason = (
@@ -183,7 +194,7 @@ def resolve_device(asked: str) -> torch.device:
 
 
 def rank_device(plan: MemoryPlan, layout: ParallelLayout) -> tuple[torch.device, int]:
-    """And the bytes that were free on a GPU before this process had anything there."""
+    """Return this rank's device and the bytes that were free on a GPU before this process used it."""
     if plan.device == "cpu":
         return torch.device("cpu"), 0
     gpu = plan.gpus[layout.rank]
@@ -191,7 +202,7 @@ def rank_device(plan: MemoryPlan, layout: ParallelLayout) -> tuple[torch.device,
 
 
 def take_cores(threads: int, layout: ParallelLayout, device: torch.device) -> int:
-    """This rank's threads, of so many in all. On a CPU each rank has cores of its own if there are enough."""
+    """Return this rank's share of `threads`. On a CPU, pin the rank to its own cores if there are enough."""
     if layout.ranks == 1 or device.type != "cpu":
         return threads
     cores = pick_cores(threads)
@@ -204,16 +215,17 @@ def take_cores(threads: int, layout: ParallelLayout, device: torch.device) -> in
 def memory_budget(device: torch.device) -> MemoryBudget:
     machine = cuda_machine() if device.type == "cuda" else read_machine()
     if device.type == "cuda":
-        if machine.gpus:  # torch would open the first one, which may not be ours in the end
+        if machine.gpus:  # torch would open the first one, which this engine may not use in the end
             return MemoryBudget.of(machine, "cuda")
         return _without_nvml(device, machine.cpu.cores)
     return replace(MemoryBudget.of(machine, "cpu"), native_kernels=native_ready())
 
 
 def _without_nvml(device: torch.device, cores: int) -> MemoryBudget:
-    """What CUDA tells, as in a container without the driver's `utility` part. Plans have the context in them.
+    """Build the budget from CUDA alone, as in a container without the driver's `utility` capability.
 
-    Of GPUs after the first it is all of their memory: to ask for what is free would take some of it there.
+    Plans include the CUDA context, so it is added to the free memory. GPUs after the first count with their
+    total memory: to query what is free would create a context there, which takes memory.
     """
     free, _total = torch.cuda.mem_get_info(device)
     others = range(1, torch.cuda.device_count())
@@ -230,7 +242,7 @@ def backend(
     config: EngineConfig,
     plan: RunnablePlan,
 ) -> Ops:
-    """Raises DeviceError, with the same reasons as `fit` where none was found out by running kernels."""
+    """Select the kernels of this device. Raises DeviceError, with the reasons that `fit` gives."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     has_native = device.type == "cpu" and native_ready()
     place: Literal["cpu", "cuda"] = "cpu" if device.type == "cpu" else "cuda"

@@ -1,4 +1,4 @@
-"""The weights of a model: from packed ones on disk if they are there, else from the checkpoint."""
+"""Load a model's weights: from the packed-weight cache on disk if cached, else from the checkpoint."""
 
 import contextlib
 import ctypes
@@ -22,9 +22,9 @@ _STATUS = Path("/proc/self/status")
 
 
 def memory_in_use(device: torch.device) -> int | None:
-    """Bytes: of tensors on a GPU, of this process's own pages on a CPU. None where nobody tells.
+    """Return bytes of tensors on a GPU, or of this process's anonymous pages on a CPU; None where unknown.
 
-    On a CPU what the allocator keeps of freed buffers (files read, weights before packing) goes back first.
+    On a CPU the allocator first returns its freed buffers (files read, weights before packing).
     """
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
@@ -56,11 +56,11 @@ class WeightsWanted:
 
 
 Loaded = tuple[Decoder, int | None]
-"""The model, and the bytes of memory that it took (None where nobody tells)."""
+"""The model, and the bytes of memory that it took (None where unknown)."""
 
 
 def load_weights(config: ModelConfig, wanted: WeightsWanted, progress: Progress) -> Loaded:
-    """Raises ModelError."""
+    """Load this rank's shard of the weights. Raises ModelError."""
     place = environment.read()
     if wanted.ops.packing is None or place is None:
         return from_checkpoint(config, wanted, progress)
@@ -72,6 +72,7 @@ def load_weights(config: ModelConfig, wanted: WeightsWanted, progress: Progress)
 def from_checkpoint(
     config: ModelConfig, wanted: WeightsWanted, progress: Progress, keeper: WeightObserver | None = None
 ) -> Loaded:
+    """Load the weights from the checkpoint; `keeper` gets every packed weight. Raises ModelError."""
     before = memory_in_use(wanted.device)
     source = Checkpoint(
         wanted.directory, wanted.ops, wanted.dtype, wanted.device, progress, keeper, wanted.rank

@@ -1,4 +1,4 @@
-"""A load that looks for packed weights first, and keeps what it had to pack."""
+"""Load weights through the packed-weight cache: map them if cached, else pack them and store them there."""
 
 import logging
 from pathlib import Path
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 def load_repacked(
     config: ModelConfig, wanted: WeightsWanted, progress: Progress, place: tuple[Path, int]
 ) -> Loaded:
-    """Raises ModelError."""
+    """Load from the cache in `place` (folder, maximum bytes), or fill it. Raises ModelError."""
     packing = wanted.ops.packing
     assert packing is not None
     cache = PackedWeightCache(*place)
@@ -42,7 +42,7 @@ def load_repacked(
 def _from_cache(
     config: ModelConfig, wanted: WeightsWanted, cache: PackedWeightCache, key: PackKey
 ) -> Loaded | None:
-    """None when they are not there, or not what they should be: then the file is gone."""
+    """Return the cached model; None when there is none. A damaged file is removed."""
     before = memory_in_use(wanted.device)
     try:
         file = cache.find(key)

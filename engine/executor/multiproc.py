@@ -1,7 +1,7 @@
-"""Rank 0's runners: tell every rank the step and compute rank 0's own part of it.
+"""Multi-process executors on rank 0: send every step to all ranks and execute rank 0's own shard of it.
 
-`ParallelRunner` is for runners that work while they are called: a launch is the work of the first stage.
-`DeviceRanks` launches steps ahead, over ranks that all run `runner/gpu_runner.py`.
+`ParallelRunner` drives synchronous runners (CPU): a launch executes the first pipeline stage.
+`DeviceRanks` drives asynchronous runners (`runner/gpu_runner.py`), which launch steps ahead of their results.
 """
 
 import os
@@ -36,12 +36,12 @@ class LocalRunner(Protocol):
 
 class ParallelStepHandle(Protocol):
     def wait(self) -> None:
-        """Until the step is done on this rank's device."""
+        """Block until the step is done on this rank's device."""
         ...
 
 
 class LocalDevice(Protocol):
-    """What every rank runs of steps that overlap: `DeviceRunner`."""
+    """Asynchronous runner of one rank: `GPUModelRunner`."""
 
     depth: int
 
@@ -51,7 +51,7 @@ class LocalDevice(Protocol):
     def next_capture(self) -> int | None: ...
     def size_for(self, plan: StepPlan) -> int: ...
     def launch_sized(self, plan: StepPlan, size: int) -> Any:
-        """-> a `ParallelStepHandle`."""
+        """Launch the step padded to `size` rows and return a `ParallelStepHandle`."""
         ...
 
     def collect(self, handle: Any) -> StepResult: ...
@@ -59,12 +59,12 @@ class LocalDevice(Protocol):
 
 
 class Others(Protocol):
-    """The other ranks, from rank 0: `Crew`."""
+    """Workers as rank 0 sees them: `WorkerGroup`."""
 
     layout: ParallelLayout
 
     def send(self, frame: Frame) -> None:
-        """To all."""
+        """Send to all workers."""
         ...
 
     def receive(self, rank: int) -> Frame: ...
@@ -73,10 +73,11 @@ class Others(Protocol):
 
 
 class ParallelRunner:
-    """An `OverlappingRunner`. All ranks run the same steps and draw the same tokens; those of one rank count.
+    """`Executor` over synchronous runners. All ranks run the same steps and sample the same tokens; the
+    results of one rank are used.
 
-    While later stages go on with a step, the first computes its part of the next: with one stage a step is
-    done when it is launched, with more there is one for each.
+    Pipeline stages overlap: the first stage executes the next step while later stages work on this one. With
+    one stage a step is done when `launch` returns; with several, up to one step per stage is in flight.
     """
 
     def __init__(self, local: LocalRunner, crew: Others, watch: WorkerWatchdog) -> None:
@@ -113,10 +114,10 @@ class ParallelRunner:
 
 
 class DeviceRanks:
-    """An `OverlappingRunner`. Every rank launches the same steps, of the same size, in the same order, and
-    captures the same graphs between them, as rank 0 decides; so what their devices exchange meets.
+    """`Executor` over asynchronous runners. Rank 0 decides; every rank launches the same steps, padded to the
+    same size, in the same order, and captures the same CUDA graphs between them. So collectives match up.
 
-    What others than the answering rank drew is not asked for: it is the same.
+    Only the answering rank sends results: the other ranks sample the same tokens.
     """
 
     def __init__(self, local: LocalDevice, crew: Others, watch: WorkerWatchdog) -> None:
@@ -165,7 +166,7 @@ class DeviceRanks:
 
 
 class LoadedRanks(Protocol):
-    """`loader.Share`."""
+    """Loaded shard of one rank: `build.RankEngine`."""
 
     @property
     def backend(self) -> str: ...
@@ -175,7 +176,8 @@ class LoadedRanks(Protocol):
 
 
 _CHOICE: Final = "LLMBOX_RANKS"
-"""gloo: torch.distributed between CPUs. nccl: no kernels of ours between GPUs, nor torch's."""
+"""Environment variable. gloo: torch.distributed between CPU ranks instead of shared memory. nccl: only NCCL
+between GPUs, without one-shot and fused all-reduce kernels."""
 _NCCL_HINT: Final = (
     ". NCCL_DEBUG=INFO in the daemon's environment tells more in the log; a container needs shared memory "
     "(--shm-size 1g)"
@@ -186,23 +188,26 @@ Progress = Callable[[int, int], None]
 
 
 class RankProcesses:
-    """Rank 0's view of all of them."""
+    """All ranks of an engine, from rank 0: load them, connect them, create their executor, end them."""
 
     def __init__(self, config: EngineConfig, plan: MemoryPlan, layout: ParallelLayout) -> None:
         self._config = config
         self._plan = plan
         self._crew = WorkerGroup(layout)
         self._watch: WorkerWatchdog | None = None
-        """Once all have loaded: until then whoever fails may say why."""
+        """Set once all have loaded: until then a rank that fails can still report why."""
 
     def load(self, load: Callable[[TensorParallel, Progress], L], progress: Progress) -> tuple[L, int | None]:
-        """What rank 0 loaded, and the bytes that the weights of all ranks took. Raises EngineError."""
+        """Load all ranks; return rank 0's shard and the bytes that the weights of all ranks took.
+
+        Raises EngineError.
+        """
         before_end(self._end)
         try:
             roll_call = self._crew.start(self._config, self._plan)
 
             def told(done: int, total: int) -> None:
-                roll_call.hear()  # one that cannot load ends it for all
+                roll_call.hear()  # a rank that cannot load ends the load of all
                 progress(done, total)
 
             rank = TensorParallel(self._crew.layout)
@@ -229,7 +234,7 @@ class RankProcesses:
         return [worker.process.pid for worker in self._crew.workers]
 
     def runner(self, share: LoadedRanks) -> tuple[Executor, MemoryPlan]:
-        """And the plan, as measured by all. Raises DoesNotFit."""
+        """Return the executor and the plan as measured by all ranks. Raises DoesNotFit."""
         assert self._watch is not None
         try:
             with self._watch.guarding():
@@ -239,7 +244,7 @@ class RankProcesses:
             raise
         make = DeviceRanks if isinstance(local, GPUModelRunner) else ParallelRunner
         runner = make(local, self._crew, self._watch)
-        # Before what `load` left to finish, so that all ranks do that side by side; `_end` comes last.
+        # Before what `load` left to finish, so that all ranks finish that in parallel; `_end` comes last.
         before_end(runner.dismiss)
         return runner, plan
 
@@ -249,14 +254,16 @@ class RankProcesses:
         self._crew.close()
 
     def _end(self) -> None:
-        """Of the engine: no library meets a half-gone interpreter."""
+        """Shut down workers and process group while the interpreter is still whole."""
         self._close()
         leave()
 
 
 def refuse_other_kernels(backends: Sequence[str]) -> None:
-    """Of all ranks. What is exchanged to draw a token follows from the kernels that draw: with others a rank
-    would wait for what nobody sends. Raises DeviceError.
+    """Check that all ranks selected the same kernels. Raises DeviceError.
+
+    The sampling kernels determine which collectives a rank takes part in: with different kernels a rank would
+    wait for data that no other rank sends.
     """
     for rank, name in enumerate(backends):
         if name != backends[0]:
@@ -275,13 +282,13 @@ def choose(plan: MemoryPlan) -> Over:
 def connect(
     layout: ParallelLayout, config: EngineConfig, plan: MemoryPlan, ends: PeerSockets, over: Over, file: Path
 ) -> Communicator:
-    """Called by every rank. Raises DeviceError."""
+    """Connect this rank to the others; every rank calls this. Raises DeviceError."""
     if over == "mesh":
         return ShmCommunicator(layout, ends)
     ends.close()
     try:
         return join_gpus(layout, config, plan, file) if over == "nccl" else join_cpus(layout, file)
-    except RuntimeError as error:  # of torch.distributed, what is below it, or CUDA
+    except RuntimeError as error:  # from torch.distributed, the library below it, or CUDA
         words = " ".join(str(error).split())
         hint = _NCCL_HINT if over == "nccl" else ""
         raise DeviceError(f"rank {layout.rank} cannot meet the others over {over}: {words}{hint}") from error

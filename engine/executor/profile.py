@@ -1,4 +1,4 @@
-"""From loaded weights to a runner whose KV memory fits the budget as measured."""
+"""Profile memory with warm-up steps and size the KV cache of a GPU runner to fit the budget."""
 
 import logging
 import time
@@ -27,27 +27,27 @@ from .warmup import trial_blocks, trial_steps
 
 
 class MemoryMeter(Protocol):
-    """Bytes of one GPU."""
+    """Memory of one GPU, in bytes."""
 
     def allocated(self) -> int:
-        """Of tensors."""
+        """Return the bytes of tensors."""
         ...
 
     def peak(self) -> int:
-        """The most that `allocated` was since `reset_peak`."""
+        """Return the maximum of `allocated` since `reset_peak`."""
         ...
 
     def reset_peak(self) -> None: ...
 
     def runtime(self) -> int:
-        """What this process took that is no tensor: its context, kernels, libraries' own memory."""
+        """Return what this process took beside tensors: CUDA context, kernels, memory of libraries."""
         ...
 
 
 class CudaMeter:
     def __init__(self, device: torch.device, free_before: int) -> None:
-        """`free_before`: of `open_gpu`. What other processes take meanwhile counts as ours: better too little
-        KV memory than too much.
+        """`free_before`: result of `open_gpu`. What other processes take meanwhile counts as this process's:
+        better too little KV memory than too much.
         """
         self._device = device
         self._free_before = free_before
@@ -69,32 +69,32 @@ class CudaMeter:
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """Bytes, without KV."""
+    """Measured bytes without the KV cache."""
 
     weights: int
     workspace: int
     runtime: int
     graphs: int
-    """Reserved: capturing ends where it is used up."""
+    """Reserve for CUDA graphs: capturing ends when it is used up."""
 
     @property
     def total(self) -> int:
         return self.weights + self.workspace + self.runtime + self.graphs
 
     def blocks(self, budget: int, block_bytes: int, wanted: int) -> int:
-        """KV blocks that fit beside it, the spare one not counted; below 1: none."""
+        """Return how many KV blocks fit, the padding block not counted; below 1: none."""
         return min(wanted, (budget - self.total) // block_bytes - 1)
 
 
 log = logging.getLogger("llmbox.engine")
 
 Agree = Callable[[int], int]
-"""Of several ranks: from the blocks that one has room for to those that all have. The same result on all."""
+"""Reduction over ranks: from the blocks that one rank has room for to the minimum of all, known to all."""
 
 
 @dataclass(frozen=True, slots=True)
 class GPUEngineParts:
-    """What a runner is made of, but the KV memory."""
+    """Parts of a runner, all but the KV cache."""
 
     model: Decoder
     rotary: Rotary
@@ -110,7 +110,7 @@ def make_device_runner(
     free_before: int,
     agree: Agree = int,
 ) -> tuple[GPUModelRunner, MemoryPlan]:
-    """The runner, and the plan as the measurements changed it. Raises DoesNotFit."""
+    """Return the runner and the plan as the measurements changed it. Raises DoesNotFit."""
     if device.type != "cuda":
         return build(parts, plan, HostDevice(), None, 0), plan
     meter = CudaMeter(device, free_before)
@@ -121,7 +121,7 @@ def make_device_runner(
     plan = fit_pool(config, plan, meter, graphs, make, row_counts, agree)
     capture = CudaCapture(device) if config.cuda_graphs else None
     runner = build(parts, plan, on_device, capture, graphs)
-    runner.prepare()  # the largest; the others between requests
+    runner.prepare()  # captures the largest graph; the others follow between requests
     return runner, plan
 
 
@@ -143,10 +143,10 @@ def fit_pool(
     row_counts: Sequence[int] = (),
     agree: Agree = int,
 ) -> MemoryPlan:
-    """The plan with the workspace and the KV blocks that trial steps leave room for. Raises DoesNotFit.
+    """Return the plan with the workspace and the KV blocks that warm-up steps leave room for.
 
-    Those steps compile all kernels too (`row_counts`: `Ops.row_counts`), before the memory of a process with
-    its kernels is measured: the first request then finds them, and so does Triton's cache at the next load.
+    The warm-up steps also compile all kernels (`row_counts`: `Ops.row_counts`) before memory is measured: the
+    first request finds them compiled, and the next load finds them in Triton's cache. Raises DoesNotFit.
     """
     weights = meter.allocated()
     tried = plan
@@ -179,7 +179,7 @@ def fit_pool(
 
 
 def run_trials(runner: GPUModelRunner, plan: MemoryPlan, row_counts: Sequence[int]) -> int:
-    """How many steps there were. Each is a life of its own: no row of the runner stays taken."""
+    """Run the warm-up steps and return their number. Requests end after each: no runner row stays taken."""
     count = 0
     for step in trial_steps(plan, row_counts):
         runner.collect(runner.launch(step))
@@ -202,10 +202,10 @@ def _refusal(measured: MemoryProfile, plan: MemoryPlan, blocks: int, wanted: int
 
 
 def open_gpu(number: int) -> int:
-    """Makes it this process's GPU -> bytes that were free there before.
+    """Select a GPU for this process and return the bytes that were free before its CUDA context existed.
 
-    Where NVML does not tell, what is free now and `CUDA_CONTEXT`. Of a GPU that was opened long before (by a
-    benchmark that loads several models), what is free now: its context is no part of this load.
+    Without NVML: what is free now, plus `CUDA_CONTEXT`. For a GPU that was opened long before (by a benchmark
+    that loads several models): what is free now, as its context is no part of this load.
     """
     before = next((gpu.free for gpu in cuda_machine().gpus if gpu.index == number), None)
     torch.cuda.set_device(number)

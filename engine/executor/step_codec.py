@@ -1,9 +1,9 @@
-"""A step as plain data: what rank 0 schedules, as the workers' runners read it; and what a step gave.
+"""Codec of steps and results between rank 0 and its workers: JSON and int32 arrays.
 
-Workers keep mirrors of the requests that run, so that a decoding request costs a token and now and then a
-block. A request that runs again, after a preemption, is told again whole.
+Workers keep mirrors of the running requests, so that a decoding request costs one token and now and then one
+KV block. A request that runs again after a preemption is sent again in full.
 
-Where steps overlap, a mirror lacks the tokens that rank 0 does not know yet: each rank has drawn them itself.
+Where steps overlap, a mirror lacks the tokens that rank 0 does not know yet: each rank sampled them itself.
 """
 
 from array import array
@@ -22,22 +22,22 @@ _DEFAULTS = SamplingParams(max_tokens=0)
 _ROW = 9
 # Integers of a row: number, start, tokens, samples, admission, pending, new ids, new blocks, mask.
 _MASK_UNIT = 4
-# Bytes of a mask that one integer holds.
+# Bytes of a grammar mask per integer.
 _GRAPH = "graph"
 _GONE = -1
-"""Admission of a mirror that has left: runners find its state by that."""
+"""Admission of a mirror that has left: runners recognize its stale state by it."""
 
 
 @dataclass(slots=True)
 class _Told:
-    """What the workers know of a request, in one of its admissions."""
+    """State of a request's mirror on the workers, in one of its admissions."""
 
     number: int
     request: Request
     admission: int
     tokens: int = 0
     blocks: int = 0
-    """Of its table, which only grows while an admission lasts."""
+    """Sent blocks of its table, which only grows during an admission."""
 
     @property
     def is_gone(self) -> bool:
@@ -45,16 +45,20 @@ class _Told:
 
 
 class StepEncoder:
+    """Rank 0's side: encodes steps as differences to the mirrors on the workers."""
+
     def __init__(self) -> None:
         self._told: dict[int, _Told] = {}
-        """By `id`: each entry holds its request, so that no other can get the same."""
+        """Keyed by `id`: each entry holds its request, so that no other object can get the same id."""
         self._next = 0
 
     def encode(self, plan: StepPlan, graph: int = 0) -> Frame:
-        """Integers: how many gone, copies and rows; numbers of requests that ceased to run since the last
-        step; (source, destination) of each copy; and of each row what `_row` says.
+        """Encode one step.
 
-        `graph`: size that a decoding step is filled up to, see `decode_graph`.
+        Integers: counts of finished requests, block copies and rows; numbers of the requests that ceased to
+        run since the last step; (source, destination) of each copy; then the rows, see `_row`.
+
+        `graph`: size that a decoding step is padded to, see `decode_graph`.
         """
         gone = self._forget_gone()
         numbers = array(NUMBER, [len(gone), len(plan.copies), len(plan.rows), *gone])
@@ -75,7 +79,7 @@ class StepEncoder:
         return [self._told.pop(key).number for key in gone]
 
     def _row(self, numbers: "array[int]", row: ScheduledRequest, known: _Told) -> None:
-        """See `_ROW`; the new ids, the new blocks and the mask follow."""
+        """Append the integers of `_ROW`, then the new ids, the new blocks and the mask."""
         request = row.request
         ids = request.token_ids[known.tokens :]
         added = request.block_table[known.blocks :]
@@ -90,6 +94,8 @@ class StepEncoder:
 
 
 class StepDecoder:
+    """Worker's side: decodes steps and maintains the mirrors of requests."""
+
     def __init__(self) -> None:
         self._requests: dict[int, Request] = {}
 
@@ -117,12 +123,12 @@ class StepDecoder:
 
 
 def decode_graph(frame: Frame) -> int:
-    """The size that rank 0 fills this step up to; 0: it runs as it is."""
+    """Return the size that rank 0 pads this step to; 0: no padding."""
     return int(frame.body.get(_GRAPH, 0))
 
 
 def _as_numbers(mask: bytes | None) -> "array[int]":
-    """Filled up with ids that are not there: samplers read as many bits as the vocabulary has."""
+    """Pad the mask with zero bytes, bits of ids beyond the vocabulary, which samplers do not read."""
     told = array(NUMBER)
     if mask is not None:
         told.frombytes(mask + bytes(-len(mask) % _MASK_UNIT))
@@ -144,7 +150,7 @@ def _introduced(told: Sequence[Any], ids: list[int]) -> Request:
 
 
 def _params(told: dict[str, Any]) -> SamplingParams:
-    """JSON knows lists and string keys only."""
+    """Restore tuples and integer keys: JSON has lists and string keys only."""
     values = {"max_tokens": 0, **told}
     for name, value in told.items():
         if name == "bad_words":
@@ -157,7 +163,7 @@ def _params(told: dict[str, Any]) -> SamplingParams:
 
 
 def encode_result(result: StepResult) -> Frame:
-    """Most tokens come without log-probabilities: then a name and a number are all there is to tell."""
+    """Encode a result. A token without log-probabilities costs its request's name and its id."""
     told = {
         "tokens": {name: token.token_id for name, token in result.tokens.items()},
         "logprobs": {

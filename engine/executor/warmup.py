@@ -1,7 +1,7 @@
-"""Steps that serve nobody, run while a model loads: they compile every kernel that serving will use, and show
-how much memory the largest step takes.
+"""Warm-up steps run while a model loads: they compile every kernel that serving will use and show how much
+memory the largest step takes.
 
-All their sequences share a few blocks: what they write is of no interest.
+All their sequences share a few KV blocks, as their results are not used.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,19 +13,22 @@ from ..planning.estimator import MemoryPlan
 from ..sampling_params import SamplingParams
 
 SHORT = 20
-"""Tokens of a context that no kernel cuts into pieces, as it does with long ones."""
+"""Tokens of a context that no attention kernel splits into chunks, as it does with long ones."""
 MEDIUM: Final = 300
-"""Of one that is cut into a few."""
+"""Tokens of a context that is split into a few chunks."""
 DRAWS: Final[tuple[dict[str, Any], ...]] = ({}, {"top_k": 20}, {"top_p": 0.9})
-"""Ranks that share the logits draw each its way."""
+"""Sampling parameters that take different code paths where ranks share the logits."""
 RULED: Final[dict[str, Any]] = {"top_p": 0.9, "repetition_penalty": 1.1}
-"""With rules the kernels that draw are others."""
+"""Penalties use other sampling kernels."""
 TOLD: Final[dict[str, Any]] = {"prompt_logprobs": 20}
-"""As many alternatives as HTTP lets a request ask for."""
+"""The most alternatives that a request may ask for over HTTP."""
 
 
 def trial_steps(plan: MemoryPlan, row_counts: Sequence[int]) -> Iterator[StepPlan]:
-    """`row_counts`: `Ops.row_counts`. The largest steps come last, when all kernels are compiled."""
+    """Yield the warm-up steps; the largest come last, when all kernels are compiled.
+
+    `row_counts`: `Ops.row_counts`.
+    """
     for count in counts_up_to(_most_sequences(plan), row_counts):
         yield decoding(plan, count)
     if row_counts:
@@ -42,7 +45,7 @@ def trial_steps(plan: MemoryPlan, row_counts: Sequence[int]) -> Iterator[StepPla
 
 
 def trial_blocks(plan: MemoryPlan) -> int:
-    """That the sequences share: two at least, as one is copied to another."""
+    """Return how many KV blocks the sequences share: at least two, as one is copied to another."""
     return max(2, -(-_sequence_length(plan) // plan.block_size))
 
 
@@ -51,7 +54,7 @@ def counts_up_to(most: int, row_counts: Sequence[int]) -> list[int]:
 
 
 def trial_step(plan: MemoryPlan) -> StepPlan:
-    """As many tokens as a step may have, in as many sequences as may run, all drawn with top-p and rules."""
+    """Build the largest step: the most tokens in the most sequences, sampled with top-p and penalties."""
     length = _sequence_length(plan)
     return StepPlan([sequence(plan, length, length, str(n), **RULED) for n in range(_most_sequences(plan))])
 
@@ -61,13 +64,14 @@ def _most_sequences(plan: MemoryPlan) -> int:
 
 
 def _sequence_length(plan: MemoryPlan) -> int:
-    """Of the equal ones that fill a step."""
+    """Return the length of the equal sequences that fill a step."""
     return min(-(-plan.step_tokens // _most_sequences(plan)), plan.context - 1)
 
 
 def long_prompt(plan: MemoryPlan) -> StepPlan:
-    """The end of the longest prompt: attention may take memory for its whole context. Log-probabilities are
-    told of all its tokens, for which the last states of all are kept.
+    """Build a step with the end of the longest prompt: attention may take memory for its whole context.
+
+    It asks for log-probabilities of all its tokens, for which their final hidden states are kept.
     """
     end = plan.context - 1
     return StepPlan([sequence(plan, end, min(end, plan.step_tokens), "long", **TOLD)])
@@ -79,7 +83,7 @@ def decoding(plan: MemoryPlan, count: int, **draws: Any) -> StepPlan:
 
 
 def prompts(plan: MemoryPlan, tokens: int) -> list[ScheduledRequest]:
-    """So many tokens, in as few prompts as the context allows."""
+    """Build rows of `tokens` tokens in as few prompts as the context allows."""
     rows: list[ScheduledRequest] = []
     while tokens > 0:
         length = min(tokens, plan.context - 1)
@@ -89,7 +93,7 @@ def prompts(plan: MemoryPlan, tokens: int) -> list[ScheduledRequest]:
 
 
 def sequence(plan: MemoryPlan, end: int, tokens: int, name: str, **draws: Any) -> ScheduledRequest:
-    """The last `tokens` of a context that ends there."""
+    """Build the row of the last `tokens` of a context that ends at `end`."""
     params = SamplingParams(max_tokens=1, temperature=0.9, **draws)
     request = Request(request_id=f"trial {name}", prompt_ids=[0] * end, params=params)
     shared = trial_blocks(plan)

@@ -1,8 +1,8 @@
-"""Notices ranks that die, stop or stand still: then nobody may wait for them, and the engine ends at once.
+"""Watchdog for workers: ends the engine as soon as a rank dies, is stopped or hangs.
 
-A thread of rank 0. Without a step it sleeps until a worker ends; during steps it looks at all ranks each
-second. The engine ends as the rank did: killed if that was killed or stopped from outside, which is nobody's
-fault among the open requests, else with an error. The daemon's supervisor starts it again either way.
+A thread of rank 0. Between steps it sleeps until a worker ends; during steps it samples all ranks each
+second. The engine ends as the rank did: with SIGKILL if the rank was killed or stopped from outside, so that
+no open request is blamed, else with an error code. The daemon's supervisor restarts it either way.
 """
 
 import logging
@@ -21,18 +21,18 @@ from .workers import Worker
 
 TICK: Final = 1.0
 STOPPED_TICKS: Final = 5
-"""Of a rank in state T (SIGSTOP), with the same step under way."""
+"""Ticks for which a rank may be in state T (SIGSTOP) during one step."""
 STILL_TICKS: Final = 30
-"""In the same step in which no rank computes. On GPUs this is all there is: NCCL's own watchdog
-(`group.STUCK_SECONDS`) knows nothing of what graphs exchange."""
+"""Ticks of one step in which no rank uses the CPU. On GPUs this is the only check for hangs: NCCL's own
+watchdog (`process_group.STUCK_SECONDS`) does not see collectives inside CUDA graphs."""
 _IDLE_TICKS: Final = 2
-# Hundredths of a second that a rank uses while it waits: threads of NCCL look around, and so does this one.
+# Hundredths of a second of CPU time that a waiting rank uses: NCCL's threads poll, and so does this one.
 _CRASHED: Final = 70
 _EXPLANATION_SECONDS: Final = 1.0
 _LOST_SECONDS: Final = 15.0
-"""From the end of its socket to that of its process: for that it needs a core, and others may have them."""
+"""Time between the end of a worker's socket and of its process, which may have to wait for a free core."""
 _FOLLOWERS_SECONDS: Final = 0.05
-# Ranks that were waiting for one that died end as well: the first of all is to be told.
+# Ranks that wait for a dead one end as well: this delay lets all exit codes arrive, to report the cause.
 
 log = logging.getLogger("llmbox.engine")
 
@@ -45,6 +45,8 @@ def end_process(reason: str, *, from_outside: bool) -> None:
 
 
 class WorkerWatchdog:
+    """Thread that watches the worker processes."""
+
     def __init__(
         self, workers: list[Worker], end: Callable[..., None] = end_process, tick: float = TICK
     ) -> None:
@@ -58,7 +60,7 @@ class WorkerWatchdog:
         self._asleep = True
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        """Over `_running` and `_asleep`: no step may begin unseen while the thread goes to sleep."""
+        """Guards `_running` and `_asleep`: no step may begin unnoticed while the thread goes to sleep."""
         self._wake = os.eventfd(0)
         self._thread = threading.Thread(target=self._run, name="watch ranks", daemon=True)
         self._thread.start()
@@ -78,7 +80,7 @@ class WorkerWatchdog:
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """As `step`; also where it fails because a rank is gone, which is no fault of the step."""
+        """Mark a step as running, and let the watchdog end the engine if it fails because a rank is gone."""
         with self.step():
             try:
                 yield
@@ -90,11 +92,11 @@ class WorkerWatchdog:
                 raise
 
     def wait_for_end(self) -> None:
-        """Returns soon where no rank has ended."""
+        """Give the watchdog time to end the engine; return after a second where no rank has ended."""
         self._thread.join(_EXPLANATION_SECONDS)
 
     def close(self) -> None:
-        """Workers that end from now on are meant to."""
+        """Stop watching: workers that end from now on do so intentionally."""
         if not self._closing.is_set():
             self._closing.set()
             os.eventfd_write(self._wake, 1)
@@ -132,7 +134,7 @@ class WorkerWatchdog:
 
     def _ended(self) -> None:
         codes = {w.rank: code for w in self._processes.values() if (code := w.process.poll()) is not None}
-        # One that was killed comes first, then one that failed.
+        # The cause is a killed rank first, then a failed one.
         rank, code = min(codes.items(), key=lambda one: (one[1] != -signal.SIGKILL, one[1] == 0, one[0]))
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         self._end(f"rank {rank} {how}", from_outside=code == -signal.SIGKILL)
@@ -143,10 +145,10 @@ class WorkerWatchdog:
 
 
 class _HealthSample:
-    """All ranks at one tick, and for how many ticks in a row something has been wrong."""
+    """Process states of all ranks at one tick, and for how many ticks in a row something has been wrong."""
 
     def __init__(self, step: int | None, ranks: dict[int, int]) -> None:
-        """`ranks`: by process id, those after the first."""
+        """`ranks`: worker ranks by process id."""
         self.step = step
         states = {rank: read_state(pid) for pid, rank in {os.getpid(): 0, **ranks}.items()}
         self._ranks = len(states)
@@ -157,7 +159,7 @@ class _HealthSample:
         self.stopped = self.still = 0
 
     def follow(self, before: "_HealthSample") -> None:
-        """Counts on where the step is still the same."""
+        """Continue the counts of the previous sample where the step is still the same."""
         if self.step is None or self.step != before.step:
             return
         if self._stopped:

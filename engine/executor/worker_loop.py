@@ -1,4 +1,4 @@
-"""What a rank other than the first does all day: the steps that rank 0 tells."""
+"""Worker loop: receive steps from rank 0 and execute this rank's shard of them."""
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,10 +11,10 @@ from .step_codec import StepDecoder, decode_graph, encode_result
 
 
 def serve_steps(link: Link, runner: LocalRunner, *, answers: bool) -> None:
-    """In the order told, until rank 0 is gone: raises RankLost. `answers`: this rank's tokens count.
+    """Execute steps in order of arrival until rank 0 is gone, which raises RankLost.
 
-    A thread sends them: rank 0 may be waiting for this stage to take the states of its next step, and reads
-    no results until then.
+    `answers`: this rank sends results. A thread sends them: rank 0 may be blocked until this stage receives
+    the hidden states of its next step, and reads no results until then.
     """
     decoder = StepDecoder()
     with ThreadPoolExecutor(1, "answers") as sender:
@@ -25,7 +25,7 @@ def serve_steps(link: Link, runner: LocalRunner, *, answers: bool) -> None:
 
 
 def serve_launches(link: Link, runner: LocalDevice, *, answers: bool) -> None:
-    """As `serve_steps`, ahead of their results, but no further than rank 0 is."""
+    """Launch steps ahead of their results, no further than rank 0 does, until rank 0 is gone (RankLost)."""
     follow = _Answering(link, runner) if answers else _Following(runner)
     decoder = StepDecoder()
     try:
@@ -44,7 +44,7 @@ def serve_launches(link: Link, runner: LocalDevice, *, answers: bool) -> None:
 
 
 class _Following:
-    """Of a rank whose tokens nobody asks for: waits for older launches."""
+    """Bookkeeping of a rank that sends no results: waits for older launches."""
 
     def __init__(self, runner: LocalDevice) -> None:
         self._depth = runner.depth
@@ -60,8 +60,8 @@ class _Following:
 
 
 class _Answering:
-    """A thread sends each result as soon as the device has it, whatever is launched meanwhile. Rank 0 tells
-    no step before it has the results of older ones.
+    """Bookkeeping of the rank that sends results: a thread sends each as soon as the device has it, whatever
+    is launched meanwhile. Rank 0 sends no step before it has the results of older ones.
     """
 
     def __init__(self, link: Link, runner: LocalDevice) -> None:
@@ -74,7 +74,7 @@ class _Answering:
         self._thread.submit(self._send, handle).add_done_callback(self._done)
 
     def end(self) -> None:
-        """Raises what a result failed of."""
+        """Raise the error with which a result failed, if one did."""
         self._thread.shutdown(cancel_futures=True)
         if self._failed is not None:
             self._failed.result()

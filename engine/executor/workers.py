@@ -1,4 +1,4 @@
-"""Rank 0's workers: started, loaded, met, and gone with it."""
+"""Worker processes of rank 0: start, load, rendezvous, shut down."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ from ..model_config.parallel_layout import ParallelLayout
 from ..planning.estimator import MemoryPlan
 
 STOPPED_SECONDS: Final = 5.0
-"""Of a worker that somebody stopped (SIGSTOP) while others wait for it."""
+"""Time after which a worker that was stopped (SIGSTOP) while others wait for it counts as lost."""
 _TICK: Final = 1.0
 _END_SECONDS: Final = 2.0
 
@@ -32,7 +32,7 @@ log = logging.getLogger("llmbox.engine")
 
 
 class WorkerLoadFailed(EngineError):  # noqa: N818 - named for what happened
-    """A worker could not load its part, for a reason that it told."""
+    """A worker could not load its shard and reported why."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -47,8 +47,10 @@ class Worker:
 
 
 class WorkerBarrier:
+    """Barrier: rank 0 waits for one frame from every worker and fails as soon as one worker does."""
+
     def __init__(self, workers: Sequence[Worker], wanted: str) -> None:
-        """`wanted`: the kind of frame that each of them sends once."""
+        """`wanted`: the kind of frame that each worker sends once."""
         self._workers = workers
         self._wanted = wanted
         self._missing = {worker.link.fileno(): worker for worker in workers}
@@ -58,14 +60,20 @@ class WorkerBarrier:
             self._poll.register(fd, select.POLLIN)
 
     def hear(self, seconds: float = 0.0) -> None:
-        """Whoever speaks within that time. Raises Refused, or RankLost for one that is gone."""
+        """Receive the frames that arrive within `seconds`.
+
+        Raises WorkerLoadFailed, or RankLost for a worker that is gone.
+        """
         for fd, _ in self._poll.poll(seconds * 1000):
             worker = self._missing.pop(fd)
             self._poll.unregister(fd)
             self._answers[worker.rank] = self._answer(worker)
 
     def all(self) -> list[dict[str, Any]]:
-        """What they say, in the order of ranks. Raises as `hear` does, and for one that was stopped."""
+        """Return the bodies of all workers' frames, in the order of ranks.
+
+        Raises as `hear` does, and RankLost for a worker that was stopped.
+        """
         stopped_since: float | None = None
         while self._missing:
             self.hear(_TICK)
@@ -81,7 +89,7 @@ class WorkerBarrier:
         return [self._answers[worker.rank] for worker in self._workers]
 
     def _stopped(self) -> list[int]:
-        """Ranks of those that are missing."""
+        """Return the stopped ranks among those that are missing."""
         states = {worker.rank: read_state(worker.process.pid) for worker in self._missing.values()}
         return [rank for rank, state in states.items() if state is not None and state.is_stopped]
 
@@ -114,21 +122,23 @@ def _end_of(process: "subprocess.Popen[bytes]") -> str:
 COMMAND: Final = (sys.executable, "-P", "-m", "llmbox.engine.process.worker_main")
 
 Over = Literal["mesh", "gloo", "nccl"]
-"""What ranks exchange numbers over."""
+"""Transport of the collectives: shared memory, gloo or NCCL."""
 
 
 class WorkerGroup:
+    """All workers of an engine, owned by rank 0."""
+
     def __init__(self, layout: ParallelLayout) -> None:
         """`layout` is rank 0's."""
         self.layout = layout
         self.workers: list[Worker] = []
         self._ends: PeerSockets | None = None
-        """Rank 0's of the mesh, until they are taken."""
+        """Rank 0's ends of the shared-memory transport, until they are taken."""
         self._folder: Path | None = None
         self._dismissed_at: float | None = None
 
     def start(self, config: EngineConfig, plan: MemoryPlan) -> WorkerBarrier:
-        """Every worker begins to load its part, and says when it has it."""
+        """Start every worker on loading its shard; the barrier collects their `loaded` frames."""
         self._ends, *others = make_ends(self.layout)
         for rank, ends in enumerate(others, 1):
             worker = spawn(rank, ends)
@@ -144,18 +154,19 @@ class WorkerGroup:
         return ends
 
     def meet(self, over: Over) -> Path:
-        """Tells all to join; returns the file to meet over, which `met` removes."""
+        """Ask all workers to join; return the file store of the rendezvous, which `met` removes."""
         self._folder = Path(tempfile.mkdtemp(prefix="llmbox-ranks-"))  # 0700
         file = self._folder / "store"
         self.send(Frame("join", {"file": str(file), "over": over}))
         return file
 
     def met(self) -> None:
+        """Wait until all workers have joined and remove the file store."""
         WorkerBarrier(self.workers, "joined").all()
         self._forget_folder()
 
     def least(self, number: int) -> int:
-        """Of this rank's number and those that the workers tell by `least_of`; they are told it."""
+        """Return the minimum of `number` over all ranks, and send it to every worker."""
         told = [worker.link.receive().body["number"] for worker in self.workers]
         number = min([number, *told])
         self.send(Frame("least", {"number": number}))
@@ -170,14 +181,14 @@ class WorkerGroup:
         return self.workers[rank - 1].link.receive()
 
     def dismiss(self) -> None:
-        """They begin to end: each finishes what it is about to write. Idempotent."""
+        """Ask all workers to end, without waiting: each finishes what it is writing. Idempotent."""
         if self._dismissed_at is None:
             self._dismissed_at = time.monotonic()
             for worker in self.workers:
                 worker.link.close()
 
     def close(self) -> None:
-        """Waits for their end; those that take long are killed. Idempotent."""
+        """Wait until all workers have ended; kill those that take longer than `_END_SECONDS`. Idempotent."""
         self.dismiss()
         assert self._dismissed_at is not None
         for worker in self.workers:
@@ -198,7 +209,7 @@ class WorkerGroup:
 
 
 def spawn(rank: int, ends: PeerSockets) -> Worker:
-    """In our process group, so that whoever kills that gets all of us."""
+    """Start a worker in this process group, so that a signal to the group reaches all ranks."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with theirs:
         process = subprocess.Popen(  # noqa: S603 - the command is ours
@@ -210,13 +221,13 @@ def spawn(rank: int, ends: PeerSockets) -> Worker:
 
 
 def least_of(link: Link, number: int) -> int:
-    """A worker's side of `WorkerGroup.least`."""
+    """Worker side of `WorkerGroup.least`."""
     link.send(Frame("number", {"number": number}).encode())
     return int(link.receive().body["number"])
 
 
 def share(cores: Iterable[int], layout: ParallelLayout) -> list[int]:
-    """Of the cores, those of this rank; all where there are fewer than ranks."""
+    """Return the cores of this rank; all of them where there are fewer cores than ranks."""
     all_cores = list(cores)
     size = len(all_cores) // layout.ranks
     return all_cores[layout.rank * size : (layout.rank + 1) * size] if size else all_cores

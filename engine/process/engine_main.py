@@ -1,10 +1,10 @@
-"""The engine process: `python -P -m llmbox.engine.process.engine_main --fd N`, started by `client.py`.
+"""Entry point of the engine process: `python -P -m llmbox.engine.process.engine_main --fd N`.
 
-It talks through one inherited socket: `Progress` goes out if kernels have to be compiled, `Start` comes in,
-`Progress`… and `Ready` or `LoadFailed` go out, then the loop of `serve`. It lives exactly as long as its
-daemon wants it: a closed socket ends it between two steps, and the kernel kills it when the daemon's thread
-that started it ends, even in the middle of one. An exception in a step ends the process: the daemon starts
-another and hands it the open requests.
+The daemon starts it and talks to it through one inherited socket. Protocol: the engine sends `Progress` if
+kernels have to be compiled and receives `Start`; it sends `Progress` while loading, then `Ready` or
+`LoadFailed`; then `serve` runs. The process ends with its daemon: a closed socket ends it between two steps,
+and the kernel kills it when the daemon's thread that started it ends, even during a step. An exception in a
+step ends the process: the daemon starts another one and resubmits the open requests.
 """
 
 import argparse
@@ -53,7 +53,7 @@ log = logging.getLogger("llmbox.engine")
 
 
 class EngineProtocol(Protocol):
-    """What this process drives: `core.Engine`, or a fake one in tests."""
+    """Engine that this process drives: `core.engine.Engine`, or a fake one in tests."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
     options = parser.parse_args(argv)
     log_to_stderr()
     bind_to_parent(options.parent)
-    gc.disable()  # until all is imported, as that stays
+    gc.disable()  # until the imports are done: their objects stay for good
     try:
         if load is None:
             _import_torch(options.fd)
@@ -92,7 +92,10 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
 
 
 def serve(engine: EngineProtocol, channel: Channel) -> None:
-    """Read, step, send, until `Shutdown` or EOF. Sleeps in the kernel whenever there is nothing to do."""
+    """Run the engine loop (receive messages, step, send outputs) until `Shutdown` or EOF.
+
+    Blocks in the kernel whenever there is nothing to do.
+    """
     preparing = True
     while True:
         outputs: list[RequestOutput] = []
@@ -141,11 +144,11 @@ def _run(channel: Channel, load: Load) -> int:
     try:
         engine = load(first.config, channel.send)
     except EngineError as error:
-        log.error("%s", error)  # noqa: TRY400 - the message is the whole story
+        log.error("%s", error)  # noqa: TRY400 - the message says it all
         channel.send(LoadFailed(code=error.code, message=str(error)))
         channel.drain(5.0)
         return EXIT_LOAD_FAILED
-    # What loading left behind lives as long as the process, as imports do: the collector need not walk it.
+    # Objects made by loading live as long as the process: the garbage collector need not visit them.
     gc.freeze()
     log.info("%s is ready after %.1f s", first.config.name, time.monotonic() - started)
     channel.send(Ready(info=engine.info))
@@ -155,13 +158,16 @@ def _run(channel: Channel, load: Load) -> int:
 
 
 def _first_message(channel: Channel) -> ToEngine:
-    """`Start` comes alone: the daemon sends the next message after `Ready`. Raises ValueError for more."""
+    """Receive the first message, usually `Start`: the daemon sends the next one after `Ready`.
+
+    Raises ValueError for more than one message.
+    """
     (message,) = channel.receive(block=True)
     return message
 
 
 def _import_torch(fd: int) -> None:
-    """While `Start` is still on its way, or long before."""
+    """Import torch before `Start` arrives; import it in full where the light import fails."""
     name_gpus()
     try:
         import_torch()
@@ -175,7 +181,7 @@ def _import_torch(fd: int) -> None:
 
 
 def _import_engine(channel: Channel) -> Load:
-    """Opens the kernels too, which may have to be compiled."""
+    """Import the engine and open the kernels, which may have to be compiled."""
     from ..executor.build import load_engine, open_kernels  # noqa: PLC0415 - a fake engine must do without torch
 
     open_kernels(channel.send)

@@ -1,8 +1,8 @@
-"""A rank of a model other than the first: `python -P -m llmbox.engine.process.worker_main`, started by
-`executor/workers.py`.
+"""Entry point of a worker process (any rank but 0): `python -P -m llmbox.engine.process.worker_main`.
 
-It loads its part, joins the others, and runs the steps that rank 0 tells over the inherited socket. It ends
-with rank 0: at the end of the socket when it waits there, killed by the kernel where it does not.
+`executor/workers.py` starts it. It loads its shard, joins the process group, and executes the steps that rank
+0 sends over the inherited socket. It ends with rank 0: at the end of the stream while it reads there,
+otherwise killed by the kernel.
 """
 
 import argparse
@@ -77,9 +77,9 @@ def _run(link: Link) -> int:
     try:
         rank.join(connect(layout, config, plan, ends, where["over"], Path(where["file"])))
     except EngineError as error:
-        log.error("%s", error)  # noqa: TRY400 - the message is the whole story
+        log.error("%s", error)  # noqa: TRY400 - the message says it all
         _refuse(link, error.code, str(error))
-        # Rank 0 fails of the same, or hears it: its words reach people, unless this end comes before them.
+        # Rank 0 fails likewise or receives this error and reports it, unless this process ends before it can.
         select.select([link], [], [], _LAST_WORDS_SECONDS)
         return _EXIT_LOAD_FAILED
     link.send(Frame("joined").encode())
@@ -92,11 +92,11 @@ def _refuse(link: Link, code: str, message: str) -> None:
 
 
 def _serve(link: Link, share: RankEngine, *, answers: bool) -> None:
-    """Until rank 0 is gone: raises RankLost."""
+    """Execute steps until rank 0 is gone, which raises RankLost."""
     try:
         local, _ = share.finish(lambda blocks: least_of(link, blocks))
     except DoesNotFit:
-        link.receive()  # rank 0 refuses as well, as all agreed on the size: it says so, and then goes
+        link.receive()  # all ranks agreed on the size, so rank 0 fails too: it reports that and ends
         raise
     if isinstance(local, GPUModelRunner):
         serve_launches(link, local, answers=answers)
