@@ -4,73 +4,76 @@ export PYTHONSAFEPATH = 1
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: up down test test-installed test-clients check format docs bench soak fuzz nightly gpu-check gpu-compile bench-peers clean
-up: .venv/installed
+.PHONY: help up down test test-installed test-clients check format docs bench soak fuzz nightly gpu-check gpu-compile bench-peers clean
+up: .venv/installed ## start the daemon with the built-in model (sets itself up)
 	$(BIN)/llmbox up builtin
 
-down: .venv/installed
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1 \2/p' $(MAKEFILE_LIST) | awk '{name = $$1; $$1 = ""; printf "  %-15s%s\n", name, $$0}'
+
+down: .venv/installed ## stop the daemon
 	$(BIN)/llmbox down
 
-test: .venv/dev
+test: .venv/dev ## the whole suite, on two processes
 	$(BIN)/pytest -n 2 --dist worksteal
 
 # A wheel in new environments, of the pinned and of the lowest versions: every command, every dialect, every page.
-test-installed: .venv/dev
+test-installed: .venv/dev ## wheels in new environments: every command, dialect and page
 	$(BIN)/pytest tests/installed/lane.py $(ARGS)
 
 # Property tests with examples that no run before had; ROUNDS of them, each with a seed that it prints.
 ROUNDS ?= 10
-nightly: .venv/dev
+nightly: .venv/dev ## property tests with new examples; ROUNDS=10
 	@for round in $$(seq $(ROUNDS)); do seed=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' '); \
 	  echo "round $$round of $(ROUNDS): LLMBOX_TEST_PROFILE=nightly $(BIN)/pytest -m property --hypothesis-seed=$$seed"; \
 	  LLMBOX_TEST_PROFILE=nightly $(BIN)/pytest -q -n 2 --dist worksteal -m property --hypothesis-seed=$$seed || exit 1; \
 	done
 
 # Other people's programs from npm against this daemon; what is not in the cache folder yet is installed there.
-test-clients: .venv/dev
+test-clients: .venv/dev ## programs of other people from npm against this daemon
 	LLMBOX_TEST_CLIENTS=1 $(BIN)/pytest tests/clients
 
-check: .venv/dev
+check: .venv/dev ## ruff, mypy, import contracts: before every commit
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: .venv/dev
+format: .venv/dev ## fix what ruff can fix, format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: .venv/dev
+docs: .venv/dev ## renew the generated parts of docs/
 	$(BIN)/python packaging/render_docs.py
 
-screenshots: .venv/dev
+screenshots: .venv/dev ## renew the pictures in README.md
 	$(BIN)/python packaging/screenshots.py
 
-bench: .venv/dev
+bench: .venv/dev ## benchmarks of this tree; takes long, writes docs/performance.md
 	$(BIN)/python tests/bench/scenarios.py
 	$(BIN)/python tests/bench/burst.py --write
 	$(BIN)/python tests/bench/key_flood.py --write
 
 # A daemon, clients and a fault a minute; every parser. ARGS="--minutes 60" and ARGS="--seconds 3600"; results: docs/reliability.md.
-soak: .venv/dev
+soak: .venv/dev ## a daemon, clients and a fault a minute; ARGS="--minutes 60"
 	PYTHONPATH=packaging/tree:tests $(BIN)/python -P -m soak.run $(ARGS)
 
-fuzz: .venv/dev
+fuzz: .venv/dev ## random input for every parser; ARGS="--seconds 3600"
 	PYTHONPATH=packaging/tree:tests $(BIN)/python -P -m fuzz.run $(ARGS)
 
 # PEERS says what is installed where: PEERS="--model DIR --vllm PYTHON --llama BIN --gguf DIR".
-bench-peers: .venv/dev
+bench-peers: .venv/dev ## the same load on vLLM and llama.cpp; PEERS says where they are
 	$(BIN)/python -P tests/bench/peers.py $(PEERS)
 
 # Wherever torch and triton are: no environment is made. ARGS="--only correctness" and the like.
-gpu-check:
+gpu-check: ## correctness and speed on a GPU; writes gpu-check.md
 	PYTHONPATH=packaging/tree:tests $(PYTHON) -m gpu.check $(ARGS)
 
 # The kernels' machine code for GPUs that are not here. ARGS="--targets 89 --group attention" and the like.
-gpu-compile:
+gpu-compile: ## the kernels' machine code for GPUs that are not here
 	PYTHONPATH=packaging/tree:tests $(PYTHON) -m gpu.compile $(ARGS)
 
-clean:
+clean: ## remove the environment and builds
 	rm -rf .venv build dist
 
 .venv/bin/python:

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import re
+import subprocess
 from collections import defaultdict
 from functools import cache
 from itertools import chain
@@ -112,3 +113,24 @@ def test_classes_and_methods_in_the_architecture_exist(name):
     owner, _, member = name.partition(".")
     assert owner in members_by_class(), name
     assert not member or member in members_by_class()[owner], name
+
+
+def targets_of_make():
+    return set(re.findall(r"^([a-z-]+):[^=]", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+
+
+def test_make_help_lists_every_target_and_up_is_the_default():
+    text = subprocess.run(["make", "-C", ROOT, "help"], capture_output=True, text=True, check=True).stdout
+    assert set(re.findall(r"^  ([a-z-]+) +\S", text, re.MULTILINE)) == targets_of_make()
+    assert re.search(r"^[a-z-]+:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)[0] == "up:"
+
+
+def test_hooks_before_a_commit_are_the_checks_of_make():
+    rule = re.search(r"^check:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)[1]
+    hooks = re.findall(r"entry: (.+)", (ROOT / ".pre-commit-config.yaml").read_text("utf-8"))
+    assert hooks == [line.strip().replace("$(BIN)", ".venv/bin") for line in rule.splitlines()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_targets_named_in_backticks_exist(page):
+    assert set(re.findall(r"`make ([a-z-]+)", page.read_text("utf-8"))) <= targets_of_make()
