@@ -1,4 +1,4 @@
-"""HTTP over the daemon's unix socket, with the standard library only."""
+"""HTTP client of the admin API over the daemon's unix socket. Uses the standard library only."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from .config.paths import Paths, socket_address
 from .errors import CliError, Exit
 
 TIMEOUT = 10.0
-"""Seconds for an answer of the admin API, which never waits for an engine."""
+"""Seconds to wait for an answer of the admin API, which never waits for an engine."""
 
 EXIT_OF_STATUS = {
     400: Exit.FAILED,
@@ -44,7 +44,7 @@ class Client:
         self._paths = paths
 
     def is_up(self) -> bool:
-        """Whether a daemon answers; never raises."""
+        """Return whether a daemon answers. Never raises."""
         try:
             connection = UnixConnection(self._paths, 2.0)
             connection.connect()
@@ -57,7 +57,7 @@ class Client:
         return UnixConnection(self._paths, timeout)
 
     def headers(self) -> Mapping[str, str]:
-        """Of every request."""
+        """Return the headers that every request carries."""
         return {}
 
     def get(self, path: str) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Client:
     def stream(
         self, method: str, path: str, body: object | None = None, headers: Mapping[str, str] | None = None
     ) -> "Stream":
-        """Server-sent events; close the stream to stop the work behind it."""
+        """Open a stream of server-sent events. Closing the stream stops the work behind it."""
         connection, response = self._send(method, path, body, None, headers)
         if response.status >= 400:
             with closing(connection):
@@ -146,7 +146,7 @@ class Client:
 
 
 class ApiRefusal(CliError):  # noqa: N818 - family of CliError
-    """An error object that the daemon answered with."""
+    """Error object that the daemon answered with."""
 
     def __init__(self, what: str, *, exit: Exit, log: str, status: int, code: str | None) -> None:  # noqa: A002
         super().__init__(what, exit=exit, log=log)
@@ -155,13 +155,13 @@ class ApiRefusal(CliError):  # noqa: N818 - family of CliError
 
 
 class Stream:
-    """Events of a response, as (type, data). Ends when the server ends it."""
+    """Events of a response as (type, data). Ends when the server ends it."""
 
     def __init__(self, connection: HTTPConnection, response: HTTPResponse) -> None:
         self._connection = connection
         self._response = response
         self.last_id: str | None = None
-        """Of the newest event, for `Last-Event-ID` after the stream broke off."""
+        """Id of the newest event, to send as `Last-Event-ID` after the stream broke off."""
 
     def __enter__(self) -> Self:
         return self
@@ -170,7 +170,7 @@ class Stream:
         self._connection.close()
 
     def close(self) -> None:
-        """From another thread than the reader's: its read ends at once."""
+        """Close from a thread other than the reader's: the pending read ends at once."""
         if self._connection.sock is not None:
             with suppress(OSError):
                 self._connection.sock.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""One family for everything that a user or a client can cause.
+"""Exception family for everything that a user or a client can cause.
 
 LlmboxError            what failed, why, what to do next
 ├── ApiError           ends as an OpenAI error object
@@ -15,7 +15,7 @@ class LlmboxError(Exception):
 
 @dataclass(slots=True, eq=False)
 class ApiError(LlmboxError):
-    """An HTTP answer of 4xx or 5xx in OpenAI's shape. `code` is a word; `message` never names internals."""
+    """HTTP answer of 4xx or 5xx in OpenAI's shape. `code` is a word; `message` never names internals."""
 
     status: int
     message: str

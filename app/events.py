@@ -1,4 +1,4 @@
-"""The daemon's event stream: published by whoever does something, read by dashboards and `-f` commands."""
+"""Event stream of the daemon: any part publishes, dashboards and `-f` commands subscribe."""
 
 import asyncio
 from collections import deque
@@ -14,7 +14,7 @@ _BACKLOG = 1024
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`type` is dotted (`request.finished`, `model.ready`); `data` becomes a JSON object."""
+    """One event. `type` is dotted (`request.finished`, `model.ready`); `data` becomes a JSON object."""
 
     id: int
     type: str
@@ -22,23 +22,25 @@ class Event:
 
 
 class Events:
-    """One publisher side, any number of subscribers. Only to be used from the daemon's event loop."""
+    """Publisher with any number of subscribers. Use it only from the daemon's event loop."""
 
     def __init__(self) -> None:
         self._next_id = 1
         self._recent: deque[Event] = deque(maxlen=_REMEMBERED)
         self._queues: list[asyncio.Queue[Event | None]] = []
         self.on_subscribe: Callable[[], None] = lambda: None
-        """Called when somebody begins to read."""
+        """Called when a subscription begins."""
         self.on_publish: Callable[[str, dict[str, Any]], object] = lambda *_: None
-        """Called at once with every event, whether anybody reads or not."""
+        """Called at once with every event, even without subscribers."""
 
     @property
     def subscribers(self) -> int:
         return len(self._queues)
 
     def publish(self, kind: str, data: dict[str, Any], *, remember: bool = True) -> None:
-        """`remember=False` for what a reader who missed it will not want: the next one says more."""
+        """Send an event to every subscriber. `remember=False` keeps it out of the replay buffer, for events
+        that a newer one replaces.
+        """
         self.on_publish(kind, data)
         event = Event(self._next_id, kind, data)
         self._next_id += 1
@@ -51,7 +53,7 @@ class Events:
                 queue.put_nowait(None)
 
     async def subscribe(self, last_event_id: int | None = None) -> AsyncGenerator[Event, None]:
-        """Events from now on; with `last_event_id`, first those after it that are still remembered."""
+        """Yield events from now on. With `last_event_id`, first yield the remembered events after it."""
         queue: asyncio.Queue[Event | None] = asyncio.Queue()
         missed = [] if last_event_id is None else [e for e in self._recent if e.id > last_event_id]
         self._queues.append(queue)

@@ -12,7 +12,7 @@ from .cli.root import COMMANDS, LazyGroup, ReaderLeft
 from .errors import CliError, Exit
 
 INTERRUPTED = 130
-"""What shells report for a process that SIGINT ended."""
+"""Exit code that shells report for a process that SIGINT ended."""
 
 
 @click.group(

@@ -1,4 +1,4 @@
-"""What the daemon is made of, handed to whoever needs it: no globals."""
+"""Container of the daemon's parts, passed to the code that needs them. There are no globals."""
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -25,12 +25,12 @@ from .telemetry.telemetry import Telemetry
 
 @dataclass(frozen=True, slots=True)
 class AvailableModel:
-    """A model that is not loaded and that a request may name."""
+    """Model that is not loaded and that a request may name."""
 
     name: str
     state: Literal["loading", "on_disk"]
     context_window: int
-    """What it would have alone in memory."""
+    """Tokens of context that the model would have if it were alone in memory."""
     created: int
     """Unix seconds."""
 
@@ -51,15 +51,17 @@ class Services:
     security: Security
     version: str
     find_model: Callable[[str | None], Awaitable[LoadedModel]] | None = None
-    """The model for a request, loaded if need be; without it only what is loaded is found."""
+    """Return the model for a request, loading it if needed. Without this callback only loaded models are
+    found.
+    """
     offers: Callable[[], Awaitable[list[AvailableModel]]] | None = None
-    """Models beyond those that are loaded, which `find_model` would load."""
+    """List the models that are not loaded and that `find_model` would load."""
     aliases: Callable[[], Mapping[str, Alias]] = dict
-    """Names with parameters that stand for models."""
+    """Return the aliases: names with parameters that stand for models."""
     real_name: Callable[[str], str] = str
-    """Name that a model is served under, given that one or an alias."""
+    """Map a model's name or alias to the name that the model is served under."""
     drain: Drain = field(default_factory=Drain)
     background: Background = field(default_factory=Background)
-    """Answers in the making that no connection waits for."""
+    """Generations that run without a connection waiting for them."""
     started_at: float = field(default_factory=time.time)
     """Unix seconds."""

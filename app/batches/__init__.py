@@ -1,4 +1,6 @@
-"""Lists of requests that run in the background, at low priority, and outlive the daemon."""
+"""Batches: lists of requests that run in the background at low priority and survive a restart of the
+daemon.
+"""
 
 from .runner import BatchRunner, RouteAnswer
 

@@ -1,7 +1,7 @@
-"""Runs the requests of batches, a bounded number at once, until each has an answer, the batch is cancelled or
-its time is over.
+"""Batch runner: runs a bounded number of requests at once, until each has an answer, the batch is cancelled
+or expires.
 
-A request that was under way when the daemon stopped runs again after the next start.
+A request that was in progress when the daemon stopped runs again after the next start.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _READ_AT_ONCE = 64
 _RETRIED = {429, 503}
-"""Busy, loading or draining: asked again later."""
+"""Status codes of a busy, loading or draining daemon: the request is retried later."""
 _MOST_503 = 12
-"""Tries until a model that does not come up counts as the request's answer: about 8 minutes."""
+"""Tries until a failing model load counts as the request's answer: about 8 minutes."""
 _LONGEST_PAUSE_S = 60.0
 _DISK_PAUSE_S = 5.0
 
@@ -39,14 +39,14 @@ class RouteAnswer:
 
 
 SendRequest = Callable[[str, bytes, str], Awaitable[RouteAnswer]]
-"""(path, JSON body, owner) to an answer: a request of that owner, as if it had come over HTTP."""
+"""Sends a request: (path, JSON body, owner) to an answer, as if the owner had sent it over HTTP."""
 
 
 class BatchRunner:
-    """Only to be used from the daemon's event loop. Whatever is awaited may raise StoreError."""
+    """Use it only from the daemon's event loop. Every awaited method may raise StoreError."""
 
     def __init__(self, store: BatchStore, *, most_at_once: int, most_bytes: int) -> None:
-        """`most_bytes`: requests and answers of all batches of an owner."""
+        """`most_bytes`: limit of the requests and answers of all batches of an owner."""
         self.store = store
         self._most_bytes = most_bytes
         self._slots = asyncio.Semaphore(most_at_once)
@@ -55,7 +55,7 @@ class BatchRunner:
         self._resuming: asyncio.Task[None] | None = None
 
     def start(self, send: SendRequest) -> None:
-        """Go on with the batches of an earlier daemon, and take new ones."""
+        """Resume the batches of an earlier daemon, and accept new ones."""
         self._send = send
         self._resuming = asyncio.create_task(self._resume())
 
@@ -69,7 +69,9 @@ class BatchRunner:
         details: Mapping[str, Any] | None = None,
         seconds: float = 86_400,
     ) -> Batch:
-        """Keep a batch and begin it; after `seconds` what has no answer expires. Raises ApiError 400."""
+        """Store a batch and begin it. After `seconds`, requests without an answer expire. Raises ApiError
+        400.
+        """
         size = sum(len(item.body) for item in items)
         kept = await self.store.size(owner)
         if kept + size > self._most_bytes:
@@ -97,7 +99,7 @@ class BatchRunner:
         return batch
 
     async def cancel(self, batch: Batch) -> None:
-        """What has no answer yet gets none. Does nothing to a batch that has ended."""
+        """Cancel the requests without an answer. Does nothing to a batch that has ended."""
         await self.store.end(batch.seq, "cancelled")
         await self._stop(batch.seq)
 
@@ -106,7 +108,7 @@ class BatchRunner:
         await self.store.delete(batch.kind, batch.owner, batch.id)
 
     async def close(self) -> None:
-        """Stop; what has no answer is asked again after the next start."""
+        """Stop. Requests without an answer run again after the next start."""
         tasks = [*self._running.values(), *([self._resuming] if self._resuming else [])]
         for task in tasks:
             task.cancel()
@@ -157,7 +159,7 @@ class BatchRunner:
         while True:
             answer = await send(item.path, item.body, batch.owner)
             if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise asyncio.CancelledError  # a daemon that ends answers what it cuts off: that is no answer
+                raise asyncio.CancelledError  # shutting down: the error is no answer of the request
             tries += answer.status == 503
             if answer.status not in _RETRIED or tries >= _MOST_503:
                 break
@@ -166,7 +168,7 @@ class BatchRunner:
 
 
 async def _patiently(call: Callable[[], Awaitable[T]]) -> T:
-    """Try again while the disk is full or busy: an answer took work, so it is kept as long as we run."""
+    """Retry while the disk is full or busy: an answer took work, so retry for as long as the daemon runs."""
     while True:
         try:
             return await call()

@@ -1,1 +1,1 @@
-"""What routes call to control the daemon: models in memory and on disk, settings, and who it is."""
+"""Operations of the daemon that routes call: models in memory and on disk, settings, identity."""

@@ -1,4 +1,4 @@
-"""Models that are not loaded and can be asked for: on disk, or on their way into memory."""
+"""Models that are not loaded but can be requested: on disk, or being loaded."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from .library import Library
 
 
 class AvailableModels:
-    """What each would have for a window is arithmetic; it is done once for a model and its settings."""
+    """List of available models. Each context window is computed once per model and settings."""
 
     def __init__(self, services: Services, library: Library, evicted: EvictedModels) -> None:
         self._services = services
@@ -24,7 +24,7 @@ class AvailableModels:
         self._windows: dict[tuple[object, ...], int | None] = {}
 
     async def all(self) -> list[AvailableModel]:
-        """Those that nothing is known against: they can be served, and fit here when they are alone."""
+        """Models without a known problem: they are supported, and fit this machine when alone."""
         loading = {each.name: Path(each.config.model_path) for each in self._services.engines.loading()}
         evicted = {each.name: Path(each.config.model_path) for each in self._evicted.all()}
         return await asyncio.to_thread(lambda: list(self._offers(loading, evicted)))
@@ -50,7 +50,7 @@ class AvailableModels:
                 yield AvailableModel(name, "on_disk", window, _changed(ref.path))
 
     def _window(self, path: Path) -> int | None:
-        """In tokens; None for a model that cannot be served here."""
+        """Context window in tokens; None for a model that cannot be served here."""
         settings = self._services.settings
         key = path, _changed(path / "config.json"), settings.model, settings.memory.budget
         if key not in self._windows:

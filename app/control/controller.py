@@ -1,4 +1,4 @@
-"""What the daemon does on demand while it serves: load and unload models, reload settings."""
+"""Control operations while the daemon serves: load and unload models, reload settings."""
 
 import asyncio
 import contextlib
@@ -27,19 +27,19 @@ log = logging.getLogger("llmbox.daemon")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a model could not be loaded. `code` is a word such as `bad_model`."""
+    """Reason why a model could not be loaded. `code` is a word such as `bad_model`."""
 
     model: str
     cause: str
     code: str
     status: int = 400
-    """Of the answer to whoever waits for it."""
+    """HTTP status of the answer to a client that waits for the load."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """The same."""
+    """HTTP headers of that answer."""
 
 
 class DaemonController:
-    """Only to be used from the daemon's event loop."""
+    """Entry point of all control operations. Use it only from the daemon's event loop."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class DaemonController:
         self.begun_with = begun_with
         """Flags and models of the start, for `restart`."""
         self.checks = checks
-        """Findings of `llmbox doctor`; to be called in a thread."""
+        """Runs the checks of `llmbox doctor`; call it in a thread."""
         self.failure_codes: dict[str, str] = {}
-        """By model: the word that goes with the manager's reason."""
+        """Error code by model, to go with the engine manager's reason."""
         self.asked: dict[str, Mapping[str, Scalar]] = {}
-        """By model: options that its load named, by short key."""
+        """Options that a model's load named, by short key; by model."""
         self._started_settings = loaded.settings
         self._reload = reload
         self._tasks: set[asyncio.Task[Failure | None]] = set()
@@ -80,9 +80,10 @@ class DaemonController:
     # ------------------------------------------------------------------ models
 
     def begin_load(self, request: ModelRequest, ttl: float | None = None) -> "asyncio.Task[Failure | None]":
-        """Loads behind the API. The result is the failure, if it is one. Raises ApiError 409 and CliError.
+        """Load in the background. The task's result is the failure, or None. Raises ApiError 409 and
+        CliError.
 
-        `ttl`: idle seconds after which the model leaves memory; None keeps it.
+        `ttl`: idle seconds after which the model is unloaded; None keeps it.
         """
         config = request.config(self.services.settings.model)
         name = request.served_name
@@ -113,7 +114,7 @@ class DaemonController:
         return None
 
     async def unload(self, name: str | None) -> list[str]:
-        """One model by name or alias, or all, failed ones too. Raises ApiError 404."""
+        """Unload one model by name or alias, or all, failed ones too. Raises ApiError 404."""
         engines = self.services.engines
         if name is not None:
             name = self.residency.real_name(name)
@@ -132,7 +133,7 @@ class DaemonController:
         return names
 
     async def places(self, names: Iterable[str]) -> dict[str, Path]:
-        """Folders of models that clients may name: in memory, on their way there, or on this disk."""
+        """Folders of the models that clients may name: loaded, loading, or on this disk."""
         held = {name: self._held(name) for name in names}
 
         def look() -> dict[str, Path]:
@@ -153,7 +154,7 @@ class DaemonController:
         return None if config is None else Path(config.model_path)
 
     def model_request(self, text: str, alias: str | None, options: Mapping[str, object]) -> ModelRequest:
-        """From the admin API's words. Raises CliError for what cannot be."""
+        """Parse a load request of the admin API. Raises CliError for invalid values."""
         values: dict[str, Scalar] = {}
         for key, value in options.items():
             row = schema().get(f"model.{key}")
@@ -165,14 +166,15 @@ class DaemonController:
         return request
 
     def resolve(self, text: str) -> ModelRef:
-        """The model that a user's word stands for: in memory, an alias, on this disk. Raises CliError.
+        """Find the model that a name given by a user means: in memory, an alias, on this disk. Raises
+        CliError.
 
-        Reads a few small files. For any thread.
+        Reads a few small files. May be called from any thread.
         """
         return resolve(text, os.environ, self.library.registry.read(), self.in_memory())
 
     def in_memory(self) -> dict[str, ModelRef]:
-        """Models in memory, on their way there, and evicted, by each of their names. For any thread."""
+        """Loaded, loading and evicted models by each of their names. May be called from any thread."""
         engines = self.services.engines
         found: dict[str, ModelRef] = {}
         for evicted in self.residency.evicted.all():
@@ -185,7 +187,7 @@ class DaemonController:
         return found
 
     async def close(self) -> None:
-        """Stops watching loads; the engines themselves end with `engines.close`."""
+        """Stop watching loads. The engines themselves end with `engines.close`."""
         await self.library.downloads.close()
         await self.residency.close()
         for task in list(self._tasks):
@@ -196,7 +198,7 @@ class DaemonController:
     # ------------------------------------------------------------------ settings
 
     def reload(self) -> None:
-        """SIGHUP: the new settings, or the old ones and an error in the log."""
+        """Reload the settings (SIGHUP). If they are invalid the old ones stay, with an error in the log."""
         try:
             loaded = self._reload()
         except CliError as error:
@@ -209,7 +211,7 @@ class DaemonController:
         log.info("configuration reloaded%s", f"; after a restart: {', '.join(waiting)}" if waiting else "")
 
     def pending_restart(self) -> list[str]:
-        """Keys whose new value waits for the next start."""
+        """Keys whose new value takes effect at the next start."""
         return [
             name
             for name, row in schema().items()

@@ -1,4 +1,4 @@
-"""Models of the box's owner that left memory: how each was loaded, so that a request can bring it back."""
+"""Evicted models of the box's owner: how each was loaded, so that a request can bring it back."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,9 @@ class EvictedModel:
 
 
 class EvictedModels:
-    """Kept apart from what is on disk: a folder that was loaded once has no name there."""
+    """Table of evicted models. Kept apart from the models on disk, because a folder loaded by path has no
+    name there.
+    """
 
     def __init__(self) -> None:
         self._by_name: dict[str, EvictedModel] = {}
@@ -41,17 +43,17 @@ class EvictedModels:
         self._by_name[model.name] = EvictedModel(model.config, model.aliases, model.ttl, reason)
 
     def find(self, name: str) -> EvictedModel | None:
-        """By name or alias."""
+        """Find by name or alias."""
         if (exact := self._by_name.get(name)) is not None:
             return exact
         return next((each for each in self._by_name.values() if name in each.aliases), None)
 
     def name_at(self, path: Path) -> str | None:
-        """Name of the model whose folder this is."""
+        """Name of the evicted model with this folder."""
         return next((each.name for each in self.all() if Path(each.config.model_path) == path), None)
 
     def forget(self, name: str) -> bool:
-        """False if there is none."""
+        """Forget a model. Returns False if there is none."""
         found = self.find(name)
         return found is not None and self._by_name.pop(found.name, None) is not None
 

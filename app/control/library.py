@@ -1,4 +1,4 @@
-"""Models on this disk and on their way to it, as the daemon sees them."""
+"""Model library of the daemon: models on this disk and downloads in progress."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ STATUS_OF_EXIT = {Exit.NOT_FOUND: 404, Exit.DENIED: 403, Exit.CONFLICT: 409}
 
 
 class Library:
-    """Only to be used from the daemon's event loop."""
+    """Use it only from the daemon's event loop, except where a method says otherwise."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -42,11 +42,15 @@ class Library:
         self.downloads = Downloads(setup, services.events)
 
     def find(self, name: str) -> ModelRef | None:
-        """What a client may ask for by this name; None if it is not on this disk. Reads a few small files."""
+        """Find the model that a client may request by this name; None if it is not on this disk. Reads a few
+        small files.
+        """
         return served(name, os.environ, self.registry.read_or_nothing())
 
     def plan(self, config: ModelConfig) -> tuple[MemoryPlan | None, str]:
-        """How a model would be served with the defaults, alone; or why it cannot be. For any thread."""
+        """Memory plan of a model served alone with the default settings, or the reason why it cannot be
+        served. May be called from any thread.
+        """
         settings = self._services.settings
         model = settings.model
         engine = EngineConfig(
@@ -64,7 +68,7 @@ class Library:
         return await asyncio.to_thread(lambda: search(Hub.of_environment(), text, limit, self.plan))
 
     async def remove(self, names: Sequence[str]) -> list[Removed]:
-        """All or none: every name is looked at first. Raises ApiError 400, 403, 404, 409."""
+        """Delete models, all or none: every name is checked first. Raises ApiError 400, 403, 404, 409."""
         try:
             known = self.registry.read()
             found = await asyncio.to_thread(

@@ -1,4 +1,4 @@
-"""What a model would take in this machine's memories: the engine's estimate, asked before it is started."""
+"""Estimate of the memory that a model needs on this machine, made before its engine is started."""
 
 import json
 import logging
@@ -21,18 +21,21 @@ from ..engines.loaded_model import LoadedModel
 class Sizes:
     device: Place
     wishes: tuple[MemoryRequest, ...]
-    """The same cut in other places, the first GPUs first."""
+    """Memory request of each possible placement, the first GPUs first."""
     have: tuple[int, ...]
-    """Bytes of each memory that our models may take together, without what others hold there."""
+    """Bytes of each memory that our models may take together. Memory held by other programs is not
+    included.
+    """
 
 
 def sizes(
     config: EngineConfig, machine: Machine, budgets: tuple[int, ...], ours: Mapping[int, int]
 ) -> Sizes | None:
-    """None where nothing can be said: then loading will tell what is wrong.
+    """Estimate the placements of a model. None when the estimate is impossible: then loading will report the
+    problem.
 
-    `ours` are bytes that our models hold in each memory. What cannot be served within `budgets` at all raises
-    DoesNotFit.
+    `ours`: bytes that our models hold in each memory. Raises DoesNotFit for a model that cannot be served
+    within `budgets` at all.
     """
     device = device_of(machine, config.device)
     if device == "cuda" and not machine.gpus:
@@ -70,12 +73,12 @@ def least_bytes(plan: MemoryPlan) -> int:
 log = logging.getLogger("llmbox.daemon")
 
 LOADS = 10
-"""Kept of each model."""
+"""Loads kept of each model."""
 MODELS = 200
 
 
 def note_load(file: Path, model: LoadedModel) -> None:
-    """Once for each load. A full disk costs the row, never the model."""
+    """Record a load, once. A full disk loses the record, never the model."""
     info = model.supervisor.info
     if info is None:
         return
@@ -109,7 +112,7 @@ def note_load(file: Path, model: LoadedModel) -> None:
 
 
 def read_loads(file: Path) -> dict[str, list[dict[str, Any]]]:
-    """By model, oldest first; empty when there is nothing that can be read."""
+    """Recorded loads by model, oldest first. Empty when the file cannot be read."""
     try:
         known = json.loads(file.read_bytes())["models"]
         if all(isinstance(row["at"], int | float) for rows in known.values() for row in rows):

@@ -1,4 +1,4 @@
-"""What the files of a model say of it, whether it is loaded or not: sizes, shape, chat template."""
+"""Facts from the files of a model, loaded or not: sizes, architecture, chat template."""
 
 import contextlib
 import hashlib
@@ -16,20 +16,20 @@ _SHORT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """Of one folder. What cannot be read is left out: loading says what is wrong."""
+    """Facts of one model folder. Unreadable parts are left out: loading reports the problem."""
 
     size: int
     """Bytes of all files."""
     modified: float
     """Unix seconds."""
     digest: str
-    """64 hex digits, others when a file changes."""
+    """64 hex digits that change when a file changes."""
     config: ModelConfig | None = None
     template: str | None = None
     defaults: dict[str, float] = field(default_factory=dict)
-    """Sampling, where a request leaves it open."""
+    """Default sampling parameters."""
     for_vectors: bool = False
-    """It makes vectors, and no text."""
+    """The model makes embeddings, and no text."""
 
     @property
     def parameters(self) -> int | None:
@@ -37,14 +37,14 @@ class Card:
 
     @property
     def stored_as(self) -> str:
-        """Type of the weights in the files; empty where nothing is known."""
+        """Type of the weights in the files; empty when unknown."""
         if self.config is None:
             return ""
         return self.config.quant or _SHORT[self.config.dtype]
 
 
 def read_card(folder: Path) -> Card:
-    """Reads small files only. For any thread."""
+    """Read the card of a folder. Reads small files only. May be called from any thread."""
     stamps = {
         path.relative_to(folder).as_posix(): _stamp(path) for path in folder.rglob("*") if path.is_file()
     }
@@ -68,7 +68,7 @@ def read_card(folder: Path) -> Card:
 
 
 def _stamp(path: Path) -> tuple[str, int, float]:
-    """(what its content is known by, bytes, Unix seconds). In a hub's cache a file is named by its hash."""
+    """Return (identity of the content, bytes, Unix seconds). In a hub cache a file is named by its hash."""
     status = path.stat()
     mark = path.resolve().name if path.is_symlink() else f"{status.st_size} {status.st_mtime_ns}"
     return mark, status.st_size, status.st_mtime

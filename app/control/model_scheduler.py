@@ -1,10 +1,10 @@
-"""Which models are in memory: loaded when asked for, gone when idle for long, evicted for others.
+"""Model scheduler: loads models on request, unloads idle ones, evicts models to make room.
 
-A model that the box's owner loaded is not evicted for a request. One that left all the same, because its time
-to live was over or the owner loaded another, comes back as it was when a request names it.
+A model that the box's owner loaded is not evicted for a request. If its time to live ended or the owner
+loaded another, it is loaded again with the same options when a request names it.
 
-One owner of these decisions; what is decided is in `engines.room`. Timers only: nothing here runs while
-nothing expires.
+All such decisions are made here; the eviction policy is `engines.eviction`. It works by timers only: nothing
+runs while nothing can expire.
 """
 
 import asyncio
@@ -47,16 +47,16 @@ from .memory_estimate import Sizes, note_load, sizes
 log = logging.getLogger("llmbox.daemon")
 
 LEAST_WAIT = 0.05
-"""Seconds between two looks: one that is to leave at once may be busy for long."""
+"""Seconds until an unload is tried again: a model that is to be unloaded at once may be busy for long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerDeps:
-    """What is outside: replaced in tests."""
+    """Dependencies of the scheduler; replaced in tests."""
 
     settings: Callable[[], Settings]
     find: Callable[[str], ModelRef | None]
-    """A model on disk by a name that clients may use."""
+    """Find a model on disk by a name that clients may use."""
     registry: Registry
     loads_file: Path | None = None
     clock: Callable[[], float] = time.monotonic
@@ -67,11 +67,13 @@ class SchedulerDeps:
     sizes: Callable[[EngineConfig, tuple[int, ...], Mapping[int, int]], Sizes | None] = (
         lambda config, budgets, ours: sizes(config, read_machine(), budgets, ours)
     )
-    """Of a config, within the budget of each memory, given the bytes that our models hold there."""
+    """Estimate the memory of a config, within the budget of each memory, given the bytes that our models hold
+    there.
+    """
 
 
 class ModelScheduler:
-    """Only to be used from the daemon's event loop."""
+    """Use it only from the daemon's event loop."""
 
     def __init__(self, engines: EngineManager, events: Events, world: SchedulerDeps) -> None:
         self._engines = engines
@@ -79,7 +81,7 @@ class ModelScheduler:
         self._world = world
         self._admitting = asyncio.Lock()
         self._promised: dict[str, tuple[Place, Mapping[int, int]]] = {}
-        """Bytes of each memory given to models that are being loaded."""
+        """Bytes of each memory reserved for models that are being loaded."""
         self._wanted: dict[str, asyncio.Task[LoadedModel]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._leaving: set[asyncio.Task[None]] = set()
@@ -90,7 +92,9 @@ class ModelScheduler:
     # ------------------------------------------------------------------ requests
 
     async def find(self, name: str | None) -> LoadedModel:
-        """The model for a request, loaded now if it is on disk. Raises ApiError as `EngineManager.get`."""
+        """Find the model for a request, loading it if it is on disk. Raises ApiError as
+        `EngineManager.get`.
+        """
         if name is None:
             return self._engines.get(None)
         alias = self._alias(name)
@@ -103,8 +107,8 @@ class ModelScheduler:
         return self._world.registry.read_or_nothing().aliases.get(name)
 
     def real_name(self, name: str) -> str:
-        """Name that a model is served under, given that one, an alias, or an adopted folder's name; the name
-        itself where none is.
+        """Map a model's name, an alias or an adopted folder's name to the name that the model is served
+        under. Other names are returned unchanged.
         """
         if self._engines.knows(name):
             return name
@@ -112,12 +116,12 @@ class ModelScheduler:
         alias = names.aliases.get(name)
         target = name if alias is None else alias.model
         place = names.directories.get(target, target if alias is not None else None)
-        if place is None or self._engines.knows(target):  # clients name no paths
+        if place is None or self._engines.knows(target):  # clients may not name paths
             return target
         return self._engines.name_at(Path(place)) or self.evicted.name_at(Path(place)) or target
 
     async def _ensure(self, name: str) -> str:
-        """The name under which it is served, or will not be found."""
+        """Load the model if needed. Returns the name to look it up by, which may still not be found."""
         real = self.real_name(name)
         if (loading := self._wanted.get(real)) is not None:
             await asyncio.shield(loading)
@@ -137,7 +141,7 @@ class ModelScheduler:
         return await self._load_once(ref.name, lambda: self._load(ref))
 
     async def _load_once(self, name: str, load: Callable[[], Coroutine[Any, Any, LoadedModel]]) -> str:
-        """Requests for the same model wait for one load. Returns its name."""
+        """Load a model once for all requests that wait for it. Returns its name."""
         if (loading := self._wanted.get(name)) is None:
             if self._engines.knows(name):
                 return name
@@ -154,7 +158,7 @@ class ModelScheduler:
         return model
 
     async def _bring_back(self, evicted: EvictedModel) -> LoadedModel:
-        """With the options, aliases and time to live that its owner gave it."""
+        """Load an evicted model with the options, aliases and time to live that its owner gave it."""
         model = await self._load_config(evicted.config)
         model.on_request = False
         model.aliases |= {alias for alias in evicted.aliases if not self._engines.knows(alias)}
@@ -167,7 +171,7 @@ class ModelScheduler:
         try:
             return await self._engines.load(config, on_request=True)
         except ApiError as error:
-            with contextlib.suppress(ApiError):  # a request's failure is no failure of the daemon
+            with contextlib.suppress(ApiError):  # a failed request must not count as a failure of the daemon
                 await self._engines.unload(config.name)
             error.message = error.message.replace(f"{config.model_path}/", "")  # no paths to clients
             raise
@@ -175,12 +179,12 @@ class ModelScheduler:
     def _loaded(self, name: str, task: "asyncio.Task[LoadedModel]") -> None:
         del self._wanted[name]
         if not task.cancelled():
-            task.exception()  # told to those who waited
+            task.exception()  # reported to the requests that waited
 
     # ------------------------------------------------------------------ who stays
 
     def keep(self, model: LoadedModel, *, ttl: float | None) -> None:
-        """Called once it is loaded."""
+        """Set the time to live of a model that was just loaded."""
         model.ttl = ttl
         self.evicted.forget(model.name)
         if self._world.loads_file is not None:
@@ -188,7 +192,7 @@ class ModelScheduler:
         self._arm()
 
     def pin(self, name: str, *, pinned: bool) -> LoadedModel:
-        """A pinned model is neither evicted nor expired. Raises ApiError 404."""
+        """Pin or unpin a model. A pinned model is neither evicted nor expired. Raises ApiError 404."""
         model = self._engines.find(self.real_name(name))
         if model is None:
             raise ApiError(404, f"No model {name!r} is in memory.", "model_not_found", "model")
@@ -198,12 +202,12 @@ class ModelScheduler:
         return model
 
     def stay(self, model: LoadedModel, ttl: float | None) -> None:
-        """From now on it leaves after so many idle seconds; None keeps it."""
+        """Set the idle seconds after which the model is unloaded; None keeps it."""
         model.ttl = ttl
         self._arm()
 
     async def release(self, model: LoadedModel) -> None:
-        """It leaves memory now, or as soon as nobody uses it. Raises ApiError 409 for one that is pinned."""
+        """Unload the model now, or as soon as it is idle. Raises ApiError 409 for a pinned model."""
         if model.pinned:
             raise ApiError(
                 409,
@@ -217,9 +221,10 @@ class ModelScheduler:
             self.evicted.forget(model.name)
 
     async def admit(self, config: EngineConfig, on_request: bool) -> EngineConfig:
-        """Makes room, and returns the config with its share of memory. Raises ApiError when there is none.
+        """Make room for a model, and return its config with its share of memory. Raises ApiError when there
+        is no room.
 
-        `on_request`: only what requests loaded leaves for it.
+        `on_request`: evict only models that requests loaded.
         """
         try:
             return await self._admit(config, on_request=on_request)
@@ -266,7 +271,7 @@ class ModelScheduler:
         return device, self._world.budgets(device, self._world.settings().memory.budget)
 
     def residents(self, device: str | None = None, *, but: str = "") -> list[ResidentModel]:
-        """Models in memory, and those on their way with what was promised to them."""
+        """Models in memory, and those being loaded with the memory reserved for them."""
         found = []
         for model in self._engines.models():
             info, state = model.supervisor.info, model.supervisor.state
@@ -308,7 +313,7 @@ class ModelScheduler:
     # ------------------------------------------------------------------ time
 
     def _arm(self) -> None:
-        """One timer, for the next that may expire."""
+        """Set the one timer, for the next model that may expire."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -319,7 +324,7 @@ class ModelScheduler:
             self._timer = asyncio.get_running_loop().call_later(wait, self.expire)
 
     def expire(self) -> None:
-        """Those that were idle for too long leave; then waits for the next."""
+        """Unload the models that were idle for too long, then set the timer for the next one."""
         self._timer = None
         residents = self.residents()
         for name in expired(self._world.clock(), residents):
@@ -348,7 +353,7 @@ class ModelScheduler:
 
 
 def _takes(info: ModelInfo) -> dict[int, int]:
-    """Bytes of each memory: a CPU's ranks share one, a GPU holds one rank."""
+    """Bytes of each memory. All ranks of a CPU model share one memory, a GPU holds one rank."""
     total = info.weights_bytes + info.kv_bytes + info.workspace_bytes
     places = info.gpus if info.device == "cuda" and info.gpus else (0,)
     return dict.fromkeys(places, total // len(places))

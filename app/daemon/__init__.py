@@ -1,1 +1,1 @@
-"""The daemon's life: one instance, its sockets, its log, its signals."""
+"""Daemon process: composition, sockets, start, serving and shutdown."""

@@ -1,4 +1,6 @@
-"""What a daemon is composed of. Tests hand in other parts; everything else runs as in production."""
+"""Composition of the daemon's services. Tests replace `DaemonParts`; everything else runs as in
+production.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ from .run import with_caches
 
 @dataclass(frozen=True, slots=True)
 class DaemonParts:
-    """How engines are started and where the text side of a model comes from."""
+    """Parts that tests replace: how engines are started and how a model's text side is loaded."""
 
     launch: Launch
     load_text: Callable[[Path], TextModel]
@@ -49,9 +51,10 @@ def compose(
     first: Spawned | None = None,
     on_model_change: Callable[[EngineManager], None] = lambda _: None,
 ) -> Services:
-    """Nothing runs yet, but perhaps a `first` engine process, which waits for its model.
+    """Build the services without starting them.
 
-    `on_model_change` is called after each change of a model's state.
+    `first`: engine process that was started already and waits for its model. `on_model_change` is called
+    after each change of a model's state.
     """
     events = Events()
     security = Security.of(paths.keys_file, paths.keys_used_file)

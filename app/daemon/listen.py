@@ -1,4 +1,4 @@
-"""Where the daemon listens, with answers for people when it may not."""
+"""Listening sockets of the daemon, with clear errors where it may not listen."""
 
 import contextlib
 import errno
@@ -14,7 +14,7 @@ from ..security.key_store import KeyStore
 
 
 def open_sockets(server: ServerSettings, paths: Paths) -> tuple[list[socket.socket], socket.socket]:
-    """(TCP sockets, unix socket). The caller holds the instance lock."""
+    """Open (TCP sockets, unix socket). The caller holds the instance lock."""
     check_bind(server.host, KeyStore(paths.keys_file))
     try:
         tcp = listen_tcp(server.host, server.port)
@@ -35,7 +35,9 @@ def open_sockets(server: ServerSettings, paths: Paths) -> tuple[list[socket.sock
 
 
 def check_bind(host: str, keys: KeyStore) -> None:
-    """Beyond this machine only keys open anything: without one nobody could be let in. Raises CliError."""
+    """Refuse an address beyond this machine while there are no keys, as nobody could be admitted. Raises
+    CliError.
+    """
     keys.check()
     if host == "localhost":
         return
@@ -74,7 +76,7 @@ def _cannot_listen(server: ServerSettings, error: OSError) -> CliError:
 
 
 def holder_of(port: int) -> str | None:
-    """Which process listens on a port, as far as this user may see."""
+    """Describe the process that listens on a port, as far as this user may see it."""
     import psutil  # noqa: PLC0415 - only needed for the message
 
     with contextlib.suppress(psutil.Error, OSError):

@@ -11,11 +11,11 @@ from ..engines.manager import EngineManager
 from ..engines.readiness import Readiness
 
 _SETTLE_SECONDS: Final = 0.2
-"""Several changes of one moment make one line."""
+"""Seconds to wait for further changes, so that several at once make one line."""
 
 
 def notify(state: str) -> None:
-    """Does nothing where no service manager listens, or where it is too busy to."""
+    """Send a notification. Does nothing without a service manager, or when it is too busy to receive."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return
@@ -28,7 +28,7 @@ def notify(state: str) -> None:
 
 
 def format_status(url: str, readiness: Readiness, now: float) -> str:
-    """Line for `systemctl status`: where the daemon serves, and each model that does not answer.
+    """Format the line for `systemctl status`: the URL, and each model that does not answer.
 
     `now`: Unix seconds.
     """
@@ -40,14 +40,14 @@ def format_status(url: str, readiness: Readiness, now: float) -> str:
 
 
 class StatusLine:
-    """Keeps systemd's status line up to date. Only to be used from the daemon's event loop."""
+    """Keeps systemd's status line up to date. Use it only from the daemon's event loop."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._timer: asyncio.TimerHandle | None = None
 
     def update(self, engines: EngineManager) -> None:
-        """Call after each change of a model's state."""
+        """Schedule an update. Call it after each change of a model's state."""
         if self._timer is None and "NOTIFY_SOCKET" in os.environ:
             self._timer = asyncio.get_running_loop().call_later(_SETTLE_SECONDS, self._send, engines)
 

@@ -1,7 +1,6 @@
-"""The daemon from its first line to its last: folders, lock, sockets, log; then `serving`.
+"""Run the daemon: folders, lock, sockets, log, then `serve_until_stopped`.
 
-The sockets listen before the large imports: a client that comes early waits for milliseconds instead of being
-refused.
+The sockets listen before the large imports: an early client waits for milliseconds instead of being refused.
 """
 
 import gc
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def with_caches(launch: Launch, paths: Paths, settings: CacheSettings) -> Launch:
-    """Kernels and packed weights are kept where everything else is: under --data-dir, if there is one."""
+    """Set the kernel and packed-weight caches of a launch. They are under --data-dir, if there is one."""
     kernels = {} if KERNEL_CACHE in os.environ else {KERNEL_CACHE: str(paths.kernel_cache)}
     repacked = environment.variables(paths.repacked, settings.repacked_gb)
     return replace(launch, env={**kernels, **repacked, **launch.env})
@@ -44,7 +43,7 @@ log = logging.getLogger("llmbox.daemon")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonOptions:
-    """What a daemon is told at its start."""
+    """Options of a daemon's start."""
 
     paths: Paths
     loaded: LoadedSettings
@@ -54,16 +53,16 @@ class DaemonOptions:
     reload: Callable[[], LoadedSettings]
     """Reads the settings again; raises CliError."""
     on_up: Callable[[RunningDaemon, Callable[[], str]], None]
-    """Called once the API answers; the second argument makes a one-time sign-in link for the panel."""
+    """Called once the API answers. The second argument makes a one-time sign-in link for the panel."""
     checks: Callable[[], list[dict[str, str]]] = list
-    """Runs those of `llmbox doctor`."""
+    """Runs the checks of `llmbox doctor`."""
     parts: "Callable[[], DaemonParts] | None" = None
-    """Replaces what the daemon is composed of (tests)."""
+    """Replaces the composition of the daemon (tests)."""
     background: bool = False
 
 
 def run_daemon(plan: DaemonOptions) -> None:
-    """Serves until told to stop. Raises CliError when it cannot begin or no model can be served."""
+    """Run the daemon until it is stopped. Raises CliError when it cannot start or no model can be served."""
     plan.paths.create()
     settings = plan.loaded.settings
     with InstanceLock(plan.paths) as lock:
@@ -75,7 +74,7 @@ def run_daemon(plan: DaemonOptions) -> None:
         if lock.leftover is not None:
             log.warning("an earlier daemon (pid %d) ended without cleaning up", lock.leftover.pid)
         log.info("llmbox %s, pid %d, listens on %s", __version__, running.pid, running.url)
-        first = _first_engine(plan)  # imports torch while we import what serves
+        first = _first_engine(plan)  # imports torch while this process imports the server
         try:
             _serve(plan, running, [*tcp, unix], first)
         finally:
@@ -85,7 +84,7 @@ def run_daemon(plan: DaemonOptions) -> None:
 def _serve(
     plan: DaemonOptions, running: RunningDaemon, sockets: Sequence[socket.socket], first: Spawned | None
 ) -> None:
-    gc.disable()  # what is imported stays
+    gc.disable()  # imported objects live until the end
     try:
         import asyncio  # noqa: PLC0415
 
@@ -102,7 +101,7 @@ def _first_engine(plan: DaemonOptions) -> Spawned | None:
     try:
         return spawn(with_caches(Launch(), plan.paths, plan.loaded.settings.cache))
     except OSError:
-        return None  # the load will try again and say why not
+        return None  # the load tries again and reports the reason
 
 
 def _describe(tcp: socket.socket, paths: Paths) -> RunningDaemon:

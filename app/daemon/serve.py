@@ -1,4 +1,4 @@
-"""The daemon while it serves: the API first, the models behind it, then the drain."""
+"""Serving phase of the daemon: the API first, then the models, at the end the drain."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ TITLE = "llmbox: engine"
 
 
 def name_leftovers() -> list[int]:
-    """Pids of engine processes of this user whose parent is no daemon; also written to the log."""
+    """Log engine processes of this user whose parent is no daemon. Returns their pids."""
     import psutil  # noqa: PLC0415 - 30 ms that the start need not wait for
 
     found = []
@@ -58,8 +58,9 @@ def name_leftovers() -> list[int]:
 
 
 _COLLECTIONS = (2000, 10, 200)
-"""Thresholds of the garbage collector. A full collection beside thousands of open requests stops the loop for
-a tenth of a second; it comes after four million new objects instead of seventy thousand."""
+"""Thresholds of the garbage collector. A full collection with thousands of open requests stops the loop for a
+tenth of a second; it runs after four million new objects instead of seventy thousand.
+"""
 
 
 async def serve_until_stopped(
@@ -68,7 +69,7 @@ async def serve_until_stopped(
     sockets: Sequence[socket.socket],
     first: Spawned | None = None,
 ) -> None:
-    """Returns once everything is closed. Raises CliError when none of the models could be served.
+    """Serve, and return once everything is closed. Raises CliError when none of the models could be served.
 
     `first` is the engine process for the first model, started already.
     """
@@ -79,7 +80,7 @@ async def serve_until_stopped(
     app = create_app(services, [*DIALECTS, admin_router, *_panel()])
     app.state.control = control
     _handle_signals(control)
-    gc.freeze()  # what was imported stays: collections need not look at it
+    gc.freeze()  # imported objects stay: collections need not scan them
     gc.set_threshold(*_COLLECTIONS)
     control.library.downloads.restore()
     services.batches.start(partial(send_in_process, app))
@@ -113,13 +114,15 @@ async def serve_until_stopped(
 
 
 def _panel() -> list[ControllerRouterHandler]:
-    """By name: layers point from the panel to us, and this is the one place that plugs it in."""
+    """Import the panel's routes by name: layers point from the panel to the app, and only this function plugs
+    it in.
+    """
     routes: list[ControllerRouterHandler] = import_module("llmbox.ui.web").panel_routes
     return routes
 
 
 async def _load_first(control: DaemonController, models: Sequence[ModelRequest]) -> Failure | None:
-    """The models of the start. When none can be served the daemon ends; that failure is the result."""
+    """Load the models of the start. When none can be served the daemon ends; that failure is the result."""
     tasks = [control.begin_load(model) for model in models]
     failures = [failure for task in tasks if (failure := await task) is not None]
     if not failures or len(failures) < len(tasks):

@@ -1,4 +1,4 @@
-"""Refusals of a model that cannot take a request now, and what `Retry-After` promises."""
+"""Admission errors: refusals of a model that cannot take a request now, with their `Retry-After`."""
 
 import math
 from collections.abc import Callable
@@ -15,8 +15,10 @@ _RETRY_LOADING: Final = 2
 
 
 def refuse_by_state(name: str, state: State, seconds_to_try: int | None = None) -> None:
-    """A restarting model takes requests: they wait for the next engine. `seconds_to_try`: of a failed one,
-    until its engine is started again.
+    """Raise ApiError unless the model takes requests.
+
+    A restarting model takes requests; they wait for the next engine. `seconds_to_try`: seconds until the
+    engine of a failed model is started again.
     """
     match state:
         case "loading":
@@ -73,14 +75,14 @@ def _unavailable(message: str, code: str) -> ApiError:
 
 
 class Pace:
-    """How fast places become free, as a running mean."""
+    """Running mean of the time between finished requests, for `Retry-After`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._last = -math.inf
         self._gap = 1.0
 
-    def finished(self) -> None:
+    def record_finish(self) -> None:
         now = self._clock()
         gap = min(now - self._last, float(_LONGEST_RETRY_AFTER))
         self._last = now

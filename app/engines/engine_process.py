@@ -1,4 +1,4 @@
-"""One engine process from its start to its end, and the verdict on how it ended."""
+"""Lifetime of one engine process, and the classification of how it ended."""
 
 import asyncio
 import logging
@@ -22,12 +22,14 @@ _LEVELS = {"WARNING": logging.WARNING, "ERROR": logging.ERROR, "CRITICAL": loggi
 class ProcessExit:
     cause: str
     from_outside: bool = False
-    """No request can be blamed for it."""
+    """The end was caused from outside the engine: no request can be blamed for it."""
     load_failure: LoadFailed | None = None
 
 
 def level_of(line: str) -> int:
-    """Of a line that an engine logged (`lifeline.log_to_stderr`); whatever else it printed is information."""
+    """Return the logging level of a line that an engine wrote (`lifeline.log_to_stderr`). Lines in any other
+    format are INFO.
+    """
     words = line.split(" ", 3)
     return _LEVELS.get(words[2], logging.INFO) if len(words) == 4 else logging.INFO
 
@@ -35,21 +37,21 @@ def level_of(line: str) -> int:
 class EngineProcess:
     def __init__(self, name: str, receive: Callable[[ToDaemon], None]) -> None:
         self._name = name
-        self._hear = receive
+        self._on_message = receive
         self._client = EngineClient(
             self._receive, lambda line: log.log(level_of(line), "%s | %s", name, line)
         )
         self._load_failure: LoadFailed | None = None
-        self._stuck: str | None = None
+        self._stuck_reason: str | None = None
         self._stopped_from_outside = False
         self._oom_kills = oom_kills()
 
     async def run(
         self, spawn: Callable[[], Spawned], config: EngineConfig, launched: Callable[[], None]
     ) -> ProcessExit:
-        """Returns when the process has ended and all that it sent was received.
+        """Spawn the engine and return when it has ended and everything that it sent was received.
 
-        `launched` is called when it was told what to load.
+        `launched` is called once the engine has been sent its configuration.
         """
         try:
             await self._client.adopt(spawn(), config)
@@ -62,14 +64,14 @@ class EngineProcess:
     def pid(self) -> int | None:
         return self._client.pid if self._client.alive else None
 
-    def tell(self, message: ToEngine) -> None:
-        """Raises FrameTooLarge."""
+    def send(self, message: ToEngine) -> None:
+        """Send a message to the engine. Raises FrameTooLarge."""
         self._client.send(message)
 
-    def stuck(self, reason: str) -> None:
-        """It does not answer: end it."""
+    def kill_stuck(self, reason: str) -> None:
+        """Kill an engine that does not answer. `reason` becomes the cause of its exit."""
         log.error("engine %s: %s", self._name, reason)
-        self._stuck = reason
+        self._stuck_reason = reason
         self._stopped_from_outside = self.pid is not None and is_stopped(self.pid)
         self._client.kill()
 
@@ -77,7 +79,7 @@ class EngineProcess:
         self._client.kill()
 
     async def end(self, grace: float) -> None:
-        """Ask it to end, and kill it after `grace` seconds (0: at once)."""
+        """Ask the engine to exit, and kill it after `grace` seconds (0: kill at once)."""
         if not self._client.alive:
             return
         if not grace:
@@ -87,44 +89,47 @@ class EngineProcess:
     def _receive(self, message: ToDaemon) -> None:
         if isinstance(message, LoadFailed):
             self._load_failure = message
-        self._hear(message)
+        self._on_message(message)
 
     def _judge(self, ended: EngineExit) -> ProcessExit:
         if self._load_failure is not None:
             return ProcessExit(
                 cause=self._load_failure.message, from_outside=True, load_failure=self._load_failure
             )
-        if self._stuck is not None:
-            return ProcessExit(cause=self._stuck, from_outside=self._stopped_from_outside)
+        if self._stuck_reason is not None:
+            return ProcessExit(cause=self._stuck_reason, from_outside=self._stopped_from_outside)
         if ended.code == -signal.SIGKILL and ended.transport_error is None:
-            # Not by us. The kernel's choice may be a request's fault, an operator's is not.
+            # Not killed by us. An OOM kill may be a request's fault, an operator's SIGKILL is not.
             if oom_kills() > self._oom_kills:
                 return ProcessExit(cause="killed by the kernel: out of memory")
             return ProcessExit(cause=str(ended), from_outside=True)
         return ProcessExit(cause=str(ended))
 
 
-PATIENCE_S: Final = 2.0
-"""A step may take longer: then there is no map this time."""
+TIMEOUT_S: Final = 2.0
+"""Seconds to wait for a block map. A step may take longer: then there is no map this time."""
 
 
-class BlockAsker:
-    def __init__(self, tell: Callable[[AskBlocks], None]) -> None:
-        self._tell = tell
+class BlockMapQuery:
+    def __init__(self, send: Callable[[AskBlocks], None]) -> None:
+        self._send = send
         self._waiting: asyncio.Future[BlockMap | None] | None = None
 
-    async def ask(self, patience: float = PATIENCE_S) -> BlockMap | None:
-        """None if the engine is gone or does not answer in time; its late answer serves the next who asks."""
+    async def fetch(self, seconds: float = TIMEOUT_S) -> BlockMap | None:
+        """Request a map of the KV blocks. None if the engine is gone or does not answer in time.
+
+        Concurrent callers share one query. A late answer serves the next caller.
+        """
         if self._waiting is None:
             self._waiting = asyncio.get_running_loop().create_future()
-            self._tell(AskBlocks())
+            self._send(AskBlocks())
         try:
-            return await asyncio.wait_for(asyncio.shield(self._waiting), patience)
+            return await asyncio.wait_for(asyncio.shield(self._waiting), seconds)
         except TimeoutError:
             return None
 
-    def answered(self, found: BlockMap | None) -> None:
-        """None: the engine is gone."""
+    def complete(self, found: BlockMap | None) -> None:
+        """Complete the pending query. `found` is None when the engine is gone."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting.set_result(found)

@@ -1,6 +1,7 @@
-"""Several models in a machine's memories: who leaves for whom, and when. Pure functions over plain facts.
+"""Eviction policy: choose a device and the idle models to unload so that a new model fits.
 
-A memory is that of one GPU, or the one that all CPUs share. Each is a ledger of its own.
+A memory is that of one GPU, or the one that all CPUs share; each has its own budget. Pure functions over
+plain data.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,23 +14,23 @@ from llmbox.engine.hardware.machine import Machine
 
 @dataclass(frozen=True, slots=True)
 class ResidentModel:
-    """A model in memory, or on its way there."""
+    """Model in memory, or one that is being loaded."""
 
     name: str
     takes: Mapping[int, int]
-    """Bytes of each memory, by its number."""
+    """Bytes that it takes of each memory, by the memory's number."""
     busy: bool
     pinned: bool
     idle_since: float
-    """Seconds of the clock that `now` is from; of a busy one without meaning."""
+    """When it became idle, in seconds of the clock that `now` is from. Meaningless while it is busy."""
     ttl: float | None = None
-    """Idle seconds after which it leaves; None keeps it."""
+    """Time to live: idle seconds after which it is unloaded. None keeps it."""
     owned: bool = False
-    """The box's owner loaded it, and not a request."""
+    """Loaded by the box's owner and not by a request."""
 
     @property
     def claim(self) -> str:
-        """Why it stays."""
+        """Reason why it cannot be evicted, for error messages."""
         return "busy" if self.busy else "pinned" if self.pinned else "kept for the box's owner"
 
     def may_leave(self, *, keep_owned: bool) -> bool:
@@ -42,11 +43,13 @@ class ResidentModel:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRequest:
-    """Memories that a model could go to, and what it would take of each of them."""
+    """Memories that a model could be placed in, and the bytes that it needs of each of them."""
 
     places: tuple[int, ...]
     need: int
-    """Bytes without which it would have to lower its context or refuse: one request of full context."""
+    """Minimum bytes: one request of full context. With less, the context must be lowered or the load
+    refused.
+    """
     want: int
     """Bytes that it takes when there is room."""
 
@@ -55,18 +58,18 @@ class MemoryRequest:
 class MemoryAllocation:
     places: tuple[int, ...]
     evict: tuple[str, ...]
-    """In this order."""
+    """Models to unload, in this order."""
     free: int
-    """Bytes of the budget that nobody takes once they are gone, in the fullest of the places."""
+    """Bytes of the budget that are free after the evictions, in the fullest of the places."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllocationFailure:
     need: int
     have: int
-    """Free, and taken by models that could leave."""
+    """Bytes that are free or taken by evictable models."""
     blockers: tuple[str, ...]
-    """Models that stay and without which it would fit; empty when it never fits."""
+    """Models that cannot be evicted and without which it would fit. Empty when it can never fit."""
 
 
 def find_room(
@@ -76,9 +79,11 @@ def find_room(
     *,
     keep_owned: bool = False,
 ) -> MemoryAllocation | AllocationFailure:
-    """The first place where nobody has to leave and all that is wanted is free; else the freest of those. If
-    there is none, the one whose models have gone unused for longest. `keep_owned`: only models that requests
-    loaded may leave.
+    """Choose the best of several placements.
+
+    Placements without evictions come first: among them the first one where all of `want` is free, else the
+    one with the most free memory. If every placement needs evictions, choose the one whose models have been
+    idle for longest. `keep_owned`: evict only models that requests loaded.
     """
     everybody = list(residents)
     found = [(wish, make_room(wish, budgets, everybody, keep_owned=keep_owned)) for wish in wishes]
@@ -100,8 +105,9 @@ def make_room(
     *,
     keep_owned: bool = False,
 ) -> MemoryAllocation | AllocationFailure:
-    """Idle models of these places leave, and no more of them than it takes: those that requests loaded first,
-    the least recently used before the others.
+    """Plan the evictions for one placement: no more idle models than needed.
+
+    Models that requests loaded go first, then the least recently used. `keep_owned`: evict no others.
     """
     here = [each for each in residents if any(each.takes.get(place) for place in wish.places)]
     free = {place: budgets[place] - sum(r.takes.get(place, 0) for r in here) for place in wish.places}
@@ -117,7 +123,7 @@ def make_room(
         staying = (r.name for r in here if not r.may_leave(keep_owned=keep_owned))
         blockers = tuple(staying) if ever else ()
         return AllocationFailure(wish.need, min(free.values()), blockers)
-    for each in reversed(leaving.copy()):  # a large one may have made the small ones before it unnecessary
+    for each in reversed(leaving.copy()):  # a large model may have made smaller ones unnecessary
         without = {place: free[place] - each.takes.get(place, 0) for place in free}
         if min(without.values()) >= wish.need:
             leaving.remove(each)
@@ -130,7 +136,7 @@ def _after(free: Mapping[int, int], leaves: ResidentModel) -> dict[int, int]:
 
 
 def expired(now: float, residents: Iterable[ResidentModel]) -> list[str]:
-    """Idle for longer than their time to live."""
+    """Names of the models that have been idle for longer than their time to live."""
     return [
         each.name
         for each in residents
@@ -139,7 +145,7 @@ def expired(now: float, residents: Iterable[ResidentModel]) -> list[str]:
 
 
 def next_look(now: float, residents: Iterable[ResidentModel]) -> float | None:
-    """When somebody may expire at the earliest; None: nobody will. A busy one is idle now at the earliest."""
+    """Earliest time at which a model may expire, or None. A busy model counts as idle from now on."""
     times = [
         (now if each.busy else each.idle_since) + each.ttl
         for each in residents
@@ -151,11 +157,11 @@ def next_look(now: float, residents: Iterable[ResidentModel]) -> float | None:
 Place = Literal["cpu", "cuda"]
 
 CPU_SHARE, CUDA_SHARE = 0.8, 0.9
-"""Of all memory, where no budget is set: the rest is for the system and for what else runs here."""
+"""Share of all memory that models may take where no budget is set; the rest is for other programs."""
 
 
 def total_budget(machine: Machine, device: Place, gigabytes: float | None) -> int:
-    """Bytes. A control group's limit counts as the machine's memory."""
+    """Budget of one memory in bytes. A cgroup limit counts as the machine's memory."""
     if device == "cuda":
         have = machine.gpus[0].total
         share = CUDA_SHARE
@@ -167,7 +173,7 @@ def total_budget(machine: Machine, device: Place, gigabytes: float | None) -> in
 
 
 def budgets(machine: Machine, device: Place, gigabytes: float | None) -> tuple[int, ...]:
-    """Bytes of each memory of this kind: of every GPU on its own, or of the one that all CPUs share."""
+    """Budget in bytes of each memory of this kind: of every GPU, or of the one memory that all CPUs share."""
     if device == "cpu":
         return (total_budget(machine, device, gigabytes),)
     asked = None if gigabytes is None else int(gigabytes * 1e9)
@@ -176,7 +182,7 @@ def budgets(machine: Machine, device: Place, gigabytes: float | None) -> tuple[i
 
 
 def usable_device(machine: Machine, asked: str) -> Place:
-    """Where a model would run. Raises DeviceError where there is no such device."""
+    """Device that a model would run on. Raises DeviceError where there is no such device."""
     if asked == "cuda" and not machine.gpus:
         raise DeviceError(
             f"no GPU can be used ({machine.no_gpu_reason or 'none is visible'}): use --device cpu"
@@ -185,5 +191,5 @@ def usable_device(machine: Machine, asked: str) -> Place:
 
 
 def device_of(machine: Machine, asked: str) -> Place:
-    """Where a model would run."""
+    """Device that a model would run on, without checking that it exists."""
     return "cuda" if asked == "cuda" or (asked == "auto" and machine.gpus) else "cpu"

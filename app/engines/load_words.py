@@ -1,4 +1,4 @@
-"""How far a load is, in words: for `up`, `load`, `/ready`, the panel and `llmbox top`."""
+"""Progress of a load as text, for `up`, `load`, `/ready`, the panel and `llmbox top`."""
 
 from llmbox.engine.ipc.messages import Progress
 
@@ -13,7 +13,7 @@ def load_words(progress: Progress) -> str:
 
 
 def compile_words(done: int, total: int) -> str:
-    """Nothing is said of the order: the steps go on side by side."""
+    """Format the progress of compiling. The steps run in parallel, so none is named."""
     if not total:
         return "waiting for the CPU kernels, which another process compiles"
     return f"compiling the CPU kernels (once): {done} of {total} steps"

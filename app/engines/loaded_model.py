@@ -1,4 +1,4 @@
-"""A model in memory: its engine and its text side, who uses it, and how long it may stay."""
+"""A model in memory: its engine, its tokenizer and templates, its users and its time to live."""
 
 import asyncio
 import time
@@ -27,23 +27,23 @@ class LoadedModel:
     """Unix seconds; set by `EngineManager.get`."""
     clock: Callable[[], float] = time.monotonic
     idle_since: float = 0.0
-    """Of `clock`: when the last request ended."""
+    """When the last request ended, in seconds of `clock`."""
     ttl: float | None = None
-    """Idle seconds after which it leaves memory; None keeps it."""
+    """Time to live: idle seconds after which it is unloaded. None keeps it."""
     pinned: bool = False
     on_request: bool = False
-    """Loaded because a request named it: then requests may also say how long it stays."""
+    """Loaded because a request named it. Requests may then also set its time to live."""
     context_cap: int | None = None
-    """Of an alias: less than the engine's window."""
+    """Tokens: the context limit of an alias, where it is below the engine's window."""
     users: "set[asyncio.Task[Any]]" = field(default_factory=set)
-    """Requests that found this model and have not ended."""
+    """Tasks of requests that found this model and have not ended."""
 
     @property
     def busy(self) -> bool:
         return bool(self.users) or self.supervisor.open_requests > 0 or self.supervisor.state == "restarting"
 
     def touch(self) -> None:
-        """A request, which is the running task, uses it until that task ends."""
+        """Mark the model as used by the running task (a request) until that task ends."""
         self.last_used = time.time()
         self.idle_since = self.clock()
         task = asyncio.current_task() if _in_loop() else None
@@ -58,7 +58,7 @@ class LoadedModel:
     def as_variant(
         self, sampling: dict[str, float], system: str | None, context: int | None
     ) -> "LoadedModel":
-        """The same load with other defaults, for one request."""
+        """Return the same load with other defaults, for one request."""
         defaults = {**self.text.generation_defaults, **sampling}
         text = replace(self.text, generation_defaults=defaults, system=system)
         return replace(self, text=text, context_cap=context)

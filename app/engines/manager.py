@@ -1,4 +1,4 @@
-"""Which models are loaded: one supervisor each, found by name or alias."""
+"""Table of the models in memory: one supervisor each, found by name or alias."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ class _Loading:
 
 
 class EngineManager:
-    """Owner of the table of models. A name is in at most one of loaded, loading and failed."""
+    """Owner of the model table. A name is in at most one of loaded, loading and failed."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class EngineManager:
     ) -> None:
         """`on_change` is called on the loop after each change of a model's `Supervisor.state`.
 
-        `first` is an engine process that was started already; `keep_spare` has one ready for the next model
+        `first` is an engine process that was started already; `keep_spare` keeps one ready for the next model
         or restart.
         """
         self._load_text = load_text
@@ -69,9 +69,9 @@ class EngineManager:
         self._failures: dict[str, str] = {}
         self._draining = False
         self._has_served = False
-        """Some model was ready since the start."""
-        self.admit: Callable[[EngineConfig, bool], Awaitable[EngineConfig]] = _as_asked
-        """Called before an engine starts, and told whether only a request wants it: makes room, or raises
+        """At least one model has been ready since the start."""
+        self.admit: Callable[[EngineConfig, bool], Awaitable[EngineConfig]] = _keep_config
+        """Called before an engine starts, with whether only a request wants it. Makes room, or raises
         ApiError.
         """
         self.clock: Callable[[], float] = time.monotonic
@@ -81,9 +81,10 @@ class EngineManager:
     async def load(
         self, config: EngineConfig, *, alias: str | None = None, on_request: bool = False
     ) -> LoadedModel:
-        """Returns when the model is ready; raises ApiError when it cannot be, and then nothing of it is left.
+        """Load a model and return when it is ready. Raises ApiError when it cannot be loaded; then nothing of
+        it is left.
 
-        Concurrent loads of one name share one engine; so does a caller that gives up waiting.
+        Concurrent loads of one name share one engine. The load goes on when a caller gives up waiting.
         """
         return await asyncio.shield(self.begin_load(config, alias=alias, on_request=on_request))
 
@@ -92,7 +93,7 @@ class EngineManager:
     ) -> "asyncio.Future[LoadedModel]":
         """Load in the background. A failure is logged, shown by `readiness`, and is the task's exception.
 
-        `on_request`: an inference request names it; an operator's load of the same name takes it over.
+        `on_request`: an inference request names it. An operator's load of the same name takes it over.
         """
         if self._draining:
             raise draining()
@@ -116,7 +117,9 @@ class EngineManager:
         return self._start_load(config, aliases, on_request=on_request)
 
     async def unload(self, name: str) -> None:
-        """End its engine; open streams end with `model_unloaded`. Raises 404. Also stops a load under way."""
+        """Stop its engine; open streams end with `model_unloaded`. Stops a load in progress too. Raises
+        ApiError 404.
+        """
         if (loading := self._loading.get(name)) is not None:
             await self._cancel_load(loading)
             return
@@ -140,7 +143,7 @@ class EngineManager:
         return loading.task
 
     async def _load(self, loading: _Loading) -> LoadedModel:
-        """Engine and tokenizer are loaded side by side, the slower first; the first failure ends both."""
+        """Load engine and tokenizer in parallel, the slower first. The first failure ends both."""
         config, supervisor = loading.config, loading.supervisor
         path = Path(config.model_path)
         try:
@@ -192,7 +195,7 @@ class EngineManager:
         await asyncio.wait({loading.task})
 
     def _check_names(self, name: str, aliases: Iterable[str]) -> None:
-        """Raises 409 if a name or alias already means another model."""
+        """Raise ApiError 409 if a name or alias already means another model."""
         for wanted in (name, *aliases):
             for other, taken in self._names():
                 if wanted in taken and other != name:
@@ -206,7 +209,8 @@ class EngineManager:
     # ------------------------------------------------------------------ lookup
 
     def get(self, model: str | None) -> LoadedModel:
-        """The model for a request. Raises ApiError: 404, 400 without a name, 503 while loading or draining.
+        """Find the model for a request. Raises ApiError: 404, 400 without a name, 503 while loading or
+        draining.
 
         A failed or restarting model is returned: its supervisor knows what to answer.
         """
@@ -227,7 +231,7 @@ class EngineManager:
         return list(self._loaded.values())
 
     def loading(self) -> list[Supervisor]:
-        """Of models that are being loaded for the first time; see `Supervisor.progress`."""
+        """Supervisors of the models that are being loaded for the first time; see `Supervisor.progress`."""
         return [loading.supervisor for loading in self._loading.values()]
 
     def failures(self) -> dict[str, str]:
@@ -254,17 +258,17 @@ class EngineManager:
         return judge_readiness(failures, loaded, loading, has_served=self._has_served)
 
     def find(self, name: str) -> LoadedModel | None:
-        """By name or alias, without counting as a use."""
+        """Find by name or alias, without counting as a use."""
         return self._find(name)
 
     def name_at(self, path: Path) -> str | None:
-        """Name of the model in memory, or on its way there, whose folder this is."""
+        """Name of the loaded or loading model with this folder."""
         loaded = (model.name for model in self._loaded.values() if model.path == path)
         loading = (name for name, each in self._loading.items() if Path(each.config.model_path) == path)
         return next(loaded, None) or next(loading, None)
 
     def knows(self, name: str) -> bool:
-        """Whether it is loaded, being loaded, or failed to load."""
+        """Return whether it is loaded, being loaded, or failed to load."""
         return name in self._failures or any(name in taken for _, taken in self._names())
 
     def _find(self, name: str) -> LoadedModel | None:
@@ -282,7 +286,7 @@ class EngineManager:
     # ------------------------------------------------------------------ the end
 
     async def drain(self, timeout: float) -> None:  # noqa: ASYNC109 - part of the meaning: then streams are failed
-        """Take no more requests, and wait for the open ones; after `timeout` they end with an error."""
+        """Refuse new requests and wait for the open ones. After `timeout` seconds they end with an error."""
         self._draining = True
         waits = [asyncio.create_task(m.supervisor.idle()) for m in self._loaded.values()]
         if waits:
@@ -293,7 +297,7 @@ class EngineManager:
             model.supervisor.fail_open("server_shutdown", "The server is shutting down.")
 
     async def close(self) -> None:
-        """End every engine."""
+        """Stop every engine."""
         self._draining = True
         self._spares.close()
         await asyncio.gather(*(self._cancel_load(loading) for loading in list(self._loading.values())))
@@ -308,7 +312,7 @@ class EngineManager:
         model.text.close()
 
 
-async def _as_asked(config: EngineConfig, _on_request: bool) -> EngineConfig:
+async def _keep_config(config: EngineConfig, _on_request: bool) -> EngineConfig:
     return config
 
 
@@ -322,7 +326,7 @@ def _as_api_error(error: BaseException) -> ApiError:
 
 
 def _with_warnings(name: str, text: TextModel, supervisor: Supervisor) -> TextModel:
-    """With what only shows beside the weights. Each warning is logged."""
+    """Return the text model with the warnings that need the weights' vocabulary size. Logs each warning."""
     text = text.beside_embedding(0 if supervisor.info is None else supervisor.info.vocab_size)
     for warning in text.warnings:
         log.warning("%s: %s", name, warning)
@@ -330,6 +334,8 @@ def _with_warnings(name: str, text: TextModel, supervisor: Supervisor) -> TextMo
 
 
 def _retrieve(task: "asyncio.Task[LoadedModel]") -> None:
-    """A background load may have nobody waiting; its failure is in the log and in `failures`."""
+    """Read the exception of a background load, which may have nobody waiting. It is in the log and in
+    `failures`.
+    """
     if not task.cancelled():
         task.exception()

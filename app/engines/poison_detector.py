@@ -1,26 +1,26 @@
-"""Which request kills the engine? The rule that lets the guilty one fail alone.
+"""Poison-request detection: find the request that kills the engine, and fail it alone.
 
-One crash proves nothing: everybody is resumed. After a second crash in a row, every request that was
-present at it is under suspicion, and the next engine tries them one at a time: a request is handed over, and
-the next follows when it has delivered `PROVEN_TOKENS` tokens or ended. Those that passed go on running
-meanwhile. The newest comes first, as the last to arrive before all was well is the likeliest.
+One crash proves nothing: every request is resumed. After a second crash in a row, every request that was
+in the engine is a suspect, and the next engine gets them one at a time. The next suspect follows when the one
+on trial has delivered `PROVEN_TOKENS` tokens or ended; requests that passed keep running. The newest suspect
+is tried first, because the last request to arrive before the crashes is the likeliest cause.
 
     crash 1     all resume
     crash 2     all on trial, one by one            (only one request was present: it is guilty)
     crash 3     the one on trial was alone: guilty
-                others had passed: one of them may have come to a fatal token of its own since, so
+                others had passed: one of them may have reached a fatal token of its own since, so
                 nobody is judged and the one on trial is tried again, alone
     crash 4     it was alone: guilty
 
-So the guilty one is found within four deaths however many neighbours there are (halving would need
-log2(n), and five in a minute end the model), and an innocent one never fails for a request that kills
-reliably. Few tokens suffice as proof: a resumed request starts right where the engine died, so what kills it
-reliably does so in its prefill or at its first token. A request that kills at random passes, and so does a
-broken machine: then nobody is judged and the limit on deaths decides.
+The guilty request is found within four deaths however many requests are open. (Halving would need log2(n),
+and five deaths in a minute end the model.) An innocent request never fails for one that kills reliably. Few
+tokens suffice as proof: a resumed request starts right where the engine died, so a reliable killer kills in
+its prefill or at its first token. A request that kills at random passes, and so does a broken machine: then
+nobody is judged and the limit on deaths decides.
 
-Deaths from outside (a SIGKILL that is neither ours nor the kernel's for want of memory, SIGSTOP) accuse
-nobody: they call `interrupted`. Requests that arrive during a trial wait for its end, so that it has an end.
-Pure bookkeeping with request ids: no clock, no I/O. Every returned list is to be sent to the engine in order.
+Deaths from outside (SIGSTOP, or a SIGKILL that neither the daemon nor the OOM killer sent) accuse no request;
+they call `record_interruption`. Requests that arrive during a trial wait for its end, so that it has an end.
+Pure bookkeeping of request ids: no clock, no I/O. Every returned list is to be sent to the engine in order.
 """
 
 from collections import deque
@@ -48,7 +48,7 @@ class PoisonDetector:
         return bool(self._untried) or self._on_trial is not None
 
     def begin(self, requests: Iterable[str]) -> list[str]:
-        """A new engine is ready: of all open requests, those to hand over now."""
+        """Start with a new engine. Returns those of the open requests to send now."""
         here = dict.fromkeys(requests)
         self._untried = deque(r for r in self._untried if r in here)
         if not self._untried:
@@ -59,13 +59,13 @@ class PoisonDetector:
         self._newcomers = [r for r in here if r not in untried and r not in self._passed]
         return [r for r in here if r in self._passed] + self._next()
 
-    def hold(self, request: str) -> bool:
-        """A new request. True: keep it back, a later call returns it."""
+    def quarantine_new(self, request: str) -> bool:
+        """Register a new request. True: keep it back until a later call returns it."""
         if self.open:
             self._newcomers.append(request)
         return self.open
 
-    def delivered(self, request: str, tokens: int) -> list[str]:
+    def record_tokens(self, request: str, tokens: int) -> list[str]:
         if request != self._on_trial:
             return []
         self._delivered += tokens
@@ -74,15 +74,17 @@ class PoisonDetector:
         self._passed.add(request)
         return self._next()
 
-    def ended(self, request: str) -> list[str]:
-        """The engine has ended the request (finished, aborted, refused)."""
+    def record_end(self, request: str) -> list[str]:
+        """Record that the engine has ended the request (finished, aborted, refused)."""
         self._crashes.pop(request, None)
         self._passed.discard(request)
         return self._next() if request == self._on_trial else []
 
-    def withdrawn(self, request: str) -> None:
-        """The client has left. If it is on trial it stays there until the engine confirms by `ended`: it
-        may be crashing the engine at this moment, and the next one must not be blamed for it.
+    def client_left(self, request: str) -> None:
+        """Record that the client has left.
+
+        A request on trial stays on trial until the engine confirms by `record_end`: it may be crashing the
+        engine at this moment, and the next one must not be blamed for it.
         """
         self._crashes.pop(request, None)
         self._passed.discard(request)
@@ -90,14 +92,14 @@ class PoisonDetector:
             if request in waiting:
                 waiting.remove(request)
 
-    def crashed(self, present: Sequence[str]) -> str | None:
-        """The engine brought itself down: the guilty one, if that is clear now.
+    def record_crash(self, present: Sequence[str]) -> str | None:
+        """Record that the engine crashed by itself. Returns the guilty request, if it is known now.
 
-        `present` are all requests inside it, those included that the client has left but whose end the engine
-        had not confirmed: it may have died of one of them.
+        `present` are all requests inside the engine. Cancelled requests whose end the engine had not
+        confirmed are included: it may have died of one of them.
         """
         if self._on_trial is not None:
-            return self._crashed_in_trial(self._on_trial, present)
+            return self._record_crash_in_trial(self._on_trial, present)
         if not present:
             return None
         self._crashes = {request: self._crashes.get(request, 0) + 1 for request in present}
@@ -106,14 +108,14 @@ class PoisonDetector:
         if len(present) == 1:
             self._crashes.clear()
             return present[0]
-        # Those seen at both deaths, then the newest: `sort` keeps the order of equals.
+        # Requests seen at both deaths, then the newest: `sort` keeps the order of equals.
         order = list(reversed(present))
         order.sort(key=lambda request: -self._crashes[request])
         self._untried = deque(order)
         self._passed.clear()
         return None
 
-    def _crashed_in_trial(self, suspect: str, present: Sequence[str]) -> str | None:
+    def _record_crash_in_trial(self, suspect: str, present: Sequence[str]) -> str | None:
         self._on_trial = None
         others = [request for request in present if request != suspect]
         if not others:
@@ -123,14 +125,14 @@ class PoisonDetector:
         self._passed.clear()
         return None
 
-    def interrupted(self) -> None:
-        """The engine died from outside: whoever was on trial is tried again."""
+    def record_interruption(self) -> None:
+        """Record that the engine died from outside: the request on trial is tried again."""
         if self._on_trial is not None:
             self._untried.appendleft(self._on_trial)
             self._on_trial = None
 
     def forget(self) -> None:
-        """Old crashes do not count any more (the last one is long ago)."""
+        """Forget old crashes (the last one is long ago)."""
         self._crashes.clear()
 
     def _next(self) -> list[str]:

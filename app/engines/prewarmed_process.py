@@ -1,7 +1,7 @@
-"""Engine processes that have imported everything and wait for their model.
+"""Spare engine process that has imported everything and waits for a model.
 
-Importing torch takes a second or more, which a model that is loaded or restarted need not wait for. One is
-kept in spare: it has no model, does nothing, and ends with the daemon like every engine.
+Importing torch takes a second or more, which a load or a restart would otherwise wait for. The spare has no
+model, does nothing, and ends with the daemon like every engine.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ from llmbox.engine.ipc.spawn import Launch, Spawned, spawn
 log = logging.getLogger("llmbox.engines")
 
 _QUIET_SECONDS: Final = 3.0
-"""Importing takes a core for a second: it waits until requests have been away for this long…"""
+"""Seconds without requests before a spare is started: importing takes a core for about a second."""
 _PATIENCE: Final = 20
-"""…but not longer than so many times."""
+"""Most times that the start is put off because of running requests."""
 
 
 class PrewarmedProcess:
-    """Where engine processes come from. Only to be used from the event loop that it was first used from."""
+    """Source of engine processes. Use it only from the event loop that first used it."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class PrewarmedProcess:
         busy: Callable[[], bool] = lambda: False,
         first: Spawned | None = None,
     ) -> None:
-        """`keep`: have one ready; `first` was started already; `busy` says when to start none."""
+        """`keep`: have one ready; `first` was started already; `busy` tells when to start none."""
         self._launch = launch
         self._keep = keep
         self._busy = busy
@@ -38,7 +38,7 @@ class PrewarmedProcess:
         self._timer: asyncio.TimerHandle | None = None
 
     def take(self) -> Spawned:
-        """A process of one's own. Raises OSError."""
+        """Take the spare, or spawn a process. Raises OSError."""
         spare, self._spare = self._spare, None
         if self._keep:
             self._later(_PATIENCE)

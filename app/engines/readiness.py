@@ -11,9 +11,9 @@ class ModelReadiness:
     name: str
     state: State
     cause: str
-    """Why it does not answer; empty where it does."""
+    """Reason why it does not answer; empty where it does."""
     on_request: bool = False
-    """A load that an inference request began: nobody waits for the box because of it."""
+    """Loading because of an inference request: readiness of the box does not depend on it."""
 
     @property
     def problem(self) -> str:
@@ -26,7 +26,7 @@ class ModelReadiness:
 class Readiness:
     ready: bool
     cause: str
-    """The first thing that is wrong, also while other models answer."""
+    """First problem found, even while other models answer."""
     models: Sequence[ModelReadiness] = ()
 
 
@@ -37,8 +37,10 @@ def judge_readiness(
     *,
     has_served: bool,
 ) -> Readiness:
-    """The box is ready while any model answers. With none in memory, an operator's load under way keeps it
-    from being ready, and so does a failed one as long as nothing was served. Otherwise requests may load one.
+    """Combine the states of all models.
+
+    The box is ready while any model answers. With none in memory it is not ready while an operator's load is
+    in progress, nor after a failed load as long as nothing was served. Otherwise requests may load one.
     """
     models = [*failures, *loaded, *loading]
     if loaded:

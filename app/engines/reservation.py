@@ -1,22 +1,22 @@
-"""Places in a model's queue, held while a request is being prepared: rendering and tokenizing take time."""
+"""Reservations in a model's queue while requests are rendered and tokenized, which takes time."""
 
 import asyncio
 from collections import Counter
 
 
 class QueueReservations:
-    """Places of one model that are held by requests which are not submitted yet."""
+    """Places of one model reserved by requests that are not submitted yet."""
 
     def __init__(self) -> None:
         self.places = 0
         self.of_tenant: Counter[str] = Counter()
 
     def hold(self, places: int, tenant: str = "") -> "QueueReservation":
-        """Until it is released or the running task ends, whichever is first."""
+        """Reserve places until they are released or the running task ends, whichever is first."""
         return QueueReservation(self, places, tenant)
 
     def add(self, places: int, tenant: str) -> None:
-        """Negative where they are given back."""
+        """Count reserved places. `places` is negative when they are given back."""
         self.places += places
         self.of_tenant[tenant] += places
         if not self.of_tenant[tenant]:
@@ -24,7 +24,7 @@ class QueueReservations:
 
 
 class QueueReservation:
-    """`places` of one request. `release` gives them back, once."""
+    """Reservation of one request. `release` gives it back, once."""
 
     __slots__ = ("_of", "_places", "_tenant")
 

@@ -31,10 +31,10 @@ from llmbox.engine.ipc.spawn import Launch, Spawned, spawn
 
 from ..errors import ApiError
 from .admission import Pace, State, queue_full, refuse_by_state
-from .engine_process import BlockAsker, EngineProcess, ProcessExit
+from .engine_process import BlockMapQuery, EngineProcess, ProcessExit
 from .load_words import ENGINE_READY, STARTING, load_words
 from .prewarmed_process import PrewarmedProcess
-from .request_journal import JournalHooks, RequestJournal
+from .request_journal import RequestJournal
 from .reservation import QueueReservation, QueueReservations
 from .restart_policy import RestartBreaker, RestartLimits, RestartPolicy
 from .token_stream import TokenStream
@@ -49,16 +49,16 @@ log = logging.getLogger("llmbox.engines")
 class SupervisorOptions:
     launch: Launch = field(default_factory=Launch)
     spares: PrewarmedProcess | None = None
-    """Where processes come from, instead of `launch`."""
+    """Source of processes, instead of `launch`."""
     queue_limit: int = 512
     """Open requests beyond those that can run at once."""
     queue_per_key: int = 64
-    """Open requests of one caller that are taken although others fill the queue."""
+    """Open requests of one tenant that are taken although others fill the queue."""
     deaths: RestartLimits = field(default_factory=RestartLimits)
     watch: WatchLimits = field(default_factory=WatchLimits)
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    """Between two starts."""
+    """Sleeps between two starts."""
     on_change: Callable[["Supervisor"], None] = lambda _: None
     """Called after every change of `state`."""
 
@@ -67,26 +67,28 @@ class Supervisor:
     def __init__(self, config: EngineConfig, options: SupervisorOptions | None = None) -> None:
         self.config = config
         self.admitted = config
-        """The same with its share of memory."""
+        """The configuration with its share of memory."""
         self.name = config.name
         self.state: State = "loading"
         self.cause = STARTING
-        """Why it is not ready, or why it last was not. While it loads, how far that is."""
+        """Reason why it is not ready, or last was not. While it loads, the progress as text."""
         self.info: ModelInfo | None = None
         self.stats = EngineStats()
-        """Of the running engine: its counters start again with each restart."""
+        """Counters of the running engine. They start again with each restart."""
         self.progress: Progress | None = None
         self.vocabulary: Vocabulary | None = None
-        """Set before the first request that has a grammar: each engine is told before it gets one."""
-        self._taught: EngineProcess | None = None
+        """Set before the first request with a grammar. Each engine gets it before its first such request."""
+        self._vocabulary_sent_to: EngineProcess | None = None
         self.restarts = 0
         self._options = options or SupervisorOptions()
         self._pace = Pace(self._options.clock)
         self._watchdog = Watchdog(self, self._options.watch)
-        self._requests = RequestJournal(JournalHooks(self._tell, self._watchdog.rest, self._pace.finished))
+        self._requests = RequestJournal(
+            self._send, on_empty=self._watchdog.rest, on_finish=self._pace.record_finish
+        )
         self._reserved = QueueReservations()
-        self._blocks = BlockAsker(self._tell)
-        self._life: EngineProcess | None = None
+        self._block_query = BlockMapQuery(self._send)
+        self._process: EngineProcess | None = None
         self._launched = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._started: asyncio.Future[None] | None = None
@@ -94,20 +96,22 @@ class Supervisor:
         self._deaths = RestartPolicy(self._options.deaths, self._options.clock)
         self._breaker = RestartBreaker(self._options.deaths, self._options.clock)
         self._half_open = False
-        """One start is tried after the model was given up."""
-        self.readmit: Callable[[], Awaitable[EngineConfig]] = self._as_admitted
-        """Called before that start: room in memory may be others' by now. Raises ApiError."""
+        """One start is being tried after the model was given up."""
+        self.readmit: Callable[[], Awaitable[EngineConfig]] = self._keep_admitted
+        """Called before that start: its memory may be taken by now. Raises ApiError."""
 
     # ------------------------------------------------------------------ what the manager and gateway call
 
     async def start(self) -> None:
-        """Returns when the model is ready. Raises ApiError when it cannot be loaded; then nothing is left."""
+        """Start the engine and return when the model is ready. Raises ApiError when it cannot be loaded; then
+        nothing is left.
+        """
         self._started = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(), name=f"engine {self.name}")
         await self._started
 
     async def launched(self) -> None:
-        """Wait until its first process was told what to load."""
+        """Wait until the first process was sent its configuration."""
         await self._launched.wait()
 
     def submit(self, message: AddRequest) -> TokenStream:
@@ -120,8 +124,9 @@ class Supervisor:
         return stream
 
     def check_room(self, requests: int, tenant: str = "") -> None:
-        """Raises what `submit` of so many requests would. Where others fill the queue, a caller has some room
-        of its own beyond.
+        """Raise what `submit` of so many requests would raise.
+
+        Where other tenants fill the queue, a tenant still has some places of its own.
         """
         refuse_by_state(self.name, self.state, self.seconds_to_try)
         assert self.info is not None
@@ -134,12 +139,14 @@ class Supervisor:
             raise queue_full(self.name, taken, own, self._pace.seconds_to_next())
 
     def reserve(self, requests: int, tenant: str = "") -> QueueReservation:
-        """Hold places for requests before they are prepared; release it, then `submit`. Raises as that."""
+        """Reserve places for requests before they are prepared. Release them, then `submit`. Raises as
+        `submit`.
+        """
         self.check_room(requests, tenant)
         return self._reserved.hold(requests, tenant)
 
     async def stop(self, code: str = "model_unloaded", message: str = "The model was unloaded.") -> None:
-        """End the process; open streams end with this error. Idempotent."""
+        """Stop the process; open streams end with this error. Idempotent."""
         was_ready = self.state == "ready"
         self._requests.fail_all(code, message)
         if self._task is None or self.state == "stopped":
@@ -147,13 +154,13 @@ class Supervisor:
         self._change("stopped", message)
         self._task.cancel()
         await asyncio.wait({self._task})
-        if self._life is not None:
-            await self._life.end(_STOP_GRACE if was_ready else 0.0)
+        if self._process is not None:
+            await self._process.end(_STOP_GRACE if was_ready else 0.0)
         if self._started is not None and not self._started.done():
             self._started.set_exception(ApiError(503, message, code=code, type="server_error"))
 
     def fail_open(self, code: str, message: str) -> None:
-        """End every open stream with this error; the engine drops them."""
+        """End every open stream with this error and abort the requests in the engine."""
         self._requests.abort_all(code, message)
 
     async def idle(self) -> None:
@@ -161,8 +168,8 @@ class Supervisor:
         await self._requests.idle()
 
     async def block_map(self) -> BlockMap | None:
-        """Of the KV blocks as they are now; None while it is not ready or too busy to tell."""
-        return await self._blocks.ask() if self.state == "ready" else None
+        """Map of the KV blocks as they are now. None while the engine is not ready or too busy to answer."""
+        return await self._block_query.fetch() if self.state == "ready" else None
 
     @property
     def open_requests(self) -> int:
@@ -170,27 +177,27 @@ class Supervisor:
 
     @property
     def resumed(self) -> int:
-        """Requests carried over, each time one is."""
+        """Number of resumes: requests sent again to a new engine."""
         return self._requests.resumed
 
     @property
     def pids(self) -> list[int]:
-        """Of all ranks of a running engine."""
+        """Pids of all ranks of a running engine."""
         if self.pid is None:
             return []
         return [self.pid, *(self.info.worker_pids if self.info is not None else [])]
 
     @property
     def pid(self) -> int | None:
-        return None if self._life is None else self._life.pid
+        return None if self._process is None else self._process.pid
 
     @property
     def load_stage(self) -> str:
-        """What is done for its first load at the moment: its tokenizer is read after its engine is ready."""
+        """Current stage of the first load. The tokenizer is read after the engine is ready."""
         return self.cause or ENGINE_READY
 
     def readiness(self) -> tuple[bool, str]:
-        """(ready, cause if not)."""
+        """Return (ready, cause if not)."""
         if self.state != "ready":
             return False, self.problem or self.state
         if self._watchdog.silence:
@@ -199,17 +206,17 @@ class Supervisor:
 
     @property
     def seconds_to_try(self) -> int | None:
-        """Until a model that was given up is started again; None for any other, or if it is not."""
+        """Seconds until a model that was given up is started again. None for any other, or if it is not."""
         return self._breaker.seconds_to_try if self.state == "failed" else None
 
     @property
     def problem(self) -> str:
-        """`cause`, and when a model that was given up is started again."""
+        """`cause`, and the time until a model that was given up is started again."""
         seconds = self.seconds_to_try
         return self.cause if seconds is None else f"{self.cause}; it is started again in {seconds} s"
 
     def retire(self) -> None:
-        """A new load takes the place of this one, which was given up: it is not tried again."""
+        """Stop supervising a model that was given up, because a new load replaces it."""
         if self._task is not None:
             self._task.cancel()
 
@@ -225,10 +232,10 @@ class Supervisor:
 
     async def _keep_alive(self) -> None:
         while True:
-            self._life = EngineProcess(self.name, self._receive)
-            death = await self._life.run(self._spawn, self.admitted, self._launched.set)
+            self._process = EngineProcess(self.name, self._receive)
+            death = await self._process.run(self._spawn, self.admitted, self._launched.set)
             self._watchdog.rest()
-            self._blocks.answered(None)
+            self._block_query.complete(None)
             if self.state == "loading":
                 self._load_failed(death)
                 return
@@ -243,7 +250,7 @@ class Supervisor:
                 await self._options.sleep(self._deaths.pause)
 
     async def _cool_down(self, cause: str) -> None:
-        """Give the engine up; returns when one start is to be tried, which may be never."""
+        """Give the engine up. Returns when one start is to be tried, which may be never."""
         while True:
             wait = self._breaker.open()
             self._give_up(cause)
@@ -261,7 +268,7 @@ class Supervisor:
             self._change("restarting", f"the engine was given up and is being started again: {cause}")
             return
 
-    async def _as_admitted(self) -> EngineConfig:
+    async def _keep_admitted(self) -> EngineConfig:
         return self.admitted
 
     def _spawn(self) -> Spawned:
@@ -279,7 +286,7 @@ class Supervisor:
         self._died_at = now
         guilty = self._requests.engine_died(from_outside=death.from_outside)
         if guilty is not None:
-            self._deaths.explained()
+            self._deaths.forgive()
             log.error("engine %s: request %s brought it down repeatedly and is given up", self.name, guilty)
         self._change("restarting", f"the engine died and is being restarted: {death.cause}")
 
@@ -301,8 +308,8 @@ class Supervisor:
 
     def _give_up(self, cause: str) -> None:
         log.error("engine %s is given up: %s", self.name, cause)
-        if self._life is not None:
-            self._life.kill()
+        if self._process is not None:
+            self._process.kill()
         self._change("failed", cause)
         self._requests.fail_all("engine_failed", "The engine of this model keeps failing and was stopped.")
 
@@ -313,7 +320,7 @@ class Supervisor:
     # ------------------------------------------------------------------ messages
 
     def _receive(self, message: ToDaemon) -> None:
-        self._watchdog.heard()
+        self._watchdog.note_message()
         match message:
             case StepOutputs():
                 self.stats = message.stats
@@ -322,7 +329,7 @@ class Supervisor:
             case Pong():
                 self.stats = message.stats
             case BlockMap():
-                self._blocks.answered(message)
+                self._block_query.complete(message)
             case Progress():
                 self.progress = message
                 if self.state == "loading":
@@ -346,25 +353,25 @@ class Supervisor:
             self._watchdog.watch()
         self._requests.engine_ready()
 
-    def _tell(self, message: ToEngine) -> None:
-        if self._life is None:
+    def _send(self, message: ToEngine) -> None:
+        if self._process is None:
             return
         has_grammar = isinstance(message, AddRequest) and message.params.grammar is not None
-        if has_grammar and self._taught is not self._life:
+        if has_grammar and self._vocabulary_sent_to is not self._process:
             assert self.vocabulary is not None
-            self._life.tell(self.vocabulary)
-            self._taught = self._life
-        self._life.tell(message)
+            self._process.send(self.vocabulary)
+            self._vocabulary_sent_to = self._process
+        self._process.send(message)
 
     # ------------------------------------------------------------------ what the watchdog calls
 
     def ping(self) -> None:
-        self._tell(Ping(nonce=0))
+        self._send(Ping(nonce=0))
 
     def processor_seconds(self) -> float | None:
         seconds = [processor_seconds(pid) for pid in self.pids]
         return sum(filter(None, seconds)) if seconds and None not in seconds else None
 
-    def stuck(self, reason: str) -> None:
-        assert self._life is not None
-        self._life.stuck(reason)
+    def kill_stuck(self, reason: str) -> None:
+        assert self._process is not None
+        self._process.kill_stuck(reason)

@@ -1,4 +1,4 @@
-"""One open request: what was asked, what has arrived so far, and the queue to its one reader."""
+"""One open request: its parameters, the tokens received so far, and the queue to its single reader."""
 
 import asyncio
 from collections import deque
@@ -14,15 +14,15 @@ class TokenStream:
     """Async iterator over the outputs of one request; the one with `finish_reason` is the last.
 
     Every stream ends: with `stop` or `length`, with `abort` after `cancel`, else with `error` and an
-    `error_code`. Use it as a context manager: leaving the block cancels what is still running.
+    `error_code`. Use it as a context manager: leaving the block cancels a running request.
     """
 
     def __init__(self, request: AddRequest, cancel: Callable[["TokenStream"], None]) -> None:
         self.request = request
         self.output_ids: list[int] = list(request.output_ids)
-        """Every token that came from an engine, read or not: where a resumed engine goes on."""
+        """Every token received from an engine, read or not. A resumed engine continues after them."""
         self.resumes = 0
-        """How often an engine died under this request after it had been handed over."""
+        """Number of engine deaths that interrupted this request after it had been sent."""
         self.finished = False
         self._cancel = cancel
         self._outputs: deque[RequestOutput] = deque()
@@ -49,18 +49,20 @@ class TokenStream:
         self.cancel()
 
     def cancel(self) -> None:
-        """Give up. The engine is told at once and frees the blocks before its next step. Idempotent."""
+        """Cancel the request. The engine gets the abort at once and frees the blocks before its next step.
+        Idempotent.
+        """
         if not self.finished:
             self._cancel(self)
 
     # ------------------------------------------------------------------ the supervisor's side
 
     def push(self, output: RequestOutput) -> None:
-        """Queue an output. After the last one further outputs are not accepted."""
+        """Queue an output. No output is accepted after the last one."""
         assert not self.finished
         if self._first_seen:
             if output.scheduled_at is not None or output.prompt_logprobs is not None:
-                # A resumed engine tells its first facts again; the reader has them.
+                # A resumed engine sends the first output's facts again; the reader has them.
                 output = replace(
                     output,
                     scheduled_at=None,
@@ -88,7 +90,7 @@ class TokenStream:
         )
 
     def message(self, in_engine: Collection[str]) -> AddRequest:
-        """What to send to an engine that already has the requests `in_engine`."""
+        """Message to send to an engine that already has the requests `in_engine`."""
         request = self.request
         params = request.params
         if self._first_seen and params.prompt_logprobs is not None:

@@ -1,9 +1,10 @@
-"""Notices an engine that has stopped answering while it has work.
+"""Watchdog: detect an engine that has stopped answering while it has work.
 
-Time is counted in ticks in which nothing arrived, not between two clock readings: when the daemon itself
-stood still (stopped, starved, suspended) it comes back to one late tick, and does not blame the engine. A
-silent engine that uses its processor is computing (one long step, a starved machine) and is given long;
-one that uses none is stopped or stuck.
+Time is counted in ticks in which nothing arrived, not between two clock readings. When the daemon itself was
+stopped, starved or suspended, it sees one late tick and does not blame the engine.
+
+A silent engine that uses its processor is computing (one long step, a starved machine) and gets a long limit.
+One that uses none is stopped or stuck.
 """
 
 import asyncio
@@ -17,24 +18,26 @@ from llmbox.engine.hardware.proc import read_state, thread_states
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchLimits:
     tick: float = 2.5
-    """Seconds. Nothing ticks while no request is open."""
+    """Seconds. There are no ticks while no request is open."""
     unready_ticks: int = 2
-    """Silent ticks until readiness says so."""
+    """Silent ticks until the model is reported as not ready."""
     stuck_ticks: int = 4
     """Silent ticks without processor time until the engine is given up."""
     busy_ticks: int = 120
-    """Silent ticks whatever it computes until it is given up."""
+    """Silent ticks, busy or not, until the engine is given up."""
 
 
 class Watched(Protocol):
-    """The engine process, as the watchdog sees it."""
+    """Engine process as the watchdog sees it."""
 
     def ping(self) -> None: ...
     def processor_seconds(self) -> float | None:
-        """Used so far; None when it cannot be told, or it waits for a disk or a core: taken as busy."""
+        """Processor seconds used so far. None when unknown, or while a thread waits for a disk or a core:
+        counts as busy.
+        """
         ...
 
-    def stuck(self, reason: str) -> None: ...
+    def kill_stuck(self, reason: str) -> None: ...
 
 
 class Watchdog:
@@ -42,13 +45,13 @@ class Watchdog:
         self._watched = watched
         self._limits = limits
         self._timer: asyncio.TimerHandle | None = None
-        self._heard = True
+        self._got_message = True
         self._silent = self._unused = 0
         self._seconds: float | None = None
 
     def watch(self) -> None:
         if self._timer is None:
-            self._heard = True
+            self._got_message = True
             self._arm()
 
     def rest(self) -> None:
@@ -57,13 +60,13 @@ class Watchdog:
             self._timer = None
         self._silent = self._unused = 0
 
-    def heard(self) -> None:
-        self._heard = True
+    def note_message(self) -> None:
+        self._got_message = True
 
     @property
     def silence(self) -> float:
-        """Seconds without a word that readiness should report; 0 while all is well."""
-        if self._heard or self._silent < self._limits.unready_ticks:
+        """Seconds of silence that readiness should report; 0 while all is well."""
+        if self._got_message or self._silent < self._limits.unready_ticks:
             return 0.0
         return self._silent * self._limits.tick
 
@@ -72,8 +75,8 @@ class Watchdog:
 
     def _tick(self) -> None:
         self._arm()
-        if self._heard:
-            self._heard = False
+        if self._got_message:
+            self._got_message = False
             self._silent = self._unused = 0
             self._seconds = None
             return
@@ -96,11 +99,11 @@ class Watchdog:
     def _give_up(self, reason: str) -> None:
         seconds = self._silent * self._limits.tick
         self.rest()
-        self._watched.stuck(f"no answer for {seconds:.0f} s: {reason}")
+        self._watched.kill_stuck(f"no answer for {seconds:.0f} s: {reason}")
 
 
 def processor_seconds(pid: int) -> float | None:
-    """None for one that is gone, or of which a thread waits for a disk, or for a core that others have."""
+    """Processor seconds used by a process. None if it is gone, or waits for a disk or for a core."""
     state = read_state(pid)
     if state is None or any(thread.waits_for_machine for thread in thread_states(pid)):
         return None
@@ -108,13 +111,13 @@ def processor_seconds(pid: int) -> float | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether somebody sent it SIGSTOP."""
+    """Return whether the process is stopped by SIGSTOP."""
     state = read_state(pid)
     return state is not None and state.is_stopped
 
 
 def oom_kills() -> int:
-    """Processes that this kernel has killed for want of memory since boot; 0 if it does not tell."""
+    """Processes killed by this kernel's OOM killer since boot; 0 where the kernel does not report it."""
     try:
         lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,1 +1,1 @@
-"""From text to token ids and back: everything between a parsed request and the engine. It knows no HTTP."""
+"""Gateway between a parsed request and the engine: text to token ids and back. It knows no HTTP."""

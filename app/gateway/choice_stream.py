@@ -1,4 +1,4 @@
-"""One choice while it is generated: ids in, text out."""
+"""Stream of one choice: token ids in, text deltas out."""
 
 from collections import deque
 
@@ -11,7 +11,7 @@ from .generation import Delta, Generation, TokenEntry
 
 
 class ChoiceStream:
-    """Turns the outputs of one token stream into deltas. Constant work a token."""
+    """Converts the outputs of one token stream into deltas, with constant work per token."""
 
     def __init__(self, index: int, generation: Generation, stream: TokenStream) -> None:
         self.index = index
@@ -34,16 +34,18 @@ class ChoiceStream:
 
     @property
     def output_ids(self) -> list[int]:
-        """Ids that were fed. A stop string ends them: the engine may have gone on for a moment."""
+        """Token ids fed so far, up to a stop string: the engine may have generated a few more."""
         return self.stream.output_ids[: self.output_tokens]
 
     @property
     def stop_string(self) -> str | None:
-        """The one that ended the answer."""
+        """Stop string that ended the answer, or None."""
         return None if self._stops is None else self._stops.matched
 
     def feed(self, output: RequestOutput) -> Delta:
-        """For outputs that are no `error` and no `abort`. A complete stop string ends the engine's work."""
+        """Convert one output that is no `error` and no `abort`. A complete stop string aborts the engine's
+        work.
+        """
         if self._silent:
             self.finish_reason = output.finish_reason and "length"
             return Delta(self.index, "", [], [], self.finish_reason, output.prompt_logprobs)
@@ -87,7 +89,7 @@ class ChoiceStream:
         return "".join(given)
 
     def _rest(self) -> str:
-        """Everything that was held back, at an end without a stop string. It may still complete one."""
+        """Flush the held-back text at an end without a stop string. It may still complete one."""
         text = self._detokenizer.finish()
         if self._stops is None:
             return text
@@ -95,7 +97,9 @@ class ChoiceStream:
         return text if self._stopped else text + self._stops.finish()
 
     def _release(self, reason: str | None) -> list[TokenEntry]:
-        """Entries of tokens that begin inside the text given so far; at the end all that were not cut off."""
+        """Entries of the tokens that begin inside the text given so far; at the end, all that were not cut
+        off.
+        """
         if not self._entries:
             return []
         everything = reason is not None and not self._stopped
@@ -110,12 +114,12 @@ class AnswerBuffer:
         self._pieces: list[list[str]] = [[] for _ in range(choices)]
         self._room = most_bytes
         self.size = 0
-        """Bytes of UTF-8 that there were, kept or not."""
+        """Bytes of UTF-8 added, kept or not."""
 
     def add(self, delta: Delta) -> None:
         size = len(delta.text.encode())
         self.size += size
-        if self._room > 0:  # the piece that crosses the limit is whole: the writer cuts it
+        if self._room > 0:  # the piece that crosses the limit is kept whole: the writer cuts it
             self._room -= size
             self._pieces[delta.index].append(delta.text)
 

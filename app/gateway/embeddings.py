@@ -1,4 +1,4 @@
-"""Vectors as clients get them: cut to the dimensions that they ask for, and of length 1."""
+"""Embedding vectors for clients: truncated to the requested dimensions and normalized to length 1."""
 
 import base64
 import math
@@ -7,7 +7,9 @@ from array import array
 
 
 def unit_vector(pooled: bytes, dimensions: int | None) -> "array[float]":
-    """`pooled`: little-endian float32 of any length. Of all zeros nothing can be made but zeros."""
+    """Truncate and normalize a vector. `pooled`: little-endian float32 of any length. A vector of zeros stays
+    zero.
+    """
     numbers = array("f", pooled)
     if sys.byteorder == "big":
         numbers.byteswap()
@@ -17,7 +19,7 @@ def unit_vector(pooled: bytes, dimensions: int | None) -> "array[float]":
 
 
 def as_base64(vector: "array[float]") -> str:
-    """Of little-endian float32, as OpenAI's library reads it."""
+    """Encode as base64 of little-endian float32, as OpenAI's library reads it."""
     if sys.byteorder == "big":
         vector = vector[:]
         vector.byteswap()

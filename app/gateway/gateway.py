@@ -1,4 +1,4 @@
-"""Requests on their way through the daemon: checked against the model, submitted, listed, recorded."""
+"""Gateway: checks requests against the model, submits them to the engine, lists and records them."""
 
 import hashlib
 import time
@@ -33,7 +33,7 @@ from .revocation import RevocationWatcher
 
 
 def check_kind(generation: Generation) -> None:
-    """Raises ApiError 400 where the model cannot do what is asked."""
+    """Raise ApiError 400 where the model cannot do what the request asks for."""
     info, name = generation.model.supervisor.info, generation.model.name
     assert info is not None
     if generation.params.pooling is None and not info.generates:
@@ -47,10 +47,10 @@ def check_kind(generation: Generation) -> None:
 
 
 def most_at_once(model: LoadedModel, choices: int, *, pools: bool, queue: int) -> int:
-    """How many choices of one request may be with the engine. Thousands of texts may come in one request for
-    vectors: the engine has some to go on with, and others are not kept waiting behind all of them.
+    """Maximum number of a request's choices that are in the engine at once.
 
-    `queue`: requests that may wait for a model.
+    An embeddings request may have thousands of inputs. The engine gets enough of them to stay busy, and other
+    requests need not wait behind all of them. `queue`: requests that may wait for a model.
     """
     if not pools:
         return choices
@@ -81,7 +81,7 @@ class Gateway:
         self._hasher = OutputHasher(log.path.with_name("output-hash.key"))
 
     def open(self, generation: Generation) -> OpenRequest:
-        """Submit every choice, or none; read the result inside `with`. Raises ApiError 400, 409, 429, 503."""
+        """Submit every choice, or none. Read the result inside `with`. Raises ApiError 400, 409, 429, 503."""
         try:
             return self._submit(generation)
         except ApiError as error:
@@ -89,7 +89,7 @@ class Gateway:
             raise
 
     def in_flight(self) -> list[LiveRequest]:
-        """Oldest first."""
+        """Open requests, oldest first."""
         return [request.live() for request in self._open.values()]
 
     @property
@@ -106,7 +106,7 @@ class Gateway:
         return request_id in self._open
 
     def refused(self, request_id: str, endpoint: str, model: str, error: ApiError, *, key: str = "") -> None:
-        """A request that got an error before it reached an engine."""
+        """Record a request that was refused before it reached an engine."""
         self._metrics.record_refusal(error.code or str(error.status))
         record = RequestRecord(
             id=request_id,
@@ -204,7 +204,7 @@ class Gateway:
 
 
 def _reserve_tokens(generation: Generation, messages: list[AddRequest]) -> TokenReservation | None:
-    """Raises ApiError 429."""
+    """Reserve the request's tokens in its key's rate limit. Raises ApiError 429."""
     if generation.meter is None:
         return None
     unbounded = generation.max_tokens is None and generation.params.pooling is None
@@ -216,7 +216,9 @@ def _reserve_tokens(generation: Generation, messages: list[AddRequest]) -> Token
 
 
 def max_new_tokens(generation: Generation, prompt: list[int]) -> int:
-    """Tokens that a choice may have: as asked, or all that the context leaves. Raises ApiError 400."""
+    """Tokens that a choice may generate: as requested, or all that the context leaves. Raises ApiError
+    400.
+    """
     limit = model_limit(generation.model)
     wanted = generation.max_tokens
     if generation.params.pooling is not None and len(prompt) <= limit:
@@ -241,7 +243,7 @@ def max_new_tokens(generation: Generation, prompt: list[int]) -> int:
 
 
 def model_limit(model: LoadedModel) -> int:
-    """`context_limit`, or what an alias makes of it."""
+    """Context limit of a model, lowered by the alias that was used."""
     info = model.supervisor.info
     assert info is not None
     limit = context_limit(info)
@@ -249,12 +251,16 @@ def model_limit(model: LoadedModel) -> int:
 
 
 def context_limit(info: ModelInfo) -> int:
-    """Longest prompt + output of one request: the window, or all KV blocks where those hold less."""
+    """Longest prompt + output of one request: the context window, or the KV cache where that holds fewer
+    tokens.
+    """
     return min(info.context_window, info.num_blocks * info.block_size)
 
 
 def system_fingerprint(model: LoadedModel) -> str:
-    """Changes when build or effective settings change, and so may answers to the same seed."""
+    """Hash that changes with the build or the effective settings, and so when answers to the same seed may
+    change.
+    """
     return _fingerprint(model.config, model.supervisor.info)
 
 
@@ -322,7 +328,7 @@ def _record(request: OpenRequest, status: int, code: str, output_hash: str) -> R
 
 
 def _params_json(generation: Generation) -> str:
-    """Sampling parameters that differ from their defaults. Texts are counted, never kept."""
+    """JSON of the sampling parameters that differ from their defaults. Texts are counted, never kept."""
     plain = asdict(SamplingParams(max_tokens=0))
     told = {name: value for name, value in asdict(generation.params).items() if value != plain[name]}
     told.pop("seed", None)

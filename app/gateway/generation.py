@@ -1,4 +1,6 @@
-"""What an HTTP dialect asks of the gateway, and what it gets back: no dialect's words, no engine's either."""
+"""Types that HTTP dialects exchange with the gateway. They use no dialect's names and none of the
+engine's.
+"""
 
 import secrets
 from collections.abc import Callable
@@ -14,67 +16,70 @@ from ..security.rate_limit import Meter
 
 @dataclass(frozen=True, slots=True)
 class ContentRetention:
-    """The caller lets prompt and answer be kept."""
+    """Permission of the caller to keep prompt and answer."""
 
     owner: str
-    """Id of its key; empty for a caller without one."""
+    """Id of the caller's key; empty for a caller without one."""
     body: str
-    """The request's JSON as it was sent."""
+    """JSON body of the request as it was sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A checked request. Choices come prompt-major: `n` of the first prompt, then of the second."""
+    """A checked request. Choices are prompt-major: `n` of the first prompt, then of the second."""
 
     id: str
     endpoint: str
     model: LoadedModel
     prompts: list[list[int]]
     params: SamplingParams
-    """For one choice; `max_tokens` and `seed` are set for each (`max_tokens` here is not read). With
-    `pooling` each prompt gives a vector instead."""
+    """Sampling parameters of one choice. `max_tokens` and `seed` are set for each (`max_tokens` here is not
+    read). With `pooling` each prompt gives a vector instead.
+    """
     max_tokens: int | None = None
-    """None: what the context leaves. 0: only the prompt's own log-probabilities are wanted."""
+    """Limit of output tokens. None: all that the context leaves. 0: only the prompt's log-probabilities are
+    wanted.
+    """
     max_tokens_clamped: bool = False
-    """`max_tokens` may be more than the context leaves: the answer then ends where the context does."""
+    """`max_tokens` may exceed what the context leaves: the answer then ends where the context does."""
     n: int = 1
     stop: tuple[str, ...] = ()
     keep_stop: bool = False
-    """The stop string or token that ends an answer is part of it."""
+    """Keep the stop string or token that ends an answer in its text."""
     begins: bool = True
-    """The answer is a text of its own; otherwise it goes on where the prompt ends."""
+    """The answer starts a text of its own; otherwise it continues the prompt."""
     skip_special: bool = True
     seed_drawn: bool = False
     priority: int = 0
-    """Lower is served first; below 0 is premium."""
+    """Scheduling priority. Lower is served first; below 0 is premium."""
     tenant: str = ""
-    """Whose share of the engine it takes: see `Identity.tenant`."""
+    """Tenant whose share of the engine it uses: see `Identity.tenant`."""
     cache_salt: str = ""
     key: str = ""
     """Name of the caller's key."""
     meter: Meter | None = None
     allowed: Callable[[], bool] | None = None
-    """Whether the caller's credentials still hold; None for one that needed none."""
+    """Check whether the caller's credentials are still valid. None for a caller that needed none."""
     client: str = ""
     keep: ContentRetention | None = None
-    """None: nothing of what is asked and answered is kept."""
+    """Retention of prompt and answer. None: nothing of them is kept."""
     stream: bool = False
     reservation: QueueReservation | None = None
-    """Places in the model's queue, held since before the prompts were made; given up on submission."""
+    """Places in the model's queue, reserved before the prompts were tokenized. Released on submission."""
     finish_by: float | None = None
-    """`time.monotonic()` at which the answer ends, whatever there is of it."""
+    """Deadline in `time.monotonic()` seconds: the answer ends there, complete or not."""
     first_token_by: float | None = None
-    """`time.monotonic()` at which a request without a token fails."""
+    """Deadline in `time.monotonic()` seconds: a request without a token fails."""
     remarks: list[str] = field(default_factory=list)
-    """Filled while it runs: warnings about how it ended."""
+    """Warnings about how the request ended, filled while it runs."""
     prompt_param: str = "messages"
-    """Name of the field that a too long prompt is blamed on."""
+    """Name of the field that an error about a too long prompt refers to."""
     max_tokens_param: str = "max_tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
-    """A token of the answer with its log-probabilities; `start` is its place in the text, in characters."""
+    """Token of the answer with its log-probabilities. `start` is its offset in the text, in characters."""
 
     start: int
     data: bytes
@@ -83,7 +88,7 @@ class TokenEntry:
 
 @dataclass(slots=True)
 class Delta:
-    """What one step added to one choice. Log-probabilities come with the text that they belong to."""
+    """Output that one step added to one choice. Log-probabilities come with the text that they belong to."""
 
     index: int
     text: str
@@ -91,9 +96,11 @@ class Delta:
     entries: list[TokenEntry] = field(default_factory=list)
     finish_reason: str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """With a choice's first delta, where asked for."""
+    """Log-probabilities of the prompt, in a choice's first delta, where requested."""
     vector: bytes | None = None
-    """Of a prompt, where `SamplingParams.pooling` asks for it: little-endian float32, of any length."""
+    """Vector of a prompt, where `SamplingParams.pooling` requests it: little-endian float32, of any
+    length.
+    """
 
 
 @dataclass(slots=True)
@@ -101,7 +108,7 @@ class TokenUsage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     looked_up_tokens: int = 0
-    """Of the prompt, in the prefix cache."""
+    """Prompt tokens looked up in the prefix cache."""
     output_tokens: int = 0
 
 
@@ -110,7 +117,7 @@ def sequence_id(request_id: str, number: int) -> str:
 
 
 def request_of(sequence: str) -> str:
-    """The request that it belongs to."""
+    """Id of the request that a sequence belongs to."""
     return sequence.rpartition(".")[0] or sequence
 
 
@@ -118,16 +125,16 @@ _MASK = (1 << 64) - 1
 
 
 def draw_seed() -> int:
-    """Below 2^53, so that every JSON reader gives it back unchanged."""
+    """Draw a random seed below 2^53, so that every JSON parser returns it unchanged."""
     return secrets.randbits(53)
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """The seed of choice `index` of an `n > 1` request, as a signed 64-bit integer.
+    """Seed of choice `index` of an `n > 1` request, as a signed 64-bit integer.
 
-    Choice 0 has the request's own seed, so that n = 1 is the same answer. The others are splitmix64's
-    outputs: sending one of them as `seed` with n = 1 gives that choice again. The same for every prompt
-    of a list.
+    Choice 0 has the request's own seed, so that n = 1 gives the same answer. The others are splitmix64's
+    outputs: sending one of them as `seed` with n = 1 reproduces that choice. Every prompt of a list has the
+    same seeds.
     """
     if index == 0:
         return seed

@@ -1,4 +1,4 @@
-"""A request from submission to its end, whatever the end: its streams, its clock, its one record."""
+"""A request from submission to its end: its streams, its timestamps, its one log record."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ from .request_events import LiveRequest
 from .time_limits import TimeLimits
 
 CLIENT_CLOSED = 499
-"""Status in the log of a request whose client left; never sent."""
+"""Status in the log of a request whose client disconnected; never sent."""
 
 _ENGINE_STATUS = {
     "does_not_fit": 400,
@@ -32,7 +32,7 @@ _UNAVAILABLE = {"engine_failed", "model_unloaded", "server_shutdown"}
 
 @dataclass(slots=True)
 class Timeline:
-    """Monotonic seconds, except `created` (Unix)."""
+    """Timestamps in monotonic seconds, except `created` (Unix seconds)."""
 
     created: float
     arrived: float
@@ -42,7 +42,7 @@ class Timeline:
 
 
 class OpenRequest:
-    """A context manager around reading `deltas` once: leaving it ends the work and writes the record."""
+    """Context manager around reading `deltas` once. Leaving it aborts the work and writes the record."""
 
     def __init__(
         self,
@@ -54,7 +54,9 @@ class OpenRequest:
         more: Iterator[ChoiceStream] | None = None,
         reservation: TokenReservation | None = None,
     ) -> None:
-        """`more`: submitted one by one, each when another has ended. `reservation`: of its key's tokens."""
+        """`more`: streams submitted one by one, each when another has ended. `reservation`: of its key's
+        token limit.
+        """
         self.generation = generation
         self.sequences = sequences
         self.usage = TokenUsage(prompt_tokens=sum(map(len, generation.prompts)))
@@ -82,7 +84,7 @@ class OpenRequest:
 
     @property
     def prefix_end(self) -> str:
-        """Why the prefix cache had no more: one word a prompt."""
+        """Reason why the prefix cache had no more: one word per prompt, comma separated."""
         return ",".join(self._prefix_ends[prompt] for prompt in sorted(self._prefix_ends))
 
     def usage_now(self) -> TokenUsage:
@@ -90,13 +92,15 @@ class OpenRequest:
         return self.usage
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Raises ApiError where the engine gave up or the request was cancelled from elsewhere."""
+        """Yield the deltas of all choices. Raises ApiError if the engine failed or the request was
+        cancelled.
+        """
         self._limits.start(self.cancel)
         try:
             outputs = self._one() if len(self.sequences) == 1 else self._merged()
             async for sequence, output in outputs:
                 if output.finish_reason == "abort" and self._limits.has_ended_answer:
-                    output = replace(output, finish_reason="length")  # noqa: PLW2901 - what there is
+                    output = replace(output, finish_reason="length")  # noqa: PLW2901 - the text so far
                 if output.finish_reason in {"error", "abort"}:
                     raise self._failure(output)
                 self._note(sequence, output)
@@ -115,7 +119,7 @@ class OpenRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Left before the end: nobody reads any more, or what was read could not be made an answer."""
+        """End the request if it is still open: the client left, or the answer could not be made."""
         if isinstance(error, ApiError):
             self._end_with(error)
         elif isinstance(error, Exception) and not isinstance(error, OSError):
@@ -124,7 +128,9 @@ class OpenRequest:
             self.end(CLIENT_CLOSED, "client_disconnected")
 
     def cancel(self, why: ApiError | None = None) -> None:
-        """On somebody's order: the client gets an error object, `why` or that an operator did it."""
+        """Cancel by order of the server: the client gets the error `why`, or one saying that an operator did
+        it.
+        """
         self._why = why
         for sequence in self.sequences:
             sequence.stream.cancel()
@@ -135,7 +141,7 @@ class OpenRequest:
         self.end(error.status, error.code or "")
 
     def end(self, status: int, code: str) -> None:
-        """Stops what still runs and writes the record. Only the first call counts."""
+        """Abort what still runs and write the record. Only the first call counts."""
         if self._ended:
             return
         self._ended = True

@@ -1,7 +1,7 @@
-"""Whether two answers were the same tokens, without keeping either.
+"""Keyed hash of an answer's tokens: compares two answers without keeping either.
 
-The hash is keyed by a secret of this installation in a file beside the log: who gets rows of the log, or all
-of it without that file, cannot try out answers until one fits.
+The key is a secret of this installation in a file beside the log. Without that file nobody who gets rows of
+the log, or all of it, can test candidate answers against a hash.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ class OutputHasher:
         self._secret = _read(file)
 
     def of(self, outputs: Sequence[Sequence[int]]) -> str:
-        """Of the token ids of every choice; empty where there are none, or no secret can be kept."""
+        """Hash the token ids of every choice. Empty where there are none, or where no secret can be kept."""
         if not self._secret or not any(outputs):
             return ""
         keyed = hmac.new(self._secret, digestmod="sha256")
@@ -35,7 +35,7 @@ class OutputHasher:
 
 
 def _read(file: Path) -> bytes:
-    """Made at the first start. Empty, until the next one, where the disk does not let us."""
+    """Read the secret, creating it at the first start. Empty while the disk cannot hold it."""
     try:
         if not file.exists():
             write_whole(file, secrets.token_bytes(_BYTES))
@@ -50,7 +50,7 @@ def _read(file: Path) -> bytes:
 
 
 def same(one: str, other: str) -> bool | None:
-    """None where it cannot be told: no hash, or the secret is not the one of then."""
+    """Compare two hashes. None when unknown: a hash is missing, or the secret has changed since."""
     if not one or not other or one.partition(":")[0] != other.partition(":")[0]:
         return None
     return hmac.compare_digest(one, other)

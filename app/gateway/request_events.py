@@ -1,4 +1,4 @@
-"""An open request as dashboards and `llmbox requests` see it. Cheap to import for readers elsewhere."""
+"""Open requests as the dashboards and `llmbox requests` show them. Cheap to import."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,7 +8,7 @@ from ..store.record import RequestRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRequest:
-    """Times in seconds."""
+    """Snapshot of an open request. Times in seconds."""
 
     id: str
     model: str
@@ -16,7 +16,7 @@ class LiveRequest:
     key: str
     client: str
     state: str
-    """`queued` until the engine gives a first sign, `decode` after the first token."""
+    """`queued` until the engine has scheduled it, `decode` after the first token."""
     age: float
     stream: bool
     n: int
@@ -28,16 +28,16 @@ class LiveRequest:
     resumes: int
     looked_up_tokens: int = 0
     prefix_end: str = ""
-    """As in `RequestRecord`; both are known from the first token on."""
+    """Reason of `RequestRecord.prefix_end`. Both fields are known from the first token on."""
 
 
 class RequestObserver(Protocol):
-    """Called on the event loop; must be quick and must not raise."""
+    """Observer of requests. Called on the event loop; must be quick and must not raise."""
 
     def opened(self, request: LiveRequest) -> None: ...
 
     def ended(self, record: RequestRecord, reason: str = "") -> None:
-        """`reason`: the message of the error that the request ended with."""
+        """Called when a request has ended. `reason`: the message of its error."""
 
     def refused(self, record: RequestRecord, reason: str = "") -> None: ...
 

@@ -1,6 +1,6 @@
-"""Requests whose caller may not go on: a key revoked, rotated or expired, a session signed out.
+"""Cancels open requests whose credentials end: a key revoked, rotated or expired, a session signed out.
 
-Another process may change the key file: it is looked at while such requests are open, and only then.
+Another process may change the key file, so it is checked while such requests are open, and only then.
 """
 
 import asyncio
@@ -10,14 +10,14 @@ from ..errors import ApiError
 from .open_request import OpenRequest
 
 INTERVAL = 0.25
-"""Seconds between two looks: one stat of the key file, and a dictionary for each request."""
+"""Seconds between two checks. A check costs one stat of the key file and a dictionary look-up per request."""
 
 
 class RevocationWatcher:
-    """Only to be used from the daemon's event loop."""
+    """Periodic check of the open requests. Use it only from the daemon's event loop."""
 
     def __init__(self, requests: Mapping[str, OpenRequest]) -> None:
-        """`requests`: the open ones, kept by their owner."""
+        """`requests`: the open requests; the mapping is owned and kept up to date by the caller."""
         self._requests = requests
         self._timer: asyncio.TimerHandle | None = None
 

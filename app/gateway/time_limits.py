@@ -1,4 +1,4 @@
-"""Ends a request whose time is over: with what there is of its answer, or with an error."""
+"""Time limits of a request: at a deadline it ends with the answer so far, or with an error."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ from .generation import Generation
 
 
 def late(what: str, code: str) -> ApiError:
-    """503, so that a client may ask again, here or elsewhere."""
+    """Error 503 of a missed deadline, so that a client may retry here or elsewhere."""
     return ApiError(
         503,
         f"The time limit of this request was over before {what}. Ask again later, or for a longer limit "
@@ -21,7 +21,7 @@ def late(what: str, code: str) -> ApiError:
 
 
 class TimeLimits:
-    """Timers of one open request. Only to be used from the event loop."""
+    """Timers of one open request. Use them only from the event loop."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -31,7 +31,7 @@ class TimeLimits:
         """The answer was cut at `finish_by`: its streams end by `abort`, which is then no error."""
 
     def start(self, cancel: Callable[[ApiError | None], None]) -> None:
-        """`cancel` ends the request's streams, with this error or with none."""
+        """Start the timers. `cancel` ends the request's streams, with this error or with none."""
         loop, now = asyncio.get_running_loop(), time.monotonic()
         for name, at in (
             ("finish", self._generation.finish_by),

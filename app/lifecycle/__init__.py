@@ -1,1 +1,1 @@
-"""Parts of a daemon's life: one instance, background tasks, drain."""
+"""Life cycle of a daemon: instance lock, background tasks, drain."""

@@ -1,4 +1,4 @@
-"""The end of serving: first everything open may finish, then it ends with an error object."""
+"""Drain at the end of serving: open work may finish for a while, then it ends with an error object."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from ..errors import ApiError
 
 
 class Drain:
-    """Shared by signal handlers (`begin`), the server (waits) and responses (look).
+    """Drain state, shared by signal handlers (`begin`), the server (waits) and responses (poll).
 
     `draining`: no new work, open work may finish. `expired`: open work ends now, with an error object.
     """
@@ -23,7 +23,7 @@ class Drain:
         return self.begun.is_set()
 
     def begin(self) -> None:
-        """The first call starts the drain, a second one ends it in under a second."""
+        """Start the drain. A second call expires it in under a second."""
         if self.draining:
             self.hurried.set()
             return
@@ -32,7 +32,7 @@ class Drain:
             end()
 
     def register_endless(self, end: Callable[[], None]) -> None:
-        """`end` is called when the drain begins: for streams that never finish by themselves."""
+        """Register a stream that never finishes by itself. `end` is called when the drain begins."""
         self._endless.add(end)
 
     def unregister_endless(self, end: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Who a running daemon is: what its pid file says of it."""
+"""Instance of a running daemon: the lock that makes it the only one, and its pid file."""
 
 import fcntl
 import json
@@ -17,7 +17,7 @@ _REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - names that n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningDaemon:
-    """What the pid file says of a daemon. `started_at` is Unix time."""
+    """Contents of the pid file. `started_at` is Unix seconds."""
 
     pid: int
     host: str
@@ -34,13 +34,15 @@ class RunningDaemon:
 
 
 class InstanceLock:
-    """Context manager; entering raises CliError (exit 9) with the other's pid and port."""
+    """Context manager that holds the lock. Entering raises CliError (exit 9) with the other daemon's pid and
+    port.
+    """
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
         self._handle = -1
         self.leftover: RunningDaemon | None = None
-        """The pid file of an earlier daemon that could not clean up."""
+        """Pid file of an earlier daemon that could not clean up."""
 
     def __enter__(self) -> Self:
         self._handle = os.open(self._paths.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -52,7 +54,7 @@ class InstanceLock:
         return self
 
     def _take(self) -> bool:
-        """Tries for a moment: `is_locked` of another process may hold the lock for an instant."""
+        """Try to lock for a moment: `is_locked` of another process may hold the lock for an instant."""
         for _ in range(15):
             try:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,7 +65,7 @@ class InstanceLock:
         return False
 
     def announce(self, running: RunningDaemon) -> None:
-        """Replaces the pid file in one move, so that readers never see half of it."""
+        """Replace the pid file atomically, so that readers never see half of it."""
         temporary = self._paths.pid_file.with_suffix(".new")
         temporary.touch(0o600)
         temporary.write_text(json.dumps(asdict(running)) + "\n")
@@ -78,7 +80,7 @@ class InstanceLock:
 
 
 def is_locked(lock_file: Path) -> bool:
-    """Whether a daemon holds the lock at this moment."""
+    """Return whether a daemon holds the lock now."""
     try:
         handle = os.open(lock_file, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -93,7 +95,7 @@ def is_locked(lock_file: Path) -> bool:
 
 
 def find_running(paths: Paths, patience: float = 1.0) -> RunningDaemon | None:
-    """The daemon that holds the lock. One that just started has a moment to write its pid file."""
+    """Find the daemon that holds the lock. One that just started gets a moment to write its pid file."""
     deadline = time.monotonic() + patience
     while is_locked(paths.lock_file):
         running = read_pid_file(paths)

@@ -1,1 +1,1 @@
-"""Models by name: on disk, adopted, under an alias."""
+"""Models by name: on disk, adopted, or under an alias."""

@@ -1,4 +1,4 @@
-"""Setting an alias, whoever asks: the command line or the panel."""
+"""Creation of aliases, for the command line and the panel."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,9 +15,9 @@ def set_alias(
     parameters: Sequence[str],
     memory: Mapping[str, ModelRef] | None = None,
 ) -> Alias:
-    """Let `name` stand for the model `ref`; `parameters` are `k=v`, `memory` as for `resolve`.
+    """Create or replace the alias `name` of the model `ref`.
 
-    Raises CliError for what cannot be.
+    `parameters` are `k=v`, `memory` is as for `resolve`. Raises CliError for invalid names or values.
     """
     names = registry.read()
     check_name(name)
@@ -32,7 +32,7 @@ def set_alias(
     holder = (memory or {}).get(name)
     if name == "builtin" or name in names.directories or (holder is not None and holder.path != target.path):
         raise CliError(f"{name} is a model's name", "an alias would hide it", "choose another", Exit.CONFLICT)
-    # A directory's name is forgotten with the load, unless it was adopted.
+    # The name of a directory that was not adopted is forgotten when it is unloaded.
     known = target.name if target.name in names.directories else target.ref
     alias = Alias(known, parse_parameters(list(parameters)))
     registry.set_alias(name, alias)

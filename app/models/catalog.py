@@ -1,7 +1,7 @@
-"""Which models are on this disk, and what a name given by a user means.
+"""Catalog of the models on this disk, and the resolution of names that users give.
 
 `builtin`              the demo model inside the package
-an alias               whatever it stands for; an adopted folder's name: that folder (`registry`)
+an alias               its model; an adopted folder's name: that folder (`registry`)
 a directory            served under its folder's name
 `org/name[@revision]`  a snapshot in the Hugging Face cache or in an adopted one, laid out as huggingface_hub
                        does (importing that library takes 0.3 s: the few lines that read it are ours)
@@ -30,7 +30,7 @@ Source = Literal["builtin", "directory", "hub"]
 BUILTIN = "builtin"
 BUILTIN_DIR = Path(__file__).parents[1] / "assets" / "builtin"
 CONFIG_LIMIT = 4_000_000
-"""Bytes of a config.json that we are willing to parse; real ones have a few thousand."""
+"""Largest config.json to parse, in bytes; real ones have a few thousand."""
 
 WEIGHT_SUFFIXES = (".gguf", ".safetensors")
 
@@ -48,14 +48,14 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True)
 class ModelRef:
-    """A model on disk. `name` is what clients call it; `ref` finds it again from any working directory."""
+    """Model on disk. `name` is what clients call it; `ref` finds it again from any working directory."""
 
     name: str
     path: Path
     source: Source
     revision: str | None = None
     registered: bool = False
-    """A directory that the daemon finds by this name: it was adopted, or is in memory."""
+    """The daemon finds a directory by this name: it was adopted, or is in memory."""
 
     @property
     def ref(self) -> str:
@@ -63,11 +63,11 @@ class ModelRef:
 
     @property
     def load_ref(self) -> str:
-        """Argument of a load that serves it under `name`."""
+        """Argument of a load that serves the model under `name`."""
         return self.name if self.registered else self.ref
 
     def is_target(self, text: str) -> bool:
-        """Whether an alias of `text` stands for this model."""
+        """Return whether an alias of `text` stands for this model."""
         return text in {self.name, str(self.path)}
 
 
@@ -78,7 +78,7 @@ class DiskModel:
     modified: float
     architecture: str | None
     servable: bool
-    """Has a config and safetensors; whether the architecture is supported is the engine's to say."""
+    """Has a config and safetensors. The engine decides whether its architecture is supported."""
 
 
 def resolve(
@@ -87,10 +87,11 @@ def resolve(
     names: NameLookup | None = None,
     memory: Mapping[str, ModelRef] | None = None,
 ) -> ModelRef:
-    """The model that a user's word stands for. `memory`: models in memory by each of their names, which come
-    first, as for requests.
+    """Find the model that a name given by a user means.
 
-    Raises CliError: exit 2 for a name that cannot be one, exit 4 for what is not on disk.
+    `memory`: models in memory by each of their names. They take precedence, as for requests.
+
+    Raises CliError: exit 2 for an invalid name, exit 4 for a model that is not on disk.
     """
     if memory and (served_now := memory.get(text)) is not None:
         return served_now
@@ -129,7 +130,7 @@ def resolve(
 def _all_names(
     environ: Mapping[str, str], names: NameLookup, memory: Mapping[str, ModelRef] | None
 ) -> set[str]:
-    """What could have been meant: folders are listed, not read."""
+    """All names that could have been meant, for a suggestion. Folders are listed, not read."""
     caches = [hub_cache(environ), *map(Path, names.caches)]
     repos = (repo.name for cache in caches if cache.is_dir() for repo in cache.glob("models--*--*"))
     fetched = {repo.removeprefix("models--").replace("--", "/", 1) for repo in repos}
@@ -137,14 +138,14 @@ def _all_names(
 
 
 def likely_id(text: str) -> str:
-    """`"did you mean org/name? "` for the address of a repository; otherwise nothing."""
+    """Return `"did you mean org/name? "` for the address of a repository, else an empty string."""
     match = _CLONE_URL.fullmatch(text[:400])
     wanted = match["id"] + (match["revision"] or "") if match else ""
     return f"did you mean {wanted}? " if wanted != text and HUB_ID.fullmatch(wanted) else ""
 
 
 def served(name: str, environ: Mapping[str, str], names: NameLookup) -> ModelRef | None:
-    """What a client of the API may name: no paths. None for what is not on this disk."""
+    """Find the model that an API client may name: never by path. None if it is not on this disk."""
     try:
         if name in names.aliases or name in names.directories or name == BUILTIN:
             return resolve(name, environ, names)
@@ -158,7 +159,7 @@ def served(name: str, environ: Mapping[str, str], names: NameLookup) -> ModelRef
 
 
 def in_memory(name: str, path: Path) -> ModelRef:
-    """A model that the daemon serves as `name`."""
+    """Reference to a model that the daemon serves as `name`."""
     if path == BUILTIN_DIR:
         return ModelRef(name, path, "builtin")
     if path.parent.name == "snapshots" and HUB_ID.fullmatch(name) and _COMMIT.fullmatch(path.name):
@@ -213,7 +214,7 @@ def not_a_folder(file: Path) -> CliError:
 
 
 def check_name(name: str) -> str:
-    """A name that models may be served under."""
+    """Return `name` if models may be served under it. Raises CliError otherwise."""
     if not NAME.fullmatch(name) or ".." in name:
         raise CliError(
             f"{name!r} cannot be a model's name",
@@ -225,7 +226,7 @@ def check_name(name: str) -> str:
 
 
 def hub_cache(environ: Mapping[str, str]) -> Path:
-    """The folder of huggingface_hub's cache, by the same variables in the same order."""
+    """Folder of huggingface_hub's cache, from the same variables in the same order."""
     if explicit := environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(explicit).expanduser()
     if home := environ.get("HF_HOME"):
@@ -235,7 +236,7 @@ def hub_cache(environ: Mapping[str, str]) -> Path:
 
 
 def on_disk(environ: Mapping[str, str], names: NameLookup | None = None) -> list[DiskModel]:
-    """The built-in model, the Hugging Face cache by name, then what was adopted."""
+    """List the built-in model, then the Hugging Face cache by name, then the adopted models."""
     names = names or NameLookup()
     found = [describe(_builtin())] if BUILTIN_DIR.is_dir() else []
     for cache in [hub_cache(environ), *map(Path, names.caches)]:
@@ -278,7 +279,7 @@ def describe(ref: ModelRef) -> DiskModel:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json for display; empty when it is absent or broken (loading says what is wrong)."""
+    """Read config.json for display. Empty when it is missing or broken; loading reports the problem."""
     path = folder / "config.json"
     try:
         data = parse_json(read_regular(path, CONFIG_LIMIT))
@@ -320,7 +321,7 @@ def _snapshot(name: str, repo: str, revision: str | None, cache: Path) -> ModelR
 
 
 def commit_of(folder: Path, revision: str | None) -> str | None:
-    """The commit that a branch, a tag or a commit id stands for in the cache."""
+    """Commit that a branch, a tag or a commit id stands for in the cache."""
     if revision is not None and _COMMIT.fullmatch(revision):
         return revision
     reference = folder / "refs" / (revision or "main")

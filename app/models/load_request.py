@@ -1,4 +1,6 @@
-"""A model that cannot be loaded, told the same way by `serve`, `up`, `load` and `run`."""
+"""Load request: a model with its options, and the error of a failed load as `serve`, `up`, `load` and `run`
+show it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ from .catalog import ModelRef, check_name
 
 
 def load_error(model: str, cause: str, code: str | None, log_file: str) -> CliError:
-    """`code` is the engine's word for it, such as `bad_model`."""
+    """Error of a failed load. `code` is the engine's error code, such as `bad_model`."""
     if code == "does_not_fit":
         fix = "--quant auto, a smaller --ctx or --max-running, or a larger --memory"
         exit_code = Exit.DOES_NOT_FIT
@@ -23,7 +25,7 @@ def load_error(model: str, cause: str, code: str | None, log_file: str) -> CliEr
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """`options` are settings of this model alone, by full key (`model.ctx`)."""
+    """Model to load. `options` are settings of this model alone, by full key (`model.ctx`)."""
 
     ref: ModelRef
     alias: str | None = None
@@ -31,7 +33,7 @@ class ModelRequest:
 
     @property
     def served_name(self) -> str:
-        """The alias replaces the folder's name where the directory has none that others know."""
+        """Name to serve under. The alias replaces the folder's name if the directory was not adopted."""
         renamed = self.alias is not None and self.ref.source == "directory" and not self.ref.registered
         return self.alias if renamed and self.alias else self.ref.name
 
@@ -40,7 +42,7 @@ class ModelRequest:
         return None if self.alias == self.served_name else self.alias
 
     def body(self) -> dict[str, Any]:
-        """As the admin API takes it."""
+        """Body for the admin API."""
         return {"model": self.ref.load_ref, "alias": self.alias, "options": self.short_options}
 
     @property
@@ -79,7 +81,7 @@ class ModelRequest:
 
 
 def options_of(config: EngineConfig) -> dict[str, Scalar]:
-    """The model settings that a configuration came from, by short key: what `up` compares its flags with."""
+    """Return the model settings of a configuration by short key. `up` compares them with its flags."""
     memory = config.memory_bytes
     return {
         "device": config.device,

@@ -1,7 +1,7 @@
-"""Names that the user gave: aliases with their parameters, and models adopted where they are.
+"""Names that the user defined: aliases with their parameters, and adopted models.
 
-One JSON file in the data folder, written by the command line and by the daemon, in one move and under a
-lock. Readers look at the file's stamp first, so a change counts at once and without a reload.
+They are one JSON file in the data folder. The command line and the daemon write it under a lock, by an atomic
+replace. Readers check the file's stamp first, so a change takes effect at once and without a reload.
 """
 
 import json
@@ -18,7 +18,7 @@ from ..util.suggest import did_you_mean
 log = logging.getLogger("llmbox.daemon")
 
 SYSTEM_LIMIT = 32_000
-"""Characters of an alias's system prompt."""
+"""Maximum length of an alias's system prompt, in characters."""
 
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
@@ -28,13 +28,13 @@ RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (1e-9, 2),
     "ctx": (16, 1 << 26),
 }
-"""Parameters that an alias may carry besides `system`."""
+"""Parameters that an alias may have besides `system`."""
 _WHOLE = {"top_k", "ctx"}
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """Another name of `model`. The parameters count where a request leaves them open; `ctx` bounds it."""
+    """Alias of `model`. The parameters apply where a request does not set them; `ctx` limits the context."""
 
     model: str
     parameters: Mapping[str, float | int | str] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Registry:
         self._complained = False
 
     def read(self) -> NameLookup:
-        """As the file is now; empty without one. Raises CliError when it is broken."""
+        """Read the file. Empty without one. Raises CliError when it is broken."""
         try:
             status = self._file.stat()
         except FileNotFoundError:
@@ -84,7 +84,9 @@ class Registry:
         return self._names
 
     def read_or_nothing(self) -> NameLookup:
-        """For requests, which a broken file must not fail; the log says what is wrong with it, once."""
+        """Read the file for a request, which a broken file must not fail. The log reports the problem
+        once.
+        """
         try:
             names = self.read()
         except CliError as error:
@@ -96,7 +98,7 @@ class Registry:
         return names
 
     def change(self, edit: Callable[[NameLookup], NameLookup]) -> NameLookup:
-        """Reads, edits and writes while nobody else can."""
+        """Read, edit and write the file under the lock."""
         self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with locked(self._file.with_suffix(".lock")):
             names = edit(self.read())
@@ -153,7 +155,7 @@ class Registry:
 
 
 def parse_parameters(texts: list[str]) -> dict[str, float | int | str]:
-    """From `k=v` words. Raises CliError (exit 2) naming the word and the range."""
+    """Parse `k=v` words. Raises CliError (exit 2) naming the word and the range."""
     found: dict[str, float | int | str] = {}
     for text in texts:
         key, sign, value = text.partition("=")

@@ -1,4 +1,4 @@
-"""The request log: what happened, kept in SQLite behind one writer thread. Serving never waits on it."""
+"""Request log in SQLite behind one writer thread. Serving never waits for it."""
 
 from .record import RecordFilter, RequestRecord
 from .trimming import Retention

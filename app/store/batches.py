@@ -1,6 +1,6 @@
-"""Batches: lists of requests that run in the background, with their answers. Importable without SQLAlchemy.
+"""Batch store: requests that run in the background, with their answers. Importable without SQLAlchemy.
 
-Every change goes through the request log's writer thread: what was recorded survives the daemon.
+Every change goes through the request log's writer thread: recorded answers survive the daemon.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ class BatchItem:
     path: str
     """Route that answers it, such as `/v1/messages`."""
     body: bytes
-    """JSON."""
+    """JSON body."""
     seq: int = 0
-    """Place in the store; grows within a batch."""
+    """Row number; grows within a batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,48 +51,48 @@ class BatchResult:
 class BatchCounts:
     pending: int = 0
     succeeded: int = 0
-    """Answered with 200."""
+    """Requests answered with 200."""
     failed: int = 0
-    """Answered with an error."""
+    """Requests answered with an error."""
     cancelled: int = 0
     expired: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Times are Unix seconds. A batch is its owner's: nobody else finds it."""
+    """One batch. Times are Unix seconds. Only its owner can find it."""
 
     kind: BatchKind
     owner: str
-    """Id of the key that made it; empty for callers without one."""
+    """Id of the key that created it; empty for callers without one."""
     id: str
     created: float
     expires: float
-    """Requests without an answer by then get none."""
+    """Expiry: requests without an answer by then get none."""
     ended: float | None = None
     cancelled: float | None = None
     total: int
     details: Mapping[str, Any] = field(default_factory=dict)
-    """Facts of the dialect that made it; JSON values."""
+    """Fields of the dialect that created it; JSON values."""
     counts: BatchCounts = BatchCounts()
     seq: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPage:
-    """Which batches to list, newest first."""
+    """Page of batches to list, newest first."""
 
     kind: BatchKind
     owner: str
     after: str = ""
-    """Id: only older ones."""
+    """Batch id: list only older ones."""
     before: str = ""
-    """Id: only newer ones, those next to it."""
+    """Batch id: list only newer ones, those next to it."""
     limit: int = 20
 
 
 class BatchStore:
-    """Only to be used from the daemon's event loop. Whatever is awaited may raise StoreError."""
+    """Use it only from the daemon's event loop. Every awaited method may raise StoreError."""
 
     def __init__(self, log: RequestLog) -> None:
         self._log = log
@@ -104,29 +104,33 @@ class BatchStore:
         return await self._log.ask(lambda engine: _sql().get(engine, kind, owner, id_))
 
     async def find(self, page: BatchPage) -> list[Batch] | None:
-        """One more than the limit tells of a next page. None: there is no batch `after` or `before`."""
+        """List a page, and one more batch if there is a next page. None: there is no batch `after` or
+        `before`.
+        """
         return await self._log.ask(lambda engine: _sql().find(engine, page))
 
     async def pending(self, batch: int, after: int, limit: int) -> list[BatchItem]:
-        """Requests without an answer that follow the one of number `after`."""
+        """Requests without an answer that follow the row number `after`."""
         return await self._log.ask(lambda engine: _sql().pending(engine, batch, after, limit))
 
     async def record(self, item: int, http_status: int, request_id: str, answer: bytes) -> None:
-        """Keep an answer; the last one ends its batch. Does nothing to what is no longer pending."""
+        """Store an answer; the last one ends its batch. Does nothing to a request that is no longer
+        pending.
+        """
         text = answer.decode("utf-8", "replace")
         await self._log.ask(
             lambda engine: self._wrote(_sql().record(engine, item, http_status, request_id, text))
         )
 
     async def end(self, batch: int, status: Literal["cancelled", "expired"]) -> None:
-        """End a batch: what is pending gets `status`."""
+        """End a batch: pending requests get `status`."""
         await self._log.ask(lambda engine: _sql().end(engine, batch, status))
 
     async def results(self, batch: int, after: int, limit: int) -> list[BatchResult]:
         return await self._log.ask(lambda engine: _sql().results(engine, batch, after, limit))
 
     async def delete(self, kind: BatchKind, owner: str, id_: str) -> bool:
-        """Its bytes are overwritten. False: there is no such batch."""
+        """Delete a batch and overwrite its bytes. Returns False if there is no such batch."""
         return await self._log.ask(lambda engine: _sql().delete(engine, kind, owner, id_))
 
     async def size(self, owner: str) -> int:
@@ -134,7 +138,7 @@ class BatchStore:
         return await self._log.ask(lambda engine: _sql().size(engine, owner))
 
     async def unfinished(self) -> list[Batch]:
-        """Batches that have not ended, once the file is open anyway: this does not hurry it."""
+        """Batches that have not ended. Waits until the file is opened for another reason."""
         found: Future[list[Batch]] = Future()
 
         def read(engine: "Engine | None") -> None:
@@ -144,7 +148,7 @@ class BatchStore:
                 log.warning("batches of an earlier start cannot be read: %s", first_line(error))
                 found.set_result([])
 
-        # A future that is cancelled takes no result: setting one would end the writer thread.
+        # A cancelled future takes no result: setting one would end the writer thread.
         return await asyncio.shield(asyncio.wrap_future(found)) if self._log.submit(read) else []
 
     def _wrote(self, size: int) -> None:

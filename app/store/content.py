@@ -1,4 +1,6 @@
-"""Prompt and answer of one request, where the caller's key lets us keep them: cut to a cap, which is told."""
+"""Prompt and answer of one request, kept where the caller's key allows it. Long texts are cut, and marked as
+cut.
+"""
 
 import json
 import threading
@@ -8,24 +10,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContentDraft:
-    """What the gateway hands over. The writer thread makes `Content` of it, since ids to text takes time."""
+    """Draft from the gateway. The writer thread makes `Content` of it, since detokenizing takes time."""
 
     owner: str
-    """Id of the key, which stays through rotation and is never given again; empty for callers without one."""
+    """Id of the key. It survives rotation and is never reused; empty for callers without one."""
     body: str
-    """The request's JSON as it was sent."""
+    """JSON body of the request as it was sent."""
     prompts: Callable[[], list[str]]
-    """The rendered prompts, one for each of the request."""
+    """Returns the rendered prompts, one for each of the request."""
     outputs: list[str]
-    """One text a choice, cut already where it is longer than anybody keeps."""
+    """One text per choice, already cut to the largest size that may be kept."""
     output_bytes: int
     size: int
-    """Bytes, roughly, that this takes while it waits."""
+    """Approximate bytes that the draft takes in memory while it waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """The `*_bytes` are what there was, in UTF-8; a text that is shorter has been cut."""
+    """Kept texts. The `*_bytes` are the original sizes in UTF-8; a shorter text has been cut."""
 
     owner: str
     body: str
@@ -37,11 +39,11 @@ class Content:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the request can be sent again from it."""
+        """Return whether the content suffices to send the request again."""
         return len(self.body.encode()) == self.body_bytes
 
     def cut_parts(self) -> list[tuple[str, int, int]]:
-        """(name, bytes kept, bytes there were) of each part that was cut."""
+        """Return (name, bytes kept, original bytes) of each part that was cut."""
         parts = (
             ("request", size_of([self.body]), self.body_bytes),
             ("prompt", size_of(self.prompts), self.prompt_bytes),
@@ -54,7 +56,7 @@ class Content:
 
 
 class ContentBudget:
-    """Bytes that may wait for the disk. For any thread."""
+    """Limit on the bytes that wait for the disk. Thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._left = most
@@ -72,7 +74,7 @@ class ContentBudget:
 
 
 def settle(draft: ContentDraft, most: int) -> Content:
-    """At most `most` bytes of each part."""
+    """Make the content, with at most `most` bytes of each part."""
     prompts = draft.prompts()
     (body,) = cut([draft.body], most)
     return Content(
@@ -87,7 +89,7 @@ def settle(draft: ContentDraft, most: int) -> Content:
 
 
 def cut(texts: Iterable[str], most: int) -> list[str]:
-    """The texts, all together at most `most` bytes of UTF-8 long; no character is halved."""
+    """Cut texts to at most `most` bytes of UTF-8 in total. No character is split."""
     kept = []
     for text in texts:
         data = text.encode()

@@ -1,7 +1,7 @@
-"""The SQLite file: how it is opened, and brought to today's schema.
+"""SQLite file of the request log: opening it, and migrating it to the newest schema.
 
-Raises `StoreError` for a file written by a newer llmbox. A damaged file is moved aside, not deleted: it goes
-when what it holds would have gone.
+Raises `StoreError` for a file written by a newer llmbox. A damaged file is moved aside, not deleted: it is
+erased when its contents would have expired.
 """
 
 import logging
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 _BUSY_MS = 5000
 SIDES = ("", "-wal", "-shm")
-"""What SQLite adds to the name of a database for its files."""
+"""Suffixes that SQLite adds to the database's name for its files."""
 
 
 def open_database(path: Path) -> Engine:
-    """Open `path` in WAL mode and migrate it to the newest schema, as a whole or not at all."""
+    """Open `path` in WAL mode and migrate it to the newest schema, completely or not at all."""
     try:
         return _migrated(path)
     except DatabaseError as error:
@@ -45,7 +45,7 @@ def is_damage(error: Exception) -> bool:
 
 
 def set_aside(path: Path) -> None:
-    """With its write-ahead log, which must not be taken for the new file's."""
+    """Move the file aside with its write-ahead log, which must not be applied to the new file."""
     aside = f"{path.name}.damaged-{int(time.time())}"
     for end in SIDES:
         if (part := path.with_name(path.name + end)).exists():
@@ -54,7 +54,7 @@ def set_aside(path: Path) -> None:
 
 
 def erase_damaged(path: Path, before: float) -> None:
-    """Delete files that were set aside before a Unix time: all that they hold is older."""
+    """Delete damaged files that were set aside before a Unix time: everything in them is older."""
     for file in path.parent.glob(f"{path.name}.damaged-*"):
         moved = file.name.rpartition(".damaged-")[2].partition("-")[0]
         if moved.isdecimal() and int(moved) <= before:
@@ -66,7 +66,7 @@ def _migrated(path: Path) -> Engine:
         f"sqlite:///{path}",
         poolclass=NullPool,
         connect_args={"timeout": _BUSY_MS / 1000},
-        hide_parameters=True,  # what a statement carries must not reach the log with its error
+        hide_parameters=True,  # values of a statement must not reach the log with its error
     )
     event.listen(engine, "connect", _on_connect)
     event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
@@ -95,7 +95,7 @@ def upgrade(engine: Engine, target: str = "head") -> None:
     scripts = _scripts()
 
     def steps(revision: Any, _: Any) -> Any:
-        return scripts._upgrade_revs(target, revision)  # noqa: SLF001 - what alembic.command does itself
+        return scripts._upgrade_revs(target, revision)  # noqa: SLF001 - as alembic.command does
 
     with engine.begin() as connection:
         _refuse_newer(MigrationContext.configure(connection).get_current_revision(), scripts)
@@ -124,9 +124,9 @@ def size_on_disk(path: Path) -> int:
 
 
 def give_back_space(engine: Engine) -> bool:
-    """Return freed pages to the file system and empty the write-ahead log, which holds what was deleted.
+    """Return freed pages to the file system and empty the write-ahead log, which holds deleted rows.
 
-    False while a reader keeps the latter from happening.
+    Returns False while a reader prevents the latter.
     """
     connection = engine.raw_connection()
     try:

@@ -1,10 +1,10 @@
-"""Raised to whoever asks something of the log. Those who are served never see it."""
+"""Errors of the request log. Only its readers see them; serving goes on without it."""
 
 
 class StoreError(Exception):
-    """The request log cannot be used now, with the reason; serving goes on without it."""
+    """The request log cannot be used now; the message says why."""
 
 
 def first_line(error: Exception) -> str:
-    """What follows in SQLAlchemy's errors is the statement."""
+    """First line of an error. The rest of SQLAlchemy's errors is the statement."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,7 +1,7 @@
-"""Files that clients upload: one beside its description, in a folder of the daemon's own.
+"""File store: files that clients upload, each beside its description, in a folder of the daemon's own.
 
-Two files each: `file-….data`, and `file-….json`, which is written last. Data without a description is a
-left-over of an upload that broke off.
+A file is `file-….data` and `file-….json`; the latter is written last. Data without a description is left over
+from an interrupted upload.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ _ID = re.compile(r"file-[0-9a-f]{24}")
 _CHUNK = 1 << 18
 _DAY_S = 86_400
 _LEFTOVER_S = 86_400
-"""Age of data without a description that nobody writes any more."""
+"""Seconds after which data without a description counts as left over."""
 
 
 class StoredFile(Struct, frozen=True, kw_only=True):
-    """Times are Unix seconds. A file is its owner's: nobody else finds it."""
+    """Description of a file. Times are Unix seconds. Only its owner can find it."""
 
     id: str
     owner: str
-    """Id of the key that sent it; empty for callers without one."""
+    """Id of the key that uploaded it; empty for callers without one."""
     filename: str
     purpose: str
     size: int
@@ -41,7 +41,7 @@ class StoredFile(Struct, frozen=True, kw_only=True):
 
 
 class FileStore:
-    """For the daemon's event loop, but for `sweep`, which any thread may call."""
+    """Use it from the daemon's event loop; `sweep` may be called from any thread."""
 
     def __init__(
         self,
@@ -51,7 +51,9 @@ class FileStore:
         days: float,
         owners: Callable[[], frozenset[str]] | None = None,
     ) -> None:
-        """`most_bytes`: of one owner. `owners`: ids of the keys that there are; files of others go."""
+        """`most_bytes`: limit of one owner. `owners`: ids of the existing keys; files of other owners are
+        erased.
+        """
         self._folder = folder
         self._most_bytes = most_bytes
         self._days = days
@@ -61,7 +63,7 @@ class FileStore:
     async def add(
         self, source: IO[bytes], owner: str, filename: str, purpose: str, expires: float | None
     ) -> StoredFile:
-        """Keep all of `source`. Raises ApiError 400 where it does not fit beside the owner's others."""
+        """Store all of `source`. Raises ApiError 400 if the owner's limit would be exceeded."""
         async with self._adding:
             return await asyncio.to_thread(self._add, source, owner, filename, purpose, expires)
 
@@ -69,11 +71,11 @@ class FileStore:
         return await asyncio.to_thread(self._get, owner, id_)
 
     async def all(self, owner: str) -> list[StoredFile]:
-        """Oldest first."""
+        """Files of an owner, oldest first."""
         return await asyncio.to_thread(self._all, owner)
 
     async def delete(self, owner: str, id_: str) -> bool:
-        """False: there is no such file."""
+        """Delete a file. Returns False if there is no such file."""
         found = await self.get(owner, id_)
         if found is not None:
             await asyncio.to_thread(self._erase, id_)
@@ -83,14 +85,14 @@ class FileStore:
         return self._folder / f"{file.id}.data"
 
     async def chunks(self, file: StoredFile) -> AsyncGenerator[bytes, None]:
-        """Its content."""
+        """Yield the content of a file."""
         stream = await asyncio.to_thread(self.path(file).open, "rb")
         with stream:
             while chunk := await asyncio.to_thread(stream.read, _CHUNK):
                 yield chunk
 
     async def erase_before(self, moment: float) -> int:
-        """Files created before a Unix time, whoever's they are; returns how many."""
+        """Erase the files of all owners created before a Unix time. Returns their number."""
 
         def erase() -> int:
             old = [file.id for file in self._described() if file.created < moment]
@@ -101,7 +103,7 @@ class FileStore:
         return await asyncio.to_thread(erase)
 
     def sweep(self) -> None:
-        """Erase what is over its time or belongs to a key that is no more, and left-overs of uploads."""
+        """Erase expired files, files of keys that no longer exist, and left-overs of uploads."""
         now = time.time()
         owners = None if self._owners is None else self._owners()
         known = set()

@@ -1,4 +1,4 @@
-"""One finished request as the log knows it, without what was asked and answered (`Content`)."""
+"""Log record of one finished request, without prompt and answer (`Content`)."""
 
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -13,12 +13,14 @@ NOT_NOW: Final = {
     "server_shutdown",
     "draining",
 }
-"""Error codes of answers 503 that are no failure: the box is busy, starts or ends, or an operator said so."""
+"""Error codes of 503 answers that are no failure: the box is busy, starting or stopping, or an operator
+decided.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """Times are in seconds; `created` is Unix time, the rest are durations."""
+    """One row of the request log. Times are in seconds; `created` is Unix time, the rest are durations."""
 
     id: str
     created: float
@@ -28,7 +30,7 @@ class RequestRecord:
     key: str = ""
     stream: bool = False
     finish_reasons: str = ""
-    """One word a choice, comma separated."""
+    """One word per choice, comma separated."""
     error_code: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -40,33 +42,35 @@ class RequestRecord:
     """Mean time per output token after the first."""
     e2e_s: float | None = None
     resumes: int = 0
-    """How often the request went on after an engine restart."""
+    """Number of resumes after an engine restart."""
     seed: int | None = None
     params: str = "{}"
     """JSON of the sampling parameters."""
     client: str = ""
     looked_up_tokens: int = 0
-    """Prompt tokens that the prefix cache was asked for."""
+    """Prompt tokens looked up in the prefix cache."""
     prefix_end: str = ""
-    """Why it had no more: one `PrefixEnd` a prompt, comma separated. Empty where no first token came."""
+    """Reason why the prefix cache had no more: one `PrefixEnd` per prompt, comma separated. Empty without a
+    first token.
+    """
     output_hash: str = ""
     """Keyed hash of the answer's token ids (`app/gateway/output_hash.py`); empty where there is none."""
     fingerprint: str = ""
-    """Of build and settings: another one may well answer otherwise."""
+    """Hash of build and settings: with another one the same request may get another answer."""
     tier: str = ""
-    """`premium`, `standard` or `background`, by its priority; empty where it reached no engine."""
+    """`premium`, `standard` or `background`, by its priority; empty if it reached no engine."""
     content: ContentState = ""
-    """Empty: nobody allowed it to be kept. `dropped`: allowed, but the disk or the queue was full."""
+    """Empty: not allowed to be kept. `dropped`: allowed, but the disk or the queue was full."""
 
     @property
     def is_failure(self) -> bool:
-        """The server's fault: 5xx, errors of engines included; not callers' 4xx, not cancellations (499)."""
+        """Return whether the server failed: 5xx, engine errors included; not 4xx, not cancellations (499)."""
         return self.http_status >= 500 and self.error_code not in NOT_NOW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordFilter:
-    """Which records to read; newest first."""
+    """Filter of records to read, newest first."""
 
     model: str | None = None
     key: str | None = None

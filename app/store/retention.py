@@ -1,5 +1,5 @@
-"""How long rows, contents and stored answers stay, and erasing them for good: overwritten, given back, out of
-the WAL.
+"""Retention of rows, contents and stored answers. Erased data is overwritten, its space freed, and the WAL
+emptied.
 """
 
 import time
@@ -19,15 +19,17 @@ _DAY_S = 86_400
 _TRIES = 20
 _TRY_S = 0.1
 _ROUNDS = 30
-_LEAST_SHARE = 0.1  # so that the cap is not met again at once
+_LEAST_SHARE = 0.1  # so that the cap is not exceeded again at once
 
 
 What = Literal["requests", "content", "stored"]
-"""To be erased: rows with all that belongs to them; prompts and answers; stored answers and batches alone."""
+"""Data to erase: rows with everything that belongs to them; only prompts and answers; only stored answers and
+batches.
+"""
 
 
 def trim(engine: Engine, path: Path, keep: Retention) -> None:
-    """Keep to the times; and to the byte caps, by dropping the oldest, contents before rows."""
+    """Apply the age limits, then the byte limits by dropping the oldest, contents before rows."""
     now = time.time()
     queries.erase(engine, now - keep.content_days * _DAY_S, content_only=True)
     queries.erase(engine, now - keep.rows_days * _DAY_S)
@@ -50,9 +52,9 @@ def trim(engine: Engine, path: Path, keep: Retention) -> None:
 
 
 def purge(engine: Engine, path: Path, before: float, what: What) -> int:
-    """Erase what was created before a Unix time and return how many.
+    """Erase data created before a Unix time and return the number of rows.
 
-    Raises StoreError when a reader holds on to the write-ahead log, where copies may be.
+    Raises StoreError when a reader holds the write-ahead log, which may have copies.
     """
     count = stored_queries.erase(engine, before) + batch_queries.erase(engine, before, ended_only=False)
     if what != "stored":

@@ -1,4 +1,4 @@
-"""What each key used, as the request log tells it. Importable without SQLAlchemy."""
+"""Stored answers of the chat and Responses APIs, and usage by key. Importable without SQLAlchemy."""
 
 import logging
 from collections.abc import Mapping
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 
 class KeyUsage(Struct, frozen=True, kw_only=True):
-    """Since `since`, the oldest row that is kept. Times are Unix seconds."""
+    """Usage of one key since `since`, the oldest kept row. Times are Unix seconds."""
 
     requests: int
     errors: int
-    """Of these."""
+    """Failed requests, included in `requests`."""
     tokens_in: int
     tokens_out: int
     since: float
@@ -39,7 +39,7 @@ class KeyUsage(Struct, frozen=True, kw_only=True):
 
 
 async def usage_by_key(store: RequestLog) -> Mapping[str, KeyUsage]:
-    """By the key's name; those who needed no key under `""`. Empty while the log cannot be read."""
+    """Usage by the key's name; callers without a key are under `""`. Empty while the log cannot be read."""
     try:
         return await store.read(_by_key, {})
     except Exception as error:  # noqa: BLE001 - a damaged or locked file: the keys themselves are still shown
@@ -61,7 +61,7 @@ Kind = Literal["response", "chat", "conversation"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredAnswer:
-    """Plain JSON values. An answer is its owner's: nobody else finds it."""
+    """Stored answer as plain JSON values. Only its owner can find it."""
 
     kind: Kind
     owner: str
@@ -71,32 +71,32 @@ class StoredAnswer:
     """Unix seconds."""
     model: str
     previous: str = ""
-    """Id of the answer that this one goes on from."""
+    """Id of the answer that this one continues."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     input: Sequence[Any]
-    """Messages or items, of this request alone."""
+    """Messages or items of this request alone."""
     answer: Any
-    """As it was sent. Anything that msgspec writes as a JSON object; read back it is a dictionary."""
+    """The answer as sent. Anything that msgspec writes as a JSON object; read back it is a dictionary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFilter:
-    """Which answers to list."""
+    """Filter of answers to list."""
 
     kind: Kind
     owner: str
     model: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """All of these pairs."""
+    """Pairs that must all match."""
     after: str = ""
-    """Id: only what follows it in this order."""
+    """Answer id: list only those after it in this order."""
     newest_first: bool = False
     limit: int = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTotal:
-    """What one owner has. Times are Unix seconds."""
+    """Totals of one owner. Times are Unix seconds."""
 
     owner: str
     kind: Kind
@@ -107,23 +107,23 @@ class StoredTotal:
 
 
 class StoredAnswers:
-    """Only to be used from the daemon's event loop. Whatever is awaited may raise StoreError."""
+    """Use it only from the daemon's event loop. Every awaited method may raise StoreError."""
 
     def __init__(self, log: RequestLog) -> None:
         self._log = log
 
     def put(self, answer: StoredAnswer, size: int) -> bool:
-        """Queue it for the disk, in place of one of the same id. Never blocks.
+        """Queue an answer for the disk, replacing one of the same id. Never blocks.
 
-        `size`: bytes, roughly, that it takes while it waits. False: there is no room, and it is not stored.
-        What is lost after that, to a full disk, is counted with the log's rows.
+        `size`: approximate bytes that it takes while it waits. Returns False if the queue has no room; then
+        it is not stored. Answers lost later, to a full disk, are counted with the log's rows.
         """
         return self._submit(answer.owner, size, lambda engine: _sql().put(engine, answer))
 
     def append(self, kind: Kind, owner: str, id_: str, items: Sequence[Any], size: int) -> bool:
-        """Queue further `input` of what is stored; it counts as new from then on. As `put` otherwise.
+        """Queue further `input` of a stored answer, whose age then starts again. Otherwise as `put`.
 
-        Nothing happens where it was deleted meanwhile.
+        Does nothing if it was deleted meanwhile.
         """
         return self._submit(
             owner, size, lambda engine: _sql().append(engine, kind, owner, id_, items, time.time())
@@ -136,7 +136,7 @@ class StoredAnswers:
                 return
             owners = self._log.keep.owners
             if owner and owners is not None and owner not in owners():
-                return  # its key was revoked while it was made
+                return  # its key was revoked while it was generated
             try:
                 self._log.wrote(work(engine))
             except Exception as error:  # noqa: BLE001 - full disk, locked or damaged file
@@ -145,37 +145,39 @@ class StoredAnswers:
         return self._log.submit(write, size)
 
     async def remove_item(self, kind: Kind, owner: str, id_: str, item: str) -> bool:
-        """Delete an item of its `input`, overwritten. False: there is no such item."""
+        """Delete an item of its `input` and overwrite it. Returns False if there is no such item."""
         return await self._log.ask(lambda engine: _sql().remove_item(engine, kind, owner, id_, item))
 
     async def get(self, kind: Kind, owner: str, id_: str) -> StoredAnswer | None:
         return await self._log.ask(lambda engine: _sql().get(engine, kind, owner, id_))
 
     async def chain(self, kind: Kind, owner: str, id_: str, most: int) -> list[StoredAnswer]:
-        """The answer and those that it goes on from, oldest first, the newest `most` of them.
+        """The answer and those that it continues, oldest first, at most the newest `most` of them.
 
-        The first one names a `previous` where one is missing.
+        If one is missing, the first one returned names it as `previous`.
         """
         return await self._log.ask(lambda engine: _sql().chain(engine, kind, owner, id_, most))
 
     async def find(self, want: StoredFilter) -> list[StoredAnswer] | None:
-        """None: there is no answer with the id `after`."""
+        """List answers. None: there is no answer with the id `after`."""
         return await self._log.ask(lambda engine: _sql().find(engine, want))
 
     async def update(self, kind: Kind, owner: str, id_: str, metadata: Mapping[str, str]) -> bool:
-        """Replace the metadata. False: there is no such answer."""
+        """Replace the metadata. Returns False if there is no such answer."""
         return await self._log.ask(lambda engine: _sql().update(engine, kind, owner, id_, metadata))
 
     async def delete(self, kind: Kind, owner: str, id_: str) -> bool:
-        """Its bytes are overwritten, unless somebody else reads the file. False: there is no such answer."""
+        """Delete an answer and overwrite its bytes, unless another reader holds the file. False: there is no
+        such answer.
+        """
         return await self._log.ask(lambda engine: _sql().delete(engine, kind, owner, id_))
 
     async def erase_owners_but(self, known: frozenset[str]) -> int:
-        """Forget what belongs to keys that are no more; returns how many."""
+        """Delete everything of keys that no longer exist. Returns the number of rows."""
         return await self._log.ask(lambda engine: _sql().erase_owners_but(engine, known))
 
     async def totals(self) -> list[StoredTotal]:
-        """Of each owner and kind."""
+        """Totals of each owner and kind."""
         return await self._log.ask(lambda engine: _sql().totals(engine))
 
 

@@ -5,7 +5,7 @@ from sqlmodel import Field, SQLModel
 
 
 class RequestRow(SQLModel, table=True):
-    """`RequestRecord` with a growing number, which gives a stable order and pages."""
+    """`RequestRecord` with a sequence number, which gives a stable order for paging."""
 
     __tablename__ = "request"
 
@@ -40,7 +40,7 @@ class RequestRow(SQLModel, table=True):
 
 
 class ContentRow(SQLModel, table=True):
-    """`Content` of a request. It goes when its request goes."""
+    """`Content` of a request. Deleted with its request."""
 
     __tablename__ = "content"
 
@@ -52,7 +52,7 @@ class ContentRow(SQLModel, table=True):
     body: str
     body_bytes: int
     prompts: str
-    """A JSON list of texts, as is `outputs`."""
+    """JSON list of texts, as is `outputs`."""
     prompt_bytes: int
     outputs: str
     output_bytes: int
@@ -69,7 +69,7 @@ class TelemetryRow(SQLModel, table=True):
 
 
 class MarkRow(SQLModel, table=True):
-    """A moment that explains a chart."""
+    """Annotation of the charts: a moment that explains a change."""
 
     __tablename__ = "mark"
 
@@ -82,7 +82,7 @@ class MarkRow(SQLModel, table=True):
 
 
 class StoredRow(SQLModel, table=True):
-    """`StoredAnswer`: kept until its owner deletes it or its time is over."""
+    """`StoredAnswer`: kept until its owner deletes it or it expires."""
 
     __tablename__ = "stored"
     __table_args__ = (Index("ix_stored_place", "kind", "owner", "id", unique=True),)
@@ -95,17 +95,17 @@ class StoredRow(SQLModel, table=True):
     model: str
     previous: str
     details: str
-    """A JSON object of texts: OpenAI's `metadata`, a name that SQLModel has taken."""
+    """JSON object of texts: OpenAI's `metadata`, a name that SQLModel reserves."""
     input: str
-    """A JSON list."""
+    """JSON list."""
     answer: str
-    """A JSON object."""
+    """JSON object."""
     size: int
     """Bytes of the texts."""
 
 
 class BatchRow(SQLModel, table=True):
-    """`Batch`: kept until its owner deletes it or its time is over."""
+    """`Batch`: kept until its owner deletes it or it expires."""
 
     __tablename__ = "batch"
     __table_args__ = (Index("ix_batch_place", "kind", "owner", "id", unique=True),)
@@ -120,11 +120,11 @@ class BatchRow(SQLModel, table=True):
     cancelled: float | None = None
     total: int
     details: str
-    """A JSON object."""
+    """JSON object."""
 
 
 class BatchItemRow(SQLModel, table=True):
-    """`BatchItem` and its answer. It goes when its batch goes."""
+    """`BatchItem` and its answer. Deleted with its batch."""
 
     __tablename__ = "batch_item"
     __table_args__ = (Index("ix_batch_item_status", "batch", "status"),)

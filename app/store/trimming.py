@@ -1,4 +1,6 @@
-"""When the file is looked at for what is too old or too much. Importable without SQLAlchemy."""
+"""Schedule of the retention: when the file is checked for old or excess data. Importable without
+SQLAlchemy.
+"""
 
 import contextlib
 import logging
@@ -16,8 +18,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _EVERY_S = 3600.0
-_EVERY_BYTES = 8 << 20  # sooner where so much was written
-_FIRST_S = 60.0  # after the start, which has other things to do
+_EVERY_BYTES = 8 << 20  # sooner after so much was written
+_FIRST_S = 60.0  # after the start, which has other work to do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,19 +27,19 @@ class Retention:
     rows_days: float = 30
     content_days: float = 7
     max_bytes: int = 256_000_000
-    """Of the file, beside stored answers and batches."""
+    """Limit of the file, without stored answers and batches."""
     stored_days: float = 30
     stored_bytes: int = 256_000_000
-    """Of the texts of stored answers."""
+    """Limit of the texts of stored answers."""
     batch_days: float = 30
     sweep_files: Callable[[], None] | None = None
-    """The same for uploaded files."""
+    """Applies retention to uploaded files."""
     owners: Callable[[], frozenset[str]] | None = None
-    """Ids of the keys that there are: what others had stored goes."""
+    """Returns the ids of the existing keys: data stored by others is erased."""
 
 
 class Trimmer:
-    """Belongs to the writer thread."""
+    """Runs retention when it is due. Belongs to the writer thread."""
 
     def __init__(self, path: Path, keep: Retention) -> None:
         self._path, self._keep = path, keep
@@ -45,14 +47,14 @@ class Trimmer:
         self._written = 0
 
     def wait_s(self) -> float:
-        """Seconds until the next look, without traffic."""
+        """Seconds until the next check without traffic."""
         return max(0.0, self._next - time.monotonic())
 
     def wrote(self, size: int) -> None:
         self._written += size
 
     def trim(self, engine: "Engine | None") -> None:
-        """Where it is time. Never raises."""
+        """Apply retention if it is due. Never raises."""
         if time.monotonic() < self._next and self._written < _EVERY_BYTES:
             return
         self._next, self._written = time.monotonic() + _EVERY_S, 0

@@ -1,9 +1,10 @@
-"""Writing and reading the request log.
+"""Request log: writing and reading.
 
-Writes go through a bounded queue to one thread that owns the only writing connection. When the disk is
-full, the file locked or the queue long, rows are dropped, counted and said so: serving never waits.
-SQLAlchemy is imported by that thread, some seconds after the start or when somebody reads: the API, the first
-model and its first answer come before it.
+Writes go through a bounded queue to one thread that owns the only writing connection. When the disk is full,
+the file locked or the queue long, rows are dropped, counted and logged: serving never waits.
+
+That thread imports SQLAlchemy some seconds after the start, or at the first read: the API, the first model
+and its first answer come first.
 """
 
 import asyncio
@@ -34,8 +35,8 @@ log = logging.getLogger(__name__)
 _QUEUE_LIMIT = 10_000
 _QUEUED_CONTENT = 32 << 20  # bytes of prompts and answers that may wait for the disk
 _BATCH = 500
-_ROW_BYTES = 400  # of a row without content, about
-_OPEN_AFTER_S = 3.0  # where nobody reads before: importing SQLAlchemy keeps others from the interpreter
+_ROW_BYTES = 400  # of a row without content, roughly
+_OPEN_AFTER_S = 3.0  # unless a read comes first: importing SQLAlchemy blocks other threads
 _OPENS_WITHIN_S = 15.0  # from then on, on a busy machine
 _ASK_S = 60.0
 _SAY_DROPPED_EVERY_S = 60.0
@@ -44,20 +45,22 @@ _Item = tuple[RequestRecord, ContentDraft | None]
 
 
 class RequestLog:
-    """Open with `start()`, close with `close()`; `write` may be called from any thread at any time."""
+    """The log. Open it with `start()`, close it with `close()`; `write` may be called from any thread at any
+    time.
+    """
 
     def __init__(self, path: Path, keep: Retention | None = None, *, content_bytes: int = 256_000) -> None:
         self.path = path
         self.dropped = 0
         self.keep = keep or Retention()
         self.content_bytes = content_bytes
-        """Most that is kept of a prompt, of an answer and of a request's body."""
+        """Limit in bytes of what is kept of a prompt, of an answer and of a request's body."""
         self._trimmer = Trimmer(path, self.keep)
         self._queue: queue.Queue[_Item | Callable[[], None] | None] = queue.Queue(_QUEUE_LIMIT)
         self._room = ContentBudget(_QUEUED_CONTENT)
         self._engine: Engine | None = None
         self._wanted = threading.Event()
-        """Set by those who wait for the file to be open."""
+        """Set by readers that wait for the file to be open."""
         self._opened = threading.Event()
         self._said_dropped = -_SAY_DROPPED_EVERY_S
         self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
@@ -66,9 +69,9 @@ class RequestLog:
         self._thread.start()
 
     def write(self, record: RequestRecord, content: ContentDraft | None = None) -> None:
-        """Queue one row. Never blocks; drops and counts when the queue is full.
+        """Queue one row. Never blocks; drops and counts it when the queue is full.
 
-        Content that finds no room is left out; `record.content` then says so.
+        Content for which there is no room is left out; `record.content` then says so.
         """
         if content is not None and not self._room.take(content.size):
             record, content = replace(record, content="dropped"), None
@@ -79,22 +82,24 @@ class RequestLog:
             self.drop(1, "the queue is full")
 
     async def query(self, want: RecordFilter) -> list[tuple[int, RequestRecord]]:
-        """(sequence number, record), newest first. Raises StoreError."""
+        """Return (sequence number, record), newest first. Raises StoreError."""
         return await asyncio.to_thread(self._read, lambda queries, engine: queries.find(engine, want))
 
     async def get(self, request_id: str) -> RequestRecord | None:
-        """Raises StoreError."""
+        """Get one record. Raises StoreError."""
         found = await self.get_with_content(request_id)
         return None if found is None else found[0]
 
     async def get_with_content(self, request_id: str) -> tuple[RequestRecord, Content | None] | None:
-        """Raises StoreError. Whether the asker may see the content is not asked here."""
+        """Get one record with its content. The caller checks whether the content may be shown. Raises
+        StoreError.
+        """
         return await asyncio.to_thread(self._read, lambda queries, engine: queries.get(engine, request_id))
 
     async def purge(self, before: float, what: "What" = "requests") -> int:
-        """Erase what was created before a Unix time; returns how many rows, contents and stored answers.
+        """Erase data created before a Unix time. Returns the number of rows, contents and stored answers.
 
-        Waits for what is queued, and for the disk. Raises StoreError where not all is gone.
+        Waits for queued writes and for the disk. Raises StoreError unless everything was erased.
         """
 
         def erase(engine: "Engine") -> int:
@@ -105,9 +110,9 @@ class RequestLog:
         return await self.ask(erase)
 
     async def ask(self, call: "Callable[[Engine], T]") -> T:
-        """Run `call` in the writer thread, after all that was written before. Raises StoreError.
+        """Run `call` in the writer thread, after everything written before. Raises StoreError.
 
-        It runs even when nobody waits for it any more.
+        It runs even if the caller is cancelled.
         """
         done: Future[T] = Future()
 
@@ -121,7 +126,7 @@ class RequestLog:
         if not self.submit(run):
             raise StoreError("the queue of the request log is full; try again")
         try:
-            # A future that is cancelled takes no result: setting one would end the writer thread.
+            # A cancelled future takes no result: setting one would end the writer thread.
             return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(done)), _ASK_S)
         except TimeoutError:
             raise StoreError("the request log is still busy; what was asked of it is done later") from None
@@ -129,7 +134,7 @@ class RequestLog:
     def submit(self, call: "Callable[[Engine | None], None]", size: int = 0) -> bool:
         """Run `call` in the writer thread, with None while the file cannot be opened. It must not raise.
 
-        `size`: bytes that it holds while it waits. Never blocks; False when the queue is full.
+        `size`: bytes that it holds while it waits. Never blocks; returns False when the queue is full.
         """
         if not self._room.take(size):
             return False
@@ -148,7 +153,7 @@ class RequestLog:
         return True
 
     def drop(self, count: int, why: str) -> None:
-        """Count what never reached the disk, and say so. For any thread."""
+        """Count rows that were lost, and log it. May be called from any thread."""
         self.dropped += count
         now = time.monotonic()
         if now - self._said_dropped >= _SAY_DROPPED_EVERY_S:
@@ -156,11 +161,11 @@ class RequestLog:
             log.warning("request log: %d rows dropped so far, last because %s", self.dropped, why)
 
     def wrote(self, size: int) -> None:
-        """So many bytes. Called from the writer thread."""
+        """Count written bytes. Called from the writer thread."""
         self._trimmer.wrote(size)
 
     async def read(self, call: "Callable[[Engine], T]", nothing: T) -> T:
-        """Run `call` in a thread; `nothing` where the file cannot be opened. Raises StoreError."""
+        """Run `call` in a thread. Returns `nothing` if the file cannot be opened. Raises StoreError."""
 
         def run() -> T:
             return self._read(lambda _, engine: call(engine)) if self._is_open() else nothing
@@ -175,7 +180,7 @@ class RequestLog:
         done.wait(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Write what is queued, then end the thread."""
+        """Write the queue, then end the thread."""
         if self._thread.is_alive():
             self._wanted.set()
             self._queue.put(None)
@@ -189,7 +194,7 @@ class RequestLog:
     def _read(self, run: "Callable[[ModuleType, Engine], T]") -> T:
         if not self._is_open() or self._engine is None:
             raise StoreError("the file cannot be opened; the daemon's log says why")
-        # Now that it is imported: two threads that import SQLAlchemy at once may find half a module.
+        # Imported already: two threads that import SQLAlchemy at once may find half a module.
         from sqlalchemy.exc import DatabaseError  # noqa: PLC0415
 
         from .queries import requests as queries  # noqa: PLC0415
@@ -214,9 +219,9 @@ class RequestLog:
                 self._trimmer.trim(self._engine)
 
     def _take(self) -> tuple[list[_Item], list[Callable[[], None]], bool]:
-        """Block for one item, then take what else is there, so that a burst is one transaction.
+        """Block for one item, then take everything else in the queue, so that a burst is one transaction.
 
-        Empty when it is time to trim.
+        Returns nothing when it is time to trim.
         """
         try:
             items = [self._queue.get(timeout=self._trimmer.wait_s())]
@@ -272,7 +277,9 @@ class RequestLog:
         self.wrote(sum(c.body_bytes + c.prompt_bytes + c.output_bytes for c in kept))
 
     def _inserted_after_all(self, entries: "list[Entry]", error: Exception) -> bool:
-        """A damaged file is replaced by a new one; a disk too full for contents may have room for rows."""
+        """Retry a failed insert. A damaged file is replaced by a new one; a disk too full for contents may
+        have room for rows.
+        """
         from .database import is_damage, set_aside  # noqa: PLC0415
 
         try:
@@ -284,7 +291,7 @@ class RequestLog:
             else:
                 return False
             self._insert_now(entries)
-        except Exception:  # noqa: BLE001 - the first error is told
+        except Exception:  # noqa: BLE001 - the first error is reported
             return False
         return True
 

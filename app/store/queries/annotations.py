@@ -1,4 +1,4 @@
-"""The SQL of the marks beside the telemetry history."""
+"""SQL of the annotations beside the telemetry history."""
 
 from sqlalchemy import Engine, delete
 from sqlmodel import Session, col, select
@@ -7,7 +7,7 @@ from ..tables import MarkRow
 
 
 def add(engine: Engine, time: float, kind: str, model: str, text: str, oldest: float) -> None:
-    """Write one and drop what is older than `oldest` (Unix seconds), in one transaction."""
+    """Write one row and drop rows older than `oldest` (Unix seconds), in one transaction."""
     with Session(engine) as session:
         session.add(MarkRow(time=time, kind=kind, model=model, text=text))
         session.exec(delete(MarkRow).where(col(MarkRow.time) < oldest))
@@ -15,7 +15,7 @@ def add(engine: Engine, time: float, kind: str, model: str, text: str, oldest: f
 
 
 def find(engine: Engine, since: float, most: int) -> list[tuple[float, str, str, str]]:
-    """(time, kind, model, text), newest first."""
+    """Return (time, kind, model, text), newest first."""
     statement = (
         select(MarkRow.time, MarkRow.kind, MarkRow.model, MarkRow.text)
         .where(MarkRow.time >= since)

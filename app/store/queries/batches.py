@@ -1,4 +1,4 @@
-"""The SQL of batches, as functions of an open database."""
+"""SQL of batches, as functions of an open database."""
 
 import time
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def find(engine: Engine, page: BatchPage) -> list[Batch] | None:
 
 
 def unfinished(engine: Engine) -> list[Batch]:
-    """Oldest first."""
+    """Batches that have not ended, oldest first."""
     statement = select(BatchRow).where(col(BatchRow.ended).is_(None)).order_by(col(BatchRow.seq))
     with Session(engine) as session:
         return [_batch(session, row) for row in session.scalars(statement)]
@@ -78,7 +78,7 @@ def pending(engine: Engine, batch: int, after: int, limit: int) -> list[BatchIte
 
 
 def record(engine: Engine, item: int, http_status: int, request_id: str, answer: str) -> int:
-    """Returns the bytes written."""
+    """Store an answer. Returns the bytes written."""
     size = len(answer.encode())
     is_pending = and_(col(BatchItemRow.seq) == item, col(BatchItemRow.status) == "pending")
     told = {
@@ -110,7 +110,7 @@ def end(engine: Engine, batch: int, status: Literal["cancelled", "expired"]) -> 
 
 
 def results(engine: Engine, batch: int, after: int, limit: int) -> list[BatchResult]:
-    """In the order of the requests; those that are pending are left out."""
+    """Results in the order of the requests; pending ones are left out."""
     seq = col(BatchItemRow.seq)
     statement = (
         select(BatchItemRow)
@@ -133,7 +133,7 @@ def results(engine: Engine, batch: int, after: int, limit: int) -> list[BatchRes
 
 
 def delete(engine: Engine, kind: BatchKind, owner: str, id_: str) -> bool:
-    """With the copies in the write-ahead log."""
+    """Delete a batch, with the copies in the write-ahead log."""
     with engine.begin() as connection:
         found = connection.execute(delete_from(BatchRow).where(_is(kind, owner, id_))).rowcount > 0
     if found:
@@ -142,7 +142,7 @@ def delete(engine: Engine, kind: BatchKind, owner: str, id_: str) -> bool:
 
 
 def erase(engine: Engine, before: float, *, ended_only: bool) -> int:
-    """Delete batches made before a Unix time; returns how many. The space is given back separately."""
+    """Delete batches created before a Unix time and return their number. Disk space is freed separately."""
     statement = delete_from(BatchRow).where(col(BatchRow.created) < before)
     if ended_only:
         statement = statement.where(col(BatchRow.ended).is_not(None))
@@ -151,7 +151,7 @@ def erase(engine: Engine, before: float, *, ended_only: bool) -> int:
 
 
 def erase_owners_but(engine: Engine, known: frozenset[str]) -> int:
-    """Delete batches of keys that are not `known`; returns how many. The space is given back separately."""
+    """Delete batches of keys that are not `known` and return their number. Disk space is freed separately."""
     owner, count = col(BatchRow.owner), 0
     with engine.begin() as connection:
         owners = connection.execute(select(owner).distinct()).scalars().all()
@@ -162,7 +162,7 @@ def erase_owners_but(engine: Engine, known: frozenset[str]) -> int:
 
 
 def size(engine: Engine, owner: str | None = None) -> int:
-    """Bytes of requests and answers; of everybody's without an owner."""
+    """Bytes of requests and answers, of one owner or of all."""
     statement = select(func.coalesce(func.sum(BatchItemRow.size), 0))
     if owner is not None:
         joined = col(BatchRow.seq) == col(BatchItemRow.batch)

@@ -1,4 +1,4 @@
-"""The SQL of the request log, as functions of an open database."""
+"""SQL of the request log, as functions of an open database."""
 
 import json
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Entry = tuple[RequestRecord, Content | None]
 
 
 def add(engine: Engine, entries: Sequence[Entry]) -> None:
-    """All rows or none, in this order."""
+    """Insert all rows or none, in this order."""
     with engine.begin() as connection:
         if all(content is None for _, content in entries):
             connection.execute(insert(RequestRow), [asdict(record) for record, _ in entries])
@@ -34,7 +34,7 @@ def _add_content(connection: Connection, seq: int, record: RequestRecord, conten
 
 
 def find(engine: Engine, want: RecordFilter) -> list[tuple[int, RequestRecord]]:
-    """(sequence number, record), newest first."""
+    """Return (sequence number, record), newest first."""
     statement = select(RequestRow).order_by(col(RequestRow.seq).desc()).limit(want.limit)
     if want.model is not None:
         statement = statement.where(RequestRow.model == want.model)
@@ -53,7 +53,7 @@ def find(engine: Engine, want: RecordFilter) -> list[tuple[int, RequestRecord]]:
 
 
 def get(engine: Engine, request_id: str) -> tuple[RequestRecord, Content | None] | None:
-    """The newest of this id (clients may send the same id twice)."""
+    """Get the newest row with this id (clients may send the same id twice)."""
     statement = select(RequestRow).where(RequestRow.id == request_id).order_by(col(RequestRow.seq).desc())
     with Session(engine) as session:
         row = session.exec(statement).first()
@@ -64,14 +64,14 @@ def get(engine: Engine, request_id: str) -> tuple[RequestRecord, Content | None]
 
 
 def erase(engine: Engine, before: float, *, content_only: bool = False) -> int:
-    """Delete what was created before a Unix time; returns how many. The space is given back separately."""
+    """Delete rows created before a Unix time and return their number. Disk space is freed separately."""
     table = ContentRow if content_only else RequestRow
     with engine.begin() as connection:
         return connection.execute(delete(table).where(col(table.created) < before)).rowcount
 
 
 def erase_oldest(engine: Engine, share: float) -> bool:
-    """A share of the contents, or of the rows where there are no contents. False where nothing is left."""
+    """Delete a share of the contents, or of the rows if there are no contents. False if nothing is left."""
     with engine.begin() as connection:
         return any(_erase_oldest(connection, table, share) for table in (ContentRow, RequestRow))
 
@@ -101,6 +101,8 @@ _BY_KEY = text(
 
 
 def by_key(engine: Engine) -> Sequence[Any]:
-    """(key, requests, errors, prompt tokens, output tokens, oldest, newest). Reads the whole table."""
+    """Usage per key: (key, requests, errors, prompt tokens, output tokens, oldest, newest). Reads the whole
+    table.
+    """
     with engine.connect() as connection:
         return connection.execute(_BY_KEY).all()

@@ -1,4 +1,4 @@
-"""The SQL of stored answers, as functions of an open database."""
+"""SQL of stored answers, as functions of an open database."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ _HAS = "EXISTS (SELECT 1 FROM json_each(stored.details) WHERE key = :k{n} AND va
 
 
 def put(engine: Engine, answer: StoredAnswer) -> int:
-    """In place of one of the same id. Returns its bytes."""
+    """Insert an answer, replacing one of the same id. Returns its bytes."""
     texts = {
         "details": encoded(answer.metadata),
         "input": encoded(answer.input),
@@ -52,7 +52,7 @@ def get(engine: Engine, kind: Kind, owner: str, id_: str) -> StoredAnswer | None
 
 
 def chain(engine: Engine, kind: Kind, owner: str, id_: str, most: int) -> list[StoredAnswer]:
-    """Oldest first."""
+    """Return the answers of a chain, oldest first."""
     found: list[StoredAnswer] = []
     while id_ and len(found) < most and (answer := get(engine, kind, owner, id_)) is not None:
         found.append(answer)
@@ -91,7 +91,7 @@ def update(engine: Engine, kind: Kind, owner: str, id_: str, metadata: Mapping[s
 
 
 def append(engine: Engine, kind: Kind, owner: str, id_: str, items: Sequence[Any], now: float) -> int:
-    """Returns its further bytes."""
+    """Append items to an answer. Returns the bytes added."""
     place = _is(kind, owner, id_)
     with engine.begin() as connection:
         old = connection.execute(select(col(StoredRow.input)).where(place)).scalar()
@@ -105,7 +105,7 @@ def append(engine: Engine, kind: Kind, owner: str, id_: str, items: Sequence[Any
 
 
 def remove_item(engine: Engine, kind: Kind, owner: str, id_: str, item: str) -> bool:
-    """With the copies in the write-ahead log."""
+    """Remove an item, with the copies in the write-ahead log."""
     place = _is(kind, owner, id_)
     with engine.begin() as connection:
         old = connection.execute(select(col(StoredRow.input)).where(place)).scalar()
@@ -121,7 +121,7 @@ def remove_item(engine: Engine, kind: Kind, owner: str, id_: str, item: str) -> 
 
 
 def delete(engine: Engine, kind: Kind, owner: str, id_: str) -> bool:
-    """With the copies in the write-ahead log."""
+    """Delete an answer, with the copies in the write-ahead log."""
     with engine.begin() as connection:
         found = connection.execute(delete_from(StoredRow).where(_is(kind, owner, id_))).rowcount > 0
     if found:
@@ -130,7 +130,7 @@ def delete(engine: Engine, kind: Kind, owner: str, id_: str) -> bool:
 
 
 def erase(engine: Engine, before: float) -> int:
-    """Delete what was stored before a Unix time; returns how many. The space is given back separately."""
+    """Delete answers stored before a Unix time and return their number. Disk space is freed separately."""
     with engine.begin() as connection:
         return connection.execute(delete_from(StoredRow).where(col(StoredRow.created) < before)).rowcount
 
@@ -138,7 +138,7 @@ def erase(engine: Engine, before: float) -> int:
 def erase_owners_but(engine: Engine, known: frozenset[str]) -> int:
     """Delete answers and batches of keys that are not `known`, with the copies in the write-ahead log.
 
-    What belongs to no key stays.
+    Rows without an owner stay.
     """
     owner, count = col(StoredRow.owner), batch_queries.erase_owners_but(engine, known)
     with engine.begin() as connection:
@@ -152,7 +152,7 @@ def erase_owners_but(engine: Engine, known: frozenset[str]) -> int:
 
 
 def erase_over(engine: Engine, most: int) -> int:
-    """Delete the oldest, so that at most `most` bytes of texts are left."""
+    """Delete the oldest answers until at most `most` bytes of texts are left."""
     with engine.begin() as connection:
         return connection.execute(_OVER, {"most": most}).rowcount
 

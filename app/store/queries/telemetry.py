@@ -1,4 +1,4 @@
-"""The SQL of the telemetry history."""
+"""SQL of the telemetry history."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,11 +13,11 @@ Row = tuple[int, int, str]
 
 
 def add(engine: Engine, rows: Sequence[Row], keep: Mapping[int, int], now: int) -> None:
-    """Write the rows and drop what is older than `keep` seconds (by step), in one transaction."""
+    """Write the rows and drop those older than `keep` seconds (by step), in one transaction."""
     values = [{"step": step, "time": time, "series": series} for step, time, series in rows]
     statement = insert(TelemetryRow)
     with engine.begin() as connection:
-        # A clock set back writes the same second twice: the newer one counts.
+        # After the clock was set back the same second is written twice: the newer row counts.
         connection.execute(
             statement.on_conflict_do_update(
                 index_elements=["step", "time"], set_={"series": statement.excluded.series}
@@ -33,7 +33,7 @@ def add(engine: Engine, rows: Sequence[Row], keep: Mapping[int, int], now: int) 
 
 
 def find(engine: Engine, step: int, since: int) -> list[tuple[int, str]]:
-    """(time, JSON of the series), oldest first."""
+    """Return (time, JSON of the series), oldest first."""
     statement = (
         select(TelemetryRow.time, TelemetryRow.series)
         .where(TelemetryRow.step == step, col(TelemetryRow.time) >= since)

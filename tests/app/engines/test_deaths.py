@@ -32,17 +32,17 @@ def test_the_pause_grows_and_ends():
 
 def test_explained_deaths_do_not_count_but_not_for_ever():
     clock = Clock()
-    deaths = RestartPolicy(RestartLimits(pardons=2), clock)
+    deaths = RestartPolicy(RestartLimits(max_forgiven=2), clock)
     for _ in range(2):
         deaths.add()
-        deaths.explained()
+        deaths.forgive()
         assert len(deaths) == 0
     deaths.add()
-    deaths.explained()
+    deaths.forgive()
     assert len(deaths) == 1
     clock.now += 61
     deaths.add()
-    deaths.explained()
+    deaths.forgive()
     assert len(deaths) == 0
 
 

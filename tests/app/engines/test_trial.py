@@ -8,7 +8,7 @@ from llmbox.app.engines.poison_detector import PROVEN_TOKENS, PoisonDetector
 
 def test_the_first_crash_resumes_everybody():
     trial = PoisonDetector()
-    assert trial.crashed(["a", "b", "c"]) is None
+    assert trial.record_crash(["a", "b", "c"]) is None
     assert trial.begin(["a", "b", "c"]) == ["a", "b", "c"]
     assert not trial.open
 
@@ -17,102 +17,102 @@ def on_trial(*requests: str) -> PoisonDetector:
     """All were present at two crashes; the last one goes first."""
     trial = PoisonDetector()
     for _ in range(2):
-        assert trial.crashed(requests) is None
+        assert trial.record_crash(requests) is None
     assert trial.begin(requests) == [requests[-1]]
     return trial
 
 
 def test_after_the_second_crash_requests_are_tried_one_by_one():
     trial = on_trial("a", "b")
-    assert trial.delivered("b", PROVEN_TOKENS - 1) == []
-    assert trial.delivered("b", 1) == ["a"]
-    assert trial.delivered("a", PROVEN_TOKENS) == []
+    assert trial.record_tokens("b", PROVEN_TOKENS - 1) == []
+    assert trial.record_tokens("b", 1) == ["a"]
+    assert trial.record_tokens("a", PROVEN_TOKENS) == []
     assert not trial.open
 
 
 def test_who_dies_alone_is_guilty():
     trial = on_trial("a", "b")
-    assert trial.crashed(["b"]) == "b"
+    assert trial.record_crash(["b"]) == "b"
     assert trial.begin(["a"]) == ["a"]
 
 
 def test_who_dies_in_company_is_tried_again_alone():
     trial = on_trial("a", "b", "c")
-    trial.delivered("c", PROVEN_TOKENS)
+    trial.record_tokens("c", PROVEN_TOKENS)
     assert trial.on_trial == "b"
-    assert trial.crashed(["b", "c"]) is None
+    assert trial.record_crash(["b", "c"]) is None
     assert trial.begin(["a", "b", "c"]) == ["b"]
-    assert trial.crashed(["b"]) == "b"
+    assert trial.record_crash(["b"]) == "b"
     assert trial.begin(["a", "c"]) == ["c"]
 
 
 def test_who_passed_and_dies_later_is_found():
     trial = on_trial("a", "b")
-    trial.delivered("b", PROVEN_TOKENS)
-    assert trial.crashed(["a", "b"]) is None  # by b
+    trial.record_tokens("b", PROVEN_TOKENS)
+    assert trial.record_crash(["a", "b"]) is None  # by b
     assert trial.begin(["a", "b"]) == ["a"]
-    assert trial.delivered("a", PROVEN_TOKENS) == ["b"]
-    assert trial.crashed(["a", "b"]) is None
+    assert trial.record_tokens("a", PROVEN_TOKENS) == ["b"]
+    assert trial.record_crash(["a", "b"]) is None
     assert trial.begin(["a", "b"]) == ["b"]
-    assert trial.crashed(["b"]) == "b"
+    assert trial.record_crash(["b"]) == "b"
 
 
 def test_those_seen_at_both_deaths_come_first():
     trial = PoisonDetector()
-    trial.crashed(["b"])
-    trial.crashed(["a", "b"])
+    trial.record_crash(["b"])
+    trial.record_crash(["a", "b"])
     assert trial.begin(["a", "b"]) == ["b"]
 
 
 def test_newcomers_wait_for_the_end_of_the_trial():
     trial = PoisonDetector()
-    trial.crashed(["a", "b"])
-    trial.crashed(["a", "b"])
-    assert trial.hold("early")
+    trial.record_crash(["a", "b"])
+    trial.record_crash(["a", "b"])
+    assert trial.quarantine_new("early")
     assert trial.begin(["a", "b", "early"]) == ["b"]
-    assert trial.hold("late")
-    assert trial.ended("b") == ["a"]
-    assert trial.delivered("a", PROVEN_TOKENS) == ["early", "late"]
-    assert not trial.hold("next")
+    assert trial.quarantine_new("late")
+    assert trial.record_end("b") == ["a"]
+    assert trial.record_tokens("a", PROVEN_TOKENS) == ["early", "late"]
+    assert not trial.quarantine_new("next")
 
 
 def test_a_death_from_outside_accuses_nobody():
     trial = on_trial("a", "b")
-    trial.interrupted()
+    trial.record_interruption()
     assert trial.begin(["a", "b"]) == ["b"]
-    trial.delivered("b", PROVEN_TOKENS)
-    trial.interrupted()
+    trial.record_tokens("b", PROVEN_TOKENS)
+    trial.record_interruption()
     assert trial.begin(["a", "b"]) == ["b", "a"]
 
 
 def test_one_that_left_stays_on_trial_until_the_engine_confirms():
     trial = on_trial("a", "b")
-    trial.withdrawn("b")
-    assert trial.crashed(["b"]) == "b"
+    trial.client_left("b")
+    assert trial.record_crash(["b"]) == "b"
     assert trial.begin(["a"]) == ["a"]
 
 
 def test_one_that_left_counts_as_present():
     """The neighbour must not look as if it had been alone."""
     trial = PoisonDetector()
-    trial.crashed(["poison", "a"])
-    trial.withdrawn("poison")
-    assert trial.crashed(["a", "poison"]) is None
+    trial.record_crash(["poison", "a"])
+    trial.client_left("poison")
+    assert trial.record_crash(["a", "poison"]) is None
     assert trial.begin(["a"]) == ["a"]
     assert trial.on_trial == "a"
 
 
 def test_a_request_alone_at_two_crashes_is_guilty():
     trial = PoisonDetector()
-    assert trial.crashed(["a"]) is None
-    assert trial.crashed(["a"]) == "a"
+    assert trial.record_crash(["a"]) is None
+    assert trial.record_crash(["a"]) == "a"
 
 
 def test_old_crashes_are_forgotten():
     trial = PoisonDetector()
-    trial.crashed(["a"])
+    trial.record_crash(["a"])
     trial.forget()
-    assert trial.crashed(["a"]) is None
+    assert trial.record_crash(["a"]) is None
 
 
 class Simulation:
@@ -134,7 +134,7 @@ class Simulation:
 
     def arrive(self, request: str) -> None:
         self.tokens[request] = 0
-        if not self.trial.hold(request):
+        if not self.trial.quarantine_new(request):
             self.send([request])
 
     def restart(self) -> None:
@@ -144,31 +144,31 @@ class Simulation:
     def step(self) -> None:
         if any(self.poison.get(r) == n for r, n in (self.tokens | self.leaving).items() if r in self.inside):
             self.deaths += 1
-            guilty = self.trial.crashed(self.inside)
+            guilty = self.trial.record_crash(self.inside)
             if guilty is not None:
                 self.failed.append(guilty)
                 self.tokens.pop(guilty, None)
-                self.trial.withdrawn(guilty)
+                self.trial.client_left(guilty)
             self.leaving.clear()
             self.restart()
             return
         for request in list(self.leaving):
             del self.leaving[request]
             self.inside.remove(request)
-            self.send(self.trial.ended(request))
+            self.send(self.trial.record_end(request))
         for request in [r for r in self.inside if r in self.tokens]:
             self.tokens[request] += 1
-            self.send(self.trial.delivered(request, 1))
+            self.send(self.trial.record_tokens(request, 1))
 
     def cancel(self, request: str) -> None:
         """The engine confirms with its next step, if it lives to do so."""
         tokens = self.tokens.pop(request)
-        self.trial.withdrawn(request)
+        self.trial.client_left(request)
         if request in self.inside:
             self.leaving[request] = tokens
 
     def kill(self) -> None:
-        self.trial.interrupted()
+        self.trial.record_interruption()
         self.leaving.clear()
         self.restart()
 

@@ -28,7 +28,7 @@ class Engine:
         self._seconds += self._per_tick
         return self._seconds
 
-    def stuck(self, reason: str) -> None:
+    def kill_stuck(self, reason: str) -> None:
         self.reason = reason
 
 
@@ -81,7 +81,7 @@ async def test_any_word_starts_the_count_again(watch):
     for _ in range(10):
         for _ in range(LIMITS.stuck_ticks - 1):
             dog._tick()
-        dog.heard()
+        dog.note_message()
         assert dog.silence == 0.0
         dog._tick()
     assert engine.reason is None
