@@ -46,9 +46,9 @@ def rounded_ops(quant: Quant | None, kv_dtype: torch.dtype | None = None) -> Ops
             pack_embedding=lambda weight_VE, tied: pack_table(weight_VE, tied, quant),
             embedding=embedding,
             stored=StoredQuantized(quant) if quant.is_float else None,
-            linear=rounded_linear,
-            experts=experts_by(rounded_linear),
-            logits=rounded_linear,
+            linear=quantized_linear,
+            experts=experts_by(quantized_linear),
+            logits=quantized_linear,
         )
     if kv_dtype is None:
         return ops
@@ -103,7 +103,7 @@ def rounded(
     return QuantizedLinear(wide, weight_OI.dtype, rows, group)
 
 
-def rounded_linear(packed: QuantizedLinear | ReferenceLinear, x_TI: Tensor) -> Tensor:
+def quantized_linear(packed: QuantizedLinear | ReferenceLinear, x_TI: Tensor) -> Tensor:
     """Multiply in float32 and round once."""
     if isinstance(packed, ReferenceLinear):
         return linear(packed, x_TI)

@@ -1,4 +1,4 @@
-"""activation(gate) * up, quantised too where an 8-bit linear is next."""
+"""Gated activation, activation(gate) * up, with fused quantization where an 8-bit linear is next."""
 
 import torch
 import triton
@@ -19,14 +19,14 @@ def gate_mul(gate_up_T2F: Tensor, activation: Activation) -> Tensor:
 def gate_rows(
     gate_up_T2F: Tensor, activation: Activation, row_format: RowFormat | None
 ) -> tuple[Tensor, Rows8 | None]:
-    """The product; with `row_format` also quantised."""
+    """Return activation(gate) * up, and with `row_format` the quantized rows too."""
     rows, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     assert gate_up_T2F.stride(1) == 1
     device = gate_up_T2F.device
     out_TF = torch.empty((rows, width), dtype=gate_up_T2F.dtype, device=device)
     eight = None if row_format is None else Rows8.empty(rows, width, row_format, device)
     whole = row_format is not None and row_format.group is None
-    # The largest number of a row is wanted before any is stored.
+    # A scale for the whole row needs the row's largest number before any code is stored.
     block = power_of_two(width) if whole else BLOCK
     if rows:
         gate_kernel[(rows, triton.cdiv(width, block))](
@@ -45,7 +45,11 @@ def gate_rows(
 
 @triton.jit
 def gated(x: tl.tensor, column: tl.tensor, WIDTH: tl.constexpr, GELU: tl.constexpr) -> tl.tensor:
-    """Both are x / (1 + e^-z): z = x is SiLU; GELU by tanh, x (1 + tanh(y)) / 2, has z = 2 y."""
+    """Compute activation(gate) * up for a tile of columns; float32, rounded to the model's dtype after each
+    of both steps.
+
+    Both activations are x / (1 + e^-z): SiLU has z = x; GELU by tanh, x (1 + tanh(y)) / 2, has z = 2 y.
+    """
     inside = column < WIDTH
     gate = tl.load(x + column, mask=inside, other=0.0)
     up = tl.load(x + WIDTH + column, mask=inside, other=0.0)
@@ -71,6 +75,10 @@ def gate_kernel(
     LARGEST: tl.constexpr,
     GIVEN: tl.constexpr,
 ) -> None:
+    """Write activation(gate) * up for one tile of a row; with GROUP also its 8-bit codes and scales.
+
+    Arithmetic is float32. Reference: `gate_mul` in `kernels/reference/elementwise.py`.
+    """
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
     result = gated(x + row * x_row, column, WIDTH, GELU)

@@ -1,13 +1,13 @@
-"""Attention over paged keys and values for ragged rows: prompts, chunks of them and decoding in one step.
+"""Paged attention over ragged rows: prompts, chunks of prompts and decode rows in one step.
 
-The rows of a tile are the query heads of one kv head times neighbouring tokens, so keys and values are read
-once for all of them. The leading sequences of one row each (decoding) have programs of their own, cut along
-the context where there are few of them; all others are found by bisection over the query starts, so a grid
-follows from shapes alone and a CUDA graph can hold it.
+The rows of a tile are the query heads of one KV head times neighboring tokens, so keys and values are read
+once for all of them. The leading sequences of one row each (decode) have programs of their own, split along
+the context where there are few of them. All others find their sequence by bisection over the query starts:
+the grid follows from shapes alone, and a CUDA graph can hold it.
 
-With `fixed`, a row's sums never depend on its neighbours: one tile size for all, and contexts cut into
-pieces of FIXED_SPLIT tokens from their beginning, whose results are folded in order whether one program
-walked them all or several shared them.
+With `fixed`, a row's sums never depend on its neighbors: there is one tile size, and contexts are cut into
+pieces of FIXED_SPLIT tokens from their beginning. Partial results are combined in order, whether one program
+walked all pieces or several shared them.
 """
 
 from typing import NamedTuple
@@ -31,7 +31,9 @@ LOG2_E = 1.4426950408889634
 
 
 class Powers(NamedTuple):
-    """A product s of query and key becomes a power of two: s * factor, or cap * tanh(s * factor)."""
+    """Factors that turn a product s of query and key into an exponent of two: s * factor, or cap * tanh(s *
+    factor).
+    """
 
     factor: float
     cap: float | None = None
@@ -63,7 +65,9 @@ def attend_rows(
     row_format: RowFormat | None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Rows8 | None]:
-    """The result; also quantised, where programs that have heads of a row can (`fits_heads`)."""
+    """Return the attention output and, where programs that hold heads of a row can (`fits_heads`), the
+    quantized rows.
+    """
     rows, heads, head_dim = q_THD.shape
     out_THD = torch.empty((rows, heads, head_dim), dtype=q_THD.dtype, device=q_THD.device)
     gathers = plan.sdpa and softcap is None  # PyTorch's kernels have no caps
@@ -235,6 +239,13 @@ def attention_kernel(
     LARGEST: tl.constexpr,
     GIVEN: tl.constexpr,
 ) -> None:
+    """Attend one tile of rows to its context: softmax(scale q k^T) v with a causal mask, sliding window and
+    softcap.
+
+    Scores, the online softmax and sums are float32. With SPLIT the partial sums and (max, sum) of the piece
+    are stored for `reduce_kernel`, otherwise the result; with EIGHT also its 8-bit codes and scales.
+    Reference: `attention` in `kernels/reference/attention.py`.
+    """
     TOKENS: tl.constexpr = ROWS // GROUP
     if DECODING:
         head = tl.program_id(0)
@@ -321,7 +332,7 @@ def attention_kernel(
         tl.store(sums + place * 2, top, mask=real)
         tl.store(sums + place * 2 + 1, total, mask=real)
     else:
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # nothing seen: a free row, which is 0
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # a free row has no keys: its result is 0
         result = acc.to(out.dtype.element_ty)
         row_place = (first_row + token).to(tl.int64)
         place = row_place * (kv_heads * GROUP) + member

@@ -1,4 +1,4 @@
-"""Brings together what several programs computed for the pieces of one context."""
+"""Split-K reduction of attention: combine the partial results of several programs over one context."""
 
 import triton
 import triton.language as tl
@@ -10,8 +10,8 @@ from .tile_config import power_of_two
 
 MOST_SPLITS = 64
 FEW_SPLITS = 8
-"""Pieces that one program reads at once. One for 64 holds registers for 64, so a multiprocessor runs four of
-them; a step of 256 sequences has 8,192, with two pieces each.
+"""Splits that one program reads at once. A program for 64 holds registers for 64, so a multiprocessor runs
+only four of them; a step of 256 sequences has 8,192 programs with two splits each.
 """
 
 
@@ -22,7 +22,9 @@ def reduce_splits(
     *,
     fixed: bool,
 ) -> None:
-    """The first N rows of the result from the pieces. `fixed`: in order, as one program would have."""
+    """Write the first N rows of the result from the splits. `fixed` combines them in order, as one program
+    would.
+    """
     sequences, heads, splits, head_dim = partial_NHSD.shape
     reduce_kernel[(heads, sequences)](
         result.out,
@@ -58,6 +60,12 @@ def reduce_kernel(
     LARGEST: tl.constexpr,
     GIVEN: tl.constexpr,
 ) -> None:
+    """Combine the splits of one row and head: sum of exp2(max_s - max) acc_s over sum of exp2(max_s - max)
+    total_s.
+
+    Arithmetic is float32. With EIGHT the 8-bit codes and scales are stored too. Reference: `attention` in
+    `kernels/reference/attention.py`.
+    """
     head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     place = sequence * tl.num_programs(0) + head
     d = tl.arange(0, D_PAD)

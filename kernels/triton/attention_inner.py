@@ -1,4 +1,4 @@
-"""The inner loop of attention: one tile of query rows over a range of keys, with the online softmax.
+"""Inner loop of attention: one tile of query rows over a range of keys, with the online softmax.
 
 Dao, "FlashAttention-2", 2023. Scores are kept in base 2: exp2 is one instruction.
 """
@@ -10,7 +10,7 @@ from . import kv_cache
 from .softcap import tanh
 
 BY_FLOAT32 = tl.constexpr(kv_cache.BY_FLOAT32)
-"""A value of QUANTISED: see `how_widened`."""
+"""Value of QUANTISED for conversion in two steps: see `how_widened`."""
 
 
 @triton.jit
@@ -41,7 +41,8 @@ def attend(
     QUANTISED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """Sum of exp2(score - top) v, top and sum of exp2(score - top), for keys from_key .. to_key - 1.
+    """Return the sum of exp2(score - top) v, top, and the sum of exp2(score - top), over keys from_key ..
+    to_key - 1, float32.
 
     `from_key` and `plain` are multiples of COLUMNS; keys before `plain` are seen by all rows.
     """
@@ -93,6 +94,11 @@ def step(
     QUANTISED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
+    """Add one tile of keys to the online softmax: rescale the sums to the new maximum, then add exp2(score -
+    top) v.
+
+    Scores and sums are float32. 8-bit keys and values are scaled after the products, one scale a key.
+    """
     key = start + tl.arange(0, COLUMNS)
     if MASKED:
         real = key < to_key
@@ -137,7 +143,7 @@ def step(
         score = tl.where(seen, score, float("-inf"))
 
     new_top = tl.maximum(top, tl.max(score, 1))
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # rows that have seen nothing yet
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf: the row has seen no key yet
     weight = tl.exp2(score - shift[:, None])
     keep = tl.exp2(top - shift)
     total = total * keep + tl.sum(weight, 1)
@@ -150,6 +156,7 @@ def step(
 
 @triton.jit
 def widened(tile: tl.tensor, dtype: tl.constexpr, QUANTISED: tl.constexpr) -> tl.tensor:
+    """Convert a tile of the cache to the dtype of the queries."""
     if QUANTISED == BY_FLOAT32:
         tile = tile.to(tl.float32)
     return tile.to(dtype)
@@ -164,7 +171,7 @@ def fold(
     top_b: tl.tensor,
     total_b: tl.tensor,
 ) -> tl.tensor:
-    """Two ranges of keys as if they had been one. An empty range leaves the other's bits as they are."""
+    """Combine two key ranges as if they were one. An empty range leaves the bits of the other unchanged."""
     top = tl.maximum(top_a, top_b)
     shift = tl.where(top == float("-inf"), 0.0, top)
     a, b = tl.exp2(top_a - shift), tl.exp2(top_b - shift)
@@ -175,5 +182,5 @@ def fold(
 def piece_size(
     keys: tl.tensor, splits: tl.tensor, COLUMNS: tl.constexpr, LEAST_SPLIT: tl.constexpr
 ) -> tl.tensor:
-    """Keys a program takes: whole tiles, all programs about equally many."""
+    """Return the keys per program: whole tiles, about the same number for every program."""
     return tl.maximum(tl.cdiv(tl.cdiv(keys, splits), COLUMNS) * COLUMNS, LEAST_SPLIT)

@@ -1,4 +1,4 @@
-"""What attention derives from a step's shape, once for all layers."""
+"""Attention metadata of a step, built once for all layers."""
 
 from dataclasses import dataclass
 
@@ -11,16 +11,19 @@ from .attention_sdpa import all_are_long
 from .kv_cache import TritonKVCache
 
 LEAST_SPLIT = 128
-"""Tokens: shorter pieces would cost more in the reduction than they win."""
+"""Fewest tokens of a split: shorter ones cost more in the reduction than they win."""
 WAVES = 16
-"""Programs a multiprocessor that decoding aims at: with three resident, the last to end are a small part."""
+"""Programs a multiprocessor that decode aims at: with three resident, the last ones to end are a small
+part.
+"""
 FIXED_SPLIT = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class TritonAttentionMetadata:
-    """`decoding` of the sequences, the first ones, have one row each; `longest` bounds their contexts.
-    `sdpa`: the others go through PyTorch's kernels.
+    """Attention metadata. The first `decoding` sequences have one row each; `longest` bounds their contexts.
+
+    `sdpa`: the other sequences go through PyTorch's kernels.
     """
 
     ragged: BatchLayout
@@ -39,7 +42,9 @@ def plan_attention(
     fixed: bool = False,
     sdpa_from: int | None = None,
 ) -> TritonAttentionMetadata:
-    """`sdpa_from`: tokens from which on prompts may leave these kernels; None: they never do."""
+    """Build the metadata. `sdpa_from` is the prompt length from which PyTorch's kernels may be used; None:
+    never.
+    """
     decoding = next((n for n, rows in enumerate(ragged.query_lens) if rows != 1), len(ragged.query_lens))
     longest = ragged.block_tables_NB.shape[1] * ragged.block_size
     sdpa = window is None and not fixed and all_are_long(ragged.query_lens[decoding:], sdpa_from)

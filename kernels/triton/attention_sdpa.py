@@ -1,7 +1,8 @@
-"""Attention of long prompts by PyTorch's own kernels, which want keys and values in one piece: gathered here.
+"""Attention of long prompts by PyTorch's own kernels, which need contiguous keys and values: they are
+gathered here.
 
-Each prompt on its own, in every layer. Worth it where arithmetic costs more than the copy, if at all: whoever
-wants it says from how many tokens on (`make gpu-check` measures that).
+Each prompt is computed on its own, in every layer. This pays off only where arithmetic costs more than the
+copy, so it is off unless a prompt length is set from which to use it (`make gpu-check` measures that).
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from .kv_cache import TritonKVCache
 
 
 def all_are_long(prompts: Sequence[int], least: int | None) -> bool:
-    """Rows of each prompt of a step: one kernel serves them all, or none."""
+    """Return whether all prompts of a step have `least` rows or more: one kernel serves them all, or none."""
     return least is not None and len(prompts) > 0 and min(prompts) >= least
 
 
@@ -29,7 +30,7 @@ def attend_gathered(
     first: int,
     scale: float,
 ) -> None:
-    """For the sequences from `first` on. Keys and values are kept in q's dtype; all of a context is seen."""
+    """Attend for the sequences from `first` on. The cache has q's dtype; there is no sliding window."""
     row = sum(ragged.query_lens[:first])
     for n in range(first, len(ragged.query_lens)):
         count, context = ragged.query_lens[n], ragged.contexts[n]
@@ -49,6 +50,6 @@ def attend_gathered(
 
 
 def gathered(paged_BGSD: Tensor, pages: Tensor, context: int) -> Tensor:
-    """[G, context, D]. Slots beyond it may hold anything."""
+    """Gather one layer's keys or values to [G, context, D]. Slots beyond the context are cut off."""
     pages_GPSD = paged_BGSD.transpose(0, 1).index_select(1, pages.to(torch.int64))
     return pages_GPSD.flatten(1, 2)[:, :context]

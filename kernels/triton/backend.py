@@ -1,4 +1,4 @@
-"""The operations of `Ops` on Triton's kernels, for one model."""
+"""`Ops` on the Triton kernels, for one model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,10 +43,10 @@ def triton_ops(
     sdpa_from: int | None = None,
     scaled_mm: bool = True,
 ) -> Ops:
-    """`dtype` is the model's. `deterministic`: a row's bits never depend on its neighbours.
+    """Build `Ops`. `dtype` is the model's. `deterministic`: a row's bits never depend on its neighbors.
 
-    `sdpa_from`: tokens of prompts from which on PyTorch computes attention; `scaled_mm`: whether it may
-    multiply 8-bit floats. Neither with `deterministic`.
+    `sdpa_from`: prompt length from which PyTorch computes attention; `scaled_mm`: PyTorch may multiply FP8
+    matrices. Both are ignored with `deterministic`.
     """
     scaled_mm = scaled_mm and not deterministic
     return TritonBackend(dtype, quant, fixed=deterministic, sdpa_from=sdpa_from, scaled_mm=scaled_mm).ops(
@@ -56,7 +56,7 @@ def triton_ops(
 
 @dataclass
 class TritonBackend:
-    """Norms and gates before linears of 8-bit rows leave those too."""
+    """Triton backend. Norms, gates and attention before 8-bit linears also write quantized rows."""
 
     dtype: torch.dtype
     quant: Quant | None
@@ -117,13 +117,13 @@ class TritonBackend:
         return self._chosen(pack(weight_OI, bias_O, self.quant))
 
     def format(self, kind: Kind) -> Quant | None:
-        """As `StoredWeights` has it."""
+        """Implement `StoredWeights`."""
         if self.quant is None or kind in WIDE_KINDS or (kind not in OF_LAYERS and self.quant.keeps_head):
             return None
         return self.quant if kind in OF_LAYERS else self.quant.head
 
     def pack_experts(self, weights: Tensor | QuantizedWeight) -> Linear:
-        """For `experts_product`, which PyTorch has no part in."""
+        """Pack the weights of all experts for `experts_product`, which never uses PyTorch's FP8 kernels."""
         if isinstance(weights, QuantizedWeight):
             return pack_rounded(weights, None)
         return pack(weights, None, self.quant)
@@ -131,7 +131,7 @@ class TritonBackend:
     def pack_rounded(
         self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None
     ) -> Linear:
-        """As `StoredWeights` has it."""
+        """Implement `StoredWeights`."""
         assert dtype == self.dtype
         return self._chosen(pack_rounded(rounded, bias_O))
 
@@ -173,7 +173,7 @@ class TritonBackend:
         scale: float,
         softcap: float | None = None,
     ) -> Tensor:
-        maker = ~layer  # no identity of an object
+        maker = ~layer  # negative: never the identity of an object
         wanted = self._left.format_of(maker)
         return self._left.keep(
             *attention.attend_rows(q_THD, cache, layer, plan, scale, wanted, softcap), maker
@@ -196,7 +196,7 @@ def pack(weight_OI: Tensor, bias_O: Tensor | None, quant: Quant | None) -> Linea
 
 
 def pack_rounded(rounded: QuantizedWeight, bias_O: Tensor | None) -> Linear:
-    """Weights that a checkpoint holds rounded."""
+    """Pack weights that a checkpoint holds quantized."""
     quant, codes_OI = rounded.quant, rounded.codes_OI
     if quant.by_output:
         scales = rounded.scales_OG.contiguous()
@@ -211,5 +211,5 @@ def pack_rounded(rounded: QuantizedWeight, bias_O: Tensor | None) -> Linear:
 def same(
     body: Callable[[StepInputs], tuple[Tensor, ...]],
 ) -> Callable[[StepInputs], tuple[Tensor, ...]]:
-    """The runner captures whole decoding steps; nothing is recorded here."""
+    """Return `body` unchanged: the runner captures whole decode steps, nothing is recorded here."""
     return body

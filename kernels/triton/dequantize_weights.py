@@ -1,4 +1,6 @@
-"""Integer weights made wide, for products of so many rows that reading them costs least."""
+"""Dequantization of integer weights, for products of so many rows that one more pass over the weights costs
+little.
+"""
 
 import torch
 import triton
@@ -9,11 +11,11 @@ from .gemm import Grouped
 from .gemm_inner import numbers_of
 
 BLOCK = 32
-"""Outputs of a program."""
+"""Outputs of one program."""
 
 
 def dequantise(packed: Grouped, dtype: torch.dtype) -> Tensor:
-    """[O, I] in `dtype`: what the integers stand for."""
+    """Dequantize to [O, I] in `dtype`."""
     out_OI = torch.empty((packed.outputs, packed.inputs), dtype=dtype, device=packed.weight.device)
     grid = (triton.cdiv(packed.outputs, BLOCK), packed.weight.shape[0])
     dequantise_kernel[grid](
@@ -44,6 +46,10 @@ def dequantise_kernel(
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Write scale * code for one group of BLOCK outputs, computed in float32.
+
+    Reference: `QuantizedWeight.floats` in `kernels/weight_packing.py`.
+    """
     WIDTH: tl.constexpr = GROUP * BITS // 8
     g = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

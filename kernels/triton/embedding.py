@@ -1,4 +1,4 @@
-"""Rows of the embedding table, dequantised where it is kept in 8 bits."""
+"""Embedding lookup, with dequantization where the table has 8 bits."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ BLOCK = 1024
 
 
 def embed(packed: Linear, ids_T: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    """Rows of a table in any format times `scale`, [T, E] in `dtype`."""
+    """Look up rows of a table in any format, times `scale`: [T, E] in `dtype`."""
     match packed:
         case DenseLinear(weight_VE, _):
             return run(weight_VE, weight_VE, ids_T, weight_VE.shape[1], 0, dtype, scale)
@@ -34,7 +34,9 @@ def run(
     dtype: torch.dtype,
     scale: float,
 ) -> Tensor:
-    """`group`: 0 without scales, -1 for one scale a row, else weights and scales as in `Grouped`."""
+    """Launch the lookup. `group` is 0 without scales, -1 for one scale a row, else weights and scales are as
+    in `Grouped`.
+    """
     out_TE = torch.empty((len(ids_T), width), dtype=dtype, device=weight.device)
     if len(ids_T):
         block = min(BLOCK, power_of_two(width))
@@ -66,6 +68,10 @@ def gather_kernel(
     BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
 ) -> None:
+    """Write scale * code * row scale for one tile of a row, computed in float32.
+
+    Reference: `embedding` in `kernels/reference/elementwise.py`.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH

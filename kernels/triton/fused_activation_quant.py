@@ -1,9 +1,9 @@
-"""Rows that norms, gates and attention leave in 8 bits too, for the linear that reads them next.
+"""Fused activation quantization: norms, gates and attention also write 8-bit rows for the next linear.
 
-They are found by the identity of the wide result. Where all linears want the same format, each of them leaves
-that. Where each linear has a scale of its own (a checkpoint with static activations), which one reads what
-shows in the first step: until then linears round their rows, to the same bits. In that step it also shows
-what a wide linear reads, for which nothing is left from then on.
+The rows are found by the identity of the unquantized result. Where all linears have the same format, every
+producer writes it. Where each linear has a static scale of its own, the first step shows which linear reads
+which result: until then linears quantize their rows themselves, to the same bits. That step also shows which
+results unquantized linears read; no 8-bit rows are written for these from then on.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,16 @@ from .quantize_activations import RowFormat, Rows8
 
 class FusedActivationQuant:
     def __init__(self, row_format: RowFormat | None) -> None:
-        """`row_format`: what all linears want; None: nothing, or each its own."""
+        """Start without knowledge. `row_format` is the format of all linears; None: no linear has one, or
+        each its own.
+        """
         self._for_all = row_format
         self._learned: dict[int, RowFormat] = {}
-        """By the identity of a norm's weight, or of the linear before a gate: those stay with the model."""
+        """Format by producer: the identity of a norm's weight, or of the linear before a gate. Both live as
+        long as the model.
+        """
         self._unread: set[int] = set()
-        """The same of those whose results wide linears read."""
+        """Producers whose results unquantized linears read."""
         self._wide: Callable[[], Tensor | None] = lambda: None
         self._eight: Rows8 | None = None
         self._format: RowFormat | None = None
@@ -31,17 +35,20 @@ class FusedActivationQuant:
         self._product_of = 0
 
     def format_of(self, maker: int) -> RowFormat | None:
-        """What is to be left by the norm of that weight, by the gate after that linear."""
+        """Return the 8-bit format that a producer should write; None: none."""
         for_all = None if maker in self._unread else self._for_all
         return for_all or self._learned.get(maker)
 
     def keep(self, wide: Tensor, eight: Rows8 | None, maker: int) -> Tensor:
+        """Remember the result of a producer and its quantized rows."""
         self._wide, self._eight, self._maker = ref(wide), eight, maker
         self._format = self.format_of(maker)
         return wide
 
     def rows_for(self, packed: Linear, x: Tensor) -> Rows8 | None:
-        """What was left of `x`, if it was, as `packed` wants it."""
+        """Return the quantized rows of `x` if they were written in the format of `packed`, and learn who
+        reads `x`.
+        """
         if self._wide() is not x:
             return None
         if isinstance(packed, DenseLinear):
@@ -56,9 +63,10 @@ class FusedActivationQuant:
         return None
 
     def multiplied(self, packed: Linear, out: Tensor) -> Tensor:
+        """Remember the result of a linear, for the gate after it."""
         self._product, self._product_of = ref(out), id(packed)
         return out
 
     def maker_of(self, product: Tensor) -> int:
-        """The linear that gave it last; 0 where it is none's."""
+        """Return the identity of the linear that computed `product` last; 0 if none did."""
         return self._product_of if self._product() is product else 0

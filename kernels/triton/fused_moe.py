@@ -1,6 +1,7 @@
-"""`Ops.experts` on the grouped product: rows are sorted by expert on the device, and nothing waits for it.
+"""Fused MoE: rows are sorted by expert on the device and multiplied in one grouped GEMM, without
+synchronizing.
 
-T rows, K experts of each, S rows of all experts, E hidden, F inner rows.
+T rows, K experts a row, S = T K rows of all experts, E hidden, F feed-forward.
 """
 
 from collections.abc import Sequence
@@ -32,16 +33,18 @@ from .quantize_activations import Rows8, quantise_rows
 from .tile_config import Tile
 
 MANY = 64
-"""Rows of an expert, on average. With more, tiles are tall, and integers are scaled before the product."""
+"""Average rows of an expert above which tiles are tall and integer weights are dequantized before the
+product.
+"""
 GROUPED, INT8, FP8 = 0, 1, 2
-"""Values of KIND: which loop multiplies."""
+"""Values of KIND: the inner loop that multiplies."""
 WITH_INT8 = tl.constexpr(INT8)
 WITH_FP8 = tl.constexpr(FP8)
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What a launch reads of the weights of all experts, [X * O, I] in some format."""
+    """Weights of all experts as the kernel reads them, [X * O, I] in some format."""
 
     data: Tensor
     scales: Tensor
@@ -59,10 +62,11 @@ def experts_product(
     eight: Rows8 | None = None,
     fixed: bool = False,
 ) -> Tensor:
-    """Row t of expert e, starts[e] <= t < starts[e + 1], times weight[e].T; int32 starts on the device.
+    """Grouped GEMM: multiply row t of expert e, starts[e] <= t < starts[e + 1], by weight[e].T; starts are
+    int32 on the device.
 
-    `packed`: of all experts one after the other. `eight`: x as `row_format_of(packed)` has it, where somebody
-    has left it so. `fixed`: one tile for any number of rows, so that a row's bits do not depend on it.
+    `packed` holds all experts, concatenated. `eight` is x in the format `row_format_of(packed)`, if it was
+    quantized before. `fixed`: one tile for any number of rows, so that a row's bits do not depend on it.
     """
     rows, inputs = x_TI.shape
     experts = len(starts_X1) - 1
@@ -108,7 +112,7 @@ def experts_product(
 
 
 def outputs_of(packed: Linear) -> int:
-    """Of all experts together."""
+    """Return the number of outputs of all experts together."""
     match packed:
         case WeightOnlyIntLinear(weight, _) | W8A8Linear(weight, _):
             return weight.outputs
@@ -117,7 +121,9 @@ def outputs_of(packed: Linear) -> int:
 
 
 def stack_of(packed: Linear, itemsize: int, *, wide: bool) -> Stack:
-    """`itemsize`: of x; `wide`: whether integers are scaled before they are multiplied."""
+    """Describe the weights to the kernel. `itemsize` is that of x; `wide`: integers are dequantized before
+    the product.
+    """
     constants = {"UNROLL": 1, "BITS": 0, "STEPS": False, "WIDE": False, "BLOCKWISE": False, "SHARED": 1}
     match packed:
         case DenseLinear(data, _):
@@ -135,6 +141,7 @@ def stack_of(packed: Linear, itemsize: int, *, wide: bool) -> Stack:
 
 
 def of_integers(weight: Grouped, constants: dict[str, Any], *, wide: bool) -> Stack:
+    """Describe integer weights to the kernel."""
     steps = weight.weight if weight.steps is None else weight.steps
     constants |= {
         "UNROLL": max(1, STEP // weight.group),
@@ -146,7 +153,7 @@ def of_integers(weight: Grouped, constants: dict[str, Any], *, wide: bool) -> St
 
 
 def tile_for(device: torch.device, rows_each: int, itemsize: int) -> Tile:
-    """`itemsize`: of what is multiplied."""
+    """Choose the tile; `itemsize` is that of the multiplied rows."""
     if itemsize == 4:
         return Tile(16, 32, 4, 2)
     hopper = tiles.capability(device)[0] == 9
@@ -181,6 +188,11 @@ def experts_kernel(
     SHARED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
+    """Multiply one tile of an expert's rows by its weights: x @ weight[e].T, with float32 sums (int32 in int8
+    products).
+
+    Reference: `experts_by` in `kernels/reference/moe.py`.
+    """
     tile = tl.program_id(0)
     low = 0
     high = experts
@@ -220,7 +232,7 @@ def experts_kernel(
 
 
 def experts(mixture: Mixture, x_TE: Tensor, logits_TX: Tensor, *, fixed: bool = False) -> Tensor:
-    """`fixed`: a row's bits never depend on its neighbours."""
+    """Implement `Ops.experts`. `fixed`: a row's bits never depend on its neighbors."""
     chosen_TK, shares_TK = route(logits_TX, mixture.per_token, mixture.normalised)
     sorted_S, order_S = chosen_TK.flatten().sort(stable=True)
     limits = torch.arange(mixture.count + 1, device=x_TE.device)
@@ -237,6 +249,6 @@ def experts(mixture: Mixture, x_TE: Tensor, logits_TX: Tensor, *, fixed: bool = 
 
 
 def one_of_all(linears: Sequence[Linear]) -> Linear:
-    """The one linear that holds all experts."""
+    """Return the one linear that holds all experts."""
     (packed,) = linears
     return packed

@@ -1,14 +1,15 @@
-"""Linears of few rows, and of any number in an order that does not depend on it: x_TI @ weight.T + bias.
+"""GEMM for few rows, and for any number of rows with a fixed order of sums: x_TI @ weight.T + bias.
 
-Weights are plain [O, I], or integers in groups of inputs: [I / group, O, group], scales [I / group, O], so
-that a tile of a group is one run of memory. 4-bit groups hold inputs i and i + group / 2 in one byte. A group
-is a product of its own, scaled as it is added: integers are exact in every float dtype. With steps, 4 bits
-become the integers of 8 in registers. The inner loop is `gemm_inner.py`.
+Weights are plain [O, I], or integers in groups of inputs: [I / group, O, group] with scales [I / group, O],
+so that a tile of a group is contiguous in memory. 4-bit groups hold inputs i and i + group / 2 in one byte.
+Each group is a product of its own, scaled as it is added: integers are exact in every float dtype. With
+steps, 4-bit codes become 8-bit integers in registers. The inner loop is in `gemm_inner.py`.
 
-Few rows leave most multiprocessors idle, so the inputs are split too, and the parts summed in order.
+Few rows leave most multiprocessors idle, so the inputs are split too (split-K), and the partial sums added in
+order.
 
-From WIDE_FROM rows on, scaling every product costs more than scaling the weights of a tile: those are made
-wide where they are, in registers, and summed as wide ones.
+From WIDE_FROM rows on, scaling every product costs more than scaling the weights of a tile: the weights are
+then dequantized in registers and multiplied like plain ones.
 """
 
 from dataclasses import dataclass
@@ -23,25 +24,27 @@ from .gemm_inner import sum_grouped
 from .tile_config import Tile, power_of_two
 
 PLAIN_BLOCK = 64
-"""Inputs of a step through plain weights."""
+"""Inputs of one loop step over plain weights."""
 STEP = 128
-"""Inputs of a step through grouped weights, several groups if those are smaller."""
+"""Inputs of one loop step over grouped weights, several groups if they are smaller."""
 WIDE_FROM = 129
 MOST_SPLITS = 16
 FIXED_ROWS = 1024
-"""Rows of one launch where the order is fixed: bounds the partial sums."""
+"""Rows of one launch with a fixed order of sums: bounds the memory of the partial sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Integer weights. `bits` 8: int8; 4: uint8 of two, each 8 too large, or with `steps` the n of those."""
+    """Integer weights. With `bits` 8 int8; with 4 pairs in uint8: codes plus 8, or with `steps` the nibbles
+    n.
+    """
 
     weight: Tensor
     scales: Tensor
     bits: int
     inputs: int
     steps: Tensor | None = None
-    """uint8 [I / group, O, group / 16] (`kernels/quantize_int.py`)."""
+    """Step bytes, uint8 [I / group, O, group / 16] (`kernels/quantize_int.py`)."""
 
     @property
     def outputs(self) -> int:
@@ -59,7 +62,7 @@ def product(
     *,
     fixed: bool = False,
 ) -> Tensor:
-    """[T, O] in x's dtype. With `fixed` a row's bits do not depend on the number of rows."""
+    """Multiply: [T, O] in x's dtype. With `fixed` a row's bits do not depend on the number of rows."""
     outputs = weight.outputs if isinstance(weight, Grouped) else weight.shape[0]
     out_TO = torch.empty((len(x_TI), outputs), dtype=x_TI.dtype, device=x_TI.device)
     step = FIXED_ROWS if fixed else max(1, len(x_TI))
@@ -80,7 +83,7 @@ def tile_for(device: torch.device, rows: int, itemsize: int, *, fixed: bool) -> 
 
 
 def num_splits(device: torch.device, programs: int, steps: int) -> int:
-    """About two programs a multiprocessor, each of four steps or more."""
+    """Return the number of splits: about two programs a multiprocessor, each of four steps or more."""
     return max(1, min(2 * tiles.multiprocessors(device) // programs, steps // 4, MOST_SPLITS))
 
 
@@ -152,6 +155,10 @@ def product_kernel(
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
+    """Write one tile of x @ weight.T + bias, or the partial sum of one split; sums are float32.
+
+    Reference: `linear` in `kernels/reference/elementwise.py`.
+    """
     split = tl.program_id(2)
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -176,7 +183,7 @@ def store_tile(
     outputs: tl.tensor,
     BIAS: tl.constexpr,
 ) -> None:
-    """Rows m and columns n of [rows, outputs], or of part `split` of the sum: [splits, rows, outputs]."""
+    """Store rows m and columns n of [rows, outputs], or of the partial sums [splits, rows, outputs]."""
     real_m, real_n = m < rows, n < outputs
     if BIAS:
         acc += tl.load(bias + n, mask=real_n, other=0.0).to(tl.float32)[None, :]
@@ -185,6 +192,7 @@ def store_tile(
 
 
 def add_splits(out_TO: Tensor, partial_STO: Tensor, bias_O: Tensor | None) -> None:
+    """Add the partial sums and the bias."""
     splits, rows, outputs = partial_STO.shape
     block = min(1024, power_of_two(outputs))
     add_kernel[(rows, triton.cdiv(outputs, block))](
@@ -210,6 +218,7 @@ def add_kernel(
     BLOCK: tl.constexpr,
     BIAS: tl.constexpr,
 ) -> None:
+    """Write the sum of the splits, in their order, plus bias; float32."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = n < outputs

@@ -1,4 +1,4 @@
-"""The inner loop of products with weights as they are, or in groups of integers: a tile's sum over inputs."""
+"""Inner loop of GEMMs with plain or group-quantized weights: a tile's sum over inputs."""
 
 import triton
 import triton.language as tl
@@ -26,9 +26,10 @@ def sum_grouped(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """[ROWS, COLUMNS] of rows at the addresses `x_rows` and the outputs `n` of all `outputs`, float32.
+    """Return the float32 sums [ROWS, COLUMNS] of rows at the addresses `x_rows` and the outputs `n` of all
+    `outputs`.
 
-    `first` to before `last`: turns of UNROLL groups. BITS 0: weights are as x. See `gemm.py`.
+    Loop steps `first` to `last` - 1 take UNROLL groups each. BITS 0: weights have x's dtype. See `gemm.py`.
     """
     HALF: tl.constexpr = GROUP // 2
     groups = tl.cdiv(inputs, GROUP)
@@ -93,7 +94,11 @@ def numbers_of(
     GROUP: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """Those of half a group from its input FIRST on, a row for each `cell` (`kernels/quantize_int.py`)."""
+    """Dequantize half a group of nibbles with steps, from input FIRST on, one row for each `cell`: step * n -
+    zero.
+
+    Reference: `to_numbers` in `kernels/quantize_int.py`.
+    """
     i = FIRST + tl.arange(0, GROUP // 2)
     place = cell[:, None] * (GROUP // 16) + (i // 16)[None, :]
     byte = tl.load(steps + place, mask=real[:, None], other=0).to(tl.int16)
@@ -103,8 +108,10 @@ def numbers_of(
 
 @triton.jit
 def small_integers(nibbles: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """0 .. 15 -> -8 .. 7. In 16 bits without a conversion, which runs at a quarter of the speed of logic:
-    the bits of 128 (bfloat16) or 1024 (float16) with a nibble in the last places are that sum.
+    """Convert nibbles 0 .. 15 to -8 .. 7 in `dtype`.
+
+    16-bit dtypes need no conversion instruction, which runs at a quarter of the speed of logic: the bits of
+    128 (bfloat16) or 1024 (float16) with a nibble in the last places are that sum.
     """
     if dtype == tl.bfloat16:
         return (nibbles.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0

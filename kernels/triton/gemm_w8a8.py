@@ -1,4 +1,4 @@
-"""Products of 8-bit rows and weights: how many programs, and the sum of their parts; the kernels differ."""
+"""W8A8 GEMM, 8-bit rows by 8-bit weights: launch and split-K in common, kernels for FP8 and int8."""
 
 from typing import Any
 
@@ -25,7 +25,8 @@ def product_of_8_bits(
     fixed: bool,
     **constants: Any,
 ) -> Tensor:
-    """[T, O] in `dtype`. `group`: inputs of one turn of the kernel's loop; `constants`: what it alone has.
+    """Launch `kernel`: [T, O] in `dtype`. `group` is the inputs of one loop step, `constants` the kernel's
+    own ones.
 
     With `fixed` a row's bits do not depend on the number of rows.
     """
@@ -68,7 +69,7 @@ def product_of_8_bits(
 
 
 BLOCK = 128
-"""Inputs, and of blockwise scales also outputs, that share a scale; as DeepSeek-V3 has them."""
+"""Inputs that share a scale, and with block scales outputs too; the same as in DeepSeek-V3."""
 
 
 def fp8_product(
@@ -80,8 +81,10 @@ def fp8_product(
     *,
     fixed: bool = False,
 ) -> Tensor:
-    """[T, O] in `dtype`. `scales` [O, 1] with x.scales [T, 1], or [O / 128, I / 128] with [T, I / 128], or
-    [O, I / 128] where outputs do not share them by 128.
+    """Multiply FP8 rows and weights: [T, O] in `dtype`.
+
+    `scales` are [O, 1] with x.scales [T, 1]; [O / 128, I / 128] with x.scales [T, I / 128]; or [O, I / 128]
+    where outputs do not share them.
     """
     outputs = weight_OI.shape[0]
     return product_of_8_bits(
@@ -119,6 +122,11 @@ def fp8_kernel(
     SHARED: tl.constexpr,
     BIAS: tl.constexpr,
 ) -> None:
+    """Write one tile of (x * x_scales) @ (weight * scales).T + bias, or the partial sum of one split; sums
+    are float32.
+
+    Reference: `quantized_linear` in `kernels/reference/rounded.py`.
+    """
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(2)
@@ -150,7 +158,9 @@ def sum_fp8(
     BLOCKWISE: tl.constexpr,
     SHARED: tl.constexpr,
 ) -> tl.tensor:
-    """[ROWS, COLUMNS] of rows `m` and outputs `n`, over blocks `first` to before `last`, scaled."""
+    """Return the scaled float32 sums [ROWS, COLUMNS] of rows `m` and outputs `n` over blocks `first` to
+    `last` - 1.
+    """
     blocks = tl.cdiv(inputs, GROUP)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     for b in range(first, last):
@@ -178,7 +188,10 @@ def sum_fp8(
 def int8_product(
     x: Rows8, weight: Grouped, bias_O: Tensor | None, dtype: torch.dtype, *, fixed: bool = False
 ) -> Tensor:
-    """[T, O] in `dtype`; x.scales [T, I / group]. With `fixed` a row's bits do not depend on their number."""
+    """Multiply int8 rows and weights: [T, O] in `dtype`; x.scales are [T, I / group].
+
+    With `fixed` a row's bits do not depend on the number of rows.
+    """
     assert weight.bits == 8
     assert x.scales.shape[1] == len(weight.scales)
     return product_of_8_bits(
@@ -212,6 +225,11 @@ def int8_kernel(
     GROUP: tl.constexpr,
     BIAS: tl.constexpr,
 ) -> None:
+    """Write one tile of (x * x_scales) @ (weight * scales).T + bias, or the partial sum of one split.
+
+    Products of a group are summed in int32, groups in float32. Reference: `quantized_linear` in
+    `kernels/reference/rounded.py`.
+    """
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(2)
@@ -242,7 +260,10 @@ def sum_int8(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """[ROWS, COLUMNS] of rows `m` and outputs `n` of all `outputs`, over groups `first` to `last` - 1."""
+    """Return the scaled float32 sums [ROWS, COLUMNS] of rows `m` and outputs `n` of all `outputs`.
+
+    The sum is over groups `first` to `last` - 1; inside a group it is int32.
+    """
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     for g in range(first, last):
         i = g * GROUP + tl.arange(0, GROUP)

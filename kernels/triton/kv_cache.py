@@ -1,6 +1,6 @@
 """Paged KV cache: k and v are [layers, blocks, G, block_size, D], their scales the same without D.
 
-A head's slots of one block lie together: a decoding program reads runs of block_size * D numbers.
+A head's slots of one block are contiguous: a decode program reads runs of block_size * D numbers.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from ..op_types import KVShape
 from . import tile_config as tiles
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""Of the 8-bit dtypes: what a row's largest number is stored as."""
+"""Code of a row's largest magnitude, by 8-bit dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class TritonKVCache:
     k: Tensor
     v: Tensor
     k_scale: Tensor
-    """float32; a few numbers where the dtype needs no scales."""
+    """float32 scales; a few unused numbers where the dtype needs no scales."""
     v_scale: Tensor
     compute_dtype: torch.dtype
 
@@ -35,9 +35,9 @@ BY_FLOAT32 = 2
 
 
 def how_widened(cache: TritonKVCache, dtype: torch.dtype) -> int:
-    """On the way to `dtype`. 0: nothing to do, 1: directly, BY_FLOAT32: two steps.
+    """Return how the cache is converted to `dtype`: 0 not at all, 1 directly, BY_FLOAT32 in two steps.
 
-    Triton makes bfloat16 of E4M3 with an instruction that capability 8.9 lacks.
+    Triton converts E4M3 to bfloat16 with an instruction that compute capability 8.9 lacks.
     """
     if cache.k.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16:
         return BY_FLOAT32 if tiles.capability(cache.k.device) == (8, 9) else 1
@@ -49,14 +49,15 @@ def make_kv_cache(shape: KVShape, device: torch.device) -> TritonKVCache:
         raise ValueError("fp8 keys and values need a GPU of compute capability 8.9 or newer: use int8")
     scales = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size)
     k, v = (torch.empty(*scales, shape.head_dim, dtype=shape.dtype, device=device) for _ in "kv")
-    # What is passed and not read: each layer's begins at 16 bytes, as Triton compiles anew for what does not.
+    # Unused scales are passed too. Each layer's begin at a multiple of 16 bytes: otherwise Triton would
+    # compile another variant of the kernel.
     size = scales if shape.dtype in LARGEST else (shape.num_layers, 1, 1, 4)
     k_scale, v_scale = (torch.empty(size, dtype=torch.float32, device=device) for _ in "kv")
     return TritonKVCache(k, v, k_scale, v_scale, shape.compute_dtype)
 
 
 def clear_blocks(cache: TritonKVCache, blocks: list[int]) -> None:
-    """Nothing to do: attention never reads a slot that no token was written to."""
+    """Do nothing: attention never reads a slot that no token was written to."""
 
 
 def copy_blocks(cache: TritonKVCache, pairs: list[tuple[int, int]]) -> None:
@@ -75,6 +76,9 @@ def copy_blocks(cache: TritonKVCache, pairs: list[tuple[int, int]]) -> None:
 def copy_kernel(
     data: tl.tensor, pairs: tl.tensor, layer_stride: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
+    """Copy one block of one layer as 32-bit words. Reference: `copy_blocks` in
+    `kernels/reference/kv_cache.py`.
+    """
     pair, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     source = tl.load(pairs + 2 * pair).to(tl.int64)
     destination = tl.load(pairs + 2 * pair + 1).to(tl.int64)

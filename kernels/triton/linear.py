@@ -1,4 +1,4 @@
-"""Linears in every weight format: which kernel multiplies, by the format and the number of rows."""
+"""Linears in every weight format, and the choice of their kernel by format and number of rows."""
 
 from dataclasses import dataclass
 
@@ -15,8 +15,9 @@ from .quantize_activations import RowFormat, Rows8, quantise_rows
 from .scaled_mm import Sharing
 
 TILED_ROWS = 512
-"""Up to here integer weights are multiplied as they are read. More rows than that pay for one pass that makes
-the weights wide, and cuBLAS is faster at the arithmetic, which then decides."""
+"""Most rows for which integer weights are multiplied as they are stored. With more rows arithmetic dominates:
+one pass that dequantizes the weights and cuBLAS are faster then.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class WeightOnlyIntLinear:
 
 @dataclass(frozen=True, slots=True)
 class W8A8Linear:
-    """Multiplied with int8 rows."""
+    """int8 weights that are multiplied by int8 rows."""
 
     weight: Grouped
     bias_O: Tensor | None
@@ -47,14 +48,14 @@ FP8_BLOCKS = RowFormat(torch.float8_e4m3fn, BLOCK)
 class Fp8Linear:
     weight_OI: Tensor
     scales: Tensor
-    """[O, 1]."""
+    """Scales of the outputs, [O, 1]."""
     bias_O: Tensor | None
     given: Tensor | None = None
-    """float32 [1]: the scale of all rows, where a checkpoint has it."""
+    """Static input scale, float32 [1], where the checkpoint has one."""
     one_1: Tensor | None = None
-    """The scale of all outputs, where they share it."""
+    """Scale of all outputs, where they share one."""
     by_torch: Sharing | None = None
-    """How `torch._scaled_mm` multiplies it (`scaled_mm_choice.py`); None: it does not."""
+    """Scale layout for `torch._scaled_mm` (`scaled_mm_choice.py`); None: not multiplied by it."""
 
     @property
     def row_format(self) -> RowFormat:
@@ -65,7 +66,7 @@ class Fp8Linear:
 class Fp8BlockLinear:
     weight_OI: Tensor
     scales: Tensor
-    """[O / 128, I / 128], or [O, I / 128]."""
+    """Scales, [O / 128, I / 128] or [O, I / 128]."""
     bias_O: Tensor | None
     by_torch: Sharing | None = None
 
@@ -78,7 +79,9 @@ Linear = DenseLinear | WeightOnlyIntLinear | W8A8Linear | Fp8Linear | Fp8BlockLi
 
 
 def rows_for(quant: Quant | None) -> RowFormat | None:
-    """What linears of this format multiply, where that is rows of 8 bits."""
+    """Return the 8-bit row format that linears of `quant` multiply; None: unquantized rows, or each linear
+    its own.
+    """
     match quant:
         case Quant(kind="rows", group=group):
             return RowFormat(torch.int8, group)
@@ -90,7 +93,7 @@ def rows_for(quant: Quant | None) -> RowFormat | None:
 
 
 def row_format_of(packed: Linear) -> RowFormat | None:
-    """What this linear multiplies, where that is rows of 8 bits."""
+    """Return the 8-bit row format that this linear multiplies; None: unquantized rows."""
     match packed:
         case W8A8Linear(weight, _):
             return RowFormat(torch.int8, weight.group)
@@ -100,7 +103,9 @@ def row_format_of(packed: Linear) -> RowFormat | None:
 
 
 def multiply(packed: Linear, x_TI: Tensor, eight: Rows8 | None, *, fixed: bool) -> Tensor:
-    """`eight`: x in the format of `rows_for`, where an operation before has left it so."""
+    """Multiply by a linear. `eight` is x in the linear's row format, where an operation before has written
+    it.
+    """
     match packed:
         case DenseLinear(weight_OI, bias_O):
             return (
@@ -122,7 +127,7 @@ def multiply(packed: Linear, x_TI: Tensor, eight: Rows8 | None, *, fixed: bool) 
 def multiply_floats(
     packed: Fp8Linear | Fp8BlockLinear, rows: Rows8, dtype: torch.dtype, *, fixed: bool
 ) -> Tensor:
-    """[T, O] in `dtype`."""
+    """Multiply FP8 rows by FP8 weights, in Triton or PyTorch: [T, O] in `dtype`."""
     weight_OI, scales, bias_O = packed.weight_OI, packed.scales, packed.bias_O
     match packed.by_torch:
         case None:

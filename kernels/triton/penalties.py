@@ -1,4 +1,5 @@
-"""Walks over the listed ids of a row: those whose logits rules have changed (`penalties.py`).
+"""Penalties, biases and bans on the device: they edit the listed ids of a row, and sampling reads those from
+the list.
 
 Sums of integers do not depend on their order, so what the list adds to a sum over the row is exact. An entry
 whose logit is minus infinity weighs nothing.
@@ -12,7 +13,7 @@ from ..sampling_types import COUNTS, FORBIDDEN, FORBIDDEN_EARLY, ONLY_LISTED, Pe
 from .chunk_max import ordered, weights
 
 ENTRIES = tl.constexpr(1024)
-"""Read at once: most lists are shorter."""
+"""Entries read at once; most lists are shorter."""
 
 
 @triton.jit
@@ -24,7 +25,7 @@ def above_in_list(
     temperature: tl.tensor,
     least: tl.tensor,
 ) -> tl.tensor:
-    """How many have at least `key`, and what they weigh; int64."""
+    """Return the number of entries with at least `key` and the sum of their weights, int64."""
     count = tl.full((), 0, tl.int64)
     total = tl.full((), 0, tl.int64)
     for start in range(0, entries, ENTRIES):
@@ -49,7 +50,9 @@ def between_in_list(
     least: tl.tensor,
     TIES: tl.constexpr,
 ) -> tl.tensor:
-    """What ids from `low` to below `high` weigh; TIES: how many of them have this key. int64."""
+    """Return the sum of weights of ids low .. high - 1; with TIES the number of them that have this key.
+    int64.
+    """
     total = tl.full((), 0, tl.int64)
     for start in range(0, entries, ENTRIES):
         e = start + tl.arange(0, ENTRIES)
@@ -65,7 +68,7 @@ def between_in_list(
 
 @triton.jit
 def largest_in_list(values: tl.tensor, entries: tl.tensor) -> tl.tensor:
-    """The largest logit, minus infinity of none; and whether one is NaN, int32."""
+    """Return the largest logit, minus infinity for no entries, and 1 if one is NaN, int32."""
     most = tl.full((), float("-inf"), tl.float32)
     broken = tl.full((), 0, tl.int32)
     for start in range(0, entries, ENTRIES):
@@ -79,7 +82,7 @@ def largest_in_list(values: tl.tensor, entries: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def logit_in_list(ids: tl.tensor, values: tl.tensor, entries: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """Of this id; minus infinity where it is not listed."""
+    """Return the logit of an id; minus infinity if it is not listed."""
     found = tl.full((), float("-inf"), tl.float32)
     for start in range(0, entries, ENTRIES):
         e = start + tl.arange(0, ENTRIES)
@@ -91,7 +94,7 @@ def logit_in_list(ids: tl.tensor, values: tl.tensor, entries: tl.tensor, token: 
 
 @triton.jit
 def put_back(x: tl.tensor, ids: tl.tensor, values: tl.tensor, entries: tl.tensor) -> None:
-    """The model's logits where they were: in whatever dtype they came, so that nothing is rounded."""
+    """Restore the model's logits, in the dtype they came in, so that nothing is rounded."""
     for start in range(0, entries, ENTRIES):
         e = start + tl.arange(0, ENTRIES)
         v = tl.load(ids + e, mask=e < entries, other=0)
@@ -108,12 +111,12 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 def edit(logits_SV: Tensor, position_S: Tensor, rules: PenaltyState) -> None:
-    """`position_S`: of the tokens that are drawn next."""
+    """Edit the logits for the tokens that are drawn at `position_S`, and count the last tokens."""
     _launch(logits_SV, position_S, rules, edits=True)
 
 
 def count(position_S: Tensor, rules: PenaltyState) -> None:
-    """Count the last tokens only, of rows that are drawn elsewhere. `edit` counts no token twice."""
+    """Count the last tokens of rows that are sampled elsewhere. `edit` counts no token twice."""
     _launch(rules.values_3N, position_S, rules, edits=False)
 
 
@@ -160,6 +163,12 @@ def edit_kernel(
     BLOCK: tl.constexpr,
     EDITS: tl.constexpr,
 ) -> None:
+    """Count the row's last token, then move the logits of its entries to the list and set them to minus
+    infinity in the row.
+
+    With EDITS the list gets the model's logit and the edited one: bias, repetition, frequency and presence
+    penalty, bans. Arithmetic is float32. Reference: `engine/sampling/logits_processors.py`.
+    """
     s = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + s)
     count = tl.load(facts + row * 5 + 1)
@@ -199,7 +208,7 @@ def edit_kernel(
             tl.store(edits + e, tl.where(banned, float("-inf"), new), mask=inside)
             tl.store(x + v, float("-inf"), mask=inside)
     raw = tl.load(x + token).to(tl.float32) if EDITS else 0.0
-    tl.debug_barrier()  # all threads have read what is written now
+    tl.debug_barrier()  # all threads have read what the next lines overwrite
     if counting & (found == 0):
         only = (kind & IS_ONLY_LISTED) != 0
         tl.store(ids + count, token.to(tl.int32))
@@ -225,6 +234,9 @@ def changed(
     frequency: tl.tensor,
     presence: tl.tensor,
 ) -> tl.tensor:
+    """Apply the bias and the penalties to a logit, float32: (x / r or x * r) - frequency * count -
+    presence.
+    """
     old = bounded(raw + bias, raw)
     new = tl.where(old > 0, tl.div_rn(old, repetition), old * repetition)
     new = tl.where(drawn >= 0, new, old)
@@ -236,5 +248,5 @@ def changed(
 
 @triton.jit
 def bounded(new: tl.tensor, old: tl.tensor) -> tl.tensor:
-    """A finite logit stays finite."""
+    """Clamp the result: a finite logit stays finite."""
     return tl.where(tl.abs(old) < float("inf"), tl.minimum(tl.maximum(new, -LARGEST), LARGEST), old)

@@ -1,4 +1,4 @@
-"""A decoding step's inputs from the state that stays on the device; no tensor of the host is read."""
+"""Inputs of a decode step from the state on the device; no host tensor is read."""
 
 import triton
 import triton.language as tl
@@ -10,6 +10,7 @@ BLOCK = 128
 
 
 def advance(rows: DecodeRows, drawn_R: Tensor | None, inputs: DecodeInputs, block_size: int) -> None:
+    """Implement `Ops.advance`."""
     count = len(rows.lengths_R)
     if not count:
         return
@@ -44,6 +45,10 @@ def advance_kernel(
     DRAWN: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Append sampled tokens to the rows (with DRAWN), then write position, slot and context length of each.
+
+    All numbers are integers. A free row (length 0) gets position 0, slot -1 and context length 0.
+    """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = row < count
     length = tl.load(lengths + row, mask=real, other=0)

@@ -1,4 +1,6 @@
-"""Does a kernel run here at all? Triton needs a C compiler, Python's headers and the driver's library."""
+"""Probe whether Triton kernels run here. Triton needs a C compiler, Python's headers and the driver's
+library.
+"""
 
 import torch
 
@@ -6,7 +8,7 @@ from .act_and_mul import gate_mul
 
 
 def why_it_fails(device: torch.device) -> str | None:
-    """Compiles and runs the smallest kernel; what went wrong in one line, or None."""
+    """Compile and run the smallest kernel. Return the failure in one line, or None."""
     try:
         result = gate_mul(torch.ones(1, 32, device=device), "silu").tolist()
     except Exception as error:  # noqa: BLE001 - compilers, linkers and drivers each have their own

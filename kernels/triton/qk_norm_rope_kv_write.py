@@ -1,9 +1,9 @@
-"""From one linear's rows of queries, keys and values to rotated queries and a written cache, in one pass.
+"""Fused QK-norm, RoPE and KV cache write: from the rows of one linear to rotated queries and a written cache.
 
-A program has some heads of one row. A head is 256 bytes: a multiprocessor runs 32 programs at most, which
-with one head each ask for 8 KB at a time where memory wants 29 KB (docs/gpu-kernels.md). Heads of a row also
-share what they are rotated by. Norm and rotation run in float32; between them a number is rounded to the
-model's dtype, as it is when they are two operations.
+A program has some heads of one row. A head is 256 bytes, and a multiprocessor runs 32 programs at most: with
+one head each they would request 8 KB at a time where memory needs 29 KB (docs/gpu-kernels.md). Heads of a row
+also share their angles. Norm and rotation run in float32; between them a number is rounded to the model's
+dtype, as it is in two separate operations.
 """
 
 import torch
@@ -17,7 +17,7 @@ from .quantize_activations import eight_bits, magnitude, row_scale
 from .tile_config import power_of_two
 
 HEADS = 8
-"""Of a program."""
+"""Heads of one program."""
 
 
 def rotate_and_write(
@@ -60,7 +60,7 @@ def rotary(x_TnD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 def warps_for(head_dim: int) -> int:
-    """Two times four numbers a thread: 8 heads of 128 have four warps."""
+    """Return the warps of a program, for two times four numbers a thread: 8 heads of 128 have four warps."""
     return max(1, power_of_two(head_dim) * HEADS // 256)
 
 
@@ -141,7 +141,12 @@ def heads_kernel(
     QUANTISE: tl.constexpr,
     LARGEST: tl.constexpr,
 ) -> None:
-    """Head h of x is query h, or key h - first_key, or value h - first_key - kv_heads. Halves of a head."""
+    """Norm (NORM), rotate (ROTATE) and store HEADS heads of one row, in two halves.
+
+    Head h of x is query h, or key h - first_key, or value h - first_key - kv_heads. Norm x / sqrt(mean(x^2) +
+    eps) * weight and rotation (a cos - b sin, b cos + a sin) are float32. Reference: `rms_norm` and `rotary`
+    in `kernels/reference/elementwise.py`, `write_kv` in `kernels/reference/attention.py`.
+    """
     row, first_head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS
     HALF: tl.constexpr = D // 2
     head = first_head + tl.arange(0, HEADS)

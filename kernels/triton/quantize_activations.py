@@ -1,5 +1,5 @@
-"""Rows of activations as 8-bit numbers with one float32 scale a row, or a row and group of inputs; or with
-the one scale that a checkpoint gives for all rows of a linear.
+"""Dynamic and static quantization of activations to 8 bits: one float32 scale a row, or a row and group of
+inputs, or one static scale of a checkpoint for all rows of a linear.
 """
 
 from typing import Any, NamedTuple
@@ -13,17 +13,17 @@ from .kv_cache import LARGEST
 from .tile_config import power_of_two, warps_for
 
 BLOCK = 1024
-"""Inputs of a program where their groups are smaller."""
+"""Inputs of one program where groups are smaller."""
 ROWS = 16
-"""Memory is taken for a multiple of so many rows: scales of one group then begin at multiples of 64 bytes, as
-`torch._scaled_mm` wants them.
+"""Rows are allocated in multiples of this: the scales of each group then begin at multiples of 64 bytes, as
+`torch._scaled_mm` requires.
 """
 
 
 class RowFormat(NamedTuple):
-    """`group`: inputs that share a scale, a power of two; None: all of a row.
+    """Format of 8-bit rows. `group`: inputs that share a scale, a power of two; None: all of a row.
 
-    `given`: float32 [1], the scale of all rows, without groups; larger numbers become the largest.
+    `given`: static scale of all rows, float32 [1], without groups; larger numbers saturate.
     """
 
     dtype: torch.dtype
@@ -32,14 +32,16 @@ class RowFormat(NamedTuple):
 
 
 class Rows8(NamedTuple):
-    """x is about numbers_TI * scales_T1, or scales_TG of groups of inputs; those of a group lie together."""
+    """Quantized rows: x is about numbers_TI * scales_T1, or * scales_TG of groups. Scales of a group are
+    contiguous.
+    """
 
     numbers: Tensor
     scales: Tensor
 
     @classmethod
     def empty(cls, rows: int, inputs: int, row_format: RowFormat, device: torch.device) -> "Rows8":
-        """The last group of a row may be short."""
+        """Allocate rows. The last group of a row may be short."""
         group, room = row_format.group, whole_rows(rows)
         groups = 1 if group is None else triton.cdiv(inputs, group)
         numbers = torch.empty((room, inputs), dtype=row_format.dtype, device=device)
@@ -47,7 +49,7 @@ class Rows8(NamedTuple):
         return cls(numbers[:rows], (scales.t() if groups > 1 else scales.view(room, 1))[:rows])
 
     def whole(self) -> "Rows8":
-        """With the rows that memory was taken for, made by `empty`: the last ones hold anything."""
+        """Return these rows with the padding that `empty` allocated; its content is undefined."""
         (rows, inputs), groups = self.numbers.shape, self.scales.shape[1]
         room = whole_rows(rows)
         return Rows8(
@@ -86,8 +88,9 @@ def quantise_rows(x_TI: Tensor, row_format: RowFormat) -> Rows8:
 def left_arguments(
     eight: Rows8 | None, row_format: RowFormat | None, other: Tensor
 ) -> tuple[Tensor, Tensor, int, Tensor]:
-    """What kernels that also quantise take as numbers, scales, step and given. `other` is there to be passed
-    where they do not.
+    """Return the arguments numbers, scales, step and given of kernels with fused quantization.
+
+    `other` is passed as an unused pointer where nothing is quantized.
     """
     if eight is None:
         return other, other, 0, other
@@ -95,7 +98,7 @@ def left_arguments(
 
 
 def left_constants(block: int, row_format: RowFormat | None) -> dict[str, Any]:
-    """The same of their constants, where programs have `block` columns."""
+    """Return the constants of kernels with fused quantization, for programs of `block` columns."""
     return {
         "GROUP": group_in(block, row_format),
         "LARGEST": 1.0 if row_format is None else LARGEST[row_format.dtype],
@@ -104,12 +107,16 @@ def left_constants(block: int, row_format: RowFormat | None) -> dict[str, Any]:
 
 
 def given_to(row_format: RowFormat | None, other: Tensor) -> Tensor:
-    """What kernels read as `given`; `other` is there to be passed, and not read."""
+    """Return the argument `given` of kernels; `other` is passed as an unused pointer where there is no static
+    scale.
+    """
     return other if row_format is None or row_format.given is None else row_format.given
 
 
 def group_in(block: int, row_format: RowFormat | None) -> int:
-    """The constant GROUP of kernels whose programs have `block` columns; 0 where nothing is quantised."""
+    """Return the constant GROUP of kernels whose programs have `block` columns; 0 where nothing is
+    quantized.
+    """
     if row_format is None:
         return 0
     group = row_format.group
@@ -131,6 +138,10 @@ def quantise_kernel(
     LARGEST: tl.constexpr,
     GIVEN: tl.constexpr,
 ) -> None:
+    """Quantize one tile of a row: code = x * LARGEST / max|x| and scale = max|x| / LARGEST, float32.
+
+    Reference: `to_eight_bits` in `kernels/reference/quantize_activations.py`.
+    """
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
     values = tl.load(x + row * x_row + column, mask=column < WIDTH, other=0.0)
@@ -152,8 +163,10 @@ def store_eight_bits(
     LARGEST: tl.constexpr,
     GIVEN: tl.constexpr,
 ) -> None:
-    """BLOCK values of a row from column `first` on, those beyond WIDTH zeros. Scales do not depend on who had
-    the values in hand: one largest number and one division a group. Those of two groups are `step` apart.
+    """Quantize and store BLOCK values of a row from column `first` on; those beyond WIDTH must be zero.
+
+    Scales do not depend on the calling kernel: one maximum and one division a group. Scales of two groups are
+    `step` apart.
     """
     GROUPS: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
     HERE: tl.constexpr = BLOCK // GROUP
@@ -175,13 +188,13 @@ def store_eight_bits(
 
 @triton.jit
 def magnitude(values: tl.tensor) -> tl.tensor:
-    """|x|, and infinity for NaN, which a maximum would pass over."""
+    """Return |x|, and infinity for NaN, which a maximum would ignore."""
     return tl.where(values == values, tl.abs(values), float("inf"))  # noqa: PLR0124 - false for NaN
 
 
 @triton.jit
 def row_scale(most: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
-    """NaN for a row that is not finite, so that it stays one whatever is stored."""
+    """Return the scale most / LARGEST, float32; NaN for a row that is not finite, so that it stays one."""
     return tl.where(
         most == float("inf"), float("nan"), tl.div_rn(most, tl.full(most.shape, LARGEST, tl.float32))
     )
@@ -189,13 +202,13 @@ def row_scale(most: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def eight_bits(values: tl.tensor, most: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
-    """LARGEST / most times values: bit by bit as `kernels/reference/quantize_activations.py` where all is
-    finite.
+    """Return values * LARGEST / most, float32: bit for bit as `to_eight_bits` of
+    `kernels/reference/quantize_activations.py` where all is finite.
 
     Integers are rounded to nearest even: adding 1.5 * 2^23 leaves no bits for a fraction.
     """
     inverse = tl.div_rn(tl.full(most.shape, LARGEST, tl.float32), most)
-    scaled = values * tl.where(inverse < float("inf"), inverse, 0.0)  # zeros, and all too small to divide by
+    scaled = values * tl.where(inverse < float("inf"), inverse, 0.0)  # infinite for zeros and tiny maxima
     scaled = tl.where(tl.abs(scaled) <= LARGEST, scaled, tl.where(scaled > 0, LARGEST, -LARGEST))
     if LARGEST == 127.0:
         scaled = (scaled + 12582912.0) - 12582912.0
@@ -204,7 +217,9 @@ def eight_bits(values: tl.tensor, most: tl.tensor, LARGEST: tl.constexpr) -> tl.
 
 @triton.jit
 def eight_bits_given(values: tl.tensor, scale: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
-    """1 / scale times values: NaN where the scale is, which products without scales of rows need."""
+    """Return values * (1 / scale), float32, saturated; NaN where the scale is, as products without row scales
+    need it.
+    """
     scaled = values * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     scaled = tl.where(tl.abs(scaled) > LARGEST, tl.where(scaled > 0, LARGEST, -LARGEST), scaled)
     return tl.where(scale == scale, scaled, float("nan"))  # noqa: PLR0124 - false for NaN

@@ -1,7 +1,7 @@
-"""What attention gives as 8-bit numbers too, for the linear that reads it.
+"""Fused quantization of attention outputs to 8 bits, for the output projection.
 
-Its programs have heads of a row, never all of it. So this is for formats whose scales need no more: one for
-each 128 inputs, where a head has so many, and one that a checkpoint gives.
+A program of attention has heads of a row, never the whole row. This works for formats whose scales need no
+more: one for each 128 inputs where a head is a multiple of that, or one static scale.
 
 R rows of a tile, each one head of one row of the step; D head dim.
 """
@@ -27,7 +27,7 @@ from .tile_config import power_of_two
 
 
 def fits_heads(row_format: RowFormat, head_dim: int) -> bool:
-    """Whether a head is whole groups, or needs none."""
+    """Return whether the format's scales need no more of a row than one head."""
     if row_format.given is not None:
         return True
     whole = row_format.group is not None and head_dim % row_format.group == 0
@@ -36,10 +36,10 @@ def fits_heads(row_format: RowFormat, head_dim: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Where a kernel leaves what it computed."""
+    """Output tensors of an attention kernel."""
 
     out: Tensor
-    """[T, H, D], or float32 pieces of it."""
+    """Attention output [T, H, D], or float32 partial sums of it."""
     eight: Rows8 | None = None
     row_format: RowFormat | None = None
 
@@ -70,10 +70,11 @@ def store_eight_heads(
     LARGEST: tl.constexpr,
     GIVEN: tl.constexpr,
 ) -> None:
-    """`values` [R, D_PAD], stored where `real`: bit by bit as `store_eight_bits` where all is finite.
+    """Quantize and store `values` [R, D_PAD] where `real`: bit for bit as `store_eight_bits` where all is
+    finite.
 
-    EIGHT inputs share a scale. What is not finite makes its group NaN, with a given scale its head: either
-    makes the row's products NaN.
+    EIGHT inputs share a scale, float32. A number that is not finite makes its group NaN, or with a static
+    scale its head: either makes the row's products NaN.
     """
     d = tl.arange(0, D_PAD)
     wide = values.to(tl.float32)

@@ -1,7 +1,7 @@
-"""x / sqrt(mean(x^2) + eps) * weight, with the residual added and the result quantised where that is next.
+"""RMSNorm, x / sqrt(mean(x^2) + eps) * weight, with fused residual addition and quantization.
 
-One program a row: it keeps the row in registers between the sum and the scaling, so memory sees each number
-once. The tile follows from the row's width alone: a row's sum is the same in any batch.
+One program a row keeps the row in registers between the sum and the scaling, so memory is read once. The tile
+follows from the row's width alone: a row's sum is the same in any batch.
 """
 
 import torch
@@ -26,7 +26,7 @@ def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float
 def norm_rows(
     x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps: float, row_format: RowFormat | None
 ) -> tuple[Tensor, Rows8 | None]:
-    """The norm; with `row_format` also quantised."""
+    """Return the norm, and with `row_format` the quantized rows too."""
     rows, width = x_TE.shape
     assert x_TE.stride(1) == 1
     assert residual_TE is None or residual_TE.is_contiguous()
@@ -70,6 +70,11 @@ def norm_kernel(
     LARGEST: tl.constexpr,
     GIVEN: tl.constexpr,
 ) -> None:
+    """Add the residual (RESIDUAL) and norm one row: x / sqrt(mean(x^2) + eps) * weight, all in float32.
+
+    The sum is rounded to the model's dtype before the norm reads it. With GROUP the 8-bit codes and scales
+    are stored too. Reference: `add_rms_norm` in `kernels/reference/elementwise.py`.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -102,7 +107,9 @@ def store_norm(
     LARGEST: tl.constexpr,
     GIVEN: tl.constexpr,
 ) -> None:
-    """The norm of a row of float32 `values`, those beyond WIDTH zeros; with GROUP also quantised."""
+    """Norm and store a row of float32 `values`; those beyond WIDTH must be zero. With GROUP also
+    quantized.
+    """
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     inverse = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
@@ -134,6 +141,10 @@ def norm_heads_kernel(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
 ) -> None:
+    """Norm one head of one row, float32: x / sqrt(mean(x^2) + eps) * weight.
+
+    Reference: `rms_norm` in `kernels/reference/elementwise.py`.
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, D_PAD)
     inside = d < D

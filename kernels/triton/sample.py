@@ -1,14 +1,14 @@
-"""Draws a token for every row on the device, by the rules of `engine/sampler`.
+"""Sampler: draws a token for every row on the device, bit for bit as `engine/sampling` does on the host.
 
 A token weighs floor(2^40 exp((logit - best) / temperature)). Sums of integers do not depend on their order:
-neither the batch nor this kernel's way of walking a row can change what is drawn. Nothing is sorted. Whatever
-"best first" asks (the k-th logit, where the nucleus ends, whom the noise hits) is a threshold: the largest
-logit such that those at or above it weigh, or count, enough; it is found by bisection. Chunks whose largest
-logit lies below the threshold in question are passed over, so a row is read whole only once or twice.
+neither the batch nor the way this kernel walks a row can change what is drawn. Nothing is sorted. Each
+question about the descending order (the k-th logit, the end of the nucleus, the token that the noise hits) is
+a threshold: the largest logit such that the ids at or above it weigh, or count, enough. Bisection finds it.
+Chunks whose largest logit lies below the threshold are skipped, so a row is read whole only once or twice.
 
-Rows with rules are read beside a list of the logits that those change (`penalties.py`).
+Rows with penalties are read together with a list of their edited logits (`penalties.py`).
 
-Noise is Philox-4x32-10 of (seed, position), bit by bit as in `engine/sampling/philox.py`.
+Noise is Philox-4x32-10 of (seed, position), bit for bit as in `engine/sampling/philox.py`.
 """
 
 import torch
@@ -22,11 +22,13 @@ from .penalties import IS_ONLY_LISTED, edit, largest_in_list, logit_in_list, put
 from .topk_topp_search import above, find, pick, ties_before
 
 LOWEST = tl.constexpr(-2139095041)
-"""`ordered` of minus infinity."""
+"""Key of minus infinity, see `ordered`."""
 
 
 def sample(logits_RV: Tensor, rows: SampleRows, rules: PenaltyState | None = None) -> Sampled:
-    """Columns must be contiguous. A row without a valid id gets 0; `raw_best` and `best` tell."""
+    """Implement `Ops.sample`. Columns must be contiguous. A row without a valid id gets id 0; `raw_best` and
+    `best` show it.
+    """
     count, vocabulary = logits_RV.shape
     assert logits_RV.stride(1) == 1
     device = logits_RV.device
@@ -109,6 +111,11 @@ def sample_kernel(
     CHUNKS: tl.constexpr,
     LISTED: tl.constexpr,
 ) -> None:
+    """Sample one row by temperature, top-k, top-p and min-p, or greedily; with `wanted` also its logprob sums
+    and rank.
+
+    Weights and their sums are int64, logits float32, noise and top-p float64. Reference: `engine/sampling`.
+    """
     s = tl.program_id(0).to(tl.int64)
     x = logits + s * row_stride
     most = maxima + s * chunks
@@ -164,7 +171,10 @@ def sample_kernel(
 
 @triton.jit
 def noise_of(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """`engine.noise.uniform`: a multiple of 2^-53 in [0, 1), float64."""
+    """Return the noise of (seed, position): a multiple of 2^-53 in [0, 1), float64.
+
+    Reference: `engine/sampling/philox.py`.
+    """
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     nothing = low * 0
@@ -184,10 +194,13 @@ def draw(
     CHUNK: tl.constexpr,
     LISTED: tl.constexpr,
 ) -> tl.tensor:
+    """Draw an id: apply top-k, top-p and min-p as thresholds, then find the id at noise * (weight of those
+    kept).
+    """
     vocabulary = row[2]
     least = (min_p * 1099511627776.0).to(tl.int64)
     end = ordered(best).to(tl.int64) + 1
-    # exp(-28) 2^40 is below 1: nothing beneath weighs anything.
+    # exp(-28) 2^40 is below 1: logits beneath have weight 0.
     bottom = ordered(best - 28.0 * temperature).to(tl.int64)
     cuts_k = (k > 0) & (k < vocabulary)
     token = tl.full((), 0, tl.int32)

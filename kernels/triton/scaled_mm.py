@@ -1,12 +1,12 @@
-"""`torch._scaled_mm`: cuBLAS and CUTLASS in 8-bit floats, by the way scales are shared. Whether it is used
-for a linear is decided when that is loaded (`scaled_mm_choice.py`).
+"""FP8 GEMM by `torch._scaled_mm` (cuBLAS and CUTLASS), in three layouts of scales.
 
     tensor   one scale for all rows, one for all weights
     rows     a scale for each row and each output
     blocks   a scale for each row and 128 inputs, one for 128 x 128 weights: with cuBLAS 12.9, on compute
              capability 9.0 alone
 
-What each asks for is checked in PyTorch's aten/src/ATen/native/cuda/ScaledBlas.cpp.
+`scaled_mm_choice.py` decides at load whether a linear uses it. PyTorch checks the requirements of each layout
+in aten/src/ATen/native/cuda/ScaledBlas.cpp.
 """
 
 from typing import Literal
@@ -21,8 +21,10 @@ Sharing = Literal["tensor", "rows", "blocks"]
 
 
 def fits(sharing: Sharing, outputs: int, inputs: int) -> bool:
-    """Blocks: without padding of scales, which cuBLAS wants in fours along the inputs. Where it is missing,
-    versions that do not check that give wrong results.
+    """Return whether a linear of this shape can be multiplied with scales in this layout.
+
+    Block scales must not need padding, as cuBLAS wants them in fours along the inputs. Versions of PyTorch
+    that do not check this give wrong results.
     """
     if sharing == "blocks":
         return outputs % BLOCK == 0 and inputs % (4 * BLOCK) == 0
@@ -30,7 +32,7 @@ def fits(sharing: Sharing, outputs: int, inputs: int) -> bool:
 
 
 def by_tensor(rows: Rows8, weight_OI: Tensor, given_1: Tensor, scale_1: Tensor, dtype: torch.dtype) -> Tensor:
-    """`given_1`: what all rows are to be multiplied with, whatever their own scales."""
+    """Multiply with one scale for all rows, `given_1`, and one for all weights."""
     return torch._scaled_mm(  # noqa: SLF001 - torch's only door to them
         rows.numbers,
         weight_OI.t(),
@@ -42,6 +44,7 @@ def by_tensor(rows: Rows8, weight_OI: Tensor, given_1: Tensor, scale_1: Tensor, 
 
 
 def by_rows(rows: Rows8, weight_OI: Tensor, scales_O1: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply with one scale a row and one an output."""
     return torch._scaled_mm(  # noqa: SLF001
         rows.numbers,
         weight_OI.t(),
@@ -53,7 +56,7 @@ def by_rows(rows: Rows8, weight_OI: Tensor, scales_O1: Tensor, dtype: torch.dtyp
 
 
 def by_blocks(rows: Rows8, weight_OI: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """`scales` [O / 128, I / 128]. Rows that only fill up memory are multiplied too, and left out."""
+    """Multiply with block scales [O / 128, I / 128]. Padding rows are multiplied too and cut off."""
     whole = rows.whole()
     out = torch._scaled_mm(  # noqa: SLF001
         whole.numbers,

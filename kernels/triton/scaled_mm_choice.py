@@ -1,8 +1,8 @@
-"""Which linears of 8-bit floats go through `torch._scaled_mm`: those where it runs here and is right.
+"""Selection of FP8 linears that use `torch._scaled_mm`: those where it runs on this GPU and is correct.
 
-What a version of PyTorch offers on a card follows from no list: cuBLAS refuses what it has no kernel for. So
-the first linear of each shape is multiplied with some rows as it is loaded, with few and with many, and
-compared; all of that shape then take the same way. Another way has other sums: it never changes later.
+No list says what a version of PyTorch offers on a GPU: cuBLAS refuses what it has no kernel for. The first
+linear of each shape is therefore multiplied at load, with few and with many rows, and compared; all linears
+of that shape then take the same path. Another path has other sums, so the choice never changes later.
 """
 
 import logging
@@ -21,16 +21,16 @@ log = logging.getLogger("llmbox.engine")
 
 ROWS = (1, 3, 17, 64, 130, 600)
 COMPARED = 256
-"""Outputs, which are enough to see that scales are where they belong."""
+"""Compared outputs: enough to see that scales are applied in the right places."""
 NEAR = 0.02
-"""||torch - exact|| / ||exact||, of the same 8-bit numbers."""
+"""Largest accepted error ||torch - exact|| / ||exact|| over the same 8-bit numbers."""
 
 Probe = Callable[[Linear, torch.dtype], str | None]
-"""(linear, model's dtype) -> why it cannot be multiplied so, or None."""
+"""(linear, model's dtype) -> reason why `torch._scaled_mm` cannot multiply it, or None."""
 
 
 class ScaledMMSelector:
-    """Of one model."""
+    """Selector for the linears of one model."""
 
     def __init__(self, dtype: torch.dtype, probe: Probe | None = None) -> None:
         self._dtype = dtype
@@ -38,7 +38,7 @@ class ScaledMMSelector:
         self._found: dict[tuple[Sharing, torch.Size], bool] = {}
 
     def of(self, packed: Linear) -> Linear:
-        """The same linear, told which way to take."""
+        """Return the linear, marked for `torch._scaled_mm` where that works."""
         sharing = sharing_of(packed)
         if sharing is None or not isinstance(packed, Fp8Linear | Fp8BlockLinear):
             return packed
@@ -53,7 +53,7 @@ class ScaledMMSelector:
 
 
 def sharing_of(packed: Linear) -> Sharing | None:
-    """What its scales are to `torch._scaled_mm`; None where they fit nowhere."""
+    """Return the scale layout of a linear for `torch._scaled_mm`; None if there is none."""
     sharing: Sharing
     match packed:
         case Fp8Linear(weight_OI, _, _, given, one_1):
@@ -66,7 +66,7 @@ def sharing_of(packed: Linear) -> Sharing | None:
 
 
 def why_not(packed: Linear, dtype: torch.dtype) -> str | None:
-    """A `Probe`: multiplies."""
+    """Probe a linear by multiplying with it, see `Probe`."""
     assert isinstance(packed, Fp8Linear | Fp8BlockLinear)
     if not is_on_gpu(packed.weight_OI):
         return "not on a GPU"
@@ -85,8 +85,9 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 
 def error_of(packed: Fp8Linear | Fp8BlockLinear, count: int, dtype: torch.dtype) -> float:
-    """Of so many random rows; infinity where a result is not finite. Sizes grow from row to row and along the
-    inputs, so that a scale in a wrong place is seen.
+    """Return the error over `count` random rows; infinity if a result is not finite.
+
+    Magnitudes grow from row to row and along the inputs, so that a scale in a wrong place is noticed.
     """
     device, inputs = packed.weight_OI.device, packed.weight_OI.shape[1]
     generator = torch.Generator(device).manual_seed(count)
@@ -107,7 +108,9 @@ def error_of(packed: Fp8Linear | Fp8BlockLinear, count: int, dtype: torch.dtype)
 
 
 def spread(scales: Tensor, shape: torch.Size) -> Tensor:
-    """To each number of [rows, inputs]: shared by 128 inputs and 1 or 128 rows, or by all inputs of a row."""
+    """Expand scales to [rows, inputs]. They are shared by 128 inputs and 1 or 128 rows, or by all inputs of a
+    row.
+    """
     if scales.shape[1] > 1:
         scales = scales.repeat_interleave(128, 1)[:, : shape[1]]
     return scales if len(scales) >= shape[0] else scales.repeat_interleave(128, 0)[: shape[0]]

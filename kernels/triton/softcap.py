@@ -1,4 +1,4 @@
-"""cap * tanh(x / cap), which keeps numbers within +-cap."""
+"""Logit softcap: cap * tanh(x / cap), which keeps numbers within +-cap."""
 
 import torch
 import triton
@@ -23,6 +23,9 @@ def softcap(logits_RV: Tensor, cap: float) -> Tensor:
 def softcap_kernel(
     out: tl.tensor, x: tl.tensor, x_row: tl.tensor, cap: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
+    """Write cap * tanh(x / cap) for one tile of a row, float32. Reference: `softcap` in
+    `kernels/reference/elementwise.py`.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -32,7 +35,10 @@ def softcap_kernel(
 
 @triton.jit
 def tanh(x: tl.tensor) -> tl.tensor:
-    """Of float32, relative error below 1e-6. Near 0 a series: 1 - e^-2|x| would lose what is small."""
+    """Return tanh of float32, relative error below 1e-6.
+
+    Near 0 it is a series: 1 - e^-2|x| would cancel there.
+    """
     size = tl.abs(x)
     e = tl.exp(-2.0 * size)
     far = (1.0 - e) / (1.0 + e)

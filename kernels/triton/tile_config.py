@@ -10,9 +10,10 @@ from functools import cache
 import torch
 
 ROW_COUNTS = (1, 16, 32, 64, 128, 192, 256, 512, 1024, 2048)
-"""The first row of tiles and the last one of each range of rows that has one size of tile: inside a range the
-inputs are split among programs up to some number of rows, and not beyond it. The last two are for mixtures,
-whose tiles follow from the rows of an expert."""
+"""First row count of every tile size, and the last one of each range of counts that shares a size: inside a
+range the inputs are split among programs up to some number of rows, and not beyond it. The last two are for
+MoE, whose tiles depend on the rows of an expert.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Tile:
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """(0, 0) on a CPU, where only the interpreter runs."""
+    """Return the compute capability; (0, 0) on a CPU, where only the interpreter runs."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
@@ -43,12 +44,14 @@ def power_of_two(number: int) -> int:
 
 
 def warps_for(width: int) -> int:
-    """Of a program with a row in registers: 16 numbers a thread at most, as far as threads go."""
+    """Return the warps of a program that holds a row in registers: at most 16 numbers a thread, up to 16
+    warps.
+    """
     return min(16, max(1, power_of_two(width) // 512))
 
 
 def tile_of_8_bits(device: torch.device, rows: int, *, fixed: bool = False) -> Tile:
-    """For a product of 8-bit rows and 8-bit weights; `fixed`: one tile whatever the number of rows."""
+    """Return the tile of a W8A8 product; `fixed`: one tile whatever the number of rows."""
     if fixed:
         return Tile(64, 64, 4, 4)
     if rows <= 64 or capability(device)[0] != 9:
@@ -71,7 +74,9 @@ def prefill_tile(device: torch.device, head_dim: int, itemsize: int) -> Tile:
 
 
 def decode_tile(device: torch.device, head_dim: int, itemsize: int, kv_itemsize: int) -> Tile:
-    """16 rows are the least that tensor cores take; Hopper then keeps three programs a multiprocessor."""
+    """Return the tile of decode: tensor cores take at least 16 rows. Hopper then runs three programs a
+    multiprocessor.
+    """
     if itemsize == 4:
         return Tile(16, 32, 8, 2)
     if head_dim > 128 or kv_itemsize == 1 or capability(device)[0] != 9:
@@ -80,7 +85,9 @@ def decode_tile(device: torch.device, head_dim: int, itemsize: int, kv_itemsize:
 
 
 def fixed_tile(device: torch.device, head_dim: int, itemsize: int, kv_itemsize: int) -> Tile:
-    """One tile for prompts and decoding alike: a row meets the same instructions in both."""
+    """Return one tile for prefill and decode alike, so that a row goes through the same instructions in
+    both.
+    """
     if itemsize == 4:
         return Tile(16, 32, 8, 2)
     # Two tiles of sums are in registers while pieces are folded.

@@ -1,9 +1,9 @@
-"""Walks over one row of logits for `sample`: sums above a threshold, the threshold for a sum, the n-th tie.
+"""Search over one row of logits for `sample`: sums above a threshold, the threshold of a sum, the n-th tie.
 
-A row is a tuple: its logits x, `most` with the largest of each chunk, the vocabulary's size, the chunks to
-walk, and with LISTED also ids, their logits and how many, which are minus infinity in x (`penalties.py`).
-Logits are compared as integers in the same order ("keys"), so that a bisection ends; weights are those of
-`engine/sampling/integer_softmax.py`.
+A row is a tuple: its logits x, `most` with the largest of each chunk, the vocabulary's size, the number of
+chunks to walk, and with LISTED also the listed ids, their logits and their number; these ids are minus
+infinity in x (`penalties.py`). Logits are compared as integers of the same order ("keys"), so that a
+bisection ends. Weights are those of `engine/sampling/integer_softmax.py`.
 """
 
 import triton
@@ -13,7 +13,7 @@ from .chunk_max import ordered, value_of, weights
 from .penalties import above_in_list, between_in_list
 
 GUESSES = tl.constexpr(26)
-"""Halvings of values before halvings of keys: values narrow down faster, keys end for certain."""
+"""Bisection steps over values before those over keys: values narrow down faster, keys end for certain."""
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def above(
     CHUNK: tl.constexpr,
     LISTED: tl.constexpr,
 ) -> tl.tensor:
-    """How many ids have at least `key`, and what they weigh; int64."""
+    """Return the number of ids with at least `key` and the sum of their weights, int64."""
     x, most, vocabulary, chunks, _ids, listed, entries = row
     count = tl.full((), 0, tl.int64)
     total = tl.full((), 0, tl.int64)
@@ -57,7 +57,10 @@ def find(
     BY_COUNT: tl.constexpr,
     LISTED: tl.constexpr,
 ) -> tl.tensor:
-    """The largest key that ids of `target` in number, or weight, reach. `low` is reached, `high` is not."""
+    """Return the largest key at which the number (BY_COUNT) or weight of ids at or above it reaches `target`.
+
+    The target is reached at `low` and not at `high`.
+    """
     low = tl.full((), 0, tl.int64) + low
     high = tl.full((), 0, tl.int64) + high
     turn = 0
@@ -86,8 +89,10 @@ def pick(
     TIES: tl.constexpr,
     LISTED: tl.constexpr,
 ) -> tl.tensor:
-    """The first id, in the order of ids, at which the sum of weights exceeds `point`; ids below `key` must
-    weigh nothing. TIES: ids of this key weigh 1 and others nothing, so it is their number `point` from 0 on.
+    """Return the first id, in the order of ids, at which the cumulative weight exceeds `point`.
+
+    Ids below `key` must have weight 0. With TIES ids of this key weigh 1 and others nothing: the result is
+    number `point` of them, from 0 on.
     """
     if LISTED:
         token = _pick_listed(row, key, point, best, temperature, least, CHUNK, TIES)
@@ -100,7 +105,7 @@ def pick(
 def ties_before(
     row: tl.tuple, key: tl.tensor, token: tl.tensor, CHUNK: tl.constexpr, LISTED: tl.constexpr
 ) -> tl.tensor:
-    """Ids lower than `token` whose logit equals its."""
+    """Count the ids below `token` whose logit equals its."""
     x, most, _vocabulary, _chunks, ids, listed, entries = row
     count = tl.full((), 0, tl.int64)
     for c in range(token // CHUNK + 1):
@@ -124,6 +129,7 @@ def _pick_plain(
     CHUNK: tl.constexpr,
     TIES: tl.constexpr,
 ) -> tl.tensor:
+    """Pick in a row without a list."""
     x, most, vocabulary, chunks, _ids, _listed, _entries = row
     token = tl.full((), 0, tl.int32)
     left = tl.full((), 0, tl.int64) + point
@@ -150,7 +156,9 @@ def _pick_listed(
     CHUNK: tl.constexpr,
     TIES: tl.constexpr,
 ) -> tl.tensor:
-    """Listed ids stand in any order: the id is found by bisection in the chunk where the point lies."""
+    """Pick in a row with a list. Its ids have no order: bisection finds the id in the chunk where the point
+    lies.
+    """
     x, most, vocabulary, chunks, ids, listed, entries = row
     token = tl.full((), 0, tl.int32)
     left = tl.full((), 0, tl.int64) + point

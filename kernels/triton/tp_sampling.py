@@ -1,7 +1,7 @@
-"""The best ids of a part of the vocabulary, for ranks that draw from what all of them have found.
+"""Sampling with tensor parallelism: top candidates and weights of one rank's part of the vocabulary.
 
-The k-th logit is a threshold found by bisection, as in `sample`; then the part is walked once more, and what
-is above it is written down in the order of ids.
+The k-th logit is a threshold found by bisection, as in `sample`. The part is then walked once more, and the
+candidates above it are written in the order of ids.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ FILL = tl.constexpr(1024)
 
 
 def candidates(logits_RV: Tensor, rows: SampleRows, count: int, first_id: int) -> Tensor:
-    """See `PartOps.candidates`. Columns must be contiguous."""
+    """Implement `PartOps.candidates`. Columns must be contiguous."""
     rows_, vocabulary = logits_RV.shape
     assert logits_RV.stride(1) == 1
     out_RK = torch.empty((rows_, count), dtype=torch.int64, device=logits_RV.device)
@@ -63,6 +63,10 @@ def candidates_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ) -> None:
+    """Write the top candidates of one row: logit bits << 32 | id, int64, ties by lowest id.
+
+    Logits are float32. Reference: `PartOps.candidates` in `kernels/sampling_types.py`.
+    """
     s = tl.program_id(0).to(tl.int64)
     x = logits + s * row_stride
     most = maxima + s * chunks
@@ -100,6 +104,7 @@ def candidates_kernel(
 
 @triton.jit
 def packed(logit: tl.tensor, v: tl.tensor) -> tl.tensor:
+    """Pack a float32 logit and an id into int64."""
     return (logit.to(tl.int32, bitcast=True).to(tl.int64) << 32) | v.to(tl.int64)
 
 
@@ -108,7 +113,7 @@ ROWS = 128
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """`PartWeights`, by the sums of each chunk: only one chunk is read again."""
+    """Implement `PartWeights` by the sums of each chunk: only one chunk is read again."""
 
     logits_RV: Tensor
     best_R: Tensor
@@ -140,7 +145,7 @@ class Weighed:
 
 
 def weigh(logits_RV: Tensor, best_R: Tensor, rows: SampleRows) -> Weighed:
-    """See `PartOps.weigh`. Columns must be contiguous."""
+    """Implement `PartOps.weigh`. Columns must be contiguous."""
     count, vocabulary = logits_RV.shape
     assert logits_RV.stride(1) == 1
     chunks = triton.cdiv(vocabulary, CHUNK)
@@ -159,7 +164,7 @@ def weigh(logits_RV: Tensor, best_R: Tensor, rows: SampleRows) -> Weighed:
 
 
 def noise(rows: SampleRows) -> Tensor:
-    """See `PartOps.noise`."""
+    """Implement `PartOps.noise`."""
     count = len(rows.seed)
     out_R = torch.empty(count, dtype=torch.float64, device=rows.seed.device)
     noise_kernel[(triton.cdiv(count, ROWS),)](out_R, rows.seed, rows.position, count, BLOCK=ROWS)
@@ -177,6 +182,7 @@ def sums_kernel(
     vocabulary: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> None:
+    """Write the sum of weights of one chunk, int64."""
     s, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     v = c * CHUNK + tl.arange(0, CHUNK)
     weight = weights_at(logits + s * row_stride, v, vocabulary, bests, temperatures, min_ps, s)
@@ -198,12 +204,13 @@ def column_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ) -> None:
+    """Write the first column at which the cumulative weight exceeds the row's point, int64."""
     s = tl.program_id(0).to(tl.int64)
     point = tl.load(points + s)
     c = tl.arange(0, CHUNKS)
     there = tl.load(sums + s * chunks + c, mask=c < chunks, other=0)
     passed = (tl.cumsum(there, 0) <= point) & (c < chunks)
-    # Where the point lies beyond this part any column will do.
+    # Any column will do if the point lies beyond this part.
     chunk = tl.minimum(tl.sum(passed.to(tl.int32), 0), chunks - 1)
     left = point - tl.sum(tl.where(c < chunk, there, 0), 0)
     v = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -222,7 +229,9 @@ def weights_at(
     min_ps: tl.tensor,
     s: tl.tensor,
 ) -> tl.tensor:
-    """Greedy rows get a temperature that divides, as `engine/sampling/draw_async.py` has it."""
+    """Return the weights of columns `v`, int64. Greedy rows get temperature 1, as in
+    `engine/sampling/draw_async.py`.
+    """
     temperature = tl.load(temperatures + s)
     temperature = tl.where(temperature >= 1e-5, temperature, 1.0).to(tl.float32)
     least = (tl.load(min_ps + s) * 1099511627776.0).to(tl.int64)
@@ -234,6 +243,7 @@ def weights_at(
 def noise_kernel(
     out: tl.tensor, seeds: tl.tensor, positions: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
+    """Write the noise of each row, float64; see `noise_of`."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     seed = tl.load(seeds + row, mask=row < count, other=0)
     position = tl.load(positions + row, mask=row < count, other=0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Weights in the layouts that the linears read, rounded as they are packed. Plain torch: it runs once."""
+"""Packing of weights into the layouts of the linears, with quantization. Plain torch: it runs once."""
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from .gemm_w8a8 import BLOCK
 from .kv_cache import LARGEST
 
 ROWS_AT_ONCE = 1024
-"""Outputs rounded at once: bounds what packing takes beside the weights."""
+"""Outputs quantized at once: bounds the memory that packing takes beside the weights."""
 
 
 def pack_grouped(weight_OI: Tensor, quant: Quant) -> Grouped:
@@ -58,7 +58,7 @@ def two_a_byte(halves_OGg: Tensor) -> Tensor:
 
 
 def group_codes(rounded: QuantizedWeight) -> Grouped:
-    """Of integers that a checkpoint holds."""
+    """Pack the integers that a checkpoint holds."""
     quant = rounded.quant
     codes_OI = rounded.codes_OI if quant.bits == 8 else rounded.halves()
     outputs, inputs = codes_OI.shape
@@ -74,7 +74,7 @@ def group_codes(rounded: QuantizedWeight) -> Grouped:
 
 
 def pack_fp8(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 numbers [O, I] and their scales [O, 1]."""
+    """Quantize to E4M3 numbers [O, I] with scales [O, 1]."""
     numbers = torch.empty(weight_OI.shape, dtype=torch.float8_e4m3fn, device=weight_OI.device)
     scales = torch.empty((len(weight_OI), 1), dtype=torch.float32, device=weight_OI.device)
     for first in range(0, len(weight_OI), ROWS_AT_ONCE):
@@ -87,7 +87,7 @@ def pack_fp8(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack_fp8_blocks(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 numbers [O, I] and the scales of their blocks, [O / BLOCK, I / BLOCK]."""
+    """Quantize to E4M3 numbers [O, I] with block scales [O / BLOCK, I / BLOCK]."""
     outputs, inputs = weight_OI.shape
     down, across = -(-outputs // BLOCK), -(-inputs // BLOCK)
     numbers = torch.empty(weight_OI.shape, dtype=torch.float8_e4m3fn, device=weight_OI.device)
@@ -104,13 +104,15 @@ def pack_fp8_blocks(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inverse_of(most: Tensor) -> Tensor:
-    """Of the scale of E4M3 numbers whose largest size is that."""
+    """Return the inverse of the E4M3 scale for this largest magnitude."""
     inverse = torch.full_like(most, LARGEST[torch.float8_e4m3fn]) / most
-    return torch.where(inverse.isfinite(), inverse, 0)  # of zeros, and of what is too small to divide by
+    return torch.where(inverse.isfinite(), inverse, 0)  # infinite for zeros and tiny maxima
 
 
 def scales_of_blocks(scales_OG: Tensor) -> Tensor:
-    """[O / BLOCK, G] where BLOCK outputs share a scale; as they are where parts were put together."""
+    """Return scales [O / BLOCK, G] where BLOCK outputs share one; unchanged where merged matrices do not
+    share them.
+    """
     first = scales_OG[::BLOCK]
     spread = first.repeat_interleave(BLOCK, 0)[: len(scales_OG)]
     return first.contiguous() if torch.equal(spread, scales_OG) else scales_OG.contiguous()

@@ -1,7 +1,7 @@
-"""`llmbox top`: the terminal dashboard. Reads the event stream and the admin API, and nothing else.
+"""`llmbox top`, the terminal dashboard. Its only sources are the event stream and the admin API.
 
-    feed thread ──messages──▶ Dashboard (app.py) ──applies to──▶ State ──Changed──▶ the screen that is shown
-    screen ──a message for each wish (Cancel, Load, ...)──▶ Dashboard ──worker──▶ admin API
+    feed thread ──messages──▶ Dashboard (app.py) ──updates──▶ State ──Changed──▶ the visible screen
+    screen ──one message for each action (cancel, load, ...)──▶ Dashboard ──worker──▶ admin API
 
-Data goes one way: screens draw `State` and never change it.
+Data flows one way: screens draw `State` and never change it.
 """

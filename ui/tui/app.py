@@ -1,4 +1,4 @@
-"""The dashboard: takes messages in, keeps the state, sends wishes to the daemon."""
+"""Dashboard application: receives messages, keeps the state, sends actions to the daemon."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
@@ -61,7 +61,10 @@ class Dashboard(App[None]):
         url: str = "",
         once: bool = False,
     ) -> None:
-        """`source`: a word for the top bar, if this is not the live daemon. `once`: a replay, which ends."""
+        """Create the dashboard.
+
+        `source`: a word for the top bar, if this is not the live daemon. `once`: a replay, which ends.
+        """
         super().__init__()
         self.api = api
         self.state = State()
@@ -85,14 +88,14 @@ class Dashboard(App[None]):
     def on_unmount(self) -> None:
         self._feed.stop()
 
-    # ------------------------------------------------------------------ what comes in
+    # ------------------------------------------------------------------ incoming messages
 
     @on(Ticked)
     def _ticked(self, message: Ticked) -> None:
         was_lost, first = self.is_stale, self.state.tick is None
         self.state.take_tick(message.tick)
         if first and isinstance(self.screen, View):
-            self.screen.ask()  # some questions only make sense from here on
+            self.screen.ask()  # some requests depend on a first tick
         self._redraw(everything=was_lost)
 
     @on(Happened)
@@ -125,7 +128,7 @@ class Dashboard(App[None]):
         self._redraw()
 
     def _grow_older(self) -> None:
-        """Nothing comes in any more, but the age of what is shown grows."""
+        """Redraw while the daemon is gone: nothing is received, but the age of the data grows."""
         if self.is_stale:
             self._redraw()
 
@@ -139,7 +142,7 @@ class Dashboard(App[None]):
                     for widget in screen.walk_children(Drawn):
                         widget.refresh()
 
-    # ------------------------------------------------------------------ what goes out
+    # ------------------------------------------------------------------ outgoing requests
 
     @on(Fetch)
     def _fetch(self, message: Fetch) -> None:

@@ -1,4 +1,4 @@
-"""`llmbox top` as a command. Textual is imported once it is clear that there is a terminal for it."""
+"""Command `llmbox top`. Textual is imported only after the terminal has been checked."""
 
 import os
 import sys
@@ -87,7 +87,7 @@ def _run(client: Client, read_only: bool, record: Path | None, replay: Path | No
 
 
 def _url(client: Client) -> str:
-    """Of the daemon, which has to run when we start; later it may go and come back."""
+    """Return the daemon's URL. The daemon has to run at the start; later it may go and come back."""
     return str(client.get("/admin/api/status")["url"])
 
 

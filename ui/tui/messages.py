@@ -1,4 +1,4 @@
-"""What flows through the dashboard. A newer reading replaces an older one that nobody has drawn yet."""
+"""Messages of the dashboard. A newer reading replaces an older one that is not drawn yet."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from llmbox.app.telemetry.snapshot import Tick
 
 
 class Ticked(Message):
-    """A second has passed on the daemon's side."""
+    """The daemon sent its telemetry of one second."""
 
     def __init__(self, tick: Tick) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class Ticked(Message):
 
 
 class Happened(Message):
-    """Any other event of the stream."""
+    """Any other event of the stream arrived."""
 
     def __init__(self, kind: str, data: dict[str, Any]) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Connected(Message):
 
 
 class Lost(Message):
-    """The daemon does not answer (any more)."""
+    """The connection to the daemon was lost, or there was none."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()
@@ -42,14 +42,14 @@ class Lost(Message):
 
 
 class Changed(Message, bubble=False):
-    """To the screen that is shown: draw the state again."""
+    """Request to the visible screen to draw the state again."""
 
     def can_replace(self, message: Message) -> bool:
         return isinstance(message, Changed)
 
 
 class Fetched(Message):
-    """An answer of the admin API to a `Fetch`."""
+    """Response of the admin API to a `Fetch`."""
 
     def __init__(self, name: str, answer: dict[str, Any]) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Fetched(Message):
 
 
 class Fetch(Message):
-    """A screen wants this of the admin API; the answer goes into the state under `name`."""
+    """Request for data of the admin API; the response goes into the state under `name`."""
 
     def __init__(self, name: str, path: str) -> None:
         super().__init__()
@@ -65,7 +65,9 @@ class Fetch(Message):
 
 
 class Act(Message):
-    """A screen wants the daemon to do something. `question` is asked first where it destroys."""
+    """Request to change something in the daemon. `question` asks the user first, before destructive
+    actions.
+    """
 
     def __init__(self, path: str, body: dict[str, Any], done: str, question: str = "") -> None:
         super().__init__()
@@ -73,7 +75,7 @@ class Act(Message):
 
 
 class Ask(Message):
-    """A screen needs a line of text to go on with an `Act`."""
+    """Request for a line of text from the user, which then becomes an action."""
 
     def __init__(self, title: str, hint: str, path: str, field: str, done: str) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Lines as spans of (text, tone), and numbers in words. There is no markup: data is never interpreted."""
+"""Text rendering: lines as spans of (text, tone), and numbers as text. There is no markup: data is never
+interpreted.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ from llmbox.app.telemetry.snapshot import NA, Number
 from llmbox.app.util.formatting import printable
 
 Span = tuple[str, str]
-"""Text and its tone, a name of `palette.TONES`."""
+"""Text and its tone, a name in `theme.TONES`."""
 Line = tuple[Span, ...]
 
 DASH: Final = "-"
@@ -18,7 +20,7 @@ DASH: Final = "-"
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """What the terminal can draw."""
+    """Characters that the terminal can draw."""
 
     bar: str = "█"
     half: str = "▒"
@@ -43,12 +45,12 @@ ASCII: Final = Glyphs(
 
 
 def clean(text: str) -> str:
-    """One line, without control characters."""
+    """Return the text as one line without control characters."""
     return printable(text).replace("\n", " ").replace("\t", " ")
 
 
 def fit(text: str, width: int, glyphs: Glyphs = UNICODE, *, right: bool = False) -> str:
-    """Exactly `width` cells: cut with a mark, or padded."""
+    """Fit text to exactly `width` cells: truncated with a mark, or padded."""
     size = cell_len(text)
     if size > width:
         return set_cell_size(text, max(0, width - 1)) + glyphs.more if width > 0 else ""
@@ -61,14 +63,14 @@ def line_width(line: Line) -> int:
 
 
 def heading(title: str, width: int, glyphs: Glyphs, note: str = "") -> Line:
-    """`Title ──────────── note`."""
+    """Draw a heading: `Title ──────────── note`."""
     tail = f" {note}" if note else ""
     rule = glyphs.rule * max(0, width - cell_len(title) - 1 - cell_len(tail))
     return (title, "title"), (" " + rule, "rule"), (tail, "muted")
 
 
 def bar(parts: Sequence[tuple[float, str]], width: int, glyphs: Glyphs) -> Line:
-    """A stacked bar: `parts` are (share, tone); the rest is empty. What is there is seen: at least a cell."""
+    """Draw a stacked bar of (share, tone); the rest is empty. A share above zero takes at least one cell."""
     spans: list[Span] = []
     left = width
     for index, (share, tone) in enumerate(parts):
@@ -83,7 +85,9 @@ def bar(parts: Sequence[tuple[float, str]], width: int, glyphs: Glyphs) -> Line:
 
 
 def spark(values: Sequence[float], width: int, glyphs: Glyphs, *, top: float | None = None) -> str:
-    """The newest values, one a cell, drawn from zero to the largest (or `top`). Blank where there is none."""
+    """Draw a sparkline of the newest values, one a cell, from zero to the largest (or `top`). Missing values
+    are blank.
+    """
     shown = list(values)[-width:]
     high = top or max(shown, default=0.0)
     steps = len(glyphs.sparks)
@@ -104,7 +108,7 @@ def count(value: Number | int | None) -> str:
 
 
 def percent(value: Number) -> str:
-    """Small shares are not called 0."""
+    """Format a share in percent. Small shares are not called 0."""
     if value is NA:
         return DASH
     return "<1 %" if 0 < value < 0.005 else f"{value * 100:.0f} %"
@@ -153,12 +157,12 @@ def duration(value: float) -> str:
 
 
 def known(value: Number, otherwise: float = 0.0) -> float:
-    """For drawing: what is not available is drawn as nothing."""
+    """Return the value for drawing, or `otherwise` if it is not available."""
     return otherwise if value is NA else value
 
 
 def wrapped(text: str, width: int) -> list[Line]:
-    """Words as lines of at most `width` cells; a longer word is broken. Empty for an empty text."""
+    """Wrap words to lines of at most `width` cells; a longer word is broken. Empty for an empty text."""
     lines: list[str] = []
     for word in clean(text).split():
         rest = word

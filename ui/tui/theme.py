@@ -1,4 +1,4 @@
-"""Tones: what a piece of text means, and how the theme shows that."""
+"""Themes, and tones: a tone names the meaning of a piece of text, and the theme its style."""
 
 from typing import Final
 
@@ -45,7 +45,7 @@ _made: dict[tuple[str, bool], dict[str, Style]] = {}
 
 
 def styles(theme: Theme, *, stale: bool = False) -> dict[str, Style]:
-    """Every tone as a Rich style. `stale` greys all of it: nothing on the screen is of now."""
+    """Return the Rich style of every tone. `stale` greys all of them: nothing on the screen is current."""
     key = theme.name, stale
     if key not in _made:
         _made[key] = _make(theme, stale=stale)

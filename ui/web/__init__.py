@@ -1,4 +1,4 @@
-"""The admin panel: pages made on the server, live pieces over server-sent events."""
+"""Admin panel: pages rendered on the server, with live fragments over server-sent events."""
 
 from litestar import Router
 from litestar.types import ControllerRouterHandler

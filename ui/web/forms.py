@@ -1,4 +1,6 @@
-"""What answers a form: a sentence in the page where scripts run, a redirect or an error page where not."""
+"""Responses to forms: a fragment for the open page where scripts run, otherwise a redirect or an error
+page.
+"""
 
 from typing import Any
 
@@ -11,12 +13,12 @@ from .render import PanelRequest, page, panel_of, render
 
 
 def is_fragment(request: Request[Any, Any, State]) -> bool:
-    """Whether htmx asks: it puts the answer into the page that is open."""
+    """Return whether htmx sent the request: it inserts the response into the open page."""
     return "hx-request" in request.headers
 
 
 def done(request: PanelRequest, back: str, said: str) -> Response[str]:
-    """After a change. `back` is where a browser without scripts goes."""
+    """Respond after a change. `back` is the page that a browser without scripts is sent to."""
     if is_fragment(request):
         html = render("live/said.html", panel_of(request), said=said, failed=False)
         return Response(html, media_type=MediaType.HTML)
@@ -24,8 +26,8 @@ def done(request: PanelRequest, back: str, said: str) -> Response[str]:
 
 
 def show_error(request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
-    """Errors for people. Those of the guard lead to the sign-in, as everywhere."""
-    plain = answer(request, error)  # also logs what is our fault
+    """Respond to an error with a page or a fragment. Errors of the auth guard redirect to the sign-in."""
+    plain = answer(request, error)  # also logs server errors
     told = to_api_error(error)
     if told.status in {303, 401} or "identity" not in request.scope["state"]:
         return plain

@@ -1,4 +1,4 @@
-"""Pages kept up to date: for each page its pieces, made again at a tick and sent where they changed."""
+"""Live updates: the fragments of a page are rendered at every tick and sent where they changed."""
 
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -19,7 +19,7 @@ from .pages.requests import filter_of, requests_pieces
 from .render import Panel, PanelRequest, panel_of
 
 Pieces = Callable[[Panel], Awaitable[dict[str, str]]]
-"""HTML by the name that the page's `sse-swap` says."""
+"""Fragments of a page: HTML by the name in the page's `sse-swap`."""
 
 VIEWS: Final[dict[str, Pieces]] = {
     "first-run": first_run_pieces,
@@ -29,7 +29,7 @@ VIEWS: Final[dict[str, Pieces]] = {
     "memory": memory_pieces,
 }
 SHORTEST_S: Final = 0.25
-"""Between two rounds: a thousand requests a second are no thousand pages a second."""
+"""Seconds between two updates: a thousand requests a second must not become a thousand pages a second."""
 OPTIONS = SseOptions(endless=True, last=b"")
 
 
@@ -43,7 +43,7 @@ def live(
     since: FromQuery[str] = "",
     before: FromQuery[str] = "",
 ) -> EventStreamResponse:
-    """The filters are those of the Requests page, whose history is as its address says."""
+    """Stream the fragments of a page. The filters are those of the Requests page, taken from its URL."""
     pieces = VIEWS.get(view)
     if view == "requests":
         pieces = requests_pieces(filter_of(model, key, status, since, before))
@@ -56,7 +56,10 @@ def live(
 
 
 async def _frames(panel: Panel, pieces: Pieces, valid: Callable[[], bool]) -> AsyncGenerator[bytes, None]:
-    """Ends when its reader signs out. What comes too soon after the last round waits for the next tick."""
+    """Yield changed fragments until the reader signs out.
+
+    An event that comes too soon after the last update waits for the next tick.
+    """
     sent: dict[str, str] = {}
     last = 0.0
     async for event in panel.services.events.subscribe():

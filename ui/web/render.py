@@ -1,4 +1,4 @@
-"""From a template and values to an answer. Everything that comes from data is escaped."""
+"""Template rendering. All data is escaped."""
 
 import time
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def span(number: Number | None) -> str:
 
 
 def percent(number: Number | None) -> str:
-    """Of a share. What is small but not nothing is not called 0."""
+    """Format a share in percent. A small share is not called 0."""
     value = known(number)
     if value is None:
         return NONE
@@ -50,7 +50,7 @@ def percent(number: Number | None) -> str:
 
 
 def rate(number: Number | None) -> str:
-    """A second, with one decimal while it is small."""
+    """Format a rate a second, with one decimal while it is small."""
     value = known(number)
     return NONE if value is None else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
@@ -61,7 +61,7 @@ def count(number: Number | None) -> str:
 
 
 def value(anything: Any) -> str:
-    """A setting's value."""
+    """Format the value of a setting."""
     if anything is None:
         return "auto"
     if isinstance(anything, bool):
@@ -72,7 +72,7 @@ def value(anything: Any) -> str:
 
 
 def clock(unix: float) -> str:
-    """With the date only where it is not today's."""
+    """Format a time, with the date only if it is not of today."""
     then = datetime.fromtimestamp(unix).astimezone()
     today = datetime.now().astimezone().date()
     return then.strftime("%H:%M:%S" if then.date() == today else "%Y-%m-%d %H:%M")
@@ -101,7 +101,7 @@ PAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """What every page needs of the daemon and of its reader."""
+    """Context of a page: the daemon and the reader's CSRF token."""
 
     control: DaemonController
     csrf: str
@@ -118,7 +118,7 @@ def panel_of(request: PanelRequest) -> Panel:
 def page(
     request: PanelRequest, template: str, section: str, status: int = 200, **values: Any
 ) -> Response[str]:
-    """`section` is the entry of `PAGES` that is lit."""
+    """Render a page. `section` is the highlighted entry of `PAGES`."""
     panel = panel_of(request)
     html = render(
         template,
@@ -138,7 +138,7 @@ def render(template: str, panel: Panel, **values: Any) -> str:
 
 @cache
 def environment() -> "Environment":
-    """Made by the first page: the daemon's start does not wait for it."""
+    """Create the Jinja environment, at the first page: the daemon's start does not wait for it."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415
 
     made = Environment(

@@ -1,4 +1,6 @@
-"""Small charts as SVG paths: they need no script, and no inline style that the content policy forbids."""
+"""Sparklines as SVG paths: they need no script, and no inline style, which the content security policy
+forbids.
+"""
 
 from collections.abc import Sequence
 
@@ -6,7 +8,8 @@ WIDTH, HEIGHT = 240.0, 44.0
 
 
 def path(values: Sequence[float | None]) -> str:
-    """Of a line over WIDTH x HEIGHT, from zero to the largest value; gaps where nothing is known.
+    """Return the path of a line over WIDTH x HEIGHT, from zero to the largest value, with gaps at missing
+    values.
 
     A lone value is a dot: a line of no length with round ends.
     """
@@ -28,7 +31,7 @@ def path(values: Sequence[float | None]) -> str:
 
 
 def thinned(values: Sequence[float | None], most: int) -> list[float | None]:
-    """Means of neighbours, so that a day fits into a few hundred points."""
+    """Downsample by means of neighbors, so that a day fits into a few hundred points."""
     if len(values) <= most:
         return list(values)
     width = len(values) / most

@@ -1,4 +1,4 @@
-"""The panel's own files: an allow-list read once, compressed once, and checked again by their hash."""
+"""Static files of the panel: an allow-list read and compressed once, revalidated by ETag."""
 
 import gzip
 import hashlib
@@ -39,7 +39,7 @@ def files() -> dict[str, StaticFile]:
 
 
 def has_libraries() -> bool:
-    """False where the build could not fetch them: pages then work without updating by themselves."""
+    """Return False if the build could not fetch the libraries: pages then do not update by themselves."""
     return all(name in files() for name in LIBRARIES)
 
 

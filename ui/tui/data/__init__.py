@@ -1,1 +1,1 @@
-"""What the dashboard reads: API, event feed, state."""
+"""Data of the dashboard: admin API, event feed, state."""

@@ -1,4 +1,4 @@
-"""The admin API as the dashboard uses it: live, recorded beside, or played from a recording."""
+"""Admin API clients of the dashboard: live, recording, or replaying a recording."""
 
 import json
 import ssl
@@ -15,22 +15,22 @@ from llmbox.app.errors import CliError, Exit
 
 SCHEMA = "llmbox.recording/1"
 Item = tuple[str, dict[str, Any]]
-"""An event's type and data."""
+"""Event as (type, data)."""
 
 
 class Api(Protocol):
-    """Blocks: called from threads. Raises CliError."""
+    """Admin API. Calls block and are made from threads. Raises CliError."""
 
     def get(self, path: str) -> dict[str, Any]: ...
 
     def post(self, path: str, body: object) -> dict[str, Any]: ...
 
     def events(self) -> Iterator[Item]:
-        """Until the connection ends. After a reconnection, first those that were missed."""
+        """Yield events until the connection ends. A reconnection yields missed events first."""
         ...
 
     def close(self) -> None:
-        """Ends `events`, from another thread."""
+        """End `events`, called from another thread."""
         ...
 
 
@@ -60,7 +60,7 @@ class LiveApi:
 
 
 class Recorder:
-    """Passes everything on and writes it down, one JSON object a line, with the seconds since the start."""
+    """Records all responses and events, one JSON object a line, with the seconds since the start."""
 
     def __init__(self, api: Api, file: TextIO) -> None:
         self._api, self._file = api, file
@@ -92,7 +92,7 @@ class Recorder:
 
 
 class Replay:
-    """A recording in its own time. Changes nothing anywhere: every `post` is refused."""
+    """Replays a recording at its own speed. Every `post` is refused."""
 
     def __init__(self, path: Path) -> None:
         self._answers: dict[str, dict[str, Any]] = {}
@@ -153,7 +153,7 @@ LEAST_KEY = 20
 
 class RemoteClient(Client):
     def __init__(self, paths: Paths, url: str, key_file: Path) -> None:
-        """Raises CliError for a URL or a key that cannot be one."""
+        """Parse the URL and read the key. Raises CliError if either is invalid."""
         super().__init__(paths)
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:

@@ -1,4 +1,4 @@
-"""The thread that reads the event stream and turns it into messages. Reconnects for ever, once a second."""
+"""Feed thread: turns the event stream into messages. Reconnects forever, once a second."""
 
 import threading
 from collections.abc import Callable
@@ -17,7 +17,7 @@ RETRY_S = 1.0
 
 class Feed:
     def __init__(self, api: Api, post: Callable[[Message], object], *, once: bool = False) -> None:
-        """`once`: the end of the stream is the end (a replay)."""
+        """Create the feed. `once`: the end of the stream is final (a replay)."""
         self._api, self._post, self._once = api, post, once
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
@@ -37,7 +37,7 @@ class Feed:
             except CliError as error:
                 reason = error.why or error.what
             except (OSError, ValueError, AttributeError) as error:
-                # http.client in the hands of two threads, when `stop` closes it.
+                # http.client fails so when `stop` closes the connection from the other thread.
                 reason = str(error) or type(error).__name__
             if self._stopped.is_set():
                 return

@@ -1,4 +1,4 @@
-"""Everything the screens draw. Changed by the Dashboard alone, from messages."""
+"""State that the screens draw. Only the Dashboard changes it, from messages."""
 
 import time
 from collections import deque
@@ -22,20 +22,20 @@ MODEL_CHANGES: Final = "model."
 class State:
     tick: Tick | None = None
     lost: str = ""
-    """Why the daemon does not answer; empty while it does."""
+    """Reason why the daemon does not answer; empty while it does."""
     tick_at: float = 0.0
-    """Monotonic seconds."""
+    """Time of the last tick in monotonic seconds."""
     sparks: dict[str, deque[float]] = field(
         default_factory=lambda: {name: deque(maxlen=SPARK_S) for name in SPARKS}
     )
-    """One value a second; -1 where there was none."""
+    """Sparkline values, one a second; -1 where there was none."""
     ended: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_ENDED))
-    """Records of requests, newest first."""
+    """Records of ended requests, newest first."""
     log: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_LOG))
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of the admin API, by the name under which a screen asked."""
+    """Responses of the admin API, by the name of the `Fetch`."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Why the last question of that name got no answer."""
+    """Reason why the last `Fetch` of that name failed."""
     clock: Callable[[], float] = time.monotonic
 
     @property
@@ -59,7 +59,7 @@ class State:
             self._take_download(data)
 
     def _take_past(self, answer: dict[str, Any]) -> None:
-        """What the daemon remembers goes before what came since."""
+        """Put the daemon's history before the values received since."""
         if self.tick is None:
             return
         for name, values in self.sparks.items():

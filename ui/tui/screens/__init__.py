@@ -1,1 +1,1 @@
-"""One module a screen."""
+"""Screens of the dashboard, one module each."""

@@ -1,4 +1,4 @@
-"""What all six screens share: bar, strip for alerts, footer, filter, and the list for small terminals."""
+"""Base of the six screens: top bar, alert line, footer, filter, and the list for small terminals."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar, cast
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from ..app import Dashboard
 
 SMALL = (60, 16)
-"""Columns and rows below which there is only a list."""
+"""Columns and rows below which only a list is shown."""
 
 
 class View(Screen[None]):
-    """A screen draws in `draw` and asks in `wants`; it never changes the state."""
+    """Base of a screen: it draws in `draw` and requests data in `wants`, and never changes the state."""
 
     TITLE: ClassVar[str]
     CSS_PATH: ClassVar[CSSPathType | None] = "../view.tcss"
     AUTO_FOCUS = "Grid"
     FILTERS: ClassVar[bool] = False
-    """Whether `/` opens a filter line."""
+    """True if `/` opens a filter line."""
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "Filter", key_display="/"),
         Binding("escape", "back", "Back", show=False),
     ]
 
     ASK_S: ClassVar[float] = 5.0
-    """Seconds between two times of asking what it `wants`."""
+    """Seconds between two requests for what it `wants`."""
 
     filter_text: str = ""
 
@@ -67,14 +67,16 @@ class View(Screen[None]):
         raise NotImplementedError
 
     def draw(self) -> None:
-        """Show the state in the screen's widgets."""
+        """Draw the state into the screen's widgets."""
         raise NotImplementedError
 
     def wants(self) -> Iterable[Fetch]:
-        """Asked when the screen is shown, and again every few seconds while it is."""
+        """Return the data to fetch when the screen is shown, and again every few seconds while it is
+        visible.
+        """
         return ()
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ lifecycle
 
     def on_mount(self) -> None:
         self.query_one("#filter", Input).display = False
@@ -141,6 +143,6 @@ class View(Screen[None]):
             break
 
     def matches(self, *texts: str) -> bool:
-        """Whether every word of the filter is in one of the texts."""
+        """Return whether each word of the filter occurs in one of the texts."""
         whole = " ".join(texts).casefold()
         return all(word in whole for word in self.filter_text.split())

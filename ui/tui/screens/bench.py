@@ -1,4 +1,4 @@
-"""Screen 6: the last benchmark runs, two of them side by side, and what the doctor says."""
+"""Screen 6: recent benchmark runs, a comparison of two of them, and the doctor's findings."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -112,7 +112,9 @@ class Bench(View):
 
 
 def comparison(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Line]:
-    """Levels that both runs have: first, second, and second over first; better is green."""
+    """Compare the concurrency levels that both runs have: change from the first to the second run; better is
+    green.
+    """
     later = {level["concurrency"]: level for level in second["levels"]}
     lines: list[Line] = [((f" {_when(first)}  against  {_when(second)}", "strong"),)]
     for level in first["levels"]:

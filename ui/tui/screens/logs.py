@@ -84,7 +84,7 @@ class Logs(View):
 
     @on(Grid.Chosen)
     def _jump(self, event: Grid.Chosen) -> None:
-        """To the request that the line names, if it names one."""
+        """Open the request that the line names, if it names one."""
         entry = self.state.log[int(event.key)]
         live = [request.id for request in self.state.tick.requests] if self.state.tick else []
         for known in [*live, *(str(row["id"]) for row in self.state.ended)]:

@@ -1,4 +1,4 @@
-"""Screen 4: who holds the memory of each device, what is in the KV blocks, and who had to leave."""
+"""Screen 4: memory of each device by owner, the KV blocks, and loads, evictions and refusals."""
 
 import time
 from collections.abc import Iterable
@@ -58,7 +58,7 @@ class Memory(View):
 
 
 def memory_lines(state: State, width: int, glyphs: Glyphs, tall: int = 24) -> list[Line]:
-    """`tall`: the terminal's rows; small ones get the shorter form."""
+    """Draw the screen. `tall` is the terminal's number of rows; small terminals get a shorter form."""
     tick = state.tick
     if tick is None:
         return [((" waiting for the first reading", "muted"),)]
@@ -164,7 +164,7 @@ def _marks(state: State) -> list[Line]:
 
 
 def _when(at: float, now: float) -> str:
-    """With the date only where it is another day's."""
+    """Format a time, with the date only if it is not of today."""
     then, today = time.localtime(at), time.localtime(now)
     same = then[:3] == today[:3]
     return f"{time.strftime('%H:%M:%S' if same else '%d %b %H:%M', then):<12}"

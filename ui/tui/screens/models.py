@@ -1,4 +1,4 @@
-"""Screen 3: models in memory, on their way and on disk, in one list."""
+"""Screen 3: models in memory, being downloaded and on disk, in one list."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
@@ -144,7 +144,7 @@ def find_model(state: State, name: str) -> Mapping[str, Any]:
 
 
 def _is_known(state: State, name: str) -> bool:
-    """Whether it is in memory or on disk, and not a download alone."""
+    """Return whether the model is in memory or on disk, rather than only a download."""
     return any(
         each["name"] == name for answer in ("models", "disk") for each in _items(state, answer, "models")
     )
@@ -185,7 +185,7 @@ def _loaded(model: Mapping[str, Any], disk: Mapping[str, Any] | None, rate: Erro
 
 
 def _place(info: Mapping[str, Any]) -> str:
-    """Its device, and on how many ranks."""
+    """Format the model's device and its number of ranks."""
     ranks = int(info.get("tp", 1)) * int(info.get("pp", 1))
     return str(info.get("device", DASH)) + (f" x{ranks}" if ranks > 1 else "")
 

@@ -1,4 +1,4 @@
-"""Screen 1: devices, two minutes of the figures that matter, and what is in flight."""
+"""Screen 1: devices, main metrics of two minutes, and requests in flight."""
 
 from collections.abc import Iterable
 from typing import ClassVar
@@ -36,7 +36,7 @@ from .base import View
 
 MOST_GPUS = 8
 _WARM = 85.0
-"""Degrees Celsius from which the figure is colored; an alert comes at `attention.HOT`."""
+"""Degrees Celsius from which a temperature is colored; the alert comes at `alerts.HOT`."""
 
 
 class Overview(View):
@@ -190,7 +190,7 @@ def _used(gpu: GpuReading) -> float:
 
 
 def figure_lines(state: State, width: int, glyphs: Glyphs) -> list[Line]:
-    """Two columns of name, value and sparkline."""
+    """Draw the metrics in two columns of name, value and sparkline."""
     lines = [heading(" Last two minutes", width - 1, glyphs)]
     if state.tick is None:
         return lines

@@ -1,4 +1,4 @@
-"""Screen 2: requests in flight, then those that ended."""
+"""Screen 2: requests in flight, then ended ones."""
 
 from collections.abc import Iterable
 from typing import ClassVar

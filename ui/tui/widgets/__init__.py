@@ -1,1 +1,1 @@
-"""Widgets that screens share."""
+"""Widgets shared by the screens."""

@@ -1,4 +1,4 @@
-"""The list for terminals too small for screens: one fact a line, the most telling first."""
+"""List for terminals too small for screens: one fact a line, the most important first."""
 
 from ..data.state import State
 from ..rendering import Glyphs, Line, Span, clean, count, percent, seconds

@@ -1,4 +1,4 @@
-"""Small windows over a screen: a question, a line to type, facts to read, the keys."""
+"""Modal dialogs: a question, a text input, details to read, the keys."""
 
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
@@ -33,7 +33,7 @@ class Dialog(ModalScreen[ScreenResultType]):
         self.call_after_refresh(self.fill)
 
     def fill(self) -> None:
-        """Write into the lines once their width is known."""
+        """Write the lines, once their width is known."""
 
     def write(self, lines: Sequence[Line]) -> None:
         widget = self.query_one(Lines)
@@ -43,7 +43,7 @@ class Dialog(ModalScreen[ScreenResultType]):
 
 
 class Confirm(Dialog[bool]):
-    """Destructive actions ask; only `y` means yes."""
+    """Confirmation of a destructive action; only `y` means yes."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "answer(True)", "Yes"),
@@ -92,7 +92,7 @@ class AskLine(Dialog[str]):
 
 
 class Facts(Dialog[None]):
-    """`lines` of a given width; grows with the terminal."""
+    """Read-only lines of a given width; the dialog grows with the terminal."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,enter,q", "leave", "Back")]
 
@@ -112,6 +112,6 @@ class Facts(Dialog[None]):
 
 
 class Help(Facts):
-    """Made of the bindings that are active, so it cannot lie."""
+    """Help on keys, built from the active bindings so that it is always correct."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "leave", "Back", show=False)]

@@ -1,4 +1,4 @@
-"""The two lines on top: where we are and whether the daemon is well; then what needs attention."""
+"""Header of two lines: screens and the daemon's health, then the first alert."""
 
 import time
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The keys that work at this moment, sorted by what a reader looks for."""
+"""Help lines of the active keys, in groups."""
 
 from collections.abc import Callable, Iterable
 
@@ -8,12 +8,12 @@ from textual.binding import ActiveBinding, Binding
 from ..rendering import Line
 
 _TEXTUALS = ("scroll_", "page_", "app.focus_", "screen.copy_", "help_quit")
-"""Actions that every Textual program has and that do nothing of use here."""
+"""Actions of every Textual program that have no use here."""
 _GROUPS = ("Screens", "On this screen", "Moving", "Everywhere")
 
 
 def key_lines(active: Iterable[ActiveBinding], display: Callable[[Binding], str]) -> list[Line]:
-    """Groups of lines; keys that do the same share one."""
+    """Format the active bindings in groups; keys of the same action share a line."""
     groups: dict[str, dict[str, list[str]]] = {name: {} for name in _GROUPS}
     for each in active:
         binding = each.binding

@@ -1,4 +1,4 @@
-"""Details in two columns, and one request in full."""
+"""Details in two columns, one request in full, and the result of a fit."""
 
 import time
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from ..rendering import Glyphs, Line, clean, heading, seconds, size, wrapped
 from .request_rows import time_bar
 
 _MOST_SHOWN = 4000
-"""Characters of a prompt and of an answer: a window is no pager."""
+"""Most characters shown of a prompt and of an answer."""
 _WORDS = {
     "id": "request", "n": "answers", "stream": "streamed", "prompt_tokens": "prompt tokens",
     "cached_tokens": "of them cached", "output_tokens": "output tokens", "ttft": "first token after",
@@ -16,14 +16,17 @@ _WORDS = {
     "tokens_per_second": "tokens/s", "http_status": "status", "finish_reasons": "ended by",
     "error_code": "error", "tier": "class", "params": "parameters", "resumes": "resumed",
 }  # fmt: skip
-"""Fields of a request as people say them."""
+"""Labels of a request's fields."""
 _IN_WORDS = {"seq", "prefix_end", "looked_up_tokens", "output_hash", "fingerprint", "content"}
 
 
 def fact_lines(
     facts: Mapping[str, Any], prefix: str = "", names: Mapping[str, str] | None = None
 ) -> list[Line]:
-    """Nested facts are led by their name, or by what `names` has for it; what is empty is left out."""
+    """Format facts as lines of name and value.
+
+    Nested facts are prefixed with their name. `names` maps keys to labels. Empty values are left out.
+    """
     lines: list[Line] = []
     for key, value in facts.items():
         name = f"{prefix}{(names or {}).get(key, key)}"
@@ -35,7 +38,7 @@ def fact_lines(
 
 
 def request_lines(answer: Mapping[str, Any], width: int, glyphs: Glyphs) -> list[Line]:
-    """`answer` is what the admin API says of a request; what it lacks is left out."""
+    """Format the admin API's response for a request; missing parts are left out."""
     detail = answer.get("request") or answer["in_flight"]
     facts = {key: value for key, value in detail.items() if key not in _IN_WORDS and value != "{}"}
     parts = [
@@ -52,7 +55,7 @@ def request_lines(answer: Mapping[str, Any], width: int, glyphs: Glyphs) -> list
 
 
 def fit_lines(answer: Mapping[str, Any], width: int) -> list[Line]:
-    """`answer` is what the admin API says of a fit."""
+    """Format the admin API's response for a fit."""
     words = dict(answer["words"])
     lines: list[Line] = [*wrapped(words.pop("verdict"), width), ()]
     rows = [

@@ -1,4 +1,4 @@
-"""The KV blocks of one model: a strip that is a map, and what is found in it most."""
+"""KV cache of one model: a strip that maps its blocks, and the most used prefixes."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -8,11 +8,13 @@ from ..rendering import Glyphs, Line, Span, clean, count
 
 MOST_PREFIXES = 5
 Cell = tuple[int, int]
-"""(live, cached) blocks."""
+"""Number of (live, cached) blocks."""
 
 
 def strip_lines(blocks: Mapping[str, Any], width: int, rows: int, glyphs: Glyphs) -> list[Line]:
-    """In the order of block numbers, row by row. What is live is seen, however little it is."""
+    """Draw the blocks in the order of their numbers, row by row. A cell with any live block is drawn as
+    live.
+    """
     cells = [(live, cached) for number, live, cached, *_ in blocks["cells"] for _ in range(number)]
     groups = _squeezed(cells, width * rows)
     each = -(-int(blocks["num_blocks"]) // max(1, len(groups)))
@@ -42,7 +44,7 @@ def prefix_lines(blocks: Mapping[str, Any], most: int = MOST_PREFIXES) -> list[L
 
 
 def _squeezed(cells: Sequence[Cell], most: int) -> list[Cell]:
-    """At most so many, each the sum of its part."""
+    """Merge neighboring cells to at most `most`, each the sum of its part."""
     if len(cells) <= most:
         return list(cells)
     edges = [len(cells) * number // most for number in range(most + 1)]

@@ -1,4 +1,4 @@
-"""A widget that draws given lines, and on each change only those that differ."""
+"""Widgets that draw given lines, and on each change redraw only those that differ."""
 
 from collections.abc import Sequence
 
@@ -13,11 +13,11 @@ from ..theme import styles
 
 
 class Drawn(Widget):
-    """Base of what is drawn line by line from tones."""
+    """Base of widgets that are drawn line by line from tones."""
 
     DEFAULT_CSS = "Drawn { height: 1fr; width: 1fr; }"
     of_now: bool = False
-    """Keeps its colours when the daemon is gone: it tells of that."""
+    """True if the widget keeps its colors when the daemon is gone, as its content is still current."""
 
     @property
     def glyphs(self) -> Glyphs:
@@ -30,7 +30,7 @@ class Drawn(Widget):
         return styles(self.app.current_theme, stale=stale)
 
     def strip_of(self, line: Line, width: int, *, under: str | None = None) -> Strip:
-        """`under`: a tone whose background lies below all spans."""
+        """Render a line. `under` is a tone whose background lies below all spans."""
         tones = self.tones
         base = tones[under or ""]
         ground = Style(bgcolor=base.bgcolor, bold=base.bold) if under else None
@@ -39,7 +39,7 @@ class Drawn(Widget):
 
 
 class Lines(Drawn):
-    """`show` new lines; further ones than there is room for are left out."""
+    """Lines of text, replaced by `show`; lines beyond the widget's height are not drawn."""
 
     def __init__(self, *, id: str | None = None, classes: str | None = None, of_now: bool = False) -> None:  # noqa: A002 - Textual's name
         super().__init__(id=id, classes=classes)
@@ -61,12 +61,12 @@ class Lines(Drawn):
 
     @property
     def plain(self) -> list[str]:
-        """For tests and for the clipboard."""
+        """Lines as plain text, for tests and the clipboard."""
         return ["".join(text for text, _ in line).rstrip() for line in self._lines]
 
 
 def cut(line: Line, width: int, glyphs: Glyphs) -> Line:
-    """The line in at most `width` cells."""
+    """Truncate the line to `width` cells."""
     spans = []
     for text, tone in line:
         piece = fit(text, width, glyphs).rstrip() if len(text) > width else text

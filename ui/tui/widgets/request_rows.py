@@ -1,4 +1,4 @@
-"""Requests as rows, in flight and ended, and what each of them spent its time on."""
+"""Requests as table rows, in flight and ended, and the time that each phase took."""
 
 import time
 from collections import Counter
@@ -57,7 +57,9 @@ def live_rows(requests: Sequence[LiveRequest]) -> list[Row]:
 def all_rows(
     live: Sequence[LiveRequest], ended: Sequence[Mapping[str, Any]], sort: str, now: float
 ) -> list[Row]:
-    """In flight first, then what ended; each part in the order of `sort`, largest first."""
+    """Return rows of requests in flight, then of ended ones; each part in the order of `sort`, largest
+    first.
+    """
     waiting: Counter[str] = Counter()
     entries = []
     for request in live:
@@ -115,7 +117,7 @@ def _ended(row: Mapping[str, Any], now: float) -> Row:
 
 
 def time_bar(detail: Mapping[str, Any], width: int, glyphs: Glyphs) -> list[Line]:
-    """Where the time of an ended request went: in the queue, in prefill, in decode."""
+    """Draw the phases of an ended request: queue, prefill, decode."""
     whole, first, queued = detail.get("e2e_s"), detail.get("ttft_s"), detail.get("queue_s")
     if not whole:
         return []
@@ -155,7 +157,7 @@ def _ended_key(row: Mapping[str, Any], sort: str) -> Any:
 
 
 def _state(state: str, position: str = "") -> tuple[str, str]:
-    """`position`: in the queue."""
+    """Format the state. `position` is that in the queue."""
     return f"{state} {position}".rstrip(), {"queued": "warn", "prefill": "kv", "decode": "good"}.get(
         state, ""
     )

@@ -1,4 +1,4 @@
-"""A table of fixed column widths that draws only what is seen, and redraws only lines that changed.
+"""Table of fixed column widths that draws only visible lines, and redraws only those that changed.
 
 Textual's DataTable measures and keeps every cell; at a hundred live rows a second this one costs a tenth.
 """
@@ -19,7 +19,9 @@ from .lines import Drawn
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`width` 0 takes what is left. Columns with a higher `rank` go first where there is little room."""
+    """Column of a table. `width` 0 takes the remaining space. Columns of higher `rank` are hidden first when
+    space is short.
+    """
 
     title: str
     width: int
@@ -29,14 +31,14 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`cells` in the order of the columns; `key` finds the row again."""
+    """Row of a table: `cells` in the order of the columns; `key` identifies the row."""
 
     key: str
     cells: tuple[Span, ...]
 
 
 class Grid(ScrollView, Drawn, can_focus=True):
-    """The cursor stays on its row (by key) whatever happens around it."""
+    """Table widget. The cursor stays on its row (by key) whatever rows come and go."""
 
     DEFAULT_CSS = """
     Grid {
@@ -55,7 +57,7 @@ class Grid(ScrollView, Drawn, can_focus=True):
     ]
 
     class Chosen(Message):
-        """Enter or a click on the row under the cursor."""
+        """Enter was pressed, or the row under the cursor was clicked."""
 
         def __init__(self, grid: "Grid", key: str) -> None:
             super().__init__()
@@ -69,10 +71,10 @@ class Grid(ScrollView, Drawn, can_focus=True):
         super().__init__(id=id)
         self.columns = tuple(columns)
         self.empty = empty
-        """What to do next, where there are no rows."""
+        """Hint shown where there are no rows."""
         self.rows: tuple[Row, ...] = ()
         self.follow = False
-        """Keeps the last row in sight, as a log does."""
+        """True if the last row stays visible, as in a log."""
         self._cursor_key: str | None = None
 
     # ------------------------------------------------------------------ content
@@ -162,7 +164,7 @@ class Grid(ScrollView, Drawn, can_focus=True):
         return tuple(spans)
 
     def _widths(self) -> list[int]:
-        """Fixed widths; where they do not fit, columns of the highest rank are left out."""
+        """Return the column widths; where they do not fit, columns of the highest rank are hidden."""
         room = self.size.width - 3
         shown = set(range(len(self.columns)))
 

@@ -1,1 +1,1 @@
-"""One module a page."""
+"""Pages of the panel, one module each."""

@@ -1,4 +1,4 @@
-"""From nothing to a first answer on one screen: what is here, what fits, ask it, connect a client."""
+"""First-run page: what is on this machine, what fits, a first question, and how to connect a client."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ class Candidate:
     plan: MemoryPlan | None
     reason: str
     state: str
-    """Of the model in memory; empty when it is not."""
+    """State of the model in memory; empty if it is not loaded."""
 
 
 @get("/first-run", name="panel_first_run")
@@ -59,7 +59,7 @@ async def first_run_pieces(panel: Panel) -> dict[str, str]:
 
 
 def _names(loaded: list[Model], candidates: list[Candidate]) -> list[str]:
-    """What may be asked for, the most ready first: a request loads what is on disk."""
+    """Return the models that can be requested, ready ones first: a request loads a model from disk."""
     ready = [each.name for each in loaded if each.state == "ready"]
     return list(dict.fromkeys([*ready, *(each.disk.ref.name for each in candidates if each.plan)]))
 

@@ -1,4 +1,4 @@
-"""API keys. A secret is in the answer to the form that made it, and nowhere else."""
+"""API keys page. A secret is shown only in the response to the form that created it."""
 
 import time
 from typing import Any
@@ -80,7 +80,7 @@ async def _page(
 
 
 def _spec(form: dict[str, str]) -> KeySpec:
-    """Raises ApiError with the field's name."""
+    """Read the form. Raises ApiError with the field's name."""
     values: dict[str, Any] = {
         "name": form.get("name", "").strip(),
         "scopes": [scope for scope in ("infer", "read", "admin") if form.get(f"scope_{scope}")],

@@ -1,4 +1,4 @@
-"""Where memory goes: per device, per model, per KV block."""
+"""Memory page: use by device, model and KV block."""
 
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,7 +13,7 @@ from ..render import Panel, PanelRequest, page, panel_of, render
 COLUMNS: Final = 96
 MOST_CELLS: Final = COLUMNS * 16
 CELL: Final = 10
-"""Side of a square, in the map's own units."""
+"""Side of a square in the map's units."""
 LABELS: Final = dict(zip(KINDS, ("weights", "KV in use", "KV cached", "KV free", "workspace"), strict=True))
 DAY: Final = 86400
 MOST_MARKS: Final = 12
@@ -24,18 +24,18 @@ MOST_PREFIXES: Final = 10
 class Bar:
     device: DeviceMemory
     parts: list[tuple[str, float, float]]
-    """(kind, start, share) of the device's memory."""
+    """(kind, start, share) of each part of the device's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Map:
     blocks: Blocks
     paths: dict[str, str]
-    """By state: the squares as one SVG path."""
+    """Squares of each state as one SVG path."""
     width: int
     height: int
     cells: str
-    """What the page's script reads: `count,live,cached,owner,holders` for each run of squares."""
+    """Blocks for the page's script: `count,live,cached,owner,holders` for each run of squares."""
 
 
 @get("/memory", name="panel_memory")
@@ -84,7 +84,7 @@ def _map(blocks: Blocks) -> Map:
 
 
 def _strips(first: int, count: int) -> str:
-    """Neighbouring squares, row by row."""
+    """Return the path of neighboring squares, row by row."""
     path, last = "", first + count
     while first < last:
         row, column = divmod(first, COLUMNS)

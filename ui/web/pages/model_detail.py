@@ -1,4 +1,4 @@
-"""One model in detail: what it is served with and why, what else it could be, and what it is called."""
+"""Model page: effective settings and their origins, a what-if plan, aliases and the chat template."""
 
 import asyncio
 import os
@@ -33,12 +33,14 @@ from ..forms import done, is_fragment
 from ..render import Panel, PanelRequest, page, panel_of, render
 
 CHOICES: Final = ("ctx", "memory", "dtype", "quant", "kv_dtype", "max_running", "tp")
-"""Settings of a plan, by short key: in the URL of the page, and in the form that loads."""
+"""Settings of a plan by short key: in the page's URL and in the form that loads the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIfPlan:
-    """`plan` is None where `reason` says why. `asked` holds what was chosen, by short key."""
+    """Memory plan for chosen settings. `plan` is None if `reason` says why. `asked` holds the chosen values
+    by short key.
+    """
 
     ref: str
     asked: Mapping[str, str]
@@ -46,7 +48,7 @@ class WhatIfPlan:
     reason: str
     budget: int = 0
     parts: list[tuple[str, float, float]] = field(default_factory=list)
-    """(kind, start, share) of the budget."""
+    """(kind, start, share) of each part of the budget."""
 
 
 @get("/models/plan", name="panel_plan")
@@ -60,18 +62,20 @@ async def plan_piece(request: PanelRequest, ref: FromQuery[str]) -> Response[str
 
 
 def asked_of(fields: Mapping[str, str]) -> dict[str, str]:
-    """Only what was chosen."""
+    """Return the chosen values by short key."""
     return {name: text for name in CHOICES if (text := fields.get(name, "").strip())}
 
 
 def options_of(asked: Mapping[str, str]) -> dict[str, Scalar]:
-    """By full key. Raises CliError for a value that cannot be."""
+    """Convert to options by full key. Raises CliError for an invalid value."""
     rows = {f"model.{name}": text for name, text in asked.items()}
     return {name: check_value(schema()[name], text, name, from_text=True) for name, text in rows.items()}
 
 
 def find_model(panel: Panel, ref: str) -> tuple[DiskModel, ModelConfig | EngineError]:
-    """With why its config cannot be read, in place of the config. Raises ApiError 404."""
+    """Return the model and its config, or the error that kept the config from being read. Raises ApiError
+    404.
+    """
     try:
         found = describe(panel.control.resolve(ref))
     except CliError as error:
@@ -85,7 +89,7 @@ def find_model(panel: Panel, ref: str) -> tuple[DiskModel, ModelConfig | EngineE
 def make_plan(
     panel: Panel, ref: str, config: ModelConfig | EngineError, asked: Mapping[str, str]
 ) -> WhatIfPlan:
-    """Reads the machine: for any thread but the loop's."""
+    """Plan the memory. Reads the machine: not to be called in the event loop's thread."""
     if isinstance(config, EngineError):
         return WhatIfPlan(ref, asked, None, str(config))
     settings = panel.services.settings
@@ -119,7 +123,7 @@ class Effective:
     value: Scalar
     origin: str
     common: bool
-    """As built in: of less interest."""
+    """True for a built-in default, which is of less interest."""
 
 
 @get("/models/show", name="panel_model")
@@ -149,7 +153,7 @@ async def model_page(request: PanelRequest, ref: FromQuery[str]) -> Response[str
 
 
 def _effective(panel: Panel, loaded: Any) -> list[Effective]:
-    """Where each setting of a loaded model comes from: this load, or the settings of all models."""
+    """Return the origin of each setting of a loaded model: this load, or the settings of all models."""
     rows = []
     origins = panel.control.loaded.origins
     for name, value in loaded.options.items():
@@ -168,7 +172,7 @@ def _aliases(panel: Panel, disk: DiskModel) -> dict[str, Alias]:
 SYSTEM: Final = "You answer in few words."
 USER: Final = "What is the capital of France?"
 LONGEST: Final = 20_000
-"""Characters of a sample message."""
+"""Most characters of a sample message."""
 
 
 @post("/models/alias", status_code=200, name="panel_alias")
@@ -205,7 +209,9 @@ async def template_preview(
     system: FromQuery[str] = SYSTEM,
     user: FromQuery[str] = USER,
 ) -> Response[str]:
-    """Rendered as a request's is: in the worker that may be killed, with what a client wrote kept text."""
+    """Render the chat template as for a request: in the killable worker, with special tokens in messages kept
+    as text.
+    """
     panel = panel_of(request)
     values = await _rendered(panel, ref, system[:LONGEST], user[:LONGEST])
     if is_fragment(request):
@@ -227,7 +233,7 @@ async def _rendered(panel: Panel, ref: str, system: str, user: str) -> dict[str,
 
 
 async def _text(panel: Panel, ref: str) -> TextModel:
-    """Of the loaded model, or read from its files. Raises ApiError."""
+    """Return the tokenizer of the loaded model, or read it from its files. Raises ApiError."""
     disk, _ = await asyncio.to_thread(find_model, panel, ref)
     loaded = panel.services.engines.find(disk.ref.name)
     if loaded is not None:

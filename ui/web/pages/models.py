@@ -1,4 +1,4 @@
-"""Models on this disk and in memory: load, unload."""
+"""Models page: models on disk and in memory, search, downloads."""
 
 import asyncio
 import os
@@ -56,7 +56,7 @@ async def load_model(request: PanelRequest) -> Response[str]:
 
 @post("/models/pin", status_code=200, name="panel_pin")
 async def pin_model(request: PanelRequest) -> Response[str]:
-    """A pinned model is neither evicted for others nor unloaded when idle."""
+    """Pin or unpin a model. A pinned one is neither evicted for others nor unloaded when idle."""
     form = await form_of(request)
     name, pinned = form.get("model", ""), form.get("pinned") == "1"
     panel_of(request).control.residency.pin(name, pinned=pinned)
@@ -72,7 +72,7 @@ async def unload_model(request: PanelRequest) -> Response[str]:
 
 
 async def _rows(panel: Panel) -> list[ModelRow]:
-    """What is in memory first."""
+    """Return the rows of the list, models in memory first."""
     names = panel.control.library.registry.read()
     disk = {model.ref.ref: model for model in await asyncio.to_thread(on_disk, os.environ, names)}
     rows = [
@@ -138,5 +138,5 @@ async def change_download(request: PanelRequest, what: FromPath[str]) -> Respons
 
 
 def downloads_of(panel: Panel) -> list[dict[str, object]]:
-    """Newest first."""
+    """Return the downloads, newest first."""
     return [each.as_dict(with_files=False) for each in reversed(panel.control.library.downloads.all())]

@@ -1,4 +1,4 @@
-"""What goes on, in one look: attention first, then now, the day, the devices, the models."""
+"""Overview page: alerts, current load, charts of one day, devices, models."""
 
 import time
 from dataclasses import dataclass

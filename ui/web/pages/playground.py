@@ -1,4 +1,4 @@
-"""Try models, one or two side by side. The page's script talks to the same API as every client."""
+"""Playground page: one or two models side by side. Its script uses the same API as every client."""
 
 from typing import Final
 
@@ -20,12 +20,12 @@ PARAMETERS: Final = (
     ("repetition_penalty", "Repetition penalty", ""),
     ("seed", "Seed", ""),
 )
-"""Numbers: field of the API, label, value at first. What is empty is left to the model."""
+"""(API field, label, initial value) of each number. Empty fields are left to the model."""
 MISSING: Final = (
     ("JSON schemas", "this page has no place for them; the API takes response_format"),
     ("Tools", "this page has no place for them; the API takes them"),
 )
-"""(name, why) of what people may look for on this page."""
+"""(name, reason) of features that this page lacks."""
 
 
 @get("/playground", sync_to_thread=False, name="panel_playground")

@@ -1,4 +1,4 @@
-"""Requests: those in flight, above the log with its filters; one in detail."""
+"""Requests page: requests in flight above the log with its filters, and one request in detail."""
 
 import asyncio
 import csv
@@ -28,18 +28,18 @@ ROWS = 50
 SINCE = (("", "All time"), ("3600", "Last hour"), ("86400", "Last day"), ("604800", "Last week"))
 MOST_LIVE = 100
 PATIENCE_S = 0.2
-"""That a round of the live page waits for the log."""
+"""Seconds that a live update waits for the log."""
 HISTORY = {
     "history": "live/history.html",
     "history-note": "live/history_note.html",
     "history-pages": "live/history_pages.html",
 }
-"""Templates by the name of their live piece."""
+"""Templates by the name of their live fragment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """As the URL says it, so that a view can be sent to somebody."""
+    """Filter of the log as in the URL, so that a view can be shared."""
 
     model: str
     key: str
@@ -91,8 +91,11 @@ async def requests_page(
 
 
 def requests_pieces(chosen: Filter) -> Callable[[Panel], Awaitable[dict[str, str]]]:
-    """For one open page. While the log is slow to answer, what is in flight is told without it."""
-    chosen.wanted(ROWS)  # raises what is wrong with it now, not in the stream
+    """Create the fragments of one open page. While the log is slow, requests in flight are shown without it.
+
+    Raises ApiError for an invalid filter.
+    """
+    chosen.wanted(ROWS)  # raises for an invalid filter now rather than in the stream
     reading: asyncio.Task[dict[str, Any]] | None = None
 
     async def pieces(panel: Panel) -> dict[str, str]:
@@ -138,7 +141,7 @@ async def request_page(request: PanelRequest, request_id: FromPath[str]) -> Resp
 
 @post("/requests/{request_id:str}/replay", status_code=200, name="panel_replay")
 async def replay_request(request: PanelRequest, request_id: FromPath[str]) -> Response[str]:
-    """The whole answer at once: the page shows that it waits, and leaving it ends the work."""
+    """Replay a request. The response is sent whole; closing the page cancels the work."""
     panel = panel_of(request)
     work = replay(panel.services, identity_of(request), request_id)
     answer = await while_connected(request.receive, work)
@@ -157,7 +160,7 @@ async def cancel_request(request: PanelRequest, request_id: FromPath[str]) -> Re
 
 @dataclass(frozen=True, slots=True)
 class RequestPhase:
-    """`start` and `share` are percent of the whole time."""
+    """Phase of a request. `start` and `share` are percent of the whole time."""
 
     name: str
     seconds: float
@@ -236,7 +239,7 @@ async def _records(request: PanelRequest, chosen: Filter) -> list[RequestRecord]
 
 
 def _plain(value: object) -> object:
-    """Spreadsheets run what begins like a formula; names and ids come from clients."""
+    """Quote text that spreadsheets would run as a formula; names and ids come from clients."""
     return f"'{value}" if isinstance(value, str) and value[:1] in {"=", "+", "-", "@", "\t"} else value
 
 

@@ -1,4 +1,6 @@
-"""Every setting with its origin. A change is shown as a difference, then written to the TOML file."""
+"""Settings page: every setting with its origin. A change is reviewed as a diff, then written to the TOML
+file.
+"""
 
 import asyncio
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ class SettingsRow:
     default: str
     origin: SettingOrigin
     waits: bool
-    """Its value in the file counts from the next start on."""
+    """True if the value in the file takes effect at the next start."""
 
     @property
     def locked(self) -> str:
@@ -55,7 +57,7 @@ def settings_page(request: PanelRequest) -> Response[str]:
 
 @post("/settings", status_code=200, name="panel_settings_review")
 async def review_settings(request: PanelRequest) -> Response[str]:
-    """What would change; nothing is written."""
+    """Review the changes; nothing is written."""
     form = await form_of(request)
     try:
         changes = _changes(panel_of(request).control, form)
@@ -105,7 +107,9 @@ def _page(
 
 
 def _changes(control: DaemonController, form: dict[str, str]) -> list[Change]:
-    """Raises CliError for a value that cannot be. What is locked is never changed."""
+    """Return the changes in a form. Locked settings are never changed. Raises CliError for an invalid
+    value.
+    """
     table = {key.name: (value, origin) for key, value, origin in control.loaded.table()}
     found = []
     for name, text in form.items():
@@ -122,7 +126,7 @@ def _changes(control: DaemonController, form: dict[str, str]) -> list[Change]:
 
 
 def _who_can_reach(control: DaemonController) -> list[str]:
-    """In sentences, from the sockets inwards."""
+    """Describe in sentences who can reach the daemon, from the sockets inwards."""
     settings, running = control.services.settings.server, control.running
     keys = [key for key in control.services.security.keys.list() if not key.is_expired()]
     admins = sum("admin" in key.scopes for key in keys)

@@ -1,4 +1,4 @@
-"""The box itself: checks, versions, files and their sizes, the log, and what may be erased."""
+"""System page: checks, versions, files and their sizes, the log, backups and erasure."""
 
 import asyncio
 import os
@@ -62,7 +62,7 @@ async def system_page(
 
 @get("/system/checks", name="panel_checks")
 async def checks_piece(request: PanelRequest, brief: FromQuery[int] = 0) -> Response[str]:
-    """`brief` leaves out what is well."""
+    """Run the checks. `brief` leaves out those that passed."""
     panel = panel_of(request)
     html = render("live/checks.html", panel, findings=await _findings(panel), brief=bool(brief))
     return Response(html, media_type=MediaType.HTML)
@@ -79,7 +79,7 @@ async def purge(request: PanelRequest) -> Response[str]:
 
 @post("/system/backup", status_code=200, name="panel_backup")
 async def backup(request: PanelRequest) -> Stream:
-    """The request log and the telemetry as they are now."""
+    """Download a copy of the database: request log and telemetry as they are now."""
     services = panel_of(request).services
     if not services.security.is_owner(identity_of(request)):
         raise ApiError(
@@ -95,7 +95,7 @@ async def backup(request: PanelRequest) -> Stream:
 
 @post("/system/bundle", status_code=200, name="panel_bundle")
 async def bundle(request: PanelRequest) -> Stream:
-    """What somebody who helps needs to see, with secrets, prompts and answers taken out."""
+    """Download the support bundle, without secrets, prompts and answers."""
     services = panel_of(request).services
 
     def make(file: Path) -> None:
@@ -106,7 +106,7 @@ async def bundle(request: PanelRequest) -> Stream:
 
 
 async def _download(paths: Paths, name: str, ending: str, make: Callable[[Path], object]) -> Stream:
-    """`make` writes the file, which must not exist yet. It has no name any more when it is sent."""
+    """Send a temporary file that `make` writes. It is unlinked before it is sent."""
     name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.{ending}"
     file = paths.state_dir / f".{secrets.token_hex(8)}-{name}"
     try:
@@ -127,14 +127,14 @@ def _pieces(handle: BinaryIO) -> Iterator[bytes]:
 
 
 def _program_of(services: Services) -> Program:
-    """For what the panel shares with the command line."""
+    """Create the CLI context, for functions shared with the command line."""
     program = Program()
     program.paths = services.paths
     return program
 
 
 def _service(services: Services) -> dict[str, Any]:
-    """Of the user, and of the machine where that one is installed."""
+    """Return the status of the system service if it is installed, otherwise of the user's."""
     program = _program_of(services)
     system = read_status(program, system=True)
     return system if system["installed"] else read_status(program, system=os.geteuid() == 0)

@@ -1,4 +1,4 @@
-"""Time series. The page's script reads them from the admin API, then follows the event stream."""
+"""Telemetry page: time series. Its script reads them from the admin API, then follows the event stream."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,13 +16,15 @@ RANGES = (("600", "10 min"), ("3600", "1 h"), ("21600", "6 h"), ("86400", "24 h"
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """`series` are names of the history, with a label each; `unit` says how values are written."""
+    """Plot of time series. `series` holds names of the history with labels; `unit` is the format of
+    values.
+    """
 
     title: str
     unit: str
     series: tuple[tuple[str, str], ...]
     note: str = ""
-    """Why there is nothing of late."""
+    """Reason why there is no recent data."""
 
 
 PLOTS = (
@@ -47,7 +49,7 @@ GPU_PLOTS = (
     ("NVLink in, a second", "bytes", "nvlink_in"),
     ("NVLink out, a second", "bytes", "nvlink_out"),
 )
-"""(title, unit, series): a line for each GPU."""
+"""(title, unit, series) of plots with one line for each GPU."""
 
 
 @get("/telemetry", name="panel_telemetry")
