@@ -1,1 +1,1 @@
-"""Facts of this machine: CPU, memory, cgroups, NVML."""
+"""Hardware of this machine: CPU, memory, cgroup limits, GPUs, processes."""

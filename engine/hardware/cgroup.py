@@ -1,6 +1,6 @@
-"""What the cgroup of this process still allows, version 2 and version 1.
+"""Memory and CPU limits of this process's cgroup, versions 2 and 1.
 
-A limit may sit on any ancestor, so all of them are asked and the tightest answer counts.
+Any ancestor may set a limit, so all of them are read and the tightest limit applies.
 """
 
 from collections.abc import Iterator
@@ -11,13 +11,15 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def memory_left(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int | None:
-    """Bytes until the tightest memory limit; None without one. Droppable page cache counts as left."""
+    """Return the bytes left below the tightest memory limit; None without a limit. Droppable page cache
+    counts as free.
+    """
     answers = [_left_in(group, *names) for group, names in _memory_groups(root, membership)]
     return min((left for left in answers if left is not None), default=None)
 
 
 def cpu_quota(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> float | None:
-    """CPUs' worth of time per period (version 2 only); None without a quota."""
+    """Return the CPU quota in CPUs (version 2 only); None without a quota."""
     answers = []
     for group in _ancestors(root, _path_of(membership, "")):
         quota, _, period = (_read(group / "cpu.max") or "max").partition(" ")
@@ -27,7 +29,7 @@ def cpu_quota(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> float | Non
 
 
 def _memory_groups(root: Path, membership: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Groups to ask, each with its names for: limit, usage, the statistic of droppable cache."""
+    """Yield groups to read, each with its names of the limit, the usage and the droppable-cache statistic."""
     for group in _ancestors(root, _path_of(membership, "")):
         yield group, ("memory.max", "memory.current", "inactive_file")
     for group in _ancestors(root / "memory", _path_of(membership, "memory")):
@@ -44,7 +46,7 @@ def _left_in(group: Path, limit_name: str, usage_name: str, cache_name: str) -> 
 
 
 def _path_of(membership: Path, controller: str) -> str:
-    """This process's group below the hierarchy of a version 1 controller, or of version 2 for ''."""
+    """Return this process's group in the hierarchy of a version 1 controller, or of version 2 for ''."""
     for line in (_read(membership) or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
@@ -53,7 +55,7 @@ def _path_of(membership: Path, controller: str) -> str:
 
 
 def _ancestors(root: Path, path: str) -> Iterator[Path]:
-    """The group itself, its parents, and the root, which is the group itself inside a container."""
+    """Yield the group, its parents, and the root, which is the group itself inside a container."""
     group = root / path.strip("/")
     while group != root and group.is_relative_to(root):
         yield group

@@ -1,6 +1,6 @@
-"""What this machine has, as one snapshot. No torch: the daemon asks as well.
+"""Snapshot of this machine's CPU, memory and GPUs.
 
-`None` in a field means that the machine does not tell.
+`None` in a field means that the value is not known.
 """
 
 import os
@@ -23,27 +23,33 @@ _SYS_CPU = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
+    """Processor as this process may use it."""
+
     model: str
     cores: int
-    """Physical cores this process may use: scheduler affinity and cgroup quota, hyper-threads not counted."""
+    """Physical cores by scheduler affinity and cgroup quota; hyper-threads are not counted."""
     threads: int
     """Logical CPUs in the scheduler affinity."""
     features: tuple[str, ...]
-    """Instruction sets that kernels care about."""
+    """Instruction-set extensions that kernels use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
+    """Main memory, in bytes."""
+
     total: int
     available: int
-    """Bytes that can be taken without swapping and without hitting a cgroup limit."""
+    """Bytes that can be allocated without swapping and without reaching a cgroup limit."""
     limited_by_cgroup: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
+    """NVIDIA GPU or MIG slice; memory in bytes."""
+
     index: int
-    """Its number here and for CUDA: see `name_gpus`."""
+    """Number here and in CUDA; see `name_gpus`."""
     name: str
     uuid: str
     total: int
@@ -51,27 +57,29 @@ class Gpu:
     bandwidth: float | None
     """Peak memory bytes per second, from bus width and clock."""
     is_slice: bool = False
-    """Of a GPU in multi-instance mode (MIG)."""
+    """True for a slice of a GPU in multi-instance mode (MIG)."""
     capability: tuple[int, int] | None = None
     """Compute capability."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
+    """Hardware that engines can use."""
+
     cpu: Cpu
     memory: Memory
     gpus: tuple[Gpu, ...]
     no_gpu_reason: str | None
-    """Why `gpus` is empty."""
+    """Reason why `gpus` is empty."""
     nvlink: tuple[frozenset[int], ...] = ()
-    """Sets of GPUs (by `Gpu.index`) that are all joined to each other by NVLink."""
+    """Sets of GPUs (by `Gpu.index`) that are all NVLink peers of each other."""
 
 
 NO_CUDA: Final = "this PyTorch has no CUDA in it: install llmbox with one that has"
 
 
 def read_machine() -> Machine:
-    """What engines can use: without CUDA in PyTorch no GPU is among it."""
+    """Read the hardware that engines can use: no GPU if the installed PyTorch has no CUDA."""
     gpus, reason = read_gpus()
     if gpus and not torch_has_cuda():
         gpus, reason = (), NO_CUDA
@@ -84,7 +92,9 @@ def read_machine() -> Machine:
 
 @cache
 def torch_has_cuda() -> bool:
-    """As the installed torch says in a file, without its import; taken for granted where it says nothing."""
+    """Return False if the installed torch is built without CUDA. Reads its version file without importing it,
+    and assumes CUDA if the file does not say.
+    """
     found = find_spec("torch")
     folders = (found and found.submodule_search_locations) or ()
     for folder in folders:
@@ -121,7 +131,7 @@ def _usable_cpus() -> set[int]:
 
 
 def _core_of(cpu: int) -> tuple[str, str]:
-    """What names the physical core; the CPU itself where the kernel does not tell."""
+    """Return (package, core) ids of the physical core, or the CPU number if the kernel has no topology."""
     topology = _SYS_CPU / f"cpu{cpu}" / "topology"
     try:
         package = (topology / "physical_package_id").read_text().strip()
@@ -147,7 +157,7 @@ def _cpuinfo() -> tuple[str, tuple[str, ...]]:
 
 
 def read_gpus() -> tuple[tuple[Gpu, ...], str | None]:
-    """NVIDIA devices visible to this process, or none and the reason."""
+    """Return the NVIDIA devices visible to this process; or none, and the reason."""
     try:
         import pynvml  # noqa: PLC0415 - a machine without an NVIDIA driver never pays for it
 
@@ -165,10 +175,11 @@ def read_gpus() -> tuple[tuple[Gpu, ...], str | None]:
 
 
 def name_gpus() -> None:
-    """CUDA numbers them as `read_gpus` does from now on, in this process and those that it starts.
+    """Set CUDA_VISIBLE_DEVICES so that CUDA numbers GPUs as `read_gpus` does, in this process and its
+    children.
 
-    To be called before CUDA starts. Left alone CUDA begins with what it takes for the fastest, the driver
-    along the bus: a model would go to another card than the one that it was measured for.
+    Must be called before CUDA starts. By default CUDA orders GPUs by estimated speed and the driver by bus
+    address: a model would be loaded on another card than the one that it was planned for.
     """
     gpus, _ = read_gpus()
     if gpus:
@@ -176,7 +187,7 @@ def name_gpus() -> None:
 
 
 def _all_gpus(nvml: Any) -> list[Gpu]:
-    """Those that answer: one that was lost takes no other with it. Raises NVMLError where none does."""
+    """Return the GPUs that answer; a lost one does not hide the others. Raises NVMLError if none answers."""
     found: list[Gpu] = []
     problem: Exception | None = None
     for index in range(nvml.nvmlDeviceGetCount()):
@@ -190,7 +201,7 @@ def _all_gpus(nvml: Any) -> list[Gpu]:
 
 
 def _read_gpus(nvml: Any, index: int) -> list[Gpu]:
-    """One, or the slices that it is divided into."""
+    """Return the GPU, or the MIG slices that it is divided into."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     parts = slices(nvml, handle)
     if parts is None:
@@ -230,10 +241,10 @@ def _bandwidth(nvml: Any, handle: Any) -> float | None:
 
 
 def _visible(gpus: list[Gpu]) -> tuple[Gpu, ...]:
-    """Those that CUDA_VISIBLE_DEVICES names, by the numbers of nvidia-smi or UUIDs, in its order; CUDA stops
-    reading at the first wrong entry. All where nothing is named, those with the fastest memory first.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects, by nvidia-smi numbers or UUIDs, in its order; as
+    CUDA does, stop at the first invalid entry. If it is not set, return all, fastest memory first.
 
-    CUDA sees no more than one slice of a divided GPU, and then no other GPU.
+    CUDA sees at most one slice of a divided GPU, and then no other GPU.
     """
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = gpus if wanted is None else _named(wanted.split(","), gpus)

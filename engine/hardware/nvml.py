@@ -1,4 +1,4 @@
-"""Which GPUs are NVLink peers, through NVML. No torch."""
+"""NVLink peers and MIG slices of GPUs, read through NVML."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def read_nvlink(uuids: Sequence[str]) -> tuple[frozenset[int], ...]:
-    """Sets of positions in `uuids` whose devices are all joined to each other. Empty where nobody tells."""
+    """Return sets of positions in `uuids` whose devices are all NVLink peers. Empty if NVML is not usable."""
     try:
         import pynvml  # noqa: PLC0415 - a machine with one GPU never pays for it
 
@@ -20,14 +20,16 @@ def read_nvlink(uuids: Sequence[str]) -> tuple[frozenset[int], ...]:
 
 
 def peers(nvml: Any, uuids: Sequence[str]) -> set[frozenset[int]]:
-    """Pairs. Through a switch as well: there a link's other end is the switch, so links are not counted."""
+    """Return pairs of NVLink peers by P2P status. Counting links would miss peers behind an NVSwitch, where
+    the other end of a link is the switch.
+    """
     handles = [_handle(nvml, uuid) for uuid in uuids]
     pairs = combinations(range(len(handles)), 2)
     return {frozenset(pair) for pair in pairs if _are_peers(nvml, *(handles[place] for place in pair))}
 
 
 def _handle(nvml: Any, uuid: str) -> Any | None:
-    """None of a device that was lost."""
+    """Return the device handle; None for a device that was lost."""
     try:
         return nvml.nvmlDeviceGetHandleByUUID(uuid)
     except nvml.NVMLError:
@@ -35,7 +37,9 @@ def _handle(nvml: Any, uuid: str) -> Any | None:
 
 
 def _are_peers(nvml: Any, one: Any | None, other: Any | None) -> bool:
-    """No for those that refuse to tell, as slices of GPUs (MIG) do, and for drivers that never knew."""
+    """Return True if both are NVLink peers; False where the status is not available, as for MIG slices and
+    with old drivers.
+    """
     if one is None or other is None:
         return False
     try:
@@ -46,7 +50,9 @@ def _are_peers(nvml: Any, one: Any | None, other: Any | None) -> bool:
 
 
 def islands(pairs: set[frozenset[int]], count: int) -> tuple[frozenset[int], ...]:
-    """Largest first. Each device is in one: the first, by position, that it is a peer of everybody in."""
+    """Group devices into sets of mutual peers, largest first. A device joins the first group, by position,
+    whose members are all its peers.
+    """
     groups: list[set[int]] = []
     for device in range(count):
         home = next((g for g in groups if all(frozenset((device, other)) in pairs for other in g)), None)
@@ -59,20 +65,20 @@ def islands(pairs: set[frozenset[int]], count: int) -> tuple[frozenset[int], ...
 
 
 def slices(nvml: Any, handle: Any) -> list[Any] | None:
-    """Handles of a GPU's slices; None where it is not divided."""
+    """Return the handles of a GPU's MIG slices; None if it is not divided."""
     try:
         divided, _pending = nvml.nvmlDeviceGetMigMode(handle)
         if divided != nvml.NVML_DEVICE_MIG_ENABLE:
             return None
         most = nvml.nvmlDeviceGetMaxMigDeviceCount(handle)
-    except (nvml.NVMLError, AttributeError):  # cards and libraries that know nothing of it
+    except (nvml.NVMLError, AttributeError):  # cards and libraries without MIG
         return None
     found = (_slice(nvml, handle, index) for index in range(most))
     return [each for each in found if each is not None]
 
 
 def _slice(nvml: Any, handle: Any, index: int) -> Any | None:
-    """Numbers of slices have gaps."""
+    """Return the handle of one slice; None for an unused number, because numbers of slices have gaps."""
     try:
         return nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
     except nvml.NVMLError:

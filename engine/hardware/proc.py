@@ -1,4 +1,4 @@
-"""What the kernel says of a process or a thread: whether it waits, was stopped, how much it has computed."""
+"""Process utilities: state and CPU time of processes and threads, binding to the parent, orderly exit."""
 
 import atexit
 import ctypes
@@ -14,14 +14,16 @@ from typing import Final, NoReturn
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
+    """Scheduling state and CPU time of a process or thread, from /proc."""
+
     letter: str
-    """R (runs, or waits for a core), S, D (waits for a disk), T (stopped), Z."""
+    """State: R (runs, or waits for a core), S (sleeps), D (waits for a disk), T (stopped), Z (zombie)."""
     ticks: int
-    """Processor time, in the system's clock ticks (mostly hundredths of a second)."""
+    """CPU time in clock ticks (mostly hundredths of a second)."""
 
     @property
     def seconds(self) -> float:
-        """Processor time."""
+        """CPU time in seconds."""
         return self.ticks / os.sysconf("SC_CLK_TCK")
 
     @property
@@ -30,17 +32,17 @@ class ProcessState:
 
     @property
     def waits_for_machine(self) -> bool:
-        """For a disk, or for a core that others have: it goes on by itself."""
+        """True if it waits for a disk or a busy core, so that it continues without intervention."""
         return self.letter in {"D", "R"}
 
 
 def read_state(pid: int) -> ProcessState | None:
-    """None for a process that is gone."""
+    """Return the state of a process; None if it is gone."""
     return _read(Path(f"/proc/{pid}/stat"))
 
 
 def thread_states(pid: int) -> list[ProcessState]:
-    """Of each thread; empty for a process that is gone."""
+    """Return the state of each thread of a process; empty if it is gone."""
     try:
         folders = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
@@ -57,7 +59,7 @@ def _read(path: Path) -> ProcessState | None:
     return ProcessState(fields[0], int(fields[11]) + int(fields[12]))
 
 
-# Of two processes of ours the kernel should take the engine: the daemon can start it again.
+# When memory is out, the kernel should kill the engine and not the daemon, which can start it again.
 _OOM_SCORE_ADJ: Final = "500"
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -65,9 +67,11 @@ log = logging.getLogger("llmbox.engine")
 
 
 def bind_to_parent(parent: int) -> None:
-    """Killed when the parent's thread that started us ends. Raises SystemExit if it is gone already."""
+    """Make the kernel kill this process when the parent thread that started it ends. Also ignores SIGINT and
+    SIGTERM, and makes the process the OOM killer's first choice. Raises SystemExit if the parent is gone.
+    """
     os.umask(0o077)
-    # Ctrl-C and systemd's SIGTERM reach the whole group; the daemon drains and tells us when to stop.
+    # Ctrl-C and systemd's SIGTERM reach the whole group; the daemon drains and sends `Shutdown`.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
@@ -92,21 +96,23 @@ _unfinished: list[Callable[[], None]] = []
 
 
 def before_end(task: Callable[[], None]) -> None:
-    """`task` bounds its own time: whoever asked the process to end kills it after a while."""
+    """Register a task to run before the process exits. The task must bound its own time, because the process
+    is killed if it takes too long to exit.
+    """
     if not _unfinished:
         atexit.register(finish)
     _unfinished.append(task)
 
 
 def finish() -> None:
-    """All of it, once, the latest first."""
+    """Run the registered tasks once, the latest first."""
     while _unfinished:
         _unfinished.pop()()
 
 
 def end(code: int) -> NoReturn:
-    """Of the process, without Python's own end: threads of gloo and NCCL do not survive that, and NCCL would
-    wait there for graphs that nobody gives up any more.
+    """Exit the process without Python's finalization: threads of gloo and NCCL crash in it, and NCCL would
+    wait there for CUDA graphs that are not released.
     """
     finish()
     logging.shutdown()

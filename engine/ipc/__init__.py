@@ -1,1 +1,1 @@
-"""Messages between daemon and engine, and the processes at both ends. No torch."""
+"""Messages between daemon and engine, their codec, and both ends of the connection."""

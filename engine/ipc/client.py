@@ -1,7 +1,7 @@
-"""The daemon's end of one engine process: talk, notice its end, kill. No torch, no policy.
+"""Client of one engine process in the daemon: send and receive messages, detect its exit, kill it.
 
 All callbacks run on the event loop that called `EngineClient.start`. Messages arrive in order, and all of
-them before `wait` returns: what the engine managed to send before it died counts.
+them before `wait` returns, including those that the engine sent just before it died.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from .spawn import Launch, Spawned, spawn
 
 _KEPT_LINES: Final = 20
 _LONGEST_LINE: Final = 8192
-# A grandchild may hold the pipes open after the engine died; then what has not arrived by now is given up.
+# A grandchild may hold the pipes open after the engine died; output that arrives later than this is dropped.
 _AFTER_EXIT_SECONDS: Final = 0.5
 _AFTER_EOF_SECONDS: Final = 2.0
 
@@ -30,11 +30,11 @@ _ESCAPED: Final = {code: f"\\x{code:02x}" for code in (*range(9), *range(10, 32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineExit:
-    """How an engine process ended. `code` is negative for a signal, as in `subprocess`."""
+    """Exit of an engine process. `code` is negative for a signal, as in `subprocess`."""
 
     code: int
     killed: bool
-    """By us: `kill` was called, so the signal says nothing about the cause."""
+    """True if `kill` was called, so that the signal says nothing about the cause."""
     transport_error: str | None
     last_lines: tuple[str, ...]
 
@@ -48,6 +48,8 @@ class EngineExit:
 
 
 class EngineClient:
+    """Connection to one engine process, from its start to its exit."""
+
     def __init__(self, on_message: Callable[[ToDaemon], None], on_log: Callable[[str], None]) -> None:
         self._on_message = on_message
         self._on_log = on_log
@@ -72,7 +74,7 @@ class EngineClient:
         await self.adopt(spawn(launch), config)
 
     async def adopt(self, spawned: Spawned, config: EngineConfig) -> None:
-        """Take over a process that waits, and send `Start`. If it has ended by now, `wait` will tell."""
+        """Take over a spawned process and send `Start`. If it has exited already, `wait` returns its exit."""
         loop = asyncio.get_running_loop()
         self._process = spawned.process
         self._exit = loop.create_future()
@@ -91,23 +93,23 @@ class EngineClient:
         self.send(Start(config=config))
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message. Dropped if the engine is gone. Raises FrameTooLarge, then nothing was sent."""
+        """Queue a message; dropped if the engine is gone. Raises FrameTooLarge and then sends nothing."""
         frame = encode(message)
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame)
 
     async def wait(self) -> EngineExit:
-        """The end of the process, after its last message and log line."""
+        """Wait for the exit of the process, after its last message and log line."""
         assert self._exit is not None
         return await asyncio.shield(self._exit)
 
     def kill(self) -> None:
-        """SIGKILL the process and its children at once. `wait` tells when it is over."""
+        """Send SIGKILL to the process and its children. `wait` returns when they are gone."""
         self._killed = True
         self._signal_group()
 
     async def stop(self, grace: float) -> EngineExit:
-        """Ask it to end, and kill it after `grace` seconds."""
+        """Send `Shutdown`, and kill the process after `grace` seconds."""
         self.send(Shutdown())
         try:
             return await asyncio.wait_for(self.wait(), grace)
@@ -117,7 +119,7 @@ class EngineClient:
 
     def _signal_group(self) -> None:
         if self._process is not None and self._process.returncode is None:
-            # The process leads its own group, and until it is reaped nobody else can get the number.
+            # The process leads its own group, and its number is not reused until it is reaped.
             try:
                 os.killpg(self._process.pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -132,7 +134,7 @@ class EngineClient:
             self._signal_group()
 
     def _connection_ended(self) -> None:
-        """The engine closed its end: it is ending, or has lost its mind."""
+        """Handle EOF: the engine is exiting, or is broken and is killed after a delay."""
         asyncio.get_running_loop().call_later(_AFTER_EOF_SECONDS, self._signal_group)
 
     def _log_line(self, line: str) -> None:
@@ -144,7 +146,7 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         loop.remove_reader(pidfd)
         os.close(pidfd)
-        self._signal_group()  # its children, while the number is still ours
+        self._signal_group()  # its children, while the number is not reused
         code = self._process.wait()
         self._finishing = loop.create_task(self._finish(code, messages, lines))
 
@@ -164,6 +166,8 @@ class EngineClient:
 
 
 class _Messages(asyncio.Protocol):
+    """Message stream from the engine."""
+
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._reader: FrameReader[ToDaemon] = FrameReader(ToDaemon)
@@ -196,7 +200,7 @@ class _Messages(asyncio.Protocol):
 
 
 class _Lines(asyncio.Protocol):
-    """stderr and stdout of the engine, line by line; an endless line is cut."""
+    """Standard output and error of the engine, line by line; a line of more than 8 KiB is split."""
 
     def __init__(self, on_line: Callable[[str], None]) -> None:
         self._on_line = on_line

@@ -1,10 +1,10 @@
-"""Messages as frames on a byte stream between daemon and engine: encode, and decode with every check.
+"""Codec of the messages between daemon and engine: frames on a byte stream, checked when decoded.
 
 frame = length u32 | crc32 u32 | tag u8 | msgpack payload        (length and crc cover tag + payload)
 
-Both ends run the same llmbox, so there is no versioning. The stream is a local socket and does not flip
-bits; the checksum is there for our own bugs (a half-written or interleaved frame), which must end in an
-error and never in plausible tokens. It costs microseconds for a frame of some kilobytes.
+Both ends run the same llmbox, so there is no versioning. A local socket does not flip bits; the checksum
+detects bugs of this code (a half-written or interleaved frame), which must end in an error and never in
+plausible tokens. It costs microseconds for a frame of some kilobytes.
 """
 
 import struct
@@ -43,14 +43,15 @@ _encoder: Final = msgspec.msgpack.Encoder()
 
 
 class TransportError(Exception):
-    """The stream no longer carries whole, typed messages. Nothing after it can be trusted."""
+    """Stream is corrupt: it does not carry whole, typed messages, and nothing after this point is valid."""
 
 
 class FrameTooLarge(TransportError):  # noqa: N818 - named for what happened
-    """A message to send is over the limit. Nothing was written: the stream is still sound."""
+    """Message to send is over the limit. Nothing was written, so the stream is intact."""
 
 
 def encode(message: Message, max_frame: int = MAX_FRAME) -> bytes:
+    """Encode a message as one frame. Raises FrameTooLarge."""
     frame = bytearray(_HEADER.size + 1)
     frame[_HEADER.size] = _TAGS[type(message)]
     _encoder.encode_into(message, frame, _HEADER.size + 1)
@@ -62,10 +63,10 @@ def encode(message: Message, max_frame: int = MAX_FRAME) -> bytes:
 
 
 class FrameReader(Generic[M]):
-    """Bytes of any cut in, whole messages of one direction out."""
+    """Incremental decoder: takes chunks of bytes and yields whole messages of one direction."""
 
     def __init__(self, kinds: Any, max_frame: int = MAX_FRAME) -> None:
-        """`kinds` is the union `ToEngine` or `ToDaemon`."""
+        """`kinds`: union of the messages to accept, `ToEngine` or `ToDaemon`."""
         self._decoders: dict[int, msgspec.msgpack.Decoder[M]] = {
             _TAGS[kind]: msgspec.msgpack.Decoder(kind) for kind in get_args(kinds)
         }
@@ -73,7 +74,7 @@ class FrameReader(Generic[M]):
         self._buffer = bytearray()
 
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[M]:
-        """Yield the messages that `data` completes; raise TransportError at the first bad frame."""
+        """Yield the messages that `data` completes. Raises TransportError at the first bad frame."""
         self._buffer += data
         start = 0
         try:
@@ -84,7 +85,7 @@ class FrameReader(Generic[M]):
             del self._buffer[:start]
 
     def finish(self) -> None:
-        """The stream ended: a message must not be cut."""
+        """Check at the end of the stream that no message is incomplete. Raises TransportError."""
         if self._buffer:
             raise TransportError(f"stream ended inside a message after {len(self._buffer)} bytes of it")
 

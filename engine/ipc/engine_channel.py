@@ -1,8 +1,8 @@
-"""The engine's end of the socket: never blocks a step, wakes at once for a message.
+"""Engine's end of the socket to the daemon: sending never blocks a step, receiving wakes up at once.
 
-When the daemon does not read (stopped, starved), outputs wait here. Past `OUTBOX_LIMIT` the channel is
-`congested` and the loop stops stepping until the daemon has read: nothing is dropped, memory is bounded, and
-with nobody listening there is nothing better to do. A daemon that is gone for good ends the wait with EOF.
+When the daemon does not read (stopped, starved), outputs are buffered here. Past `OUTBOX_LIMIT` the channel
+is `congested` and the engine stops stepping until the daemon has read: nothing is dropped and memory is
+bounded. A daemon that is gone for good ends the wait with EOF.
 """
 
 import select
@@ -14,14 +14,17 @@ from .codec import FrameReader, encode
 from .messages import ToDaemon, ToEngine
 
 OUTBOX_LIMIT: Final = 8 << 20
+"""Bytes of unsent frames above which a channel is congested."""
 _RECEIVE: Final = 256 << 10
 
 
 class DaemonGone(Exception):  # noqa: N818 - an end, not an error
-    """The daemon closed its end of the socket."""
+    """Daemon closed its end of the socket."""
 
 
 class Channel:
+    """Non-blocking message channel over one socket, with an outbox."""
+
     def __init__(self, sock: socket.socket, outbox_limit: int = OUTBOX_LIMIT) -> None:
         sock.setblocking(False)
         self._socket = sock
@@ -34,16 +37,19 @@ class Channel:
 
     @property
     def congested(self) -> bool:
+        """True if the unsent frames are over the limit."""
         return self._unsent > self._limit
 
     def send(self, message: ToDaemon) -> None:
+        """Queue a message and send as much as the socket takes. Raises DaemonGone."""
         frame = encode(message)
         self._outbox.append(memoryview(frame))
         self._unsent += len(frame)
         self._flush()
 
     def receive(self, *, block: bool) -> list[ToEngine]:
-        """All messages that are there. With `block`, wait until one is, or until a full outbox has emptied.
+        """Return all messages that have arrived. With `block`, wait for one, or until a congested outbox is
+        no longer congested.
 
         Raises DaemonGone at EOF and TransportError at a bad frame.
         """
@@ -57,7 +63,7 @@ class Channel:
         return inbox
 
     def drain(self, seconds: float) -> None:
-        """Send what is left, for `seconds` at most. Called before the process ends."""
+        """Send the rest of the outbox, for `seconds` at most. Called before the process exits."""
         if self._outbox:
             self._socket.settimeout(seconds)
             try:

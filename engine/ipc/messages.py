@@ -1,7 +1,7 @@
-"""What daemon and engine say to each other: one dataclass for each thing asked or told.
+"""Messages between daemon and engine, one plain dataclass each; `codec.py` encodes them.
 
-Plain dataclasses, so that the engine runs where msgspec is absent; `codec.py` encodes them.
-Every request carries all that is needed to go on after the engine died: see `AddRequest.output_ids`.
+They need no msgspec, so that a model can run where only torch is installed.
+A request message has everything needed to resume after an engine died: see `AddRequest.output_ids`.
 """
 
 from dataclasses import dataclass, field
@@ -16,32 +16,32 @@ from ..sampling_params import Pooling, SamplingParams
 PrefixMissReason = Literal[
     "off", "prompt_logprobs", "pooling", "short", "complete", "new", "diverged", "evicted", "namespace"
 ]
-"""Why the cache gave no more of a prompt.
+"""Reason why the prefix cache covered no more of a prompt.
 
     off               the cache is off
-    prompt_logprobs   they come from computing the whole prompt
-    pooling           a vector of all rows comes from computing them
-    short             no whole block before the last token, whose logits are wanted
-    complete          every block that was looked up was there
-    new               nobody computed such a first block
-    diverged          the blocks before were there, this one never was
-    evicted           it was there, and made room for others
+    prompt_logprobs   prompt log-probabilities need every prompt row computed
+    pooling           pooling over all rows needs every row computed
+    short             no whole block before the last token, whose logits must be computed
+    complete          every block that was looked up was found
+    new               the first block was never computed
+    diverged          the blocks before were found, this one was never computed
+    evicted           the block was cached and has been evicted
     namespace         another namespace (another key, another `cache_salt`) computed the same first block
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """First message: load this model and become ready."""
+    """Load a model and become ready. The first message."""
 
     config: EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddRequest:
-    """Generate a sequence, or with `SamplingParams.pooling` make a vector of the prompt.
+    """Generate a sequence, or with `SamplingParams.pooling` an embedding of the prompt.
 
-    `output_ids` are tokens that an earlier engine already delivered: generation goes on after them and
+    `output_ids` are tokens that an earlier engine delivered already: generation continues after them, and
     they count as output for penalties, `max_tokens` and `min_tokens`.
     """
 
@@ -50,47 +50,49 @@ class AddRequest:
     params: SamplingParams
     output_ids: list[int] = field(default_factory=list)
     priority: int = 0
-    """Lower is served first (vLLM's convention); bands are formed from it."""
+    """Priority; lower is served first, as in vLLM. It selects the band (`core/fair_shares.py`)."""
     tenant: str = ""
-    """Id of the caller's key, or empty: callers get equal shares of the engine (`fair_shares.py`)."""
+    """Id of the caller's key, or empty: callers get equal shares of the engine (`core/fair_shares.py`)."""
     cache_namespace: str = ""
-    """Prefix-cache blocks are shared only inside a namespace (per-key salt, `cache_salt`)."""
+    """Namespace inside which prefix-cache blocks are shared (per-key salt, `cache_salt`)."""
     fork_of: str | None = None
-    """Sibling of the same `n > 1` call whose prompt blocks may be shared copy-on-write."""
+    """Id of a request of the same `n > 1` call, whose prompt blocks may be shared copy-on-write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """What token ids stand for. Told before the first request that has a grammar."""
+    """Texts of all token ids. Sent before the first request with a grammar."""
 
     data: bytes
-    """UTF-8 of all tokens, one after the other."""
+    """Concatenated bytes of all tokens."""
     sizes: list[int]
-    """Bytes of each."""
+    """Number of bytes of each token."""
     special: list[int]
-    """Ids that are no text."""
+    """Ids of special tokens, which are no text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortRequest:
+    """Remove a request and free its blocks."""
+
     request_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ping:
-    """Answered with `Pong` between two steps: proves that the step loop turns."""
+    """Liveness probe, answered with `Pong` between two steps: it proves that the step loop runs."""
 
     nonce: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskBlocks:
-    """Answered with `BlockMap` between two steps."""
+    """Request for a `BlockMap`, answered between two steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shutdown:
-    pass
+    """Exit the engine process."""
 
 
 # --------------------------------------------------------------------------- engine -> daemon
@@ -98,7 +100,7 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Loading goes on. `done` and `total` count steps of a compile or bytes of weights; 0 where not known."""
+    """Progress of loading. `done` and `total` count compile steps or bytes of weights; 0 if not known."""
 
     phase: Literal["kernels", "weights"]
     done: int
@@ -115,7 +117,7 @@ class ModelInfo:
     dtype: str
     kv_dtype: str
     backend: str
-    """Which kernels run: `reference`, later `cpu` or `triton`."""
+    """Name of the kernels: `reference`, `cpu` or `triton`."""
     context_window: int
     vocab_size: int
     block_size: int
@@ -126,39 +128,42 @@ class ModelInfo:
     workspace_bytes: int
     max_running: int
     max_concurrency: float
-    """How many requests of full context fit in the KV pool at once."""
+    """Number of requests of full context that fit in the KV pool at once."""
     load_seconds: float
     measured_weights_bytes: int | None = None
-    """Memory that loading the weights really took; `weights_bytes` is what was planned."""
+    """Memory that the weights took when loaded; `weights_bytes` is the plan."""
     quant: str = "none"
-    """Format of the weights; `dtype` is what is computed in."""
+    """Format of the weights; `dtype` is the dtype of activations."""
     tp: int = 1
+    """Tensor-parallel size. Sizes in bytes are sums over all ranks."""
     pp: int = 1
-    """Ranks that share each layer, and stages. Sizes are of all ranks together."""
+    """Pipeline-parallel size."""
     gpus: tuple[int, ...] = ()
-    """Visible GPU of each rank."""
+    """Index of the visible GPU of each rank."""
     worker_pids: tuple[int, ...] = ()
-    """Processes of the ranks after the first."""
+    """Process ids of the ranks after the first."""
     notes: tuple[str, ...] = ()
-    """What was decided or lowered at load, and why."""
+    """Decisions made at load, such as a lowered context, with their reasons."""
     hidden_size: int = 0
-    """Numbers of a vector."""
+    """Dimension of an embedding."""
     pooling: Pooling = "mean"
-    """How its vectors are made, as its folder declares or for want of that."""
+    """Default pooling, as the model's folder declares it or else by its kind."""
     pooling_problem: str = ""
-    """Why it makes none; empty where it does."""
+    """Reason why the model gives no embeddings; empty if it does."""
     generates: bool = True
-    """It makes text, and not only vectors."""
+    """True if the model generates text; False if it only gives embeddings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
+    """Model is loaded; requests may be sent."""
+
     info: ModelInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFailed:
-    """The model cannot be served; the process ends after this. `code` is a word such as `bad_model`."""
+    """Model cannot be served; the process exits after this. `code` is `EngineError.code`, as `bad_model`."""
 
     code: str
     message: str
@@ -171,44 +176,44 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     rank: int
-    """1 for the most likely token."""
+    """Rank of the token by probability, from 1 for the most likely one."""
     top: list[tuple[int, float]] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """What one step gave one request. The last one carries `finish_reason`.
+    """Output of one step for one request. The last one of a request has a `finish_reason`.
 
-    Not frozen, as one is made for each token: a frozen dataclass takes three times as long to make.
+    Not frozen, because one is made for each token: a frozen dataclass takes three times as long to make.
     """
 
     request_id: str
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """With the first output: one entry a prompt token, None for the first."""
+    """One entry per prompt token, None for the first; sent with the first output."""
     finish_reason: str | None = None
     """`stop`, `length`, `abort` or `error`."""
     stop_token_id: int | None = None
     error_code: str | None = None
     error_message: str | None = None
     cached_tokens: int | None = None
-    """Prompt tokens that the prefix cache saved; sent with the first output."""
+    """Prompt tokens found in the prefix cache; sent with the first output."""
     looked_up_tokens: int | None = None
-    """Prompt tokens that the prefix cache was asked for, which are those in whole blocks before the last
-    token; sent with the first output."""
+    """Prompt tokens looked up in the prefix cache: those in whole blocks before the last token; sent with the
+    first output."""
     prefix_end: PrefixMissReason | None = None
-    """Why the cache had no more of them; sent with the first output. It may tell of other namespaces: for the
-    operator, never for the client."""
+    """Reason why the cache covered no more of them; sent with the first output. It may reveal other
+    namespaces: it is for the operator and must not reach the client."""
     scheduled_at: float | None = None
     """CLOCK_MONOTONIC seconds when prefill began; sent with the first output."""
     vector: bytes | None = None
-    """Of the prompt, where `SamplingParams.pooling` asks for it: little-endian float32, of any length."""
+    """Embedding of the prompt, if `SamplingParams.pooling` is set: little-endian float32, not normalized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Gauges of this moment and counters since the engine process started."""
+    """Gauges of the current state, and counters since the engine process started."""
 
     running: int = 0
     waiting: int = 0
@@ -223,20 +228,20 @@ class EngineStats:
     prefix_hits: int = 0
     preemptions: int = 0
     slots_used: int = 0
-    """KV slots holding a token, of `blocks_used * block_size` reserved ones: the rest is waste."""
+    """KV slots that hold a token; the rest of the `blocks_used * block_size` slots is waste."""
     step_seconds: float = 0.0
     """Time spent inside steps."""
     drafts: int = 0
-    """Times that a request's guesses at its next tokens were verified (`engine/core/ngram_proposer.py`)."""
+    """Number of drafts that were verified (`engine/core/ngram_proposer.py`)."""
     draft_tokens: int = 0
-    """Guessed tokens, of all those."""
+    """Number of draft tokens in them."""
     accepted_tokens: int = 0
-    """Guessed tokens that were right: each spared its request a step."""
+    """Number of accepted draft tokens: each saved its request a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutputs:
-    """All that one step produced, and the engine's state after it."""
+    """Outputs of one step, and the engine's state after it."""
 
     outputs: list[RequestOutput]
     stats: EngineStats
@@ -244,39 +249,42 @@ class StepOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pong:
+    """Answer to a `Ping` with the same nonce."""
+
     nonce: int
     stats: EngineStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRun:
-    """Neighbouring KV blocks of which the same can be said."""
+    """Run of consecutive KV blocks with the same state, owner and holders."""
 
     count: int
     state: str
     """`live`, `cached` or `free`."""
     owner: int
-    """Index into `BlockMap.owners`: first holder of live ones, who computed cached ones; -1: not known."""
+    """Index into `BlockMap.owners`: the first holder of live blocks, the request that computed cached ones;
+    -1 if not known."""
     holders: int
-    """Block tables that live ones are in."""
+    """Number of block tables that each live block is in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockHolder:
-    """A running request."""
+    """Running request and the size of its block table."""
 
     request_id: str
     blocks: int
     shared: int
-    """Of these: in other block tables too."""
+    """Number of its blocks that are in other block tables too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixUse:
-    """A prefix that the cache was found to hold, and how often."""
+    """Cached prefix that was hit, and how often."""
 
     prefix: str
-    """Names it, by its chain hash: says nothing about the tokens."""
+    """Identifier: start of the chain hash, which reveals nothing about the tokens."""
     tokens: int
     blocks: int
     hits: int
@@ -285,7 +293,7 @@ class PrefixUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockMap:
-    """All KV blocks in the order of their numbers."""
+    """State of all KV blocks, by block number."""
 
     block_size: int
     num_blocks: int
@@ -294,9 +302,9 @@ class BlockMap:
     """Request ids."""
     holders: list[BlockHolder]
     prefixes: list[PrefixUse]
-    """Those that saved most tokens first; only what is still cached."""
+    """Prefixes that are still cached, those that saved most tokens first."""
     evictions: int
-    """Cached blocks given away since the engine started, as others needed them."""
+    """Number of cached blocks evicted since the engine started."""
 
 
 ToEngine = Start | Vocabulary | AddRequest | AbortRequest | Ping | AskBlocks | Shutdown

@@ -1,4 +1,4 @@
-"""Starting an engine process, before anybody knows what it is to load. No torch, no event loop."""
+"""Spawning of engine processes, before it is known what model they load. No event loop."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-# Secrets stay in the daemon: the engine gets what names places, hardware and maths libraries.
+# Secrets stay in the daemon: the engine inherits only variables for paths, hardware and math libraries.
 _ENV_NAMES: Final = frozenset(
     {"PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH",
      "VIRTUAL_ENV", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "LLMBOX_KERNELS", "LLMBOX_KERNEL_CACHE",
@@ -21,8 +21,8 @@ _ENV_PREFIXES: Final = (
     "MKL_", "MALLOC_", "FAKETIME",
 )  # fmt: skip
 _ENV_DEFAULTS: Final = {
-    # OpenMP workers that spin between operations burn a core while idle and double a step beside a second
-    # pool: spin for microseconds, then sleep.
+    # OpenMP workers that spin between operations use a core while idle, and double the time of a step next to
+    # a second pool: spin for microseconds, then sleep.
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "1000",
     "PYTHONFAULTHANDLER": "1",
@@ -34,7 +34,7 @@ _ENV_DEFAULTS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start an engine process; `--fd N --parent PID` is appended."""
+    """Command and extra environment of an engine process; `--fd N --parent PID` is appended."""
 
     command: tuple[str, ...] = (sys.executable, "-P", "-m", "llmbox.engine.process.engine_main")
     env: Mapping[str, str] = field(default_factory=dict)
@@ -42,19 +42,19 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """A process that imports what it needs and then waits for `Start` on `channel`."""
+    """Engine process that imports its modules and then waits for `Start` on `channel`."""
 
     process: "subprocess.Popen[bytes]"
     channel: socket.socket
     log: int
-    """The end of the pipe that its output comes from."""
+    """File descriptor to read its standard output and error from."""
 
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
 
     def discard(self) -> None:
-        """End one that nobody took over."""
+        """Kill a process that no client has adopted, and close its channel and log."""
         self.channel.close()
         os.close(self.log)
         if self.alive:  # not reaped, so the number is still its own
@@ -64,9 +64,10 @@ class Spawned:
 
 
 def spawn(launch: Launch) -> Spawned:
-    """Blocks for the milliseconds of vfork + exec; never forks a threaded Python. Raises OSError.
+    """Spawn an engine process. Raises OSError.
 
-    The kernel kills the process when the calling thread ends.
+    Blocks for the milliseconds of vfork + exec; never forks a threaded Python. The kernel kills the process
+    when the calling thread ends.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     read_end, write_end = os.pipe()

@@ -1,8 +1,7 @@
-"""Work in a process of its own that tells how far it is: one JSON object a line to stdout.
+"""Job in a subprocess that reports its progress: one JSON object per line on standard output.
 
-What the work tells, such as {"progress": [done, total]}, or {"compiling": [steps done, steps]} where the CPU
-kernels are not there yet; then {"report": …} or {"error": {"code",
-"message"}}.
+First come reports of the job, such as {"progress": [done, total]}, or {"compiling": [steps done, steps]}
+while the CPU kernels are compiled. The last line is {"report": …} or {"error": {"code", "message"}}.
 """
 
 import json
@@ -22,7 +21,7 @@ Tell = Callable[[dict[str, Any]], None]
 
 
 def told(work: "Callable[[Tell], DataclassInstance]") -> int:
-    """Exit status of the process whose work this is."""
+    """Run `work`, write its report or error, and return the exit status of the process."""
     compile_progress.set(lambda done, total: tell({"compiling": [done, total]}))
     try:
         report = work(tell)
@@ -34,5 +33,6 @@ def told(work: "Callable[[Tell], DataclassInstance]") -> int:
 
 
 def tell(message: dict[str, Any]) -> None:
+    """Write one message as a line of JSON, and flush it."""
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
