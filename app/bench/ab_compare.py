@@ -1,4 +1,4 @@
-"""Run a scenario against the local daemon: load both variants, interleave rounds, unload, report ratios."""
+"""A/B comparison on the local daemon: load both variants, interleave rounds, unload, report ratios."""
 
 import asyncio
 import statistics
@@ -82,7 +82,7 @@ def worst_gap(round_: Round) -> float | None:
 
 
 def wasted_slots(round_: Round) -> float | None:
-    """Share of reserved KV slots that hold no token, over all samples in which something ran."""
+    """Return the share of reserved KV slots that hold no token, over all samples in which something ran."""
     used = sum(s["slots_used"] for s in round_.stats)
     reserved = sum(s["blocks_used"] * BLOCK_SIZE for s in round_.stats)
     return 1 - used / reserved if reserved else None
@@ -182,7 +182,7 @@ _SAMPLE_EVERY_S = 0.05
 
 
 class Admin(Protocol):
-    """What a comparison needs of the daemon's admin API (`app/admin_client.py` over the unix socket)."""
+    """Admin API client that a comparison needs (`app/admin_client.py` over the unix socket)."""
 
     def get(self, path: str) -> dict[str, Any]: ...
 
@@ -191,7 +191,7 @@ class Admin(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Medians of each variant and the ratio second over first, per figure."""
+    """Medians of each variant and the ratio second over first, for each figure."""
 
     scenario: str
     variants: tuple[str, str]
@@ -211,7 +211,9 @@ async def compare(
     id_range: tuple[int, int],
     say: Callable[[str], None],
 ) -> Comparison:
-    """Each round visits both variants with the same prompts, in alternating order; round 0 does not count."""
+    """Compare two variants. Each round visits both with the same prompts, in alternating order; round 0 does
+    not count.
+    """
     first, second = scenario.variants(scale)
     results: dict[str, list[Round]] = {first.name: [], second.name: []}
     try:
@@ -246,7 +248,9 @@ def _alias(scenario: Scenario, variant: Variant) -> str:
 
 
 async def _load(admin: Admin, model: str, scenario: Scenario, variant: Variant) -> None:
-    """A second engine on the same files: a directory under an alias is a model of its own."""
+    """Load a variant. It is a second engine on the same files: a directory under an alias is a model of its
+    own.
+    """
     name = _alias(scenario, variant)
     body = {"model": model, "alias": name, "options": variant.options}
     await asyncio.to_thread(admin.post, "/admin/api/models/load", body)

@@ -110,7 +110,7 @@ async def _exchange(target: Target, body: bytes, sample: RequestTiming) -> None:
 async def _receive(
     reader: asyncio.StreamReader, connection: h11.Connection
 ) -> tuple[int, list[tuple[float, bytes]]]:
-    """Status and (arrival, bytes) of everything until the end of the answer."""
+    """Receive the status and (arrival, bytes) of everything until the end of the answer."""
     status = 0
     pieces: list[tuple[float, bytes]] = []
     while True:

@@ -1,4 +1,4 @@
-"""Run a workload and say what happened, in the field's figures."""
+"""Measurement of a workload: TTFT, time per token, throughput and their percentiles."""
 
 import asyncio
 import statistics
@@ -55,7 +55,7 @@ class Summary:
 
 
 async def run(target: Target, workload: Workload) -> BenchRun:
-    """All requests of `workload` against `target`."""
+    """Send all requests of `workload` to `target`."""
     pending = deque(workload.asks)
     done: list[tuple[BenchRequest, RequestTiming]] = []
     began = time.perf_counter()
@@ -93,7 +93,7 @@ def summarise(run: BenchRun) -> Summary:
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Nearest rank: a value that was measured, never one between two."""
+    """Return a percentile by nearest rank: a value that was measured, never one between two."""
     if not values:
         return None
     rank = max(1, -(-len(values) * percent // 100))
@@ -102,7 +102,7 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """B over A, pair by pair: what an interleaved comparison may claim."""
+    """Ratio of B over A, pair by pair, with its spread: what an interleaved comparison may claim."""
 
     median: float
     low: float
@@ -113,6 +113,8 @@ class Ratio:
 
 
 def ratio(of: Sequence[float], to: Sequence[float]) -> Ratio:
-    """Per-round ratios `of / to`. Both must come from the same rounds."""
+    """Return median, lowest and highest of the per-round ratios `of / to`. Both must come from the same
+    rounds.
+    """
     pairs = [a / b for a, b in zip(of, to, strict=True)]
     return Ratio(statistics.median(pairs), min(pairs), max(pairs))

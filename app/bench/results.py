@@ -1,4 +1,4 @@
-"""`llmbox bench --compare`: this run beside one that was saved with `--json`."""
+"""Saved results of `llmbox bench`, and their comparison (`--compare`)."""
 
 import json
 import time
@@ -19,7 +19,7 @@ Levels = dict[int, dict[str, float | None]]
 
 
 def read_levels(path: Path) -> Levels:
-    """Raises CliError for what is no result of `llmbox bench --json`."""
+    """Read a result file. Raises CliError for a file that is no result of `llmbox bench --json`."""
     try:
         saved = json.loads(path.read_text())
         return _by_concurrency(saved["levels"])
@@ -32,7 +32,9 @@ def read_levels(path: Path) -> Levels:
 
 
 def ratios(now: Sequence[Mapping[str, Any]], earlier: Levels) -> dict[int, dict[str, float | None]]:
-    """This run over the earlier one, for the levels that both have; None where either has no such figure."""
+    """Divide this run by the earlier one, for the levels that both have; None where either has no such
+    figure.
+    """
     return {
         level: {name: _ratio(figures[name], earlier[level][name]) for name in FIGURES}
         for level, figures in _by_concurrency(now).items()
@@ -81,7 +83,7 @@ def keep_run(folder: Path, model: str, url: str, levels: Sequence[Mapping[str, A
 
 
 def read_runs(folder: Path) -> list[SavedRun]:
-    """Newest first; files that are no runs are passed over."""
+    """Return saved runs, newest first; other files are skipped."""
     runs = []
     for path in sorted(folder.glob("*.json"), reverse=True)[:KEPT]:
         try:

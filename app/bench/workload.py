@@ -1,4 +1,4 @@
-"""What is asked of a server: prompts as token ids, drawn from a seed, so that every run is the same work."""
+"""Workloads of a benchmark: prompts as token ids, drawn from a seed, so that every run is the same work."""
 
 import math
 import random
@@ -34,7 +34,7 @@ class Prompts:
         return [self._random.randrange(*self._range) for _ in range(count)]
 
     def capped_exponential(self, mean: float, cap: int) -> int:
-        """An output length as in the classic continuous-batching experiment, from 1 to `cap`."""
+        """Draw an output length as in the classic continuous-batching experiment, from 1 to `cap`."""
         return min(cap, max(1, math.ceil(self._random.expovariate(1 / mean))))
 
 
@@ -55,7 +55,7 @@ def shared_prefix(
 
 
 def long_arrival(prompts: Prompts, streams: int, prompt: int, output: int, long_prompt: int) -> Workload:
-    """`streams` decode; once they do, one long prompt arrives (tag `long`)."""
+    """Build a workload of `streams` that decode; once they do, one long prompt arrives (tag `long`)."""
     asks = [BenchRequest(prompts.ids(prompt), output, tag="stream") for _ in range(streams)]
     asks.append(BenchRequest(prompts.ids(long_prompt), 4, after=1.0, tag="long"))
     return Workload(asks, streams + 1)

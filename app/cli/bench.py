@@ -103,7 +103,9 @@ def _tell_ratios(compared: dict[int, dict[str, float | None]]) -> None:
 
 
 def _keep(program: Program, target: Target, levels: list[dict[str, Any]]) -> None:
-    """For `llmbox top`, which compares runs. A full disk costs the comparison, not the result."""
+    """Save the run for `llmbox top`, which compares runs. A full disk costs the comparison, not the
+    result.
+    """
     try:
         keep_run(bench_folder(program.paths), target.model, target.url, levels)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`llmbox completion`."""
+"""`llmbox config` and `llmbox completion`."""
 
 import os
 import shlex

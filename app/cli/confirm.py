@@ -1,4 +1,4 @@
-"""The question before what no command can bring back."""
+"""Confirmation before a command deletes anything for good."""
 
 import sys
 

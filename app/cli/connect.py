@@ -1,4 +1,4 @@
-"""`llmbox connect`: the settings with which other programs use this daemon."""
+"""`llmbox connect`: settings with which other programs use this daemon."""
 
 from typing import Any
 

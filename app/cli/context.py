@@ -1,6 +1,6 @@
-"""What every command gets: where files are, what is set, how to reach or start the daemon.
+"""Context of every command: where files are, which settings hold, how to reach or start the daemon.
 
-Nothing here is computed before a command asks for it.
+Each part is computed when a command first asks for it.
 """
 
 import os
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Program:
-    """`command` starts this same program again; `parts` replaces what a daemon is made of (tests)."""
+    """Context of a command. `command` starts this same program again; `parts` replaces the daemon's
+    components (tests).
+    """
 
     command: list[str] = field(default_factory=lambda: [sys.executable, "-P", "-m", "llmbox"])
     parts: "Callable[[], DaemonParts] | None" = None
@@ -63,7 +65,9 @@ class Program:
         return Client(self.paths)
 
     def in_memory(self) -> "dict[str, ModelRef]":
-        """Models that the running daemon has, or had in memory, by name and alias; empty when none runs."""
+        """Return the models that the running daemon has, or had, in memory, by name and alias; empty when
+        none runs.
+        """
         from ..models.catalog import in_memory
 
         if not self.client.is_up():
@@ -82,21 +86,23 @@ class Program:
         return found
 
     def resolve(self, text: str) -> "ModelRef":
-        """The model that a user's word stands for, here or in the running daemon. Raises CliError."""
+        """Return the model that a user's word names, here or in the running daemon. Raises CliError."""
         from ..models.catalog import resolve
 
         return resolve(text, self.environ, self.names, self.in_memory())
 
     @property
     def location_flags(self) -> list[str]:
-        """The flags that lead another process to the same files."""
+        """Flags that lead another process to the same files."""
         flags = [] if self.data_dir is None else ["--data-dir", str(self.data_dir.absolute())]
         return flags if self.config is None else [*flags, "--config", str(self.config.absolute())]
 
     def wanted(
         self, models: Sequence[str], alias: str | None, flags: "Mapping[str, Scalar]"
     ) -> "list[ModelRequest]":
-        """What to load: the named models, else those of `server.models`. Raises when one is not on disk."""
+        """Return the models to load: the named ones, else those of `server.models`. Raises CliError when one
+        is not on disk.
+        """
         from ..models.load_request import ModelRequest
 
         options = {name: value for name, value in flags.items() if name.startswith("model.")}
@@ -122,7 +128,9 @@ def _set_config(context: click.Context, _parameter: click.Parameter, value: Path
 
 
 def location_options(*, from_environment: bool = False) -> list[click.Option]:
-    """Understood before and after the command's name; the environment counts once, before it."""
+    """Build the options that say where files are. They are accepted before and after the command's name; the
+    environment counts once, before it.
+    """
     return [
         click.Option(
             ["--data-dir"],

@@ -1,5 +1,5 @@
-"""Work on weights in a process of its own, as the command line imports no torch
-(`engine/ipc/subprocess_job.py`).
+"""`llmbox quantize` and `llmbox import`: work on weights in a process of its own, as the command line imports
+no torch (`engine/ipc/subprocess_job.py`).
 """
 
 import json
@@ -42,7 +42,9 @@ Words = Callable[[str, int, int], str]
 def run_job(
     program: Program, module: str, arguments: Sequence[str], *, failed: str, words: Words
 ) -> dict[str, Any]:
-    """The report. It ends when we are interrupted. Raises CliError, which begins with `failed`."""
+    """Run a job and return its report. The job ends when this command is interrupted. Raises CliError, which
+    begins with `failed`.
+    """
     launch = with_caches(Launch(), program.paths, CacheSettings(repacked_gb=0))
     process = subprocess.Popen(  # noqa: S603 - our own program
         [sys.executable, "-P", "-m", module, *arguments],
@@ -254,7 +256,9 @@ def _require_file(file: Path) -> None:
 
 
 def _name_of(gguf: GgufFile) -> str:
-    """The file's, without what says that it is one of several; of a nameless blob what it says of itself."""
+    """Return the file's name without the part number of a split file; for a nameless blob, the name in its
+    metadata.
+    """
     if gguf.path.suffix == ".gguf":
         return re.sub(r"-\d{5}-of-\d{5}$", "", gguf.path.stem)
     name = gguf.metadata.get("general.name")

@@ -1,4 +1,4 @@
-"""Starting a background daemon and waiting for it and its models: shared by `up`, `restart` and `run`."""
+"""Start of a background daemon, and the wait for it and its models: shared by `up`, `restart` and `run`."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ START_TIMEOUT = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A daemon on its way: `process` is None when it ran before."""
+    """A daemon that was started: `process` is None when it ran before."""
 
     running: RunningDaemon
     process: "subprocess.Popen[bytes] | None"
@@ -42,7 +42,9 @@ class Started:
 def start_daemon(
     program: Program, models: Sequence[str], alias: str | None, flags: Mapping[str, Scalar]
 ) -> Started:
-    """Returns once the API answers. Mistakes in settings and names are found before anything is started."""
+    """Start a daemon and return once its API answers. Mistakes in settings and names are found before
+    anything is started.
+    """
     program.settings(flags)
     wanted = program.wanted(models, alias, flags)
     program.paths.create()
@@ -79,7 +81,9 @@ def _wait_for_api(program: Program, process: "subprocess.Popen[bytes]", offset: 
 
 
 def died(program: Program, code: int, offset: int) -> CliError:
-    """Why a daemon ended while starting, from the log: its own error, else its last words."""
+    """Build the error of a daemon that ended while starting, from its log: its own error, else its last
+    lines.
+    """
     log_file = str(program.paths.log_file)
     exit_code = Exit(code) if code in set(Exit) and code != 0 else Exit.FAILED
     lines = last_lines(program.paths.log_file, offset, 12)
@@ -99,7 +103,9 @@ def died(program: Program, code: int, offset: int) -> CliError:
 def wait_for_models(
     program: Program, started: Started, names: Sequence[str], timeout: float
 ) -> list[dict[str, Any]]:
-    """All models in `names` (all there are, when empty) once they are ready; raises when one cannot be."""
+    """Return the models in `names` (all there are, when empty) once they are ready. Raises CliError when one
+    cannot be loaded.
+    """
     began = time.monotonic()
     line = ProgressLine()
     try:
@@ -136,7 +142,9 @@ def _print_warnings(models: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _look(program: Program, started: Started, names: Sequence[str]) -> list[dict[str, Any]]:
-    """The models as they are now. A daemon that we started and that is gone tells why."""
+    """Return the models as they are now. Raises CliError with the cause if the daemon that we started is
+    gone.
+    """
     try:
         models: list[dict[str, Any]] = program.client.get("/admin/api/models")["models"]
     except CliError as error:

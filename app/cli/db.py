@@ -1,4 +1,4 @@
-"""`llmbox db`: care for the request log's file. Works on the file itself, whether a daemon runs or not."""
+"""`llmbox db`: maintenance of the request log's file, whether a daemon runs or not."""
 
 import contextlib
 import sqlite3
@@ -115,7 +115,7 @@ def backup(program: Program, file: Path | None) -> None:
 
 
 def back_up(path: Path, target: Path) -> None:
-    """Through SQLite, so that writers go on. Raises CliError, and then leaves nothing."""
+    """Copy the file through SQLite, so that writers go on. Raises CliError, and then leaves no file."""
     try:
         target.touch(0o600)
         with _opened(path) as source, contextlib.closing(sqlite3.connect(target)) as copy:
@@ -168,7 +168,7 @@ def _present(program: Program) -> Path:
 
 @contextlib.contextmanager
 def _opened(path: Path, *, write: bool = False) -> Iterator[sqlite3.Connection]:
-    """Raises CliError for a file that is locked, full or no database."""
+    """Open the file. Raises CliError for a file that is locked, full or no database."""
     try:
         mode = "rw" if write else "ro"
         connection = sqlite3.connect(
@@ -208,7 +208,7 @@ def _schema_of(connection: sqlite3.Connection) -> str | None:
 
 
 def _newest_schema() -> str | None:
-    """What this version writes."""
+    """Return the schema revision that this version writes."""
     from alembic.script import ScriptDirectory
 
     import llmbox.migrations

@@ -1,4 +1,4 @@
-"""`llmbox doctor`: looks at the whole box without changing it; every finding comes with its fix."""
+"""`llmbox doctor`: checks the whole box without changing it; every finding comes with its fix."""
 
 from dataclasses import asdict
 from pathlib import Path

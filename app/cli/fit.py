@@ -1,4 +1,6 @@
-"""`llmbox fit`: the engine's arithmetic before anything is downloaded. `load --estimate-only` is the same."""
+"""`llmbox fit`: memory estimate of a model before anything is downloaded. `load --estimate-only` is
+the same.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +54,7 @@ def fit(program: Program, /, model: str, *, as_json: bool, probe: bool, **flags:
 def report(
     program: Program, facts: ModelFacts, config: EngineConfig, *, as_json: bool, probe: bool = False
 ) -> int:
-    """Prints a fit; the result is the exit code."""
+    """Print a fit. Returns the exit code."""
     machine = read_machine()
     try:
         device = usable_device(machine, config.device)
@@ -75,7 +77,7 @@ def report(
 
 
 def planner(program: Program) -> Callable[[ModelConfig], tuple[MemoryPlan | None, str]]:
-    """How a model would be served here with the defaults, alone on the machine."""
+    """Return a function that plans a model with the default settings, alone on this machine."""
     settings = program.settings().settings
     machine = read_machine()
     engine = EngineConfig(

@@ -1,6 +1,6 @@
-"""`llmbox key`: who may use this box.
+"""`llmbox key`: API keys.
 
-Works on the key file: a daemon need not run, and one that runs sees the change.
+Commands work on the key file: a daemon need not run, and one that runs sees the change.
 """
 
 import re
@@ -148,7 +148,9 @@ def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
 
 
 def _forget_stored(program: Program) -> None:
-    """Where no daemon runs it goes a minute after the next start."""
+    """Erase the stored answers of deleted keys. Without a daemon that happens a minute after its
+    next start.
+    """
     if not program.client.is_up():
         return
     try:
@@ -191,7 +193,7 @@ def _view(key: "ApiKey", used: "LastUsed") -> dict[str, Any]:
 
 
 def _usage(program: Program) -> Mapping[str, Any]:
-    """Of the daemon, if one runs."""
+    """Return the usage of keys from the daemon; empty if none runs."""
     try:
         found: Mapping[str, Any] = program.client.get("/admin/api/keys")["usage"]
     except CliError:

@@ -136,7 +136,7 @@ def rm(program: Program, *, refs: tuple[str, ...], yes: bool, as_json: bool) -> 
 
 
 def _what_goes(program: Program, refs: Sequence[str]) -> str:
-    """The question, with what is freed. Raises CliError for what is not there."""
+    """Build the question, with the bytes that are freed. Raises CliError for a model that is not there."""
     from ..hub.remove import find_removable, folder_size
 
     parts = []
@@ -254,7 +254,7 @@ def repacked_row(entry: "PackedCacheEntry") -> dict[str, Any]:
 
 
 def as_cli(error: Any) -> CliError:
-    """From a HubError."""
+    """Convert a HubError."""
     return CliError(error.what, error.why, error.fix, error.exit)
 
 

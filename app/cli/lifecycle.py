@@ -1,4 +1,4 @@
-"""`llmbox status`."""
+"""`llmbox status`, `down` and `restart`."""
 
 import os
 import select
@@ -70,7 +70,7 @@ def _print(answer: dict[str, Any]) -> None:
 
 
 def _print_failing(rate: Mapping[str, Any]) -> None:
-    """As the alerts of `llmbox top` and the panel say it."""
+    """Print a model's share of failed requests, in the words of the alerts of `llmbox top` and the panel."""
     from ..telemetry.alerts import errors_command
 
     model, reason = rate["model"], f" ({rate['reason']})" if rate["reason"] else ""
@@ -98,7 +98,9 @@ def down(program: Program, *, now: bool, timeout: float | None) -> None:
 
 
 def stop(program: Program, running: RunningDaemon, *, now: bool, timeout: float | None) -> None:
-    """SIGTERM drains, a second one hurries, SIGKILL is the end. Returns when the process is gone."""
+    """Stop the daemon and return when its process is gone: SIGTERM drains, a second one hurries, SIGKILL
+    comes last.
+    """
     if timeout is None:
         timeout = program.settings().settings.server.drain_timeout + HURRY
     try:
@@ -186,7 +188,9 @@ def restart(program: Program, *, now: bool, timeout: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """What to bring back. `models` go on the command line, `later` are loaded once the API is up."""
+    """State to restore after a restart. `models` go on the command line, `later` are loaded once the API is
+    up.
+    """
 
     flags: dict[str, Scalar] = field(default_factory=dict)
     models: list[str] = field(default_factory=list)
@@ -218,23 +222,23 @@ class SavedState:
 
 
 def _is_plain(row: Row, common: Mapping[str, Scalar]) -> bool:
-    """Whether it can be loaded by its name alone, with the flags of the start."""
+    """Return True if the model can be loaded by its name alone, with the flags of the start."""
     is_default = row["asked"] == common and row["ttl_s"] is None
     return is_default and not row["aliases"] and not _is_renamed(row)
 
 
 def _is_renamed(row: Row) -> bool:
-    """A directory that is served under another name than its own."""
+    """Return True for a directory that is served under another name than its own."""
     return str(row["ref"]).startswith("/") and Path(row["ref"]).name != row["name"]
 
 
 def _names(begun: Row) -> set[str]:
-    """Under which the model of a start with `--alias` may be served."""
+    """Return the names under which the model of a start with `--alias` may be served."""
     return {str(begun["alias"]), *map(str, begun["models"])}
 
 
 def _load(program: Program, row: Row) -> None:
-    """One that cannot be loaded again does not keep the others away."""
+    """Load a model again. A failure is reported and does not stop the loads of others."""
     body = {"model": row["ref"], "options": row["asked"], "ttl": row["ttl_s"]}
     names = [row["name"]] if _is_renamed(row) else row["aliases"] or [None]
     for name in names:

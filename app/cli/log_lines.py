@@ -1,4 +1,4 @@
-"""Lines of the daemon's log, made readable. Lines that are not ours (a crash, a library) stay as they are."""
+"""Formatting of the daemon's log lines. Lines of another origin (a crash, a library) stay as they are."""
 
 import json
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def parse(raw: str) -> Line:
 
 
 def last_lines(path: Path, offset: int, count: int) -> list[str]:
-    """Of what was written after `offset`; from the start when the file was rotated since."""
+    """Return the last lines written after `offset`; from the start when the file was rotated since."""
     try:
         with path.open("rb") as file:
             file.seek(0, 2)
@@ -43,7 +43,7 @@ def last_lines(path: Path, offset: int, count: int) -> list[str]:
 
 
 def error_in(lines: Sequence[str]) -> CliError | None:
-    """The last error that `print_error` wrote."""
+    """Return the last error that `print_error` wrote."""
     starts = [index for index, line in enumerate(lines) if line.startswith("Error: ")]
     if not starts:
         return None

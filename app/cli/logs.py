@@ -55,7 +55,9 @@ def logs(
 
 
 def _tail(path: Path, count: int, select: Callable[[str], str | None]) -> tuple[deque[str], int]:
-    """The last `count` selected lines, the previous rotated file included, and where the file ended."""
+    """Return the last `count` selected lines, the previous rotated file included, and where the
+    file ended.
+    """
     kept: deque[str] = deque(maxlen=count)
     end = 0
     for part in (path.with_name(path.name + ".1"), path):
@@ -71,7 +73,7 @@ def _tail(path: Path, count: int, select: Callable[[str], str | None]) -> tuple[
 
 
 def _new_lines(path: Path, offset: int) -> Iterator[str]:
-    """Lines after `offset`; goes over to the new file when the log is rotated."""
+    """Yield lines after `offset`; continue with the new file when the log is rotated."""
     file = None
     rest = ""
     while True:

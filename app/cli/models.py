@@ -1,4 +1,4 @@
-"""`llmbox ps`, `llmbox ls` and `llmbox show`."""
+"""`llmbox ps`, `ls`, `show`, `load`, `pin`, `unpin` and `unload`."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -99,7 +99,7 @@ def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
 
 
 def _coming(row: Mapping[str, Any]) -> str:
-    """In a few words; `pull --list` has the whole reason."""
+    """Format a download's state in a few words; `pull --list` has the whole reason."""
     return f"failed: {row['error']['what']}" if row["state"] == "failed" else summary(row)
 
 
@@ -185,7 +185,7 @@ def print_models(models: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _loads(program: Program, name: str) -> list[dict[str, Any]]:
-    """Of this model, oldest first: as the daemon noted them."""
+    """Return the recorded loads of this model, oldest first."""
     import json
 
     try:
@@ -196,7 +196,7 @@ def _loads(program: Program, name: str) -> list[dict[str, Any]]:
 
 
 def _last_load(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Predicted against measured."""
+    """Format the last load: predicted and measured size."""
     if not rows:
         return None
     row = rows[-1]
@@ -210,7 +210,7 @@ def _last_load(rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _stay(model: Mapping[str, Any]) -> str:
-    """How long it stays in memory."""
+    """Format the time that a model stays in memory."""
     if model.get("pinned"):
         return "pinned"
     if model.get("ttl_s") is None:
@@ -247,14 +247,14 @@ def _print_info(model: Mapping[str, Any]) -> None:
 
 
 def _loaded(program: Program) -> dict[str, str]:
-    """Path to name of models in memory; empty when no daemon runs."""
+    """Return the models in memory, path to name; empty when no daemon runs."""
     if not program.client.is_up():
         return {}
     return {model["path"]: model["name"] for model in program.client.get("/admin/api/models")["models"]}
 
 
 def _downloads(program: Program) -> list[dict[str, Any]]:
-    """Those that are not finished; empty when no daemon runs."""
+    """Return the unfinished downloads; empty when no daemon runs."""
     if not program.client.is_up():
         return []
     rows: list[dict[str, Any]] = program.client.get("/admin/api/downloads")["downloads"]
@@ -311,7 +311,7 @@ def load(
 
 
 def say_ready(name: str, info: Mapping[str, Any]) -> None:
-    """With the memory that it took, and why."""
+    """Report that a model is ready, with its memory and the engine's notes."""
     total = info["weights_bytes"] + info["kv_bytes"] + info["workspace_bytes"]
     output.say(
         f"{name} is ready: context {info['context_window']} tokens, {formatting.size(total)} of memory "
@@ -356,7 +356,7 @@ def _pin(program: Program, model: str, *, pinned: bool) -> None:
 
 
 def _post(program: Program, what: str, body: Mapping[str, Any], timeout: float = TIMEOUT) -> dict[str, Any]:
-    """For a model in memory; the error for one that is not names the nearest."""
+    """Post a request about a model in memory. The error for a model that is not there names the nearest."""
     try:
         return program.client.post(f"/admin/api/models/{what}", body, timeout=timeout)
     except ApiRefusal as error:

@@ -1,4 +1,4 @@
-"""Flags that `up`, `serve` and `load` share, made from the settings' table: same names, checks and help."""
+"""Options that `up`, `serve` and `load` share, made from the settings' table: same names, checks and help."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ def daemon_options(function: F) -> F:
 
 
 def setting_options(*names: str) -> Callable[[F], F]:
-    """Some of them."""
+    """Add the options of the named settings to a command."""
     return lambda function: _add(function, names)
 
 
@@ -30,7 +30,7 @@ def model_options(function: F) -> F:
 
 
 def given(values: Mapping[str, Any]) -> dict[str, Scalar]:
-    """The settings among a command's parameters that were on the command line, checked."""
+    """Return the settings that were on the command line, checked."""
     flags: dict[str, Scalar] = {}
     for name in (*DAEMON_KEYS, *MODEL_KEYS):
         value = values.get(parameter(name))
@@ -44,7 +44,7 @@ def checked_alias(alias: str | None) -> str | None:
 
 
 def as_arguments(flags: Mapping[str, Scalar]) -> list[str]:
-    """The command line that gives these settings again."""
+    """Format settings as command-line arguments."""
     arguments: list[str] = []
     for name, value in flags.items():
         if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What the command line writes: data to stdout, talk to stderr.
+"""Output of the command line: data to stdout, messages to stderr.
 
 JSON is one object with a `schema` field, never coloured. Without a terminal there are no spinners and at most
 one progress line every 5 s.
@@ -31,7 +31,7 @@ def say(text: str) -> None:
 
 
 def write_lines(lines: Sequence[str]) -> None:
-    """At once; on a terminal that is too small for them through the pager (PAGER, else less)."""
+    """Write lines. On a terminal that is too small for them use the pager (PAGER, else less)."""
     pager = _pager() if is_live(sys.stdout) and len(lines) >= shutil.get_terminal_size().lines else None
     if pager is None:
         for line in lines:
@@ -48,7 +48,7 @@ def write_lines(lines: Sequence[str]) -> None:
 
 
 def _pager() -> list[str] | None:
-    """None where there is none, or PAGER is empty or cat."""
+    """Return the pager's command. None where there is none, or PAGER is empty or cat."""
     import shlex
 
     try:
@@ -61,12 +61,14 @@ def _pager() -> list[str] | None:
 
 
 def write_json(schema: str, data: Mapping[str, Any]) -> None:
-    """`schema` is a name with a version, such as `llmbox.ps/1`: raised when a field changes its meaning."""
+    """Write one JSON object. `schema` is a name with a version, such as `llmbox.ps/1`, raised when a field
+    changes its meaning.
+    """
     write(json.dumps({"schema": f"llmbox.{schema}/1", **data}, ensure_ascii=False))
 
 
 def is_live(stream: Any = None) -> bool:
-    """Whether lines may be redrawn: a terminal that can do so."""
+    """Return True if lines may be redrawn: the stream is a terminal that can do so."""
     stream = stream or sys.stderr
     return bool(stream.isatty()) and os.environ.get("TERM") != "dumb"
 
@@ -80,14 +82,16 @@ def bold(text: str, stream: Any = None) -> str:
 
 
 def width() -> int:
-    """Columns of the terminal; COLUMNS wins. Unlimited in a pipe, so that nothing is cut for scripts."""
+    """Return the columns of the terminal; COLUMNS wins. Unlimited in a pipe, so that scripts get
+    whole lines.
+    """
     if os.environ.get("COLUMNS", "").isdigit() or sys.stdout.isatty():
         return max(20, shutil.get_terminal_size().columns)
     return 10_000
 
 
 def print_error(error: CliError) -> None:
-    """Four lines: what failed, why, what to run next, where the log is."""
+    """Print four lines: what failed, why, what to run next, where the log is."""
     prefix = "\x1b[31mError:\x1b[0m" if has_colour() else "Error:"
     say(f"{prefix} {printable(error.what)}")
     for label, text in (("Why", error.why), ("Try", error.fix), ("Log", error.log)):
@@ -96,7 +100,9 @@ def print_error(error: CliError) -> None:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> None:
-    """Aligned columns, lines cut to the terminal's width. `right` are indexes of right-aligned columns."""
+    """Print aligned columns, lines cut to the terminal's width. `right` are indexes of
+    right-aligned columns.
+    """
     cells = [[printable(str(cell)) for cell in row] for row in rows]
     sizes = [max(len(line[index]) for line in [list(headers), *cells]) for index in range(len(headers))]
     limit = width()

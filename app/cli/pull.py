@@ -1,4 +1,4 @@
-"""`llmbox pull`: a thin view of a download that runs in the daemon."""
+"""`llmbox pull`: view of a download that runs in the daemon."""
 
 import json
 import shutil
@@ -166,7 +166,7 @@ def _list(program: Program, *, as_json: bool, quiet: bool) -> None:
 
 
 def reason(found: Mapping[str, Any]) -> str:
-    """Why it failed; empty where it did not."""
+    """Return the cause of a failure; empty where there is none."""
     error = found["error"]
     return f"{error['what']}: {error['why']}" if error else ""
 
@@ -185,7 +185,7 @@ def summary(found: Mapping[str, Any]) -> str:
 
 
 class JsonView:
-    """A line whenever something changed."""
+    """View that writes one line of JSON for every change."""
 
     def __init__(self) -> None:
         self._last: dict[str, Any] = {}
@@ -196,14 +196,14 @@ class JsonView:
             self._last = found
 
     def note(self, text: str) -> None:
-        """Part of the object."""
+        """Ignore the text: it is part of the object."""
 
     def close(self) -> None:
         return
 
 
 class BarsView:
-    """A bar for each file on a terminal, else one plain line at most every 5 s."""
+    """View with a bar for each file on a terminal, else one plain line at most every 5 s."""
 
     def __init__(self) -> None:
         self._live = output.is_live()

@@ -1,4 +1,4 @@
-"""`llmbox requests`: the request log and what is in flight."""
+"""`llmbox requests`: the request log and requests in flight."""
 
 import json
 import re
@@ -166,7 +166,7 @@ def _texts(title: str, texts: Sequence[str]) -> list[str]:
 
 
 def _told(name: str, value: object) -> str:
-    """Empty for what says nothing."""
+    """Format a field's value; empty for an empty value."""
     if value in (None, "", "{}"):
         return ""
     if isinstance(value, float):
@@ -178,7 +178,7 @@ def _told(name: str, value: object) -> str:
 
 
 def _parting(answer: Mapping[str, Any]) -> list[str]:
-    """Where the first two texts that differ do so."""
+    """Show the first two texts that differ around their first difference."""
     at = answer["first_difference"]
     if at is None:
         return []
@@ -244,7 +244,9 @@ def requests(context: click.Context, /, *, follow: bool, as_json: bool, quiet: b
 
 
 def _followed(program: Program, path: str, filters: Mapping[str, Any]) -> Iterator[Row]:
-    """Rows so far, then those that end from now on. The stream is opened first: none falls between."""
+    """Yield the rows so far, then those that end from now on. The stream is opened first: none
+    falls between.
+    """
     with program.client.stream("GET", "/admin/api/events") as stream:
         rows = program.client.get(path)["requests"]
         seen = {(row["id"], row["created"]) for row in rows}
@@ -259,7 +261,7 @@ def _followed(program: Program, path: str, filters: Mapping[str, Any]) -> Iterat
 
 
 def _matches(row: Row, filters: Mapping[str, Any]) -> bool:
-    """What the daemon does with rows, for those that come as events."""
+    """Apply the daemon's filters to a row that comes as an event."""
     same = {"model": "model", "key": "key", "status": "http_status"}
     return (
         all(filters[name] in {None, row[field]} for name, field in same.items())

@@ -1,4 +1,4 @@
-"""The list of commands: name, where it lives, its line in `llmbox --help`."""
+"""List of commands: name, module, and line in `llmbox --help`."""
 
 from importlib import import_module
 from typing import Any, Final
@@ -78,7 +78,7 @@ SYNONYMS: Final = {
 
 
 def refuse_unknown(group: click.Group, ctx: click.Context, args: list[str]) -> None:
-    """Raises UsageError with the nearest command, if the first word is none of the group's."""
+    """Raise UsageError with the nearest command, if the first word is none of the group's."""
     word = args[0]
     if ctx.resilient_parsing or word.startswith("-") or group.get_command(ctx, word) is not None:
         return
@@ -90,7 +90,7 @@ def refuse_unknown(group: click.Group, ctx: click.Context, args: list[str]) -> N
 
 
 class Command(click.Command):
-    """A command that also takes `--data-dir` and `--config`."""
+    """Command that also takes `--data-dir` and `--config`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -114,11 +114,13 @@ class CommandGroup(click.Group):
 
 
 class ReaderLeft(Exception):  # noqa: N818 - nothing went wrong
-    """Whoever read our stdout has closed it (`llmbox logs | head`)."""
+    """The reader of our stdout has closed it (`llmbox logs | head`)."""
 
 
 class LazyGroup(click.Group):
-    """`commands` maps a name to (`module:attribute`, help line); several names may share one target."""
+    """Group that imports a command when it runs. `commands` maps a name to (`module:attribute`, help line);
+    several names may share one target.
+    """
 
     def __init__(self, *args: Any, table: dict[str, tuple[str, str]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

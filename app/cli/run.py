@@ -1,4 +1,4 @@
-"""`llmbox run`: chat, or one answer. The answer alone goes to stdout."""
+"""`llmbox run`: chat, or one answer. Only the answer goes to stdout."""
 
 import contextlib
 import json
@@ -54,7 +54,7 @@ def run(
 
 
 def _piped() -> str:
-    """Text from a pipe or a file; other kinds of stdin (/dev/null, a socket) may never end."""
+    """Read text from a pipe or a file; other kinds of stdin (/dev/null, a socket) may never end."""
     mode = os.fstat(sys.stdin.fileno()).st_mode
     return sys.stdin.read().strip() if stat.S_ISFIFO(mode) or stat.S_ISREG(mode) else ""
 
@@ -75,7 +75,7 @@ class ChatSession:
         self._messages.clear()
 
     def ask(self, question: str) -> None:
-        """Streams the answer to stdout. Ctrl-C ends the answer and keeps what there is of it."""
+        """Stream the answer to stdout. Ctrl-C ends the answer and keeps the text so far."""
         self._messages.append({"role": "user", "content": question})
         pieces: list[str] = []
         thoughts = _Thoughts()
@@ -104,7 +104,7 @@ class ChatSession:
                 self._messages.append({"role": "assistant", "content": "".join(pieces)})
 
     def _stream(self) -> Iterator[tuple[bool, str]]:
-        """Pieces of text, and whether each is a thought."""
+        """Yield pieces of text, and whether each is reasoning."""
         if self._chat:
             path = "/v1/chat/completions"
             body: dict[str, Any] = {"messages": self._system + self._messages}
@@ -132,7 +132,7 @@ class ChatSession:
 
 
 class _Thoughts:
-    """What a model writes before its answer: dim, on stderr, where somebody watches."""
+    """Printer of reasoning before an answer: dim, on stderr, on terminals only."""
 
     def __init__(self) -> None:
         self.seen = False
@@ -205,7 +205,7 @@ def _answer(talk: ChatSession, question: str) -> None:
 
 @contextlib.contextmanager
 def _line_editing(program: Program) -> Iterator[None]:
-    """History and arrow keys where Python has readline."""
+    """Enable history and arrow keys where Python has readline."""
     try:
         import readline
     except ImportError:

@@ -120,7 +120,7 @@ def unit_file(program: Program, *, system: bool) -> Path:
 
 
 def read_status(program: Program, *, system: bool) -> dict[str, Any]:
-    """Never raises: a machine without systemd says so."""
+    """Read the unit's state. Never raises: a machine without systemd is reported as such."""
     file = unit_file(program, system=system)
     facts: dict[str, Any] = {
         "systemd": BOOTED.is_dir(),
@@ -149,7 +149,7 @@ def read_status(program: Program, *, system: bool) -> dict[str, Any]:
 
 
 def remove(program: Program, *, system: bool) -> bool:
-    """Whether there was one."""
+    """Remove the unit. Returns True if there was one."""
     file = unit_file(program, system=system)
     if not file.is_file():
         return False

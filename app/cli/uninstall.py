@@ -1,4 +1,4 @@
-"""`llmbox uninstall`: takes away what llmbox has put on this box, except models, and says so first."""
+"""`llmbox uninstall`: removes llmbox's files from this box, except models, after listing them."""
 
 import shutil
 import sys
@@ -63,7 +63,7 @@ def uninstall(program: Program, *, models: bool, yes: bool, as_json: bool) -> No
 
 
 def _items(program: Program, *, with_models: bool) -> Iterator[UninstallItem]:
-    """What is there. Of a --data-dir that somebody named only what is ours, no other file."""
+    """Yield the items that exist. Of a --data-dir that a user named only our own files are removed."""
     from ..models.catalog import hub_cache
 
     paths = program.paths
@@ -90,7 +90,9 @@ def _items(program: Program, *, with_models: bool) -> Iterator[UninstallItem]:
 
 
 def _services(program: Program) -> list[bool]:
-    """Scopes (True: the machine's) whose unit starts a daemon on these files, not on another --data-dir."""
+    """Return the scopes (True: the machine's) whose unit starts a daemon on these files, not on another
+    --data-dir.
+    """
     return [system for system in (False, True) if _is_ours(program, unit_file(program, system=system))]
 
 
@@ -146,7 +148,7 @@ def _drop_empty_folders(program: Program) -> None:
 
 
 def how_to_remove_program() -> str:
-    """By what installed it, as far as its place tells."""
+    """Return the command that removes the program, guessed from where it is installed."""
     place = Path(sys.prefix)
     if "uv" in place.parts and "tools" in place.parts:
         return "uv tool uninstall llmbox"

@@ -1,4 +1,4 @@
-"""The way into the panel for whoever may use the daemon's unix socket."""
+"""`llmbox up` and `llmbox serve`: start the daemon, and the link that signs a browser in."""
 
 import json
 import os
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def sign_in_link(program: Program) -> str:
-    """A new one-time link from the running daemon, good for 15 minutes. Raises CliError."""
+    """Request a new one-time link from the running daemon, good for 15 minutes. Raises CliError."""
     url: str = program.client.post("/admin/api/signin-link", {})["url"]
     return url
 
@@ -101,7 +101,7 @@ def _find_or_start(
 
 
 def load_missing(program: Program, wanted: Sequence[ModelRequest]) -> list[str]:
-    """Asks the daemon for the models that it has not; names of all `wanted` ones."""
+    """Request loads of the models that the daemon does not have. Returns the names of all `wanted` ones."""
     loaded = {
         name: model
         for model in program.client.get("/admin/api/models")["models"]
@@ -119,7 +119,9 @@ def load_missing(program: Program, wanted: Sequence[ModelRequest]) -> list[str]:
 
 
 def require_same(program: Program, flags: Mapping[str, Scalar], *, of_models: bool) -> None:
-    """Raises (exit 9) when flags differ from what the daemon runs with; `of_models`: model flags too."""
+    """Check that flags equal those of the running daemon; `of_models`: model flags too. Raises CliError (exit
+    9).
+    """
     daemon_flags = {name: value for name, value in flags.items() if of_models or name.startswith("server.")}
     if not daemon_flags:
         return
@@ -254,6 +256,6 @@ def _tell(program: Program, running: "RunningDaemon", sign_in_link: Callable[[],
 
 
 def _is_journal() -> bool:
-    """Whether a service manager keeps what we print."""
+    """Return True if a service manager keeps our output."""
     started_by_systemd = "NOTIFY_SOCKET" in os.environ or "JOURNAL_STREAM" in os.environ
     return started_by_systemd and not sys.stdout.isatty()

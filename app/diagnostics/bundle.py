@@ -1,6 +1,6 @@
-"""`llmbox doctor --bundle FILE`: what somebody who helps needs to see.
+"""`llmbox doctor --bundle FILE`: diagnostics for a bug report.
 
-Nothing in it opens anything, and nothing that was asked or answered is in it.
+The bundle has no secrets, prompts or answers in it.
 """
 
 import json
@@ -50,7 +50,7 @@ def redact_text(text: str) -> str:
 
 
 def redact(value: Any, name: str = "") -> Any:
-    """A copy of plain data without secrets and without the texts of requests."""
+    """Return a copy of plain data without secrets and without the texts of requests."""
     if isinstance(value, Mapping):
         return {redact_text(str(key)): redact(each, str(key)) for key, each in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -75,7 +75,7 @@ NOTE = (
 
 
 def write_bundle(program: Program, findings: Sequence[Finding], file: Path) -> list[str]:
-    """Names of what is in it. Raises CliError; an existing file stays."""
+    """Write the bundle and return the names of its parts. Raises CliError; an existing file stays."""
     parts: dict[str, Callable[[], str]] = {
         "README.txt": lambda: NOTE,
         "findings.json": lambda: _json([asdict(each) for each in findings]),
@@ -107,7 +107,7 @@ def write_bundle(program: Program, findings: Sequence[Finding], file: Path) -> l
 
 
 def _made(make: Callable[[], str]) -> str:
-    """A part that cannot be had says why: the rest is wanted all the more."""
+    """Build one part. A part that is not available says why: the rest is all the more useful."""
     try:
         return make()
     except CliError as error:
@@ -137,7 +137,7 @@ def _settings(program: Program) -> dict[str, Any]:
 
 
 def _environment(program: Program) -> dict[str, str]:
-    """Of the variables that llmbox heeds; of a token only that it is there."""
+    """Return the variables that llmbox reads. Tokens and keys are redacted."""
     heeded = ("LLMBOX_", "HF_", "CUDA_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "OMP_")
     told = {name: value for name, value in sorted(program.environ.items()) if name.upper().startswith(heeded)}
     return {name: GONE if "TOKEN" in name or "KEY" in name else value for name, value in told.items()}

@@ -39,7 +39,7 @@ LEAST_FILES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`note` is worth knowing; only `failed` makes the exit code 10."""
+    """Result of a check. `note` is worth knowing; only `failed` makes the exit code 10."""
 
     name: str
     status: Literal["ok", "note", "failed"]
@@ -98,7 +98,7 @@ def check_machine(_: Program) -> Iterator[Finding]:
 
 
 def check_kernels(program: Program) -> Iterator[Finding]:
-    """Which library the CPU kernels run from: one that came along, or one compiled here."""
+    """Report which library the CPU kernels run from: a bundled one, or one compiled here."""
     if asked := os.environ.get("LLMBOX_KERNELS"):
         if asked in known_kernels():
             yield Finding("kernels", "note", f"LLMBOX_KERNELS asks for {asked!r}")
@@ -126,7 +126,7 @@ def check_kernels(program: Program) -> Iterator[Finding]:
 
 
 def _without_compiler(levels: Sequence[Level]) -> str:
-    """What runs where nothing came along for the best instruction set."""
+    """Describe the fallback where no bundled library matches the best instruction set."""
     for level in levels:
         if find_prebuilt(level)[0]:
             return f"the prebuilt C++ kernels for {level.name} run on the CPU"
@@ -221,7 +221,7 @@ def check_daemon(program: Program) -> Iterator[Finding]:
 
 
 def _in_memory(program: Program) -> Iterator[Finding]:
-    """What each loaded model runs on, and why."""
+    """Report what each loaded model runs on, and why."""
     for model in program.client.get("/admin/api/models")["models"]:
         if (info := model["info"]) is not None:
             yield Finding(f"loaded {model['name']}", "ok", "; ".join([runs_on(info), *info["notes"]]))
@@ -275,7 +275,7 @@ def check_models(program: Program) -> Iterator[Finding]:
 
 
 def _missing_files(folder: Path) -> list[str]:
-    """Of what serving needs: a tokenizer, and every shard that the index names."""
+    """Return missing files that serving needs: a tokenizer, and every shard that the index names."""
     import json
 
     missing = [] if (folder / "tokenizer.json").is_file() else ["tokenizer.json"]

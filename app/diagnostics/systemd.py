@@ -1,9 +1,9 @@
-"""The systemd unit of the daemon, for one user or for the machine.
+"""Systemd unit of the daemon, for one user or for the machine.
 
 Settings are never in it: they stay in the TOML file that every command reads, and change without a reload of
-units. What hardens it was chosen by `systemd-analyze security`; what is left out would stop the work: GPU
-drivers and compiled kernels map memory that is both written and run, so there is no MemoryDenyWriteExecute,
-and clients are on the network.
+units. Its hardening was chosen with `systemd-analyze security`. Options that would stop the work are left
+out: GPU drivers and compiled kernels map memory that is both writable and executable, so there is no
+MemoryDenyWriteExecute, and clients are on the network.
 """
 
 from collections.abc import Sequence
@@ -106,7 +106,7 @@ def unit_text(spec: UnitSpec) -> str:
 
 
 def quoted(word: str) -> str:
-    """One argument of ExecStart: specifiers, variables and quotes stand for themselves."""
+    """Quote one argument of ExecStart: specifiers, variables and quotes stand for themselves."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return (
         f'"{escaped}"' if escaped != word or not word or any(c.isspace() or c in "';" for c in word) else word

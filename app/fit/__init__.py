@@ -1,1 +1,1 @@
-"""Whether a model fits this machine, and how fast it would be."""
+"""Fit of a model on this machine: memory, and expected speed."""

@@ -1,4 +1,6 @@
-"""Memory bandwidth of this machine: told by GPUs, probed once on a CPU and kept beside the daemon's state."""
+"""Memory bandwidth of this machine: reported by GPUs, probed once on a CPU and saved beside the daemon's
+state.
+"""
 
 import ctypes
 import logging
@@ -26,7 +28,7 @@ PROBE_ROUNDS: Final = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bandwidth:
-    """Bytes a second that all threads read together."""
+    """Memory bandwidth in bytes a second, over all threads that read together."""
 
     best: float
     """Mean of the best quarter of the rounds."""
@@ -43,7 +45,7 @@ class Bandwidth:
 
 
 class Probes(msgspec.Struct, kw_only=True):
-    """The file. Probes of another machine do not count."""
+    """Content of the probe file. Probes of another machine do not count."""
 
     cpu: str
     cores: int
@@ -54,7 +56,9 @@ class Probes(msgspec.Struct, kw_only=True):
 def device_bandwidth(
     machine: Machine, device: Place, file: Path, threads: int | None = None, *, refresh: bool = False
 ) -> Bandwidth | None:
-    """None where a GPU does not tell. A CPU is probed where `file` has nothing of it, or to `refresh` it."""
+    """Return the device's bandwidth; None where a GPU does not report it. A CPU is probed where `file` has no
+    value yet, or to `refresh` it.
+    """
     if device == "cuda":
         told = machine.gpus[0].bandwidth
         return None if told is None else Bandwidth.exact(told)
@@ -99,7 +103,7 @@ def probe(threads: int, size: int = PROBE_BYTES, rounds: int = PROBE_ROUNDS) -> 
 
 
 def is_busy(threads: int) -> bool:
-    """Whether about as many processes as `threads` wanted to run in the last minute."""
+    """Return True if about as many processes as `threads` wanted to run in the last minute."""
     return os.getloadavg()[0] > 0.7 * threads
 
 

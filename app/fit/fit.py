@@ -1,4 +1,6 @@
-"""Does a model fit, how well, and what would make it fit: the engine's arithmetic (`estimate`) in words."""
+"""Fit of a model: the engine's memory plan (`estimate`), expected speed, and settings that would
+make it fit.
+"""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,7 +30,7 @@ SUSTAINED = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """What the memory's bandwidth lets expect: (low, high) in tokens a second, no promise."""
+    """Speed estimate from memory bandwidth: (low, high) in tokens a second, no promise."""
 
     bandwidth: Bandwidth
     one_stream: tuple[float, float]
@@ -93,7 +95,8 @@ def fit(
     disk: Path,
     bandwidth: Bandwidth | None,
 ) -> Fit:
-    """`config` holds what was asked for; `disk` is where a download would go; `bandwidth` of the device.
+    """Plan a model on this machine. `config` holds the requested options; `disk` is where a download would
+    go; `bandwidth` is the device's.
 
     Raises DeviceError where there is no such device.
     """
@@ -131,7 +134,7 @@ def fit(
 def planned(
     config: ModelConfig, machine: Machine, device: Place, budget: int, engine: EngineConfig
 ) -> tuple[MemoryPlan | None, str]:
-    """The plan with the whole budget (or what `engine.memory_bytes` leaves of it), or why there is none."""
+    """Return the plan with the whole budget (or `engine.memory_bytes` of it), or None and the reason."""
     have = replace(MemoryBudget.of(machine, device), available=budget)
     if device == "cuda":
         have = replace(have, more_gpus=tuple(int(gpu.total * CUDA_SHARE) for gpu in machine.gpus[1:]))
@@ -151,7 +154,9 @@ def planned(
 def plan_alone(
     config: ModelConfig, machine: Machine, engine: EngineConfig, budget_gb: float | None
 ) -> tuple[MemoryPlan | None, str]:
-    """As `planned`, of a model that is alone on the device that `engine` asks for."""
+    """Return the plan of a model that is alone on the device that `engine` asks for, or None and
+    the reason.
+    """
     try:
         device = usable_device(machine, engine.device)
     except DeviceError as error:
@@ -162,7 +167,7 @@ def plan_alone(
 def alternatives(
     config: ModelConfig, machine: Machine, device: Place, budget: int, engine: EngineConfig
 ) -> tuple[str, ...]:
-    """Each changes one thing, by its flag."""
+    """Return settings with which the model would fit. Each is a small change, named by its flags."""
     tries = {
         "--ctx auto": replace(engine, context=None),
         "--dtype bfloat16": replace(engine, dtype="bfloat16"),
@@ -199,7 +204,9 @@ def _told_of_experts(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _slowest(plan: MemoryPlan, machine: Machine, bandwidth: Bandwidth) -> Bandwidth:
-    """Of the memories that the ranks are in, which wait for each other: GPUs of one box may differ."""
+    """Return the lowest bandwidth among the ranks' GPUs, which wait for each other: GPUs of one box may
+    differ.
+    """
     told = [machine.gpus[gpu].bandwidth for gpu in plan.gpus]
     least = min(filter(None, told), default=None)
     return bandwidth if least is None else Bandwidth.exact(least)
@@ -231,7 +238,7 @@ def _speed(config: ModelConfig, plan: MemoryPlan, machine: Machine, bandwidth: B
 def _scaling(
     shape: ModelShape, plan: MemoryPlan, machine: Machine, bandwidth: float, rows: int, context: int
 ) -> float:
-    """All ranks against one."""
+    """Return the speed of all ranks relative to one."""
     if plan.ranks == 1:
         return 1.0
     link = _link_of(plan, machine, bandwidth)
@@ -252,7 +259,9 @@ def _scaling(
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """Bytes a second one way between two ranks, the seconds of an empty sum, and each rank's memory."""
+    """Link between two ranks: bytes a second one way, seconds of an empty all-reduce, and each rank's memory
+    bandwidth.
+    """
 
     bandwidth: float
     seconds: float
@@ -260,7 +269,7 @@ class _Link:
 
 
 def _link_of(plan: MemoryPlan, machine: Machine, bandwidth: float) -> _Link:
-    """No driver tells them: what common hardware reaches, on the low side."""
+    """Return the assumed link, on the low side of common hardware: no driver reports it."""
     if plan.device == "cpu":  # ranks share one memory, and its bandwidth
         return _Link(bandwidth / 2, 20e-6, bandwidth / plan.ranks)
     peers = any(set(plan.gpus) <= peers for peers in machine.nvlink)

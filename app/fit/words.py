@@ -1,4 +1,4 @@
-"""A fit in words, for the command line and the dashboard."""
+"""Text of a fit, for the command line and the dashboard."""
 
 import time
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ def verdict(result: Fit) -> str:
 
 
 def fit_rows(result: Fit) -> dict[str, str]:
-    """What it takes, what there is, and what would help, by name."""
+    """Return what the model needs, what is available, and what would help, by name."""
     rows: dict[str, str] = {}
     if result.reason:
         rows["why"] = result.reason

@@ -23,7 +23,7 @@ class Adoptable:
 
 
 def find_adoptable(place: Path) -> list[Adoptable]:
-    """Raises CliError (exit 4) when there is nothing that could be served."""
+    """Return the models at a place. Raises CliError (exit 4) when there is nothing that could be served."""
     folder = place.expanduser().resolve()
     if not folder.exists():
         raise CliError(f"no directory {folder}", "it does not exist", "name a folder", Exit.NOT_FOUND)
@@ -63,7 +63,7 @@ _MOVED = ".llmbox-"
 
 @dataclass(frozen=True, slots=True)
 class DiskUsage:
-    """Bytes of one repository: in finished blobs, and in downloads that are not finished."""
+    """Disk use of one repository in bytes: finished blobs, and unfinished downloads."""
 
     name: str
     folder: Path
@@ -92,7 +92,7 @@ class Repo:
 
     @contextlib.contextmanager
     def locked(self, etag: str, stop: threading.Event) -> Iterator[None]:
-        """The lock that huggingface_hub takes too: one writer for a blob. Raises Stopped."""
+        """Hold the lock that huggingface_hub takes too: one writer for a blob. Raises Stopped."""
         folder = self.cache / ".locks" / self._folder_name
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / f"{etag}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -110,7 +110,7 @@ class Repo:
             os.close(handle)
 
     def publish(self, commit: str, revision: str | None, files: Mapping[str, str]) -> Path:
-        """Shows the files (name to etag) as one snapshot, in one move, and then names it by its revision.
+        """Publish the files (name to etag) as one snapshot, in one move, then point its revision at it.
 
         Files that somebody else put into that snapshot stay. Before this, nothing of the model can be seen.
         """
@@ -144,7 +144,7 @@ class Repo:
         fresh.replace(reference)
 
     def refs(self) -> dict[str, str]:
-        """Commit by branch or tag."""
+        """Return the commit of each branch or tag."""
         root = self.folder / "refs"
         files = [path for path in root.rglob("*") if path.is_file() and not path.name.startswith(_MOVED)]
         return {path.relative_to(root).as_posix(): path.read_text("ascii").strip() for path in files}
@@ -167,7 +167,9 @@ class Repo:
         return DiskUsage(self.name, self.folder, size, partial, self.revisions())
 
     def delete(self) -> int:
-        """Everything of this repository. Bytes freed. First out of sight in one move, then deleted."""
+        """Delete everything of this repository: first out of sight in one move, then the files. Returns the
+        bytes freed.
+        """
         before = self.usage()
         gone = self.cache / f"{_MOVED}{secrets.token_hex(4)}"
         self.folder.rename(gone)
@@ -176,7 +178,7 @@ class Repo:
         return before.size + before.partial
 
     def delete_revision(self, commit: str) -> int:
-        """One snapshot, and the blobs that no other snapshot links to. Bytes freed."""
+        """Delete one snapshot, and the blobs that no other snapshot links to. Returns the bytes freed."""
         if self.revisions() == (commit,):
             return self.delete()
         for name, target in self.refs().items():
@@ -188,7 +190,9 @@ class Repo:
         return self._sweep()
 
     def drop(self, etags: Iterable[str]) -> int:
-        """What a download that was given up leaves: its partial files, and blobs that no snapshot uses."""
+        """Delete the files of an abandoned download: its partial files, and blobs that no snapshot uses.
+        Returns the bytes freed.
+        """
         freed = 0
         used = self._used()
         for etag in etags:
@@ -224,7 +228,7 @@ class Repo:
 
 
 def clean_up(cache: Path) -> None:
-    """Takes away what a crash left half moved."""
+    """Remove directories that a crash left half moved."""
     if not cache.is_dir():
         return
     for pattern in (f"{_MOVED}*", f"models--*/snapshots/{_MOVED}*", f"models--*/refs/{_MOVED}*"):

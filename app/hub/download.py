@@ -1,4 +1,4 @@
-"""One model on its way to this disk: its state, and the steps that a thread takes for it."""
+"""Download of one model: its state, and the steps that a thread takes for it."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,9 @@ FitCheck = Callable[[Any], str]
 
 @dataclass(slots=True, eq=False)
 class Download:
-    """Owned by `Downloads`, on the loop. `stop` and `TransferProgress` objects are shared with threads."""
+    """State of one download, owned by `Downloads` on the event loop. `stop` and `TransferProgress` objects
+    are shared with threads.
+    """
 
     model: str
     """As it was asked for: `org/name` or `org/name@revision`."""
@@ -97,7 +99,7 @@ def error_dict(error: HubError) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What the first look found."""
+    """Result of the checks before the first byte is fetched."""
 
     listing: Listing
     files: tuple[RepoFile, ...]
@@ -114,9 +116,10 @@ def prepare(
     retries: Retries,
     note: Callable[[str], None],
 ) -> Preparation:
-    """Looks before a byte is fetched: does it exist, can it be served, does it fit, is there disk for it?
+    """Check before a byte is fetched that the model exists, can be served, and fits in memory and on the
+    disk.
 
-    `note` hears of failed tries. A download that had begun earlier outlasts a network that is down.
+    `note` receives failed tries. A download that had begun earlier outlasts a network that is down.
     """
     hub.note = note
     has_begun = bool(download.etags)
@@ -138,7 +141,7 @@ def stubbornly(
     *,
     outlasts: bool,
 ) -> T:
-    """`outlasts`: tries again also where nothing is to be expected of the network for now."""
+    """Retry `work`. `outlasts`: retry also while the network is down."""
     failures = 0
     while True:
         try:
@@ -180,7 +183,7 @@ def _present(repo: Repo, file: RepoFile) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What downloads depend on. Functions are asked again each time, so settings may change."""
+    """Dependencies of downloads. Functions are called anew each time, so settings may change."""
 
     cache: Path
     state_file: Path
@@ -195,12 +198,16 @@ class Setup:
 
 
 class Fetching:
-    """Shared by all downloads: the bounds on files at once and on bytes a second count over them together."""
+    """Fetching of files, shared by all downloads: the bounds on concurrent files and on bytes a second count
+    over them together.
+    """
 
     def __init__(
         self, setup: Setup, change: Callable[[Download, State], None], note: Callable[[Download, str], None]
     ) -> None:
-        """`change` and `note` are called on the loop: a new state, and a failed try."""
+        """Create the shared state. `change` and `note` are called on the event loop, for a new state and for
+        a failed try.
+        """
         self._setup = setup
         self._change = change
         self._note = note
@@ -208,7 +215,7 @@ class Fetching:
         self._slots = asyncio.Semaphore(setup.files_at_once)
 
     async def fetch(self, download: Download, stop: threading.Event) -> None:
-        """Returns when the model can be found in the cache. Raises Stopped, HubError, OSError."""
+        """Fetch a model. Returns when it can be found in the cache. Raises Stopped, HubError, OSError."""
         _check_going(stop)
         hub, found = await self._look(download, stop)
         _check_going(stop)
@@ -227,7 +234,9 @@ class Fetching:
         return Repo(self._setup.cache, download.repo)
 
     async def _look(self, download: Download, stop: threading.Event) -> tuple[Hub, Preparation]:
-        """A thread that waits for a listing is left to itself when the download stops: it writes nothing."""
+        """Prepare in a thread. A thread that waits for a listing is abandoned when the download stops: it
+        writes nothing.
+        """
         setup, repo = self._setup, self.repo(download)
         note = self._noting(download)
 
@@ -251,7 +260,7 @@ class Fetching:
         return hub, found
 
     def _noting(self, download: Download) -> Callable[[str], None]:
-        """For threads."""
+        """Return a `note` callback for threads."""
         loop = asyncio.get_running_loop()
 
         def note(text: str) -> None:
@@ -285,7 +294,7 @@ class Fetching:
 
 
 def _retrieve(work: "asyncio.Future[None]") -> None:
-    """Nobody may wait for it any more."""
+    """Retrieve the task's exception: maybe nobody awaits it any more."""
     if not work.cancelled():
         work.exception()
 
@@ -296,5 +305,5 @@ def _check_going(stop: threading.Event) -> None:
 
 
 def _most_telling(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """One failure stops the other files: those say nothing new."""
+    """Return the failure that stopped the other files, whose own errors say nothing new."""
     return next((e for e in failures.exceptions if not isinstance(e, Stopped)), failures.exceptions[0])

@@ -1,4 +1,4 @@
-"""All downloads of the daemon: started, paused, resumed, cancelled, and carried over its restarts."""
+"""Download queue of the daemon: start, pause, resume, cancel, and restore after a restart."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ _ERROR = ("code", "what", "why", "fix")
 
 
 def read_kept(file: Path) -> list[tuple[Download, bool]]:
-    """Downloads of an earlier daemon, paused or failed as they were, and whether each was under way.
+    """Read the downloads of an earlier daemon, paused or failed as they were, and whether each was under way.
 
     A broken file costs the resumption, never the start.
     """
@@ -50,7 +50,7 @@ def read_kept(file: Path) -> list[tuple[Download, bool]]:
 
 
 def write_kept(file: Path, downloads: Iterable[Download]) -> None:
-    """Raises OSError. Without anything to go on with there is no file."""
+    """Write unfinished downloads; without any the file is deleted. Raises OSError."""
     rows = [_row(each) for each in downloads if each.state not in {"ready", "cancelled"}]
     if not rows:
         file.unlink(missing_ok=True)
@@ -105,7 +105,7 @@ FORGET_S = 3600.0
 
 
 class Downloads:
-    """Only to be used from the daemon's event loop."""
+    """All downloads. Only to be used from the daemon's event loop."""
 
     def __init__(self, setup: Setup, events: Events) -> None:
         self._setup = setup
@@ -119,7 +119,7 @@ class Downloads:
     # ------------------------------------------------------------------ what routes call
 
     def all(self) -> list[Download]:
-        """Oldest first."""
+        """Return all downloads, oldest first."""
         self._drop_empty_failures()
         return list(self._all.values())
 
@@ -130,7 +130,7 @@ class Downloads:
         return found
 
     def start(self, model: str, *, anyway: bool = False) -> Download:
-        """Begins, goes on with a paused or failed one, or returns the one under way."""
+        """Start a download, resume a paused or failed one, or return the one under way."""
         found = self._all.get(model)
         if found is not None and (found.active or found.state == "paused"):
             found.anyway |= anyway
@@ -152,7 +152,7 @@ class Downloads:
         return self._go(found)
 
     async def follow(self, download: Download) -> AsyncGenerator[Download, None]:
-        """The same each second while it is under way, and once more when it has ended."""
+        """Yield the download each second while it is under way, and once more when it has ended."""
         while download.active and not self._closed:
             yield download
             await asyncio.wait({self._tasks[download.model]}, timeout=TICK)
@@ -174,9 +174,9 @@ class Downloads:
         return self._go(download)
 
     async def cancel(self, model: str) -> Download:
-        """What was fetched is deleted, unless another version of the model uses it.
+        """Cancel a download and delete what was fetched, unless another version of the model uses it.
 
-        Returns before that where a thread cannot be ended soon: one that still connects.
+        Returns before the deletion where a thread cannot be ended soon: one that still connects.
         """
         download = self.get(model)
         if download.state in {"ready", "cancelled"}:
@@ -189,7 +189,7 @@ class Downloads:
         return download
 
     async def dismiss(self, model: str) -> Download:
-        """Leaves the list. What a failed download has fetched is deleted."""
+        """Take an ended download off the list. Files that a failed download fetched are deleted."""
         download = self.get(model)
         if download.active or download.state == "paused":
             raise _not_now(download, "dismissed")
@@ -214,11 +214,11 @@ class Downloads:
         await asyncio.to_thread(_drop, repo, etags)
 
     def is_open(self, repo: str) -> bool:
-        """Whether files of this repository are being written, or kept to go on later."""
+        """Return True if files of this repository are being written, or kept to go on later."""
         return any(d.repo == repo and (d.active or d.state == "paused") for d in self._all.values())
 
     def forget(self, repo: str) -> None:
-        """Its files are gone."""
+        """Drop the downloads of a repository whose files are gone."""
         for download in [d for d in self._all.values() if d.repo == repo and not d.active]:
             del self._all[download.model]
         self._save()
@@ -226,7 +226,7 @@ class Downloads:
     # ------------------------------------------------------------------ the daemon's start and end
 
     def restore(self) -> None:
-        """Goes on with what an earlier daemon did not finish, however it ended."""
+        """Resume downloads that an earlier daemon did not finish, however it ended."""
         with contextlib.suppress(OSError):
             clean_up(self._setup.cache)
         for download, under_way in read_kept(self._setup.state_file):
@@ -236,7 +236,7 @@ class Downloads:
                 self._go(download)
 
     async def close(self) -> None:
-        """Stops where it is; the next daemon goes on."""
+        """Stop all downloads where they are; the next daemon resumes them."""
         self._closed = True
         for download in self._all.values():
             _stop(download)
@@ -300,7 +300,9 @@ class Downloads:
         self._save()
 
     async def _tick(self) -> None:
-        """Ends itself when nothing is on its way: an idle daemon does nothing."""
+        """Report progress each second. Ends itself when no download is under way: an idle daemon does
+        nothing.
+        """
         before: dict[str, tuple[float, int]] = {}
         while any(download.active for download in self._all.values()):
             for download in self._all.values():
@@ -334,17 +336,17 @@ class Downloads:
 
 
 def _nothing() -> None:
-    """There is nothing to cut yet."""
+    """Do nothing: default of a download that has no connection to abort yet."""
 
 
 def _stop(download: Download) -> None:
-    """Its threads end at once, also those that wait for a hub that says nothing."""
+    """Stop a download. Its threads end at once, also those that wait for a silent hub."""
     download.stop.set()
     download.cut()
 
 
 async def _ended(download: Download, task: "asyncio.Task[None] | None") -> None:
-    """Waits for what ran before, threads included: they write into the same files."""
+    """Wait for an earlier run to end, threads included: both write into the same files."""
     if task is not None and not task.done():
         await asyncio.wait({task})
     if download.works:

@@ -1,4 +1,4 @@
-"""What can go wrong between us and a hub, in words that name the next step."""
+"""Errors between the daemon and a hub, in words that name the next step."""
 
 import errno
 from collections.abc import Mapping
@@ -29,7 +29,9 @@ EXIT_OF_CODE = {
 
 @dataclass(slots=True)
 class HubError(LlmboxError):
-    """`code` is one of EXIT_OF_CODE; `retry` means that the same request may succeed a little later."""
+    """Failure of a request to the hub. `code` is one of EXIT_OF_CODE; `retry` means that the same request may
+    succeed a little later.
+    """
 
     code: str
     what: str
@@ -50,7 +52,7 @@ class HubError(LlmboxError):
 
 
 def of_status(status: int, headers: Headers | None, what: str, token: str | None) -> HubError:
-    """From an answer of 4xx or 5xx. `what` names the model."""
+    """Build the error of a 4xx or 5xx answer. `what` names the model."""
     code = (headers.get("X-Error-Code") or "") if headers is not None else ""
     if code == "GatedRepo" or (status == 403 and code != "RepoNotFound"):
         return gated(what, token)
@@ -120,7 +122,7 @@ def offline() -> HubError:
 
 
 def of_os_error(error: OSError, place: object, need: int | None = None, have: int | None = None) -> HubError:
-    """Writing failed."""
+    """Build the error of a failed write."""
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
         return disk_full(place, need, have)
     return HubError(

@@ -1,4 +1,4 @@
-"""GET with a range, over the standard library: the bytes of a model come this way.
+"""HTTP client for a model's bytes: GET with a range, over the standard library.
 
 The hub's own client cannot be capped, paused between two reads or told to check what it got, and which HTTP
 library it brings changes between its versions. The token goes to the configured origin and nowhere else: a
@@ -22,7 +22,7 @@ from . import errors
 
 
 class ConnectionSet:
-    """The sockets of one client. Safe to be used by several threads."""
+    """Open sockets of one client. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -30,7 +30,7 @@ class ConnectionSet:
         self._is_cut = False
 
     def handlers(self) -> tuple[urllib.request.BaseHandler, ...]:
-        """For an opener whose connections are to be among them."""
+        """Return handlers for an opener whose connections belong to this set."""
         return _Http(self), _Https(self)
 
     def add(self, wire: socket.socket) -> None:
@@ -40,7 +40,7 @@ class ConnectionSet:
                 _shut(wire)
 
     def cut(self) -> None:
-        """Reads under way and later ones end at once, as if the other side had closed."""
+        """Abort reads: those under way and later ones end at once, as if the other side had closed."""
         with self._lock:
             self._is_cut = True
             for wire in self._open:
@@ -48,7 +48,7 @@ class ConnectionSet:
 
 
 def _shut(wire: socket.socket) -> None:
-    """The plain socket, also under TLS, whose state belongs to the reading thread."""
+    """Shut the plain socket down, also under TLS, whose state belongs to the reading thread."""
     with contextlib.suppress(OSError):  # it has ended by itself
         socket.socket.shutdown(wire, socket.SHUT_RDWR)
 
@@ -92,7 +92,9 @@ TIMEOUT = 30.0
 
 @dataclass(frozen=True, slots=True)
 class HubResponse:
-    """`start` is the offset of the first byte of `body`, `total` the size of the whole file if it is told."""
+    """Answer of the hub. `start` is the offset of the first byte of `body`, `total` the size of the whole
+    file if the hub sends it.
+    """
 
     body: http.client.HTTPResponse
     start: int
@@ -102,7 +104,7 @@ class HubResponse:
 
 
 class Web:
-    """Safe to be used by several threads."""
+    """HTTP client. Threads may share it."""
 
     def __init__(self, endpoint: str, token: str | None, timeout: float = TIMEOUT) -> None:
         self.endpoint = endpoint.rstrip("/")
@@ -111,12 +113,12 @@ class Web:
         self._wires = ConnectionSet()
 
     def cut(self) -> None:
-        """Ends every read under way or yet to come, at once: they raise HubError. From any thread."""
+        """Abort every read under way or yet to come: they raise HubError at once. From any thread."""
         self._wires.cut()
 
     @contextlib.contextmanager
     def get(self, url: str, what: str, *, start: int = 0, end: int | None = None) -> Iterator[HubResponse]:
-        """Bytes from `start` up to, not including, `end`. Raises HubError."""
+        """Request bytes from `start` up to, not including, `end`. Raises HubError."""
         redirects = _Redirects(self.endpoint, self.token)
         headers = {"User-Agent": USER_AGENT, "Accept-Encoding": "identity"}
         request = urllib.request.Request(url, headers=headers)  # noqa: S310 - http and https, see _Redirects
@@ -137,7 +139,7 @@ class Web:
             raise errors.unreachable(self.endpoint, reason) from error
 
     def read(self, url: str, what: str, limit: int, *, start: int = 0, end: int | None = None) -> bytes:
-        """A small file or piece; more than `limit` bytes are an error."""
+        """Read a small file or a piece of one. More than `limit` bytes are an error."""
         with self.get(url, what, start=start, end=end) as answer:
             wanted = limit + 1 if end is None else end - start
             skip = start - answer.start
@@ -154,7 +156,7 @@ def origin(url: str) -> tuple[str, str, int | None]:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows, but tells nobody else the token, and never leaves https for http."""
+    """Redirect handler: it sends the token to no other origin and never leaves https for http."""
 
     max_redirections = 8
 

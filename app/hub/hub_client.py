@@ -1,6 +1,6 @@
-"""The hub's own client, imported late (0.3 s) and only here: it sends nothing but what it is asked for.
+"""Import of the hub's own client, late (0.3 s) and only here, with its unasked requests switched off.
 
-Left to itself it fetches a list of programs that may have started this process (`/api/agent-harnesses`), and
+By default it fetches a list of programs that may have started this process (`/api/agent-harnesses`), and
 names the one it finds and the version of torch in every request.
 """
 

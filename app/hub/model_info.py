@@ -1,4 +1,4 @@
-"""What is known of a model before it is loaded, wherever it is."""
+"""Model facts before a load, from the disk or from the hub."""
 
 import io
 import json
@@ -42,7 +42,7 @@ class ModelFacts:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What does not agree between config and weights."""
+        """Disagreements between config and weights."""
         wanted = self.config.num_parameters
         if abs(self.stored_params - wanted) > 0.01 * wanted:
             return (
@@ -52,7 +52,7 @@ class ModelFacts:
 
 
 def local_facts(ref: ModelRef) -> ModelFacts:
-    """Raises ModelError."""
+    """Read a model's facts from the disk. Raises ModelError."""
     config = parse_config(ref.path)
     tensors = list_tensors(ref.path)
     size = sum(path.stat().st_size for path in ref.path.rglob("*") if path.is_file())
@@ -60,7 +60,7 @@ def local_facts(ref: ModelRef) -> ModelFacts:
 
 
 def remote_facts(hub: Hub, repo: str, revision: str | None) -> ModelFacts:
-    """Reads config.json and the headers of the weight files by range. Raises HubError."""
+    """Read config.json and the headers of the weight files by range. Raises HubError."""
     listing = hub.list_files(repo, revision)
     files = hub.needed_files(listing)
     config = remote_config(hub, listing)
@@ -77,7 +77,9 @@ def remote_facts(hub: Hub, repo: str, revision: str | None) -> ModelFacts:
 
 
 def remote_config(hub: Hub, listing: Listing) -> ModelConfig:
-    """Raises HubError `unsupported_model` for what the engine would refuse."""
+    """Read the config of a model on the hub. Raises HubError `unsupported_model` for one that the engine
+    would refuse.
+    """
     choose_config(listing)
     names = [name for name in ("config.json", MODELOPT_FILE) if listing.file(name) is not None]
     found = {name: hub.read_json(listing, name, CONFIG_LIMIT) for name in names}
@@ -125,7 +127,7 @@ def remote_header(hub: Hub, listing: Listing, file: RepoFile) -> list[TensorEntr
 def _facts(
     name: str, config: ModelConfig, tensors: Iterable[TensorEntry], size: int, missing: int
 ) -> ModelFacts:
-    """Raises ModelError."""
+    """Build the facts of a model. Raises ModelError."""
     entries = list(tensors)
     if config.quant is None:
         for each in entries:
@@ -145,7 +147,7 @@ def _facts(
 def find_facts(
     model: str, environ: Mapping[str, str], names: NameLookup, memory: Mapping[str, ModelRef] | None = None
 ) -> tuple[ModelFacts, ModelRef]:
-    """From this disk if it is there, else from the hub. Raises CliError."""
+    """Read a model's facts from this disk if it is there, else from the hub. Raises CliError."""
     try:
         ref = resolve(model, environ, names, memory)
         return local_facts(ref), ref

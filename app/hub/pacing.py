@@ -1,4 +1,4 @@
-"""How fast and how stubbornly: a bandwidth cap over all downloads, and waits between tries."""
+"""Pacing of downloads: a bandwidth cap over all of them, and waits between retries."""
 
 import random
 import threading
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 
 class Stopped(Exception):  # noqa: N818 - nothing failed
-    """Somebody asked this download to stop."""
+    """The download was asked to stop."""
 
 
 class RateLimiter:
-    """Bytes a second over all threads that share it. The bound may change at any time."""
+    """Bandwidth cap in bytes a second over all threads that share it. The bound may change at any time."""
 
     def __init__(self, rate: Callable[[], float | None], clock: Callable[[], float] = time.monotonic) -> None:
         self._rate = rate
@@ -21,7 +21,7 @@ class RateLimiter:
         self._lock = threading.Lock()
 
     def take(self, count: int) -> float:
-        """Seconds to wait before these bytes are within the bound."""
+        """Return the seconds to wait before these bytes are within the bound."""
         rate = self._rate()
         if not rate:
             return 0.0
@@ -40,7 +40,9 @@ class Retries:
     longest: float = 30.0
 
     def wait(self, failures: int, asked: float | None) -> float:
-        """Before the next try, after so many failures in a row. What the server asks for is respected."""
+        """Return the seconds to wait before the next try, after so many failures in a row. A wait that the
+        server asks for is respected.
+        """
         if asked is not None:
             return asked
         bound: float = min(self.longest, self.first * 2 ** (failures - 1))

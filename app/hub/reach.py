@@ -1,4 +1,4 @@
-"""Whether a hub can be reached at all, known within seconds: its client would be silent for a minute."""
+"""Reachability of a hub, known within seconds: its own client would be silent for a minute."""
 
 import contextlib
 import socket
@@ -56,7 +56,7 @@ class _Attempt:
             self.ended.set()
 
     def _connect(self) -> None:
-        """To one address after another, as the hub's client would."""
+        """Try one address after another, as the hub's client would."""
         found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         self.step = f"connecting to {self._host} port {self._port}"
         problem: OSError | None = None
@@ -73,7 +73,7 @@ class _Attempt:
 
 
 def _target(endpoint: str) -> tuple[str, int, str]:
-    """(host, port, how to call a proxy) of where connections to the endpoint go."""
+    """Return host and port that connections to the endpoint go to, and the name of a proxy there."""
     parts = urlsplit(endpoint)
     host = parts.hostname or ""
     proxy = urllib.request.getproxies().get(parts.scheme)

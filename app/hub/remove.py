@@ -1,4 +1,4 @@
-"""Deleting models from this disk, and counting what they take."""
+"""Deletion of models from this disk, and their disk use."""
 
 import contextlib
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from .cache_layout import INCOMPLETE, Repo, repositories
 
 @dataclass(frozen=True, slots=True)
 class Removable:
-    """What `rm` would take away. `repo` is None for an adopted folder, which is only forgotten."""
+    """Files that `rm` would delete. `repo` is None for an adopted folder, which is only forgotten."""
 
     name: str
     folder: Path
@@ -31,7 +31,7 @@ class Removed:
 
 
 def find_removable(name: str, environ: Mapping[str, str], names: NameLookup) -> Removable:
-    """Raises CliError: exit 2 for what is not a model's name, 4 for what is not there."""
+    """Find a model's files. Raises CliError: exit 2 for an invalid name, 4 for a model that is not there."""
     if name == BUILTIN:
         raise CliError("builtin cannot be deleted", "it is part of llmbox", "", Exit.DENIED)
     if (alias := names.aliases.get(name)) is not None:
@@ -86,7 +86,7 @@ class DiskUse:
 
 
 def disk_use(environ: Mapping[str, str], names: NameLookup) -> list[DiskUse]:
-    """Largest first."""
+    """Return the disk use of all models, largest first."""
     found = []
     for cache in [hub_cache(environ), *map(Path, names.caches)]:
         for repo in repositories(cache):

@@ -1,4 +1,4 @@
-"""What a repository holds at one commit, and which of its files serving needs."""
+"""Repository listing at one commit, and the choice of files that serving needs."""
 
 import logging
 import os
@@ -71,7 +71,7 @@ class Listing:
 
 
 class Hub:
-    """The hub that the environment names. Every method may block and raises HubError."""
+    """Client of the hub that the environment names. Every method may block and raises HubError."""
 
     def __init__(
         self,
@@ -81,14 +81,16 @@ class Hub:
         offline: bool = False,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`note` hears what a call waits for."""
+        """Create a client. `note` is called with what a call waits for."""
         self.web = Web(endpoint, token)
         self.offline = offline
         self.note = note
 
     @classmethod
     def of_environment(cls, note: Callable[[str], None] = lambda _: None) -> "Hub":
-        """HF_ENDPOINT, HF_TOKEN (or the token that `hf auth login` stored) and HF_HUB_OFFLINE count."""
+        """Build the client from HF_ENDPOINT, HF_TOKEN (or the token that `hf auth login` stored) and
+        HF_HUB_OFFLINE.
+        """
         from .hub_client import get_token  # noqa: PLC0415 - 0.3 s that only downloads need
 
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
@@ -110,7 +112,7 @@ class Hub:
             return Listing(repo, info.sha, files, bool(info.gated))
 
     def search(self, text: str, limit: int) -> list[Any]:
-        """Models with safetensors weights, most downloaded first, as the hub's client returns them."""
+        """Search models with safetensors weights, most downloaded first, as the hub's client returns them."""
         self.require_online()
         with asking(self.web, "the search"):
             found = self._api().list_models(
@@ -126,7 +128,7 @@ class Hub:
         return f"{self.web.endpoint}/{repo}/resolve/{quote(commit, safe='')}/{quote(file)}"
 
     def read_json(self, listing: Listing, name: str, limit: int) -> dict[str, Any] | None:
-        """A small file of the repository, None if it has none."""
+        """Read a small JSON file of the repository, None if it has none."""
         if listing.file(name) is None:
             return None
         what = f"{name} of {listing.repo}"
@@ -140,7 +142,7 @@ class Hub:
         return value
 
     def needed_files(self, listing: Listing) -> list[RepoFile]:
-        """Weights and what reads them; nothing else of the repository."""
+        """Return the weight files and the files needed to load them; nothing else of the repository."""
         return choose_files(listing, self.read_json(listing, INDEX, INDEX_LIMIT))
 
     def _api(self) -> "HfApi":
@@ -153,7 +155,9 @@ class Hub:
 
 
 def choose_files(listing: Listing, index: dict[str, Any] | None) -> list[RepoFile]:
-    """The single weights file if there is one, else the shards of the index: as the engine reads them."""
+    """Choose the weight files: the single file if there is one, else the shards of the index, as the engine
+    reads them.
+    """
     if listing.file("config.json") is None:
         raise HubError("no_weights", f"{listing.repo} is no model", "it has no config.json")
     if listing.file(SINGLE) is not None:
@@ -194,7 +198,7 @@ def no_weights(listing: Listing) -> HubError:
 
 
 class asking:  # noqa: N801 - a context manager
-    """The errors of the hub's client as ours."""
+    """Convert errors of the hub's client to ours."""
 
     def __init__(self, web: Web, what: str) -> None:
         self._web = web
@@ -237,7 +241,7 @@ def _is_wanted(name: str) -> bool:
 
 
 def _file(item: Any) -> RepoFile:
-    """One entry of their listing."""
+    """Convert one entry of the hub's listing."""
     etag = item.lfs.sha256 if item.lfs is not None else item.blob_id
     if not isinstance(etag, str) or not _ETAG.fullmatch(etag) or not isinstance(item.size, int):
         raise HubError("hub_error", "the hub's listing is broken", f"{item.rfilename} has no size or hash")

@@ -1,4 +1,4 @@
-"""Search on the hub, each result with the answer to the question that comes next: would it run here?"""
+"""Hub search: each result comes with whether the model would run here."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +34,7 @@ class Hit:
 
 
 def search(hub: Hub, text: str, limit: int, planner: Planner) -> list[Hit]:
-    """Raises HubError. One small file is read for each result, side by side."""
+    """Search the hub. One small file is read for each result, side by side. Raises HubError."""
     found = [item for item in hub.search(text, limit) if HUB_ID.fullmatch(str(item.id))]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(lambda item: _hit(hub, item, planner), found))
@@ -59,5 +59,5 @@ def _hit(hub: Hub, item: Any, planner: Planner) -> Hit:
 
 
 def _config_only(repo: str) -> Listing:
-    """As if the repository held nothing else: whether it does is looked up when it is pulled."""
+    """Build a listing as if the repository held only the config: the rest is looked up when it is pulled."""
     return Listing(repo, "main", (RepoFile("config.json", 0, ""),), gated=False)

@@ -1,4 +1,6 @@
-"""One file from the hub to its blob: resumed by range, checked, in place only when its hash is right."""
+"""Transfer of one file from the hub to its blob: resumed by range, checked, in place only when its hash is
+right.
+"""
 
 import hashlib
 import os
@@ -28,7 +30,7 @@ class Hash(Protocol):
 
 @dataclass(slots=True)
 class TransferProgress:
-    """Of one file, written by its thread, read by anybody."""
+    """Progress of one file, written by its thread, read by any."""
 
     size: int
     done: int = 0
@@ -39,7 +41,7 @@ class TransferProgress:
 
 @dataclass(frozen=True, slots=True)
 class TransferContext:
-    """What a transfer works with."""
+    """Dependencies of a transfer."""
 
     web: Web
     repo: Repo
@@ -51,7 +53,7 @@ class TransferContext:
 
 
 def fetch(means: TransferContext, file: RepoFile, url: str, progress: TransferProgress) -> None:
-    """Returns when the blob is there and its hash is right. Raises HubError or Stopped."""
+    """Fetch a file. Returns when the blob is there and its hash is right. Raises HubError or Stopped."""
     repo = means.repo
     with repo.locked(file.etag, means.stop):
         blob, partial = repo.blob(file.etag), repo.partial(file.etag)
@@ -71,7 +73,9 @@ def fetch(means: TransferContext, file: RepoFile, url: str, progress: TransferPr
 
 
 def new_hash(file: RepoFile) -> Hash:
-    """sha256 of large files; of small ones, git's sha1, which counts a header with the size."""
+    """Return the hash of a file: sha256 for large files, git's sha1 for small ones, which counts a header
+    with the size.
+    """
     if file.by_sha256:
         return hashlib.sha256()
     digest = hashlib.sha1(usedforsecurity=False)
@@ -80,7 +84,7 @@ def new_hash(file: RepoFile) -> Hash:
 
 
 def _is_whole(blob: Path, file: RepoFile, means: TransferContext, progress: TransferProgress) -> bool:
-    """Checks a blob that is there already, and deletes a wrong one."""
+    """Check a blob that is there already, and delete a wrong one."""
     digest = new_hash(file)
     if blob.stat().st_size == file.size:
         _hash_file(blob, digest, means.stop, progress)
@@ -95,7 +99,7 @@ def _is_whole(blob: Path, file: RepoFile, means: TransferContext, progress: Tran
 def _fetch_checked(
     means: TransferContext, file: RepoFile, url: str, partial: Path, progress: TransferProgress
 ) -> None:
-    """A wrong hash deletes what came and tries once more."""
+    """Fetch and check the hash. A wrong hash deletes the bytes and tries once more."""
     for attempt in (1, 2):
         digest = _fetch_whole(means, file, url, partial, progress)
         if digest.hexdigest() == file.etag:
@@ -115,7 +119,7 @@ def _fetch_checked(
 def _fetch_whole(
     means: TransferContext, file: RepoFile, url: str, partial: Path, progress: TransferProgress
 ) -> Hash:
-    """Tries until every byte is on disk. The failures that count are those in a row without a new byte."""
+    """Retry until every byte is on disk. Only failures in a row without a new byte count."""
     failures = 0
     digest = new_hash(file)
     with partial.open("ab") as out:
@@ -147,7 +151,7 @@ def _fetch_whole(
 def _stream(
     means: TransferContext, file: RepoFile, url: str, out: BinaryIO, digest: Hash, progress: TransferProgress
 ) -> Hash:
-    """The bytes of one answer. A server that knows no ranges begins again: then so does the hash."""
+    """Write the bytes of one answer. A server that knows no ranges begins again: then so does the hash."""
     with means.web.get(url, means.repo.name, start=progress.done) as answer:
         _check_answer(answer, file)
         if answer.start != progress.done:
@@ -170,7 +174,7 @@ def _stream(
 
 
 def _write(out: BinaryIO, data: bytes, means: TransferContext, missing: int) -> None:
-    """A full disk must not look like a lost connection, which would be tried again."""
+    """Write bytes. A full disk must not look like a lost connection, which would be tried again."""
     try:
         out.write(data)
     except OSError as error:
@@ -179,7 +183,7 @@ def _write(out: BinaryIO, data: bytes, means: TransferContext, missing: int) -> 
 
 
 def _check_answer(answer: HubResponse, file: RepoFile) -> None:
-    """Before a byte is kept: is it the content that was listed?"""
+    """Check, before a byte is kept, that the answer is the content that was listed."""
     if answer.total is not None and answer.start == 0 and answer.total != file.size:
         raise _broken_off(file, f"{answer.total} bytes are offered, {file.size} were listed")
     # An etag of another kind (md5 of some mirror) says nothing; the hash of the bytes decides.
@@ -195,7 +199,7 @@ def _broken_off(file: RepoFile, why: str) -> HubError:
 
 
 def _hash_file(path: Path, digest: Hash, stop: threading.Event, progress: TransferProgress) -> None:
-    """Bytes that are on disk already count as done once they are read again."""
+    """Hash bytes that are on disk already. They count as done once they are read again."""
     with path.open("rb") as source:
         while data := source.read(VERIFY_CHUNK):
             if stop.is_set():
@@ -214,7 +218,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def free_space(place: Path) -> int:
-    """Bytes that this user may still write there, or where it is to be made."""
+    """Return the bytes that this user may still write at a place, or where it is to be made."""
     while not place.exists():
         place = place.parent
     status = os.statvfs(place)

@@ -1,4 +1,4 @@
-"""Other programs' settings files: merged, never replaced; the file as it was is kept beside it."""
+"""Settings files of other programs: merged, never replaced; a copy of the old file is kept beside it."""
 
 import difflib
 import json
@@ -17,7 +17,7 @@ from .guides import Guide
 
 
 def as_text(guide: Guide, settings: Mapping[str, Any]) -> str:
-    """The settings alone, as they would stand in the client's file."""
+    """Format the settings alone, as they would stand in the client's file."""
     if guide.kind == "toml":
         return tomlkit.dumps(settings)
     if guide.kind == "yaml":
@@ -26,7 +26,9 @@ def as_text(guide: Guide, settings: Mapping[str, Any]) -> str:
 
 
 def merged(guide: Guide, file: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
-    """(the file's text, the same with `settings`). Raises CliError where that cannot be done safely."""
+    """Return the file's text, and the same with `settings`. Raises CliError where that cannot be
+    done safely.
+    """
     try:
         old = file.read_text("utf-8")
     except FileNotFoundError:
@@ -57,7 +59,7 @@ def difference(file: Path, old: str, new: str) -> str:
 
 
 def replace(file: Path, new: str) -> Path | None:
-    """Writes it whole; returns the copy of the old one, if there was one."""
+    """Replace the whole file; return the copy of the old one, if there was one."""
     try:
         target = file.resolve()  # a link (dotfiles under version control) stays a link
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +94,7 @@ def _by_hand(file: Path, why: str) -> CliError:
 
 
 def _yaml(settings: Mapping[str, Any]) -> str:
-    """Scalars as JSON, which YAML takes as it is."""
+    """Format YAML with scalars as JSON, which YAML accepts."""
     lines = []
     for name, value in settings.items():
         if not isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What well-known clients need to be told to use this daemon, after each one's public documentation."""
+"""Settings that well-known clients need to use this daemon, after each one's public documentation."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """`root` is the daemon's URL without a path."""
+    """Address and models of this daemon. `root` is its URL without a path."""
 
     root: str
     model: str

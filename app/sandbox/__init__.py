@@ -1,1 +1,1 @@
-"""Worker processes with limits, for templates and grammars that repositories and callers bring."""
+"""Sandboxed worker processes with limits, for templates, grammars and tokenizers of unknown origin."""

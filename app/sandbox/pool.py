@@ -1,4 +1,4 @@
-"""The daemon's side of workers: few processes, made on demand, killed when they misbehave.
+"""Worker pool of the daemon: few processes, started on demand, killed when they misbehave.
 
 A worker that the CPU alarm ended, or that burnt its time, met a job that is too expensive: an error.
 One that died or stopped for another reason is replaced and the job tried once more, all within 2 s.
@@ -38,10 +38,12 @@ _TOO_EXPENSIVE = "it takes more than 1 s of computing"
 
 
 class WorkerPool:
-    """Owned by one event loop. `close` leaves no process behind."""
+    """Pool that belongs to one event loop. `close` leaves no process behind."""
 
     def __init__(self, module: str, size: int) -> None:
-        """`module`: under `llmbox.app.sandbox`, run as a program (`worker.py`)."""
+        """Create an empty pool. `module` lies under `llmbox.app.sandbox` and runs as a program
+        (`worker.py`).
+        """
         self._module = module
         self._slots = asyncio.Semaphore(size)
         self._idle: list[Process] = []
@@ -49,7 +51,7 @@ class WorkerPool:
         self._waiting = 0
 
     async def answer(self, job: bytes) -> dict[str, str]:
-        """The worker's answer, with `error` where it has none. Raises ApiError 503 where no worker lasts or
+        """Return the worker's answer, or an object with `error`. Raises ApiError 503 where no worker lasts or
         becomes free in time.
         """
         await self._wait_for_slot()
@@ -88,7 +90,7 @@ class WorkerPool:
             raise _no_worker() from None
 
     async def _try(self, job: bytes, seconds: float) -> dict[str, str] | None:
-        """None: the worker is gone, for no fault of the job."""
+        """Try a job once. None: the worker is gone, for no fault of the job."""
         worker = await self._worker()
         self._busy.add(worker)
         used = _cpu_seconds(worker.pid)
@@ -125,7 +127,9 @@ async def _start(module: str) -> Process:
 
 
 async def _within(seconds: float, worker: Process, work: Coroutine[Any, Any, Any]) -> Any:
-    """What `work` gives. Raises TimeoutError once the worker had that long and could have gone on."""
+    """Await `work`. Raises TimeoutError once the worker had so many seconds in which it could have
+    gone on.
+    """
     task = asyncio.ensure_future(work)
     left, ticks = round(seconds / _TICK), round(LONGEST_SECONDS / _TICK)
     try:
@@ -162,13 +166,13 @@ async def _end(worker: Process) -> None:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far."""
+    """Return the CPU time that a process has used."""
     state = read_state(pid)
     return 0.0 if state is None else state.seconds
 
 
 def _waits_for_core(pid: int) -> bool:
-    """It would run, or does: then its CPU alarm ends it."""
+    """Return True if the process is runnable or running: then its CPU alarm ends it."""
     state = read_state(pid)
     return state is not None and state.letter == "R"
 
@@ -200,7 +204,9 @@ class TemplatePool(WorkerPool):
         super().__init__("template_worker", size)
 
     async def render(self, job: bytes) -> str:
-        """The text of a `job`. Raises ApiError 400 where the template refuses, fails or takes too much."""
+        """Render the text of a `job`. Raises ApiError 400 where the template refuses, fails or takes too
+        much.
+        """
         reply = await self.answer(job)
         if "error" in reply:
             raise _refused(reply["error"])
@@ -221,8 +227,8 @@ class GrammarPool(WorkerPool):
         super().__init__("grammar_worker", size)
 
     async def compiled(self, grammars: list[dict[str, Any]], param: str) -> str:
-        """For `SamplingParams.grammar`. Raises ApiError 400 with `param` for what nothing can follow, or
-        what takes too much.
+        """Compile grammars for `SamplingParams.grammar`. Raises ApiError 400 with `param` for grammars that
+        no text can follow, or that take too much.
         """
         reply = await self.answer(json.dumps({"grammars": grammars}).encode())
         if "error" in reply:

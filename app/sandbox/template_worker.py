@@ -1,4 +1,5 @@
-"""Renders chat templates in a process of its own: `python -P -m llmbox.app.sandbox.template_worker`.
+"""Template worker: renders chat templates in a process of its own, `python -P -m
+llmbox.app.sandbox.template_worker`.
 
 Jinja's sandbox keeps a template from Python's insides, but not from `'a' * 10**9` or an endless loop, so the
 process lives under limits and the daemon may kill it at any moment (`worker.py`).
@@ -26,7 +27,9 @@ OUTPUT_CHARS = 8 << 20
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's text for training; here its body is simply rendered."""
+    """`{% generation %}` tag. It marks the assistant's text for training; here its body is simply
+    rendered.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - jinja's interface
 
@@ -36,7 +39,7 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """Refuses names with a leading underscore, which would reach Python's own attributes."""
+    """Namespace that refuses names with a leading underscore, which would reach Python's own attributes."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -59,14 +62,14 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike jinja's own filter: no HTML escapes (models were trained on plain JSON)."""
+    """`tojson` filter without jinja's HTML escapes: models were trained on plain JSON."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment that transformers gives to chat templates."""
+    """Return the environment that transformers gives to chat templates."""
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )

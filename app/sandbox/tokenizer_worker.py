@@ -1,4 +1,5 @@
-"""Tokenizes in a process of its own: `python -P -m llmbox.app.sandbox.tokenizer_worker FILE SECONDS MEMORY`.
+"""Tokenizer worker in a process of its own: `python -P -m llmbox.app.sandbox.tokenizer_worker FILE SECONDS
+MEMORY`.
 
 The steps of a tokenizer.json may double a text again and again or never end, so the process lives under
 limits and the daemon may kill it at any moment (`worker.py`). Loading the file is bounded in the same way.
@@ -23,7 +24,7 @@ TOKENS_BESIDE = 65_536
 
 
 def make_answer(path: Path, load_seconds: float) -> Answer:
-    """The tokenizer is loaded before the first job."""
+    """Load the tokenizer, before the first job, and return the function that answers jobs."""
     signal.setitimer(signal.ITIMER_PROF, load_seconds)
     try:
         encoder, problem = TextEncoder(load_tokenizer(read_regular(path, MAX_BYTES))), ""

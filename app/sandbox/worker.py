@@ -1,4 +1,4 @@
-"""What worker processes have in common: frames, limits, and the loop over jobs. Imports nothing of llmbox.
+"""Worker protocol: frames, limits, and the loop over jobs. Imports nothing of llmbox.
 
 Frames on stdin and stdout: 4 bytes of length (little-endian), then JSON.
 in:  {...}, one job
@@ -51,7 +51,9 @@ def serve(
     arm: Callable[[float], Any],
     cpu_seconds: float = CPU_SECONDS,
 ) -> None:
-    """`arm(seconds)` starts the CPU alarm of one job, whose default action ends the process; 0 stops it."""
+    """Answer jobs until stdin ends. `arm(seconds)` starts the CPU alarm of one job, whose default action ends
+    the process; 0 stops it.
+    """
     write_frame(stdout, "ready")
     while (message := read_frame(stdin)) is not None:
         arm(cpu_seconds)
@@ -63,7 +65,9 @@ def serve(
 def run_worker(
     title: str, make_answer: Callable[[], Answer], memory: int, *, cpu_seconds: float = CPU_SECONDS
 ) -> None:
-    """`make_answer` works under the limits too. `memory`: bytes that the process may have."""
+    """Set the limits and serve jobs. `make_answer` works under the limits too. `memory`: bytes that the
+    process may have.
+    """
     setproctitle(f"llmbox: {title}")
     stdout = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -1,1 +1,3 @@
-"""The text side of a model: tokens to bytes and back, chat templates, stop strings. Knows no engine."""
+"""Text side of a model: tokenization, chat templates, stop strings, output parsing. Independent of the
+engine.
+"""

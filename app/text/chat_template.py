@@ -1,4 +1,4 @@
-"""Messages to prompt ids, so that only the chat template writes control tokens.
+"""Chat templates: messages to prompt ids, such that only the template writes control tokens.
 
 Control-token literals in a client's text are wrapped in marker characters before rendering. Afterwards the
 tokenizer is shown a text in which the marked literals are broken apart: it finds the template's own control
@@ -42,7 +42,7 @@ _RESERVED: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """What a template sees. Message contents are strings."""
+    """Input of a template. Message contents are strings."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -58,7 +58,7 @@ _Trie = dict[str, "_Trie"]
 
 
 class ControlTokens:
-    """Which literals a client's text may not turn into tokens."""
+    """Literals that a client's text must not turn into tokens."""
 
     def __init__(self, tokenizer: Tokenizer, named: frozenset[str]) -> None:
         """`named` are tokens that the model's files call special. Raises ModelError for too many."""
@@ -83,7 +83,7 @@ class ControlTokens:
 
 
 def _any_of(literals: Iterable[str]) -> re.Pattern[str]:
-    """Match the longest of these, in time that does not grow with their number: as a trie.
+    """Compile a pattern for the longest of these, as a trie: its time does not grow with their number.
 
     Raises ModelError where hundreds of them are beginnings of each other.
     """
@@ -112,7 +112,7 @@ def _trie_regex(trie: "_Trie") -> str:
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A prompt as text; `ids` tokenises it (which takes time where it is long)."""
+    """Prompt as text; `ids` tokenizes it (which takes time where it is long)."""
 
     marked: str
     markers: SpecialTokenMarkers
@@ -134,7 +134,7 @@ async def render_chat(
     chat: Chat,
     encode: Callable[[str, SpecialTokenMarkers], list[int]],
 ) -> RenderedChat:
-    """`encode` makes ids of the text with its marks."""
+    """Render a chat. `encode` turns the text with its marks into ids."""
     _check_kwargs(chat.template_kwargs, special_tokens)
     size = sum(len(message["content"]) for message in chat.messages)
     markers, work = await off_loop(size, lambda: _job(template, special_tokens, control, chat))
@@ -173,7 +173,7 @@ def _job(
 
 
 def _cut(text: str, tail: str) -> str:
-    """Text up to the end of the last message; spaces at its end go where the template trims them."""
+    """Cut the text after the last message; spaces at its end go where the template trims them."""
     at = text.rfind(tail)
     if at < 0:
         raise ApiError(
@@ -185,7 +185,9 @@ def _cut(text: str, tail: str) -> str:
 
 
 def named_special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token`, … of tokenizer_config.json or special_tokens_map.json as plain strings."""
+    """Return `bos_token`, `eos_token`, … of tokenizer_config.json or special_tokens_map.json as plain
+    strings.
+    """
     named = {}
     for key, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -195,7 +197,7 @@ def named_special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def pick_template(value: Any) -> str | None:
-    """tokenizer_config.json holds one template or a list of named ones."""
+    """Return the default template: tokenizer_config.json holds one, or a list of named ones."""
     if value is None or isinstance(value, str):
         return value
     try:

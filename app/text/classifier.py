@@ -1,4 +1,6 @@
-"""Probabilities of classes, from models with a row of scores for each (`...ForSequenceClassification`)."""
+"""Class probabilities of classification models (`...ForSequenceClassification`), which have one row of
+weights for each class.
+"""
 
 import math
 import sys
@@ -25,7 +27,7 @@ class Classifier:
     """One class a text, by softmax; otherwise each class by its own sigmoid."""
 
     def probabilities(self, pooled: bytes) -> list[float]:
-        """`pooled`: the last state, little-endian float32."""
+        """Return the probability of each class. `pooled`: the last hidden state, little-endian float32."""
         states = array("f", pooled)
         if sys.byteorder == "big":
             states.byteswap()
@@ -40,7 +42,9 @@ class Classifier:
 
 @lru_cache(maxsize=16)
 def read_classifier(folder: Path, loaded_at: float) -> Classifier | None:  # noqa: ARG001
-    """Of a model's files, once each time it is loaded; None for one without classes. Raises ModelError."""
+    """Read the classification head from a model's files, once each time it is loaded; None for a model
+    without classes. Raises ModelError.
+    """
     count = count_rows(folder, "score")
     if not 0 < count <= MOST_CLASSES:
         return None

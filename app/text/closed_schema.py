@@ -1,4 +1,4 @@
-"""JSON schemas whose objects have no keys but their own, as peers read a schema that does not say.
+"""Closed JSON schemas: objects without `additionalProperties` take no other keys, as other servers read them.
 
 By the letter an object may have any further key, and small models then fill in keys until their tokens end.
 """
@@ -15,7 +15,9 @@ _ONES: Final = ("items", "contains", "additionalProperties", "if", "then", "else
 
 
 def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
-    """A copy with `additionalProperties: false` where an object names its properties and leaves that open."""
+    """Return a copy with `additionalProperties: false` where an object names its properties and leaves that
+    open.
+    """
     shared = {ref for ref in _joined_references(schema, joined=False) if ref != "#"}
     closed: dict[str, Any] = _closed(schema, "#", shared, joined=False)
     return closed
@@ -48,14 +50,14 @@ def _closed(schema: Any, at: str, shared: set[str], *, joined: bool) -> Any:
 
 
 def _joins(schema: dict[str, Any]) -> bool:
-    """Its parts describe one object together with others."""
+    """Return True if several parts of the schema describe one object together."""
     several = len(schema.get("allOf") or ()) if isinstance(schema.get("allOf"), list) else 0
     kinds = sum(name in schema for name in (*_JOINS, "properties"))
     return several > 1 or kinds > 1
 
 
 def _joined_references(schema: Any, *, joined: bool) -> Iterator[str]:
-    """Places that are referred to beside something else."""
+    """Yield `$ref` targets that are used beside other constraints on the same object."""
     if isinstance(schema, list):
         for each in schema:
             yield from _joined_references(each, joined=joined)

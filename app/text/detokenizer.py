@@ -1,4 +1,6 @@
-"""Token ids to text, one token at a time: the pieces joined are the text of all ids, whatever the split."""
+"""Incremental detokenizer: token ids to text, one token at a time. The pieces joined are the text of all ids,
+however split.
+"""
 
 from codecs import utf_8_decode
 from collections.abc import Iterable
@@ -23,7 +25,7 @@ class Detokenizer:
         self._strip = tokens.strip[1] if begins else 0
 
     def push(self, token_id: int) -> str:
-        """Text that this token finishes; empty while a character is incomplete."""
+        """Return the text that this token finishes; empty while a character is incomplete."""
         if token_id in self._skipped:
             return ""
         data = self._tokens.inner(token_id)
@@ -37,7 +39,9 @@ class Detokenizer:
         return self._stripped(text) if self._strip else text
 
     def finish(self) -> str:
-        """What remains at the end: a replacement character where the last one was never completed."""
+        """Return the rest of the text: a replacement character where the last character was never
+        completed.
+        """
         text = utf_8_decode(self._held, "replace", True)[0]
         self._held = b""
         return self._stripped(text) if self._strip else text
@@ -53,6 +57,6 @@ class Detokenizer:
 
 
 def decode(tokens: TokenBytes, ids: Iterable[int], *, begins: bool = True, skip_special: bool = True) -> str:
-    """The text of all ids at once."""
+    """Return the text of all ids at once."""
     detokenizer = Detokenizer(tokens, begins=begins, skip_special=skip_special)
     return "".join([*map(detokenizer.push, ids), detokenizer.finish()])

@@ -1,4 +1,4 @@
-"""Ids that end an answer, as a model's files declare them, and what of that declaration is not believed."""
+"""End-of-text ids: those that a model's files declare, and which of these declarations are ignored."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -17,7 +17,9 @@ MOST: Final = 64
 
 
 def declared_ids(configs: Mapping[str, dict[str, Any]]) -> tuple[list[int], list[str]]:
-    """`eos_token_id` of each file, and a warning for each value that is no token id. Raises ModelError."""
+    """Return the `eos_token_id` values of all files, and a warning for each that is no token id. Raises
+    ModelError.
+    """
     ids: list[int] = []
     warnings: list[str] = []
     for file, config in configs.items():
@@ -36,7 +38,9 @@ def declared_ids(configs: Mapping[str, dict[str, Any]]) -> tuple[list[int], list
 def end_token_ids(
     tokenizer: Tokenizer, special_tokens: Mapping[str, str], template: str | None, declared: Sequence[int]
 ) -> tuple[int, ...]:
-    """Every id that ends an answer, in a fixed order: declared ones, the named one, those of the template."""
+    """Return every id that ends an answer, in a fixed order: declared ones, the named one, those of the
+    template.
+    """
     names = [special_tokens.get("eos_token", "")]
     names += [name for name in END_OF_TURN if template and name in template]
     named = (tokenizer.token_to_id(name) for name in names)

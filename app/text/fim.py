@@ -1,4 +1,4 @@
-"""Prompts that have a model fill the gap between a prefix and a suffix ("fill in the middle", FIM).
+"""Fill-in-the-middle (FIM) prompts: the model writes the gap between a prefix and a suffix.
 
 Each family marks the parts with tokens of its own, which its tokenizer has. The gap is written after the last
 mark, and ends with an end-of-text token. Orders: prefix, suffix, middle (Bavarian et al., "Efficient Training
@@ -41,7 +41,7 @@ _MASK = "☺"
 
 
 def fim_prompt(text: TextModel, prefix: str, suffix: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Token ids. Raises ApiError 400 for a model without such tokens."""
+    """Build the prompt's token ids. Raises ApiError 400 for a model without FIM tokens."""
     family = fim_tokens(text)
     before = text.encode(prefix, add_special_tokens=False) if prefix else []
     marked = (
@@ -54,7 +54,7 @@ def fim_prompt(text: TextModel, prefix: str, suffix: str, *, add_special_tokens:
 
 
 def fim_tokens(text: TextModel) -> FimTokens:
-    """Raises ApiError 400."""
+    """Return the model's FIM tokens. Raises ApiError 400 for a model without them."""
     for family in FAMILIES:
         names = [name for name in (family.prefix, family.suffix, family.middle) if name]
         if all(text.tokenizer.token_to_id(name) is not None for name in names):
@@ -69,7 +69,7 @@ def fim_tokens(text: TextModel) -> FimTokens:
 
 
 def fim_stop_ids(text: TextModel) -> tuple[int, ...]:
-    """Ids that end a gap."""
+    """Return the ids that end a gap."""
     family = fim_tokens(text)
     names = [*ENDS, *(name for name in (family.prefix, family.suffix, family.middle) if name)]
     ids = (text.tokenizer.token_to_id(name) for name in names)
@@ -82,14 +82,14 @@ def _ids(text: TextModel, name: str) -> list[int]:
 
 
 def _start(text: TextModel) -> list[int]:
-    """Ids that the tokenizer puts before a text: beginning-of-text, where a model has one."""
+    """Return the ids that the tokenizer puts before a text: beginning-of-text, where a model has one."""
     plain = text.encode("a", add_special_tokens=False)
     whole = text.encode("a")
     return next((whole[:n] for n in range(len(whole)) if whole[n : n + len(plain)] == plain), [])
 
 
 def _encode_inside(text: TextModel, suffix: str) -> list[int]:
-    """As in the middle of a text: some tokenizers put a space before everything that they are given."""
+    """Encode a text as if in the middle of another: some tokenizers put a space before every text."""
     plain = text.encode(suffix, add_special_tokens=False)
     if text.decode(plain, begins=False, skip_special=False) == suffix:
         return plain

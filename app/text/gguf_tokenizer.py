@@ -1,4 +1,4 @@
-"""The tokenizer and chat template that a GGUF file carries, as the files of a model directory.
+"""GGUF tokenizers: a file's tokenizer and chat template as the files of a model directory.
 
 Keys and kinds: the GGUF specification (docs/gguf.md of ggml). How texts are cut before byte pairs are
 merged is said by a name only, `tokenizer.ggml.pre`. What the names mean is in llama.cpp's src/llama-
@@ -43,7 +43,7 @@ SPACE: Final = "▁"
 
 
 def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
-    """tokenizer.json and tokenizer_config.json of a file's metadata. Raises ModelError."""
+    """Write tokenizer.json and tokenizer_config.json from a file's metadata. Raises ModelError."""
     words = _Words(metadata)
     tokenizer = _of_bytes(words) if words.kind == "gpt2" else _of_pieces(words)
     tokenizer.add_special_tokens(
@@ -62,7 +62,7 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
 
 
 class _Words:
-    """What the metadata says of the vocabulary, checked."""
+    """Checked vocabulary of the metadata."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
@@ -83,13 +83,13 @@ class _Words:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Without words that only make the table round."""
+        """Vocabulary without tokens that only pad the table to a round size."""
         kinds = zip(self.words, self.kinds, strict=True)
         return {word: i for i, (word, kind) in enumerate(kinds) if kind != _UNUSED}
 
     @property
     def begin(self) -> str | None:
-        """The token that texts begin with, if they do."""
+        """Beginning-of-text token, None if texts have none."""
         does = self._get("add_bos_token")
         if does is None:
             does = self.kind == "llama" or self.pre in _WORDS_FIRST
@@ -131,7 +131,7 @@ _NAMED: Final = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 def _of_bytes(words: _Words) -> Tokenizer:
-    """Byte pairs, merged in the order of their list (GPT-2's way)."""
+    """Build a byte-level BPE tokenizer, with merges in the order of their list (as GPT-2)."""
     merges = [tuple(each.split(" ", 1)) for each in words.merges]
     try:
         model = models.BPE(words.vocabulary, merges, ignore_merges=words.pre in _WORDS_FIRST)
@@ -161,7 +161,9 @@ def _sequence(first: Any, *, use_regex: bool) -> Any:
 
 
 def _of_pieces(words: _Words) -> Tokenizer:
-    """Pieces of SentencePiece: neighbours merge to the best scored piece; what none has is spelt in bytes."""
+    """Build a SentencePiece BPE tokenizer: neighbours merge to the best scored piece; characters without a
+    piece are spelt in bytes.
+    """
     if len(words.scores) != len(words.words):
         raise _unknown("its pieces have no scores")
     unknown = words.of_kind(_UNKNOWN)
@@ -186,7 +188,9 @@ def _of_pieces(words: _Words) -> Tokenizer:
 
 
 def merges_of(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece, best scored pieces first; of its pairs the earliest pieces."""
+    """Return all pairs of pieces that make a piece, best scored pieces first; among a piece's pairs, the one
+    with the earliest pieces first.
+    """
     found = []
     for piece, number in vocabulary.items():
         for cut in range(1, len(piece)):

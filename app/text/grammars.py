@@ -1,6 +1,6 @@
-"""What answers must follow, in llguidance's terms: a list of grammars, of which the first begins.
+"""Grammars of answers in llguidance's format: a list of grammars, of which the first is the start.
 
-Texts may be written in any tokens (`no_forcing`): what comes next depends on the text so far alone.
+Texts may be written in any tokens (`no_forcing`): the next token depends on the text so far alone.
 """
 
 import json
@@ -25,7 +25,7 @@ def json_schema(schema: dict[str, Any]) -> Grammar:
 
 
 def regex(pattern: str) -> Grammar:
-    r"""The whole answer matches; `\d`, `\w` and `\s` are of ASCII."""
+    r"""Grammar of answers that match a pattern as a whole; `\d`, `\w` and `\s` are ASCII."""
     return {"regex": pattern}
 
 
@@ -34,12 +34,14 @@ def choice(texts: Sequence[str]) -> Grammar:
 
 
 def written(grammar: str) -> Grammar:
-    """Lark's notation or llama.cpp's (GBNF)."""
+    """Grammar in Lark's notation or llama.cpp's (GBNF)."""
     return {"gbnf": grammar}
 
 
 def json_input(name: str, lark: str, field: str) -> list[Grammar]:
-    """An object with one text, which `lark` describes as it is escaped; `name` is the grammar's own."""
+    """Grammar of an object with one text, which `lark` describes in its escaped form; `name` is the grammar's
+    name.
+    """
     around = f'start: {_quoted("{" + json.dumps(field) + ": " + chr(34))} @{name} "\\"}}"'
     return [{"lark_grammar": around}, {"name": name, "lark_grammar": lark}]
 
@@ -52,9 +54,9 @@ def calls(
     *,
     several: bool,
 ) -> list[Grammar]:
-    """Calls of these tools as the model writes them, arguments by their schemas; one, or `several`.
+    """Grammar of tool calls as the model writes them, arguments by their schemas; one, or `several`.
 
-    `inputs`: what arguments follow instead, by names of tools.
+    `inputs`: grammars that replace the schemas, by names of tools.
     """
     found: list[Grammar] = []
     for number, tool in enumerate(tools):
@@ -70,7 +72,7 @@ def calls(
 
 
 def free_text(text: TextModel, syntax: ToolSyntax) -> Grammar:
-    """An answer in words, perhaps with calls behind them: any text in which no call begins."""
+    """Grammar of free text without a tool call, perhaps with calls after it."""
     if syntax.bare:
         return {"lark_grammar": r"start: WORDS?" + "\n" + r"WORDS: /\s*[^\s\{](?s:.)*/"}
     if _mark(text, syntax.opener).startswith("<["):  # a token without a text
@@ -79,10 +81,10 @@ def free_text(text: TextModel, syntax: ToolSyntax) -> Grammar:
 
 
 def _words_before(mark: str) -> str:
-    """Words, and what follows once `mark` stands behind them, in terminals that never have to be cut short.
+    """Grammar of words, and of what follows after `mark`, in terminals that never have to be cut short.
 
-    A lexer does not go back: so a piece of text that begins like the mark ends where it is something else.
-    The first character of a mark stands in it once.
+    A lexer does not backtrack: a piece of text that begins like the mark ends where it differs from it. The
+    first character of a mark stands in it once.
     """
     first = mark[0]
     begins = [re.escape(mark[:size]) for size in range(1, len(mark))]
@@ -95,7 +97,7 @@ def _words_before(mark: str) -> str:
 
 
 def with_closed_objects(found: Sequence[Grammar]) -> list[Grammar]:
-    """Objects of JSON schemas have no keys but those that are named, unless the schema says so."""
+    """Close the objects of JSON schemas: no keys but the named ones, unless the schema allows them."""
     return [
         {**each, "json_schema": close_objects(each["json_schema"])} if "json_schema" in each else each
         for each in found
@@ -103,21 +105,23 @@ def with_closed_objects(found: Sequence[Grammar]) -> list[Grammar]:
 
 
 def grammars(answer: Grammar | None, of_calls: Sequence[Grammar] = ()) -> list[Grammar]:
-    """The answer, or calls, or either."""
+    """Combine the grammars of the answer and of calls: the answer, or calls, or either."""
     starts = (["@answer"] if answer is not None else []) + (["@calls"] if of_calls else [])
     top: Grammar = {"lark_grammar": f'%llguidance {{"no_forcing": true}}\nstart: {" | ".join(starts)}'}
     return [top, *([] if answer is None else [{"name": "answer", **answer}]), *of_calls]
 
 
 def vocabulary(text: TextModel, vocab_size: int) -> Vocabulary:
-    """Takes some tenths of a second for a large one."""
+    """Build the vocabulary for llguidance. Takes some tenths of a second for a large one."""
     tokens = [text.tokens.made(i) for i in range(min(vocab_size, text.vocab_size))]
     special = text.tokens.special_ids.union(text.eos_token_ids)
     return Vocabulary(data=b"".join(tokens), sizes=[len(token) for token in tokens], special=sorted(special))
 
 
 def _around(text: TextModel, syntax: ToolSyntax, *, several: bool) -> str:
-    """As models do it: `HERMES`, `MISTRAL` and `LLAMA` in `output_parser.py`."""
+    """Return the rule of calls with their marks, in the model's syntax: `HERMES`, `MISTRAL` and `LLAMA` in
+    `output_parser.py`.
+    """
     if syntax.closer:
         one = f'{_mark(text, syntax.opener)} "\\n" call "\\n" {_mark(text, syntax.closer)}'
         return f'{one} ("\\n" {one})*' if several else one
@@ -128,7 +132,7 @@ def _around(text: TextModel, syntax: ToolSyntax, *, several: bool) -> str:
 
 
 def _mark(text: TextModel, mark: str) -> str:
-    """Special tokens have no text in grammars."""
+    """Return a mark as a terminal. Special tokens have no text in grammars."""
     token = text.tokenizer.token_to_id(mark)
     return f"<[{token}]>" if token is not None and token in text.tokens.special_ids else _quoted(mark)
 

@@ -1,4 +1,4 @@
-"""A Lark grammar or a regular expression, rewritten for texts that stand inside a JSON string.
+"""Rewriting of a Lark grammar or a regular expression for texts inside a JSON string.
 
 Models write calls as JSON, so that a line break of a custom tool's input is written as a backslash and an
 n. Here every literal, class and import of a grammar is replaced by its escaped form.
@@ -58,11 +58,11 @@ Ranges = list[tuple[int, int]]
 
 
 class LarkError(ValueError):
-    """A grammar that cannot be followed inside JSON; its text is for callers."""
+    """Grammar that cannot be followed inside JSON. The message is for callers."""
 
 
 def lark_in_json(definition: str, syntax: Literal["lark", "regex"]) -> str:
-    """A Lark grammar of the escaped texts. Raises LarkError."""
+    """Return the Lark grammar of the escaped texts. Raises LarkError."""
     if syntax == "regex":
         return f"start: ANSWER\nANSWER: /{_escaped_regex(definition)}/"
     tokens = list(_rewritten(definition))
@@ -77,7 +77,7 @@ def lark_in_json(definition: str, syntax: Literal["lark", "regex"]) -> str:
 
 
 def _rewritten(definition: str) -> Iterator[tuple[str, str]]:
-    """Kinds of tokens, and the tokens as they are inside JSON."""
+    """Yield kinds of tokens, and the tokens as they are inside JSON."""
     for token in _TOKEN.finditer(definition):
         text, kind = token[0], token.lastgroup or "other"
         match kind:
@@ -99,7 +99,7 @@ def _rewritten(definition: str) -> Iterator[tuple[str, str]]:
 
 
 def _recurs(tokens: list[tuple[str, str]]) -> bool:
-    """A rule leads back to itself."""
+    """Return True if a rule leads back to itself."""
     uses: dict[str, set[str]] = {}
     inside: set[str] = set()
     for number, (kind, text) in enumerate(tokens):
@@ -135,7 +135,7 @@ def _terminal(name: str, alias: str) -> str:
 
 
 def _escaped_text(literal: str) -> str:
-    """A quoted text of Lark, with its flag."""
+    """Escape a quoted text of Lark, with its flag."""
     body, _, flag = literal[1:].rpartition('"')
     text = _unescaped(body)
     return f"/{''.join(_character(ord(each), flag == 'i') for each in text)}/" if text else '""'
@@ -170,7 +170,7 @@ def _escaped_regex(pattern: str, flags: str = "") -> str:
 
 
 class _RegexWriter:
-    """Writes what Python's parser read, in the syntax of Rust's regular expressions."""
+    """Writer of regular expressions in Rust's syntax, from Python's parsed form."""
 
     def __init__(self, ignore_case: bool, *, every: bool) -> None:
         self._ignore_case, self._every = ignore_case, every
@@ -224,7 +224,7 @@ class _RegexWriter:
         return _class(_without(ranges) if parts[0][0] is code.NEGATE else ranges)
 
     def _folded(self, ranges: Ranges) -> Ranges:
-        """With the other case of ASCII letters, where case is ignored."""
+        """Add the other case of ASCII letters, where case is ignored."""
         if not self._ignore_case:
             return ranges
         letters = [c for c in range(128) if chr(c).isalpha() and any(a <= c <= b for a, b in ranges)]
@@ -243,7 +243,9 @@ def _character(value: int, ignore_case: bool) -> str:
 
 
 def _class(ranges: Ranges) -> str:
-    """One character of these; of the special ones, those that JSON has a short escape for."""
+    """Write a pattern of one character in these ranges; of the characters that JSON escapes, only those with
+    a short escape.
+    """
     specials = [f"(?:{_character(c, False)})" for c in _SHORT if any(a <= c <= b for a, b in ranges)]
     reserved = [(c, c) for c in _SPECIAL] + [_SURROGATES]
     plain = "".join(rf"\x{{{a:X}}}-\x{{{b:X}}}" for a, b in _without(_without(ranges) + reserved))
@@ -254,7 +256,7 @@ def _class(ranges: Ranges) -> str:
 
 
 def _without(ranges: Ranges) -> Ranges:
-    """All characters but these."""
+    """Return the complement: all characters but these."""
     left, begin = [], 0
     for a, b in sorted(ranges):
         if a > begin:

@@ -1,6 +1,6 @@
-"""A chat answer that arrives in pieces, taken apart: thoughts, text, calls of tools.
+"""Incremental output parser: splits a streamed chat answer into reasoning, text and tool calls.
 
-The parts do not depend on where the pieces were cut. What is no complete call stays text: nothing is lost.
+The parts do not depend on where the pieces were cut. An incomplete call stays text: nothing is lost.
 """
 
 import json
@@ -20,7 +20,9 @@ class ParsedToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolSyntax:
-    """Calls stand between `opener` and `closer`; without a closer they go on to the answer's end."""
+    """Syntax of tool calls, between `opener` and `closer`; without a closer they go on to the
+    answer's end.
+    """
 
     opener: str
     closer: str = ""
@@ -39,7 +41,9 @@ LLAMA = ToolSyntax("<|python_tag|>", bare=True, most=1)
 
 
 def tool_syntax(template: str | None) -> ToolSyntax | None:
-    """None: the template shows no tools, or calls in a form that is not read here."""
+    """Detect the syntax from the template. None: it shows no tools, or calls in a form that is not parsed
+    here.
+    """
     if template is None or "tools" not in template or "<function=" in template:
         return None
     if HERMES.opener in template:
@@ -50,7 +54,9 @@ def tool_syntax(template: str | None) -> ToolSyntax | None:
 
 
 def parse_calls(written: str, names: frozenset[str] | None = None) -> list[ParsedToolCall] | None:
-    """None where it is not calls and nothing else; `names`: those of other tools are not calls either."""
+    """Parse text that is calls and nothing else, None for other text. `names`: calls of tools that are not
+    among these do not count.
+    """
     calls: list[ParsedToolCall] = []
     at = 0
     while rest := written[at:].lstrip(_BETWEEN):
@@ -102,7 +108,7 @@ class ParsedOutput:
 
 
 def thinking_after(template: str, prompt: str, continued: str | None) -> Thinking:
-    """How an answer to the rendered `prompt` begins; `continued` is the message that it goes on with."""
+    """Return how an answer to the rendered `prompt` begins; `continued` is the message that it continues."""
     if THOUGHT not in template:
         return "no"
     if continued is not None:
@@ -144,7 +150,7 @@ class OutputParser:
         return parts
 
     def finish(self) -> ParsedOutput:
-        """What was held back, at the answer's end."""
+        """Return the held-back text, at the answer's end."""
         parts = ParsedOutput()
         rest, self._held = self._held, ""
         if self._place == "thoughts":
@@ -156,7 +162,7 @@ class OutputParser:
         return parts
 
     def _advance(self, parts: ParsedOutput) -> bool:
-        """One step; False when more text is needed."""
+        """Parse one step. Returns False when more text is needed."""
         match self._place:
             case "start":
                 return self._start()
@@ -230,7 +236,9 @@ class OutputParser:
         self._lead = True
 
     def _until(self, mark: str) -> tuple[str, bool]:
-        """Text before `mark`, without white space around it; if there is none, what surely is text."""
+        """Return the text before `mark`, without white space around it; without a mark, the text that is
+        certain.
+        """
         if self._lead:
             self._held = self._held.lstrip()
             self._lead = not self._held
@@ -245,6 +253,6 @@ class OutputParser:
 
 
 def _beginning_of(mark: str, text: str) -> int:
-    """Length of the longest beginning of `mark` that `text` ends with."""
+    """Return the length of the longest beginning of `mark` that `text` ends with."""
     most = min(len(mark) - 1, len(text))
     return next((size for size in range(most, 0, -1) if text.endswith(mark[:size])), 0)

@@ -1,11 +1,10 @@
-"""How relevant a document is to a query, as rerankers tell it.
+"""Rerank scores of documents for a query.
 
-A model that has a row of scores (`...ForSequenceClassification` with one label) multiplies its last state
-with it. A model that writes text is asked, and the logits of "yes" and "no" compared, which are the last
-state times two rows of its head. Clients get the sigmoid of the score, or of the difference: between
-"yes" and "no" that is the probability of "yes". Question and answer are
-those of Qwen3-Reranker (Zhang et al., "Qwen3 Embedding", 2025), in the words of the model's own chat
-template.
+A classification model (`...ForSequenceClassification` with one label) multiplies its last hidden state with
+one row of weights. A generative model answers a question, and the logits of "yes" and "no" are compared,
+which are the last hidden state times two rows of its head. Clients get the sigmoid of the score, or of the
+difference: between "yes" and "no" that is the probability of "yes". Question and answer are those of
+Qwen3-Reranker (Zhang et al., "Qwen3 Embedding", 2025), in the format of the model's own chat template.
 """
 
 import math
@@ -43,7 +42,7 @@ class Reranker:
     cap: float | None = None
 
     def score(self, pooled: bytes) -> float:
-        """From 0 to 1. `pooled`: the last state, little-endian float32."""
+        """Return the relevance from 0 to 1. `pooled`: the last hidden state, little-endian float32."""
         states = array("f", pooled)
         if sys.byteorder == "big":
             states.byteswap()
@@ -57,7 +56,7 @@ class Reranker:
 
 
 def answer_ids(text: TextModel) -> tuple[int, int] | None:
-    """Tokens of "yes" and "no", where each is one."""
+    """Return the tokens of "yes" and "no"; None unless each is one token."""
     found = [text.encode(answer, add_special_tokens=False) for answer in ANSWERS]
     if any(len(ids) != 1 for ids in found):
         return None
@@ -67,7 +66,9 @@ def answer_ids(text: TextModel) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=16)
 def read_judge(folder: Path, loaded_at: float, answers: tuple[int, int] | None) -> Reranker:  # noqa: ARG001
-    """Of a model's files, once each time it is loaded. Raises ApiError 400 and ModelError."""
+    """Read a reranker from a model's files, once each time it is loaded. Raises ApiError 400 and
+    ModelError.
+    """
     labels = count_rows(folder, "score")
     if labels > 1:
         raise not_a_judge(f"it sorts texts into {labels} classes and gives no score")
@@ -97,7 +98,7 @@ def not_a_judge(why: str) -> ApiError:
 async def judged_prompts(
     pool: TemplatePool, text: TextModel, query: str, documents: Sequence[str], instruction: str | None
 ) -> list[list[int]]:
-    """Token ids of one question for each document. The template is rendered once. Raises ApiError."""
+    """Build one prompt of token ids for each document. The template is rendered once. Raises ApiError."""
     if text.chat_template is None:
         raise not_a_judge("it has no chat template to ask in")
     asked = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: "

@@ -1,4 +1,4 @@
-"""Finds stop strings in a text that arrives in pieces.
+"""Incremental search for stop strings.
 
 One Knuth-Morris-Pratt automaton a stop string: constant work a character, and the result does not depend
 on where the pieces were cut. The string that is complete first wins (of several, the longest); text ends
@@ -21,7 +21,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Text that is certainly before any stop string. `matched` is set once one is complete."""
+        """Return the text that is certainly before any stop string. `matched` is set once one is complete."""
         whole = self._held + text
         start = len(self._held)
         for index, char in enumerate(text, start):
@@ -35,7 +35,7 @@ class StopStrings:
         return whole[:keep]
 
     def finish(self) -> str:
-        """The held text, when the sequence ended for another reason."""
+        """Return the held text, when the sequence ended for another reason."""
         text, self._held = self._held, ""
         return text
 
@@ -56,7 +56,9 @@ class StopStrings:
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """table[i]: length of the longest proper prefix of pattern[:i+1] that is also its suffix."""
+    """Build the KMP table. table[i]: length of the longest proper prefix of pattern[:i+1] that is also its
+    suffix.
+    """
     table = [0] * len(pattern)
     matched = 0
     for i in range(1, len(pattern)):

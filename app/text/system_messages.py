@@ -1,4 +1,4 @@
-"""System messages after a conversation has begun: some chat templates refuse them or leave them out."""
+"""Late system messages, after a conversation has begun: some chat templates refuse them or leave them out."""
 
 from ..errors import ApiError
 from ..sandbox.pool import TemplatePool
@@ -9,7 +9,9 @@ _MARK = "llmbox-late-system"
 
 
 async def renders_late_system(text: TextModel, pool: TemplatePool) -> bool:
-    """Render a short conversation to find out. False for a model without a template."""
+    """Return True if the template renders late system messages, found by rendering a short conversation.
+    False for a model without a template.
+    """
     # At odd and even places: templates that check alternation look at one kind of them only.
     roles = ("user", "system", "user", "assistant", "system", "user")
     messages = [{"role": role, "content": _MARK if role == "system" else "a"} for role in roles]

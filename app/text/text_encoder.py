@@ -28,7 +28,7 @@ class SpecialTokenMarkers:
 
 
 class TextEncoder:
-    """One tokenizer, working in this process. Raises TokenizeError."""
+    """Encoder of one tokenizer, working in this process. Raises TokenizeError."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -36,7 +36,7 @@ class TextEncoder:
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """`special`: with the tokens that the tokenizer adds around a text."""
+        """Encode a text. `special`: with the tokens that the tokenizer adds around a text."""
         return _encode(self._tokenizer, text, special=special)
 
     def encode_marked(self, rendered: str, markers: SpecialTokenMarkers) -> list[int]:
@@ -73,7 +73,9 @@ class TextEncoder:
         return _encode(tokenizer, text.replace(markers.start, ""), special=False)
 
     def _plain_tokenizer(self, *, at_start: bool) -> Tokenizer:
-        """Without added tokens; unless `at_start`, also without the space put before a text's first word."""
+        """Return the tokenizer without added tokens; unless `at_start`, also without the space put before a
+        text's first word.
+        """
         if at_start not in self._plain:
             source = json.loads(self._tokenizer.to_str())
             source["added_tokens"] = []
@@ -85,7 +87,7 @@ class TextEncoder:
 
 
 def load_tokenizer(source: bytes) -> Tokenizer:
-    """Raises ValueError with the reason, also where the library panics."""
+    """Load a tokenizer.json. Raises ValueError with the reason, also where the library panics."""
     try:
         tokenizer = Tokenizer.from_buffer(source)
     except BaseException as error:  # noqa: BLE001 - panics, which are told as errors
@@ -96,7 +98,9 @@ def load_tokenizer(source: bytes) -> Tokenizer:
 
 
 def _encode(tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
-    """Unlike `Tokenizer.encode`, lets other threads run meanwhile, which the event loop needs."""
+    """Encode a text. Unlike `Tokenizer.encode` it lets other threads run meanwhile, which the event loop
+    needs.
+    """
     try:
         ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
     except BaseException as error:  # noqa: BLE001 - panics, which are told as errors
@@ -105,7 +109,7 @@ def _encode(tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
 
 
 def _as_tokenize_error(error: BaseException) -> BaseException:
-    """A panic of the library is no `Exception`: pyo3 derives it from BaseException."""
+    """Convert a panic of the library, which is no `Exception`: pyo3 derives it from BaseException."""
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return TokenizeError(" ".join(str(error).split())[:300] or type(error).__name__)
     return error

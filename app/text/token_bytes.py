@@ -1,4 +1,4 @@
-"""What each token id stands for in UTF-8 bytes, read off the decoder of tokenizer.json.
+"""UTF-8 bytes of each token id, read from the decoder of tokenizer.json.
 
 Decoders here work token by token, so a text is the concatenation of its tokens' bytes (the first token of
 a text may differ: SentencePiece drops the space it put before the text).
@@ -25,7 +25,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes."""
+    """Return GPT-2's printable stand-ins for the 256 bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -53,14 +53,18 @@ class TokenBytes:
         self._cache: dict[int, bytes] = {}
 
     def inner(self, token_id: int) -> bytes:
-        """Bytes inside a text. Ids that the tokenizer does not know (padding of the vocabulary) are empty."""
+        """Return a token's bytes inside a text. Empty for ids that the tokenizer does not know (padding of
+        the vocabulary).
+        """
         data = self._cache.get(token_id)
         if data is None:
             data = self._cache[token_id] = self.made(token_id)
         return data
 
     def made(self, token_id: int) -> bytes:
-        """As `inner`, for whoever asks for all of them once."""
+        """Compute a token's bytes without caching them, for callers that ask for all of them once. See
+        `inner`.
+        """
         return self._make(token_id, first=False)
 
     def first(self, token_id: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The text side of a model directory: tokenizer, chat template, end tokens, generation defaults."""
+"""Text side of a model directory: tokenizer, chat template, end tokens, generation defaults."""
 
 import contextlib
 import ctypes
@@ -42,7 +42,9 @@ _DEFAULT_RANGES: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextModel:
-    """Methods here work in the calling thread; large texts belong in one of their own."""
+    """Tokenizer, template and defaults of one model. Methods work in the calling thread; large texts belong
+    in one of their own.
+    """
 
     tokenizer: Tokenizer
     """Its vocabulary. Texts are encoded by `encoder`."""
@@ -65,25 +67,25 @@ class TextModel:
         return size
 
     def beside_embedding(self, rows: int) -> "TextModel":
-        """The same, with warnings of tokens that an embedding of so many rows has none for."""
+        """Return a copy with warnings of tokens that an embedding of `rows` rows has no row for."""
         return replace(self, warnings=(*self.warnings, *vocabulary_warnings(self, rows)))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a raw prompt: here the caller writes the template, so special-token literals are tokens."""
+        """Encode a raw prompt: here the caller writes the template, so special-token literals are tokens."""
         try:
             return self.encoder.encode(text, special=add_special_tokens)
         except TokenizeError as error:
             raise as_api_error(error) from None
 
     def encode_marked(self, rendered: str, markers: SpecialTokenMarkers) -> list[int]:
-        """Ids of a rendered chat (`chat_template.py`)."""
+        """Encode a rendered chat (`chat_template.py`)."""
         try:
             return self.encoder.encode_marked(rendered, markers)
         except TokenizeError as error:
             raise as_api_error(error, "messages") from None
 
     async def off_loop(self, size: int, work: Callable[[], T]) -> T:
-        """`work` that encodes `size` characters, where it cannot hold up the event loop."""
+        """Run `work`, which encodes `size` characters, where it cannot hold up the event loop."""
         if isinstance(self.encoder, WalledEncoder):
             return await self.encoder.run(work)
         return await off_loop(size, work)
@@ -94,9 +96,7 @@ class TextModel:
             self.encoder.close()
 
     def encode_start(self, text: str, most: int) -> list[int]:
-        """As `encode`, of so much of the text that there are `most` ids: those that the tokenizer adds around
-        a text stay.
-        """
+        """Encode the beginning of a text as `most` ids. Tokens that the tokenizer adds around a text stay."""
         whole, inner = self.encode(text), self.encode(text, add_special_tokens=False)
         cut = len(whole) - most
         if cut <= 0:
@@ -109,7 +109,7 @@ class TextModel:
         return whole[: end - cut] + whole[end:]
 
     def beginning(self, text: str, most: int) -> str:
-        """The text of the first `most` tokens of `text`."""
+        """Return the text of the first `most` tokens of `text`."""
         ids = self.encode(text, add_special_tokens=False)
         return text if len(ids) <= most else self.decode(ids[:most], skip_special=False)
 
@@ -120,7 +120,7 @@ class TextModel:
         return Detokenizer(self.tokens, begins=begins, skip_special=skip_special)
 
     def token_text(self, token_id: int) -> str:
-        """One token on its own, for people: special tokens by name, broken UTF-8 replaced."""
+        """Return the text of one token, for people: special tokens by name, broken UTF-8 replaced."""
         return self.tokens.inner(token_id).decode("utf-8", "replace")
 
     async def render_chat(self, pool: TemplatePool, chat: Chat) -> RenderedChat:
@@ -139,7 +139,7 @@ class TextModel:
         )
 
     def _check_tools(self, chat: Chat) -> None:
-        """What the template would leave out is refused."""
+        """Refuse tools that the template would leave out."""
         if tool_syntax(self.chat_template) is not None:
             return
         if chat.tools:
@@ -160,7 +160,7 @@ def _no_tools(param: str) -> ApiError:
 
 
 def load_model_text(path: Path) -> TextModel:
-    """Raises ModelError naming the file that is missing or broken."""
+    """Load the text side of a model. Raises ModelError naming the file that is missing or broken."""
     text = _load(path)
     with contextlib.suppress(OSError, AttributeError):  # glibc only
         ctypes.CDLL(None).malloc_trim(0)  # the file, and what it was parsed to
@@ -192,7 +192,7 @@ def _load(path: Path) -> TextModel:
 
 
 def _load_tokenizer(file: Path) -> tuple[Tokenizer, TextEncoder | WalledEncoder]:
-    """The vocabulary and the encoder. Raises ModelError."""
+    """Load the vocabulary and the encoder. Raises ModelError."""
     source = _read_bytes(file)
     unsafe = find_unsafe_step(source)
     encoder: TextEncoder | WalledEncoder | None = None
@@ -211,7 +211,7 @@ def _load_tokenizer(file: Path) -> tuple[Tokenizer, TextEncoder | WalledEncoder]
 
 
 def _without_steps(source: bytes) -> bytes:
-    """Only what tells tokens and ids: nothing of it works on a text. Raises ValueError."""
+    """Keep only the mapping of tokens and ids: no step that works on a text stays. Raises ValueError."""
     file = parse_json(source)
     if not isinstance(file, dict):
         raise ValueError("it holds no JSON object")  # noqa: TRY004 - of a file, not of an argument
@@ -219,17 +219,17 @@ def _without_steps(source: bytes) -> bytes:
 
 
 def read_template(path: Path) -> str | None:
-    """The chat template of a model that is not loaded. Raises ModelError."""
+    """Read the chat template of a model that is not loaded. Raises ModelError."""
     return _template(path, _read_json(path / "tokenizer_config.json"))
 
 
 def read_tokenizer_config(path: Path) -> dict[str, Any]:
-    """As its author wrote it; empty where there is none. Raises ModelError."""
+    """Read tokenizer_config.json as its author wrote it; empty where there is none. Raises ModelError."""
     return _read_json(path / "tokenizer_config.json")
 
 
 def read_generation_defaults(path: Path) -> dict[str, float]:
-    """Of a model that is not loaded. Raises ModelError."""
+    """Read the generation defaults of a model that is not loaded. Raises ModelError."""
     return _generation_defaults(_read_json(path / "generation_config.json"))
 
 
@@ -250,7 +250,7 @@ def _generation_defaults(config: dict[str, Any]) -> dict[str, float]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """An absent file is an empty object: only tokenizer.json is needed."""
+    """Read a JSON object. An absent file is an empty object: only tokenizer.json is needed."""
     if not path.exists():
         return {}
     try:

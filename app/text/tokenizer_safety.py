@@ -1,4 +1,5 @@
-"""Tell which tokenizers may work in the daemon: their time and memory grow in proportion to a text.
+"""Tokenizer safety: decide whether a tokenizer may work in the daemon: its time and memory must grow in
+proportion to a text.
 
 A step of a pipeline can be hostile: chained replacements double a text each, a regex backtracks for ever. So
 only steps that are listed here, with bounded parameters, work in the daemon. A file with any other step is
@@ -78,7 +79,7 @@ _SAFE_POST_PROCESSORS = frozenset({"BertProcessing", "ByteLevel", "RobertaProces
 
 
 class _Model(msgspec.Struct):
-    """The scalars alone: a vocabulary has hundreds of thousands of entries."""
+    """Scalars of the tokenizer's model alone: a vocabulary has hundreds of thousands of entries."""
 
     type: str | None = None
     max_input_chars_per_word: int = 100
@@ -105,13 +106,13 @@ class _File(msgspec.Struct):
 
 
 class _UnknownStepError(Exception):
-    """The message names what is not known to be safe."""
+    """Tokenizer step that is not known to be safe, which the message names."""
 
 
 def find_unsafe_step(source: bytes) -> str:
-    """Return what in this tokenizer.json is not known to be safe; nothing where all is.
+    """Return the name of a step in this tokenizer.json that is not known to be safe; empty where all are.
 
-    What is no JSON of this shape at all is not known to be safe either.
+    A file that is no JSON of this shape is not known to be safe either.
     """
     try:
         file = msgspec.json.decode(source, type=_File)
@@ -127,7 +128,9 @@ def find_unsafe_step(source: bytes) -> str:
 
 
 def replaced_growth(steps: list[dict[str, Any]]) -> float:
-    """How many times longer all `Replace` among these steps can make a text; infinite where unknown."""
+    """Return how many times longer all `Replace` among these steps can make a text; infinite where
+    unknown.
+    """
     growth = 1.0
     for step in steps:
         if step["type"] == "Replace":
@@ -140,7 +143,7 @@ def replaced_growth(steps: list[dict[str, Any]]) -> float:
 
 
 def find_unsafe_part(tokenizer: Tokenizer) -> str:
-    """Return what `find_unsafe_step` does, of the steps as the library has read them."""
+    """Return the same as `find_unsafe_step`, for the steps as the library has read them."""
     parts = (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.post_processor)
     try:
         _check_pipeline(*(None if part is None else json.loads(part.__getstate__()) for part in parts))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def vocabulary_warnings(text: "TextModel", rows: int) -> list[str]:
-    """`rows`: of the embedding."""
+    """Return warnings of tokens without an embedding row. `rows`: of the embedding."""
     warnings = [
         f"the end token {id_} is not in the model's vocabulary of {rows} and is ignored"
         for id_ in text.eos_token_ids

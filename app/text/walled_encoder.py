@@ -1,4 +1,4 @@
-"""The daemon's side of a tokenizer that is not known to be safe: it works in a process that can be killed.
+"""Encoder in a separate process that can be killed, for a tokenizer that is not known to be safe.
 
 Texts of one model wait for each other. A process that the CPU alarm, the memory limit or a crash ended takes
 the request along that it worked on, and no other: the next one gets a new process.
@@ -36,10 +36,10 @@ MEMORY_PER_BYTE: Final = 16
 
 
 class WalledEncoder:
-    """Blocks: call it in `run`. Raises TokenizeError."""
+    """Encoder in a separate process. It blocks: call it in `run`. Raises TokenizeError."""
 
     def __init__(self, file: Path) -> None:
-        """Raises ModelError where the tokenizer cannot be loaded within the limits."""
+        """Start the process. Raises ModelError where the tokenizer cannot be loaded within the limits."""
         self._file = file
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = ThreadPoolExecutor(1, "tokenizer")
@@ -58,7 +58,7 @@ class WalledEncoder:
         return self._ask({"text": rendered, "markers": [markers.start, markers.end, markers.tail]})
 
     async def run(self, work: Callable[[], T]) -> T:
-        """`work` in this encoder's own thread. Raises ApiError 503 where it does not begin in time."""
+        """Run `work` in this encoder's own thread. Raises ApiError 503 where it does not begin in time."""
         begun = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -146,7 +146,7 @@ def _read(stdout: IO[bytes], deadline: float) -> Any:
 
 
 def _read_exactly(stdout: IO[bytes], size: int, deadline: float) -> bytes:
-    """Raises OSError where the process ended or is silent."""
+    """Read `size` bytes. Raises OSError where the process ended or is silent."""
     pieces: list[bytes] = []
     while size:
         if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
