@@ -1,13 +1,12 @@
-"""The runner for devices that work on their own: see docs/gpu-engine.md for how a step flows through it.
+"""Model runners: execute one step's forward pass and sampling on one rank.
 
-while loading   opened.py     what is free before this process takes anything
-                load.py       from weights to a runner whose KV memory fits
-                trial.py      steps that serve nobody; memory.py: what they took
-in a step       runner.py     launches and collects
-                rows.py       what stays on the device of each request; upload.py: what changed, in one copy
-                inputs.py     what one forward pass reads
-                graphs.py     decoding steps captured, by cuda_graphs.py
-                sampler.py    tokens, by a kernel of the backend or by draw.py and noise.py
-                hand_back.py  tokens on their way from the last stage to the first
-what differs    device.py     a GPU, or a CPU in its place
+    cpu_runner.py            synchronous runner: a step is done when `execute` returns
+    gpu_runner.py            asynchronous runner: `launch` queues a step, `collect` waits for its results
+    input_batch.py, gpu_inputs.py: a step's token ids, positions and block tables as tensors
+    cuda_graphs.py           capture of CUDA graphs; graph_pool.py: which decoding sizes are captured
+    pipeline_feedback.py     sampled tokens from the last pipeline stage to the first
+    draft_verification.py    sampling of steps with draft tokens
+    prompt_logprobs.py, pooling.py: log-probabilities of prompts, embeddings
+
+docs/gpu-engine.md describes how a step flows through the GPU runner.
 """

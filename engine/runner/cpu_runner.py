@@ -1,4 +1,4 @@
-"""Runs steps: a plan becomes flat rows, one forward pass, and tokens. Owns the model and the KV memory.
+"""Synchronous model runner: flattens a step plan, runs one forward pass and samples. Owns model and KV cache.
 
 T rows of the step, R rows whose logits are wanted, S of them to sample, E hidden.
 """
@@ -21,6 +21,8 @@ from .pooling import read_sums, sum_states
 
 
 class CPUModelRunner:
+    """Runner of one rank on a CPU."""
+
     def __init__(
         self,
         model: Decoder,
@@ -42,7 +44,7 @@ class CPUModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """One step. Rows of one token come first, by context: attention takes neighbours together."""
+        """Execute one step. Decoding rows come first, sorted by context: attention batches neighbours."""
         self._ops.copy_blocks(self._cache, plan.copies)
         rows = sorted(plan.rows, key=_decoding_first)
         batch = build_batch(rows, self._block_size, self._device)
@@ -76,7 +78,7 @@ class CPUModelRunner:
 def prompt_logprobs(
     model: Decoder, sampler: TokenSampler, hidden_RE: Tensor, prompts: list[PromptRows]
 ) -> dict[str, list[TokenLogprobs]]:
-    """Entries by request."""
+    """Compute log-probabilities of prompt tokens from hidden states [R, E]; return entries by request id."""
     result: dict[str, list[TokenLogprobs]] = {}
     row = 0
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""Graph capture by CUDA."""
+"""CUDA graph capture."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,19 +8,22 @@ import torch
 
 
 class CudaCapture:
-    """All graphs share one pool of memory, as only one of them runs at a time; and one stream, warm-ups too:
-    cuBLAS keeps a workspace for each stream that it was ever used on, of 32 MiB on Hopper.
+    """`GraphCapture` by CUDA. All graphs share one memory pool, as only one of them runs at a time.
+
+    Captures and warm-ups share one stream: cuBLAS keeps a workspace for each stream that it was ever used on,
+    32 MiB on Hopper.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        """`stream`: one that others have used before."""
+        """`stream`: reuse a stream instead of creating one."""
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.bytes_taken = 0
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
-        # What the allocator only keeps goes back as a capture begins: it must not hide what the graph takes.
+        # A capture releases the allocator's cached blocks: release them now, or they hide what the graph
+        # takes.
         torch.cuda.empty_cache()
         free = self._free()
         self._warm_up(body)
@@ -43,15 +46,15 @@ class CudaCapture:
             raise
 
     def _end_allocation(self) -> None:
-        """Where CUDA refuses to end a capture, torch does not tell its allocator that it is over: that would
-        give back no memory any more, and stop at the first want of it.
+        """End the allocation to the pool after a failed capture. Where CUDA refuses to end a capture, torch
+        does not reset its allocator, which would then free no memory and fail at the next shortage.
         """
         cuda: Any = torch._C  # noqa: SLF001 - torch's own graph trees call it
-        with suppress(RuntimeError, AttributeError):  # it is over, as it should be
+        with suppress(RuntimeError, AttributeError):  # it has ended already
             cuda._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)  # noqa: SLF001
 
     def _warm_up(self, body: Callable[[], None]) -> None:
-        """Kernels are compiled and libraries take their workspaces."""
+        """Run once outside the capture: kernels are compiled and libraries allocate their workspaces."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

@@ -1,14 +1,15 @@
-"""Draws the tokens of a step whose requests have drafts: as many tokens as come true, and one more.
+"""Verification of draft tokens: sample the accepted drafts of each request, and one more token.
 
-A step computes a request's last token and the drafts after it, a row each. Row j's logits are those after
-the tokens before it and j drafts. Its token is drawn only once these drafts are known to be the tokens that
-were drawn, and with the request as it is after them: counts, bad words, `min_tokens`, the grammar's mask, the
-noise of that position. So it is the token that a step of its own would have drawn, bit by bit, where rows do
-not depend on the rows beside them (`Ops.row_invariant`). Nothing is accepted or rejected by chance, as in
-Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023: noise is a function of
-seed and position, so there is one right token at each position, and a draft is it or is not.
+A step computes a request's last token and the drafts after it, one row each. Row j has the logits after j
+drafts. Its token is sampled only once these j drafts equal the sampled tokens, and with the request's state
+after them: counts, bad words, `min_tokens`, the grammar's mask, the noise of that position. So it is the
+token that a step of its own would have sampled, bit by bit, where rows do not depend on the rows beside them
+(`Ops.row_invariant`). There is no random acceptance as in Leviathan et al., "Fast Inference from Transformers
+via Speculative Decoding", 2023: noise is a function of seed and position, so each position has one right
+token, and a draft either equals it or does not.
 
-S sampling rows of the step: in rounds, the first of each request, then the rows after one draft, and so on.
+S sampling rows of the step, ordered by rounds: first the rows before any draft, then those after one draft,
+etc.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,19 +27,23 @@ DOUBTFUL = "NaN or infinity in a row of this request or of a draft"
 
 
 class Sampling(Protocol):
+    """Sampler of the verified rows."""
+
     def sample(self, logits_RV: Tensor, requests: Sequence[Request]) -> list[SampledToken | str]: ...
 
 
 def rounds_of(rows: Sequence[ScheduledRequest]) -> list[list[ScheduledRequest]]:
-    """Round j: those with at least j drafts."""
+    """Group sampling rows by draft position: round j holds the requests with at least j drafts."""
     sampling = [row for row in rows if row.samples]
     most = max((len(row.drafts) for row in sampling), default=0)
     return [sampling, *([row for row in sampling if len(row.drafts) >= j] for j in range(1, most + 1))]
 
 
 def broken(hidden_SE: Tensor, rounds: Sequence[Sequence[ScheduledRequest]]) -> set[Request]:
-    """Those of which a row is not finite, and that have drafts: attention multiplies what it must not see by
-    zero, so a wrong guess would reach the tokens. Without drafts they may be well.
+    """Return the requests with drafts that have a row with NaN or infinity.
+
+    Attention multiplies masked values by zero, so a NaN of a wrong draft would reach valid rows. Without
+    drafts such a request may succeed.
     """
     if len(rounds) == 1:
         return set()
@@ -54,7 +59,7 @@ def draw(
     rounds: Sequence[Sequence[ScheduledRequest]],
     doubtful: AbstractSet[Request] = frozenset(),
 ) -> StepResult:
-    """`rounds` as `rounds_of` gives them; of each row that samples its tokens, or why it has none."""
+    """Sample the rounds of `rounds_of`; the result has each request's tokens, or why it has none."""
     result = StepResult(failed=dict.fromkeys((request.request_id for request in doubtful), DOUBTFUL))
     first, going = 0, {row.request for row in rounds[0]} - doubtful
     with _as_before(rounds[1] if len(rounds) > 1 else ()):
@@ -72,8 +77,8 @@ def draw(
 
 
 def _take(result: StepResult, row: ScheduledRequest, depth: int, pick: SampledToken | str) -> bool:
-    """Into the result. True: the draft came true, so the next row's token may be drawn, and the request is as
-    it must be for that.
+    """Record a sampled token. True: the draft is accepted and the request updated, so the next row can be
+    sampled.
     """
     name, request = row.request.request_id, row.request
     if isinstance(pick, str):
@@ -94,9 +99,7 @@ def _take(result: StepResult, row: ScheduledRequest, depth: int, pick: SampledTo
 
 @contextmanager
 def _as_before(rows: Sequence[ScheduledRequest]) -> Iterator[None]:
-    """What these requests are given meanwhile is taken back: the scheduler gives them their tokens, once the
-    step is done.
-    """
+    """Restore the token ids of these requests on exit: the scheduler appends tokens after the step."""
     sizes = [(row.request.token_ids, row.request.num_tokens) for row in rows]
     try:
         yield
@@ -106,7 +109,7 @@ def _as_before(rows: Sequence[ScheduledRequest]) -> Iterator[None]:
 
 
 def _rows(logits_SV: Tensor, places: Sequence[int]) -> Tensor:
-    """A view where they lie together, as the first round's do."""
+    """Select rows; a view where they are contiguous, as in the first round."""
     if places[-1] - places[0] + 1 == len(places):
         return logits_SV[places[0] : places[-1] + 1]
     return logits_SV[list(places)]

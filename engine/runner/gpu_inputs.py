@@ -1,4 +1,4 @@
-"""From the rows on the device to what one forward pass reads.
+"""Inputs of one forward pass on a GPU, built from the request state on the device.
 
 N sequences, T rows of the step, B blocks of a table, R rows of `DeviceRequestState`.
 """
@@ -23,18 +23,18 @@ from .pooling import PooledRows, pooled_rows
 
 @dataclass(frozen=True, slots=True)
 class MixedStep:
-    """A step in which not every sequence has one row."""
+    """Inputs of a step that contains prefills, so sequences have any number of rows."""
 
     ids_T: Tensor
     ragged: BatchLayout
     wanted_W: Tensor
-    """Rows whose states are wanted: those that sample, those of `prompts`, those of `pooled`."""
+    """Rows whose hidden states are wanted: sampling rows, those of `prompts`, those of `pooled`."""
     row_S: Tensor
     position_S: Tensor
-    """Of the token that is drawn."""
+    """Position of the token to sample."""
     prompts: list[PromptRows]
     next_P: Tensor
-    """Of each row of `prompts` the token that came next."""
+    """Next prompt token of each row of `prompts`."""
     pooled: list[PooledRows]
 
 
@@ -46,7 +46,7 @@ def decode_inputs(
     contexts: Sequence[int],
     block_size: int,
 ) -> tuple[Tensor, BatchLayout]:
-    """(ids_N, ragged) of one row each, from tensors of the device alone. Length 0: the row only fills up."""
+    """Return (ids_N, layout) of a decoding step, from device tensors alone. Length 0: a padding row."""
     count = len(row_N)
     ids_N = rows.last_R.index_select(0, row_N)
     tables_NB = rows.tables_RB.index_select(0, row_N)
@@ -70,8 +70,9 @@ def decode_inputs(
 
 
 def spelt_out(tables_NB: Tensor, length_N: Tensor, block_size: int) -> DecodeInputs:
-    """What `Ops.advance` does without tokens, but that filling rows see their one slot of the spare block:
-    kernels may rely on a context that is not empty.
+    """Compute in plain torch what `Ops.advance` does without tokens.
+
+    Padding rows see one slot of the padding block: kernels may rely on a non-empty context.
     """
     context_N = length_N.clamp(min=1)
     position_N = context_N - 1
@@ -86,7 +87,7 @@ def mixed_inputs(
     uploader: Uploader,
     block_size: int,
 ) -> MixedStep:
-    """`numbers`: the row of each."""
+    """Build the inputs of a step with prefills. `numbers`: state row of each scheduled request."""
     flat = _Flat()
     for one, number in zip(planned, numbers, strict=True):
         flat.add(one, number)
@@ -121,7 +122,9 @@ def mixed_inputs(
 
 
 class _Flat:
-    """Numbers of a step in arrays: a prompt of thousands of tokens costs no Python for each."""
+    """Arrays of a step, filled by slices and ranges: a prompt of thousands of tokens costs no Python per
+    token.
+    """
 
     def __init__(self) -> None:
         self.ids, self.positions, self.starts = array("q"), array("i"), array("i", [0])
@@ -137,7 +140,7 @@ class _Flat:
         request, first, end = one.request, self.starts[-1], one.end
         known = request.token_ids[one.start : end]
         self.ids.extend(known)
-        if len(known) < one.num_tokens:  # drawn in the step before, not known here yet
+        if len(known) < one.num_tokens:  # sampled in the previous step, not known on the host yet
             assert len(known) == one.num_tokens - 1
             self.holes.append(len(self.ids))
             self.fills.append(number)

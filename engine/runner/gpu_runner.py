@@ -1,10 +1,12 @@
-"""Runs steps on a device that works on its own: a launch queues everything and waits for nothing.
+"""Asynchronous model runner for GPUs: `launch` queues a step without waiting, `collect` waits for its
+results.
 
-    launch   what changed -> device | forward pass, as a graph where it decodes | draw | copy to the host
+    launch   state changes -> device | forward pass, as a CUDA graph when decoding | sample | copy to the host
     collect  wait for that copy
 
-What a step needs of the one before (last tokens, KV) never leaves the device. On several ranks each launches
-the same steps in the same order, of the same sizes: then what they exchange on their devices meets.
+Data that a step needs from the previous one (last tokens, KV) never leaves the device. All ranks launch the
+same steps in the same order and of the same sizes, so that their collectives match.
+
 T rows of the step, W rows whose logits are wanted, S of them that sample, R rows of `DeviceRequestState`, E
 hidden.
 """
@@ -41,19 +43,19 @@ from .prompt_logprobs import PromptNumbers, prompt_numbers
 class DeviceSizes:
     block_size: int
     num_blocks: int
-    """Of the pool; the cache has one more, `num_blocks` itself, for rows that fill up."""
+    """Blocks of the pool; the cache has one more, with the index `num_blocks`, for padding rows."""
     context: int
     max_running: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepExtras:
-    """What a step tells besides its tokens; on the host, of use once its event has been."""
+    """Results of a step besides its tokens, on the host; valid after the step's event."""
 
     prompts: PromptNumbers | None = None
     pooled: Sequence[PooledRows] = ()
     sums_KE: Tensor | None = None
-    """See `sum_states`."""
+    """Result of `sum_states`."""
 
     def read(self) -> StepResult:
         result = StepResult(prompt_logprobs=self.prompts.read() if self.prompts is not None else {})
@@ -66,10 +68,12 @@ class StepExtras:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
+    """Handle of a launched step."""
+
     event: DeviceEvent
     drawing: DeviceSamplerOutput | None
     numbers_SC: Tensor | None
-    """On the host, of use once the event has been."""
+    """Sampler output on the host; valid after the event."""
     told: StepExtras | None = None
 
     def wait(self) -> None:
@@ -77,6 +81,8 @@ class LaunchedStep:
 
 
 class GPUModelRunner:
+    """Runner of one rank. Owns model, KV cache, request state on the device, and CUDA graphs."""
+
     def __init__(
         self,
         model: Decoder,
@@ -87,7 +93,7 @@ class GPUModelRunner:
         capture: GraphCapture | None = None,
         graphs_bytes: int = 0,
     ) -> None:
-        """`capture` None: no graphs."""
+        """`capture`: None for no CUDA graphs. `graphs_bytes`: memory that graphs may take."""
         self._model, self._rotary, self._cache = model, rotary, cache
         self._rank = model.rank
         self._ops, self._device, self._sizes = model.ops, device, sizes
@@ -97,12 +103,12 @@ class GPUModelRunner:
         self._rows = DeviceRequestState(sizes.max_running, width, sizes.num_blocks, vocab_size, where)
         self._draw = device_sampler(self._rank, DeviceSampler(self._ops, self._rows, vocab_size), vocab_size)
         self.depth = self.stages = self._rank.layout.pp
-        """A step for each stage, and one more that is launched while they work."""
+        """Steps in flight: one per stage, and one more that is launched while they run."""
         self._hand_back = SampledTokenFeedback(self._rank, self._rows, self.depth)
         self._uploader = Uploader(device, self.depth + 2)
         self._spare = torch.tensor([[sizes.max_running], [0]], device=where)
         self._decoding_2R = self._spare.repeat(1, sizes.max_running)
-        """Row and length of each sequence of a decoding step: where graphs find them."""
+        """State row and length of each sequence of a decoding step: inputs of the graphs."""
         self._contexts = [1] * sizes.max_running
         hidden = sizes.max_running, model.config.hidden_size
         self._hidden_RE = torch.empty(hidden, dtype=model.dtype, device=where)
@@ -114,13 +120,14 @@ class GPUModelRunner:
             self.graphs = DecodeGraphs(capture, self._decode, most, graphs_bytes, agree=agree)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Queue a step on the device, capturing an urgent graph first."""
         if (urgent := self.urgent_capture) is not None:
             self.capture(urgent)
         return self.launch_sized(plan, self.size_for(plan))
 
     @torch.inference_mode()
     def launch_sized(self, plan: StepPlan, size: int) -> LaunchedStep:
-        """`size`: of `size_for`, here or on the rank that decides for all."""
+        """Queue a step padded to `size`: the result of `size_for` on the rank that decides for all."""
         self._uploader.begin_step()
         self._ops.copy_blocks(self._cache, plan.copies)
         self._ops.clear_blocks(self._cache, begun_blocks(plan.rows, self._sizes.block_size))
@@ -132,12 +139,13 @@ class GPUModelRunner:
         return self._launch_mixed(plan.rows, numbers)
 
     def size_for(self, plan: StepPlan) -> int:
-        """Rows that the step is filled up to, as there is a graph of that size; 0: it runs as it is."""
+        """Return the graph size to pad the step to; 0: run eagerly."""
         if self.graphs is None or not _is_decoding(plan):
             return 0
         return self.graphs.size_for(len(plan.rows)) or 0
 
     def collect(self, handle: LaunchedStep) -> StepResult:
+        """Wait for a launched step and return its results."""
         handle.event.wait()
         result = handle.told.read() if handle.told is not None else StepResult()
         if handle.drawing is not None and handle.numbers_SC is not None:
@@ -148,16 +156,16 @@ class GPUModelRunner:
 
     @property
     def urgent_capture(self) -> int | None:
-        """Size of a graph that is worth a pause."""
+        """Size of a graph that is worth capturing while requests run; None if there is none."""
         return None if self.graphs is None else self.graphs.urgent_size
 
     @property
     def next_capture(self) -> int | None:
-        """Size of a graph for moments when nothing runs; None if none is left."""
+        """Size of the next graph to capture while the engine is idle; None if none is left."""
         return None if self.graphs is None else self.graphs.next_size
 
     def prepare(self) -> bool:
-        """Capture one more graph; False if there is none left. For moments when nothing runs."""
+        """Capture one more graph; False if none was left. Called while the engine is idle."""
         size = self.next_capture
         if size is not None:
             self.capture(size)
@@ -165,8 +173,9 @@ class GPUModelRunner:
 
     @torch.inference_mode()
     def capture(self, size: int) -> None:
-        """The inputs still name the rows of the last step: a warm-up would write their KV once more."""
+        """Capture the graph of `size` rows."""
         assert self.graphs is not None
+        # The inputs still name the rows of the last step: the warm-up would write their KV once more.
         self._decoding_2R.copy_(self._spare.expand_as(self._decoding_2R))
         self._contexts = [1] * len(self._contexts)
         self.graphs.capture(size)
@@ -174,7 +183,7 @@ class GPUModelRunner:
     def _launch_decoding(
         self, planned: Sequence[ScheduledRequest], numbers: Sequence[int], size: int
     ) -> LaunchedStep:
-        """Where there is no graph of this size after all, the same rows run as they are."""
+        """Launch a decoding step; without a graph of this size the padded rows run eagerly."""
         count = len(planned)
         ends = [row.end for row in planned]
         fill = size - count
@@ -199,7 +208,7 @@ class GPUModelRunner:
         return self._finish(hidden_WE[:count], planned, numbers, step.row_S, step.position_S, told)
 
     def _tell(self, hidden_PE: Tensor, step: MixedStep) -> StepExtras | None:
-        """P: rows of prompts, then pooled rows."""
+        """Queue prompt log-probabilities and pooling. P: rows of prompts, then pooled rows."""
         if not (step.prompts or step.pooled) or not self._rank.layout.is_last:
             return None
         prompts, sums_KE, count = None, None, len(step.next_P)
@@ -235,13 +244,13 @@ class GPUModelRunner:
         return LaunchedStep(self._device.record(), drawing, host_SC, told)
 
     def _to_host(self, numbers: Tensor) -> Tensor:
-        """Float64, there once an event after it has been."""
+        """Copy float64 numbers to the host; valid after an event recorded later."""
         host = self._device.host_memory(numbers.numel(), torch.float64).view(numbers.shape)
         self._device.copy(numbers, host)
         return host
 
     def _decode(self, size: int) -> None:
-        """One row each of the first `size` sequences, hidden states to `_hidden_RE`: what graphs capture."""
+        """Decode the first `size` sequences and write hidden states to `_hidden_RE`: the body of graphs."""
         row_N, length_N = self._decoding_2R[:, :size]
         ids_N, ragged = decode_inputs(
             self._ops, self._rows, row_N, length_N, self._contexts[:size], self._sizes.block_size

@@ -1,7 +1,6 @@
-"""Decoding steps captured once and replayed: one launch instead of hundreds.
+"""CUDA graphs of decoding steps: captured once, replayed with one launch instead of hundreds.
 
-A graph is of one size. A step of fewer rows is filled up with rows that do no harm; one for which no graph
-of a near size is there yet runs as it is.
+A graph has one size. A step of fewer rows is padded; a step without a graph of a near size runs eagerly.
 """
 
 import logging
@@ -16,7 +15,7 @@ log = logging.getLogger(__name__)
 WANTED: Final = 16
 """Steps of a size after which its graph is captured even though the engine is never idle."""
 NEAR: Final = 2
-"""A graph of so many times the rows is still used: decoding costs what it reads, mostly the weights."""
+"""Largest ratio of graph size to rows: padding is cheap, as decoding mostly reads weights."""
 
 
 class GraphCapture(Protocol):
@@ -24,14 +23,14 @@ class GraphCapture(Protocol):
     """Device memory of all graphs so far."""
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Run `body` once to warm up, then capture it -> replay. Inputs and results stay where they were."""
+        """Run `body` once to warm up, then capture it; return its replay, which reuses inputs and outputs."""
         ...
 
 
 class DecodeGraphs:
-    """`body(size)` runs a step of `size` rows; all it reads and writes stays at the same place.
+    """Graphs of `body(size)`, a step of `size` rows whose inputs and outputs have fixed addresses.
 
-    The largest graph is captured first, as the others then find their memory in its pool.
+    The largest graph is captured first, as smaller ones then reuse the memory of its pool.
     """
 
     def __init__(
@@ -43,10 +42,10 @@ class DecodeGraphs:
         *,
         agree: Callable[[bool], bool] | None = None,
     ) -> None:
-        """For steps of up to `most` rows. No more is captured once `budget_bytes` are used up.
+        """`most`: rows of the largest step. Capturing ends once `budget_bytes` are used up.
 
-        `agree`: where other ranks capture the same at the same time, whether all could: NCCL wants its sums
-        in a graph on all ranks or on none.
+        `agree`: with other ranks that capture the same graph at the same time, return whether all succeeded:
+        NCCL's collectives must be in a graph on all ranks or on none.
         """
         self._agree = agree
         self._capture = capture
@@ -59,7 +58,7 @@ class DecodeGraphs:
 
     @property
     def next_size(self) -> int | None:
-        """What to capture next: the largest, then from the smallest on."""
+        """Size to capture next: the largest, then in ascending order."""
         if not self._may_capture:
             return None
         left = [size for size in self._sizes if size not in self._replays]
@@ -70,7 +69,7 @@ class DecodeGraphs:
         return self._capture.bytes_taken
 
     def size_for(self, rows: int) -> int | None:
-        """Of the graph to fill up to; None: run as it is."""
+        """Return the size of the graph to pad to; None: run eagerly."""
         exact = next((size for size in self._sizes if size >= rows), None)
         if exact is None or not self._usable:
             return None
@@ -104,7 +103,7 @@ class DecodeGraphs:
         log.warning("CUDA graphs are off: capturing %d rows failed: %s", size, problem)
 
     def _try(self, size: int) -> tuple[Callable[[], None] | None, object]:
-        """The replay, or None; and what is said where it is not used."""
+        """Capture one size: return its replay or None, and the reason to log where it is not used."""
         warm = False
 
         def body() -> None:
@@ -114,7 +113,7 @@ class DecodeGraphs:
 
         try:
             return self._capture.capture(body), "another rank could not"
-        except Exception as error:  # drivers and compilers; all works without graphs
+        except Exception as error:  # drivers and compilers; everything works without graphs
             if self._agree is not None and not warm:
                 raise
             return None, error

@@ -1,7 +1,7 @@
-"""A step plan as flat tensors: what the forward pass reads.
+"""Input batch of a step: flat tensors of token ids, positions, block tables and slots.
 
-Numbers are gathered in `array`s by slices and ranges, so that a prompt of thousands of tokens costs no Python
-per token, and go to the device in one piece per tensor.
+Numbers are collected in `array`s by slices and ranges, so that a prompt of thousands of tokens costs no
+Python per token, and copied to the device once per tensor.
 """
 
 from array import array
@@ -22,7 +22,7 @@ from .pooling import PooledRows, pooled_rows
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Rows of one request whose logits tell how likely the next prompt tokens were."""
+    """Rows of one request whose logits give the log-probabilities of the next prompt tokens."""
 
     request: Request
     next_ids: Sequence[int]
@@ -30,22 +30,25 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
+    """Input tensors of a step, and which of its rows are sampled, scored or pooled."""
+
     ids_T: Tensor
     ragged: BatchLayout
     wanted_R: Tensor | None
-    """Rows whose states are wanted: those that sample, prompt rows, pooled rows. None: all rows sample, in
+    """Rows whose hidden states are wanted: sampling rows, prompt rows, pooled rows. None: all rows sample, in
     order."""
     rounds: list[list[ScheduledRequest]]
-    """Those that sample, see `draft_verification.py`."""
+    """Sampling rows grouped by draft position, see `draft_verification.py`."""
     num_sampled: int
-    """Rows of all rounds."""
+    """Number of rows of all rounds."""
     prompts: list[PromptRows]
     pooled: list[PooledRows]
     fresh_blocks: list[int]
-    """See `begun_blocks`."""
+    """Result of `begun_blocks`."""
 
 
 def build_batch(rows: Sequence[ScheduledRequest], block_size: int, device: torch.device) -> StepBatch:
+    """Flatten scheduled rows into the tensors of one forward pass."""
     ids, positions, starts = array("q"), array("i"), array("i", [0])
     prompt_rows, vector_rows, last_known = array("q"), array("q"), {}
     prompts: list[PromptRows] = []
@@ -82,7 +85,7 @@ def build_batch(rows: Sequence[ScheduledRequest], block_size: int, device: torch
 
 
 def begun_blocks(rows: Sequence[ScheduledRequest], block_size: int) -> list[int]:
-    """Blocks that this step begins to fill and does not fill up."""
+    """Return the KV blocks whose first slot this step writes and whose last slot it does not."""
     begun = []
     for row in rows:
         last_block, filled = divmod(row.start + row.num_tokens, block_size)

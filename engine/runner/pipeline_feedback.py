@@ -1,10 +1,10 @@
-"""Drawn ids on their way from the last stage to the first, beside whatever both do meanwhile.
+"""Feedback of sampled ids from the last pipeline stage to the first, overlapping the steps of both.
 
-    last stage    step n │ draw n, ids n ──┐ step n + 1 │ draw n + 1, ids n + 1
-    first stage   step n + 1 │ step n + 2  └> rows │ step that goes on from step n
+    last stage    step n │ sample n, ids n ──┐ step n + 1 │ sample n + 1, ids n + 1
+    first stage   step n + 1 │ step n + 2    └> rows │ step that continues step n
 
-The first stage waits for ids only before a step that needs the rows they belong to; so it may be steps ahead.
-S rows of a step that sample.
+The first stage waits for ids only before a step that needs their rows, so it can be several steps ahead.
+S sampling rows of a step.
 """
 
 from collections import deque
@@ -23,19 +23,21 @@ class _Expected(NamedTuple):
     ids_S: Tensor
     row_S: Tensor
     numbers: frozenset[int]
-    """Of the same rows, on the host."""
+    """State rows of `row_S`, known on the host."""
 
 
 class SampledTokenFeedback:
+    """Transfers of sampled ids in flight: sends on the last stage, receives on the first."""
+
     def __init__(self, rank: TensorParallel, rows: DeviceRequestState, depth: int) -> None:
-        """`depth`: steps that may be launched before an older one is done."""
+        """`depth`: most steps in flight."""
         self._rank = rank
         self._rows = rows
         self._depth = depth
         self._expected: deque[_Expected] = deque()
-        """On the first stage, in the order of steps."""
+        """Receives of the first stage, in the order of steps."""
         self._sent: deque[tuple[AsyncWork, Tensor]] = deque()
-        """On the last: tensors that must stay as they are."""
+        """Sends of the last stage, with the tensors that must stay untouched."""
 
     def send(self, ids_S: Tensor) -> None:
         self._sent.append((self._rank.collective.hand_back(ids_S), ids_S))
@@ -43,14 +45,16 @@ class SampledTokenFeedback:
             self._sent.popleft()[0].wait()
 
     def expect(self, row_S: Tensor, numbers: Iterable[int]) -> None:
-        """`numbers`: those of `row_S`, which may change once this returns."""
+        """Post the receive of one step's ids. `numbers`: state rows of `row_S`; it may change afterwards."""
         ids_S = torch.empty_like(row_S, memory_format=torch.contiguous_format)
         way = self._rank.collective.hand_back(ids_S)
         self._expected.append(_Expected(way, ids_S, row_S.clone(), frozenset(numbers)))
 
     def settle(self, numbers: Iterable[int]) -> None:
-        """Before a step of these rows, and before the host writes to them: a row may have a new owner, which
-        what is on its way to the old one must not reach.
+        """Wait for pending ids of these rows and store them.
+
+        Called before a step of these rows and before the host writes to them: a row may have a new owner,
+        which must not get the previous owner's ids.
         """
         wanted = set(numbers)
         needed = [

@@ -1,10 +1,10 @@
-"""One vector of a whole text: the mean of final states of some of its rows.
+"""Pooling for embeddings: one vector per text, the mean of the final hidden states of some of its rows.
 
-States are summed as integers, in units of `UNIT`. Then a sum does not depend on its order: a text has the
-same vector alone and in a batch, in one step and in chunks. The unit is far below what float32 keeps of a
+States are summed as integers, in units of `UNIT`. So the sum does not depend on its order: a text has the
+same vector alone and in a batch, in one step and in chunks. The unit is far below float32's resolution of a
 vector of length 1.
 
-P rows of a step that are pooled, K requests that they are of, E hidden.
+P pooled rows of a step, K requests, E hidden.
 """
 
 from array import array
@@ -20,21 +20,21 @@ from ..core.request import Request
 from ..core.step import ScheduledRequest
 
 _BOUND: Final = 2.0**16
-"""No state of a sound model is as large. A step of 2^17 rows below it has room in the sum."""
+"""Upper bound of hidden states, above those of any sound model. The int64 sum holds 2^17 rows below it."""
 _AT_ONCE: Final = 256
-"""Rows that are made integers together, which takes memory."""
+"""Rows converted to integers at once, to bound memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """Neighbouring rows of one request."""
+    """Contiguous pooled rows of one request."""
 
     request: Request
     count: int
 
 
 def pooled_rows(row: ScheduledRequest) -> range:
-    """Of this step's rows, counted from `row.start`, those that the request's vector is made of."""
+    """Return the rows of this step that are pooled, counted from `row.start`."""
     match row.request.params.pooling:
         case "mean":
             return range(row.num_tokens)
@@ -47,7 +47,9 @@ def pooled_rows(row: ScheduledRequest) -> range:
 
 
 def sum_states(hidden_PE: Tensor, pooled: Sequence[PooledRows]) -> Tensor:
-    """[K, E + 1] int64, on the device: sums in units, and how many numbers were none, or far too large."""
+    """Sum hidden states per request, on the device: int64 [K, E + 1], in units; the last column counts NaN,
+    infinite and too large states.
+    """
     sums = []
     for states_E in torch.split(hidden_PE, [rows.count for rows in pooled]):
         parts = torch.split(states_E, _AT_ONCE)
@@ -65,7 +67,7 @@ def _sum(states_PE: Tensor) -> Tensor:
 def read_sums(
     sums_KE: Tensor, pooled: Sequence[PooledRows]
 ) -> tuple[dict[str, "array[int]"], dict[str, str]]:
-    """Of `sum_states`, on the host: sums by request, and what is wrong with those that have none."""
+    """Read a result of `sum_states` on the host: sums by request id, and errors by request id."""
     sums: dict[str, array[int]] = {}
     failed: dict[str, str] = {}
     for rows, (*units, wrong) in zip(pooled, sums_KE.tolist(), strict=True):

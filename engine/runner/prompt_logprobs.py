@@ -1,8 +1,8 @@
-"""How likely the tokens of prompts were, without waiting for the device: it finds numbers, which go to the
-host as the step's tokens do, and entries are made of them when the step is collected.
+"""Prompt log-probabilities on a GPU, asynchronously: the device computes numbers that are copied to the host
+like a step's tokens; entries are built from them when the step is collected.
 
-P rows of a step's prompts, G of them at once, M of those that this rank looks at, E hidden, V vocabulary
-(this rank's part), N alternatives, C columns.
+P rows of a step's prompts, G of them at once, M of those on this rank, E hidden, V this rank's vocabulary
+shard, N alternatives, C columns.
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ _FACTS = 4
 class PromptNumbers:
     prompts: Sequence[PromptRows]
     numbers_PC: Tensor
-    """float64 on the host, of use once the step's event has been: `CandidateRanks.told_S4` of each prompt's
-    next tokens, then N ids and their N logits."""
+    """float64 on the host, valid after the step's event: `CandidateRanks.told_S4` of each prompt's next
+    tokens, then N ids and their N logits."""
 
     def read(self) -> dict[str, list[TokenLogprobs]]:
-        """Entries by request."""
+        """Build log-probability entries by request id."""
         ids_PN, logits_PN = self.numbers_PC[:, _FACTS:].chunk(2, 1)
         ranks = CandidateRanks(self.numbers_PC[:, :_FACTS], ids_PN.long(), logits_PN)
         ids = [token for prompt in self.prompts for token in prompt.next_ids]
@@ -44,7 +44,7 @@ class PromptNumbers:
 def prompt_numbers(
     model: Decoder, hidden_PE: Tensor, next_P: Tensor, prompts: Sequence[PromptRows], vocab_size: int
 ) -> Tensor:
-    """`PromptNumbers.numbers_PC`, on the device. Each rank looks at whole rows, as many as the others."""
+    """Compute `PromptNumbers.numbers_PC` on the device. Ranks split the rows evenly, each with whole rows."""
     top = min(max(map(_top, prompts)), vocab_size)
     at_once = PROMPT_LOGPROB_ROWS * model.rank.layout.tp
     parts = [
