@@ -1,1 +1,1 @@
-"""What a model takes and where it runs, from arithmetic alone. No torch."""
+"""Memory, speed and placement of a model, computed from its shape and the hardware."""

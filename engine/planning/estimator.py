@@ -1,13 +1,13 @@
-"""Whether a model fits, and with what context and concurrency: arithmetic only, no torch.
+"""Memory estimator: does a model fit, and with what context and concurrency.
 
-The engine allocates exactly what `estimate` says, and `fit` shows it: one function, so what fits never runs
-out of memory later.
+The engine allocates exactly what `estimate` returns, and `llmbox fit` shows it. It is one function, so that a
+model that fits never runs out of memory later.
 
     total = weights + workspace + KV
-    weights   = parameters · bytes of the weights' dtype, or see `weights_bytes` when quantised
+    weights   = parameters · bytes of the weights' dtype, or see `weights_bytes` when quantized
     KV        = blocks · block size · 2 · layers · kv_heads · (head_dim · bytes of the KV dtype, or
-                head_dim + 4 where a scale stands beside each head); head_dim as the C++ kernels pad it
-    workspace = see `workspace_bytes` in memory_use.py
+                head_dim + 4 with a scale per head); head_dim as the C++ kernels pad it
+    workspace = see `workspace_bytes` in memory_model.py
 """
 
 from dataclasses import replace
@@ -26,14 +26,14 @@ __all__ = ["MemoryBudget", "MemoryPlan", "ModelShape", "estimate", "plans", "res
 
 
 def estimate(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> MemoryPlan:
-    """Plan within the budget, or raise `DoesNotFit` with need, have, and what would fit; DeviceError;
-    ParallelError.
+    """Return the best plan within the budget. Raises `DoesNotFit`, which states the need, the available
+    memory and what would fit; DeviceError; ParallelError.
     """
     return plans(shape, budget, config)[0]
 
 
 def plans(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> list[MemoryPlan]:
-    """Equally good ones, on other GPUs each. The first is what `estimate` gives; raises as that does."""
+    """Return equally good plans, each on other GPUs. The first is that of `estimate`; raises as it does."""
     if shape.quant is not None:
         config = replace(config, quant=_as_stored(shape.quant, config.quant))
     found: list[MemoryPlan] = []
@@ -57,12 +57,12 @@ def plans(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> list
 
 
 def _rank(plan: MemoryPlan) -> tuple[bool, int]:
-    """Greater is better."""
+    """Return the sort key of a plan; greater is better."""
     return not plan.is_lowered, plan.context
 
 
 def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut: Placement) -> MemoryPlan:
-    """Of each rank. The memory of a CPU is shared by all ranks, a GPU has one of its own."""
+    """Plan each rank of a placement. On a CPU all ranks share one memory, on GPUs each has its own."""
     rank_budget, rank_config = budget, config
     ranks_in_memory = cut.ranks if budget.device == "cpu" else 1
     if budget.device == "cuda":
@@ -96,7 +96,9 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
 
 
 def _as_stored(stored: str, asked: QuantChoice) -> QuantChoice:
-    """Rounded weights stay what they are; int8 ones may meet int8 rows. Raises DeviceError."""
+    """Return the format of a quantized checkpoint: its own, or w8a8 for int8 weights. Raises DeviceError for
+    any other requested format.
+    """
     if (stored, asked) == ("int8", "w8a8"):
         return asked
     if asked not in {"none", "auto", stored}:

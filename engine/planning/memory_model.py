@@ -1,4 +1,4 @@
-"""Bytes of weights and of everything that a step needs beside them and the KV cache. No torch."""
+"""Memory model: bytes of weights and of the workspace, which is everything else except the KV cache."""
 
 from llmbox.kernels.quant_formats import Quant
 
@@ -8,21 +8,21 @@ from ..model_config.shape import DTYPE_BYTES, ModelShape
 MIB = 1 << 20
 
 ATTENTION_SCRATCH = 64 * MIB
-"""What attention may use for one mask or score matrix: the kernel takes that many queries at a time."""
+"""Maximum bytes of one attention mask or score matrix: the kernel chunks queries to stay below."""
 NATIVE_SCRATCH = MIB
-"""What a thread of the C++ kernels keeps for its tile of attention, and more."""
+"""Bytes of scratch memory per thread of the C++ kernels, mostly its attention tile."""
 PROMPT_LOGPROB_ROWS = 64
-"""Rows of prompt logits made at once."""
+"""Rows of prompt logits computed at once."""
 EXPERT_ROWS = 16
-"""To which the rows of an expert are filled up."""
+"""Tile size to which the rows of an expert are padded."""
 
 CUDA_CONTEXT = 512 * MIB
-"""What a process takes of each GPU that it opens, before the first tensor: what is planned with until it is
-measured (`executor/profile.py`). PyTorch's users report 300 MB with modules loaded when first used, as CUDA
-does since 11.7 (github.com/pytorch/pytorch/issues/107667), and 200 to 700 MB by card (issues/28113).
+"""Bytes of a CUDA context on each GPU, before the first tensor: the value to plan with until it is measured
+(`executor/profile.py`). PyTorch's users report 300 MB with modules loaded when first used, as CUDA does since
+11.7 (github.com/pytorch/pytorch/issues/107667), and 200 to 700 MB by card (issues/28113).
 """
 _CUDA_LIBRARIES = 32 * MIB
-# The workspace that torch gives cuBLAS on Hopper; 8 MiB elsewhere (torch: "cuBLAS workspaces").
+# Size of the cuBLAS workspace that torch allocates on Hopper; 8 MiB elsewhere (torch: "cuBLAS workspaces").
 _GRAPH_POOL = 192 * MIB
 _GRAPH = 8 * MIB
 _CPU_RUNTIME = 20 * MIB
@@ -30,7 +30,9 @@ _CPU_RUNTIME = 20 * MIB
 
 
 def weights_bytes(shape: ModelShape, dtype: str, quant: Quant | None) -> int:
-    """Norms, biases and a table for input alone keep their dtype; the head has its own format."""
+    """Return the bytes of all weights. Norms, biases and an input-only embedding keep `dtype`; the output
+    head has its own format.
+    """
     size = DTYPE_BYTES[dtype]
     if quant is None:
         return shape.params * size
@@ -51,21 +53,21 @@ def workspace_bytes(
     native_threads: int | None = None,
     graphs: int = 0,
 ) -> int:
-    """Everything that is neither weights nor KV, at the worst moment of a step of `rows` tokens.
+    """Return the peak bytes of a step of `rows` tokens, without weights and KV cache.
 
     activations  rows · ((3 · hidden + max(2 · (heads + kv_heads) · head_dim, 3 · ffn)) · b + 2 · hidden · 4)
                  residual, normed input and output; the larger of attention's and the MLP's inner rows;
                  float32 inside the norm
-    experts      (rows · experts a token + 16 · experts) · (2 · hidden + 3 · inner) · b: copies of rows, their
-                 inner rows and results; CPU kernels take whole tiles of 16 for an expert
+    experts      (rows · experts per token + 16 · experts) · (2 · hidden + 3 · inner) · b: copies of rows,
+                 their inner rows and results; CPU kernels compute whole tiles of 16 rows per expert
     attention    a mask and scores, at most ATTENTION_SCRATCH each, and one request's K and V gathered in
                  float32, padded by at most a half: 3 · context · kv_heads · head_dim · 4. The C++ kernels
-                 (`native_threads` of them) read keys where they lie, and keep a tile of scores a thread
+                 (with `native_threads` threads) read keys in place, with one tile of scores per thread
     positions    RoPE tables of cosines and sines: 2 · context · head_dim · 4
-    logits       (max_running + PROMPT_LOGPROB_ROWS) · vocab · (4 + b), and the sampler's integers: 32 bytes a
-                 vocabulary entry for each row it takes at once
-    runtime      what CUDA takes for itself; on a CPU what the allocator keeps and the interpreter grows by
-    graphs       what is kept for so many of them
+    logits       (max_running + PROMPT_LOGPROB_ROWS) · vocab · (4 + b), and the sampler's integers: 32 bytes
+                 per vocabulary entry for each row that it processes at once
+    runtime      CUDA context and libraries; on a CPU the growth of the allocator and the interpreter
+    graphs       memory of that many CUDA graphs
     """
     size = DTYPE_BYTES[dtype]
     inner = max(2 * (shape.heads + shape.kv_heads) * shape.head_dim, 3 * shape.ffn)
@@ -86,11 +88,11 @@ def workspace_bytes(
 
 
 def graphs_reserve(sizes: int) -> int:
-    """For that many graphs: the largest one's activations, and what a graph's own nodes take."""
+    """Return the bytes of that many CUDA graphs: the largest one's activations, and the nodes of each."""
     return _GRAPH_POOL + sizes * _GRAPH if sizes else 0
 
 
 def capture_sizes(most: int) -> list[int]:
-    """1, 2, 4, 8, then by 8 to 64, by 16 to 256, by 32 beyond; `most` last."""
+    """Return batch sizes to capture: 1, 2, 4, 8, then by 8 to 64, by 16 to 256, by 32 beyond; `most` last."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32)]
     return [size for size in sizes if size < most] + [most]

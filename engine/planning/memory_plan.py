@@ -1,4 +1,4 @@
-"""What may be taken of a device's memory, and what an engine will take of it. No torch."""
+"""Memory budget of a device and the memory plan of an engine."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,29 +13,30 @@ from ..hardware.machine import Machine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """Where the model is to live and what may be taken there."""
+    """Device to place a model on, its free memory and its properties."""
 
     device: Literal["cpu", "cuda"]
     available: int
     """Bytes free on the device now (cgroup limits counted)."""
     cores: int = 1
     native_kernels: bool = False
-    """Whether the C++ kernels run, whose results do not depend on the batch in any dtype."""
+    """True if the C++ kernels run, whose results do not depend on the batch in any dtype."""
     level: str = LEVELS[-1].name
-    """Of instructions, that they are compiled for."""
+    """Instruction-set level that the C++ kernels are compiled for."""
     core_flops: float = 30e9
-    """What a core sustains in matrix products, within a factor of two: only sizes the default step."""
+    """Sustained FLOP/s of a core in matrix products, within a factor of two: it only sizes the default
+    step."""
     more_gpus: tuple[int, ...] = ()
     """Bytes free on the visible GPUs after the first."""
     nvlink: tuple[frozenset[int], ...] = ()
     """Sets of visible GPUs that are all NVLink peers of each other."""
 
     capabilities: tuple[tuple[int, int] | None, ...] = ()
-    """Compute capability of each visible GPU, where it is known."""
+    """Compute capability of each visible GPU, None if not known."""
 
     @classmethod
     def of(cls, machine: Machine, device: Literal["cpu", "cuda"]) -> "MemoryBudget":
-        """`cuda` is the first visible GPU."""
+        """Make the budget of a machine; for `cuda`, `available` is that of the first visible GPU."""
         if device == "cuda":
             first, *more = machine.gpus
             return cls(
@@ -61,7 +62,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What the engine will allocate, and what `EngineConfig` left open. Sizes in bytes, of each rank."""
+    """Allocations of an engine, and the values that `EngineConfig` left open. Sizes are bytes per rank."""
 
     device: Literal["cpu", "cuda"]
     dtype: Dtype
@@ -74,17 +75,17 @@ class MemoryPlan:
     num_blocks: int
     budget_bytes: int
     context: int
-    """Longest prompt + output of one request: such a request always fits in the pool."""
+    """Maximum prompt + output of one request in tokens: such a request always fits in the pool."""
     max_running: int
     token_budget: int
     notes: tuple[str, ...] = ()
-    """What was decided or lowered and why, to be told to the user."""
+    """Decisions and lowered values with their reasons, for the user."""
     tp: int = 1
     pp: int = 1
     gpus: tuple[int, ...] = ()
-    """Visible GPU of each rank."""
+    """Index of the visible GPU of each rank."""
     is_lowered: bool = False
-    """Whether the context is less than what was wanted."""
+    """True if the context is smaller than wanted."""
 
     @property
     def kv_bytes(self) -> int:
@@ -92,7 +93,7 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Of one rank."""
+        """Bytes of one rank."""
         return self.weights_bytes + self.workspace_bytes + self.kv_bytes
 
     @property
@@ -101,20 +102,20 @@ class MemoryPlan:
 
     @property
     def ranks_in_memory(self) -> int:
-        """That live in one memory: all of them on a CPU, one on each GPU."""
+        """Number of ranks in one memory: all of them on a CPU, one on each GPU."""
         return self.ranks if self.device == "cpu" else 1
 
     @property
     def step_rows(self) -> int:
-        """Most decoding requests of one step: the steps of several stages share them."""
+        """Maximum decoding requests of one step: the steps of several stages share them."""
         return share(self.max_running, self.pp)
 
     @property
     def step_tokens(self) -> int:
-        """Most tokens of one step: decoding requests run whatever the budget."""
+        """Maximum tokens of one step: decoding requests run whatever the budget."""
         return max(share(self.token_budget, self.pp), self.step_rows)
 
     @property
     def max_concurrency(self) -> float:
-        """How many requests of full context fit in the pool at once."""
+        """Number of requests of full context that fit in the pool at once."""
         return self.num_blocks * self.block_size / self.context

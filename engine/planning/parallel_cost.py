@@ -1,4 +1,4 @@
-"""What one rank holds and what ranks send each other: sizes for the estimator. No torch."""
+"""Cost of parallelism: the shape of one rank, the traffic between ranks and the expected scaling."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +7,9 @@ from .roofline import decode_tokens_per_second
 
 
 def rank_shape(shape: ModelShape, tp: int, pp: int) -> ModelShape:
-    """Of the rank that holds most, as if it were a model. `vocab` stays: logits are gathered whole."""
+    """Return the shape of the rank that holds most, as if it were a model. `vocab` does not change: logits
+    are gathered whole.
+    """
     if tp == pp == 1:
         return shape
     part = replace(
@@ -17,8 +19,8 @@ def rank_shape(shape: ModelShape, tp: int, pp: int) -> ModelShape:
         kv_heads=max(1, shape.kv_heads // tp),
         ffn=shape.ffn // tp,
         table_rows=-(-shape.vocab // tp),
-        # Input table and head are on different stages. The first one has as many layers as any other, and a
-        # table that is never rounded: no other stage holds more.
+        # Input embedding and head are on different stages. The first stage has as many layers as any other,
+        # and an embedding that is never quantized: no other stage holds more.
         tied=shape.tied or pp > 1,
         no_head=pp > 1 and not shape.tied,
         exact_params=None,
@@ -27,29 +29,33 @@ def rank_shape(shape: ModelShape, tp: int, pp: int) -> ModelShape:
     tables = shape.table_params * (1 if shape.tied else 2)
     in_layers = shape.params - tables - shape.hidden
     more = max(0, in_layers - shape.layers_params)
-    # Biases that the closed form does not know, on every rank: too much rather than too little.
-    # What is kept wide may all be in one stage.
+    # Biases that the closed form does not know are counted on every rank: too much rather than too little.
+    # All unquantized linears may be in one stage.
     wide = min(-(-shape.wide_params // tp), part.layers_params)
     return replace(part, exact_params=part.params + -(-more // pp), wide_params=wide)
 
 
 def _expert_share(experts: ExpertShape, layers: int, tp: int) -> ExpertShape:
-    """Of a stage of so many layers, all of which may have experts; each expert is cut as an MLP is."""
+    """Return the experts of a stage of `layers` layers, all of which may have experts. Each expert is sharded
+    as an MLP is.
+    """
     return replace(experts, layers=min(layers, experts.layers), inner=experts.inner // tp)
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that one rank sends for one token of a forward pass."""
+    """Bytes that one rank sends per token of a forward pass."""
 
     sums: int
-    """For the results of attention and MLP of each layer, and the embedding."""
+    """Bytes of all-reduces: attention and MLP of each layer, and the embedding."""
     stages: int
-    """On to the next stage."""
+    """Bytes sent to the next stage."""
 
 
 def traffic(shape: ModelShape, tp: int, pp: int, dtype: str) -> Traffic:
-    """A sum of n bytes over t ranks sends 2 (t - 1) / t · n from each; a layer has two, the embedding one."""
+    """Return the traffic of one rank. An all-reduce of n bytes over t ranks sends 2 (t - 1) / t · n from
+    each; a layer has two of them, the embedding one.
+    """
     row = shape.hidden * DTYPE_BYTES[dtype]
     layers = -(-shape.layers // pp)
     sums = (2 * layers + 1) * 2 * (tp - 1) * row // tp
@@ -58,11 +64,13 @@ def traffic(shape: ModelShape, tp: int, pp: int, dtype: str) -> Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
+    """Expected decoding speed in tokens per second, on one rank and on all."""
+
     one_rank: float
-    """Decoded tokens a second, as the roofline has it."""
+    """Roofline of one rank that holds the whole model."""
     all_ranks: float
     sums_share: float
-    """Of a step's time that goes into sums."""
+    """Fraction of a step's time spent in all-reduces."""
 
     @property
     def factor(self) -> float:
@@ -82,11 +90,11 @@ def decode_scaling(
     rows: int = 1,
     context: int = 0,
 ) -> Scaling:
-    """Expected decoding speed. `bandwidth` is of one rank's memory, `link_bandwidth` one way between ranks;
-    a sum of nothing takes `sum_seconds`.
+    """Return the expected decoding speed. `bandwidth`: bytes/s of one rank's memory; `link_bandwidth`:
+    bytes/s one way between ranks; `sum_seconds`: latency of an all-reduce.
 
-    `rows` of one step: stages work on those one after another, so `pp` does not divide their time. What they
-    do for other rows meanwhile is not counted.
+    The stages process the `rows` of one step one after another, so `pp` does not divide their time. Work for
+    other steps at the same time is not counted.
     """
     alone = decode_tokens_per_second(shape, dtype, kv_dtype, bandwidth, rows=rows, context=context)
     part = rank_shape(shape, tp, 1)

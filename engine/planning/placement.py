@@ -1,9 +1,9 @@
-"""Into how many parts a model is cut, and on which GPUs they go. No torch.
+"""Placement: tensor- and pipeline-parallel sizes of a model, and the GPUs of its ranks.
 
-A model that fits on one GPU stays there, on the first that has room: other models want the rest, and one GPU
-waits for nobody. One that does not is shared by as few NVLink peers as it takes. Between GPUs that hang on
-PCIe it is cut into stages: a stage hands on two rows of hidden states a token, a shared layer sums twice over
-all its ranks. Peers share a stage where there are some.
+A model that fits on one GPU goes to the first one with room: the others stay free for other models, and one
+GPU needs no communication. A larger model is tensor-parallel over as few NVLink peers as it needs. GPUs that
+are connected by PCIe get pipeline stages: a stage sends two rows of hidden states per token, while a
+tensor-parallel layer has two all-reduces over its ranks. NVLink peers share a stage where there are some.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,16 +19,19 @@ from ..model_config.parallel_layout import can_split, check_layout
 from ..model_config.shape import ModelShape
 
 _MOST_MIXED: Final = 8
-"""GPUs of which every set is tried."""
+"""Maximum number of GPUs for which every subset is tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
+    """Parallel sizes and the GPUs of the ranks."""
+
     tp: int = 1
     pp: int = 1
     gpus: tuple[int, ...] = ()
-    """Of each rank; empty on a CPU."""
+    """GPU of each rank; empty on a CPU."""
     reason: str = ""
+    """Explanation for the user; empty where there was no choice."""
 
     @property
     def ranks(self) -> int:
@@ -42,8 +45,8 @@ def cuts(
     config: EngineConfig,
     device: Literal["cpu", "cuda"],
 ) -> Iterator[Placement]:
-    """What to try, in this order: sets of GPUs for one cut follow each other. A cut that was asked for is the
-    only one, and so are the GPUs of `config`. ParallelError if it cannot be.
+    """Yield placements to try, best first; those of the same sizes on other GPUs follow each other. Sizes and
+    GPUs that `config` sets are the only ones. Raises ParallelError if they are not possible.
     """
     all_cuts = _all_cuts(shape, nvlink, num_gpus, config, device)
     if config.gpus is None or device == "cpu":
@@ -68,7 +71,7 @@ def _all_cuts(
         yield from _asked(shape, nvlink, num_gpus, config, device)
         return
     quant = QUANTS.get(config.quant)
-    for gpu in range(num_gpus):  # others may have filled the first ones
+    for gpu in range(num_gpus):  # other models may have filled the first ones
         where = f"on GPU {gpu}, " if gpu else "on "
         yield Placement(
             gpus=(gpu,), reason=f"{where}one of {num_gpus} GPUs: the rest is for others" * (num_gpus > 1)
@@ -126,7 +129,7 @@ def _told(tp: int, pp: int) -> str:
 
 
 def links(nvlink: tuple[frozenset[int], ...], num_gpus: int) -> str:
-    """What joins the GPUs of a machine, and what follows for a model that needs several: for people."""
+    """Describe the interconnect of the GPUs, and how a model that needs several is split, for the user."""
     if not nvlink:
         return f"{num_gpus} GPUs without NVLink: a model that needs several is cut into stages (--pp)"
     sets = " and of ".join(_named(tuple(sorted(island))) for island in nvlink)
@@ -134,12 +137,12 @@ def links(nvlink: tuple[frozenset[int], ...], num_gpus: int) -> str:
 
 
 def are_joined(gpus: Sequence[int], nvlink: tuple[frozenset[int], ...]) -> bool:
-    """Whether all of them are NVLink peers."""
+    """Return True if all of them are NVLink peers."""
     return any(set(gpus) <= island for island in nvlink)
 
 
 def _runs(gpus: Iterable[int], size: int) -> list[tuple[int, ...]]:
-    """So many that follow each other, side by side; the last one overlaps where it does not come out even."""
+    """Return consecutive, disjoint runs of `size` GPUs; the last one overlaps if `size` does not divide."""
     each = tuple(gpus)
     if len(each) < size:
         return []
@@ -150,7 +153,9 @@ def _runs(gpus: Iterable[int], size: int) -> list[tuple[int, ...]]:
 
 
 def _sets(gpus: Iterable[int], size: int) -> list[tuple[int, ...]]:
-    """Those side by side, then all others: models that came and went leave room anywhere."""
+    """Return sets of `size` GPUs: consecutive ones first, then all others, because unloaded models leave free
+    GPUs anywhere.
+    """
     each = tuple(gpus)
     runs = _runs(each, size)
     if len(each) > _MOST_MIXED:
@@ -159,12 +164,12 @@ def _sets(gpus: Iterable[int], size: int) -> list[tuple[int, ...]]:
 
 
 def _peers(nvlink: tuple[frozenset[int], ...], size: int) -> list[tuple[int, ...]]:
-    """Sets of so many, those of the smallest islands first."""
+    """Return sets of `size` NVLink peers, those of the smallest islands first."""
     return [gpus for island in sorted(nvlink, key=len) for gpus in _sets(sorted(island), size)]
 
 
 def _stages_of_peers(nvlink: tuple[frozenset[int], ...], tp: int, pp: int) -> list[tuple[int, ...]]:
-    """So many stages of so many peers each, one after the other; none where there are too few peers."""
+    """Return GPUs for `pp` stages of `tp` peers each, in rank order; empty if there are too few peers."""
     if pp == 1:
         return _peers(nvlink, tp)
     islands = [sorted(island) for island in sorted(nvlink, key=min)]

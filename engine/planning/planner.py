@@ -1,4 +1,4 @@
-"""One rank's plan: what was asked, with everything left open decided. Arithmetic only, no torch."""
+"""Planner of one rank: decides everything that its configuration leaves open."""
 
 from llmbox.kernels.cpu.kv_width import kv_width
 from llmbox.kernels.quant_formats import QUANTS
@@ -14,25 +14,26 @@ from .memory_plan import MemoryBudget, MemoryPlan
 GIB = 1 << 30
 
 _SMALLEST_CONTEXT = 256
-# An automatic context below this would serve nobody; better to say that the model does not fit.
+# An automatic context below this is useless; the model is reported as not fitting instead.
 _FLOAT32_UP_TO = GIB
 _CPU_SHARE, _CPU_MOST, _CUDA_SHARE = 0.5, 0.8, 0.85
-# Of what is available, if no budget was asked for: a desktop has other things to do. A model that would not
-# reach a context of _COMFORTABLE_CONTEXT within the share gets more, up to the most.
+# Fractions of the available memory, if no budget is set: a desktop runs other programs too. A model that
+# would not reach a context of _COMFORTABLE_CONTEXT within _CPU_SHARE gets more, up to _CPU_MOST.
 _COMFORTABLE_CONTEXT = 4096
 _POOL_BYTES, _POOL_CONTEXTS = 512 << 20, 8
-# A KV pool that nobody asked for, on a CPU: see `Planner._default_pool`.
+# Default KV pool on a CPU; see `Planner._default_pool`.
 _STEP_SECONDS = 0.5
 
 
 def resolve_dtypes(
     shape: ModelShape, device: str, config: EngineConfig, *, native_kernels: bool
 ) -> tuple[Dtype, KVDtype]:
-    """Of weights and KV. Raises DeviceError for a KV dtype that this device has not.
+    """Return the dtypes of weights and KV cache. Raises DeviceError for a dtype that the device or the model
+    does not support.
 
-    On a CPU without the C++ kernels, and in float16, which those do not compute in, a model whose float32
-    weights stay within 1 GiB is served in float32: stock half-precision products give a row other bits in
-    another batch, float32 keeps "one request, one answer".
+    On a CPU without the C++ kernels, and in float16, which they do not support, a model whose float32 weights
+    stay within 1 GiB is served in float32: torch's half-precision products give a row other bits in another
+    batch, while float32 keeps a request's tokens independent of the batch.
     """
     if config.kv_dtype == "fp8" and device == "cpu":
         raise DeviceError("keys and values in fp8 need a GPU: on a CPU use --kv-dtype int8, as small")
@@ -51,10 +52,14 @@ def resolve_dtypes(
 
 
 class Planner:
+    """Computes the memory plan of one rank."""
+
     def __init__(
         self, shape: ModelShape, budget: MemoryBudget, config: EngineConfig, stages: int, ranks: int = 1
     ) -> None:
-        """`ranks`: that share the memory of `budget`'s machine with this one, itself counted."""
+        """`stages`: pipeline-parallel size. `ranks`: number of ranks in the memory of `budget`, this one
+        included.
+        """
         self.shape, self.budget, self.config, self.stages = shape, budget, config, stages
         self.ranks = ranks
         self.dtype, self.kv_dtype = resolve_dtypes(
@@ -69,6 +74,7 @@ class Planner:
         self.notes: list[str] = []
 
     def plan(self) -> MemoryPlan:
+        """Return the plan, with a lowered context if none was requested. Raises `DoesNotFit`."""
         limit = self._wanted_context()
         have = self._usable()
         context = limit
@@ -139,17 +145,19 @@ class Planner:
         return max(int(available * _CPU_SHARE), min(comfortable, int(available * _CPU_MOST)))
 
     def _pool_blocks(self, context: int) -> int:
-        """Blocks worth having: what was asked for, or the default up to what can run at full context."""
+        """Return the wanted number of blocks: the requested one, or the default, at most `max_running` full
+        contexts.
+        """
         if self.config.kv_tokens is not None:
             return self._blocks(self.config.kv_tokens)
         return min(self.max_running * self._blocks(context), self._default_pool(context))
 
     def _default_pool(self, context: int) -> int:
-        """Most blocks of a pool whose size nobody asked for.
+        """Return the maximum blocks of a pool without a requested size.
 
-        A GPU serves models alone, so a pool takes what the budget leaves there. A CPU's memory belongs to
-        other programs too: a pool takes _POOL_BYTES, or as much as the weights for _POOL_CONTEXTS whole
-        contexts at most, and one whole context in any case.
+        A GPU only serves models, so the pool takes what the budget leaves. Main memory is shared with other
+        programs: the pool takes _POOL_BYTES, or as much as the weights up to _POOL_CONTEXTS whole contexts,
+        and one whole context in any case.
         """
         config, one = self.config, self._blocks(context)
         asked = config.memory_bytes is not None and not config.memory_is_limit
@@ -176,22 +184,24 @@ class Planner:
         )
 
     def _graphs(self) -> int:
-        """How many there are room for at most."""
+        """Return the maximum number of CUDA graphs to reserve memory for."""
         if self.budget.device == "cpu" or not self.config.cuda_graphs or self.config.overlap is False:
             return 0
         return len(capture_sizes(share(self.max_running, self.stages)))
 
     @property
     def _is_native(self) -> bool:
-        """Whether the C++ kernels compute attention: not in float16."""
+        """True if the C++ kernels compute attention; they do not support float16."""
         return self.budget.native_kernels and self.dtype != "float16"
 
     def _need(self, context: int) -> int:
-        """Bytes to serve one request of this context."""
+        """Return the bytes needed to serve one request of this context."""
         return self.weights + self._workspace(context) + self._blocks(context) * self.block_bytes
 
     def _largest_context(self, limit: int, have: int) -> int:
-        """Whole blocks, 0 if none. Need grows with context, so bisection finds it."""
+        """Return the largest context that fits, in whole blocks; 0 if none. The need grows with the context,
+        so bisection finds it.
+        """
         low, high = 0, limit // self.config.block_size
         while low < high:
             middle = (low + high + 1) // 2
@@ -232,7 +242,9 @@ def _default_max_running(budget: MemoryBudget, config: EngineConfig) -> int:
 
 
 def _default_token_budget(shape: ModelShape, budget: MemoryBudget, max_running: int) -> int:
-    """On a CPU a step of about half a second, so that decoding streams do not stall behind a long prompt."""
+    """Return the default token budget: on a CPU a step of about half a second, so that decoding streams do
+    not stall behind a long prompt.
+    """
     if budget.device == "cuda":
         return max(max_running, 8192 if budget.available >= 40 * GIB else 2048)
     tokens = _STEP_SECONDS * budget.cores * budget.core_flops / (2 * shape.active_params)

@@ -1,4 +1,4 @@
-"""The speed that memory bandwidth and arithmetic peak allow: a bound to show beside what is measured."""
+"""Roofline: upper bounds of speed by memory bandwidth and peak FLOP/s, to show beside measured speeds."""
 
 from llmbox.kernels.quant_formats import Quant
 
@@ -16,9 +16,10 @@ def decode_tokens_per_second(
     context: int = 0,
     quant: Quant | None = None,
 ) -> float:
-    """All `rows` streams together: a step reads every weight once, and the KV of each stream's `context`.
+    """Return the bound of all `rows` streams together: a step reads every weight once, and the KV of each
+    stream's `context`. `bandwidth` is in bytes per second.
 
-    Of experts those that the rows choose, were all of them equally likely.
+    Experts are counted as often as the rows select them, if all of them are equally likely.
     """
     seen = shape.seen(context)
     weight_bytes = (shape.matmul_params - shape.unread_params(rows)) * DTYPE_BYTES[dtype]
@@ -30,9 +31,10 @@ def decode_tokens_per_second(
 
 
 def prefill_tokens_per_second(shape: ModelShape, peak_flops: float, *, prompt: int) -> float:
-    """Mean over a prompt: two operations a parameter, and four a head dimension and visible token.
+    """Return the mean bound over a prompt: two operations per parameter, and four per head dimension and
+    visible token.
 
-    The output projection is left out, as only the last row of a prompt needs it.
+    The output projection is left out, because only the last row of a prompt needs it.
     """
     visible = shape.seen(prompt / 2)
     attention = 4 * shape.layers * shape.heads * shape.head_dim * visible

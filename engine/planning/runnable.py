@@ -1,4 +1,4 @@
-"""Whether a plan can run on the kernels of a machine. No torch: `fit` and `load` both ask here."""
+"""Check that the kernels of a machine can run a plan; `fit` and `load` both use it."""
 
 from dataclasses import dataclass
 
@@ -18,14 +18,14 @@ from .memory_plan import MemoryBudget, MemoryPlan
 
 @dataclass(frozen=True, slots=True)
 class RunnablePlan:
-    """What of a plan decides which kernels it needs."""
+    """Fields of a plan that decide which kernels it needs."""
 
     dtype: str
     kv_dtype: str
     quant: str
     ranks: int = 1
     is_stored: bool = False
-    """Whether the checkpoint holds weights of this format: then no option changes it."""
+    """True if the checkpoint holds weights of this format, which no option can change."""
 
     @classmethod
     def of(cls, plan: MemoryPlan, stored: str | None) -> "RunnablePlan":
@@ -33,14 +33,14 @@ class RunnablePlan:
 
 
 def kernel_site(budget: MemoryBudget, plan: MemoryPlan) -> KernelSite:
-    """Where the ranks of a plan run."""
+    """Return the device properties that select kernels for the ranks of a plan."""
     known = [budget.capabilities[gpu] for gpu in plan.gpus if gpu < len(budget.capabilities)]
     capability = min((each for each in known if each is not None), default=None)
     return KernelSite(device=budget.device, has_native=budget.native_kernels, capability=capability)
 
 
 def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig) -> None:
-    """Raises DeviceError with what to do, where no kernels here run the plan."""
+    """Raise DeviceError, with a remedy, if no kernels on this machine can run the plan."""
     if reason := why_unknown_kernels(site):
         raise DeviceError(reason)
     quant = QUANTS.get(plan.quant)
@@ -68,9 +68,9 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
 
 
 def why_no_drafts(ranks: int, *, overlaps: bool, row_invariant: bool) -> str:
-    """Why an engine would verify no drafts; empty where it would.
+    """Return the reason why an engine cannot verify drafts; empty if it can.
 
-    `overlaps`: steps are launched before the one before is back. `row_invariant`: see `Ops`.
+    `overlaps`: steps are launched before the results of earlier ones. `row_invariant`: see `Ops`.
     """
     if ranks > 1:
         return f"the model runs on {ranks} ranks, which do not verify drafts yet"
