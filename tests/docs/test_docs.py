@@ -43,6 +43,19 @@ def test_links_between_pages_lead_somewhere(page):
         assert (page.parent / target).exists(), target
 
 
+def anchors_of(page):
+    """Anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_to_sections_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)]+)\)", page.read_text("utf-8")):
+        assert anchor in anchors_of(page.parent / target if target else page), f"{target}#{anchor}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_folders_named_in_backticks_exist(page):
     for name in re.findall(r"`((?:app|engine|kernels|ui|packaging|tests)/[\w/.-]+)", page.read_text("utf-8")):
