@@ -94,7 +94,7 @@ def mean_running(round_: Round) -> float | None:
 
 
 _PLAIN: dict[str, Any] = {"speculate": "off"}
-"""What answers happen to repeat is no part of these questions."""
+"""Options without speculation: repetitions in answers are no part of these comparisons."""
 
 
 def _batching(scale: Scale) -> tuple[Variant, Variant]:
@@ -230,7 +230,7 @@ async def compare(
             say(f"{scenario.name}: round {number} of {rounds}" + ("" if number else " (warm-up)"))
     finally:
         for variant in (first, second):
-            with suppress(Exception):  # what failed has been raised already
+            with suppress(Exception):  # the failure has been raised already
                 await asyncio.to_thread(
                     admin.post, "/admin/api/models/unload", {"model": _alias(scenario, variant)}
                 )

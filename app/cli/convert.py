@@ -174,7 +174,7 @@ def _print(report: dict[str, Any], target: Path) -> None:
 
 
 AFTER_ROUNDING = "int8"
-"""What a file of rounded weights becomes unless told: it adds little to the error that they have."""
+"""Default target of a quantized file: it adds little to the error that its weights have."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -223,7 +223,7 @@ def import_gguf(
     _require_file(file)
     try:
         gguf = read_gguf(file.absolute())
-        config_of(gguf)  # what cannot be read is said at once
+        config_of(gguf)  # an unreadable file is reported at once
     except ModelError as error:
         raise CliError("not imported", str(error), "llmbox import --help", Exit.FAILED) from None
     if to == "auto":

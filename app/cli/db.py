@@ -50,7 +50,7 @@ class DatabaseState:
     newest_schema: str | None
     size: int
     rows: dict[str, int]
-    """By table."""
+    """Number of rows by table."""
     findings: list[str]
 
 

@@ -39,7 +39,7 @@ def write_lines(lines: Sequence[str]) -> None:
         return
     import subprocess
 
-    # As git sets it: colours pass, and what fits stays on the screen.
+    # Git's setting: colours pass, and text that fits stays on the screen.
     environ = {"LESS": "FRX", **os.environ}
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):  # q before the end
         subprocess.run(  # noqa: S603 - the user's own pager

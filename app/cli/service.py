@@ -22,9 +22,9 @@ from .root import Command, CommandGroup
 F = TypeVar("F", bound=Callable[..., Any])
 
 BOOTED = Path("/run/systemd/system")
-"""There while systemd runs the machine (sd_booted)."""
+"""Folder that exists while systemd runs the machine (sd_booted)."""
 PROTECTED = ("/home", "/root", "/run/user")
-"""What a hardened service of the machine cannot read."""
+"""Folders that a hardened service of the machine cannot read."""
 FACTS = ("LoadState", "ActiveState", "SubState", "UnitFileState", "MainPID", "StatusText")
 
 

@@ -66,7 +66,7 @@ def _hides(name: str) -> bool:
 
 
 LOG_BYTES = 1_000_000
-"""Of the end of the daemon's log."""
+"""Bytes taken from the end of the daemon's log."""
 NOTE = (
     "Made by llmbox doctor --bundle. It holds versions, settings, findings, the machine, models in memory\n"
     "and the end of the daemon's log. Keys, tokens, prompts and answers are taken out, the request log is\n"

@@ -18,7 +18,7 @@ SYSTEM_FOLDER = Path("/etc/systemd/system")
 _STOP_SLACK = 15
 """Seconds more than the drain that systemd waits before it kills."""
 
-# Also without privileges: these are seccomp filters and process flags.
+# Options that need no privileges: these are seccomp filters and process flags.
 _EVERYWHERE = """\
 UMask=0077
 NoNewPrivileges=yes
@@ -35,7 +35,7 @@ SystemCallFilter=prlimit64 setrlimit sched_setaffinity set_mempolicy mbind setpr
 SystemCallErrorNumber=EPERM
 """
 
-# Of the service manager of the machine: namespaces, devices and capabilities are its to give.
+# Options of the machine's service manager alone: namespaces, devices and capabilities are its to give.
 _SYSTEM = """\
 CapabilityBoundingSet=
 AmbientCapabilities=

@@ -37,7 +37,7 @@ class Bandwidth:
     probed_at: float | None = None
     """Unix seconds; None where the hardware tells it."""
     was_busy: bool = False
-    """Whether other programs wanted the cores when it was probed."""
+    """True if other programs wanted the cores during the probe."""
 
     @classmethod
     def exact(cls, value: float) -> "Bandwidth":

@@ -36,11 +36,11 @@ class Speed:
     one_stream: tuple[float, float]
     all_streams: tuple[float, float]
     streams: int
-    """As many as run at once with a share of the pool each."""
+    """Number of requests that run at once with a share of the pool each."""
     scaling: float = 1.0
-    """Of several ranks against one, sums over the links counted; the numbers above have it."""
+    """Speed of several ranks relative to one, all-reduces included. The rates above include it."""
     sums_bytes: int = 0
-    """That each rank sends for one token."""
+    """Bytes that each rank sends in all-reduces for one token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +52,11 @@ class Fit:
     available: int
     """Bytes free there now; less than the budget when something else runs."""
     plan: MemoryPlan | None
-    """None when it does not fit."""
+    """Memory plan; None when the model does not fit."""
     reason: str
-    """Why not, with numbers; empty when it fits."""
+    """Reason why it does not fit, with numbers; empty when it fits."""
     remedies: tuple[str, ...]
-    """What would make it fit, or fit better."""
+    """Settings with which it would fit, or fit better."""
     notes: tuple[str, ...]
     disk_need: int
     disk_free: int

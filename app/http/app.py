@@ -168,7 +168,7 @@ class App(Litestar):
                     "services": services,
                     "json_depth": limits.json_depth,
                     "stream_buffer_bytes": limits.stream_buffer_bytes,
-                    # As it was at the start: a reload changes the setting, not the sockets.
+                    # The value at the start: a reload changes the setting, not the sockets.
                     "loopback_only": is_loopback(services.settings.server.host),
                 }
             ),

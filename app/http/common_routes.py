@@ -38,7 +38,7 @@ API description         /openapi.json
 Health                  /health, /ready, /metrics, /version
 """
 OLLAMA = "Ollama is running"
-"""What Ollama's clients look for, to the letter."""
+"""Text that Ollama's clients look for, to the letter."""
 
 
 class Health(msgspec.Struct):
@@ -52,7 +52,7 @@ class ModelAnswers(msgspec.Struct):
     state: str
     """`ready`, `loading`, `restarting` or `failed`."""
     cause: str
-    """Why it does not answer; empty where it does."""
+    """Reason why the model does not answer; empty where it does."""
 
 
 class ReadyAnswer(msgspec.Struct):

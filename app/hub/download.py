@@ -23,7 +23,7 @@ T = TypeVar("T")
 State = Literal["checking", "downloading", "paused", "ready", "failed", "cancelled"]
 
 FitCheck = Callable[[Any], str]
-"""From a ModelConfig to why it does not fit; empty when it does."""
+"""Function from a ModelConfig to the reason why it does not fit; empty when it does."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +33,7 @@ class Download:
     """
 
     model: str
-    """As it was asked for: `org/name` or `org/name@revision`."""
+    """Name as it was requested: `org/name` or `org/name@revision`."""
     repo: str
     revision: str | None
     anyway: bool = False
@@ -44,7 +44,7 @@ class Download:
     error: HubError | None = None
     files: dict[RepoFile, TransferProgress] = field(default_factory=dict)
     etags: list[str] = field(default_factory=list)
-    """Of `files`, known even after a restart."""
+    """Etags of `files`, known even after a restart."""
     stop: threading.Event = field(default_factory=threading.Event)
     cut: Callable[[], None] = lambda: None
     """Ends what waits for the hub, once `stop` is set."""
@@ -52,7 +52,7 @@ class Download:
     """Threads that fetch its files, until they have ended."""
     started_at: float = field(default_factory=time.time)
     ended_at: float | None = None
-    """When it failed, Unix seconds."""
+    """Time of the failure, Unix seconds."""
     message: str = ""
     """The last thing that went wrong and was overcome."""
     rate: float | None = None

@@ -101,7 +101,9 @@ PATIENCE = 2.0
 REMEMBERED = 50
 """Finished downloads kept in the list."""
 FORGET_S = 3600.0
-"""After which a failed download that fetched nothing, as of a name that does not exist, leaves the list."""
+"""Seconds after which a failed download that fetched nothing, as of a name that does not exist, leaves the
+list.
+"""
 
 
 class Downloads:

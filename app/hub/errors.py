@@ -8,7 +8,7 @@ from email.message import Message
 from ..errors import Exit, LlmboxError
 
 Headers = Mapping[str, str] | Message
-"""Whose keys know no case."""
+"""Headers with case-insensitive keys."""
 
 EXIT_OF_CODE = {
     "hub_unreachable": Exit.NETWORK,

@@ -100,7 +100,7 @@ class HubResponse:
     start: int
     total: int | None
     etag: str | None
-    """As the hub itself named the content, before any redirect."""
+    """Etag that the hub itself sent, before any redirect."""
 
 
 class Web:

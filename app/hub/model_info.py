@@ -32,13 +32,13 @@ class ModelFacts:
     name: str
     config: ModelConfig
     stored_bytes: int
-    """Of the weights in the files."""
+    """Bytes of the weights in the files."""
     stored_params: int
     """Counted from the headers; a copy of a tied matrix not counted."""
     disk_bytes: int
-    """Of all files that serving needs."""
+    """Bytes of all files that serving needs."""
     missing_bytes: int
-    """Of those, what is not on this disk."""
+    """Bytes of `disk_bytes` that are not on this disk."""
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ class Removable:
     folder: Path
     repo: Repo | None
     commit: str | None = None
-    """One revision only."""
+    """Commit, where one revision only is removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Removed:
     name: str
     freed: int
     forgotten: bool
-    """Its files stay: they were adopted, not fetched."""
+    """True for adopted files, which stay."""
 
 
 def find_removable(name: str, environ: Mapping[str, str], names: NameLookup) -> Removable:

@@ -233,7 +233,7 @@ def _translated(error: Exception, web: Web, what: str) -> HubError:
         )
     if isinstance(error, ValueError | KeyError | TypeError):
         return HubError("hub_error", f"the hub answers nonsense for {what}", type(error).__name__, retry=True)
-    return errors.unreachable(web.endpoint, error)  # of the HTTP library that their client uses
+    return errors.unreachable(web.endpoint, error)  # an error of the HTTP library that the hub's client uses
 
 
 def _is_wanted(name: str) -> bool:

@@ -26,11 +26,11 @@ class Hit:
     gated: bool
     fits: Literal["yes", "no", "unsupported", "unknown"]
     context: int | None
-    """What it would be served with."""
+    """Context length that the model would be served with."""
     memory: int | None
     """Bytes that it would take."""
     detail: str
-    """Why not."""
+    """Reason why it would not run."""
 
 
 def search(hub: Hub, text: str, limit: int, planner: Planner) -> list[Hit]:

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 KEY_VARIABLE = "LLMBOX_API_KEY"
-"""Where clients that can read a variable find the key: no file of theirs then holds a secret."""
+"""Environment variable of the key, for clients that can read one: no file of theirs then holds a secret."""
 NO_KEY = "none-needed"
-"""Most clients refuse an empty key; one that is not of ours is not looked at where none is needed."""
+"""Placeholder key: most clients refuse an empty one, and the daemon ignores keys that are not its own where
+none is needed.
+"""
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 
 
@@ -35,15 +37,15 @@ class Guide:
     needs: str = CHAT
     """The route without which this client cannot work."""
     file: Callable[[Mapping[str, str]], Path] | None = None
-    """Where its settings are, for an environment; None where there is no file that could be written."""
+    """Path of its settings, for an environment; None where there is no file that could be written."""
     kind: Literal["json", "toml", "yaml"] = "json"
     settings: Callable[[Endpoint], dict[str, Any]] | None = None
-    """What belongs into the file."""
+    """Content of the file."""
     environment: Callable[[Endpoint], dict[str, str]] = field(default=lambda _: {})
     run: Callable[[Endpoint], str]
-    """What to do next."""
+    """Text of the next step."""
     agent: bool = False
-    """It works by calling tools, and fills a long context."""
+    """True for a program that works by calling tools, and fills a long context."""
 
 
 def key_or_none(at: Endpoint) -> str:

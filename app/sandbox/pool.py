@@ -24,15 +24,15 @@ from ..errors import ApiError
 ATTEMPT_SECONDS = 1.2
 TOTAL_SECONDS = 2.0
 START_SECONDS = 10.0
-"""For a new worker to come up: a tenth of a second, but not on a machine that is short of processors."""
+"""Time for a new worker to come up: a tenth of a second, but not on a machine that is short of processors."""
 LONGEST_SECONDS = 60.0
-"""For anything, also where others have every core."""
+"""Longest wait of any kind, also where others have every core."""
 MUCH_CPU = 0.1
 """Ordinary jobs take some milliseconds."""
 MOST_WAITING = 2048
 """Jobs that wait for a worker; one more is refused."""
 WAIT_SECONDS = 30.0
-"""For a worker to become free."""
+"""Time to wait for a free worker."""
 _TICK = 0.1
 _TOO_EXPENSIVE = "it takes more than 1 s of computing"
 

@@ -54,7 +54,7 @@ class Chat:
 _LONGEST = 1024
 """Characters of an added token."""
 _Trie = dict[str, "_Trie"]
-"""By the next character; the empty text marks an end."""
+"""Children by the next character; the empty text marks an end."""
 
 
 class ControlTokens:
@@ -161,7 +161,7 @@ def _job(
 ) -> tuple[SpecialTokenMarkers, bytes]:
     spoken = json.dumps([chat.messages, chat.tools, chat.template_kwargs], ensure_ascii=False)
     markers = SpecialTokenMarkers.absent_from(template + spoken)
-    # What the model itself wrote earlier may hold tokens such as </think>, which templates look for.
+    # Earlier answers of the model may hold tokens such as </think>, which templates look for.
     messages = [control.mark(m, markers, every=m["role"] != "assistant") for m in chat.messages]
     if chat.continue_final_message:
         messages[-1]["content"] += markers.tail + " "

@@ -17,7 +17,7 @@ class FimTokens:
     prefix: str
     suffix: str
     middle: str
-    """Empty: the prefix is the last part, and the gap follows it."""
+    """Mark before the gap. Empty: the prefix is the last part, and the gap follows it."""
     suffix_first: bool = False
 
 

@@ -138,7 +138,7 @@ class OutputParser:
         self._place: _Place = begins[thinking]
         self._held = ""
         self._written = ""
-        """How the call that is being read began."""
+        """Beginning of the call that is being read."""
         self._lead = self.thought  # white space at the beginning of this part is layout
         self._first = True
 

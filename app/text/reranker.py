@@ -36,9 +36,11 @@ ANSWERS: Final = ("yes", "no")
 @dataclass(frozen=True, slots=True)
 class Reranker:
     rows: Sequence[Sequence[float]]
-    """What the last state of a text is multiplied with: the row of scores, or those of "yes" and "no"."""
+    """Weights for the last hidden state of a text: the classifier's row, or the head's rows of "yes" and
+    "no".
+    """
     scale: float = 1.0
-    """Of logits, and then: logits x count as cap * tanh(x / cap)."""
+    """Logit scale, applied first; then the logit softcap: cap * tanh(x / cap)."""
     cap: float | None = None
 
     def score(self, pooled: bytes) -> float:

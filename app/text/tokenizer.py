@@ -47,7 +47,7 @@ class TextModel:
     """
 
     tokenizer: Tokenizer
-    """Its vocabulary. Texts are encoded by `encoder`."""
+    """Vocabulary of the model. Texts are encoded by `encoder`."""
     encoder: TextEncoder | WalledEncoder
     tokens: TokenBytes
     control: ControlTokens
@@ -57,9 +57,9 @@ class TextModel:
     generation_defaults: dict[str, float]
     """Used where a request leaves a field absent."""
     warnings: tuple[str, ...] = ()
-    """What of its files is not believed, and what will not work."""
+    """Ignored declarations in the model's files, and features that will not work."""
     system: str | None = None
-    """Of an alias: said first where a conversation has no system message."""
+    """System prompt of an alias, used where a conversation has no system message."""
 
     @property
     def vocab_size(self) -> int:

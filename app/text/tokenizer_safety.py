@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 MOST_STEPS: Final = 16
 MOST_GROWTH: Final = 4.0
-"""Of a text by all replacements of one part together."""
+"""Bound on the growth of a text by all replacements of one part together."""
 MOST_ADDED: Final = 65_536
 LONGEST_ADDED: Final = 128
 """Characters of an added token, and of anything that a step inserts."""

@@ -25,14 +25,14 @@ from .text_encoder import SpecialTokenMarkers, TokenizeError
 
 T = TypeVar("T")
 CPU_SECONDS: Final = 5.0
-"""For one request, and for loading the file."""
+"""CPU time for one request, and for loading the file."""
 SILENCE_SECONDS: Final = 60.0
-"""For all texts of a request, on a machine where others have every core."""
+"""Time for all texts of a request, on a machine where others have every core."""
 WAIT_SECONDS: Final = 30.0
-"""For the requests before."""
+"""Time to wait for the requests before."""
 MEMORY_BYTES: Final = 1 << 30
 MEMORY_PER_BYTE: Final = 16
-"""Of tokenizer.json."""
+"""Bytes of memory for each byte of tokenizer.json."""
 
 
 class WalledEncoder:
@@ -170,5 +170,5 @@ def _cause_of_death(status: int, error: OSError) -> str:
 def _close(pipe: IO[bytes]) -> None:
     try:
         pipe.close()
-    except OSError:  # what was not written yet
+    except OSError:  # bytes that were not written yet
         return

@@ -32,7 +32,7 @@ _STATUS = {
 class Keys(Struct):
     keys: list[KeyView]
     usage: dict[str, KeyUsage]
-    """By the key's name, as far back as the request log goes."""
+    """Usage by the key's name, as far back as the request log goes."""
 
 
 class NewKey(Struct):

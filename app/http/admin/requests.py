@@ -98,7 +98,7 @@ class StoredOfKey(Struct, kw_only=True):
     """Stored answers of one key. Times are Unix seconds."""
 
     key: str
-    """Its name; empty for callers without one."""
+    """Name of the key; empty for callers without one."""
     kind: Kind
     answers: int
     size: int

@@ -20,12 +20,12 @@ class Model(Struct, kw_only=True):
     ref: str
     """Finds the model again: `builtin`, a Hub id or a directory."""
     chat: bool
-    """Whether it has a chat template."""
+    """True if the model has a chat template."""
     options: dict[str, Scalar]
     asked: dict[str, Scalar] = field(default_factory=dict)
-    """Of `options`, those that its load named; the others come from the settings."""
+    """Options that the load named; the other `options` come from the settings."""
     warnings: list[str] = field(default_factory=list)
-    """What of its files is not believed, and what will not work."""
+    """Ignored declarations in the model's files, and features that will not work."""
     error_code: str | None = None
     retry_s: int | None = None
     """Seconds until a failed model's engine is started again; null where it is not."""
@@ -70,7 +70,7 @@ class PinRequest(Struct, forbid_unknown_fields=True):
 
 class UnloadRequest(Struct, forbid_unknown_fields=True):
     model: str | None
-    """None unloads all."""
+    """Model to unload. None unloads all."""
 
 
 class Unloaded(Struct):
@@ -152,7 +152,7 @@ class Requests(Struct):
     dropped: int
     """Rows that never reached the disk."""
     problem: str = ""
-    """Why `requests` is empty, where the log cannot be read."""
+    """Reason why `requests` is empty, where the log cannot be read."""
 
 
 class PurgeRequest(Struct, forbid_unknown_fields=True):

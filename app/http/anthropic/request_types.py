@@ -118,7 +118,7 @@ class ToolParam(Struct, kw_only=True):
     type: str | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
-    """Not offered until a `tool_reference` names it."""
+    """Offered only once a `tool_reference` names it."""
     input_examples: list[dict[str, Any]] | None = None
     """Shown to the model with the description."""
     eager_input_streaming: NoEffect = None
@@ -198,7 +198,7 @@ class CountTokensRequest(Struct, kw_only=True):
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
     max_tokens: Count
-    """At most so many; fewer where the context ends first."""
+    """Upper bound of the answer's tokens; fewer where the context ends first."""
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None

@@ -41,13 +41,15 @@ class Access(Enum):
     SIGN_IN = "sign_in"
     """The way in, and the panel's files: no data of anybody."""
     KNOWN = "known"
-    """What every client needs: which models, whether we are ready, the API's description."""
+    """Routes that every client needs: models, readiness, the API's description."""
     READ = "read"
     """State without content: metrics."""
     INFER = "infer"
     """Work for an engine; refused while draining."""
     STORED = "stored"
-    """What the caller itself had stored: no work for an engine, so neither counted nor refused in a drain."""
+    """Routes for what the caller had stored: no work for an engine, so neither counted nor refused in a
+    drain.
+    """
     ADMIN = "admin"
     """Changes the daemon or shows requests."""
     PAGE = "page"

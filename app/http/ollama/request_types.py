@@ -33,7 +33,9 @@ class Options(Struct, kw_only=True):
     seed: Seed | None = None
     stop: str | list[str] | None = None
     num_predict: Annotated[int, Meta(ge=-2, lt=2**31)] | None = None
-    """At most so many: an answer ends with the context. Below 1: what the context leaves."""
+    """Upper bound of the answer's tokens: an answer ends with the context. Below 1: what the
+    context leaves.
+    """
     num_ctx: NoEffect = None
     """The window is that of the load."""
     repeat_last_n: NoEffect = None
@@ -85,7 +87,7 @@ class Common(Struct, kw_only=True):
     """Absent: true, as with Ollama."""
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool | None = None
-    """Of each token of the answer."""
+    """Log-probabilities of each token of the answer."""
     top_logprobs: TopLogprobs | None = None
     truncate: NoEffect = None
     """Prompts are never cut."""
@@ -124,7 +126,7 @@ class GenerateRequest(Common, kw_only=True):
 class EmbedCommon(Struct, kw_only=True):
     model: Name
     options: dict[str, Any] | None = None
-    """They have no effect."""
+    """Options of the model. They have no effect."""
     keep_alive: float | str | None = None
 
 
@@ -133,7 +135,7 @@ class EmbedRequest(EmbedCommon, kw_only=True):
 
     input: str | list[str] | None = None
     truncate: bool | None = None
-    """Of a text over the context only its beginning counts. Absent: it is refused."""
+    """Cut a text over the context to its beginning. Absent: such a text is refused."""
     dimensions: Count | None = None
 
 

@@ -41,9 +41,9 @@ class Running(Struct, kw_only=True):
     digest: str
     details: Details
     expires_at: str
-    """When it leaves memory if no request comes; centuries ahead for one that stays."""
+    """Time when the model leaves memory if no request comes; centuries ahead for one that stays."""
     size_vram: int
-    """Of `size`, bytes on GPUs."""
+    """Bytes of `size` that are on GPUs."""
     context_length: int
     """Tokens of prompt and answer together."""
 

@@ -22,7 +22,7 @@ from .stored import services_and_owner
 
 _PATH = "/v1/batches"
 MOST_REQUESTS = 50_000
-"""As at OpenAI."""
+"""OpenAI's limit."""
 _READ_AT_ONCE = 64
 _UNANSWERED = {
     "expired": ("batch_expired", "This request was not answered before the batch's time was over."),

@@ -25,7 +25,7 @@ from .sampling import invalid, public_id
 from .unsupported import refuse_unsupported
 
 MAX_INPUTS: Final = 2048
-"""As with OpenAI."""
+"""OpenAI's limit."""
 
 
 @dataclass(frozen=True, slots=True)

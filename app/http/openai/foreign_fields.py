@@ -65,7 +65,7 @@ _ONLY_WITH: Final = {
     "repeat_last_n": ("repeat_penalty", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     "repetition_penalty_range": ("repetition_penalty", "presence_penalty", "frequency_penalty"),
 }
-"""Without one of these they change nothing."""
+"""Fields that change an answer only beside one of these."""
 _NO_PENALTY: Final = (None, 0, 1)
 
 

@@ -16,7 +16,7 @@ from .response_types import (
 )
 
 LOWEST = -9999.0
-"""What stands for minus infinity, which JSON does not have (OpenAI's value)."""
+"""Stand-in for minus infinity, which JSON does not have (OpenAI's value)."""
 
 
 def token_label(data: bytes, prefix: str = "") -> str:

@@ -46,7 +46,7 @@ class Score(Struct, kw_only=True):
     index: int
     object: Literal["score"] = "score"
     score: float
-    """Of a reranker or a chat model, from 0 to 1; of a model for vectors the cosine, from -1 to 1."""
+    """Relevance from 0 to 1 of a reranker or a chat model; cosine from -1 to 1 of an embedding model."""
 
 
 class ScoreList(Struct, kw_only=True):
@@ -114,7 +114,7 @@ class PoolingList(Struct, kw_only=True):
 class ScoreCall:
     generation: Generation
     judge: Reranker | None
-    """None: by the vectors of both texts, those of `text_1` first."""
+    """Reranker. None: the score is the cosine of both texts' vectors, those of `text_1` first."""
     pairs: list[tuple[int, int]]
     """Places of both texts among the vectors."""
 

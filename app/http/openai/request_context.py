@@ -39,7 +39,7 @@ class RequestContext:
     caller: Identity
     plain: dict[str, Any]
     body: bytes = b""
-    """As it was sent."""
+    """Body as it was sent."""
     arrived: float = field(default_factory=time.monotonic)
 
     @classmethod

@@ -67,7 +67,7 @@ class ResponseFormat(Struct, kw_only=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     schema: dict[str, Any] | None = None
-    """With `json_object`, as llama.cpp takes it."""
+    """JSON schema beside `json_object`, as llama.cpp takes it."""
 
 
 class StructuredOutputs(Struct, kw_only=True):
@@ -312,13 +312,13 @@ class RerankRequest(Struct, kw_only=True):
     documents: list[str | RerankDocument]
     model: Name | None = None
     top_n: Count | None = None
-    """So many of the best; absent: all."""
+    """Number of best documents to return; absent: all."""
     return_documents: bool | None = None
     """Absent: yes."""
     instruction: str | None = None
-    """What the model judges documents by, where it reads one."""
+    """Task for the judgement, for models that read one."""
     max_tokens_per_doc: Count | None = None
-    """Of each document only so many tokens count, the first ones."""
+    """Number of tokens of each document that count, the first ones."""
     priority: Priority | None = None
     cache_salt: Salt | None = None
     request_id: RequestId | None = None

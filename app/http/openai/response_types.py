@@ -108,7 +108,7 @@ class ChatMessage(Struct, kw_only=True):
     annotations: list[Any] = field(default_factory=list)
     tool_calls: list[ChatToolCall] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    """What the model thought before it answered, where it does that; `reasoning` is the same."""
+    """Reasoning before the answer, for models that write it; `reasoning` is the same."""
     reasoning: str | UnsetType = UNSET
 
 
@@ -183,7 +183,7 @@ class ChatChunk(Extras, kw_only=True):
     usage: CompletionUsage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    """With the first tokens."""
+    """Log-probabilities of the prompt, sent with the first tokens."""
 
 
 class CompletionChoice(Struct, kw_only=True):
@@ -216,7 +216,9 @@ class Model(Struct, kw_only=True):
     created: int
     owned_by: Literal["llmbox"] = "llmbox"
     context_window: int
-    """Longest prompt + output, in tokens: a promise while it is loaded, else what it would have alone."""
+    """Longest prompt + output in tokens: a promise while the model is loaded, else what it would
+    have alone.
+    """
     max_model_len: int
     """The same, under vLLM's name."""
     state: Literal["loaded", "loading", "on_disk"] = "loaded"
@@ -256,9 +258,9 @@ class RankedDocument(Struct):
 
 class Ranked(Struct, kw_only=True):
     index: int
-    """Of the document among those that were sent."""
+    """Place of the document among those that were sent."""
     relevance_score: float
-    """From 0 to 1."""
+    """Relevance from 0 to 1."""
     document: RankedDocument | UnsetType = UNSET
 
 

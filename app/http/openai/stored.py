@@ -76,8 +76,8 @@ def services_and_owner(request: HttpRequest) -> tuple[Services, str]:
 
 
 NOT_STORED = "The answer could not be stored: too much waits for the disk."
-_TOKEN_BYTES, _LOGPROB_BYTES = 16, 2000  # of a token in an answer, about
-_MOST_PAIRS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512  # as OpenAI has them
+_TOKEN_BYTES, _LOGPROB_BYTES = 16, 2000  # estimated, for each token of an answer
+_MOST_PAIRS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512  # OpenAI's limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,7 @@ class Calls:
     tools: Sequence[dict[str, Any]]
     syntax: ToolSyntax
     inputs: Mapping[str, list[Grammar]]
-    """What calls of custom tools with a grammar follow, by their names."""
+    """Grammars of the inputs of custom tools, by their names."""
     forced: bool
     several: bool
 

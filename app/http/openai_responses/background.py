@@ -23,7 +23,7 @@ class LiveResponse:
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
         self._events: list[bytes] = []
-        """By their sequence numbers."""
+        """Events by their sequence numbers."""
         self._ended = False
         self._more = asyncio.Event()
 

@@ -25,7 +25,7 @@ _NAMES = {
 }
 _KEPT_ROLES = ("system", "developer")
 _ANSWER_SHARE = 4
-"""Where no length is asked for, truncation leaves a quarter of the context for the answer."""
+"""Divisor of the context: truncation leaves a quarter for an answer without a requested length."""
 
 
 async def prepare_response(

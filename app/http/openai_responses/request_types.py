@@ -141,7 +141,9 @@ class PromptFields(Struct, kw_only=True):
     previous_response_id: Name | None = None
     conversation: Name | ConversationReference | None = None
     tools: list[dict[str, Any]] | None = None
-    """Of type `function`, `custom` and `namespace`; of others, only those that a model may do without."""
+    """Tools of type `function`, `custom` and `namespace`; of other types only those that a model may do
+    without.
+    """
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -176,7 +178,7 @@ class ResponseRequest(PromptFields, kw_only=True):
     store: bool | None = None
     background: bool | None = None
     max_tool_calls: Count | None = None
-    """Of tools that a server runs: there are none here."""
+    """Bound on calls of tools that a server runs: there are none here."""
     prompt: Later = None
     context_management: Never = None
     moderation: Never = None

@@ -63,7 +63,7 @@ class ResponseObject(Struct, kw_only=True):
     conversation: dict[str, str] | None = None
     service_tier: Literal["default"] = "default"
     store: bool = False
-    """Whether it can be had again: otherwise nothing of it is kept."""
+    """True if the response can be retrieved later: otherwise it is not kept."""
     truncation: Literal["auto", "disabled"] = "disabled"
     top_logprobs: int = 0
     max_tool_calls: int | None = None

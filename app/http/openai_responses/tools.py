@@ -21,7 +21,7 @@ Placed = tuple[str, dict[str, Any]]
 """An item with its place in the request."""
 _JOINT: Final = "__"
 _DISPENSABLE: Final = ("web_search", "image_generation", "tool_search")
-"""What agents offer in every request, beginnings of types: a model without them answers all the same."""
+"""Beginnings of tool types that agents offer in every request: a model without them answers all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ResponseTool:
 @dataclass(slots=True)
 class Toolbox:
     chat: list[dict[str, Any]] = field(default_factory=list)
-    """As a chat takes them."""
+    """Tools in the chat's form."""
     warnings: list[str] = field(default_factory=list)
     _by_name: dict[str, ResponseTool] = field(default_factory=dict)
 

@@ -88,7 +88,7 @@ _PREFIXES = {
     "compaction": "cmp",
 }
 _ITEM_BYTES = 16
-"""Of a token in an answer, about."""
+"""Stored bytes of one answer token, estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class ConversationTarget:
     owner: str
     id: str
     items: Sequence[dict[str, Any]]
-    """Of the request."""
+    """Items of the request."""
     size: int
 
     def append(self, output: Sequence[dict[str, Any]], tokens: int) -> bool:

@@ -31,7 +31,7 @@ class PreparedResponse:
 
 
 CUTS = "_cuts"
-"""Beside a stored response: `ItemWriter.cuts`."""
+"""Key beside a stored response: `ItemWriter.cuts`."""
 
 
 def run(events: Iterator[Event]) -> None:
@@ -52,7 +52,7 @@ class Writer:
         self._parser = prepared.chat.parsing.parser()
         self._items = ItemWriter(prepared.chat.generation.id)
         self._entries: list[TokenEntry] = []
-        """Of tokens whose text was not told yet."""
+        """Entries of tokens whose text was not sent yet."""
 
     def begin(self) -> Iterator[Event]:
         for name in ("created", "in_progress"):

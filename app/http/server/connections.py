@@ -45,7 +45,7 @@ class ConnectionLimiter:
         self._open: dict[Evictable, str] = {}
         self._counts: dict[str, int] = {}
         self._idle: dict[str, OrderedDict[Evictable, float]] = {}
-        """By address, the longest idle first, with the time since when."""
+        """Idle connections by address, the longest idle first, with the time since when."""
 
     def admit(self, connection: Evictable, host: str) -> bool:
         """Count a new, idle connection. False when it must be refused; it is not counted then."""

@@ -35,12 +35,14 @@ _UNPACED = frozenset({"/", "/health", "/ping", "/ready"})
 """Cheap, and asked to learn whether the daemon still answers."""
 _UPLOAD_TYPE = b"multipart/form-data"
 _UPLOAD_ROUTES = frozenset({"/v1/files"})
-"""They take files, which may be larger than other bodies."""
+"""Routes that take files, which may be larger than other bodies."""
 _UNTYPED_ROUTES = "/api/"
 """Ollama's, whose clients and examples name no type. From a web page they need one, as all routes do."""
 _MORE_HEADERS = "more_headers"
 _PAGE_REFERRER = (b"referrer-policy", b"same-origin")
-"""Under no-referrer a browser would post our own forms with `Origin: null`, as if from a foreign page."""
+"""Referrer policy of pages. Under no-referrer a browser would post our own forms with `Origin: null`, as if
+from a foreign page.
+"""
 _SECURITY = [
     (
         b"content-security-policy",

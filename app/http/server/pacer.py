@@ -18,7 +18,7 @@ class RequestPacer:
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._started = 0
-        """In this turn of the loop; 0: none since the last one."""
+        """Number of requests started in this turn of the loop; 0: none since the last one."""
 
     async def turn(self) -> None:
         """Wait until this request may start."""

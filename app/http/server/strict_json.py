@@ -16,7 +16,9 @@ from ...errors import ApiError
 T = TypeVar("T")
 
 _MAX_KEYS, _MAX_VALUES = 50_000, 300_000
-"""Of a whole body: one call of the parser holds the interpreter lock (measured: 1 s per 1,000,000 keys)."""
+"""Bounds of a whole body: one call of the parser holds the interpreter lock (measured: 1 s per 1,000,000
+keys).
+"""
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[]{}:,'))
 _OPENING = frozenset(b"[{")
 _MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
