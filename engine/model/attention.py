@@ -1,6 +1,6 @@
 """Attention over the paged KV cache.
 
-T rows, E hidden, H query heads, G kv heads (of this rank), D head dim, n = H + G heads that are rotated.
+T rows, E hidden, H query heads and G kv heads of this rank, D head dim, n = H + G heads that RoPE rotates.
 """
 
 import torch
@@ -16,11 +16,13 @@ from .norm import norm_weight
 
 
 class Attention:
+    """Grouped-query attention with RoPE, optional per-head QK-norm, sliding window and logit softcap."""
+
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, ops: Ops) -> None:
         self.rank = rank = weights.rank
         self.ops = ops
         self.layer = layer - rank.layout.layers(config.num_layers).start
-        """In the KV cache, which holds the layers of this stage."""
+        """Index in the KV cache, which holds the layers of this stage."""
         heads, kv_heads = rank.part(config.num_heads), rank.layout.kv_heads(config.num_kv_heads)
         self.heads, self.kv_heads, self.head_dim = heads.size, kv_heads.size, config.head_dim
         self.scale = config.scales.attention or config.head_dim**-0.5
@@ -28,7 +30,7 @@ class Attention:
         self.eps = config.rms_norm_eps
         self.window = config.windows[layer]
         self.rope = config.layer_ropes[layer]
-        """Which of the model's tables of angles."""
+        """Index of this layer's RoPE table."""
         self._order = config.ropes[self.rope].order(config.head_dim)
         q, kv = rows_of(heads, self.head_dim), rows_of(kv_heads, self.head_dim)
         self.qkv = weights.linear(
@@ -41,13 +43,13 @@ class Attention:
         self.output = weights.linear({"o_proj": ShardSlice.whole(config.hidden_size)}, q, bias=config.o_bias)
 
     def _rows_in_order(self, order: tuple[int, ...]) -> tuple[int, ...]:
-        """Of queries and keys; values stay as they are."""
+        """Return the row order of the stacked linear: query and key heads reordered, values as stored."""
         heads, width = self.heads + self.kv_heads, self.head_dim
         turned = [head * width + dim for head in range(heads) for dim in order]
         return (*turned, *range(heads * width, (heads + self.kv_heads) * width))
 
     def _qk_norm(self, config: ModelConfig, weights: Weights) -> Tensor:
-        """One weight row a head: queries and keys are normed in one operation."""
+        """Stack one norm weight per head, so that queries and keys are normed in one operation."""
         q_D = norm_weight(config, weights, "q_norm", self.head_dim)
         k_D = norm_weight(config, weights, "k_norm", self.head_dim)
         if self._order is not None:
@@ -55,7 +57,7 @@ class Attention:
         return torch.cat((q_D.expand(self.heads, -1), k_D.expand(self.kv_heads, -1)))
 
     def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
-        """What `Rank.add_norm` takes."""
+        """Return partial results for `TensorParallel.add_norm`, [T, E]."""
         ops, plan = self.ops, forward.plans[self.window]
         qkv = ops.linear(self.qkv, x_TE).view(len(x_TE), -1, self.head_dim)
         q_THD = self._turned_and_written(qkv, forward, plan)
@@ -63,7 +65,7 @@ class Attention:
         return self.rank.partial(ops, self.output, out, x_TE.shape[1])
 
     def _turned_and_written(self, qkv: Tensor, forward: ForwardContext, plan: AttentionPlan) -> Tensor:
-        """Queries, after keys and values are in the cache: [T, H + 2 G, D] -> [T, H, D]."""
+        """Apply QK-norm and RoPE, write KV to the cache: [T, H + 2 G, D] -> queries [T, H, D]."""
         ops, rotated = self.ops, self.heads + self.kv_heads
         angles = forward.cos_ATD[self.rope], forward.sin_ATD[self.rope]
         if ops.rotate_and_write is not None:
@@ -101,8 +103,10 @@ class FullWidthQKNormAttention(Attention):
         return q_THD
 
     def _normed(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, (H + 2 G) D] -> queries and keys. Of one width they are normed at once: two results of one
-        operation and shape may be one place in memory.
+        """Norm queries and keys: [T, (H + 2 G) D] -> [T, H, D], [T, G, D].
+
+        Those of one width are normed in one operation: two results of the same operation and shape may share
+        one scratch buffer.
         """
         tokens, q, k = len(rows), len(self.q_norm), len(self.k_norm)
         if self.both_norms is not None:

@@ -1,7 +1,7 @@
-"""What a decoder asks of its layers, and the layer that most architectures have.
+"""Decoder layers with pre-norm, post-norm and sandwich norm, behind one interface.
 
-T rows of the step, E hidden. Between layers a row is two parts: the sum of what all layers have added so far,
-which grows in place, and what the last one has yet to add. So the next norm can add and norm at once.
+Between layers a row has two parts: the residual, which grows in place, and the last layer's output, not added
+yet. So the next norm can add and norm in one operation. T rows of the step, E hidden.
 """
 
 from collections.abc import Callable
@@ -18,35 +18,35 @@ from .forward_context import ForwardContext
 from .norm import norm_weight
 
 MLP = Callable[[Tensor], Tensor]
-"""From the layer's rows to what `Rank.add_norm` takes."""
+"""Maps the layer's rows [T, E] to partial results for `TensorParallel.add_norm`."""
 
 
 class DecoderBlock(Protocol):
-    """Layers of one model are of one class: each takes from `added_TE` what the one before gave."""
+    """Interface of a layer. Layers of one model have one class: `added_TE` is the previous layer's output."""
 
     def first(self, residual_TE: Tensor) -> Tensor:
-        """X of `__call__`, where nothing is to be added."""
+        """Return the input of `__call__` of the model's first layer: there is no output to add yet."""
         ...
 
     def enter(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
-        """X of `__call__`, from what the layer before gave, which is added to `residual_TE` in place."""
+        """Add the previous layer's output to `residual_TE` in place and return the input of `__call__`."""
         ...
 
     def resume(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
-        """As `enter`, of what is `complete`."""
+        """Do as `enter` for a `complete` output: one that came from the previous pipeline stage."""
         ...
 
     def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: ForwardContext) -> Tensor:
-        """What is yet to be added to `residual_TE`, which has grown by the attention's part."""
+        """Add the attention's output to `residual_TE` in place; return the MLP's output, not added yet."""
         ...
 
     def complete(self, added_TE: Tensor) -> Tensor:
-        """What `__call__` gave, as one rank alone would have it."""
+        """Finish the all-reduce of an output of `__call__`."""
         ...
 
 
 class PreNormBlock:
-    """Rows are normed before attention and MLP."""
+    """`DecoderBlock` with norms before attention and MLP."""
 
     def __init__(
         self, config: ModelConfig, weights: Weights, ops: Ops, attention: Attention, mlp: MLP
@@ -77,7 +77,10 @@ class PreNormBlock:
 
 
 class PostNormBlock:
-    """A `Layer` whose attention and MLP read the sum of all before as it is. What it gives is `complete`."""
+    """`DecoderBlock` with norms after attention and MLP, which read the residual as it is.
+
+    Its output is `complete`: the norm needs the all-reduced sum.
+    """
 
     def __init__(
         self, config: ModelConfig, weights: Weights, ops: Ops, attention: Attention, mlp: MLP
@@ -94,7 +97,7 @@ class PostNormBlock:
         return residual_TE
 
     def enter(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
-        # The norm is not wanted: it comes with the sum, and reads nothing more than that does.
+        # Only the addition is needed: the norm comes with it and reads no more memory.
         self.ops.add_rms_norm(added_TE, residual_TE, self.after_attention_E, self.eps)
         return residual_TE
 
@@ -113,7 +116,10 @@ class PostNormBlock:
 
 
 class SandwichNormBlock:
-    """A `Layer`. What it gives is normed, so it is summed over the ranks already."""
+    """`DecoderBlock` with norms before and after attention and MLP.
+
+    Its output is `complete`: the last norm needs the all-reduced sum.
+    """
 
     def __init__(
         self, config: ModelConfig, weights: Weights, ops: Ops, attention: Attention, mlp: MLP

@@ -1,4 +1,4 @@
-"""The skeleton that all architectures here share: embedding, layers, norm, head.
+"""Decoder-only transformer that all architectures share: embedding, layers, final norm, head.
 
 T rows of the step, R rows whose logits are wanted, E hidden, V vocabulary.
 """
@@ -17,11 +17,15 @@ from .forward_context import ForwardContext
 from .norm import norm_weight
 
 MakeLayer = Callable[[int, Weights], DecoderBlock]
-"""From a layer's number and its weights."""
+"""Builds a layer from its index and its weights."""
 
 
 class Decoder:
-    """Takes every tensor of its part of the checkpoint from `source`, or raises ModelError."""
+    """This rank's shard of the model: the layers of its pipeline stage, their tensor-parallel slices.
+
+    The constructor reads every tensor of the shard from `source`. It raises ModelError for a missing or
+    unused one.
+    """
 
     def __init__(self, config: ModelConfig, source: WeightSource, make_layer: MakeLayer) -> None:
         self.config = config
@@ -67,9 +71,9 @@ class Decoder:
         return norm_E, weights.head("lm_head", vocab, config.hidden_size)
 
     def hidden(self, forward: ForwardContext, rows_R: Tensor | None) -> Tensor:
-        """Final normed states [R, E] of the wanted rows (None: all) after writing KV for every row.
+        """Run the forward pass, writing KV for every row; return final normed hidden states [R, E].
 
-        No rows where another stage has them.
+        `rows_R` selects the wanted rows; None: all. Stages other than the last return no rows.
         """
         if self.rank.layout.is_first:
             assert self.embedding is not None
@@ -82,7 +86,7 @@ class Decoder:
         return self.ops.add_rms_norm(x_TE, residual_TE, self.norm_E, self.config.rms_norm_eps)
 
     def _layers(self, forward: ForwardContext) -> tuple[Tensor, Tensor]:
-        """What the last layer adds and the sum of all before it, [T, E] each."""
+        """Run the layers; return the last layer's output and the residual before it, [T, E] each."""
         x_TE, residual_TE = self._begin(forward)
         for layer, after in zip(self.layers, self.layers[1:], strict=False):
             x_TE = after.enter(layer(x_TE, residual_TE, forward), residual_TE)
@@ -93,7 +97,7 @@ class Decoder:
         return x_TE, residual_TE
 
     def _begin(self, forward: ForwardContext) -> tuple[Tensor, Tensor]:
-        """The first layer's input and the sum before it: from the table, or the stage before."""
+        """Return the first layer's input and the residual, from the embedding or the previous stage."""
         if self.rank.layout.is_first:
             assert self.embedding is not None
             residual_TE = self.embedding(forward.ids_T)
@@ -105,7 +109,7 @@ class Decoder:
         return self.layers[0].resume(x_TE, residual_TE), residual_TE
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """[R, V] in float32 or the model's dtype; V is this rank's part of the vocabulary, padded."""
+        """Compute logits [R, V] in float32 or the model's dtype; V is this rank's padded vocabulary shard."""
         if not self.is_last:
             return hidden_RE
         scales, logits_RV = self.config.scales, self.ops.logits(self.head, hidden_RE)

@@ -11,7 +11,9 @@ from .forward_context import ForwardContext
 
 
 class TokenEmbedding:
-    """The table of all tokens, or this rank's part of it: then the others' rows come in a sum with zeros."""
+    """Token embedding. With tensor parallelism each rank has a slice of the vocabulary: rows of ids outside
+    it are zeros, and an all-reduce adds up the ranks' rows.
+    """
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
         self.ops = ops
@@ -26,7 +28,7 @@ class TokenEmbedding:
         )
 
     def localised(self, forward: ForwardContext) -> ForwardContext:
-        """The same step with ids that this part of the table has."""
+        """Map token ids to rows of this rank's slice; ids outside it are clamped and masked later."""
         if self._part.is_whole:
             return forward
         local_T = forward.ids_T - self._part.start

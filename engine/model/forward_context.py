@@ -1,4 +1,4 @@
-"""What every layer of one forward pass is given."""
+"""Inputs that every layer of one forward pass shares."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,14 @@ from llmbox.kernels.ops import AttentionPlan, KVCache
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """T rows of the step; see `kernels/ops.py` for the forms of cos and sin."""
+    """Token ids, RoPE tables, KV cache and attention plans of a step of T rows.
+
+    `kernels/ops.py` describes the layout of cos and sin.
+    """
 
     ids_T: Tensor
     cos_ATD: Tensor
     sin_ATD: Tensor
     cache: KVCache
     plans: dict[int | None, AttentionPlan]
-    """By sliding window."""
+    """Attention plans by sliding window; None: full attention."""

@@ -8,7 +8,7 @@ from ..weights.source import Weights
 
 
 class GatedMLP:
-    """down(activation(gate(x)) * up(x)); gate and up are one linear."""
+    """Gated MLP: down(activation(gate(x)) * up(x)); gate and up are one stacked linear."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
         self.ops = ops
@@ -20,6 +20,6 @@ class GatedMLP:
         self.down = weights.linear({"down_proj": hidden}, ffn, bias=bias)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        """What `Rank.add_norm` takes."""
+        """Return partial results for `TensorParallel.add_norm`, [T, E]."""
         inner = self.ops.gate_mul(self.ops.linear(self.gate_up, x_TE), self.activation)
         return self.rank.partial(self.ops, self.down, inner, x_TE.shape[1])

@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of an MLP.
+"""Mixture-of-experts (MoE) layer in place of an MLP.
 
 T rows, E hidden, X experts.
 """
@@ -14,9 +14,9 @@ from ..weights.source import Weights
 
 
 class SparseMoE:
-    """Each row goes through the experts that the router finds likeliest for it, summed by their shares.
+    """Top-k routing: each row passes through its k best experts, weighted by their router probabilities.
 
-    Where ranks share a layer, each has a part of every expert's inner rows, as of an MLP's.
+    With tensor parallelism each rank has a slice of every expert's intermediate rows, as of an MLP's.
     """
 
     def __init__(self, config: ExpertsConfig, hidden: int, weights: Weights, ops: Ops) -> None:
@@ -37,6 +37,6 @@ class SparseMoE:
         self.mixture = Mixture(gate_ups, downs, config.count, config.per_token, config.normalised)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        """What `Rank.add_norm` takes."""
+        """Return partial results for `TensorParallel.add_norm`, [T, E]."""
         logits_TX = self.ops.logits(self.router, x_TE)
         return self.rank.partial_sum(self.ops, self.ops.experts(self.mixture, x_TE, logits_TX))

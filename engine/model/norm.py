@@ -5,9 +5,10 @@ from ..weights.source import Weights
 
 
 def norm_weight(config: ModelConfig, weights: Weights, name: str, size: int) -> Tensor:
-    """What a norm multiplies by.
+    """Read the weight [size] by which an RMSNorm multiplies.
 
-    Gemma keeps w and multiplies by 1 + w, which has more bits than the dtype of w: it is kept in float32.
+    Gemma stores w and multiplies by 1 + w, which needs more bits than the dtype of w: the sum is kept in
+    float32.
     """
     weight = weights.vector(f"{name}.weight", size)
     return 1 + weight.float() if config.norms_add_one else weight

@@ -25,7 +25,7 @@ BLOCKS: dict[BlockKind, _Block] = {
 
 
 def build_model(config: ModelConfig, source: WeightSource, quant: Quant | None = None) -> Decoder:
-    """Read every tensor that the model needs from `source`. Raises ModelError."""
+    """Build a rank's `Decoder`, reading every tensor that it needs from `source`. Raises ModelError."""
     if quant is not None and quant.is_mixed:
         source = MixedPrecisionSource(source, config.num_layers)
     ops = source.ops

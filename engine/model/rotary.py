@@ -1,8 +1,10 @@
-"""Rotary position embedding: frequencies of every variant, and the rows of one step.
+"""Rotary position embedding (RoPE): frequencies of every variant, and the cos and sin rows of one step.
 
 A token's rotation is a function of its position alone, so caching, chunking and resuming never change it.
-The two variants whose frequencies follow the length of the sequence (`dynamic`, `longrope`) are fixed at load
-to the context that is served. They equal transformers at that length.
+Two variants (`dynamic`, `longrope`) derive frequencies from the sequence length: these are fixed at load to
+the served context. They equal transformers at that length.
+
+A RoPE tables, T rows of the step, D head dim, D2 half of it.
 """
 
 import math
@@ -15,29 +17,27 @@ from ..model_config.rope import RopeConfig
 
 
 class Rotary:
-    """`context` is the longest sequence that will be served. A tables of angles, one for each of
-    `config.ropes`.
-    """
+    """RoPE tables of a model, one for each of `config.ropes`. `context`: the longest sequence served."""
 
     def __init__(self, config: ModelConfig, context: int, device: torch.device) -> None:
         half = config.head_dim // 2
         inverse_A1D2, scale_A1D2 = (torch.zeros(len(config.ropes), 1, half) for _ in range(2))
         for a, rope in enumerate(config.ropes):
-            turned = rope.rotary_dim // 2  # the others of each half have an angle of 0: they stay as they are
+            turned = rope.rotary_dim // 2  # the other dims of each half have angle 0: they are not rotated
             inverse_A1D2[a, 0, :turned] = inverse_frequencies(config, rope, context)
             scale_A1D2[a, 0] = 1.0
             scale_A1D2[a, 0, :turned] = attention_scale(rope)
         self._inverse_A1D2, self._scale_A1D2 = inverse_A1D2.to(device), scale_A1D2.to(device)
 
     def rows(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos_ATD = (cos, cos) and sin_ATD = (-sin, sin), float32."""
+        """Return cos_ATD = (cos, cos) and sin_ATD = (-sin, sin), float32."""
         angle = positions_T.float().unsqueeze(1) * self._inverse_A1D2
         cos, sin = angle.cos() * self._scale_A1D2, angle.sin() * self._scale_A1D2
         return torch.cat((cos, cos), 2), torch.cat((-sin, sin), 2)
 
 
 def inverse_frequencies(config: ModelConfig, rope: RopeConfig, context: int) -> Tensor:
-    """[rotary_dim / 2], of the dims that turn."""
+    """Return the inverse frequencies [rotary_dim / 2] of the rotated dims."""
     dim, max_positions = rope.rotary_dim, config.max_position_embeddings
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     theta = rope.theta
@@ -59,7 +59,7 @@ def inverse_frequencies(config: ModelConfig, rope: RopeConfig, context: int) -> 
 
 
 def llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
-    """Long wavelengths are stretched, short ones kept, a ramp between (Llama 3.1)."""
+    """Scale frequencies as Llama 3.1: long wavelengths are stretched, short ones kept, a ramp between."""
     wavelength = 2 * math.pi / inverse
     low, high = rope.original_context / rope.low_freq_factor, rope.original_context / rope.high_freq_factor
     smooth = (rope.original_context / wavelength - rope.low_freq_factor) / (
@@ -71,7 +71,7 @@ def llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
 
 
 def yarn(rope: RopeConfig, inverse: Tensor, dim: int) -> Tensor:
-    """Peng et al., "YaRN", 2023: dimensions that turn often are kept, slow ones interpolated."""
+    """Scale frequencies as YaRN (Peng et al., 2023): fast dims are kept, slow ones interpolated."""
 
     def dimension(rotations: float) -> float:
         return dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -86,7 +86,7 @@ def yarn(rope: RopeConfig, inverse: Tensor, dim: int) -> Tensor:
 
 
 def attention_scale(rope: RopeConfig) -> float:
-    """What cos and sin are multiplied with."""
+    """Return the factor of cos and sin that scales attention logits (YaRN, LongRoPE)."""
     if rope.rope_type not in {"yarn", "longrope"}:
         return 1.0
     if rope.attention_factor is not None:

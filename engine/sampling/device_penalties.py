@@ -1,12 +1,13 @@
-"""The rules of running requests on the device: a list of entries for each row that has any (`PenaltyState`).
+"""Penalties, bias and bad words of running requests on the device: a list of entries per row
+(`PenaltyState`).
 
     facts      row -> first entry, how many, ...
     entries    | row 3 ......... | row 0 .... | free | row 7 ....................... |
 
-The host writes a list when a request begins to run. From then on the device counts what it draws; the host
-only knows how long a list may have become, and gives it a larger place in time.
+The host writes a list when a request begins to run. From then on the device counts sampled tokens; the host
+only tracks an upper bound of the list's length, and moves it to a larger place in time.
 
-R rows, N entries, S rows of a step that sample; M lists that move, E entries of one of them, L of all.
+R rows, N entries, S sampling rows of a step; M moved lists, E entries of one of them, L of all.
 """
 
 from array import array
@@ -30,7 +31,7 @@ NEVER_SEEN = -1
 
 @dataclass(frozen=True, slots=True)
 class PenaltyEntries:
-    """As `kernels.rows.RuleRows` has it, of one row."""
+    """List of one row, in the layout of `kernels.sampling_types.PenaltyState`."""
 
     ids: "array[int]"
     counts: "array[int]"
@@ -44,7 +45,7 @@ class PenaltyEntries:
 
 
 def entries_of(request: Request, vocab_size: int) -> PenaltyEntries:
-    """Of the tokens that are known. Ids outside the vocabulary are dropped."""
+    """Build the list from the tokens known on the host. Ids outside the vocabulary are dropped."""
     params = request.params
     touched = _counted(request)
     bias = {i: value for i, value in params.logit_bias.items() if 0 <= i < vocab_size}
@@ -69,7 +70,7 @@ def entries_of(request: Request, vocab_size: int) -> PenaltyEntries:
 
 
 def _counted(request: Request) -> dict[int, int]:
-    """Prompt ids, with count 0, only where the repetition penalty needs them."""
+    """Count output tokens; prompt ids have count 0, only where the repetition penalty needs them."""
     params = request.params
     if not params.penalises:
         return {}
@@ -79,8 +80,9 @@ def _counted(request: Request) -> dict[int, int]:
 
 
 def words_of(request: Request, vocab_size: int) -> list[tuple[int, int]]:
-    """(last token, id that must not come after it) of bad words longer than one id, as far as the tokens
-    known here match; -1: the last token is known, and matches.
+    """Return (last token, id forbidden after it) of bad words longer than one id that match the known tokens.
+
+    -1: the last token is known on the host and matches.
     """
     tokens, found = request.token_ids, []
     for word in request.params.bad_words:
@@ -93,7 +95,7 @@ def words_of(request: Request, vocab_size: int) -> list[tuple[int, int]]:
 
 
 LEAST: Final = 256
-"""Entries of the smallest place: 24 bytes each."""
+"""Entries of the smallest place, 24 bytes each."""
 _FACTS: Final = 5
 
 
@@ -102,12 +104,12 @@ class _Place:
     start: int
     size: int
     used: int
-    """At most."""
+    """Upper bound of the list's length."""
     counts: bool
 
 
 class DevicePenalties:
-    """Changes are noted by `take` and `draws`, and brought to the device by `flush`."""
+    """Device lists: `take` and `draws` stage changes, `flush` uploads them."""
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -124,11 +126,11 @@ class DevicePenalties:
 
     @property
     def entries(self) -> int:
-        """There is room for so many."""
+        """Capacity of all lists together."""
         return self._marks_3N.shape[1]
 
     def take(self, row: int, request: Request) -> None:
-        """The row has a new owner."""
+        """Stage the list of a row's new request."""
         if (old := self._places.pop(row, None)) is not None:
             self._free.setdefault(old.size, []).append(old.start)
         if not has_rules(request.params):
@@ -142,7 +144,7 @@ class DevicePenalties:
         self._changes.append(_Write(row, place.start, entries, request))
 
     def draws(self, row: int) -> None:
-        """The row draws in the step that is being noted, and may count one more id before it does."""
+        """Reserve one entry: the row samples in the staged step and may count one more id before that."""
         place = self._places.get(row)
         if place is None or not place.counts:
             return
@@ -165,7 +167,7 @@ class DevicePenalties:
                 self._write(change, uploader)
 
     def of(self, row_S: Tensor, last_R: Tensor, requests: Sequence[Request]) -> PenaltyState | None:
-        """For `Ops.sample`; None where no request has rules."""
+        """Return the state for `Ops.sample`; None where no request has penalties."""
         if not any(has_rules(request.params) for request in requests):
             return None
         starts_S1, last_W, id_W = self._words(requests)
@@ -193,7 +195,7 @@ class DevicePenalties:
         return move(torch.tensor(starts, dtype=torch.int32), device), move(last_W, device), move(id_W, device)
 
     def _find(self, size: int) -> int:
-        """The start of a free place."""
+        """Return the start of a free place."""
         if self._free.get(size):
             return self._free[size].pop()
         start, self._end = self._end, self._end + size
@@ -207,8 +209,9 @@ class DevicePenalties:
             )
 
     def _move(self, moves: "list[_Move]", uploader: Uploader) -> None:
-        """All at once, those of one size by the same operations: requests that began together outgrow their
-        places in the same step. All are read before any is written, as one may move to where another was.
+        """Move lists to larger places, those of one size by one operation: requests that began together
+        outgrow their places in the same step. All are read before any is written, as a new place may overlap
+        the old place of another.
         """
         read: list[tuple[Tensor, Tensor, Tensor]] = []
         for size in sorted({each.size for each in moves}):
@@ -243,17 +246,17 @@ class DevicePenalties:
 
 
 class _Write:
-    """A list, or that there is none any more."""
+    """Staged write of a list, or of its removal."""
 
     def __init__(self, row: int, start: int, entries: PenaltyEntries | None, request: Request) -> None:
         self.row, self.start, self.entries, self.request = row, start, entries, request
         self.known = request.num_tokens
-        """Tokens that are counted in it."""
+        """Number of tokens counted in the list."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """The list of this row, to a larger place."""
+    """Staged move of a row's list to a larger place."""
 
     row: int
     old: int

@@ -1,7 +1,7 @@
-"""State of running requests that stays on the device, one fixed row each; steps bring only what changed.
+"""State of running requests on the device, one fixed row each; steps upload only changes.
 
-R rows, B blocks of the longest context. One row more than can run, and one block more than the pool has, are
-spare: rows that only fill up a batch read and write there.
+R rows, B blocks of the longest context. There is one row more than requests can run, and one block more than
+the pool has: padding rows of a batch read and write there.
 """
 
 from array import array
@@ -22,25 +22,25 @@ from .device_penalties import DevicePenalties
 
 @dataclass(slots=True)
 class _Slot:
-    """What the device knows of one request."""
+    """State of one request that was sent to the device."""
 
     row: int
     admission: int
     blocks: int
-    """Of its block table, that are told."""
+    """Uploaded entries of its block table."""
     position: int
-    """Of the token in `last`; -1: none."""
+    """Position of the token in `last_R`; -1: none."""
 
 
 class DeviceRequestState:
-    """One writer of all tensors: this class, by `note` and `flush` for what the host knows, by `keep_drawn`
-    for what the device found.
+    """Device tensors of the request state. Only this class writes them: `note` and `flush` bring changes from
+    the host, `keep_drawn` stores tokens sampled on the device.
     """
 
     def __init__(
         self, count: int, width: int, spare_block: int, vocab_size: int, device: torch.device
     ) -> None:
-        """`count`: requests that can run; `width`: blocks of the longest."""
+        """`count`: requests that can run; `width`: KV blocks of the longest context."""
         self.spare = count
         self.last_R = torch.zeros(count + 1, dtype=torch.int64, device=device)
         """Each request's last token, whose KV is not computed yet."""
@@ -50,13 +50,13 @@ class DeviceRequestState:
         self._reals_R3 = torch.ones(count + 1, 3, dtype=torch.float64, device=device)
         self._integers_R3 = torch.zeros(count + 1, 3, dtype=torch.int64, device=device)
         self.rules: DevicePenalties | None = None
-        """Where a kernel of the backend reads them; set once, before the first step."""
+        """Penalties, where a kernel of the backend applies them; set once, before the first step."""
         self._held: dict[Request, _Slot] = {}
         self._free = list(reversed(range(count)))
         self._forget_changes()
 
     def note(self, planned: ScheduledRequest) -> int:
-        """The row of this request, and a note of what the device has to learn before the step."""
+        """Return the row of this request and stage its changes for upload."""
         request = planned.request
         held = self._held.get(request)
         if held is None or held.admission != planned.admission:
@@ -77,7 +77,7 @@ class DeviceRequestState:
         return held.row
 
     def flush(self, uploader: Uploader) -> None:
-        """Bring the notes to the device."""
+        """Upload the staged changes."""
         if self._blocks:
             places, blocks = uploader.upload(self._block_places, self._blocks)
             self.tables_RB.view(-1).index_copy_(0, places, blocks)
@@ -124,7 +124,7 @@ class DeviceRequestState:
         return held
 
     def _sweep(self) -> None:
-        """Nobody tells when a request has left: its rows are found when they are needed."""
+        """Free the rows of finished requests: this class is not notified when a request leaves."""
         gone = [request for request, held in self._held.items() if request.admissions != held.admission]
         assert gone, "more requests run than there are rows"
         self._free += [self._held.pop(request).row for request in gone]

@@ -1,10 +1,10 @@
-"""Choosing one id a row: greedy, from the whole vocabulary, or from the ranked candidates.
+"""Sample one id per row: greedy, from the whole vocabulary, or from ranked candidates.
 
-The filters follow vLLM's order: min-p, then top-k, then top-p over what those leave. Top-k keeps exactly k.
-A token is drawn by inverting the cumulative weights: in vocabulary order where nothing needs a ranking,
-best first otherwise. One uniform number a row is all the noise there is.
+Filters follow vLLM's order: min-p, then top-k, then top-p over the rest. Top-k keeps exactly k. A token is
+sampled by inverting the cumulative distribution of integer probabilities ("weights", `integer_softmax.py`):
+in vocabulary order where no filter needs a ranking, best first otherwise. Each row uses one uniform number.
 
-Legend: R rows, V vocabulary, K candidates.
+R rows, V vocabulary, K candidates, B bins.
 """
 
 from typing import NamedTuple
@@ -17,14 +17,14 @@ from .topk import FindBest, best_of, ranked
 
 
 class SamplingTensors(NamedTuple):
-    """Sampling parameters of some rows, each a tensor [R] on the device of the logits.
+    """Sampling parameters of rows, each a tensor [R] on the device of the logits.
 
     float64 except `top_k`: products with sums of weights must not lose the order of two tokens.
     """
 
     temperature: Tensor
     top_k: Tensor
-    """The vocabulary size where nothing is cut."""
+    """Vocabulary size where top-k is off."""
     top_p: Tensor
     min_p: Tensor | None
     """None where no row uses it."""
@@ -32,13 +32,13 @@ class SamplingTensors(NamedTuple):
 
 
 class SampledRows(NamedTuple):
-    """Per row, each a tensor [R]."""
+    """Results of rows, each a tensor [R]."""
 
     id: Tensor
     best: Tensor
-    """The row's largest logit: NaN, inf or -inf mean that the row has no valid id."""
+    """Largest logit of the row: NaN, inf or -inf mean that the row has no valid id."""
     covered: Tensor
-    """False: the candidates were too few to know the answer; draw again from more."""
+    """False: the candidates were too few to determine the id; sample again from more."""
 
 
 def draw_greedy(logits_RV: Tensor, find_best: FindBest = best_of) -> SampledRows:
@@ -47,7 +47,7 @@ def draw_greedy(logits_RV: Tensor, find_best: FindBest = best_of) -> SampledRows
 
 
 def draw_whole(logits_RV: Tensor, knobs: SamplingTensors) -> SampledRows:
-    """Temperature and min-p only: no ranking needed."""
+    """Sample with temperature and min-p only, which need no ranking."""
     best_R1 = logits_RV.amax(-1, keepdim=True)
     weight_RV = weights_above(logits_RV, best_R1, knobs)
     until_RV = weight_RV.cumsum(-1)
@@ -56,7 +56,7 @@ def draw_whole(logits_RV: Tensor, knobs: SamplingTensors) -> SampledRows:
 
 
 def draw_ranked(logits_RV: Tensor, knobs: SamplingTensors, size: int, *, cuts_k: bool) -> SampledRows:
-    """Top-k and top-p over the `size` best ids. `cuts_k`: every row has a top-k of at most `size`."""
+    """Sample with top-k and top-p over the `size` best ids. `cuts_k`: every row has a top-k <= `size`."""
     value_RK, id_RK, certain_R = ranked(logits_RV, size)
     return choose_ranked(logits_RV, value_RK, id_RK, certain_R, knobs, cuts_k=cuts_k)
 
@@ -70,7 +70,7 @@ def choose_ranked(
     *,
     cuts_k: bool,
 ) -> SampledRows:
-    """From the best (values, ids) of each row, of which the first `certain_R` are sure to be in order."""
+    """Sample from the best (values, ids) of each row, of which the first `certain_R` are surely in order."""
     total_R = None if cuts_k else weights_above(logits_RV, value_RK[:, :1], knobs).sum(-1)
     return draw_among(value_RK, id_RK, certain_R, knobs, total_R)
 
@@ -78,7 +78,7 @@ def choose_ranked(
 def draw_among(
     value_RK: Tensor, id_RK: Tensor, certain_R: Tensor, knobs: SamplingTensors, total_R: Tensor | None
 ) -> SampledRows:
-    """As `choose_ranked`. `total_R`: sums of weights over all ids; None where top-k leaves only these."""
+    """Do as `choose_ranked`. `total_R`: sums of weights over all ids; None where top-k keeps only these."""
     best_R1 = value_RK[:, :1]
     weight_RK = weights_above(value_RK, best_R1, knobs)
     rank_K = torch.arange(weight_RK.shape[1], device=value_RK.device)
@@ -92,13 +92,13 @@ def draw_among(
 
     until_RK = torch.where(kept_RK, weight_RK, 0).cumsum(-1)
     column_R = invert(until_RK, points(until_RK[:, -1], knobs.noise))
-    # Kept ids are a prefix; it is known exactly if it ends before the first uncertain candidate.
+    # The kept ids are a prefix, exact if it ends before the first uncertain candidate.
     covered_R = kept_RK.sum(-1) <= certain_R
     return SampledRows(id_RK.gather(1, column_R[:, None])[:, 0], best_R1[:, 0], covered_R)
 
 
 def weights_above(logits: Tensor, best_R1: Tensor, knobs: SamplingTensors) -> Tensor:
-    """Weights at the rows' temperatures, 0 where min-p cuts."""
+    """Compute integer probabilities at the rows' temperatures, 0 where min-p filters."""
     weight = weights(logits, best_R1, knobs.temperature)
     if knobs.min_p is None:
         return weight
@@ -107,23 +107,26 @@ def weights_above(logits: Tensor, best_R1: Tensor, knobs: SamplingTensors) -> Te
 
 
 def points(total_R: Tensor, noise_R: Tensor) -> Tensor:
-    """Where in the cumulative weights of each row its noise falls."""
+    """Map each row's noise to a point of its cumulative weights, [R] int64."""
     return torch.minimum((noise_R * total_R).to(torch.int64), total_R - 1)
 
 
 def invert(cumulative: Tensor, point_R: Tensor) -> Tensor:
-    """Column of each row where the cumulative weight first exceeds the point."""
+    """Invert the cumulative weights: the first column of each row that exceeds its point, [R]."""
     column_R = torch.searchsorted(cumulative, point_R[:, None], right=True)[:, 0]
-    return column_R.clamp_(max=cumulative.shape[1] - 1)  # rows of NaN: any column, the caller rejects them
+    return column_R.clamp_(max=cumulative.shape[1] - 1)  # NaN rows get any column: the caller rejects them
 
 
 _BINS = 2048
 _DEEPEST = -28.0
-# Beyond it a weight is 0 (2^-40 = e^-27.7), so all of the rest may share the last bin.
+# Below it a weight is 0 (2^-40 = e^-27.7), so all lower logits share the last bin.
 
 
 def draw_binned(logits_RV: Tensor, knobs: SamplingTensors) -> SampledRows:
-    """What `draw_ranked` would draw if it ranked the whole vocabulary. For rows without top-k."""
+    """Sample with top-p by a histogram of logits: the result of `draw_ranked` over the whole vocabulary.
+
+    For rows without top-k.
+    """
     best_R1 = logits_RV.amax(-1, keepdim=True)
     weight_RV = weights_above(logits_RV, best_R1, knobs)
     ids = [
@@ -143,7 +146,7 @@ def draw_binned(logits_RV: Tensor, knobs: SamplingTensors) -> SampledRows:
 
 
 def _bins(below_best_V: Tensor, temperature: float) -> Tensor:
-    """Bin of each id: every id of a bin is likelier than any of the next, equal logits share one."""
+    """Return the bin of each id: ids of a bin are likelier than all of the next; equal logits share a bin."""
     depth_V = (below_best_V / temperature).clamp_(min=_DEEPEST)
     return depth_V.mul_((_BINS - 1) / _DEEPEST).to(torch.int64)
 
@@ -169,7 +172,7 @@ def _mass_before(until_B: Tensor, index: int) -> int:
 
 
 def _ranked_bin(logits_V: Tensor, weight_V: Tensor, bin_V: Tensor, index: int) -> tuple[Tensor, Tensor]:
-    """Ids of one bin and their weights, best first, equal logits by lowest id."""
+    """Return the ids of one bin and their weights, best first, ties by lowest id."""
     id_K = (bin_V == index).nonzero()[:, 0]
     id_K = id_K[torch.sort(logits_V[id_K], descending=True, stable=True).indices]
     return id_K, weight_V[id_K]

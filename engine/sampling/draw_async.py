@@ -1,7 +1,7 @@
-"""Drawing tokens without asking the device anything: what `Ops.sample` means, in plain torch.
+"""Sampling without synchronizing with the device: the reference of `Ops.sample` in plain torch.
 
-Same answers as `engine/sampler`, which looks at the device's results to choose its next move and so costs
-less where that is cheap (on a CPU). R rows, V vocabulary, K candidates.
+Results equal those of `sampler.py`, which reads the device's results to choose its next operation and so is
+cheaper where that costs nothing (on a CPU). R rows, V vocabulary, K candidates.
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ _MAGNITUDE = 0x7FFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class SamplingKinds:
-    """What the rows of a step ask for, so that nothing else is computed. Known on the host."""
+    """Sampling methods that the rows of a step need, known on the host: no other one is computed."""
 
     greedy: bool = False
     whole: bool = False
-    """Rows that neither top-k nor top-p cuts."""
+    """Rows without top-k and top-p."""
     candidates: int = 0
-    """How many of the likeliest ids rows with top-k or top-p need; 0: there are no such rows."""
+    """Best ids that rows with top-k or top-p need; 0: there are no such rows."""
 
 
 def plain_sample(logits_RV: Tensor, rows: SampleRows, needs: SamplingKinds) -> SampledRows:
@@ -49,37 +49,40 @@ def plain_sample(logits_RV: Tensor, rows: SampleRows, needs: SamplingKinds) -> S
 
 
 def likeliest(logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` best (logits_RK, ids_RK), equal logits by lowest id."""
+    """Return the `count` best (logits_RK, ids_RK), ties by lowest id."""
     return from_keys(largest(keys(logits_RV), count))
 
 
 def keys(logits_RV: Tensor, first_id: int = 0) -> Tensor:
-    """int64: larger ones are likelier, and no two of a row are equal. The first column is `first_id`."""
+    """Return int64 sort keys: larger is likelier, without ties in a row.
+
+    `first_id`: id of the first column.
+    """
     logits_RV = logits_RV.float() + 0.0  # minus zero equals zero
     bits_RV = logits_RV.view(torch.int32)
     ordered_RV = torch.where(bits_RV < 0, bits_RV ^ _MAGNITUDE, bits_RV)
-    # NaN of either sign comes first: a broken row must show it.
+    # NaN of either sign comes first: an invalid row must show it.
     ordered_RV = torch.where(logits_RV.isnan(), _MAGNITUDE, ordered_RV).to(torch.int64)
     id_V = torch.arange(first_id, first_id + logits_RV.shape[1], device=logits_RV.device)
     return (ordered_RV << 32) + (_LARGEST_ID - id_V)
 
 
 def largest(key_RV: Tensor, count: int) -> Tensor:
-    """The `count` largest, in order: what the device finds does not depend on how it looks."""
+    """Return the `count` largest keys in order: without ties the result does not depend on the algorithm."""
     if 4 * count < key_RV.shape[1]:
         return torch.topk(key_RV, count, dim=-1, sorted=True).values
     return torch.sort(key_RV, dim=-1, descending=True).values[:, :count]
 
 
 def from_keys(key_RK: Tensor) -> tuple[Tensor, Tensor]:
-    """(logits, ids) of `keys`."""
+    """Decode `keys` to (logits, ids)."""
     ordered_RK = (key_RK >> 32).to(torch.int32)
     bits_RK = torch.where(ordered_RK < 0, ordered_RK ^ _MAGNITUDE, ordered_RK)
     return bits_RK.view(torch.float32), _LARGEST_ID - (key_RK & _LARGEST_ID)
 
 
 def facts(logits_RV: Tensor, ids_R: Tensor) -> Sampled:
-    """How likely these ids are, from the logits as the model gave them."""
+    """Compute numbers for log-probabilities and ranks of these ids, from the model's unchanged logits."""
     logits_RV = logits_RV.float()
     best_R = best_of(logits_RV)[0]
     total_R = weights(logits_RV, best_R[:, None], torch.ones_like(best_R)).sum(-1)
@@ -91,7 +94,7 @@ def facts(logits_RV: Tensor, ids_R: Tensor) -> Sampled:
 
 
 def knobs_of(vocab_size: int, rows: SampleRows) -> SamplingTensors:
-    """Greedy rows get a temperature that divides; what is drawn for them is not taken."""
+    """Build `SamplingTensors`. Greedy rows get temperature 1; their samples are not used."""
     return SamplingTensors(
         temperature=torch.where(rows.temperature >= GREEDY_BELOW, rows.temperature, 1.0),
         top_k=torch.where(rows.top_k > 0, rows.top_k, vocab_size).to(torch.int64),

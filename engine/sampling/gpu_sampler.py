@@ -1,6 +1,6 @@
-"""From logits to tokens without waiting for the device: what was drawn stays there, a copy goes to the host.
+"""Asynchronous sampler for GPUs: sampled ids stay on the device, a copy goes to the host.
 
-S rows that sample, V vocabulary, N alternatives asked for.
+S sampling rows, V vocabulary, N requested alternatives, C columns of `DeviceSamplerOutput`.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,10 @@ _MASKED_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class DeviceSamplerOutput:
-    """`numbers_SC`, float64 on the device: id, largest logit before and after the rules; with `logprobs`
-    also logit, sum of weights and rank of the id; then N ids and their N logits.
+    """Sampled ids and the numbers from which tokens and log-probabilities are built.
+
+    `numbers_SC`, float64 on the device: id, largest logit before and after the logits processors; with
+    `logprobs` also logit, sum of weights and rank of the id; then N ids and their N logits.
     """
 
     numbers_SC: Tensor
@@ -44,7 +46,7 @@ class DeviceSamplerOutput:
     top: int
 
     def read(self, rows: Sequence[Sequence[float]]) -> tuple[dict[str, SampledToken], dict[str, str]]:
-        """Tokens and problems by request, from `numbers_SC` on the host."""
+        """Build tokens and errors by request id, from `numbers_SC` on the host."""
         tokens: dict[str, SampledToken] = {}
         failed: dict[str, str] = {}
         for request, row in zip(self.requests, rows, strict=True):
@@ -67,15 +69,15 @@ class DeviceSamplerOutput:
 
 
 class LogprobsRequest(NamedTuple):
-    """What the rows of a step are told beside their ids, all alike."""
+    """Numbers to compute besides the ids, the same for all rows of a step."""
 
     logprobs: bool
     top: int
-    """Alternatives."""
+    """Number of alternatives."""
 
     @property
     def columns(self) -> int:
-        """Of `DeviceSamplerOutput.numbers_SC`."""
+        """Columns of `DeviceSamplerOutput.numbers_SC`."""
         return 3 + 3 * self.logprobs + 2 * self.top
 
 
@@ -84,10 +86,12 @@ class SampleResult(NamedTuple):
     raw_best_S: Tensor
     best_S: Tensor
     sampled: Sampled | None
-    """All that the backend's own operation found."""
+    """Result of the backend's sampling kernel, where it has one."""
 
 
 class DeviceSampler:
+    """Samples whole rows with the backend's kernel, or in plain torch."""
+
     def __init__(self, ops: Ops, rows: DeviceRequestState, vocab_size: int) -> None:
         self._ops = ops
         self.rows = rows
@@ -98,7 +102,7 @@ class DeviceSampler:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether the backend draws whole rows in an operation of its own, rules and all."""
+        """True where the backend has a kernel that applies penalties and samples whole rows."""
         return self._ops.sample is not None
 
     @property
@@ -106,12 +110,12 @@ class DeviceSampler:
         return self._ops.parts
 
     def sample(self, logits_RV: Tensor, rows: SampleRows) -> Sampled:
-        """By the backend's own operation, without rules."""
+        """Sample with the backend's kernel, without penalties."""
         assert self._ops.sample is not None
         return self._ops.sample(logits_RV, rows)
 
     def count(self, requests: Sequence[Request], row_S: Tensor, position_S: Tensor) -> None:
-        """Each row's last token, of rows that may be drawn elsewhere."""
+        """Count each row's last token for penalties, also of rows that another rank samples."""
         if self._ops.parts is None or self.rows.rules is None:
             return
         if (rules := self.rows.rules.of(row_S, self.rows.last_R, requests)) is not None:
@@ -120,7 +124,10 @@ class DeviceSampler:
     def draw(
         self, logits_SV: Tensor, requests: list[Request], row_S: Tensor, position_S: Tensor
     ) -> DeviceSamplerOutput:
-        """Also leaves the tokens in the rows. Columns of the logits beyond the vocabulary are padding."""
+        """Sample, and store the tokens in the request state.
+
+        Logit columns beyond the vocabulary are padding.
+        """
         wanted = wanted_of(requests, self._vocab_size)
         ids_S, numbers_SC = self.numbers(logits_SV, requests, row_S, position_S, wanted)
         self.rows.keep_drawn(row_S, ids_S)
@@ -134,7 +141,7 @@ class DeviceSampler:
         position_S: Tensor,
         wanted: LogprobsRequest,
     ) -> tuple[Tensor, Tensor]:
-        """Ids, and all that `DeviceSamplerOutput` reads."""
+        """Return ids and the columns of `DeviceSamplerOutput.numbers_SC`."""
         raw_SV = logits_SV[:, : self._vocab_size]
         choose = self._by_kernel if self.has_kernel else self._by_torch
         ids_S, raw_best_S, best_S, sampled = choose(raw_SV, requests, row_S, position_S)
@@ -170,8 +177,9 @@ class DeviceSampler:
         row_S: Tensor,
         position_S: Tensor,
     ) -> None:
-        """Draw these rows once more, from what their grammars leave. The kernel knows no masks, and has
-        counted their last tokens already: it does so once for each position.
+        """Sample these rows again under their grammar masks, which the kernel does not support.
+
+        Their last tokens are not counted twice: the kernel counts once per position.
         """
         assert self._ops.sample is not None
         assert self.rows.rules is not None
@@ -202,7 +210,7 @@ class DeviceSampler:
         return SampleResult(ids_S, best_S if edited_SV is raw_SV else best_of(raw_SV)[0], best_S, None)
 
     def _edited(self, logits_SV: Tensor, requests: Sequence[Request], row_S: Tensor) -> Tensor:
-        """The same tensor where no rule says anything; a float32 copy otherwise."""
+        """Apply logits processors to a float32 copy; return the same tensor where there are none."""
         active = self._rules.active(requests)
         if not active:
             return logits_SV
@@ -222,7 +230,10 @@ def wanted_of(requests: Sequence[Request], vocab_size: int) -> LogprobsRequest:
 
 
 def needs_of(params: Sequence[SamplingParams], vocab_size: int) -> SamplingKinds:
-    """All likelier ids than top-p cuts must be ranked, which is all, where no top-k bounds them."""
+    """Return the sampling methods of these rows.
+
+    Top-p without top-k may have to rank the whole vocabulary.
+    """
     greedy = whole = False
     candidates = 0
     for one in params:

@@ -1,10 +1,10 @@
-"""What a request's parameters change in its logits before anything is chosen, in vLLM's order:
+"""Logits processors: changes that a request's parameters make to its logits before sampling.
 
-logit bias, then repetition, frequency and presence penalties, then what is forbidden (bad words, stop ids
-before `min_tokens`, everything outside `allowed_token_ids`). Forbidding has the last word: if it leaves
-nothing, the row has no token and fails.
+In vLLM's order: logit bias; repetition, frequency and presence penalties; then forbidden ids (bad words, stop
+ids before `min_tokens`, ids outside `allowed_token_ids`, ids outside the grammar's mask). If no id is left,
+the row has no token and fails.
 
-Only touched ids are read and written. Legend: R rows, V vocabulary, N touched entries of all rows together.
+Only affected ids are read and written. R rows, V vocabulary, N affected entries of all rows together.
 """
 
 from collections import Counter
@@ -21,10 +21,10 @@ from ..sampling_params import SamplingParams
 
 
 class TokenCounts:
-    """Distinct ids that penalties touch and their counts in the output.
+    """Distinct ids that penalties affect, and their counts in the output.
 
-    Prompt ids are included, with count 0, only where the repetition penalty needs them.
-    Tensors grow by doubling, so that a step costs one write and no rebuild.
+    Prompt ids are included, with count 0, only where the repetition penalty needs them. Tensors grow by
+    doubling, so that a step costs one write and no rebuild.
     """
 
     def __init__(self, request: Request) -> None:
@@ -75,7 +75,7 @@ _EIGHT = torch.arange(8, dtype=torch.uint8)
 
 
 class LogitsProcessors:
-    """The rules of one request, kept between steps so that a step costs only what is new.
+    """Logits processors of one request, kept between steps so that a step costs only its new tokens.
 
     Ids outside the vocabulary are dropped: an end-of-sequence id that the model cannot produce is no error.
     """
@@ -85,7 +85,7 @@ class LogitsProcessors:
         self.request = request
         self._admission = request.admissions
         self.lacks_last = False
-        """Whether the token before the one to draw is not in the request yet, but only on the device."""
+        """True where the last token is not in the request yet, but only on the device."""
         self.counts = TokenCounts(request) if params.penalises else None
         bias = {i: value for i, value in params.logit_bias.items() if 0 <= i < vocab_size}
         self.bias_ids = torch.tensor(list(bias), dtype=torch.int64)
@@ -95,17 +95,17 @@ class LogitsProcessors:
             allowed = _inside(sorted(set(params.allowed_token_ids)), vocab_size)
             self._listed = torch.tensor(allowed, dtype=torch.int64)
         self.allowed = self._listed
-        """Ids that may come next, ascending; None: all."""
+        """Allowed next ids, ascending; None: all."""
         self._stop_ids = _inside(params.stop_token_ids, vocab_size)
         self._bad_words = [word for word in params.bad_words if word and 0 <= word[-1] < vocab_size]
 
     @property
     def is_current(self) -> bool:
-        """Whether the request still runs, since these were made."""
+        """True as long as the request has run without a preemption since this was created."""
         return self.request.admissions == self._admission
 
     def refresh(self) -> bool:
-        """Take in the tokens since the last call; returns whether logits change in this step."""
+        """Process the tokens since the last call; return whether logits change in this step."""
         assert self.request.num_unknown <= 1
         self.lacks_last = self.request.num_unknown == 1
         if self.counts is not None:
@@ -117,12 +117,12 @@ class LogitsProcessors:
         return penalised or fixed or bool(self._bad_words) or self._too_short()
 
     def forbidden(self) -> list[int]:
-        """Ids that must not come next. Bad words are matched over prompt and output, as transformers does."""
+        """Return forbidden next ids. Bad words are matched over prompt and output, as in transformers."""
         ids = [word[-1] for word in self._bad_words if self._is_certain(word)]
         return ids + self._stop_ids if self._too_short() else ids
 
     def forbidden_after(self) -> list[tuple[int, int]]:
-        """(last token, id that must not come after it), where the last token is not known here."""
+        """Return (last token, id forbidden after it), where the last token is only known on the device."""
         if not self.lacks_last:
             return []
         tokens = self.request.token_ids
@@ -130,7 +130,7 @@ class LogitsProcessors:
         return [(word[-2], word[-1]) for word in longer if _ends_with(tokens, word[:-2])]
 
     def edits(self) -> LogitEdits:
-        """What `apply_rules` would do to the row, for `Ops.draw`."""
+        """Describe the changes of `apply_rules` to the row, for `Ops.draw`."""
         assert not self.lacks_last
         params, counts = self.request.params, self.counts
         return LogitEdits(
@@ -155,14 +155,14 @@ class LogitsProcessors:
 
 
 class LogitsProcessorCache:
-    """Rules of requests that run, so that what they counted is not counted again."""
+    """Logits processors of running requests, kept so that tokens are not counted again."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._rules: dict[str, LogitsProcessors] = {}
 
     def active(self, requests: Sequence[Request]) -> dict[str, LogitsProcessors]:
-        """Rules of those of these requests whose logits change; forgets requests that ceased to run."""
+        """Return, by request id, the processors that change logits; drop requests that ceased to run."""
         self._rules = {name: rules for name, rules in self._rules.items() if rules.is_current}
         active = {}
         for request in requests:
@@ -184,7 +184,7 @@ def may_change_logits(params: SamplingParams) -> bool:
 
 
 def has_rules(params: SamplingParams) -> bool:
-    """Whether there is more than a grammar."""
+    """Return whether any processor other than a grammar's mask is used."""
     return bool(
         params.penalises
         or params.logit_bias
@@ -195,14 +195,15 @@ def has_rules(params: SamplingParams) -> bool:
 
 
 def mask_bits(masks: Sequence[bytes]) -> Tensor:
-    """uint8 [masks, 8 · bytes], 1 where an id may come next; see `Constraint.allowed`. Masks of one size."""
+    """Unpack bit masks of one size to uint8 [masks, 8 · bytes], 1 where an id is allowed next."""
     bytes_MB = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).view(len(masks), -1)
     return ((bytes_MB[:, :, None] >> _EIGHT) & 1).flatten(1)
 
 
 def masked_ids(mask: bytes, listed: Tensor | None) -> Tensor:
-    """Ascending; of `listed` those that the mask allows. Where a mask leaves few ids, zeros are passed over
-    by eights.
+    """Return the ids that the mask allows, ascending, restricted to `listed`.
+
+    Where a mask allows few ids, whole zero bytes are skipped.
     """
     if listed is not None:
         return listed[mask_bits([mask])[0][listed] > 0]
@@ -223,9 +224,9 @@ def _ends_with(tokens: list[int], ending: tuple[int, ...]) -> bool:
 
 
 def apply_rules(logits_RV: Tensor, rules: Sequence[LogitsProcessors], last_R: Tensor | None = None) -> None:
-    """Change float32 logits in place; one entry of `rules` a row.
+    """Change float32 logits in place; one entry of `rules` per row.
 
-    `last_R`: each row's last token, on the device; read where a rule lacks it.
+    `last_R`: each row's last token, on the device; read where the host does not know it yet.
     """
     _add_bias(logits_RV, rules)
     _penalise(logits_RV, rules, last_R)
@@ -299,7 +300,7 @@ def _forbid_after(logits_RV: Tensor, rules: Sequence[LogitsProcessors], last_R: 
         return
     assert last_R is not None
     row_N, asked_N, id_N = move(torch.tensor(places), logits_RV.device).unbind(1)
-    # Added, as one id may be named after several tokens: only one of them is the last.
+    # Accumulated, as an id may be forbidden after several tokens, of which one is the last.
     change_N = torch.where(last_R[row_N] == asked_N, FORBIDDEN, 0.0)
     logits_RV.index_put_((row_N, id_N), change_N, accumulate=True)
 
@@ -319,5 +320,5 @@ def _places(ids: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor
 
 
 def _bounded(new_N: Tensor, old_N: Tensor) -> Tensor:
-    # A finite logit stays finite: an overflow must neither forbid a token nor look like a broken model.
+    # A finite logit stays finite: an overflow must neither forbid a token nor look like a damaged model.
     return torch.where(old_N.isfinite(), new_N.clamp(-_LARGEST, _LARGEST), old_N)

@@ -1,9 +1,9 @@
-"""Log-probabilities of chosen tokens, from the logits as the model gave them.
+"""Log-probabilities of sampled tokens, from the model's unchanged logits.
 
-Penalties, bias, masks and temperature are not in them (vLLM's default, `raw_logprobs`). Rank 1 is the most
-likely token; equal logits rank by lowest id, so the n-th entry of `top` has rank n.
+Penalties, bias, masks and temperature are not applied (vLLM's default, `raw_logprobs`). Rank 1 is the most
+likely token; ties rank by lowest id, so the n-th entry of `top` has rank n.
 
-Legend: R rows, V vocabulary, K candidates.
+R rows, V vocabulary, K candidates, S sampled rows, N alternatives.
 """
 
 import math
@@ -20,7 +20,7 @@ from .topk import best_of, next_size, ranked
 
 
 def token_logprobs(logits_RV: Tensor, chosen: Sequence[int], top: Sequence[int]) -> list[TokenLogprobs]:
-    """One entry a row of float32 logits: the chosen id and the row's `top` best ids.
+    """Build one entry per row of float32 logits: the chosen id and the row's `top` best ids.
 
     A row with NaN or infinity has no probabilities: its logprob is NaN, its rank 0, its `top` empty.
     """
@@ -40,7 +40,7 @@ def token_logprobs(logits_RV: Tensor, chosen: Sequence[int], top: Sequence[int])
 
 
 def ranked_logprobs(ranks: CandidateRanks, chosen: Sequence[int], top: Sequence[int]) -> list[TokenLogprobs]:
-    """The same entries from what `Ops.rank` tells."""
+    """Build the same entries from the results of `Ops.rank`."""
     rows = zip(ranks.told_S4.tolist(), ranks.ids_SN.tolist(), ranks.logits_SN.tolist(), strict=True)
     entries = []
     for (told, ids, logits), token, count in zip(rows, chosen, top, strict=True):
@@ -55,7 +55,7 @@ def ranked_logprobs(ranks: CandidateRanks, chosen: Sequence[int], top: Sequence[
 
 
 def _facts(logits_RV: Tensor, chosen_R: Tensor) -> list[tuple[float, float, float]]:
-    """Of each row: largest logit, sum of weights, chosen logit."""
+    """Return for each row: largest logit, sum of weights, chosen logit."""
     best_R = best_of(logits_RV)[0]
     total_R = weights(logits_RV, best_R[:, None], torch.ones_like(best_R)).sum(-1)
     logit_R = logits_RV.gather(1, chosen_R[:, None])[:, 0]
@@ -64,7 +64,7 @@ def _facts(logits_RV: Tensor, chosen_R: Tensor) -> list[tuple[float, float, floa
 
 
 def _leaders(logits_RV: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """The best (id, logit) of each row in order: at least `count`, more where they are known anyway."""
+    """Return the best (id, logit) of each row in order: at least `count`, more where they are known."""
     vocab_size = logits_RV.shape[1]
     value_RK, id_RK, certain_R = ranked(logits_RV, next_size(count, vocab_size))
     leaders = []

@@ -26,7 +26,7 @@ def philox_4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tup
 
 
 def uniform(seed: int, position: int) -> float:
-    """A multiple of 2^-53 in [0, 1). The seed is taken modulo 2^64, so all signed 64-bit seeds differ."""
+    """Return a multiple of 2^-53 in [0, 1). The seed is taken modulo 2^64: all signed 64-bit seeds differ."""
     counter = (position & _MASK_32, position >> 32 & _MASK_32, 0, 0)
     w0, w1, _, _ = philox_4x32(counter, (seed & _MASK_32, seed >> 32 & _MASK_32))
     return ((w1 << 32 | w0) >> 11) * 2.0**-53
@@ -36,9 +36,9 @@ _MASK = 0xFFFFFFFF
 
 
 def uniform_rows(seed_R: Tensor, position_R: Tensor) -> Tensor:
-    """float64 [R]: bit by bit what `uniform` gives for int64 seeds and positions.
+    """Return float64 [R], bit by bit the results of `uniform` for int64 seeds and positions.
 
-    Products of 32-bit words wrap around in int64; their low and high words are right all the same.
+    Products of 32-bit words wrap around in int64; their low and high words are still correct.
     """
     position_R = position_R.to(torch.int64)
     c0, c1 = position_R & _MASK, position_R >> 32 & _MASK

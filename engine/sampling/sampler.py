@@ -1,4 +1,7 @@
-"""Groups the rows of a step by what they need, and answers each with a token or with a reason why not."""
+"""Synchronous sampler: groups the rows of a step by sampling method and returns a token or an error for each.
+
+R rows, V vocabulary.
+"""
 
 import math
 from collections import defaultdict
@@ -24,10 +27,10 @@ from .topk import best_of, next_size
 _T = TypeVar("_T")
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them would leave one token anyway, or overflow."""
+"""Temperatures below this are greedy: dividing by them would leave one token, or overflow."""
 
 _ROWS_AT_ONCE = {"cpu": 1, "cuda": 64}
-# On CPU a row and its weights stay in the core's cache; on a GPU this bounds the int64 scratch space.
+# On a CPU a row and its probabilities stay in the core's cache; on a GPU this bounds the int64 scratch space.
 
 BROKEN = (
     "the model produced NaN or infinite logits for this request: its weights may be damaged, or its numbers "
@@ -39,12 +42,12 @@ NOTHING_LEFT = (
 
 
 class _Method(NamedTuple):
-    """How a row is drawn; rows of equal methods are drawn together."""
+    """Sampling method of a row; rows with equal methods are sampled together."""
 
     edited: bool
     kind: Literal["greedy", "whole", "ranked", "binned"]
     size: int = 0
-    """Of `ranked`: how many candidates."""
+    """Candidates of the method `ranked`."""
     cuts_k: bool = False
 
 
@@ -52,15 +55,15 @@ PLAIN_GREEDY = _Method(edited=False, kind="greedy")
 
 
 class Sampler:
-    """Chooses the next token of each row. A row's result never depends on the other rows.
+    """Samples the next token of each row. A row's result never depends on the other rows.
 
     Keeps token counts of requests with penalties between calls, as long as they run.
     """
 
     def __init__(self, vocab_size: int, device: torch.device, ops: Ops | None = None) -> None:
-        """`ops`: a backend; its `best_of`, `draw` and `rank` do the same faster, where it has them.
+        """`ops`: backend whose `best_of`, `draw` and `rank`, where it has them, do the same faster.
 
-        Then logits are its own: float32 rows that do not overlap.
+        Then logits must be its own: float32 rows that do not overlap.
         """
         self._vocab_size = vocab_size
         self._find_best = (ops.best_of if ops else None) or best_of
@@ -71,10 +74,10 @@ class Sampler:
         self._rules = LogitsProcessorCache(vocab_size)
 
     def sample(self, logits_RV: Tensor, requests: Sequence[Request]) -> list[SampledToken | str]:
-        """One result a row: the token, or the message of the error that ends this request alone.
+        """Return one result per row: the token, or the message of the error that ends this request alone.
 
         `logits_RV` may have any float dtype and is not changed. Columns beyond the vocabulary are padding.
-        The drawn token gets position `request.num_tokens`.
+        The sampled token gets position `request.num_tokens`.
         """
         logits_RV = logits_RV[:, : self._vocab_size]
         active = self._rules.active(requests)
@@ -92,7 +95,7 @@ class Sampler:
         return self._with_logprobs(logits_RV, requests, chosen)
 
     def _greedy(self, logits_RV: Tensor) -> list[SampledToken | str]:
-        """What `_choose` would answer where nothing but the largest logit counts, in fewer steps."""
+        """Do as `_choose` in fewer operations, where only the largest logit counts."""
         best_R, id_R = self._find_best(logits_RV)
         return [
             problem_of(best, best) or SampledToken(token)
@@ -100,12 +103,12 @@ class Sampler:
         ]
 
     def prompt_logprobs(self, logits_TV: Tensor, next_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
-        """Entry t tells how likely `next_ids[t]` was after row t. NaN logprobs where a row is broken."""
+        """Return log-probabilities: entry t is that of `next_ids[t]` after row t. NaN for invalid rows."""
         logits_TV = logits_TV[:, : self._vocab_size]
         return self._logprobs(logits_TV, [(row, token, top) for row, token in enumerate(next_ids)])
 
     def _logprobs(self, logits_RV: Tensor, wanted: list[tuple[int, int, int]]) -> list[TokenLogprobs]:
-        """`wanted`: (row, its id, how many alternatives), by ascending rows."""
+        """Compute entries of `wanted`: (row, its id, number of alternatives), by ascending rows."""
         if self._rank is not None and wanted:
             rows, ids, top = zip(*wanted, strict=True)
             return ranked_logprobs(self._rank(logits_RV, rows, ids, max(top)), ids, top)
@@ -124,14 +127,14 @@ class Sampler:
         return _Method(edited, "ranked", next_size(params.top_k if cuts_k else 0, self._vocab_size), cuts_k)
 
     def candidates(self, params: SamplingParams) -> tuple[int, bool]:
-        """Of a row that is not greedy: how many of the best ids to look at first, 0 where their order does
-        not matter; and whether top-k leaves only these.
+        """Return, for a row that is not greedy, the number of candidates to rank first (0: no ranking needed)
+        and whether top-k keeps only these.
         """
         method = self._method(params, edited=False)
         return method.size, method.cuts_k
 
     def _thorough(self, method: _Method) -> _Method:
-        """The next method to try where the candidates were too few."""
+        """Return the next method to try where the candidates were too few."""
         if self._device.type == "cpu" and not method.cuts_k:
             return method._replace(kind="binned")
         return method._replace(size=next_size(method.size, self._vocab_size))
@@ -155,7 +158,7 @@ class Sampler:
     def _run(
         self, logits_RV: Tensor, requests: Sequence[Request], waiting: dict[int, _Method]
     ) -> Iterator[tuple[int, _Method, list[float]]]:
-        """Draw all waiting rows; the device is asked for results once, after all work is queued."""
+        """Sample all waiting rows; synchronize with the device once, after all work is queued."""
         groups: dict[_Method, list[int]] = defaultdict(list)
         for row, method in waiting.items():
             groups[method].append(row)
@@ -171,7 +174,9 @@ class Sampler:
             yield row, method, outcome
 
     def _draw(self, logits_RV: Tensor, requests: list[Request], method: _Method) -> Tensor:
-        """float64 [R, 4]: id, largest logit before and after the rules, whether the id is final."""
+        """Return float64 [R, 4]: id, largest logit before and after the logits processors, whether the id is
+        final.
+        """
         raw_best_R: Tensor | None = None
         if method.edited:
             raw_best_R = best_of(logits_RV)[0]
@@ -229,7 +234,7 @@ class Sampler:
 
 
 def _take(logits_RV: Tensor, rows: Sequence[int]) -> Tensor:
-    """These rows, in ascending order; a view where they lie together, so that nothing is copied."""
+    """Select rows, in ascending order; a view without a copy where they are contiguous."""
     first, last = rows[0], rows[-1]
     if last - first + 1 == len(rows):
         return logits_RV[first : last + 1]
@@ -237,7 +242,7 @@ def _take(logits_RV: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def draw_row(request: Request, rules: LogitsProcessors | None) -> DrawRow:
-    """For `Ops.draw`; `rules` where they change this row."""
+    """Build a row of `Ops.draw`; `rules`: logits processors where they change this row."""
     params = request.params
     return DrawRow(
         params.temperature,
@@ -255,12 +260,12 @@ def is_greedy(params: SamplingParams) -> bool:
 
 
 def is_plain(params: SamplingParams) -> bool:
-    """Whether a row is drawn from its logits as the model gave them, and nobody asks for more of them."""
+    """Return whether the row is sampled from the model's unchanged logits, without log-probabilities."""
     return params.logprobs is None and not may_change_logits(params)
 
 
 def problem_of(raw_best: float, best: float) -> str | None:
-    """Of a row's largest logit before and after the rules: why it has no token, if it has none."""
+    """Return why a row has no token, or None, from its largest logit before and after logits processors."""
     if not math.isfinite(raw_best):
         return BROKEN
     return NOTHING_LEFT if best == -math.inf else None

@@ -1,4 +1,4 @@
-"""The sampler as runners see it."""
+"""Sampler interface of the synchronous runner."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,7 +11,7 @@ from ..ipc.messages import TokenLogprobs
 
 
 class TokenSampler(Protocol):
-    """`Sampler`, or what stands for it where logits are shared among ranks."""
+    """`Sampler`, or `TPSampler` and `NullSampler` where several ranks share a model."""
 
     def sample(self, logits_RV: Tensor, requests: Sequence[Request]) -> list[SampledToken | str]: ...
     def prompt_logprobs(

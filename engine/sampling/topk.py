@@ -1,6 +1,6 @@
-"""The most likely ids of each row in one defined order: larger logit first, equal logits by lowest id.
+"""Top-k with a defined order: larger logit first, ties by lowest id.
 
-Legend: R rows, V vocabulary, B blocks of the vocabulary, C ids looked at, K candidates.
+R rows, V vocabulary, B blocks of the vocabulary, C inspected ids, K candidates.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 FindBest = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""As `best_of`."""
+"""Signature of `best_of`."""
 
 _BLOCK = 64
 _LADDER = (256, 4096)
@@ -17,7 +17,7 @@ _LADDER = (256, 4096)
 
 
 def best_of(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest logit and its lowest id, per row. NaN anywhere in the row gives NaN.
+    """Return the largest logit of each row and its lowest id. NaN anywhere in the row gives NaN.
 
     Two levels: block maxima run at memory speed, an index search over the whole row does not.
     """
@@ -38,15 +38,15 @@ def best_of(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def next_size(size: int, vocab_size: int) -> int:
-    """The next larger number of candidates worth trying; the whole vocabulary in the end."""
+    """Return the next larger number of candidates worth trying; finally the vocabulary size."""
     return next((step for step in _LADDER if size < step < vocab_size // 2), vocab_size)
 
 
 def ranked(logits_RV: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `size` best (logits_RK, ids_RK) and how many of them are certain, per row.
+    """Return the `size` best (logits_RK, ids_RK) and, per row, how many of them are certain.
 
-    `torch.topk` picks arbitrarily among equal logits at its border, so that last group is not certain
-    unless the whole vocabulary was asked for.
+    `torch.topk` picks arbitrarily among ties at its border, so that last group is not certain unless the
+    whole vocabulary is ranked.
     """
     rows, vocab_size = logits_RV.shape
     if size >= vocab_size:
@@ -59,10 +59,10 @@ def ranked(logits_RV: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _pick(logits_RV: Tensor, size: int) -> Tensor:
-    """`size` ids of each row, among them all whose logit is above the smallest picked.
+    """Pick `size` ids of each row, including all whose logit is above the smallest picked one.
 
-    Whatever is among the `size` largest lies in one of the `size` blocks with the largest maxima, or in the
-    tail: looking only there halves the time.
+    The `size` largest logits are in the `size` blocks with the largest maxima, or in the tail: searching only
+    there halves the time.
     """
     rows, vocab_size = logits_RV.shape
     main = vocab_size - vocab_size % _BLOCK

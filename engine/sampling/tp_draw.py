@@ -1,10 +1,10 @@
-"""Drawing a row whose logits are in parts on several ranks, without bringing them together.
+"""Sampling from logits sharded over ranks, without gathering whole rows.
 
-Weights are integers (`sampling/integer_softmax.py`), so their sums over parts are the sums over the whole,
-and what is drawn here is bit by bit what one rank would draw. All ranks of the stage call the same function
-with the same rows, and come to the same result.
+Probabilities are integers (`integer_softmax.py`), so sums over shards equal the sum over the whole
+vocabulary, and the sampled id is bit by bit that of a single rank. All ranks of the stage call the same
+function with the same rows and get the same result.
 
-Legend: R rows, t ranks, V this rank's part of the vocabulary, K candidates.
+R rows, t ranks, V this rank's vocabulary shard, K candidates.
 """
 
 from typing import NamedTuple
@@ -21,6 +21,8 @@ from .topk import best_of, ranked
 
 
 class TPDraw:
+    """Sampling methods over sharded rows [R, V]."""
+
     def __init__(self, collective: Communicator, part: ShardSlice) -> None:
         self._collective = collective
         self._part = part
@@ -28,7 +30,7 @@ class TPDraw:
     def greedy(self, logits_RV: Tensor) -> SampledRows:
         best_R, id_R = best_of(logits_RV)
         best_tR2 = self._collective.gather(torch.stack([best_R.double(), id_R.double()], 1))
-        # Ranks stand in the order of their ids: of equal logits the lowest id is the first.
+        # Ranks are in the order of their ids: ties go to the first rank, so to the lowest id.
         best_R, rank_R = torch.max(best_tR2[..., 0].T, dim=1)
         local_R = best_tR2[..., 1].long().gather(0, rank_R[None])[0]
         return SampledRows(
@@ -36,13 +38,13 @@ class TPDraw:
         )
 
     def whole(self, logits_RV: Tensor, knobs: SamplingTensors) -> SampledRows:
-        """As `draw_whole`."""
+        """Sample with temperature and min-p, as `draw_whole`."""
         best_R = self.best(logits_RV)
         until_RV = weights_above(logits_RV, best_R[:, None], knobs).cumsum(-1)
         return self.by_weights(Cumulative(until_RV), best_R, knobs.noise)
 
     def by_weights(self, part: PartWeights, best_R: Tensor, noise_R: Tensor) -> SampledRows:
-        """The rank whose weights the point falls into knows the id."""
+        """Sample from sharded weights: the rank whose weights contain the point finds the id."""
         until_tR = self._collective.gather(part.total_R).cumsum(0)
         point_R = points(until_tR[-1], noise_R)
         rank_R = invert(until_tR.T.contiguous(), point_R)
@@ -54,7 +56,7 @@ class TPDraw:
     def among_best(
         self, logits_RV: Tensor, knobs: SamplingTensors, size: int, *, cuts_k: bool
     ) -> SampledRows:
-        """As `draw_ranked`: the best of all are among the `size` best of each rank."""
+        """Sample with top-k and top-p, as `draw_ranked`, from the `size` best ids of each rank."""
         value_RK, id_RK, _ = ranked(logits_RV, size)
         values_R, ids_R = (
             self._collective.gather(each).transpose(0, 1).flatten(1)
@@ -62,7 +64,7 @@ class TPDraw:
         )
         value_RK, order_RK = torch.sort(values_R, dim=-1, descending=True, stable=True)
         value_RK, order_RK = value_RK[:, :size], order_RK[:, :size]
-        # What is larger than the last is complete: no rank keeps back anything larger than its own last.
+        # Values above the last one are complete: no rank withholds anything larger than its own last.
         certain_R = (value_RK > value_RK[:, -1:]).sum(-1)
         total_R = None
         if not cuts_k:
@@ -71,12 +73,12 @@ class TPDraw:
         return draw_among(value_RK, ids_R.gather(1, order_RK), certain_R, knobs, total_R)
 
     def best(self, logits_RV: Tensor) -> Tensor:
-        """[R], float32, over all ranks; NaN where one is anywhere."""
+        """Return the largest logit over all ranks, float32 [R]; NaN where a row has one."""
         return self._collective.gather(logits_RV.amax(-1).float()).amax(0)
 
 
 class Cumulative(NamedTuple):
-    """`PartWeights` in plain torch."""
+    """`PartWeights` in plain torch: cumulative weights of this rank's shard."""
 
     until_RV: Tensor
 

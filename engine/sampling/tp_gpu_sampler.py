@@ -1,10 +1,10 @@
-"""Drawing on devices that share the logits of a row, without asking any of them anything.
+"""Asynchronous sampler for tensor parallelism on GPUs, without synchronizing with the device.
 
-As `tp_sampler.py` does it between CPU ranks, but nothing may look at what it found to choose its next move:
-so rows are split by what their parameters ask for alone, and each way knows its answer for certain.
+It corresponds to `tp_sampler.py` for CPU ranks, but no result may be read to choose the next operation: rows
+are split into strategies by their parameters alone, and each strategy determines its ids for certain.
 
-Legend: S rows that sample, G of them that are drawn one way, M of those that are dealt to this rank, V this
-rank's part of the vocabulary, K candidates, t ranks, C columns of `DeviceSamplerOutput`.
+S sampling rows, G of them with one strategy, M of those that this rank owns, V this rank's vocabulary shard,
+K candidates, t ranks, C columns of `DeviceSamplerOutput`.
 """
 
 from collections.abc import Sequence
@@ -28,38 +28,42 @@ from .tp_draw import TPDraw
 
 _FEWEST_CANDIDATES = 16
 _MOST_CANDIDATES = 4096
-"""Of all ranks together, where a kernel draws from them."""
+"""Candidates of all ranks together that the sampling kernel takes."""
 _ID_BITS = 32
 
 
 class DeviceSamplingStrategy(Enum):
+    """Sampling method of a row."""
+
     GREEDY = 0
     WHOLE = 1
-    """From the sums of weights of each part."""
+    """From the sums of weights of each shard."""
     RANKED = 2
-    """From as many candidates of each rank as top-k keeps."""
+    """From the candidates of each rank, as many as top-k keeps."""
     DEALT = 3
-    """From whole rows, each brought together on one rank, which draws it and tells: rules, log-probabilities,
-    and top-p alone, which may keep any number of ids."""
+    """From whole rows, each gathered on one rank, which samples it and shares the result: rows with penalties
+    or log-probabilities, and with top-p but without top-k, which may keep any number of ids."""
 
 
 class Draws(Protocol):
+    """Sampler interface of the GPU runner."""
+
     def draw(
         self, logits_SV: Tensor, requests: list[Request], row_S: Tensor, position_S: Tensor
     ) -> DeviceSamplerOutput: ...
 
 
 def device_sampler(rank: TensorParallel, whole: DeviceSampler, vocab_size: int) -> Draws:
-    """`whole` draws from whole rows."""
+    """Return the sampler of this rank. `whole`: sampler of whole rows."""
     if not rank.layout.is_last:
-        whole.rows.rules = None  # nobody draws here
+        whole.rows.rules = None  # this rank does not sample
     if rank.layout.tp == 1 or not rank.layout.is_last:
         return whole
     return TPDeviceSampler(rank, whole, vocab_size)
 
 
 class TPDeviceSampler:
-    """As `DeviceSampler`, for logits [S, V of this rank]: all ranks draw the same, at the same time."""
+    """`DeviceSampler` for logits [S, V of this rank]: all ranks sample together and get the same ids."""
 
     def __init__(self, rank: TensorParallel, whole: DeviceSampler, vocab_size: int) -> None:
         self._rank = rank
@@ -68,7 +72,7 @@ class TPDeviceSampler:
         self._part = rank.layout.vocabulary(vocab_size)
         self._held = self._part.stop - self._part.start
         smallest = vocab_size - (rank.layout.tp - 1) * self._part.size
-        # Looking at most of a part is no less than bringing the parts together.
+        # Candidates of half a shard or more cost as much as gathering the rows.
         self._most_candidates = smallest // 2
         if whole.has_kernel:
             self._most_candidates = min(self._most_candidates, _MOST_CANDIDATES // rank.layout.tp)
@@ -76,7 +80,7 @@ class TPDeviceSampler:
     def draw(
         self, logits_SV: Tensor, requests: list[Request], row_S: Tensor, position_S: Tensor
     ) -> DeviceSamplerOutput:
-        """Also leaves the tokens in the rows."""
+        """Sample, and store the tokens in the request state."""
         ways = [self._way(request.params) for request in requests]
         if len(set(ways)) == 1:
             return self._draw(ways[0], logits_SV, requests, row_S, position_S)
@@ -134,7 +138,7 @@ class TPDeviceSampler:
         if way == DeviceSamplingStrategy.WHOLE:
             best_G = shared.best(logits_GV)
             return shared.by_weights(parts.weigh(logits_GV, best_G, rows), best_G, parts.noise(rows))
-        # In the order of ids, so that the columns of equal logits are too.
+        # Shards are in the order of ids, so columns of equal logits are too.
         mine_GK = parts.candidates(logits_GV, rows, size, self._part.start)
         all_GK = self._rank.collective.gather(mine_GK).transpose(0, 1).flatten(1)
         value_GK = (all_GK >> _ID_BITS).to(torch.int32).view(torch.float32)
@@ -162,7 +166,7 @@ class TPDeviceSampler:
         return DeviceSamplerOutput(numbers_GC, ids_G, requests, wanted.logprobs, wanted.top)
 
     def _ranked(self, logits_GV: Tensor, knobs: SamplingTensors, size: int) -> SampledRows:
-        """The best of all are among the best of each rank, in an order that leaves no ties."""
+        """Sample from the best ids of all ranks, by sort keys without ties."""
         mine_GK = largest(keys(logits_GV, self._part.start), size)
         all_GK = self._rank.collective.gather(mine_GK).transpose(0, 1).flatten(1)
         value_GK, id_GK = from_keys(largest(all_GK, size))
@@ -190,7 +194,7 @@ class TPDeviceSampler:
 def _merged(
     requests: list[Request], parts: Sequence[tuple[Tensor, DeviceSamplerOutput]]
 ) -> DeviceSamplerOutput:
-    """Drawings of some rows each as one; at most one of them has log-probabilities."""
+    """Merge the outputs of several strategies; at most one of them has log-probabilities."""
     most = max((drawing for _, drawing in parts), key=lambda drawing: drawing.numbers_SC.shape[1])
     ids_S = most.ids_S.new_empty(len(requests))
     numbers_SC = most.numbers_SC.new_zeros(len(requests), most.numbers_SC.shape[1])

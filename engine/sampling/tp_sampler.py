@@ -1,11 +1,11 @@
-"""Choosing tokens where each rank has the logits of its part of the vocabulary.
+"""Synchronous sampler for tensor parallelism: each rank has the logits of its vocabulary shard.
 
-All ranks of the last stage draw, from the same numbers, and so draw the same. What each sends for a row:
+All ranks of the last stage sample from the same numbers and get the same ids. Bytes that each sends per row:
 
     greedy                              16 bytes: its best logit and id
-    temperature, min-p                  20 bytes: its best logit, sum of weights, drawn id
+    temperature, min-p                  20 bytes: its best logit, sum of weights, sampled id
     top-k, top-p                        12 bytes for each of 256 or 4096 candidates, and a sum of weights
-    penalties, bias, masks, logprobs    the row's logits, vocabulary / tp numbers
+    penalties, bias, masks, logprobs    the row's logits: vocabulary / tp numbers
 """
 
 from collections.abc import Sequence
@@ -28,16 +28,16 @@ Pick = SampledToken | str
 
 
 class SamplingStrategy(NamedTuple):
-    """How rows are drawn: rows of equal ways together."""
+    """Sampling method of a row; rows with equal strategies are sampled together."""
 
     size: int
-    """Candidates of each rank; 0 where no order is needed."""
+    """Candidates of each rank; 0: no ranking needed."""
     cuts_k: bool
 
 
 GREEDY = SamplingStrategy(-1, cuts_k=False)
 TOGETHER = SamplingStrategy(-2, cuts_k=False)
-"""From the whole row."""
+"""Sample from the gathered row."""
 
 
 def rank_sampler(rank: TensorParallel, whole: Sampler, vocab: int) -> TokenSampler:
@@ -47,7 +47,7 @@ def rank_sampler(rank: TensorParallel, whole: Sampler, vocab: int) -> TokenSampl
 
 
 class TPSampler:
-    """As `Sampler`, for logits [R, V of this rank]."""
+    """`TokenSampler` for logits [R, V of this rank]."""
 
     def __init__(self, rank: TensorParallel, whole: Sampler, vocab: int) -> None:
         """`whole` samples from gathered rows."""
@@ -57,7 +57,7 @@ class TPSampler:
         self._held = self._part.stop - self._part.start
 
     def sample(self, logits_RV: Tensor, requests: Sequence[Request]) -> list[Pick]:
-        """See `Sampler.sample`."""
+        """Sample as `Sampler.sample`."""
         picks: dict[int, Pick] = {}
         ways = [self._way(request.params) for request in requests]
         for way in sorted(set(ways) - {TOGETHER}):
@@ -83,7 +83,7 @@ class TPSampler:
         if is_greedy(params):
             return GREEDY
         size, cuts_k = self._whole.candidates(params)
-        # Looking at most of a part is no less than bringing the parts together.
+        # Candidates of half a shard or more cost as much as gathering the rows.
         return SamplingStrategy(size, cuts_k) if size < self._held // 2 else TOGETHER
 
     def _draw(self, logits_RV: Tensor, requests: list[Request], way: SamplingStrategy) -> SampledRows:
@@ -96,12 +96,12 @@ class TPSampler:
         return shared.among_best(logits_RV, knobs, way.size, cuts_k=way.cuts_k)
 
     def _gathered(self, logits_RV: Tensor) -> Tensor:
-        """[R, whole vocabulary and padding]."""
+        """Gather rows: [R, whole vocabulary and padding]."""
         return self._rank.collective.gather(logits_RV).transpose(0, 1).flatten(1)
 
 
 class NullSampler:
-    """Of a stage that has no logits; what it says goes nowhere."""
+    """`TokenSampler` of a stage without logits; its results are not used."""
 
     def sample(self, _logits: Tensor, requests: Sequence[Request]) -> list[Pick]:
         return ["sampled in another stage"] * len(requests)

@@ -1,1 +1,1 @@
-"""Weights of a model, as its layers ask for them."""
+"""Weight loading: sources from which layers request packed weights."""

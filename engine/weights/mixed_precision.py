@@ -1,4 +1,4 @@
-"""Weights of a mixed format: the linears that its recipe names are packed as the output head is."""
+"""Mixed-precision formats: selected linears are packed in the higher precision of the output head."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +14,7 @@ from .source import WeightRequest, WeightSource
 
 
 class MixedPrecisionSource:
-    """A `weights.Source` before another one."""
+    """`WeightSource` wrapper that upgrades the selected linears (`model_config/mixed_precision.py`)."""
 
     def __init__(self, source: WeightSource, layers: int) -> None:
         self._source = source

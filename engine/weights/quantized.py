@@ -1,5 +1,6 @@
-"""Which part of a checkpoint's codes and scales makes a rank's part of a rounded weight
-(`quantized_layout.py`).
+"""Read a rank's shard of quantized weights: codes, scales and sub-block steps of a checkpoint.
+
+`checkpoint/quantized_layout.py` describes the stored layout. O outputs, I inputs, G groups, S steps.
 """
 
 from collections.abc import Mapping
@@ -21,8 +22,10 @@ from ..partition import ShardSlice
 
 
 def unpacked(stored: Tensor, quant: Quant, inputs: int) -> Tensor:
-    """Codes [O, I], int8 or E4M3, of what a checkpoint holds (`quantized_layout.py`); of formats with steps
-    n.
+    """Unpack stored values to codes [O, I], int8 or E4M3 (`quantized_layout.py`).
+
+    In formats with sub-block steps these are the unsigned numbers n, which `to_numbers` combines with the
+    steps.
     """
     if quant.bits == 8:
         return stored
@@ -31,7 +34,7 @@ def unpacked(stored: Tensor, quant: Quant, inputs: int) -> Tensor:
 
 
 def stored_codes(rounded: QuantizedWeight) -> Tensor:
-    """Codes as a checkpoint holds them: what `unpacked` reads, and numbers of steps from that."""
+    """Pack codes as a checkpoint stores them: the inverse of `unpacked`."""
     if rounded.quant.bits == 8:
         return rounded.codes_OI
     halves = rounded.halves()
@@ -40,14 +43,14 @@ def stored_codes(rounded: QuantizedWeight) -> Tensor:
 
 
 def reordered(rounded: QuantizedWeight, rows: list[int]) -> QuantizedWeight:
-    """With these rows, in this order. Rows stay within a block that shares scales."""
+    """Select rows in this order. Rows must stay within a block that shares scales."""
     codes_OI = rounded.codes_OI.view(torch.uint8)[rows].view(rounded.codes_OI.dtype)
     steps_OS = None if rounded.steps_OS is None else rounded.steps_OS[rows]
     return replace(rounded, codes_OI=codes_OI, scales_OG=rounded.scales_OG[rows], steps_OS=steps_OS)
 
 
 def stored_parts(rows: ShardSlice, inputs: ShardSlice, quant: Quant) -> tuple[ShardSlice, ShardSlice]:
-    """Of a tensor of codes, what holds these rows and inputs. Groups are not cut."""
+    """Return the slices of the stored codes that hold these rows and inputs. Groups are not split."""
     if quant.bits == 8:
         return rows, inputs
     return rows, ShardSlice(
@@ -56,7 +59,7 @@ def stored_parts(rows: ShardSlice, inputs: ShardSlice, quant: Quant) -> tuple[Sh
 
 
 def scale_parts(rows: ShardSlice, inputs: ShardSlice, quant: Quant) -> tuple[ShardSlice, ShardSlice]:
-    """Of its scales. Blocks may be cut between rows: then their scales belong to both parts."""
+    """Return the slices of the scales. A block may be split between rows: both ranks then read its scale."""
     groups = ShardSlice(quant.groups(inputs.total), inputs.start // quant.group, quant.groups(inputs.stop))
     assert not quant.by_output
     if quant.kind != "blocks":
@@ -65,14 +68,14 @@ def scale_parts(rows: ShardSlice, inputs: ShardSlice, quant: Quant) -> tuple[Sha
 
 
 def step_parts(rows: ShardSlice, inputs: ShardSlice, quant: Quant) -> tuple[ShardSlice, ShardSlice]:
-    """Of its steps, which no group's end cuts."""
+    """Return the slices of the sub-block steps, which never cross the end of a group."""
     _, groups = scale_parts(rows, inputs, quant)
     each = quant.group // quant.step
     return rows, ShardSlice(groups.total * each, groups.start * each, groups.stop * each)
 
 
 def scales_of_rows(scales: Tensor, rows: ShardSlice, quant: Quant) -> Tensor:
-    """One row of scales for each of the `rows`, of which blocks share theirs."""
+    """Expand scales to one row for each of `rows`: the rows of a block share its scales."""
     if quant.kind != "blocks":
         return scales
     first = rows.start // quant.group * quant.group
@@ -81,7 +84,7 @@ def scales_of_rows(scales: Tensor, rows: ShardSlice, quant: Quant) -> Tensor:
 
 
 def refuse_cut_groups(name: str, inputs: ShardSlice, quant: Quant) -> None:
-    """Raises ParallelError where a part of the inputs begins or ends inside a group: it has one scale."""
+    """Raise ParallelError where a shard of the inputs begins or ends inside a group, which has one scale."""
     if quant.by_output:
         return
     if inputs.start % quant.group or (inputs.stop % quant.group and inputs.stop != inputs.total):
@@ -92,12 +95,12 @@ def refuse_cut_groups(name: str, inputs: ShardSlice, quant: Quant) -> None:
 
 
 def stacked(codes: list[Tensor]) -> Tensor:
-    """By their bytes: 8-bit floats are not joined by all versions of torch."""
+    """Concatenate codes by their bytes: not all versions of torch concatenate 8-bit floats."""
     return torch.cat([each.view(torch.uint8) for each in codes]).view(codes[0].dtype)
 
 
 def refuse_other_codes(entry: TensorEntry, shape: tuple[int, ...], dtype: str) -> None:
-    """Raises ModelError where a tensor of codes or steps is not what config.json says."""
+    """Raise ModelError where dtype or shape of codes or steps differ from config.json."""
     if (entry.dtype, entry.shape) != (dtype, shape):
         raise ModelError(
             f"{entry.file}: tensor {shown(entry.name)} is {entry.dtype} {list(entry.shape)}, config.json "
@@ -106,12 +109,12 @@ def refuse_other_codes(entry: TensorEntry, shape: tuple[int, ...], dtype: str) -
 
 
 def as_column(entry: TensorEntry) -> TensorEntry:
-    """Scales for each output, or one for all: [O, 1] or [1, 1], also where they are stored as [O] or []."""
+    """Reshape per-output scales [O] to [O, 1], and a per-tensor scale [] to [1, 1]."""
     return replace(entry, shape=(*entry.shape, 1, 1)[:2]) if len(entry.shape) < 2 else entry
 
 
 class QuantizedTensors(Protocol):
-    """Of a checkpoint, each to be taken once."""
+    """Tensors of a checkpoint, each taken once."""
 
     @property
     def device(self) -> torch.device: ...
@@ -119,24 +122,24 @@ class QuantizedTensors(Protocol):
     def has(self, name: str) -> bool: ...
 
     def entry(self, name: str) -> TensorEntry:
-        """Takes it. Raises ModelError if it is not there."""
+        """Take the entry. Raises ModelError if it is missing."""
         ...
 
     def read(self, entry: TensorEntry, parts: tuple[ShardSlice, ...]) -> Tensor:
-        """As stored, on the CPU."""
+        """Read these slices as stored, on the CPU."""
         ...
 
     def fill(self, entry: TensorEntry, target: Tensor, *parts: ShardSlice) -> None:
-        """Converted to the dtype of `target`; NaN and wrong shapes are refused."""
+        """Read slices into `target`, converted to its dtype. Raises ModelError for NaN or wrong shapes."""
         ...
 
 
 def read_rounded(
     tensors: QuantizedTensors, outputs: Mapping[str, ShardSlice], inputs: ShardSlice, quant: Quant
 ) -> QuantizedWeight:
-    """`outputs`: {name without `.weight`: rows}. Each keeps its own scales: nothing is rounded again.
+    """Read several quantized linears as one stacked weight; each keeps its scales: nothing is requantized.
 
-    Raises ModelError, ParallelError.
+    `outputs`: {name without `.weight`: rows}. Raises ModelError, ParallelError.
     """
     refuse_cut_groups("+".join(outputs), inputs, quant)
     codes, scales, found = [], [], []
@@ -156,7 +159,7 @@ def read_rounded(
 def read_codes(
     tensors: QuantizedTensors, name: str, rows: ShardSlice, inputs: ShardSlice, quant: Quant
 ) -> Tensor:
-    """[rows, inputs] of that part; padding is zeros."""
+    """Read codes [rows, inputs] of this shard; padding is zeros."""
     entry = tensors.entry(name)
     parts = stored_parts(rows, inputs, quant)
     refuse_other_codes(entry, tuple(part.total for part in parts), stored_dtype(quant))
@@ -172,7 +175,7 @@ def read_codes(
 def read_steps(
     tensors: QuantizedTensors, name: str, rows: ShardSlice, inputs: ShardSlice, quant: Quant
 ) -> Tensor:
-    """[rows, steps of inputs] of that part; padding is what makes zeros of zeros."""
+    """Read sub-block steps [rows, steps of inputs] of this shard; padding keeps zero codes zero."""
     entry = tensors.entry(name)
     parts = step_parts(rows, inputs, quant)
     refuse_other_codes(entry, tuple(part.total for part in parts), "U8")
@@ -189,7 +192,7 @@ def read_steps(
 def read_scales(
     tensors: QuantizedTensors, name: str, rows: ShardSlice, inputs: ShardSlice, quant: Quant
 ) -> Tensor:
-    """[rows, groups of inputs] of that part; padding is zeros."""
+    """Read scales [rows, groups of inputs] of this shard; padding is zeros."""
     entry = tensors.entry(one_of(tensors, [f"{name}{scale}" for scale in scale_names(quant)]))
     dtype = torch.float32 if quant.is_float else torch.float16
     if quant.by_output:
@@ -201,7 +204,7 @@ def read_scales(
 
 
 def read_column(tensors: QuantizedTensors, entry: TensorEntry, rows: ShardSlice) -> Tensor:
-    """[rows, 1]: one for each output, or the one that all of them share."""
+    """Read scales [rows, 1]: per output, or one per tensor, expanded."""
     part = ShardSlice.whole(1) if entry.shape == (1, 1) else rows
     stored = torch.empty((part.size, 1), dtype=torch.float32, device=tensors.device)
     tensors.fill(entry, stored, part, ShardSlice.whole(1))
@@ -209,9 +212,9 @@ def read_column(tensors: QuantizedTensors, entry: TensorEntry, rows: ShardSlice)
 
 
 def read_given(tensors: QuantizedTensors, names: Mapping[str, ShardSlice]) -> Tensor:
-    """[1]: the scale of all activations that these linears share, as they read the same ones.
+    """Read the static input scale [1] of these linears, which read the same activations.
 
-    Where they were calibrated apart it is the largest: what one of them could hold is not cut off.
+    Where they were calibrated separately it is the largest, so that no activation saturates.
     """
     found = []
     for name in names:
@@ -228,5 +231,5 @@ def read_given(tensors: QuantizedTensors, names: Mapping[str, ShardSlice]) -> Te
 
 
 def one_of(tensors: QuantizedTensors, names: list[str]) -> str:
-    """The first where none is there, for it to be told as missing."""
+    """Return the name that exists; the first one where none does, to be reported as missing."""
     return next(filter(tensors.has, names), names[0])

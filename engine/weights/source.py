@@ -1,10 +1,10 @@
-"""Weights flow from the files into the model one tensor at a time, checked, fused and packed on the way.
+"""Weight loading: tensors are read from files one at a time, checked, stacked and packed for the kernels.
 
-The model asks for what it needs, in its own order; `finish` then refuses what nobody asked for. The most
-memory in use beyond the model is one fused linear and one tensor of it.
+The model requests what it needs, in its own order; `finish` then refuses tensors that were not requested.
+Peak memory beyond the model is one stacked linear and one tensor of it.
 
-    Weights      names: what the model's layers ask
-    Source       where weights come from: `Checkpoint` here, or `packed_cache/source.py`
+    Weights         requests of the model's layers, under a name prefix
+    WeightSource    origin of weights: `Checkpoint` here, or `packed_cache/source.py`
 """
 
 from collections.abc import Callable, Mapping
@@ -55,17 +55,17 @@ def pack(ops: Ops, kind: Kind, weight_OI: Tensor, bias_O: Tensor | None) -> Pack
 
 
 NOT_NEEDED = (".rotary_emb.inv_freq", "score.weight", *OF_KEYS_AND_VALUES, *BOUNDS)
-"""Ends of names. Older checkpoints store the first; it is computed from config.json. The second is no part of
-what the engine computes (`config.py`)."""
+"""Suffixes of tensors that are ignored. Older checkpoints store the first, which is computed from
+config.json. The second belongs to a head that the engine does not run (`model_config/config.py`)."""
 TOLD_EVERY = 1 << 20
 """Bytes between two reports of progress, where a tensor is read in many small runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRequest:
-    """One packed weight: `outputs` are tensors stacked to one, {full name: rows}, without `.weight`.
+    """Request for one packed weight: `outputs` are tensors to stack, {full name without `.weight`: rows}.
 
-    Rows and inputs say which part of each tensor is wanted here.
+    Rows and inputs select this rank's shard of each tensor.
     """
 
     kind: Kind
@@ -73,11 +73,11 @@ class WeightRequest:
     inputs: ShardSlice
     bias: bool = False
     order: tuple[int, ...] | None = None
-    """Row i is made of the stack's row order[i]."""
+    """Row permutation: row i of the weight is row order[i] of the stack."""
 
     @property
     def name(self) -> str:
-        """Of the stack, unique in a model."""
+        """Name of the stack, unique in a model."""
         return "+".join(self.outputs)
 
     @property
@@ -86,6 +86,8 @@ class WeightRequest:
 
 
 class WeightSource(Protocol):
+    """Origin of a model's weights; each tensor is requested once."""
+
     @property
     def ops(self) -> Ops: ...
 
@@ -94,7 +96,7 @@ class WeightSource(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what the model computes with."""
+        """Dtype in which the model computes."""
         ...
 
     def vector(self, name: str, size: int) -> Tensor: ...
@@ -102,15 +104,15 @@ class WeightSource(Protocol):
     def packed(self, asked: WeightRequest) -> PackedLinear: ...
 
     def split(self, name: str, parts: Mapping[str, int]) -> None:
-        """The checkpoint may have a tensor `name`.weight that is these, {name: rows}, one after another."""
+        """Declare that the checkpoint may store these linears, {name: rows}, stacked as `name`.weight."""
         ...
 
     def skip(self, name: str) -> None:
-        """`name` may be there and is not used. With a dot at its end: everything under it."""
+        """Declare that `name` may exist and is not used; with a trailing dot: everything below it."""
         ...
 
     def finish(self) -> None:
-        """Raises ModelError for what nobody asked for."""
+        """Raise ModelError for tensors that were not requested."""
         ...
 
 
@@ -139,7 +141,7 @@ class Weights:
         self._source.skip(f"{self._prefix}{name}")
 
     def split(self, name: str, parts: Mapping[str, int]) -> None:
-        """For the checkpoint's linear `name` to be asked as several: {name: rows of all ranks}."""
+        """Split the checkpoint's stacked linear `name` into several: {name: rows of all ranks}."""
         self._source.split(
             f"{self._prefix}{name}", {f"{self._prefix}{part}": rows for part, rows in parts.items()}
         )
@@ -167,11 +169,10 @@ class Weights:
         experts: bool = False,
         order: tuple[int, ...] | None = None,
     ) -> PackedLinear:
-        """One linear of all the named ones, stacked: {name: rows}.
+        """Request one linear that stacks the named ones: {name: rows}.
 
-        `experts`: for `Ops.pack_experts`. `order`: as in `WeightRequest`.
-
-        Where inputs are shared, results are summed over the ranks: the first one's hold the bias.
+        `experts`: pack for `Ops.pack_experts`. `order`: as in `WeightRequest`. The results of a row-parallel
+        linear are all-reduced, so only the rank with the first inputs has the bias.
         """
         full = {f"{self._prefix}{name}": rows for name, rows in outputs.items()}
         if bias and inputs.start > 0:
@@ -184,16 +185,16 @@ class Weights:
 
 
 class WeightObserver(Protocol):
-    """Hears of everything that was made."""
+    """Observer of every weight that a source has loaded."""
 
     def vector(self, name: str, vector: Tensor) -> None: ...
     def packed(self, asked: WeightRequest, packed: PackedLinear, bias_O: Tensor | None) -> None: ...
 
 
 class Checkpoint:
-    """A `WeightSource`: the checkpoint's files, read as the model asks.
+    """`WeightSource` over a checkpoint's safetensors files.
 
-    `progress` gets bytes read so far and bytes in all.
+    `progress` gets bytes read so far and bytes in total. Methods raise ModelError for missing or bad tensors.
     """
 
     def __init__(
@@ -226,7 +227,7 @@ class Checkpoint:
 
     def packed(self, asked: WeightRequest) -> PackedLinear:
         if self._of_floats and asked.kind in OF_LAYERS and is_kept_wide(asked.outputs, self._entries):
-            asked = replace(asked, kind="head")  # which such formats leave wide
+            asked = replace(asked, kind="head")  # such formats leave the head unquantized
         stored = self.ops.packing or self.ops.stored
         quant = None if stored is None else stored.format(asked.kind)
         entry = self._entries.get(f"{next(iter(asked.outputs))}.weight")
@@ -282,12 +283,12 @@ class Checkpoint:
     def take_into(self, name: str, target: Tensor, *parts: ShardSlice) -> None:
         """Read `name` into `target`, converted to its dtype. Each name can be taken once.
 
-        `parts`: of each dimension, what to read; all of it where none are given. Padding is zeros.
+        `parts`: slice of each dimension to read; default all of it. Padding is zeros.
         """
         self.fill(self.entry(name), target, *(parts or map(ShardSlice.whole, target.shape)))
 
     def fill(self, entry: TensorEntry, target: Tensor, *parts: ShardSlice) -> None:
-        """The same of an entry that was taken already."""
+        """Read an entry that was taken already into `target`, as `take_into` does."""
         wanted, where = tuple(part.total for part in parts), f"{entry.file}: tensor {shown(entry.name)}"
         if entry.shape != wanted:
             raise ModelError(
