@@ -1,1 +1,1 @@
-"""Checkpoints on disk: safetensors headers, the index, quantized layouts."""
+"""Checkpoints on disk: safetensors headers, the index, quantized layouts, tensor I/O."""

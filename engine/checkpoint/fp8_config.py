@@ -1,12 +1,12 @@
-"""What config.json says of E4M3 weights that others wrote: which of our formats it is, or why none. No torch.
+"""Quantization configs of FP8 (E4M3) checkpoints by other tools, mapped to formats of llmbox. No torch.
 
     "quant_method": "fp8"                  AutoFP8, transformers, DeepSeek-V3, Qwen3-FP8
     "quant_method": "fbgemm_fp8"           transformers, Llama 3.1 405B
     "quant_method": "compressed-tensors"   llm-compressor
     "quant_method": "modelopt"             NVIDIA Model Optimizer; older ones in hf_quant_config.json alone
 
-Only what decides is read; how scales are called and shaped is in `quantized_layout.py`. Lists of what is
-kept wide do not decide: `unquantized_layers.py`.
+Only keys that decide the format are read; names and shapes of scales are in `quantized_layout.py`. Lists of
+unquantized layers are ignored: `unquantized_layers.py` finds these by their stored dtype.
 """
 
 from typing import Any
@@ -16,11 +16,11 @@ SIZE = [128, 128]
 
 
 class NotReadable(ValueError):  # noqa: N818 - named for what it says
-    """Why the weights cannot be used, in words for a user."""
+    """Quantized weights are not supported; the message states the reason for the user."""
 
 
 def read_fp8(raw: dict[str, Any]) -> str:
-    """Raises NotReadable."""
+    """Return the format of `quant_method: fp8`. Raises NotReadable."""
     size, scheme = raw.get("weight_block_size"), raw.get("activation_scheme", "dynamic")
     require(raw.get("fmt", "e4m3") == "e4m3", f"8-bit floats of fmt {raw.get('fmt')!r}, only e4m3 is known")
     require(scheme in ("dynamic", "static"), f"activation_scheme {scheme!r}, known are dynamic and static")
@@ -32,7 +32,9 @@ def read_fp8(raw: dict[str, Any]) -> str:
 
 
 def read_modelopt(raw: dict[str, Any]) -> str:
-    """Raises NotReadable. Where layers are listed one by one, all of them must be of one algorithm."""
+    """Return the format of `quant_method: modelopt`. If layers are listed one by one, all must have the same
+    algorithm. Raises NotReadable.
+    """
     known = {"FP8": STATIC, "FP8_PER_CHANNEL_PER_TOKEN": DYNAMIC}
     name, layers = raw.get("quant_algo"), raw.get("quantized_layers")
     if name == "MIXED_PRECISION" and isinstance(layers, dict):
@@ -46,7 +48,7 @@ def read_modelopt(raw: dict[str, Any]) -> str:
 
 
 def modelopt_entry(raw: dict[str, Any]) -> dict[str, Any] | None:
-    """Of an hf_quant_config.json: what config.json would say. None where only the cache is rounded."""
+    """Convert an hf_quant_config.json to a config.json entry. None if only the KV cache is quantized."""
     told = raw.get("quantization")
     require(isinstance(told, dict), "hf_quant_config.json without an object `quantization`")
     assert isinstance(told, dict)
@@ -54,7 +56,7 @@ def modelopt_entry(raw: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def read_compressed(raw: dict[str, Any]) -> str:
-    """Raises NotReadable."""
+    """Return the format of `quant_method: compressed-tensors`. Raises NotReadable."""
     form, groups = raw.get("format"), raw.get("config_groups")
     sparsity = raw.get("sparsity_config") or {}
     require(isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense", "sparse weights")
@@ -62,13 +64,13 @@ def read_compressed(raw: dict[str, Any]) -> str:
     found = list(groups.values()) if isinstance(groups, dict) else []
     require(bool(found) and all(isinstance(each, dict) for each in found), "config_groups without a group")
     formats = {read_group(each, each.get("format") or form) for each in found}
-    # Which linears are of which group is of no interest then: a scale's shape is seen in the files.
+    # The assignment of linears to groups does not matter then: the files have the shapes of scales.
     require(len(formats) == 1, f"config_groups that mix {' and '.join(sorted(formats))}")
     return formats.pop()
 
 
 def read_group(group: dict[str, Any], form: Any) -> str:
-    """`form`: its own, or that of all where a checkpoint has only one."""
+    """Return the format of one config group. `form`: the group's own, or that of the whole checkpoint."""
     require(form in ("float-quantized", "naive-quantized"), f"compressed-tensors of format {form!r}")
     require(not group.get("output_activations"), "rounded output_activations")
     weights, rows = group.get("weights"), group.get("input_activations")
@@ -77,7 +79,7 @@ def read_group(group: dict[str, Any], form: Any) -> str:
 
 
 def scheme_of(raw: Any, key: str) -> dict[str, Any]:
-    """Of numbers that are symmetric E4M3."""
+    """Return a quantization scheme, which must be symmetric E4M3. Raises NotReadable."""
     require(isinstance(raw, dict), f"{key} without a scheme")
     kind = (raw.get("num_bits"), raw.get("type"), raw.get("symmetric", True))
     require(kind == (8, "float", True), f"{key} that are not symmetric 8-bit floats")

@@ -1,4 +1,4 @@
-"""Which tensors a model directory holds, and in which file: one safetensors file, or shards with an index."""
+"""Index of the tensors in a model directory: one safetensors file, or shards with an index file."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,17 +17,18 @@ _LANGUAGE = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-"""What models that see call their language part, in two styles."""
+"""Prefixes of the language model in vision-language checkpoints (two styles), and of text-only ones."""
 _VISION = tuple(f"{at}{part}." for at in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
 QUANTIZED_DTYPES = frozenset({"I8", "U8", "F8_E4M3"})
-"""Of tensors that mean nothing without scales."""
+"""Dtypes of tensors that need scales."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def list_tensors(directory: Path) -> dict[str, TensorEntry]:
-    """Every tensor, by its name in a whole model; of one that sees, those of its language part.
+    """Return every tensor by its name in a causal language model; for a vision-language model, those of the
+    language model.
 
-    Raises ModelError for what is missing, damaged, refused.
+    Raises ModelError for files that are missing, damaged or refused.
     """
     if (directory / SINGLE).exists():
         return full_names(read_header(directory / SINGLE))
@@ -37,7 +38,7 @@ def list_tensors(directory: Path) -> dict[str, TensorEntry]:
 
 
 def refuse_unsaid(entry: TensorEntry) -> None:
-    """Raises ModelError for quantized weights of a checkpoint whose config.json has no format for them."""
+    """Raise ModelError for a quantized tensor that the quantization_config of config.json does not cover."""
     if entry.dtype in QUANTIZED_DTYPES:
         raise ModelError(
             f"{entry.file}: tensor {shown(entry.name)} is {entry.dtype}, but the quantization_config of "
@@ -46,8 +47,8 @@ def refuse_unsaid(entry: TensorEntry) -> None:
 
 
 def full_names(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """A transformer that was stored without its head calls its tensors by shorter names, one that sees by
-    longer ones.
+    """Return the tensors by their names in a causal language model. A checkpoint without a head omits the
+    prefix `model.`, a vision-language checkpoint has longer prefixes.
     """
     if any(name.startswith(tuple(_LANGUAGE)) for name in entries):
         return language_part(entries)
@@ -74,7 +75,7 @@ def language_part(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
 
 
 def inner_name(name: str) -> str:
-    """Of a tensor in the language part."""
+    """Return the name in a text-only checkpoint of a tensor of the language model."""
     for prefix, inner in _LANGUAGE.items():
         if name.startswith(prefix):
             return inner + name.removeprefix(prefix)
@@ -82,7 +83,7 @@ def inner_name(name: str) -> str:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that `list_tensors` reads. Raises ModelError."""
+    """Return the files that `list_tensors` reads. Raises ModelError."""
     if (directory / SINGLE).exists():
         return [directory / SINGLE]
     if (directory / INDEX).exists():

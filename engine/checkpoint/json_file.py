@@ -1,4 +1,4 @@
-"""JSON files of a model's folder, parsed within bounds: whoever wrote them may mean harm."""
+"""JSON files of a model's folder, parsed with limits on size and depth, because they are not trusted."""
 
 import json
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from ..errors import ModelError
 from .regular_file import read_regular
 
 MAX_BYTES: Final = 256 << 20
-"""Tokenizers of 260,000 tokens have 35 MB."""
+"""Maximum file size; the tokenizer of a vocabulary of 260,000 tokens has 35 MB."""
 MAX_DEPTH: Final = 64
 
 PairsHook = Callable[[list[tuple[str, Any]]], Any]
 
 
 def parse_json(data: bytes | str, pairs_hook: PairsHook | None = None) -> Any:
-    """Raises ValueError for what is no JSON or is nested too deeply."""
+    """Parse JSON. Raises ValueError if it is invalid or nested deeper than `MAX_DEPTH`."""
     try:
         value = json.loads(data, object_pairs_hook=pairs_hook)
     except RecursionError:
@@ -27,7 +27,7 @@ def parse_json(data: bytes | str, pairs_hook: PairsHook | None = None) -> Any:
 
 
 def read_value(file: Path) -> Any:
-    """Raises ModelError."""
+    """Read a JSON file. Raises ModelError."""
     try:
         return parse_json(read_regular(file, MAX_BYTES))
     except FileNotFoundError:
@@ -39,7 +39,7 @@ def read_value(file: Path) -> Any:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """An object. Raises ModelError."""
+    """Read a JSON file that holds an object. Raises ModelError."""
     raw = read_value(file)
     if not isinstance(raw, dict):
         raise ModelError(f"{file} must hold a JSON object")
@@ -47,7 +47,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether objects and lists stand inside each other in more than so many levels."""
+    """Return True if objects and lists are nested in more than `levels` levels."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(levels):
         inner = (item for each in level for item in (each.values() if isinstance(each, dict) else each))

@@ -1,24 +1,24 @@
-"""Checkpoints of rounded weights: names, layout, what is refused. `llmbox quantize` writes integers:
+"""Layout of quantized checkpoints: names, dtypes and shapes of tensors. `llmbox quantize` writes integers:
 
     config.json             "quantization_config": {"quant_method": "llmbox", "version": 2, "format": "int4"}
-    NAME.weight             I8 [O, I], or U8 [O, ceil(I / 2)]: two numbers plus 8 a byte, the first one low
+    NAME.weight             I8 [O, I], or U8 [O, ceil(I / 2)]: two numbers plus 8 per byte, low nibble first
     NAME.weight_scale       F16 [O, ceil(I / group)]
-    NAME.weight_step        U8 [O, ceil(I / group) * 8] of formats with steps, whose two numbers a byte are n
-                            (`kernels/quantize_int.py`)
+    NAME.weight_step        U8 [O, ceil(I / group) * 8] of formats with sub-block scales, two nibbles per
+                            byte (`kernels/quantize_int.py`)
 
-Layers have the bits and group of the format, the output head and a table tied to it 8 bits and the same
-group. Norms, biases and a table of its own stay as they were.
+Linears of layers have the bits and group of the format. The output head, and an embedding tied to it, has 8
+bits and the same group. Norms, biases and an untied embedding are unquantized.
 
-Others write E4M3 (`fp8_config.py`), a weight is its number times its scale. F32, BF16 or F16 are:
+Other tools write E4M3 (`fp8_config.py`). A weight is its value times its scale; scales are F32, BF16 or F16:
 
     NAME.weight             F8_E4M3 [O, I]
-    NAME.weight_scale       [ceil(O / 128), ceil(I / 128)] of blocks; else [O, 1] or [O], or one: [] or [1]
-    NAME.weight_scale_inv   the same by another name
-    NAME.input_scale        [] or [1], where activations are static: x is about its number times this
-    NAME.activation_scale   the same by another name
+    NAME.weight_scale       [ceil(O / 128), ceil(I / 128)] for blocks; [O, 1] or [O] per output; [] or [1]
+    NAME.weight_scale_inv   the same under another name
+    NAME.input_scale        [] or [1] for static activations: x is about its quantized value times this
+    NAME.activation_scale   the same under another name
 
-Linears of the layers are so, but those that are kept wide (`unquantized_layers.py`); tables and head stay
-as they were. No torch here.
+The linears of layers are quantized, except those that `unquantized_layers.py` finds; embedding and head are
+not. No torch.
 """
 
 from typing import Any
@@ -29,33 +29,34 @@ from .fp8_config import DYNAMIC, NotReadable, read_compressed, read_fp8, read_mo
 
 METHOD = "llmbox"
 MODELOPT_FILE = "hf_quant_config.json"
-"""Where older versions of NVIDIA's Model Optimizer say it, and config.json does not."""
+"""File with the quantization config of older versions of NVIDIA's Model Optimizer."""
 SCALE, STEP = "_scale", "_step"
 SCALES = (SCALE, "_scale_inv")
-"""Behind the name of a rounded tensor; the second of E4M3 only."""
+"""Suffixes of the names of scales; the second for E4M3 only."""
 INPUT_SCALES = ("input_scale", "activation_scale")
 BOUNDS = (".input_scale_ub", ".activation_scale_ub")
-"""Ends of names of the largest scale that rows may have, in others' kernels: here each has its own."""
+"""Suffixes of upper bounds of dynamic activation scales. Ignored: kernels here compute a scale per row."""
 OF_KEYS_AND_VALUES = (".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
-"""Ends of names of scales that a checkpoint offers for an 8-bit cache: ours has one for each token."""
+"""Suffixes of static scales for an 8-bit KV cache. Ignored: the KV cache has a scale per token."""
 INTEGERS = {"I8": 1, "U8": 1}
-"""Bytes of the dtypes that only tensors with scales in the same file may have."""
+"""Sizes in bytes of dtypes that are allowed only for tensors with scales in the same file."""
 FLOATS = {"F8_E4M3": 1}
-"""The same for scales in any file."""
+"""Sizes in bytes of dtypes whose scales may be in another file."""
 FORMATS = tuple(name for name, quant in QUANTS.items() if quant.kind == "integer")
 
 
 def entry_in_config(quant: Quant) -> dict[str, Any]:
+    """Return the `quantization_config` of a checkpoint that `llmbox quantize` writes."""
     return {"quant_method": METHOD, "version": version_of(quant), "format": quant.name}
 
 
 def version_of(quant: Quant) -> int:
-    """int4 had no steps once."""
+    """Return the layout version of a format: version 1 had no sub-block scales (steps)."""
     return 2 if quant.step else 1
 
 
 def read_entry(raw: Any) -> str:
-    """The format. Raises NotReadable."""
+    """Return the format that a `quantization_config` describes. Raises NotReadable."""
     if not isinstance(raw, dict):
         raise NotReadable("not an object")
     method, name = raw.get("quant_method"), raw.get("format")
@@ -78,7 +79,7 @@ def read_entry(raw: Any) -> str:
 
 
 def scale_names(quant: Quant) -> tuple[str, ...]:
-    """One of these is there."""
+    """Return the suffixes that the scale of a tensor may have; a checkpoint has one of them."""
     return SCALES if quant.is_float else (SCALE,)
 
 
@@ -89,7 +90,7 @@ def stored_dtype(quant: Quant) -> str:
 
 
 def format_of(quant: Quant, kind: Kind) -> Quant | None:
-    """What weights of this kind are rounded to; None keeps them."""
+    """Return the format of weights of this kind; None for kinds that are not quantized."""
     if kind in WIDE_KINDS:
         return None
     return quant if kind == "linear" else quant.head

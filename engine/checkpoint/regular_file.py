@@ -1,4 +1,4 @@
-"""Files of a model, opened only where they are regular: a FIFO or a device would hang whoever reads it."""
+"""Opening of regular files only: reading a FIFO or a device from a model's folder could block forever."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ def open_regular(path: Path) -> BufferedReader: ...
 @overload
 def open_regular(path: Path, buffering: Literal[0]) -> FileIO: ...
 def open_regular(path: Path, buffering: Literal[-1, 0] = -1) -> BufferedReader | FileIO:
-    """Open a regular file, or what a link to one names, for reading bytes. Never waits.
+    """Open a regular file, or a link to one, for reading bytes. Never blocks.
 
     Raises OSError; its `strerror` says what else the path is.
     """
@@ -37,7 +37,7 @@ def open_regular(path: Path, buffering: Literal[-1, 0] = -1) -> BufferedReader |
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """All bytes of a regular file. Raises OSError, for one of more than `most` bytes too."""
+    """Read a whole regular file. Raises OSError, also for a file of more than `most` bytes."""
     with open_regular(path) as stream:
         data = stream.read(most + 1)
     if len(data) > most:

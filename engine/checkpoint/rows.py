@@ -1,4 +1,4 @@
-"""Single rows of a checkpoint's matrices as numbers, for those who do without torch and the engine."""
+"""Reader of single matrix rows of a checkpoint as Python floats, for code without torch."""
 
 import struct
 from collections.abc import Mapping
@@ -17,7 +17,8 @@ _BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1}
 
 
 def read_row(directory: Path, name: str, row: int, quant: Quant | None = None) -> list[float]:
-    """Of `name`.weight [O, I]; with `quant` as `llmbox quantize` rounds heads (`quantized_layout.py`).
+    """Return row `row` of `name`.weight [O, I]. `quant`: format of the output head if `llmbox quantize` wrote
+    the checkpoint (`quantized_layout.py`).
 
     Raises ModelError.
     """
@@ -31,7 +32,7 @@ def read_row(directory: Path, name: str, row: int, quant: Quant | None = None) -
 
 
 def count_rows(directory: Path, name: str) -> int:
-    """0 where there is no such matrix. Raises ModelError."""
+    """Return the number of rows of `name`.weight; 0 if there is no such matrix. Raises ModelError."""
     entry = list_tensors(directory).get(f"{name}.weight")
     return 0 if entry is None or len(entry.shape) != 2 else entry.shape[0]
 

@@ -1,7 +1,7 @@
-"""The header of a safetensors file, checked before anything believes it.
+"""Header of a safetensors file, parsed and fully validated.
 
 Layout: 8 bytes little-endian length, a JSON object {name: {dtype, shape, data_offsets}}, then the data.
-Read with plain file reads, never mapped: a file that shrinks later is an error message, not a SIGBUS.
+Files are read and never mapped: one that shrinks later causes an error message and not a SIGBUS.
 """
 
 import math
@@ -20,7 +20,7 @@ from .regular_file import open_regular
 
 FETCH_AGAIN = "the file is damaged or its download was cut short: fetch it again"
 MAX_HEADER = 100_000_000
-"""The format's own limit."""
+"""Maximum header size in bytes, as the format defines it."""
 SUPPORTED = {"BF16": 2, "F16": 2, "F32": 4}
 OTHER_DTYPES = {
     "BOOL",
@@ -45,7 +45,7 @@ MAX_NAME = 512
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies: `nbytes` bytes at `offset` of `file`."""
+    """Location of one tensor: `nbytes` bytes at `offset` of `file`."""
 
     file: Path
     name: str
@@ -56,7 +56,7 @@ class TensorEntry:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """All tensors of a file, by name. Raises ModelError naming the file, the tensor and what to do."""
+    """Return all tensors of a file by name. Raises ModelError with the file, the tensor and a remedy."""
     try:
         with open_regular(file) as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -100,9 +100,10 @@ def load_json(file: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any], 
 
 
 def entries_of(file: Path, raw: dict[str, Any], data_start: int, size: int) -> list[TensorEntry]:
-    """Of a parsed header without its metadata. Integers are only taken where scales stand beside them.
+    """Return the tensors of a parsed header without its metadata. Integer tensors need scales in the same
+    file.
 
-    So are 8-bit floats, where `Checkpoint` reads them: their scales may stand in another file.
+    8-bit floats need scales too, which may be in another file: `Checkpoint` checks them.
     """
     known = SUPPORTED | FLOATS
     return [
@@ -157,5 +158,5 @@ def is_counts(value: Any) -> TypeGuard[list[int]]:
 
 
 def shown(name: str) -> str:
-    """A name from a file, safe to print."""
+    """Return a tensor name from a file quoted and shortened, so that it is safe to print."""
     return repr(name if len(name) <= 100 else name[:100] + "...")

@@ -1,4 +1,4 @@
-"""From the bytes of a checkpoint's file to tensors, and back: without numpy, which is no dependency."""
+"""Conversion between bytes of a checkpoint's files and tensors, without numpy, which is no dependency."""
 
 import ctypes
 import math
@@ -14,12 +14,12 @@ from .safetensors import FETCH_AGAIN, TensorEntry, shown
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 ROUNDED_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
-"""Of tensors that mean nothing without scales."""
+"""Dtypes of quantized tensors, which need scales."""
 READ_CHUNK = 64 << 20
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, which must outlive the view."""
+    """Return a view of the memory of a contiguous CPU tensor. The tensor must outlive the view."""
     assert tensor.is_contiguous()
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
@@ -27,7 +27,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def byte_runs(
     entry: TensorEntry, parts: tuple[ShardSlice, ...]
 ) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
-    """Where the asked part lies in the tensor, as (offset, bytes) of at most READ_CHUNK; and its shape."""
+    """Return the (offset, bytes) ranges of a shard inside a tensor's data, contiguous ones of at most
+    READ_CHUNK bytes, and the shard's shape. `parts`: slice of each dimension.
+    """
     shape = tuple(part.stop - part.start for part in parts)
     size = entry.nbytes // math.prod(entry.shape)
     rows, *columns = parts
@@ -51,7 +53,7 @@ def read_fully(readinto: Callable[[memoryview], int | None], view: memoryview, e
 
 
 def refuse_non_finite(tensor: Tensor, entry: TensorEntry, place: str) -> None:
-    if tensor.dtype == torch.float8_e4m3fn:  # all bits but the sign: not a number; there is no infinity
+    if tensor.dtype == torch.float8_e4m3fn:  # NaN has all bits but the sign set; there is no infinity
         tensor = torch.where((tensor.view(torch.uint8) & 127) == 127, torch.nan, 0.0)
     if tensor.numel() and not all(torch.isfinite(x) for x in torch.aminmax(tensor)):
         raise ModelError(
@@ -60,8 +62,8 @@ def refuse_non_finite(tensor: Tensor, entry: TensorEntry, place: str) -> None:
 
 
 def split_rows(entry: TensorEntry, parts: Mapping[str, int]) -> dict[str, TensorEntry]:
-    """{name: rows of the linear} -> the same names. Scales of blocks are cut between blocks; one number for
-    all of the tensor is the same for each part. Raises ModelError.
+    """Split a stacked tensor into `parts`, {name: rows of the linear}. Block scales are split between blocks;
+    a single scale is shared by all parts. Raises ModelError.
     """
     if entry.shape in ((), (1,), (1, 1)):
         return dict.fromkeys(parts, entry)

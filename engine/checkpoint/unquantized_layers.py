@@ -1,7 +1,7 @@
-"""Linears that a checkpoint of 8-bit floats keeps wide: some layers' `down_proj`, a whole layer. No torch.
+"""Detection of linears that an FP8 checkpoint leaves unquantized, such as some layers' `down_proj`. No torch.
 
-Its config.json lists them, as names, parts of names, globs or patterns, and every tool matches those in its
-own way. So they are found by what the files hold: a weight that is stored wide means the same by any list.
+config.json lists them as names, parts of names, globs or regular expressions, and every tool matches these in
+its own way. So they are detected by the dtype of the stored weights, which no list can contradict.
 """
 
 import re
@@ -18,7 +18,9 @@ _LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.[a-z_]+_proj\.weight
 
 
 def wide_params(directory: Path) -> int:
-    """Of all linears that are kept wide. 0 where the files cannot be read: loading them says why."""
+    """Return the number of parameters of all unquantized linears; 0 if the files cannot be read, because
+    loading them reports the reason.
+    """
     try:
         entries = list_tensors(directory)
     except ModelError:
@@ -31,12 +33,14 @@ def wide_params(directory: Path) -> int:
 
 
 def holds_floats(entries: Mapping[str, TensorEntry]) -> bool:
-    """Whether the files hold 8-bit floats at all."""
+    """Return True if the files hold any 8-bit floats."""
     return any(entry.dtype in FLOATS for entry in entries.values())
 
 
 def is_kept_wide(names: Iterable[str], entries: Mapping[str, TensorEntry]) -> bool:
-    """Of linears that become one. Raises ModelError where one is wide and another is not."""
+    """Return True if the linears `names`, which are fused into one, are unquantized. Raises ModelError if one
+    is quantized and another is not.
+    """
     found = [entry for name in names if (entry := entries.get(f"{name}.weight")) is not None]
     wide = [entry for entry in found if entry.dtype not in FLOATS]
     if wide and len(wide) < len(found):

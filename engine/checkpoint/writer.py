@@ -1,4 +1,4 @@
-"""A safetensors checkpoint written tensor by tensor: files of some gigabytes, and an index of several."""
+"""Writer of safetensors checkpoints: shards of a few gigabytes with an index, in an atomic directory."""
 
 import json
 import os
@@ -19,7 +19,7 @@ _NAMES: Final = {dtype: name for name, dtype in (DTYPES | ROUNDED_DTYPES).items(
 
 
 class ShardWriter:
-    """At most one shard's tensors are in memory."""
+    """Write tensors into shards as they arrive; at most one shard is held in memory."""
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
         self._folder = folder
@@ -29,7 +29,7 @@ class ShardWriter:
         self._total = 0
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """These stand in one file: readers look for scales beside their integers."""
+        """Add tensors that must be in the same file, as quantized weights and their scales."""
         have = sum(each.nbytes for each in self._tensors.values())
         more = sum(each.nbytes for each in tensors.values())
         if self._tensors and have + more > self._most:
@@ -38,6 +38,7 @@ class ShardWriter:
         self._total += more
 
     def finish(self) -> None:
+        """Write the last shard, give the files their final names and write the index."""
         self._write()
         count = len(self._shards)
         if count == 1:
@@ -61,8 +62,10 @@ class ShardWriter:
 
 
 def write_file(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Contiguous tensors as safetensors. That package's `save_file` wants numpy, which is no dependency."""
-    # Wide elements first, and a header of whole words: each tensor then begins at a multiple of its element.
+    """Write contiguous tensors as one safetensors file. The package's `save_file` needs numpy, which is no
+    dependency.
+    """
+    # Largest elements first, and a header of whole words, so that each tensor is aligned to its element size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -79,7 +82,7 @@ def write_file(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def require_space(folder: Path, need: int) -> None:
-    """In the place where `folder` is or will be. Raises ModelError."""
+    """Raise ModelError if the file system where `folder` is or will be has less than `need` bytes free."""
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
@@ -89,7 +92,11 @@ def require_space(folder: Path, need: int) -> None:
 
 @contextmanager
 def made_whole(out: Path) -> Iterator[Path]:
-    """The folder to fill, beside `out`, which must not exist or be empty. Raises ModelError and OSError."""
+    """Create the directory `out` atomically: yield a temporary sibling to fill, fsync it, rename it into
+    place.
+
+    `out` must not exist or must be empty. Raises ModelError and OSError.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{out} is there already: choose another place with --out")
     part = out.with_name(f".{out.name}.part-{os.getpid()}")
@@ -105,7 +112,7 @@ def made_whole(out: Path) -> Iterator[Path]:
 
 
 def sync(folder: Path) -> None:
-    """Files and folders in it too: a rename is no promise about what was written before."""
+    """Fsync a directory and everything in it: a rename does not guarantee that earlier writes are on disk."""
     for path in (*folder.rglob("*"), folder):
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -117,7 +117,7 @@ class ModelInfo:
     dtype: str
     kv_dtype: str
     backend: str
-    """Name of the kernels: `reference`, `cpu` or `triton`."""
+    """Name of the kernels that run, such as `reference` or `triton`."""
     context_window: int
     vocab_size: int
     block_size: int

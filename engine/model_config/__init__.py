@@ -1,1 +1,1 @@
-"""config.json as data: shapes, RoPE, windows, experts. No torch."""
+"""Model configuration read from config.json: shapes, RoPE, sliding windows, mixture of experts, pooling."""

@@ -1,5 +1,6 @@
-"""What is particular to each architecture, as data: config.json is read by it, nothing else asks which one a
-model is. `engine/model/registry.py` builds the layers. No torch: the daemon reads it too.
+"""Supported architectures as data: defaults and rules by which config.json is read.
+
+`engine/model/registry.py` builds the layers. No other module distinguishes architectures.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,9 +38,9 @@ from .sliding_window import (
 )
 
 BlockKind = Literal["pre_norm", "post_norm", "sandwich"]
-"""Place of a layer's norms: before attention and MLP, behind them, or both."""
+"""Position of a layer's norms: before attention and MLP, after them, or both."""
 QKNorm = Literal["heads", "width"]
-"""Queries and keys are normed: each head by itself, or all heads of a row together."""
+"""QK-norm: RMS norm of queries and keys per head, or over all heads of a row together."""
 
 
 def no_scales(_fields: Fields) -> Scales:
@@ -52,42 +53,42 @@ def nothing(_fields: Fields) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """Rules are given the fields of config.json, with `defaults` where it lacks a key."""
+    """Properties of one architecture. Rules get the fields of config.json, completed by `defaults`."""
 
     model_type: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Of transformers, where they are not the ones that most architectures share."""
+    """Defaults of transformers, where they differ from those that most architectures share."""
     head_dim: int | None = None
-    """Where config.json has none; None: hidden_size / num_attention_heads."""
+    """Default head dimension; None: hidden_size / num_attention_heads."""
     hidden_acts: tuple[str, ...] = ("silu",)
-    """What config.json may say, the first where it says nothing."""
+    """Values that config.json may have for `hidden_act`, the default first."""
     activation: Activation = "silu"
-    """What that is."""
+    """Activation that they mean."""
     norms_add_one: bool = False
-    """Norms multiply by 1 + w."""
+    """True if norms multiply by 1 + w."""
     fits_float16: bool = True
-    """Whether what layers give stays within 65504."""
+    """True if the outputs of layers stay within the range of float16, 65504."""
     is_nested: bool = False
-    """config.json describes it in `text_config`: the language part of a model that sees."""
+    """True if config.json has it in `text_config`, as the language model of a vision-language model."""
     attention_bias: bool = False
-    """Whether config.json may ask for biases of q, k, v and o."""
+    """True if config.json may enable biases of q, k, v and o."""
     qkv_bias: bool = False
-    """Always biases of q, k and v."""
+    """True if q, k and v always have biases."""
     mlp_bias: bool = False
-    """Whether config.json may ask for biases of the MLP."""
+    """True if config.json may enable biases of the MLP."""
     qk_norm: QKNorm | None = None
     block: BlockKind = "pre_norm"
     has_stacked_projections: bool = False
-    """Checkpoints hold q, k and v as one tensor, and gate and up as another."""
+    """True if checkpoints hold q, k and v as one tensor, and gate and up as another."""
     windows: WindowRule = no_windows
     ropes: RopeRule = one_rope
     experts: ExpertRule = no_experts
     scales: Callable[[Fields], Scales] = no_scales
     own_code: str = ""
-    """A class in `auto_map` of its repositories that transformers has taken in, and this code does as that
-    does. Other code of a model is a reason to refuse it."""
+    """Class in `auto_map` of its repositories that transformers has adopted, so that the code need not be
+    run. Models with other code of their own are refused."""
     refuse: Callable[[Fields], None] = nothing
-    """Raises ModelError for what would be computed wrongly."""
+    """Rule that raises ModelError for options that would be computed wrongly."""
 
 
 def granite_scales(fields: Fields) -> Scales:
@@ -118,7 +119,7 @@ def refuse_head_bias(fields: Fields) -> None:
 
 
 SLIDING: Mapping[str, Any] = {"sliding_window": 4096}
-"""Of a config.json without the key; null means no window."""
+"""Default for a config.json without the key; null means no sliding window."""
 
 _OLMO2 = Architecture(
     model_type="olmo2",
@@ -213,4 +214,4 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": replace(_GEMMA3, is_nested=True),
 }
-"""By the name that config.json gives in `architectures`."""
+"""Architectures by the class name in `architectures` of config.json."""

@@ -1,4 +1,4 @@
-"""config.json -> ModelConfig: what a model is. No torch: the daemon reads it too."""
+"""Parsing of config.json into a `ModelConfig`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,18 +24,19 @@ from .shape import ExpertShape, ModelShape
 HEAD = "lm_head.weight"
 _WHOLE = "ForCausalLM"
 _OTHERS = ("ForSequenceClassification", "Model")
-"""Ends of names of the same transformer without it."""
+"""Suffixes of class names of the same transformer without an output head."""
 
 
 def with_head(architecture: str) -> str:
-    """The class that has the head too: `Qwen3ForCausalLM` for `Qwen3Model`."""
+    """Return the class name with the output head: `Qwen3ForCausalLM` for `Qwen3Model`."""
     end = next((end for end in _OTHERS if architecture.endswith(end)), None)
     return architecture if end is None else architecture.removesuffix(end) + _WHOLE
 
 
 def has_head(fields: Fields, directory: Path) -> bool:
-    """Where only the files tell, a folder that declares no vectors is expected to have one: without it, it is
-    damaged.
+    """Return True if the model has an output head, by the class name, tied embeddings, or the weight files.
+
+    A folder without pooling configuration is expected to have a head: without one it is damaged.
     """
     named = fields.raw.get("architectures") or []
     names = named if isinstance(named, list) else [named]
@@ -52,19 +53,21 @@ def has_head(fields: Fields, directory: Path) -> bool:
 MAX_LAYERS = 1024
 MAX_HEADS = 1 << 12
 MAX_WIDTH = 1 << 20
-"""Of hidden states and heads; MLPs and vocabularies may be 16 times as wide."""
+"""Maximum width of hidden states and heads; MLPs and vocabularies may be 16 times as wide."""
 MAX_POSITIONS = 1 << 27
-"""Fourteen times the longest context that any model was published with."""
+"""Maximum context: fourteen times the longest that any model was published with."""
 OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
-"""What config.json may say beside `text_config` and not in it."""
+"""Keys that config.json may have next to `text_config` and not in it."""
 DTYPES: dict[str, Dtype] = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
+    """Validated configuration of a model."""
+
     model_type: str
     dtype: Dtype
-    """Of the checkpoint: bfloat16, float16 or float32."""
+    """Dtype of the checkpoint: bfloat16, float16 or float32."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -74,34 +77,36 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    """Of rows as they are kept (`Scales.residual`)."""
+    """Epsilon of norms over rows as they are stored, divided by the residual multiplier
+    (`Scales.residual`)."""
     tie_word_embeddings: bool
-    """Or there is no head at all."""
+    """True if the output head is the embedding, or if there is no head."""
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: QKNorm | None
     block: BlockKind
     has_stacked_projections: bool
-    """See `Architecture`."""
+    """True if q, k and v are one tensor in the checkpoint; see `Architecture`."""
     windows: tuple[int | None, ...]
-    """Sliding window of each layer; None sees everything."""
+    """Sliding window of each layer in tokens; None for full attention."""
     ropes: tuple[RopeConfig, ...]
-    """The first one says how long a sequence may be."""
+    """RoPE variants; the first one decides the context limit."""
     layer_ropes: tuple[int, ...]
-    """Which of them each layer turns by."""
+    """Index into `ropes` for each layer."""
     scales: Scales
     activation: Activation = "silu"
-    """Of gates."""
+    """Activation of gates."""
     norms_add_one: bool = False
-    """Norms multiply by 1 + w."""
+    """True if norms multiply by 1 + w."""
     fits_float16: bool = True
+    """True if the outputs of layers stay within the range of float16."""
     quant: str | None = None
-    """Format of a checkpoint that holds rounded weights (`quantized_layout.py`)."""
+    """Format of a quantized checkpoint (`checkpoint/quantized_layout.py`)."""
     wide_params: int = 0
-    """Of linears that it keeps wide (`unquantized_layers.py`), where its files are there."""
+    """Parameters of its unquantized linears (`checkpoint/unquantized_layers.py`); 0 without its files."""
     has_head: bool = True
-    """Without one it makes vectors, and no text."""
+    """False for a model that only gives embeddings."""
     experts: ExpertsConfig | None = None
 
     @property
@@ -110,17 +115,19 @@ class ModelConfig:
 
     @property
     def context_limit(self) -> int:
-        """Longest sequence this model is meant for."""
+        """Longest sequence that the model supports, in tokens."""
         return self.rope.context_limit(self.max_position_embeddings)
 
     @property
     def default_context(self) -> int:
-        """Served unless asked otherwise. `dynamic` scaling changes all answers: on demand only."""
+        """Default context in tokens. `dynamic` RoPE scaling changes all answers, so it is used on request
+        only.
+        """
         return self.max_position_embeddings if self.rope.rope_type == "dynamic" else self.context_limit
 
     @property
     def num_parameters(self) -> int:
-        """Numbers to be loaded, tied weights once."""
+        """Number of parameters to load; tied weights count once."""
         hidden, ffn = self.hidden_size, self.intermediate_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         norms = {None: 0, "heads": 2 * self.head_dim, "width": q + kv}[self.qk_norm]
@@ -133,7 +140,7 @@ class ModelConfig:
         return tables + self.num_layers * layer + (self.num_layers - sparse) * mlp + experts + hidden
 
     def shape(self, context: int | None = None) -> ModelShape:
-        """What the estimator reckons with, if `context` is asked for (None: left open)."""
+        """Return the shape for the estimator. `context`: requested context; None for the default."""
         windows = {window for window in self.windows if window is not None}
         return ModelShape(
             layers=self.num_layers,
@@ -173,7 +180,7 @@ def expert_shape(experts: ExpertsConfig) -> ExpertShape:
 
 
 def parse_config(path: Path | str) -> ModelConfig:
-    """Read `path`/config.json. Raises ModelError, or UnsupportedArchitecture listing the supported ones."""
+    """Read `path`/config.json. Raises ModelError, or UnsupportedArchitecture with the supported ones."""
     file = Path(path) / "config.json"
     fields = Fields(read_json(file), str(file))
     kind = architecture_of(fields)
@@ -237,7 +244,9 @@ def architecture_of(fields: Fields) -> Architecture:
 
 
 def architecture_of_code(fields: Fields) -> Architecture:
-    """Of a repository with Python code, which is never run."""
+    """Return the architecture of a repository with Python code, which is never run. Raises ModelError if it
+    is not a known one.
+    """
     code = fields.raw["auto_map"]
     name = code.get("AutoModelForCausalLM") if isinstance(code, dict) else None
     for kind in ARCHITECTURES.values():
@@ -265,7 +274,7 @@ def named_architecture(fields: Fields) -> Architecture:
 
 
 def text_fields(fields: Fields) -> Fields:
-    """Of the language part of a model that sees, with what is said of the whole."""
+    """Return the `text_config` of a vision-language model, with the keys that apply to the whole model."""
     text = fields.mapping("text_config")
     if text is None:
         raise fields.error("text_config is missing, which describes the language part")
@@ -274,7 +283,7 @@ def text_fields(fields: Fields) -> Fields:
 
 
 def refuse_unsupported(fields: Fields, kind: Architecture) -> None:
-    """What would be computed wrongly must not load."""
+    """Raise ModelError for options that would be computed wrongly."""
     acts = kind.hidden_acts
     if fields.text("hidden_act", acts[0]) not in acts:
         raise fields.error(
@@ -286,7 +295,7 @@ def refuse_unsupported(fields: Fields, kind: Architecture) -> None:
 
 
 def stored_format(fields: Fields, directory: Path) -> str | None:
-    """Of a checkpoint whose weights are rounded."""
+    """Return the format of a quantized checkpoint; None if it is not quantized. Raises ModelError."""
     entry = fields.raw.get("quantization_config")
     beside = directory / MODELOPT_FILE
     try:
@@ -302,7 +311,7 @@ def stored_format(fields: Fields, directory: Path) -> str | None:
 
 
 def checkpoint_dtype(fields: Fields) -> Dtype:
-    """Transformers 5 writes `dtype`, older ones `torch_dtype`."""
+    """Return the dtype of the checkpoint: transformers 5 writes `dtype`, older versions `torch_dtype`."""
     dtype = fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32"
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:

@@ -7,12 +7,12 @@ from typing import Any, Final
 from ..errors import ModelError
 
 LARGEST: Final = 2**31 - 1
-"""No number of a model's config is meant to be larger; kernels count in 32 bits."""
+"""Maximum of integers in a model's config, because kernels count in 32 bits."""
 _SHOWN: Final = 80
 
 
 class Fields:
-    """`where` names the object in errors. A key that is null counts as absent."""
+    """Typed reader of one JSON object. `where` names it in errors. A key with null counts as absent."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw = raw
@@ -22,7 +22,7 @@ class Fields:
         return ModelError(f"{self.where}: {problem}")
 
     def integer(self, key: str, default: int | None = None, *, most: int = LARGEST) -> int:
-        """A positive whole number (0 only where it is the default), at most `most`."""
+        """Return a positive integer (0 only if it is the default) of at most `most`. Raises ModelError."""
         value = self._value(key, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -74,7 +74,7 @@ class Fields:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number that a float can be."""
+    """Return True for a finite number in the range of float."""
     try:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
@@ -82,6 +82,6 @@ def is_number(value: Any) -> bool:
 
 
 def show(value: Any) -> str:
-    """A value from a file in an error, cut where it is long."""
+    """Format a value from a file for an error, shortened to 80 characters."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -1,4 +1,4 @@
-"""What config.json says of Gemma, Gemma 2 and 3: rules of `architectures.py`. No torch: the daemon has it."""
+"""Rules for Gemma, Gemma 2 and Gemma 3, used by `architectures.py`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -42,7 +42,8 @@ GEMMA3: Mapping[str, Any] = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-"""Published files leave out what is transformers' default; those of models that see, nearly everything."""
+"""Defaults of transformers: published files omit them, and those of vision-language models omit nearly
+all."""
 ACTIVATION = "gelu_pytorch_tanh"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
@@ -89,9 +90,9 @@ def gemma3_windows(fields: Fields, layers: int) -> Windows:
 def gemma3_ropes(
     fields: Fields, head_dim: int, positions: int, layers: int
 ) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
-    """Layers that see all of the context turn by the first, the others by the second."""
+    """Return two RoPE variants: the first for layers of full attention, the second for sliding windows."""
     whole = _rope(fields, _FULL, head_dim, positions)
-    if whole.rope_type == "linear":  # max_position_embeddings counts what scaling has made of it
+    if whole.rope_type == "linear":  # max_position_embeddings is the length after scaling
         whole = replace(whole, original_context=int(positions / whole.factor))
     local = _rope(fields, _SLIDING, head_dim, positions)
     types = layer_types(_typed_as_gemma3(fields, layers), layers)
@@ -99,7 +100,7 @@ def gemma3_ropes(
 
 
 def _rope(fields: Fields, layer_type: str, head_dim: int, positions: int) -> RopeConfig:
-    """Before transformers 5 `rope_scaling` was that of layers that see all of the context."""
+    """Read the RoPE of a layer type. Before transformers 5 `rope_scaling` was that of full attention."""
     is_local = layer_type == _SLIDING
     theta = fields.number("rope_local_base_freq", 1e4) if is_local else fields.number("rope_theta", 1e6)
     scaling = None if is_local else fields.mapping("rope_scaling")
@@ -121,7 +122,7 @@ def _typed_as_gemma3(fields: Fields, layers: int) -> Fields:
 
 
 def _typed(fields: Fields, layers: int, every: int) -> Fields:
-    """With `layer_types`: where there are none, the last of `every` layers sees all of the context."""
+    """Return fields with `layer_types`; by default the last of each `every` layers has full attention."""
     if fields.raw.get("layer_types") is not None:
         return fields
     types = [_FULL if layer % every == every - 1 else _SLIDING for layer in range(layers)]
@@ -129,7 +130,7 @@ def _typed(fields: Fields, layers: int, every: int) -> Fields:
 
 
 def _cap(fields: Fields, key: str) -> float | None:
-    """Null is none."""
+    """Return a logit softcap; None if it is null or missing."""
     return None if fields.raw.get(key) is None else _positive(fields, key)
 
 

@@ -1,7 +1,7 @@
-"""Which linears of a mixed format have as many bits as the output head. No torch.
+"""Mixed-precision formats: the linears that get as many bits as the output head.
 
-`down_proj` of the first and the last eighth of the layers, and of every third between them, as llama.cpp's
-Q4_K_M has it. Of the built-in model's linears these gain most by a bit (docs/quantisation.md).
+These are `down_proj` of the first and the last eighth of the layers, and of every third layer between them,
+as in llama.cpp's Q4_K_M. In the built-in model they gain most from more bits (docs/quantisation.md).
 """
 
 import re
@@ -14,15 +14,16 @@ _FINE = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.down_proj|.+\.experts\.\d+\.(
 
 
 def is_fine(name: str, layers: int) -> bool:
-    """`name`: of a linear, as a checkpoint has it, without `.weight`."""
+    """Return True if the linear gets more bits. `name`: its name in a checkpoint without `.weight`."""
     found = _FINE.fullmatch(name)
     return found is not None and _has_more_bits(int(found[1]), layers)
 
 
 def layers_bytes(shape: ModelShape, quant: Quant, wide: int, rows: int | None = None) -> int:
-    """Of all weights that tokens are multiplied with but the head. `wide`: of one that is kept so.
+    """Return the bytes of all quantized and unquantized linears except the output head. `wide`: bytes of an
+    unquantized parameter.
 
-    `rows`: without the experts that so many tokens are not multiplied with.
+    `rows`: count only the experts that so many tokens select.
     """
     params = shape.matmul_params - shape.table_params - (shape.unread_params(rows) if rows else 0)
     fine = 0

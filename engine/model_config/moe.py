@@ -1,4 +1,4 @@
-"""The part of config.json that says how a mixture of experts takes the place of MLPs. No torch."""
+"""Mixture-of-experts part of config.json."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,23 +20,25 @@ OTHER_ROUTERS = (
     "routed_scaling_factor",
     "moe_router_use_sigmoid",
 )
-"""Keys of mixtures that choose or add up their experts in another way."""
+"""Keys of routers that are not supported: they select or combine experts in another way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """A router gives each row the softmax of all experts, the most likely ones are summed by their shares."""
+    """Mixture of experts with a softmax router: the top `per_token` experts are summed with their weights."""
 
     count: int
+    """Number of experts of a layer."""
     per_token: int
+    """Number of experts that each token selects."""
     inner: int
-    """Rows of an expert's gate and up."""
+    """Intermediate size of an expert: rows of its gate and up projections."""
     normalised: bool
-    """Shares of the chosen experts are made to sum to one."""
+    """True if the routing weights of the selected experts are normalized to sum to one."""
     layers: tuple[bool, ...]
-    """Which layers have experts; the others have an MLP."""
+    """True for each layer with experts; the others have an MLP."""
     module: str = "mlp"
-    """Name of the mixture inside a layer of the checkpoint."""
+    """Name of the MoE module inside a layer of the checkpoint."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's gate, up and down projections in the checkpoint, without `.weight`."""
 
@@ -45,12 +47,12 @@ class ExpertsConfig:
         return sum(self.layers)
 
     def parameters(self, hidden: int) -> int:
-        """Of a layer: router and experts."""
+        """Return the number of parameters of a layer's router and experts."""
         return self.count * hidden * (1 + 3 * self.inner)
 
 
 ExpertRule = Callable[[Fields, int], ExpertsConfig | None]
-"""From config.json and the number of layers; None for a model without experts. Raises ModelError."""
+"""Rule (config.json, number of layers) -> experts; None for a model without. Raises ModelError."""
 
 
 def no_experts(_fields: Fields, _layers: int) -> None:
@@ -84,14 +86,14 @@ def qwen3_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
 
 
 def count_experts(fields: Fields) -> tuple[int, int]:
-    """All, and those of a token. Raises ModelError where they are chosen in a way that is not there."""
+    """Return the number of experts, and of those per token. Raises ModelError for unsupported routers."""
     for key in OTHER_ROUTERS:
         if fields.raw.get(key) not in (None, 0, False):
             raise fields.error(
                 f"{key} {fields.raw[key]!r} asks for another router than a softmax over all experts, which "
                 "is the only one here"
             )
-    # Transformers 5 calls it so in its own code, and may write it.
+    # Transformers 5 uses the name num_local_experts in its own code, and may write it.
     key = "num_local_experts" if fields.raw.get("num_experts") is None else "num_experts"
     count, per_token = fields.integer(key, most=MAX_EXPERTS), fields.integer("num_experts_per_tok")
     if per_token > count:
@@ -100,7 +102,7 @@ def count_experts(fields: Fields) -> tuple[int, int]:
 
 
 def sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Every `decoder_sparse_step`-th one, but those of `mlp_only_layers`."""
+    """Return True for each layer with experts: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
     step = fields.integer("decoder_sparse_step", 1)
     dense: Any = fields.raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < layers for layer in dense):

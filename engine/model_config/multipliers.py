@@ -1,21 +1,24 @@
-"""Numbers that some architectures multiply with, and bounds of others. No torch."""
+"""Multipliers and softcaps of some architectures."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
+    """Multipliers and softcaps of one model."""
+
     attention: float | None = None
-    """Of scores; None: 1 / sqrt(head_dim)."""
+    """Multiplier of attention scores; None: 1 / sqrt(head_dim)."""
     embedding: float = 1.0
-    """Of a token's row."""
+    """Multiplier of embeddings."""
     rounds_embedding: bool = False
-    """That one to the model's dtype."""
+    """True if the embedding multiplier is rounded to the model's dtype."""
     residual: float = 1.0
-    """Of what layers add. Sums are kept divided by it instead, so `embedding` is, too; norms do not notice,
-    but for their eps."""
+    """Multiplier of the outputs of attention and MLP. The residual stream is stored divided by it instead,
+    and `embedding` too; norms are invariant to that except for their epsilon."""
     logits: float = 1.0
+    """Multiplier of logits."""
     attention_cap: float | None = None
-    """Scaled scores s count as cap * tanh(s / cap)."""
+    """Softcap of scaled attention scores s: cap * tanh(s / cap)."""
     logits_cap: float | None = None
-    """The same of logits."""
+    """Softcap of logits."""

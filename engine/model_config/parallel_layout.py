@@ -1,11 +1,11 @@
-"""Which rank holds what: arithmetic only, no torch.
+"""Parallel layout: the shard of a model that each rank holds.
 
 rank = stage · tp + tp_rank
 
-q, k, v, gate, up, vocabulary   outputs in tp equal parts
-o, down                         inputs in tp equal parts, results summed over the stage
+q, k, v, gate, up, vocabulary   column-parallel: outputs in tp equal parts
+o, down                         row-parallel: inputs in tp equal parts, results all-reduced over the stage
 KV heads                        in tp equal parts, or one head on each tp / kv_heads ranks
-layers                          in pp runs; the first stage has the embedding, the last one norm and head
+layers                          in pp stages; the first has the embedding, the last has final norm and head
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,8 @@ MAX_RANKS = 16
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
+    """Position of one rank in a tp x pp grid, and the slices that it holds."""
+
     tp: int = 1
     pp: int = 1
     rank: int = 0
@@ -47,12 +49,12 @@ class ParallelLayout:
 
     @property
     def other_end(self) -> int:
-        """Of a rank in the first stage its counterpart in the last one, and the other way round."""
+        """Rank with the same `tp_rank` in the last stage for one in the first, and vice versa."""
         return self.tp_rank if self.is_last else self.answers + self.tp_rank
 
     @property
     def answers(self) -> int:
-        """The rank whose tokens count: the first of the last stage."""
+        """Rank that samples tokens: the first of the last stage."""
         return (self.pp - 1) * self.tp
 
     @property
@@ -61,7 +63,7 @@ class ParallelLayout:
 
     @property
     def shard(self) -> str:
-        """Names this rank's part of a model; empty for all of it."""
+        """Name of this rank's shard of a model; empty for a single rank."""
         if self.ranks == 1:
             return ""
         return f"{self.tp_rank + 1} of {self.tp}, stage {self.stage + 1} of {self.pp}"
@@ -77,21 +79,23 @@ class ParallelLayout:
         return ShardSlice(kv_heads, first, first + 1)
 
     def vocabulary(self, vocab: int) -> ShardSlice:
-        """All parts have one size; the last is padded."""
+        """Return this rank's slice of the vocabulary. All slices have one size; the last ones are padded."""
         size = -(-vocab // self.tp)
         start = self.tp_rank * size
         stop = min(vocab, start + size)
         return ShardSlice(vocab, start, stop, size - (stop - start))
 
     def layers(self, layers: int) -> range:
-        """Of this stage. Where it does not come out even the first have one more: the last has the head."""
+        """Return the layers of this stage. If pp does not divide them, the first stages have one more,
+        because the last stage has the head.
+        """
         size, more = divmod(layers, self.pp)
         start = self.stage * size + min(self.stage, more)
         return range(start, start + size + (self.stage < more))
 
 
 def check_layout(shape: ModelShape, tp: int, pp: int, quant: Quant | None) -> None:
-    """Raises ParallelError where a model of this shape cannot be cut so."""
+    """Raise ParallelError if a model of this shape cannot be split over tp x pp ranks."""
     if tp * pp > MAX_RANKS:
         raise ParallelError(f"--tp {tp} and --pp {pp} make {tp * pp} ranks: at most {MAX_RANKS} can run")
     if pp > shape.layers:
@@ -135,7 +139,9 @@ def _indivisible(shape: ModelShape, tp: int, quant: Quant | None) -> str:
 
 
 def _cut_blocks(shape: ModelShape, tp: int, quant: Quant | None) -> str:
-    """Blocks rounded at load would hold keys and values both. Those of a checkpoint keep their scales."""
+    """Return why blocks quantized at load cannot be split: a block would span keys and values. Blocks of a
+    quantized checkpoint keep their scales.
+    """
     if tp == 1 or quant is None or quant.kind != "blocks" or shape.quant is not None:
         return ""
     rows = max(1, shape.kv_heads // tp) * shape.head_dim

@@ -1,7 +1,7 @@
-"""How a model's folder says that texts become vectors: as sentence-transformers writes it. No torch.
+"""Pooling configuration of embedding models, in the files of sentence-transformers.
 
-modules.json            the steps: a transformer, a pooling, maybe a normalisation
-1_Pooling/config.json   which rows are pooled
+modules.json            list of modules: a transformer, a pooling, maybe a normalization
+1_Pooling/config.json   pooling mode
 """
 
 import re
@@ -20,7 +20,7 @@ _FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _MODES: dict[str, Pooling] = {
     "pooling_mode_lasttoken": "last",
     "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean",  # another length, which is 1 in the end
+    "pooling_mode_mean_sqrt_len_tokens": "mean",  # another norm, which is 1 after normalization
     "pooling_mode_cls_token": "cls",
 }
 _NAMES: dict[str, Pooling] = {
@@ -29,17 +29,19 @@ _NAMES: dict[str, Pooling] = {
     "mean_sqrt_len_tokens": "mean",
     "cls": "cls",
 }
-"""Of newer folders, which name one."""
+"""Values of `pooling_mode` in newer folders."""
 _STEPS = {"Transformer", "Pooling", "Normalize"}
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingConfig:
+    """Pooling of a model, declared by its folder or by default."""
+
     pooling: Pooling
     is_declared: bool
-    """The folder says so: it was made for vectors."""
+    """True if the folder declares pooling: the model was made for embeddings."""
     problem: str = ""
-    """Why there can be no vectors as it declares them. Empty: there can."""
+    """Reason why the declared pooling is not supported; empty if it is."""
 
 
 def is_declared(directory: Path) -> bool:
@@ -47,9 +49,10 @@ def is_declared(directory: Path) -> bool:
 
 
 def read_pooling(directory: Path, *, generates: bool) -> PoolingConfig:
-    """What nobody declares: all rows of a model that generates text, else the last.
+    """Return the declared pooling of a model's folder. Default: mean for a model that generates text, else
+    the last token.
 
-    Never raises: a model whose declaration cannot be followed may still be loaded.
+    Never raises: a model with an unsupported declaration may still be loaded.
     """
     default: Pooling = "mean" if generates else "last"
     if not is_declared(directory):
@@ -61,7 +64,7 @@ def read_pooling(directory: Path, *, generates: bool) -> PoolingConfig:
 
 
 def _declared(directory: Path) -> Pooling:
-    """Raises ModelError."""
+    """Read the declared pooling. Raises ModelError."""
     folder = "1_Pooling"
     if (directory / MODULES_FILE).is_file():
         folder = _pooling_folder(directory / MODULES_FILE)

@@ -1,4 +1,4 @@
-"""How positions become rotations: the RoPE part of config.json. No torch here: the daemon reads it too."""
+"""RoPE part of config.json."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """One variant with its numbers; fields that a variant does not use keep their defaults."""
+    """Parameters of one RoPE variant; those that a variant does not use keep their defaults."""
 
     rotary_dim: int
-    """How many dims of a head turn, the first ones."""
+    """Number of dimensions of a head that are rotated, the first ones."""
     interleaved: bool = False
-    """Dims turn with the one beside them, not with the one half of `rotary_dim` away."""
+    """True if each dimension is paired with its neighbor, and not with the one `rotary_dim` / 2 away."""
     rope_type: str = "default"
     theta: float = 10000.0
     factor: float = 1.0
     original_context: int = 0
-    """Positions seen in pre-training, before scaling."""
+    """Context length of pre-training, before scaling."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     attention_factor: float | None = None
@@ -37,8 +37,9 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
 
     def order(self, head_dim: int) -> tuple[int, ...] | None:
-        """Which dim of a checkpoint's queries and keys each of ours is: kernels turn dims half a head apart,
-        so those that do not turn stand at the end of each half. None: as they are.
+        """Return the permutation from dimensions of our queries and keys to those of a checkpoint; None for
+        the identity. Kernels rotate pairs half a head apart, so dimensions that are not rotated go to the end
+        of each half.
         """
         turned = range(self.rotary_dim)
         half = self.rotary_dim // 2
@@ -48,7 +49,7 @@ class RopeConfig:
         return None if order == tuple(range(head_dim)) else order
 
     def context_limit(self, max_position_embeddings: int) -> int:
-        """Longest sequence the variant is meant for."""
+        """Return the longest sequence that the variant supports, in tokens."""
         if self.rope_type == "dynamic":
             return int(max_position_embeddings * self.factor)
         if self.rope_type in {"linear", "yarn"}:
@@ -57,7 +58,8 @@ class RopeConfig:
 
 
 RopeRule = Callable[[Fields, int, int, int], tuple[tuple[RopeConfig, ...], tuple[int, ...]]]
-"""(fields, head_dim, max_position_embeddings, layers) -> all ropes, and which one each layer turns by."""
+"""Rule (fields, head_dim, max_position_embeddings, layers) -> RoPE variants, and the index of each
+layer's."""
 
 
 def one_rope(
@@ -69,7 +71,9 @@ def one_rope(
 def rope_of_some_layers(
     fields: Fields, head_dim: int, positions: int, layers: int
 ) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
-    """Nothing turns where `no_rope_layers` has a 0; without the list in every `no_rope_layer_interval`-th."""
+    """Return one RoPE that some layers do not use (NoPE): those with a 0 in `no_rope_layers`, or without the
+    list every `no_rope_layer_interval`-th.
+    """
     turns = fields.raw.get("no_rope_layers")
     if turns is None:
         interval = fields.integer("no_rope_layer_interval", 4)
@@ -83,7 +87,7 @@ def rope_of_some_layers(
 def olmo3_ropes(
     fields: Fields, head_dim: int, positions: int, layers: int
 ) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
-    """Scaling is for layers that see everything; those with a window turn by theta alone."""
+    """Return a scaled RoPE for layers of full attention, and an unscaled one for sliding windows."""
     names = ("full_attention", "sliding_attention")
     raw = fields.mapping("rope_parameters") or {"full_attention": fields.mapping("rope_scaling")}
     if not raw.keys() <= set(names):
@@ -96,7 +100,7 @@ def olmo3_ropes(
 def phi3_ropes(
     fields: Fields, head_dim: int, positions: int, layers: int
 ) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
-    """LongRoPE by all the names that it had, or nothing special."""
+    """Return LongRoPE, under any of the names that it had, or default RoPE."""
     raw = raw_rope(fields)
     rope_type = raw.get("rope_type", raw.get("type", "default"))
     if rope_type in ("su", "yarn"):
@@ -115,14 +119,14 @@ def parse_rope(fields: Fields, head_dim: int, max_position_embeddings: int) -> R
 
 
 def raw_rope(fields: Fields) -> dict[str, Any]:
-    """From `rope_parameters` (transformers 5) or from `rope_scaling` and `rope_theta` (before)."""
+    """Return `rope_parameters` (transformers 5) or `rope_scaling` (before)."""
     return fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}
 
 
 def whole_heads(
     raw: dict[str, Any], fields: Fields, head_dim: int, max_position_embeddings: int
 ) -> RopeConfig:
-    """Of an architecture all of whose dims turn."""
+    """Read the RoPE of an architecture that rotates all dimensions of a head. Raises ModelError."""
     if (partial := partial_rotary(raw, fields)) != 1.0:
         raise fields.error(f"partial_rotary_factor {partial} is not supported of this architecture, only 1.0")
     return read_rope(raw, fields, head_dim, max_position_embeddings)
@@ -136,7 +140,9 @@ def partial_rotary(raw: dict[str, Any], fields: Fields) -> float:
 def read_rope(
     raw: dict[str, Any], fields: Fields, rotary_dim: int, max_position_embeddings: int
 ) -> RopeConfig:
-    """`fields`: of the whole config.json, which has some of the numbers."""
+    """Read RoPE parameters from `raw`, and some of them from `fields`, the whole config.json. Raises
+    ModelError.
+    """
     rope = Fields(raw, f"{fields.where}: rope parameters")
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
     rope_type = raw.get("rope_type", raw.get("type", "default"))

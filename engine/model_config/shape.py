@@ -1,4 +1,4 @@
-"""The sizes of a decoder-only transformer that its memory and speed follow from. No torch."""
+"""Sizes of a decoder-only transformer that determine its memory and speed."""
 
 from dataclasses import dataclass
 
@@ -6,28 +6,30 @@ from ..config import Dtype
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 SCALED_KV = frozenset({"int8", "fp8"})
-"""KV caches of one byte a number, and a float32 scale for each token and kv head."""
+"""KV dtypes of one byte per value, with a float32 scale per token and KV head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShape:
-    """Of a mixture of experts, in the place of the MLP of some layers."""
+    """Sizes of a mixture of experts, which replaces the MLP of some layers."""
 
     count: int
     per_token: int
     inner: int
-    """As `ModelShape.ffn`, of each expert."""
+    """Intermediate size of each expert, as `ModelShape.ffn`."""
     layers: int
-    """That have experts."""
+    """Number of layers with experts."""
 
     def read(self, rows: int) -> float:
-        """How many experts of a layer so many rows choose together, were all of them equally likely."""
+        """Return the expected number of experts of a layer that `rows` tokens select, if all are equally
+        likely.
+        """
         return self.count * (1 - (1 - self.per_token / self.count) ** rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Numbers from config.json; a gated MLP (three matrices of hidden x ffn) is assumed."""
+    """Sizes from config.json; a gated MLP (three matrices of hidden x ffn) is assumed."""
 
     layers: int
     hidden: int
@@ -37,34 +39,34 @@ class ModelShape:
     ffn: int
     vocab: int
     tied: bool
-    """Input and output embedding are one matrix."""
+    """True if embedding and output head are one matrix."""
     context_limit: int
-    """Longest sequence the model was made for, RoPE scaling included."""
+    """Longest sequence that the model supports in tokens, RoPE scaling included."""
     dtype: Dtype = "bfloat16"
-    """Of the checkpoint."""
+    """Dtype of the checkpoint."""
     sliding_window: int | None = None
     sliding_share: float = 1.0
-    """Of layers, where there is a window: the others see everything."""
+    """Fraction of layers with the sliding window; the others have full attention."""
     qkv_bias: bool = False
     qk_norm: bool = False
     norms_all_heads: bool = False
-    """Of queries, and of keys, together: no rank may have a part of them."""
+    """True if QK-norm spans all heads together, so that the model cannot be tensor-parallel."""
     table_rows: int | None = None
-    """Of the vocabulary's tables, where a rank holds fewer than `vocab`."""
+    """Rows of embedding and head on a rank, if it holds fewer than `vocab`."""
     no_head: bool = False
-    """The one table that a rank holds is for input alone: the output head is on another."""
+    """True if the one table of a rank is the input embedding, and the output head is on another rank."""
     quant: str | None = None
-    """Format of the checkpoint, where it holds rounded weights."""
+    """Format of a quantized checkpoint."""
     wide_params: int = 0
-    """Of linears in layers that such a checkpoint keeps wide."""
+    """Parameters of unquantized linears in such a checkpoint."""
     exact_params: int | None = None
-    """Counted from the safetensors headers, where those are at hand; else the closed form is used."""
+    """Number of parameters if known; None uses the closed form."""
     experts: ExpertShape | None = None
     fits_float16: bool = True
-    """Whether what its layers give stays within float16's range."""
+    """True if the outputs of layers stay within the range of float16."""
 
     def seen(self, context: float) -> float:
-        """Of so many tokens, what a layer sees on average."""
+        """Return the mean number of visible tokens over the layers, at `context` tokens."""
         if self.sliding_window is None:
             return context
         inside = min(context, self.sliding_window)
@@ -78,21 +80,21 @@ class ModelShape:
 
     @property
     def table_params(self) -> int:
-        """Of the input embedding, or of the head."""
+        """Number of parameters of the input embedding, or of the head."""
         return (self.table_rows or self.vocab) * self.hidden
 
     @property
     def matmul_params(self) -> int:
-        """Parameters that tokens are multiplied with: all but a separate input embedding."""
+        """Number of parameters that tokens are multiplied with: all but an untied input embedding."""
         return self.params if self.tied else self.params - self.table_params
 
     @property
     def active_params(self) -> int:
-        """Of those, what one token is multiplied with."""
+        """Number of `matmul_params` that one token is multiplied with."""
         return self.matmul_params - self.unread_params(1)
 
     def unread_params(self, rows: int) -> int:
-        """Of experts that none of so many rows chooses."""
+        """Return the expected parameters of experts that none of `rows` tokens selects."""
         if self.experts is None:
             return 0
         unread = self.experts.count - self.experts.read(rows)
@@ -100,7 +102,7 @@ class ModelShape:
 
     @property
     def inner_rows(self) -> int:
-        """Of the MLPs of all layers, or of all their experts."""
+        """Sum of the intermediate sizes of all MLPs and experts."""
         if self.experts is None:
             return self.layers * self.ffn
         sparse = self.experts.layers
@@ -108,7 +110,7 @@ class ModelShape:
 
     @property
     def router_params(self) -> int:
-        """Which stay wide in every format."""
+        """Number of parameters of all routers, which no format quantizes."""
         return self.experts.layers * self.experts.count * self.hidden if self.experts else 0
 
     @property
@@ -121,9 +123,10 @@ class ModelShape:
         return self.layers * (attention + bias + norms) + mlps
 
     def kv_bytes_per_token(self, dtype: str, width: int | None = None) -> int:
-        """K and V of all layers. A sliding window does not shrink it: a request keeps all its blocks.
+        """Return the bytes of K and V of all layers. A sliding window does not reduce them: a request keeps
+        all its blocks.
 
-        `width`: numbers that kernels keep for a head, where they pad it.
+        `width`: padded head dimension, if kernels pad it.
         """
         numbers = width or self.head_dim
         head = numbers + 4 if dtype in SCALED_KV else numbers * DTYPE_BYTES[dtype]

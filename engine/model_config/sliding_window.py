@@ -1,4 +1,4 @@
-"""Which layers see only those tokens before a row that lie in a window: rules of architectures. No torch."""
+"""Sliding windows of layers: the rules by which architectures read them from config.json."""
 
 from collections.abc import Callable
 
@@ -6,9 +6,9 @@ from .fields import Fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 Windows = tuple[int | None, ...]
-"""Of each layer; None sees everything."""
+"""Sliding window of each layer in tokens; None for full attention."""
 WindowRule = Callable[[Fields, int], Windows]
-"""From config.json and the number of layers. Raises ModelError."""
+"""Rule (config.json, number of layers) -> windows. Raises ModelError."""
 
 
 def no_windows(_fields: Fields, layers: int) -> Windows:
@@ -16,18 +16,18 @@ def no_windows(_fields: Fields, layers: int) -> Windows:
 
 
 def one_window(fields: Fields, layers: int) -> Windows:
-    """Of all layers, where config.json has one."""
+    """Return `sliding_window` for all layers."""
     return (window_of(fields),) * layers
 
 
 def windows_if_used(fields: Fields, layers: int) -> Windows:
-    """Of all layers, where config.json says that it is used."""
+    """Return `sliding_window` for all layers if `use_sliding_window` is set."""
     used = fields.flag("use_sliding_window", default=False)
     return one_window(fields, layers) if used else no_windows(fields, layers)
 
 
 def windows_of_later_layers(fields: Fields, layers: int) -> Windows:
-    """Where it is used: by layer_types, or from max_window_layers on."""
+    """Return windows by `layer_types`, or from `max_window_layers` on, if `use_sliding_window` is set."""
     window = window_of(fields)
     if window is None or not fields.flag("use_sliding_window", default=False):
         return (None,) * layers
@@ -38,7 +38,7 @@ def windows_of_later_layers(fields: Fields, layers: int) -> Windows:
 
 
 def windows_by_type_if_used(fields: Fields, layers: int) -> Windows:
-    """Where they are used: by layer_types."""
+    """Return windows by `layer_types` if `use_sliding_window` is set."""
     if window_of(fields) is None or not fields.flag("use_sliding_window", default=False):
         return no_windows(fields, layers)
     if fields.raw.get("layer_types") is None:
@@ -47,13 +47,13 @@ def windows_by_type_if_used(fields: Fields, layers: int) -> Windows:
 
 
 def windows_by_type(fields: Fields, layers: int) -> Windows:
-    """As `layer_types` says of each layer."""
+    """Return `sliding_window` for the layers of sliding attention in `layer_types`."""
     window = window_of(fields)
     return tuple(window if name == SLIDING else None for name in layer_types(fields, layers))
 
 
 def layer_types(fields: Fields, layers: int) -> list[str]:
-    """Full or sliding attention of each layer; without the key every fourth is full. Raises ModelError."""
+    """Return the attention type of each layer; by default every fourth is full. Raises ModelError."""
     types = fields.raw.get("layer_types")
     if types is None:
         return [FULL if (layer + 1) % 4 == 0 else SLIDING for layer in range(layers)]
