@@ -161,3 +161,25 @@ def test_hooks_before_a_commit_are_the_checks_of_make():
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_targets_named_in_backticks_exist(page):
     assert set(re.findall(r"`make ([a-z-]+)", page.read_text("utf-8"))) <= targets_of_make()
+
+
+FOREIGN_OPTIONS = {"--shm-size", "--few", "--kernels"}
+"""Of Docker, and of the benchmarks that the sentence beside them names."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_options_named_in_backticks_exist(page):
+    known = set(re.findall(r"--[a-z][a-z-]+", (ROOT / "docs/cli.md").read_text("utf-8")))
+    named = re.findall(r"`((?:--|llmbox )[^`\n]+)`", page.read_text("utf-8"))
+    assert {option for text in named for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)} <= (
+        known | FOREIGN_OPTIONS
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_settings_named_in_commands_exist(page):
+    known = set(
+        re.findall(r"^\| `([a-z_.]+)`", (ROOT / "docs/configuration.md").read_text("utf-8"), re.MULTILINE)
+    )
+    named = re.findall(r"llmbox config (?:set|get|unset) ([a-z_]+\.[a-z_.]+)", page.read_text("utf-8"))
+    assert set(named) <= known
