@@ -49,7 +49,7 @@ class Exit(IntEnum):
 
 @dataclass(slots=True)
 class CliError(LlmboxError):
-    """What failed, why (with numbers), what to run next, where the log is."""
+    """Error of a command: what failed, why (with numbers), what to run next, where the log is."""
 
     what: str
     why: str = ""

@@ -1,1 +1,1 @@
-"""Settings and where files live."""
+"""Settings, and the locations of files."""

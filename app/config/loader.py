@@ -1,10 +1,10 @@
-"""From flags, environment and files to one `Settings`, with the origin of every value.
+"""Loader of settings: merges flags, environment and files into one `Settings`, with the origin of each value.
 
-who              reads
+function         input, in order of precedence
 load_settings    flags > LLMBOX_SECTION_KEY > user file > system file > built-in
-check_value      one value of any of them: type, choices, range
+check_value      one value from any source: type, choices, range
 
-A key or value that cannot be right is an error that names its place and the nearest valid key.
+An invalid key or value is an error that names its place and the nearest valid key.
 """
 
 import tomllib
@@ -25,7 +25,7 @@ AUTO = ("auto", "")
 
 @dataclass(frozen=True, slots=True)
 class SettingOrigin:
-    """`place` is a flag, a variable, or `file:line`."""
+    """Origin of a value. `place` is a flag, a variable, or `file:line`."""
 
     source: Source
     place: str = ""
@@ -44,7 +44,9 @@ class LoadedSettings:
 
 
 def load_settings(paths: Paths, environ: Mapping[str, str], flags: Mapping[str, Scalar]) -> LoadedSettings:
-    """`flags` holds only what was given on the command line, by `section.key`. Raises CliError (exit 2)."""
+    """Load all settings. `flags` holds only values given on the command line, by `section.key`. Raises
+    CliError (exit 2).
+    """
     values = {name: row.default for name, row in schema().items()}
     origins = dict.fromkeys(values, SettingOrigin("default"))
     files: tuple[tuple[Source, Path], ...] = (("system", paths.system_config), ("user", paths.config_file))
@@ -72,7 +74,7 @@ def build(values: Mapping[str, Scalar]) -> Settings:
 
 
 def read_file(path: Path) -> dict[str, tuple[Scalar, int | None]]:
-    """Checked values of one TOML file with their lines. An absent file is empty."""
+    """Read the checked values of one TOML file with their lines. An absent file is empty."""
     try:
         text = path.read_text("utf-8")
     except FileNotFoundError:
@@ -105,7 +107,9 @@ def parse(text: str, path: Path) -> dict[str, tuple[Scalar, int | None]]:
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, Scalar]:
-    """LLMBOX_SECTION_KEY. Other LLMBOX_ names (LLMBOX_DATA_DIR) are not settings and are left alone."""
+    """Read the LLMBOX_SECTION_KEY variables. Other LLMBOX_ names (LLMBOX_DATA_DIR) are not settings and are
+    ignored.
+    """
     by_variable = {row.variable: row for row in schema().values()}
     found: dict[str, Scalar] = {}
     for variable, text in environ.items():
@@ -126,7 +130,7 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Scalar]:
 
 
 def check_value(row: SettingSpec, value: object, place: str, *, from_text: bool = False) -> Scalar:
-    """The value in its final type. `from_text` also reads numbers, yes/no and comma lists from a string."""
+    """Return the value in its final type. `from_text` also parses numbers, yes/no and comma lists."""
     if row.optional and (value is None or value in AUTO):
         return None
     converted = _from_text(row, value) if from_text and isinstance(value, str) else _from_toml(row, value)
@@ -136,7 +140,7 @@ def check_value(row: SettingSpec, value: object, place: str, *, from_text: bool 
         raise _bad(row, place, f"must be one of {', '.join(row.choices)}, not {value!r}")
     if isinstance(converted, int | float) and not isinstance(converted, bool):
         inside = (row.low is None or converted >= row.low) and (row.high is None or converted <= row.high)
-        if not inside:  # NaN is inside of nothing
+        if not inside:  # NaN is outside of every range
             raise _bad(row, place, f"must be between {_number(row.low)} and {_number(row.high)}, not {value}")
     if row.each is not None and isinstance(converted, tuple):
         is_good, words = row.each
@@ -227,7 +231,7 @@ def _unknown_section(section: str, path: Path, line: int | None, *, is_table: bo
 
 
 def _line_of(text: str, section: str, attribute: str | None) -> int | None:
-    """Line of `[section]` or of a key in it. TOML allows more spellings than are looked for: then None."""
+    """Line of `[section]` or of a key in it. None for spellings of TOML that are not recognized here."""
     current = ""
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.strip()

@@ -1,6 +1,6 @@
-"""Where files live: the platform's folders, or all of them under one `--data-dir`.
+"""Locations of files: the platform's folders, or all of them under one `--data-dir`.
 
-Folders are made 0700 and files 0600 (umask 077): other users of the box read nothing of ours.
+Folders are made 0700 and files 0600 (umask 077): other users of the box cannot read them.
 """
 
 import os
@@ -12,7 +12,7 @@ from ..errors import CliError, Exit
 
 SYSTEM_CONFIG = Path("/etc/llmbox/config.toml")
 UNIX_PATH_LIMIT = 104
-"""Bytes that a unix socket address takes on every platform we know (Linux: 107, macOS: 103)."""
+"""Length limit in bytes of a unix socket address on every platform we know (Linux: 107, macOS: 103)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Paths:
 
     @property
     def sign_in_file(self) -> Path:
-        """A one-time link, where a service manager would keep what is printed."""
+        """One-time link, used where a service manager would keep printed output."""
         return self.runtime_dir / "sign-in"
 
     @property
@@ -47,7 +47,7 @@ class Paths:
 
     @property
     def files_dir(self) -> Path:
-        """What clients uploaded."""
+        """Files uploaded by clients."""
         return self.state_dir / "files"
 
     @property
@@ -61,17 +61,17 @@ class Paths:
 
     @property
     def loads_file(self) -> Path:
-        """How the last loads of each model went."""
+        """Results of the last loads of each model."""
         return self.state_dir / "loads.json"
 
     @property
     def downloads_file(self) -> Path:
-        """Downloads that are not finished."""
+        """Unfinished downloads."""
         return self.state_dir / "downloads.json"
 
     @property
     def bandwidth_file(self) -> Path:
-        """Probes of this machine's memory."""
+        """Measured memory bandwidth of this machine."""
         return self.state_dir / "bandwidth.json"
 
     @property
@@ -80,7 +80,7 @@ class Paths:
 
     @property
     def repacked(self) -> Path:
-        """Weights as the CPU kernels pack them."""
+        """Weights packed for the CPU kernels."""
         return self.cache_dir / "repacked"
 
     @property
@@ -90,7 +90,7 @@ class Paths:
 
     @property
     def keys_used_file(self) -> Path:
-        """When each key was last used."""
+        """Time of last use of each key."""
         return self.data_dir / "keys-used.json"
 
     @property
@@ -98,7 +98,7 @@ class Paths:
         return self.state_dir / "chat_history"
 
     def create(self) -> None:
-        """Make the folders. Raises CliError where they cannot be ours alone or cannot be written."""
+        """Make the folders. Raises CliError if another user can write them or we cannot."""
         if self.data_dir.is_dir():
             self._claim_data_dir()
         else:
@@ -107,9 +107,9 @@ class Paths:
             private_dir(folder)
 
     def _claim_data_dir(self) -> None:
-        """Take over a folder that a user named and made: others may go on reading it, but not write there.
+        """Take over a folder that a user named and created: others may keep reading it, but not write there.
 
-        Whoever could write may have left files that decide who may do what: those must be ours.
+        Anybody who could write may have left files that grant access: such files must be ours.
         """
         _check_owner(self.data_dir)
         status = self.data_dir.stat()
@@ -167,7 +167,7 @@ def _platform_paths() -> Paths:
 
 
 def private_dir(folder: Path) -> None:
-    """Make `folder` 0700. Refuse one that belongs to another user: it could be a trap in /tmp."""
+    """Make `folder` 0700. Refuses one that belongs to another user: it could be a trap in /tmp."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_owner(folder)
@@ -191,7 +191,7 @@ def _check_owner(path: Path) -> None:
 
 
 def _check_writable(folder: Path) -> None:
-    """Found out before the first file is written: also on file systems that are mounted read-only."""
+    """Check before the first file is written that the folder is writable; also detects read-only mounts."""
     if not os.access(folder, os.W_OK | os.X_OK):
         raise CliError(
             f"cannot write to the folder {folder}",
@@ -211,7 +211,7 @@ def _unusable(folder: Path, error: OSError) -> CliError:
 
 
 def socket_address(path: Path, dir_fd: int | None = None) -> str:
-    """The address to bind or connect to. Paths over the limit go through an open descriptor of their folder.
+    """Address to bind or connect to. Paths over the limit go through an open descriptor of their folder.
 
     `dir_fd` must stay open until the call that uses the address returns.
     """

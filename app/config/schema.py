@@ -1,7 +1,7 @@
-"""Every setting, once: section, key, type, default, range and what it does.
+"""Schema of all settings: section, key, type, default, range and documentation, each defined once.
 
 The same table feeds the TOML file, `LLMBOX_SECTION_KEY` variables, command-line flags, `llmbox config` and
-the documentation. Settings never change: a reload makes a new object (see `settings_load`).
+the documentation. Settings are immutable: a reload makes a new object (see `loader`).
 """
 
 import re
@@ -14,11 +14,11 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 Scalar = bool | int | float | str | tuple[str, ...] | None
 EntryCheck = tuple[Callable[[str], object], str]
-"""Tells a good entry of a list from a bad one, and how good ones are called."""
+"""Check of a list entry, and the description of valid entries for error messages."""
 
 
 def is_network(text: str) -> bool:
-    """Whether `text` is an IP address or network."""
+    """Return whether `text` is an IP address or network."""
     try:
         ip_network(text, strict=False)
     except ValueError:
@@ -47,7 +47,7 @@ def key(
     each: EntryCheck | None = None,
     live: bool = False,
 ) -> Any:
-    """`live` keys take effect on reload (SIGHUP); the others at the next start.
+    """Declare a setting. `live` keys take effect on reload (SIGHUP); others at the next start.
 
     `each`: check for the entries of a list.
     """
@@ -167,7 +167,7 @@ class LimitSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """Defaults for every model; flags of `load` go over them. A reload changes what later loads get."""
+    """Defaults for every model; flags of `load` override them. A reload affects later loads."""
 
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto", "Where models run; auto takes a GPU when there is one.", live=True
@@ -267,7 +267,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySettings:
-    """Of all models together."""
+    """Settings of all models together."""
 
     budget: float | None = key(
         None,
@@ -304,7 +304,7 @@ class CacheSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubSettings:
-    """Of downloads. Which hub, with which token, is said by HF_ENDPOINT, HF_TOKEN and HF_HOME."""
+    """Settings of downloads. HF_ENDPOINT, HF_TOKEN and HF_HOME select the hub, the token and the cache."""
 
     bandwidth: float | None = key(
         None,
@@ -327,8 +327,8 @@ class LogSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSettings:
-    """Of the request log, which holds metadata, and content only where a key, `log_content` or a request that
-    says `store: true` allows it.
+    """Settings of the request log. It holds metadata; it holds content only where a key, `log_content` or a
+    request with `store: true` allows it.
     """
 
     retention_days: float = key(30.0, "Days that request rows are kept.", low=0.01, high=36_500)
@@ -394,7 +394,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class SettingSpec:
-    """One row of the table. `name` is `section.key`; `kind` what a value must be."""
+    """One row of the table. `name` is `section.key`; `kind` is the type of the value."""
 
     name: str
     kind: type
@@ -430,7 +430,7 @@ SECTIONS: dict[str, type] = {
 
 @cache
 def schema() -> dict[str, SettingSpec]:
-    """All keys by name, in the order in which they are written down."""
+    """All keys by name, in the order of their definition."""
     keys: dict[str, SettingSpec] = {}
     for section, cls in SECTIONS.items():
         hints = get_type_hints(cls)

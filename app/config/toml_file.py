@@ -1,4 +1,4 @@
-"""Edits of the user's TOML file: comments stay, and the file is whole at every moment."""
+"""Edits of the user's TOML file that keep its comments. The file is replaced atomically."""
 
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -18,7 +18,7 @@ TEMPLATE_HEAD = """\
 
 
 def set_value(path: Path, row: SettingSpec, value: Scalar) -> None:
-    """Writes one checked value. Raises CliError when the file was wrong before."""
+    """Write one checked value. Raises CliError if the file was invalid before."""
     text = path.read_text("utf-8") if path.exists() else ""
     parse(text, path)
     document = tomlkit.parse(text)
@@ -34,7 +34,7 @@ def set_value(path: Path, row: SettingSpec, value: Scalar) -> None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """The old content or the new one, never half of it."""
+    """Write the file atomically: it has the old content or the new, never half of it."""
     if not path.parent.is_dir():
         private_dir(path.parent)
     target = path.resolve()  # a link (dotfiles under version control) stays a link
@@ -50,7 +50,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def template() -> str:
-    """Every key with its meaning and default, all commented out."""
+    """Template with every key, its meaning and default, all commented out."""
     lines = [TEMPLATE_HEAD]
     section = ""
     for row in schema().values():

@@ -48,7 +48,7 @@ def read_card(folder: Path) -> Card:
     stamps = {
         path.relative_to(folder).as_posix(): _stamp(path) for path in folder.rglob("*") if path.is_file()
     }
-    told = "".join(f"{name}\0{mark}\n" for name, (mark, _, _) in sorted(stamps.items()))
+    listing = "".join(f"{name}\0{mark}\n" for name, (mark, _, _) in sorted(stamps.items()))
     config, template, defaults = None, None, {}
     with contextlib.suppress(EngineError, OSError):
         config = parse_config(folder)
@@ -59,7 +59,7 @@ def read_card(folder: Path) -> Card:
     return Card(
         size=sum(size for _, size, _ in stamps.values()),
         modified=max((at for _, _, at in stamps.values()), default=0.0),
-        digest=hashlib.sha256(told.encode()).hexdigest(),
+        digest=hashlib.sha256(listing.encode()).hexdigest(),
         config=config,
         template=template,
         defaults=defaults,

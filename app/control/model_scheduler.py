@@ -360,13 +360,13 @@ def _takes(info: ModelInfo) -> dict[int, int]:
 
 
 def _no_room(name: str, room: AllocationFailure, residents: Sequence[ResidentModel]) -> ApiError:
-    told = f"{name} needs {show_bytes(room.need, up=True)} and {show_bytes(max(0, room.have))} can be had"
+    text = f"{name} needs {show_bytes(room.need, up=True)} and {show_bytes(max(0, room.have))} can be had"
     if not room.blockers:
-        return ApiError(400, f"{told}: the memory budget is too small for it.", "does_not_fit")
+        return ApiError(400, f"{text}: the memory budget is too small for it.", "does_not_fit")
     why = {each.name: each.claim for each in residents}
     return ApiError(
         503,
-        f"{told} while {', '.join(f'{blocker} is {why[blocker]}' for blocker in room.blockers)}. "
+        f"{text} while {', '.join(f'{blocker} is {why[blocker]}' for blocker in room.blockers)}. "
         "Try again later, or have the box's owner unload one.",
         "memory_busy",
         type="server_error",

@@ -22,7 +22,7 @@ class ResidentModel:
     busy: bool
     pinned: bool
     idle_since: float
-    """When it became idle, in seconds of the clock that `now` is from. Meaningless while it is busy."""
+    """Time at which it became idle, on the clock of `now`, in seconds. Meaningless while it is busy."""
     ttl: float | None = None
     """Time to live: idle seconds after which it is unloaded. None keeps it."""
     owned: bool = False

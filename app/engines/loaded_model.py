@@ -1,4 +1,4 @@
-"""A model in memory: its engine, its tokenizer and templates, its users and its time to live."""
+"""Model in memory: its engine, its tokenizer and templates, its users and its time to live."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ class LoadedModel:
     """Unix seconds; set by `EngineManager.get`."""
     clock: Callable[[], float] = time.monotonic
     idle_since: float = 0.0
-    """When the last request ended, in seconds of `clock`."""
+    """Time at which the last request ended, in seconds of `clock`."""
     ttl: float | None = None
     """Time to live: idle seconds after which it is unloaded. None keeps it."""
     pinned: bool = False

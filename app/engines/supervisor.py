@@ -1,4 +1,4 @@
-"""One model's engine: started, watched, restarted, and its open requests carried over (`request_journal.py`).
+"""Supervisor of one model's engine: starts, watches and restarts it, and resumes its open requests.
 
 loading -> ready <-> restarting -> failed -> restarting (one start after a cool-down)      any -> stopped
 """

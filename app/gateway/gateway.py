@@ -269,8 +269,8 @@ def _fingerprint(config: EngineConfig, info: ModelInfo | None) -> str:
     facts = {} if info is None else asdict(info)
     for varying in ("load_seconds", "measured_weights_bytes", "gpus", "worker_pids"):
         facts.pop(varying, None)
-    told = msgspec.json.encode([__version__, asdict(config), facts], order="sorted")
-    return "fp_" + hashlib.sha256(told).hexdigest()[:12]
+    encoded = msgspec.json.encode([__version__, asdict(config), facts], order="sorted")
+    return "fp_" + hashlib.sha256(encoded).hexdigest()[:12]
 
 
 def _draft(request: OpenRequest) -> ContentDraft | None:
@@ -330,13 +330,13 @@ def _record(request: OpenRequest, status: int, code: str, output_hash: str) -> R
 def _params_json(generation: Generation) -> str:
     """JSON of the sampling parameters that differ from their defaults. Texts are counted, never kept."""
     plain = asdict(SamplingParams(max_tokens=0))
-    told = {name: value for name, value in asdict(generation.params).items() if value != plain[name]}
-    told.pop("seed", None)
+    params = {name: value for name, value in asdict(generation.params).items() if value != plain[name]}
+    params.pop("seed", None)
     if generation.params.pooling is None:
-        told["max_tokens"] = generation.max_tokens
+        params["max_tokens"] = generation.max_tokens
     for name in ("bad_words", "logit_bias", "allowed_token_ids", "stop_token_ids", "grammar"):
-        if name in told:
-            told[name] = len(told[name])
+        if name in params:
+            params[name] = len(params[name])
     if generation.stop:
-        told["stop"] = len(generation.stop)
-    return msgspec.json.encode(told).decode()
+        params["stop"] = len(generation.stop)
+    return msgspec.json.encode(params).decode()

@@ -26,7 +26,7 @@ class ContentRetention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A checked request. Choices are prompt-major: `n` of the first prompt, then of the second."""
+    """Checked request. Choices are prompt-major: `n` of the first prompt, then of the second."""
 
     id: str
     endpoint: str

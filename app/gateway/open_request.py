@@ -1,4 +1,4 @@
-"""A request from submission to its end: its streams, its timestamps, its one log record."""
+"""Open request, from submission to its end: its streams, its timestamps, its one log record."""
 
 import asyncio
 import time

@@ -1,1 +1,1 @@
-"""One request of the log, told to people: what the cache had, what was kept, as a call, and once more."""
+"""Inspection of one logged request: prefix cache, kept content, the request as a command, and replay."""

@@ -1,4 +1,4 @@
-"""All that is known of one request, as far as its reader may see it."""
+"""Details of one request, as far as its reader may see them."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ _BRIEF = {
 
 
 def prefix_note(request: RequestRecord | LiveRequest) -> str:
-    """Why the prefix cache had no more of the prompt. Empty where it was not asked."""
+    """Reason why the prefix cache had no more of the prompt. Empty where it was not queried."""
     if not request.prefix_end:
         return ""
     ends = request.prefix_end.split(",")
@@ -63,9 +63,9 @@ def _why(end: str, rest: int, found: int) -> str:
 
 
 def content_note(record: RequestRecord, content: Content | None, days: float, *, foreign: bool) -> str:
-    """Why prompt and answer are not shown, or what of them was cut off. Empty where all is there.
+    """Reason why prompt and answer are not shown, or which parts were cut. Empty if everything is there.
 
-    `foreign`: there is content, of another key than the asker's.
+    `foreign`: there is content, of another key than the reader's.
     """
     if foreign:
         return (
@@ -97,7 +97,7 @@ def _tokens(count: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detail:
-    """One of `in_flight` and `request` is there. The notes are sentences, or empty."""
+    """Details of a request. Either `in_flight` or `request` is set. The notes are sentences, or empty."""
 
     in_flight: LiveRequest | None = None
     request: RequestRecord | None = None
@@ -109,7 +109,7 @@ class Detail:
 
 
 async def detail_of(control: DaemonController, identity: Identity, request_id: str) -> Detail:
-    """Raises ApiError 404."""
+    """Collect the details of a request. Raises ApiError 404."""
     services = control.services
     live = next((each for each in services.gateway.in_flight() if each.id == request_id), None)
     if live is not None:
@@ -129,7 +129,7 @@ async def detail_of(control: DaemonController, identity: Identity, request_id: s
 async def logged(
     services: Services, identity: Identity, request_id: str
 ) -> tuple[RequestRecord, Content | None, bool]:
-    """(record, what of its content this reader may see, whether there is more). Raises ApiError 404."""
+    """Return (record, the content that this reader may see, whether there is more). Raises ApiError 404."""
     found = await services.request_log.get_with_content(request_id)
     if found is None:
         raise ApiError(404, f"No request {request_id!r} is known.", "request_not_found", "request_id")

@@ -1,4 +1,4 @@
-"""The same request once more: same messages, same parameters, same seed; are the tokens the same?"""
+"""Replay: run a logged request again with the same messages, parameters and seed, and compare the tokens."""
 
 import json
 import secrets
@@ -25,7 +25,7 @@ from .detail import content_note, logged
 from .snippets import is_chat, is_pooled
 
 _NOT_AGAIN = ("stream", "stream_options", "request_id")
-"""How the answer is sent, and an id of its own."""
+"""Parameters not taken over: how the answer is sent, and the request's own id."""
 CLIENT = "replay"
 
 
@@ -33,21 +33,23 @@ CLIENT = "replay"
 class Replayed:
     original: str
     id: str
-    """Of the replay's own row."""
+    """Id of the replay's own row."""
     equal: bool | None
-    """None: it cannot be told, for the reason in `verdict`."""
+    """None: unknown, for the reason in `verdict`."""
     verdict: str
     output_tokens: int
     outputs: list[str]
-    """One text a choice."""
+    """One text per choice."""
     kept: list[str]
-    """The texts of then."""
+    """Texts of the original answer, as far as they are kept."""
     first_difference: int | None = None
-    """In characters of the first choice that differs."""
+    """Offset in characters, in the first choice that differs."""
 
 
 async def replay(services: Services, identity: Identity, request_id: str) -> Replayed:
-    """Takes as long as the model takes. Raises ApiError; 409 where there is nothing to send again."""
+    """Run the request and compare. Takes as long as the model takes. Raises ApiError; 409 if there is nothing
+    to send again.
+    """
     record, content, foreign = await logged(services, identity, request_id)
     if is_pooled(record):
         raise ApiError(
@@ -91,12 +93,12 @@ async def _prepared(
     else:
         completion, _ = strict_json.decode(body, CompletionRequest, depth)
         generation = (await prepare_completion(call, completion)).generation
-    # What is kept of the original is its key's; a copy would be somebody else's.
+    # The original's content belongs to its key; a copy would belong to somebody else.
     return replace(generation, keep=None)
 
 
 def _as_far_as_it_got(plain: dict[str, Any], record: RequestRecord) -> dict[str, int]:
-    """An answer that was cut off is compared up to there."""
+    """Limit the replay of an answer that was cut off to the same length."""
     if (plain.get("min_tokens") or 0) > record.output_tokens:
         return {}
     name = "max_completion_tokens" if plain.get("max_completion_tokens") else "max_tokens"
@@ -129,7 +131,7 @@ def _reason(record: RequestRecord, content: Content, opened: OpenRequest) -> str
 
 
 def _first_difference(content: Content, now: list[str]) -> int | None:
-    """As far as the answer of then is kept."""
+    """Offset of the first difference, as far as the original answer is kept."""
     cut = content.was_cut("output")
     for one, whole in zip(content.outputs, now, strict=False):
         other = whole[: len(one)] if cut else whole

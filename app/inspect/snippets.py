@@ -1,4 +1,4 @@
-"""A logged request as a command: with its messages where they are kept, else with a mark in their stead."""
+"""Commands that repeat a logged request: with its messages where they are kept, else with a placeholder."""
 
 import json
 import shlex
@@ -9,14 +9,14 @@ from ..store.record import RequestRecord
 
 PROMPT = "…"
 _CHATS = ("chat", "messages", "responses", "generate")
-"""In the routes of chats and of what is translated into them."""
+"""Routes of chats and of dialects that are translated into chats."""
 _OF_THE_CLIENT = {
     "model", "messages", "prompt", "stream", "stream_options", "temperature", "top_p", "max_tokens",
     "max_completion_tokens", "seed", "presence_penalty", "frequency_penalty", "n", "stop", "logit_bias",
     "logprobs", "top_logprobs", "echo", "best_of", "user", "metadata", "input", "dimensions",
     "encoding_format",
 }  # fmt: skip
-"""Parameters of the openai package; what it does not know goes into `extra_body`."""
+"""Parameters of the openai package; others go into `extra_body`."""
 _COUNTED = ("stop", "bad_words", "logit_bias", "allowed_token_ids", "stop_token_ids")
 
 
@@ -51,7 +51,7 @@ def as_python(url: str, record: RequestRecord, content: Content | None = None) -
 
 
 def body_of(record: RequestRecord, content: Content | None) -> dict[str, Any]:
-    """What to send for the same answer: the request as it was, with the seed that was drawn for it."""
+    """Request body for the same answer: the request as it was, with the seed that was drawn for it."""
     if content is None or not content.is_whole:
         body = _from_record(record)
     else:
@@ -63,12 +63,14 @@ def body_of(record: RequestRecord, content: Content | None) -> dict[str, Any]:
 
 
 def is_chat(record: RequestRecord) -> bool:
-    """Requests of other dialects are kept as the chat requests that they were translated into."""
+    """Return whether it is a chat. Requests of other dialects are kept as the chat requests that they were
+    translated into.
+    """
     return any(name in record.endpoint for name in _CHATS)
 
 
 def is_pooled(record: RequestRecord) -> bool:
-    """Vectors were asked for."""
+    """Return whether embeddings were requested."""
     return "embed" in record.endpoint or is_ranked(record)
 
 
@@ -91,7 +93,7 @@ def _from_record(record: RequestRecord) -> dict[str, Any]:
         return {"model": record.model, "input": PROMPT}
     params = json.loads(record.params)
     for counted in _COUNTED:
-        params.pop(counted, None)  # the log has their number only
+        params.pop(counted, None)  # the log has only their number
     body: dict[str, Any] = {"model": record.model}
     if is_chat(record):
         body["messages"] = [{"role": "user", "content": PROMPT}]
@@ -106,7 +108,7 @@ def _from_record(record: RequestRecord) -> dict[str, Any]:
 
 
 def _python(value: Any, indent: str = "    ") -> str:
-    """JSON's values as Python writes them; lists and objects of more than numbers over several lines."""
+    """Format JSON values as Python literals. Lists and objects of more than numbers take several lines."""
     inner = indent + "    "
     if isinstance(value, dict):
         items = [

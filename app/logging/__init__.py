@@ -1,1 +1,1 @@
-"""The daemon's log: writing and reading it."""
+"""Log of the daemon: writing and reading."""

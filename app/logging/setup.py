@@ -1,4 +1,5 @@
-"""The daemon's log: one JSON object a line, rotated, 0600; in the foreground also readable lines on stderr.
+"""Logging set-up: one JSON object per line, rotated, mode 0600; in the foreground also readable lines on
+stderr.
 
 A background daemon's stdout and stderr lead into the same file, so that a library's crash is found there.
 """
@@ -19,7 +20,7 @@ QUIET = ("uvicorn", "uvicorn.access", "litestar", "httpcore", "httpx", "alembic"
 
 
 class JsonLines(logging.Formatter):
-    """json.dumps escapes control characters: a line of the file is one record, whatever was in the data."""
+    """One record per line. json.dumps escapes control characters, whatever is in the data."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
@@ -46,7 +47,7 @@ class Readable(logging.Formatter):
 
 
 class LogFile(RotatingFileHandler):
-    """`owns_stdio`: after a rotation stdout and stderr follow to the new file."""
+    """Rotating log file. `owns_stdio`: stdout and stderr follow to the new file after a rotation."""
 
     def __init__(self, path: Path, settings: LogSettings, *, owns_stdio: bool) -> None:
         self._owns_stdio = owns_stdio
@@ -66,7 +67,7 @@ class LogFile(RotatingFileHandler):
 
 
 def component(logger: str) -> str:
-    """`llmbox.app.engines.supervisor` is `engines`; a library is its own name."""
+    """Component of a logger: `engines` for `llmbox.app.engines.supervisor`; a library is its own name."""
     parts = logger.split(".")
     if parts[0] != "llmbox":
         return parts[0]

@@ -1,4 +1,4 @@
-"""The newest lines of the daemon's log as entries, for readers that are not `llmbox logs`."""
+"""Newest lines of the daemon's log as entries, for readers other than `llmbox logs`."""
 
 from collections import deque
 from pathlib import Path
@@ -22,7 +22,7 @@ class LogEntry(Struct, frozen=True):
 
 
 def tail(path: Path, count: int, level: str = "debug", component: str | None = None) -> list[LogEntry]:
-    """Oldest first; reads at most the last 4 MB. Empty when there is no log."""
+    """Read the last `count` entries, oldest first, from at most the last 4 MB. Empty without a log."""
     wanted = LEVELS[LEVELS.index(level) :]
     kept: deque[LogEntry] = deque(maxlen=count)
     for raw in _last_bytes(path).splitlines():

@@ -1,8 +1,8 @@
-"""What `/metrics` says.
+"""Metrics of `/metrics`.
 
-Names that vLLM also has carry its prefix and meaning; what only llmbox knows is `llmbox_*`.
-Histograms and counters of requests are fed as requests go; engine gauges are read at scrape time,
-so that an idle daemon does nothing.
+Names that vLLM also has carry its prefix and meaning; others are `llmbox_*`. Histograms and counters of
+requests are updated as requests end. Engine gauges are read at scrape time, so that an idle daemon does
+nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +25,7 @@ _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.
 
 @dataclass(frozen=True, slots=True)
 class EngineReading:
-    """One model's state at the moment of a scrape."""
+    """One model's state at the time of a scrape."""
 
     model: str
     stats: EngineStats
@@ -35,7 +35,7 @@ class EngineReading:
 
 
 class Metrics:
-    """Create once; feed from the gateway; `render` on request.
+    """Registry of all metrics. Create it once, update it from the gateway, and `render` on request.
 
     `read_engines` and `read_dropped` are called at each scrape.
     """
@@ -75,14 +75,14 @@ class Metrics:
         return Histogram(name, text, ["model_name", "tier"], buckets=buckets, registry=self._registry)
 
     def record_inter_token(self, model: str, tier: str, seconds: float) -> None:
-        # Once a token: the labelled child is kept, looking it up costs more than observing.
+        # Called once per token: the labelled child is kept, because looking it up costs more than observing.
         child = self._inter_token_of.get((model, tier))
         if child is None:
             child = self._inter_token_of[model, tier] = self._inter_token.labels(model, tier)
         child.observe(seconds)
 
     def record_refusal(self, code: str) -> None:
-        """A request that was answered with an error before it reached an engine."""
+        """Count a request that was refused before it reached an engine."""
         self._refused.labels(code).inc()
 
     def record_failure(self, record: RequestRecord) -> None:
@@ -91,7 +91,7 @@ class Metrics:
             self._failed.labels(record.model, record.error_code).inc()
 
     def record_request(self, record: RequestRecord) -> None:
-        """A request that reached an engine has ended."""
+        """Record a finished request that had reached an engine."""
         self.record_failure(record)
         labels = record.model, record.tier
         for reason in filter(None, record.finish_reasons.split(",")):
@@ -115,7 +115,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the engines when Prometheus asks."""
+    """Collector that reads the engines at each scrape."""
 
     def __init__(
         self, read_engines: Callable[[], Iterable[EngineReading]], read_dropped: Callable[[], int]

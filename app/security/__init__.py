@@ -1,1 +1,3 @@
-"""Who may do what: keys, identities, rates, sessions and one-time links. Knows nothing of HTTP frameworks."""
+"""Access control: keys, identities, rate limits, sessions and one-time links. Independent of any HTTP
+framework.
+"""

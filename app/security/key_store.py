@@ -1,8 +1,8 @@
-"""The keys on disk: one small JSON file beside nothing else that could break it.
+"""Key store: API keys in one small JSON file.
 
-A file that is replaced in one move is either the old table or the new one, whenever the power goes; it has no
-journal and can be read with any editor. The command line and the daemon both change it, under a lock; readers
-look at its stamp first, so a revoked key is refused from the next request on.
+The file is replaced atomically, so after a power cut it is either the old table or the new one; it has no
+journal and can be read with any editor. The command line and the daemon both change it under a lock. Readers
+check its stamp first, so a revoked key is refused from the next request on.
 """
 
 import contextlib
@@ -43,20 +43,22 @@ class KeyStore:
         self._by_digest: dict[str, ApiKey] = {}
 
     def check(self) -> None:
-        """Raises CliError when the file cannot be read: a daemon must not start and refuse everybody."""
+        """Raise CliError when the file cannot be read: otherwise a daemon would start and refuse
+        everybody.
+        """
         self._refresh()
 
     def list(self) -> tuple[ApiKey, ...]:
-        """Expired ones too, by name."""
+        """All keys by name, expired ones too."""
         self._try_refresh()
         return self._table
 
     def usable(self) -> int:
-        """Keys that would be accepted now."""
+        """Number of keys that would be accepted now."""
         return sum(not key.is_expired() for key in self.list())
 
     def get(self, name: str) -> ApiKey:
-        """Raises CliError (exit 4)."""
+        """Find a key by name. Raises CliError (exit 4)."""
         return _find(self.list(), name)
 
     def ids(self) -> frozenset[str]:
@@ -66,7 +68,7 @@ class KeyStore:
         return next((key for key in self.list() if key.id == id_), None)
 
     def authenticate(self, secret: str) -> ApiKey | None:
-        """The key of this secret unless it has expired. Takes as long for a wrong one as for a right one."""
+        """Find the key of this secret, unless it has expired. Takes equally long for a wrong secret."""
         digest = digest_of(secret)
         found: ApiKey | None = None
         for key in self.list():
@@ -75,13 +77,15 @@ class KeyStore:
         return None if found is None or found.is_expired() else found
 
     def is_good(self, digest: str) -> bool:
-        """Whether the key of that hash is there and has not expired. Costs a stat."""
+        """Return whether the key with that hash exists and has not expired. Costs a stat."""
         self._try_refresh()
         key = self._by_digest.get(digest)
         return key is not None and not key.is_expired()
 
     def add(self, spec: KeySpec) -> tuple[ApiKey, str]:
-        """(key, its secret). Raises CliError: exit 9 when the name is taken, 1 when the disk is full."""
+        """Create a key; returns (key, its secret). Raises CliError: exit 9 when the name is taken, 1 when the
+        disk is full.
+        """
         secret = new_secret()
         key = ApiKey(
             **msgspec.structs.asdict(spec),
@@ -108,7 +112,7 @@ class KeyStore:
         return key, secret
 
     def remove(self, name: str) -> ApiKey:
-        """Revokes it. Raises CliError (exit 4)."""
+        """Revoke a key. Raises CliError (exit 4)."""
         gone: list[ApiKey] = []
 
         def edit(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
@@ -120,7 +124,7 @@ class KeyStore:
         return gone[0]
 
     def rotate(self, name: str) -> tuple[ApiKey, str]:
-        """A new secret for the same key; the old one is refused from now on. Raises CliError (exit 4)."""
+        """Make a new secret for a key; the old one is refused from now on. Raises CliError (exit 4)."""
         secret = new_secret()
         changed: list[ApiKey] = []
 
@@ -140,7 +144,7 @@ class KeyStore:
     # ------------------------------------------------------------------ the file
 
     def _try_refresh(self) -> None:
-        """While we run, a file that somebody broke must not open or close any door: the table stays."""
+        """Read the file if it has changed. If it is broken the table stays: no key is granted or revoked."""
         try:
             self._refresh()
         except CliError as error:
@@ -150,7 +154,7 @@ class KeyStore:
         stamp = _stamp(self._file)
         if stamp == self._stamp:
             return
-        self._stamp = stamp  # first: a broken file is complained about once
+        self._stamp = stamp  # set first, so that a broken file is reported once
         self._take(() if stamp is None else _parse(self._file))
 
     def _take(self, keys: tuple[ApiKey, ...]) -> None:
@@ -221,7 +225,7 @@ EVERY = 60.0
 
 
 class LastUsed:
-    """`note` is called for every request and costs a dictionary entry."""
+    """Time of last use of each key. `note` is called for every request and costs a dictionary entry."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -237,7 +241,7 @@ class LastUsed:
             self._due.start()
 
     def of(self, key_id: str) -> float | None:
-        """Unix seconds."""
+        """Time of last use in Unix seconds."""
         return self._known().get(key_id)
 
     def forget(self, key_id: str) -> None:

@@ -1,4 +1,4 @@
-"""A key as people and programs see it: without what could open anything."""
+"""View of a key for people and programs: without the secret or its hash."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ from .keys import ApiKey
 
 
 class KeyView(msgspec.Struct, kw_only=True):
-    """Times are Unix seconds."""
+    """Fields of a key that may be shown. Times are Unix seconds."""
 
     id: str
     name: str
@@ -26,6 +26,6 @@ class KeyView(msgspec.Struct, kw_only=True):
 
 
 def view(key: ApiKey, used: LastUsed) -> KeyView:
-    told = msgspec.structs.asdict(key)
-    del told["digest"]
-    return KeyView(**told, expired=key.is_expired(), last_used=used.of(key.id))
+    fields = msgspec.structs.asdict(key)
+    del fields["digest"]
+    return KeyView(**fields, expired=key.is_expired(), last_used=used.of(key.id))

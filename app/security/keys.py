@@ -1,4 +1,4 @@
-"""What an API key is. The secret itself is shown once and kept nowhere: only its SHA-256 is.
+"""API keys. A secret is shown once and never stored: only its SHA-256 is.
 
 A secret holds 256 random bits, so a plain hash is enough: nobody can try them all, salted or not.
 """
@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 Scope = Literal["infer", "read", "admin"]
-"""`infer` uses models, `read` reads metrics, `admin` does everything."""
+"""Scopes: `infer` uses models, `read` reads metrics, `admin` does everything."""
 
 Tier = Literal["premium", "standard", "background"]
 """Class of a request by its priority."""
@@ -21,7 +21,7 @@ Tier = Literal["premium", "standard", "background"]
 PREFIX = "sk-llmbox-"
 _SHOWN = len(PREFIX) + 4
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)"
-"""`$` alone would let a last newline pass."""
+"""The look-ahead is needed because `$` alone would accept a trailing newline."""
 
 _Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
 _Pattern = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$(?!\n)")]
@@ -29,31 +29,31 @@ _Count = Annotated[int, Meta(ge=1, le=1_000_000_000)]
 
 
 class KeySpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a key may do, as its maker says it."""
+    """Permissions and limits of a key, as its creator states them."""
 
     name: _Name
     scopes: Annotated[tuple[Scope, ...], Meta(min_length=1, max_length=3)] = ("infer",)
     models: Annotated[tuple[_Pattern, ...], Meta(max_length=64)] = ()
-    """Names or globs (`qwen*`); empty allows all."""
+    """Names or globs (`qwen*`) of allowed models; empty allows all."""
     expires: Annotated[float, Meta(gt=0, lt=1e11)] | None = None
     """Unix seconds."""
     rpm: _Count | None = None
-    """Requests a minute."""
+    """Requests per minute."""
     tpm: _Count | None = None
-    """Tokens a minute, of prompts and answers together."""
+    """Tokens per minute, of prompts and answers together."""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
-    """Lower goes first; a request may only step back from it."""
+    """Lower goes first; a request may only rank itself behind it."""
     log_content: bool = False
-    """Whether prompts and answers may be kept."""
+    """Prompts and answers may be kept."""
 
 
 class ApiKey(KeySpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     id: str
-    """Stays through rotation."""
+    """Unchanged by rotation."""
     digest: str
     """SHA-256 of the secret, in hex."""
     display: str
-    """The secret's first characters."""
+    """First characters of the secret."""
     created: float
     rotated: float | None = None
 
@@ -68,7 +68,7 @@ class ApiKey(KeySpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def tier_of(priority: int) -> Tier:
-    """Of a request with this priority, which may have stepped back from its key's."""
+    """Class of a request with this priority, which may be behind that of its key."""
     return "premium" if priority < 0 else "standard" if priority == 0 else "background"
 
 

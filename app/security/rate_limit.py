@@ -1,7 +1,7 @@
-"""Requests and tokens a minute of one key: token buckets on the monotonic clock.
+"""Rate limits per key, in requests and tokens per minute: token buckets on the monotonic clock.
 
-Tokens are reserved before a request runs, the longest answer included, and what it did not use is given back
-at its end: requests that run at the same time cannot spend one minute's worth several times.
+Tokens are reserved before a request runs, for the longest possible answer, and unused ones are returned at
+its end: concurrent requests cannot spend one minute's quota several times.
 """
 
 import math
@@ -14,11 +14,13 @@ from .keys import ApiKey
 Clock = Callable[[], float]
 
 UNSTATED_OUTPUT = 1024
-"""Tokens reserved for a choice whose request names no bound; half a minute's worth where that is less."""
+"""Tokens reserved for a choice whose request sets no limit; half a minute's quota where that is less."""
 
 
 class Bucket:
-    """Holds a minute's worth at most, fills evenly, may go below zero: debts are paid back first."""
+    """Token bucket. Holds one minute's quota at most, fills evenly, and may go below zero: debts are paid
+    back first.
+    """
 
     def __init__(self, per_minute: int, clock: Clock) -> None:
         self.capacity = per_minute
@@ -34,7 +36,9 @@ class Bucket:
         return self._level
 
     def take(self, cost: int) -> float:
-        """0 when taken, else the seconds until it could be. What exceeds a minute needs a full bucket."""
+        """Take tokens. Returns 0 when taken, else the seconds until they could be. A cost above the quota
+        needs a full bucket.
+        """
         missing = min(cost, self.capacity) - self.level
         if missing <= 1e-9:
             self._level -= cost
@@ -42,7 +46,7 @@ class Bucket:
         return self._seconds(missing)
 
     def spend(self, cost: int) -> None:
-        """Without asking: it is used already. Negative where a reservation is given back."""
+        """Take tokens without a check, because they are used already. Negative to return a reservation."""
         self._level = min(self.capacity, self.level - cost)
 
     @property
@@ -58,7 +62,7 @@ class Bucket:
 
 
 class Meter:
-    """What one key has left."""
+    """Rate limits of one key."""
 
     def __init__(self, key: ApiKey, clock: Clock = time.monotonic) -> None:
         self.limits = (key.rpm, key.tpm)
@@ -66,14 +70,14 @@ class Meter:
         self._tokens = None if key.tpm is None else Bucket(key.tpm, clock)
 
     def take_request(self) -> None:
-        """Raises ApiError 429."""
+        """Take one request. Raises ApiError 429."""
         if self._requests is not None and (wait := self._requests.take(1)):
             raise _limited("requests", self._requests.capacity, wait)
 
     def reserve_tokens(self, prompt: int, output: int, choices: int = 0) -> "TokenReservation":
-        """For a prompt and the longest answer to it. Raises ApiError 429.
+        """Reserve tokens for a prompt and the longest answer to it. Raises ApiError 429.
 
-        `choices`: so many of them name no bound of their own, and get an estimate within `output`.
+        `choices`: number of choices without a limit of their own; they get an estimate within `output`.
         """
         if self._tokens is None:
             return TokenReservation(None, 0)
@@ -85,7 +89,7 @@ class Meter:
         return TokenReservation(self._tokens, output)
 
     def headers(self) -> Iterator[tuple[bytes, bytes]]:
-        """OpenAI's names."""
+        """Rate-limit headers under OpenAI's names."""
         for kind, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
             if bucket is not None:
                 yield b"x-ratelimit-limit-" + kind, b"%d" % bucket.capacity
@@ -94,7 +98,7 @@ class Meter:
 
 
 class TokenReservation:
-    """Output tokens that one request may make at no further cost. `settle` gives the rest back."""
+    """Reserved output tokens of one request. `settle` returns the unused ones."""
 
     def __init__(self, bucket: Bucket | None, output: int) -> None:
         self._bucket = bucket
@@ -102,26 +106,26 @@ class TokenReservation:
         self._is_settled = False
 
     def spend(self, count: int) -> None:
-        """Count tokens of the answer as they come. Those beyond an estimate are charged at once."""
+        """Count tokens of the answer as they come. Tokens beyond an estimate are charged at once."""
         self._left -= count
         if self._left < 0 and self._bucket is not None:
             self._bucket.spend(-self._left)
             self._left = 0
 
     def settle(self) -> None:
-        """The request has ended. Only the first call counts."""
+        """End the request. Only the first call counts."""
         if self._bucket is not None and not self._is_settled:
             self._bucket.spend(-self._left)
         self._is_settled = True
 
     def cancel(self, prompt: int) -> None:
-        """The request never ran: its prompt of so many tokens costs nothing either."""
+        """Cancel a request that never ran: its `prompt` tokens are returned too."""
         self._left += prompt
         self.settle()
 
 
 class Meters:
-    """One meter a key, for as long as its limits stay."""
+    """One meter per key, kept as long as the key's limits do not change."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -150,7 +154,7 @@ def _limited(what: str, limit: int, wait: float, needs: str = "") -> ApiError:
 
 
 def _span(seconds: float) -> str:
-    """As OpenAI writes them: 120ms, 7s, 6m0s."""
+    """Format a duration as OpenAI does: 120ms, 7s, 6m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     whole = math.ceil(seconds)

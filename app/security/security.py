@@ -1,4 +1,4 @@
-"""Everything about access in one place: `services.security`."""
+"""Facade of all access control: `services.security`."""
 
 import time
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Security:
 
     @classmethod
     def of(cls, keys_file: Path, used_file: Path, clock: Callable[[], float] = time.monotonic) -> "Security":
-        """`clock` counts seconds and never goes back."""
+        """Build from files. `clock` counts seconds and never goes back."""
         return cls(
             KeyStore(keys_file),
             LastUsed(used_file),
@@ -34,7 +34,7 @@ class Security:
         )
 
     def sign_in_link(self, url: str) -> str:
-        """A new one: good for one sign-in within 15 minutes. `url` is the daemon's, without a path."""
+        """Make a link for one sign-in within 15 minutes. `url` is the daemon's, without a path."""
         return f"{url}{PATH}?token={self.tokens.make()}"
 
     def by_key(self, secret: str) -> Identity | None:
@@ -60,14 +60,18 @@ class Security:
         return Identity("session", None, session)
 
     def is_valid(self, identity: Identity) -> bool:
-        """Whether it still holds: for streams that outlive a sign-out or a revoked key."""
+        """Return whether credentials are still valid: for streams that outlive a sign-out or a revoked
+        key.
+        """
         if identity.key is not None:
             return self.keys.is_good(identity.key.digest)
         return identity.session is None or self._is_valid(identity.session)
 
     def may_read(self, identity: Identity, owner: str) -> bool:
-        """Whether what the key with the id `owner` asked and got may be shown: not to other keys, nor to who
-        signed in with one. What belongs to no key is for whoever administers the box.
+        """Return whether the caller may read prompts and answers of the key with the id `owner`.
+
+        Other keys may not, nor sessions opened with one. Data without an owner is for administrators of the
+        box.
         """
         if self.is_owner(identity) or not owner:
             return True
@@ -75,7 +79,9 @@ class Security:
         return key is not None and key.id == owner
 
     def owner_id(self, identity: Identity) -> str:
-        """Whose is what this caller stores: its key's, also in a browser signed in by it; empty without."""
+        """Id of the owner of data that this caller stores: its key's, also in a session opened with it; else
+        empty.
+        """
         return "" if (key := self._key_of(identity)) is None else key.id
 
     def _key_of(self, identity: Identity) -> ApiKey | None:
@@ -83,13 +89,13 @@ class Security:
         return next((each for each in self.keys.list() if each.digest == digest), identity.key)
 
     def is_owner(self, identity: Identity) -> bool:
-        """Whether it is the box's own user: over the unix socket, or signed in by a link that was printed."""
+        """Return whether it is the box's own user: over the unix socket, or signed in by a printed link."""
         if identity.session is not None:
             return identity.session.key_digest is None
         return identity.kind == "local"
 
     def revoke(self, name: str) -> ApiKey:
-        """Raises CliError (exit 4). Sessions and streams that were opened with the key end too."""
+        """Revoke a key. Sessions and streams opened with it end too. Raises CliError (exit 4)."""
         key = self.keys.remove(name)
         self.meters.forget(key)
         self.used.forget(key.id)
@@ -99,7 +105,7 @@ class Security:
         self.used.close()
 
     def _is_valid(self, session: Session) -> bool:
-        """One opened with a key lives no longer than the key does."""
+        """Return whether a session is valid. One opened with a key ends with the key."""
         if not self.sessions.is_alive(session):
             return False
         return session.key_digest is None or self.keys.is_good(session.key_digest)

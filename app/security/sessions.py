@@ -1,7 +1,7 @@
-"""Signed-in browsers. In memory only: a restart of the daemon signs everybody out.
+"""Browser sessions, in memory only: a restart of the daemon signs everybody out.
 
-What a browser holds is a secret of 256 bits; we hold its SHA-256. The secret changes while the session lives,
-so that one which leaked is of little use later.
+A browser holds a secret of 256 bits; we hold its SHA-256. The secret rotates while the session lives, so that
+a leaked one soon expires.
 """
 
 import hashlib
@@ -16,19 +16,19 @@ from dataclasses import dataclass, field
 from ..errors import ApiError
 
 IDLE = 2 * 3600.0
-"""Seconds without a request until a session ends."""
+"""Idle seconds until a session ends."""
 ABSOLUTE = 12 * 3600.0
-"""Seconds until it ends in any case."""
+"""Seconds until a session ends in any case."""
 ROTATE = 1800.0
 """Seconds after which the browser gets a new secret."""
 GRACE = 60.0
-"""Seconds that the old secret still counts: other tabs may be about to send it."""
+"""Seconds that the old secret stays valid: other tabs may be about to send it."""
 MOST = 256
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """Times are monotonic seconds. `key_digest`: of the admin key that it was opened with, if it was one."""
+    """Times are monotonic seconds. `key_digest`: hash of the admin key that opened it, or None."""
 
     csrf_token: str
     key_digest: str | None
@@ -43,17 +43,17 @@ class Sessions:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._by_digest: dict[str, tuple[Session, float | None]] = {}
-        """With the moment at which an old secret ends."""
+        """Session, and the time at which an old secret expires; by hash of the secret."""
 
     def open(self, key_digest: str | None = None) -> tuple[Session, str]:
-        """(session, secret for the cookie)."""
+        """Open a session. Returns (session, secret for the cookie)."""
         now = self._clock()
         self._sweep(now)
         session = Session(secrets.token_urlsafe(32), key_digest, opened=now, used=now, rotated=now)
         return session, self._give_secret(session)
 
     def find(self, secret: str) -> Session | None:
-        """The living session of a secret; this counts as use."""
+        """Find the open session of a secret. Counts as use."""
         found = self._by_digest.get(_digest(secret))
         if found is None:
             return None
@@ -68,7 +68,7 @@ class Sessions:
         return session
 
     def rotate(self, session: Session) -> str | None:
-        """A new secret when it is time for one."""
+        """Make a new secret if one is due."""
         now = self._clock()
         if session.closed or now - session.rotated < ROTATE:
             return None
@@ -86,7 +86,7 @@ class Sessions:
             self._by_digest.pop(digest, None)
 
     def is_alive(self, session: Session) -> bool:
-        """Without counting as use: for streams that stay open."""
+        """Return whether a session is open, without counting as use: for streams that stay open."""
         return not session.closed and self._clock() - session.opened < ABSOLUTE
 
     def _give_secret(self, session: Session) -> str:
@@ -126,7 +126,7 @@ Clock = Callable[[], float]
 
 
 class OneTimeTokens:
-    """Each opens one session within 15 minutes. In memory, as hashes."""
+    """One-time tokens, each for one session within 15 minutes. In memory, as hashes."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -142,21 +142,21 @@ class OneTimeTokens:
         return token
 
     def use(self, token: str) -> bool:
-        """True once."""
+        """Consume a token. Returns True once."""
         until = self._until.pop(_token_digest(token), None)
         return until is not None and self._clock() < until
 
 
 class BackOff:
-    """Slows down an address after 5 failed sign-ins: 1 s, 2 s, 4 s… up to a minute. A success forgives."""
+    """Delay per address after 5 failed sign-ins: 1 s, 2 s, 4 s… up to a minute. A success resets it."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._failures: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        """By address: how many, and until when it has to wait."""
+        """Number of failures, and the time until which to wait; by address."""
 
     def check(self, address: str) -> None:
-        """Raises ApiError 429."""
+        """Raise ApiError 429 while the address has to wait."""
         _, until = self._failures.get(address, (0, 0.0))
         wait = until - self._clock()
         if wait > 0:

@@ -76,7 +76,7 @@ def _migrated(path: Path) -> Engine:
 
 
 def _on_connect(connection: sqlite3.Connection, _: Any) -> None:
-    # Python's sqlite3 commits before DDL unless it is told to leave transactions to us: without this line
+    # Python's sqlite3 commits before DDL unless transactions are left to us by this setting: without it
     # a migration killed halfway would leave half a schema.
     connection.isolation_level = None
     for pragma in (

@@ -119,7 +119,7 @@ class RequestLog:
         def run(engine: "Engine | None") -> None:
             try:
                 done.set_result(call(_opened(engine)))
-            except Exception as error:  # noqa: BLE001 - handed to whoever asked
+            except Exception as error:  # noqa: BLE001 - handed to the caller
                 done.set_exception(error if isinstance(error, StoreError) else StoreError(first_line(error)))
 
         self._wanted.set()

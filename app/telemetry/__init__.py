@@ -1,1 +1,1 @@
-"""What the machine, the engines and the requests are doing: one poller, frozen snapshots, history."""
+"""Telemetry of the machine, engines and requests: one poller, frozen snapshots, history."""

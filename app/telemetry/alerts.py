@@ -1,4 +1,6 @@
-"""What a person should look at, found in one tick. A failure outranks progress; 4xx are the callers' own."""
+"""Alerts: problems found in one tick that a person should look at. Failures come first; 4xx are the callers'
+own.
+"""
 
 import shlex
 from collections.abc import Iterator
@@ -10,13 +12,13 @@ MEMORY_LOW = 0.05
 HOT = 90.0
 KV_FULL = 0.95
 FAILING = 0.5
-"""Share of failed requests from which a model is called failing; below it is a warning."""
+"""Failed share of requests from which a model is called failing; below it is a warning."""
 SLOW_KERNELS = {"onednn", "reference"}
-"""PyTorch's own."""
+"""Name of PyTorch's own kernels."""
 
 
 def attention(tick: Tick) -> tuple[Alert, ...]:
-    """Failures first."""
+    """Alerts of one tick, failures first."""
     found = [*_engines(tick), *_errors(tick), *_gpus(tick), *_host(tick)]
     return tuple(sorted(found, key=lambda each: each.level != "failure"))
 
@@ -45,7 +47,7 @@ def _engines(tick: Tick) -> Iterator[Alert]:
 
 
 def _errors(tick: Tick) -> Iterator[Alert]:
-    """Models that fail requests; those whose engine is down are named already."""
+    """Alerts of models that fail requests. Models whose engine is down have an alert already."""
     down = {engine.model for engine in tick.engines if engine.state in {"failed", "restarting"}}
     for each in tick.error_rates:
         if each.failed and each.model not in down:
@@ -59,12 +61,12 @@ def _errors(tick: Tick) -> Iterator[Alert]:
 
 
 def errors_command(model: str) -> str:
-    """Lists a model's failed requests."""
+    """Command that lists a model's failed requests."""
     return f"llmbox requests --errors --model {shlex.quote(model)}" if model else "llmbox requests --errors"
 
 
 def _slow(engine: EngineSnapshot) -> Alert:
-    """The fast kernels of a CPU do not compute in float16; what else keeps them away `doctor` tells."""
+    """Alert about slow CPU kernels. Float16 has no fast kernels; `doctor` reports other reasons."""
     half = engine.dtype == "float16"
     return Alert(
         level="warning",

@@ -1,4 +1,4 @@
-"""Moments that explain a chart: loads, evictions, refusals, restarts. Kept as long as the history is."""
+"""Annotations of charts: loads, evictions, refusals, restarts. Kept as long as the history."""
 
 import logging
 import time
@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 
 KEPT_S: Final = max(KEEP.values())
 REFUSALS_S: Final = 10
-"""Refusals of so many seconds are one mark."""
+"""Seconds whose refusals make one annotation."""
 REFUSALS: Final = {429, 503}
-"""By the box, as against the caller's own faults."""
+"""Refusals by the box, as opposed to the caller's own errors."""
 MOST: Final = 500
 
 
 class Annotation(Struct, frozen=True, kw_only=True):
-    """`kind` is `load`, `eviction`, `refusal`, `restart` or `failure`."""
+    """One annotation. `kind` is `load`, `eviction`, `refusal`, `restart` or `failure`."""
 
     time: float
     """Unix seconds."""
@@ -35,32 +35,32 @@ class Annotation(Struct, frozen=True, kw_only=True):
 
 
 class Annotations:
-    """Fed by the event stream. Only to be used from the daemon's event loop."""
+    """Recorder fed by the event stream. Use it only from the daemon's event loop."""
 
     def __init__(self, store: RequestLog, clock: Callable[[], float] = time.time) -> None:
         self._store = store
         self._clock = clock
         self._recent: deque[Annotation] = deque(maxlen=MOST)
-        """Of this daemon, whether they reached the disk or not."""
+        """Annotations of this daemon, whether they reached the disk or not."""
         self._refused: dict[tuple[str, str], int] = {}
         self._refused_from = 0.0
 
     def take(self, kind: str, data: dict[str, Any]) -> None:
-        """An event, of whatever kind."""
+        """Record an event of any kind."""
         if kind == "request.refused":
             if data["http_status"] in REFUSALS:
                 self._refuse(str(data["model"]), str(data["error_code"]))
-        elif (told := _told(kind, data)) is not None:
-            self._add(Annotation(time=self._clock(), kind=told[0], model=str(data["model"]), text=told[1]))
+        elif (mark := _format_event(kind, data)) is not None:
+            self._add(Annotation(time=self._clock(), kind=mark[0], model=str(data["model"]), text=mark[1]))
 
     async def since(self, begin: float, most: int = MOST) -> list[Annotation]:
-        """Newest first."""
+        """Annotations since `begin`, newest first."""
         self._end_refusals()
         marks = {*await self._on_disk(begin, most), *(mark for mark in self._recent if mark.time >= begin)}
         return sorted(marks, key=lambda mark: (mark.time, mark.kind, mark.model), reverse=True)[:most]
 
     def close(self) -> None:
-        """Before the store closes: what is gathered is handed to it."""
+        """Hand pending annotations to the store. Call it before the store closes."""
         self._end_refusals()
 
     def _refuse(self, model: str, code: str) -> None:
@@ -89,8 +89,8 @@ class Annotations:
             return []
 
 
-def _told(kind: str, data: dict[str, Any]) -> tuple[str, str] | None:
-    """(kind, text) of a mark; None for events that leave none."""
+def _format_event(kind: str, data: dict[str, Any]) -> tuple[str, str] | None:
+    """Return (kind, text) of an event's annotation; None for events without one."""
     cause = str(data.get("cause") or data.get("reason") or "")
     match kind:
         case "model.ready":

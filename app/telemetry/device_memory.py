@@ -1,4 +1,4 @@
-"""Who holds the memory of each device, out of one tick: what both dashboards draw as a bar."""
+"""Memory use of each device by model, from one tick. Both dashboards draw it as a bar."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,12 +6,12 @@ from typing import Final
 from .snapshot import NA, EngineSnapshot, GpuReading, Number, Tick
 
 KINDS: Final = ("weights", "live", "cached", "kv_free", "workspace")
-"""Of a model's memory, in the order in which they are drawn."""
+"""Kinds of a model's memory, in the order in which they are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """`model` is empty for what others hold."""
+    """Part of a device's memory. `model` is empty for other programs."""
 
     model: str
     kind: str
@@ -20,7 +20,7 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Sizes in bytes; what `parts` leave of `total` is free. `note` says what is not known."""
+    """Sizes in bytes. Memory of `total` outside of `parts` is free. `note` says which values are unknown."""
 
     name: str
     what: str
@@ -44,7 +44,7 @@ def devices_of(tick: Tick) -> list[DeviceMemory]:
 
 
 def parts_of(engine: EngineSnapshot, share: float = 1.0) -> tuple[MemoryPart, ...]:
-    """`share` of it is on the device."""
+    """Memory of an engine on one device that holds `share` of it."""
     block = engine.kv_bytes / engine.blocks_total if engine.blocks_total else 0.0
     sizes = (
         engine.weights_bytes,
@@ -83,7 +83,7 @@ def _host(tick: Tick) -> DeviceMemory:
     if not total:
         return DeviceMemory("RAM", "", 0.0, 0.0, (), problem=tick.host.problem or "its size is not reported")
     parts = tuple(part for engine in tick.engines if engine.device == "cpu" for part in parts_of(engine))
-    # What is planned is not all touched yet: the pages of a KV pool come as they are used.
+    # Planned memory is not all touched yet: pages of a KV pool are allocated on first use.
     others = max(0.0, total - free - sum(part.size for part in parts))
     return _filled(DeviceMemory("RAM", f"{tick.host.cores} cores", total, free, parts), others)
 
@@ -96,7 +96,9 @@ def _filled(device: DeviceMemory, others: float) -> DeviceMemory:
 
 
 def _gpus_of(engine: EngineSnapshot, tick: Tick) -> set[int]:
-    """Where its ranks are, as the driver sees them; where it does not tell, from its device on."""
+    """GPUs of its ranks, as the driver reports them. If it does not, consecutive ones from the engine's
+    device on.
+    """
     kind, _, index = engine.device.partition(":")
     if kind != "cuda":
         return set()

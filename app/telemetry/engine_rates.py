@@ -1,4 +1,4 @@
-"""Rates out of the engines' counters, and how they compare with the roofline."""
+"""Rates from the engines' counters, and their share of the roofline."""
 
 import time
 from collections import deque
@@ -20,11 +20,11 @@ from .latencies import Latencies
 from .snapshot import NA, EngineSnapshot, Gpus, Number
 
 WINDOW_S: Final = 60.0
-"""Over which the share of prefix hits is told."""
+"""Window of the prefix hit rate, in seconds."""
 
 
 class EngineReader:
-    """Only to be used from the daemon's event loop. Counters start again when an engine does."""
+    """Reader of all engines. Use it only from the daemon's event loop. Counters restart with their engine."""
 
     def __init__(self, latencies: Latencies, clock: Callable[[], float] = time.monotonic) -> None:
         self._latencies = latencies
@@ -93,7 +93,9 @@ class EngineReader:
         )
 
     def _roofline(self, supervisor: Supervisor, info: ModelInfo, gpus: Gpus, tokens_out: Number) -> Number:
-        """NA where the memory bandwidth is not known (CPUs do not tell) or nothing was generated."""
+        """Share of the roofline. NA if the memory bandwidth is unknown (CPUs do not report it) or nothing was
+        generated.
+        """
         bandwidth = _bandwidth(info.device, gpus)
         shape = self._shape(supervisor.config.model_path)
         stats = supervisor.stats

@@ -1,4 +1,4 @@
-"""Failed share of the requests that finished lately, by model."""
+"""Failed share of the recently finished requests, by model."""
 
 import time
 from collections import Counter, deque
@@ -23,9 +23,9 @@ class _Slice:
 
 
 class ErrorRates:
-    """Counts of the last five minutes. Only to be used from the daemon's event loop.
+    """Counts of the last five minutes. Use it only from the daemon's event loop.
 
-    Requests count that were answered (2xx) or failed, not those that callers got wrong or cancelled.
+    Counts requests that were answered (2xx) or failed, not those with a caller's error or cancelled.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,7 +34,7 @@ class ErrorRates:
         self._reasons: dict[str, str] = {}
 
     def add(self, record: RequestRecord, reason: str = "") -> None:
-        """`reason`: the message of the error that the request ended with."""
+        """Count a finished request. `reason`: the message of its error."""
         failed = record.is_failure
         if not failed and record.http_status >= 400:
             return
@@ -48,7 +48,7 @@ class ErrorRates:
                 del self._reasons[next(iter(self._reasons))]
 
     def read(self) -> tuple[ErrorRate, ...]:
-        """Models with requests in the window; most failures first."""
+        """Models with requests in the window, most failures first."""
         self._drop_old()
         answered = sum((each.answered for each in self._slices), Counter[str]())
         failed = sum((each.failed for each in self._slices), Counter[str]())
@@ -78,6 +78,6 @@ class ErrorRates:
 
 
 def total_rate(rates: tuple[ErrorRate, ...]) -> Number:
-    """Over all models; not available where nothing finished."""
+    """Rate over all models; NA if nothing finished."""
     finished = sum(each.finished for each in rates)
     return sum(each.failed for each in rates) / finished if finished else NA

@@ -16,7 +16,7 @@ from .latencies import Latencies
 
 
 class RequestFeed:
-    """What the gateway tells. Only to be used from the daemon's event loop."""
+    """Gateway observer that publishes events. Use it only from the daemon's event loop."""
 
     def __init__(self, events: Events, latencies: Latencies, error_rates: ErrorRates) -> None:
         self._events = events
@@ -34,14 +34,14 @@ class RequestFeed:
         self._events.publish("request.finished", asdict(record))
 
     def refused(self, record: RequestRecord, reason: str = "") -> None:
-        """Refusals by the server's fault are failed requests too."""
+        """Publish a refusal. One by the server's fault counts as a failed request."""
         if record.is_failure:
             self._error_rates.add(record, reason)
         self._events.publish("request.refused", asdict(record))
 
 
 class LogFeed(logging.Handler):
-    """Lines of the log as `log` events while somebody subscribes; what came before is in the file."""
+    """Publishes lines of the log as `log` events while somebody subscribes; earlier lines are in the file."""
 
     def __init__(self, events: Events, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class LogFeed(logging.Handler):
                 "message": record.getMessage(),
             }
             self._loop.call_soon_threadsafe(self._publish, msgspec.json.encode(entry))
-        except Exception:  # noqa: BLE001 - logging never breaks what it tells of
+        except Exception:  # noqa: BLE001 - a log record must not break its caller
             self.handleError(record)
 
     def _publish(self, entry: bytes) -> None:

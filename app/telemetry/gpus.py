@@ -1,7 +1,7 @@
-"""NVIDIA devices through NVML (`pynvml`, the module of nvidia-ml-py). Blocks: only called through `Guarded`.
+"""NVIDIA GPUs through NVML (`pynvml`, the module of nvidia-ml-py). Blocks: only called through `TimedReader`.
 
-Every single value may be refused by a device (N/A), a device may be lost while others work, and the whole
-driver may be absent or fail. Each of these is a reading, none is an exception.
+A device may refuse any single value (N/A) or be lost while others work, and the driver may be missing or
+fail. Each of these is reported in the reading; none is an exception.
 """
 
 import time
@@ -22,7 +22,7 @@ _REASONS = {
     0x40: "hardware thermal",
     0x80: "power brake",
 }
-# Not among them: idle (0x01), chosen application clocks (0x02) and display clocks (0x100) are no complaint.
+# Not listed: idle (0x01), chosen application clocks (0x02) and display clocks (0x100) are no problem.
 
 
 def throttle_reasons(bits: Number) -> tuple[str, ...]:
@@ -32,17 +32,17 @@ def throttle_reasons(bits: Number) -> tuple[str, ...]:
 
 
 RETRY_S: Final = 60.0
-"""Between two tries to reach a driver that failed."""
+"""Seconds between two tries to reach a driver that failed."""
 
 _ABSENT = ("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded")
 _REFUSED = (AttributeError, TypeError, ValueError, KeyError)
-"""What pynvml raises beside NVMLError when library and module are of different ages."""
+"""Errors that pynvml raises beside NVMLError when library and module have different versions."""
 _LINK_KINDS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 _LANES_UNKNOWN = 0
 
 
 class GpuReader:
-    """`read` from one thread. Keeps what a rate needs: the NVLink counters of the last look."""
+    """GPU reader. Call `read` from one thread. Keeps the last NVLink counters, to compute rates."""
 
     def __init__(self, nvml: Any = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._nvml = nvml
@@ -55,15 +55,15 @@ class GpuReader:
         self._nvlink: dict[int, tuple[float, float, float]] = {}
 
     def read(self, our_pids: frozenset[int]) -> Gpus:
-        """`our_pids`: engines that should be on a GPU."""
+        """Read all devices. `our_pids`: engine processes that should be on a GPU."""
         if not self._up and not self._begin():
             return Gpus(problem=self._problem)
         devices = tuple(self._device(index, handle, our_pids) for index, handle in enumerate(self._handles))
         if our_pids and not any(process.ours for device in devices for process in device.processes):
-            # In some containers the driver hides processes: then nobody's share is known, rather than zero.
+            # In some containers the driver hides processes: then our share is unknown rather than zero.
             devices = tuple(map(_without_owners, devices))
         if any(device.problem for device in devices):
-            self._end()  # a device that comes back is only seen by a new initialisation
+            self._end()  # a device that comes back is only seen after a new initialization
         return Gpus(devices=devices, links=self._links)
 
     def _begin(self) -> bool:
@@ -77,7 +77,7 @@ class GpuReader:
             count = self._nvml.nvmlDeviceGetCount()
             self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
         except Exception as error:  # noqa: BLE001 - NVML fails in many ways; serving goes on in all of them
-            # A box without NVIDIA hardware has nothing to complain about.
+            # A box without NVIDIA hardware has no problem to report.
             absent = type(error).__name__ in _ABSENT
             self._problem = "" if absent else f"the NVIDIA driver does not answer: {error}"
             return False
@@ -149,7 +149,7 @@ class GpuReader:
         clock = self._number(self._nvml.nvmlDeviceGetMaxClockInfo, handle, self._nvml.NVML_CLOCK_MEM)
         if bits is NA or clock is NA:
             return NA
-        return 2.0 * clock * 1e6 * bits / 8  # two transfers a clock, as NVML counts clocks
+        return 2.0 * clock * 1e6 * bits / 8  # two transfers per clock, as NVML counts clocks
 
     def _pcie(self, handle: Any, counter: int) -> Number:
         return self._number(self._nvml.nvmlDeviceGetPcieThroughput, handle, counter, scale=1000.0)
@@ -162,7 +162,7 @@ class GpuReader:
         return f"gen{generation:.0f} x{width:.0f}"
 
     def _nvlink_rates(self, index: int, handle: Any) -> tuple[Number, Number]:
-        """From counters in KiB over all links; the first look has nothing to compare with."""
+        """Rates from counters in KiB over all links. NA at the first reading, which has no previous one."""
         nvml = self._nvml
         fields = [nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX]
         values = self._try(nvml.nvmlDeviceGetFieldValues, handle, fields)
@@ -217,7 +217,7 @@ class GpuReader:
 
 
 def _split(memory: Any, processes: Sequence[GpuProcess]) -> tuple[Number, Number]:
-    """What our processes hold, and the others."""
+    """Return the memory of our processes, and that of others."""
     ours = 0.0
     for process in processes:
         if process.ours:

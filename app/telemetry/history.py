@@ -1,5 +1,7 @@
-"""Past ticks at three resolutions. Points are gathered here and written about six times a minute at most, by
-the store's writer thread; a disk that is full or locked costs points, never time.
+"""History of ticks at three resolutions.
+
+Points are collected here and written at most about six times a minute by the store's writer thread. A full or
+locked disk loses points but never blocks.
 """
 
 import asyncio
@@ -26,7 +28,7 @@ KEEP: Final = {1: 600, 10: 6 * 3600, 60: 30 * 86400}
 
 @dataclass(slots=True)
 class _Bucket:
-    """Means in the making."""
+    """Running means of one step."""
 
     time: int
     sums: dict[str, float] = field(default_factory=dict)
@@ -51,7 +53,7 @@ class Chart:
 
 
 class History:
-    """Only to be used from the daemon's event loop."""
+    """Use it only from the daemon's event loop."""
 
     def __init__(self, store: RequestLog) -> None:
         self._store = store
@@ -61,7 +63,7 @@ class History:
         self.dropped = 0
 
     def add(self, time: float, values: Mapping[str, float]) -> None:
-        """`time` is Unix seconds."""
+        """Add the values of a tick. `time` is Unix seconds."""
         due = False
         for step in KEEP:
             start = int(time) // step * step
@@ -77,7 +79,9 @@ class History:
             self._write(int(time))
 
     async def chart(self, step: int, since: int, names: Iterable[str] | None = None) -> Chart:
-        """From `since` on; all series unless named. Holds what is not on disk yet as well."""
+        """Chart from `since` on, of all series or the named ones. Includes points that are not on disk
+        yet.
+        """
         recent = {time: series for each, time, series in self._unwritten if each == step}
         rows = dict(await self._on_disk(step, since))
         rows |= {time: series for time, series in recent.items() if time >= since}
@@ -97,12 +101,12 @@ class History:
             return []
 
     def close(self) -> None:
-        """Hand over what is left; the store writes it before it closes."""
+        """Hand the remaining points to the store, which writes them before it closes."""
         last = max((bucket.time for bucket in self._open.values()), default=0)
         for step, bucket in self._open.items():
             self._close(step, bucket)
         self._open.clear()
-        self._writing = False  # what an unfinished write holds is written twice, to the same effect
+        self._writing = False  # points of an unfinished write are written twice, to the same effect
         self._write(last)
 
     def _close(self, step: int, bucket: _Bucket) -> None:
@@ -149,7 +153,7 @@ def _find(engine: "Engine", step: int, since: int) -> list[tuple[int, str]]:
 
 
 def step_for(seconds: float) -> int:
-    """The finest resolution that reaches back so far."""
+    """Finest resolution that reaches back so far."""
     return next((step for step, kept in KEEP.items() if seconds <= kept), max(KEEP))
 
 
@@ -184,7 +188,7 @@ GPU_SERIES: Final = (
 
 
 def series_of(tick: Tick) -> dict[str, float]:
-    """What is kept of a tick, by series name; what is not available is left out."""
+    """Values of a tick to keep, by series name. Values that are not available are left out."""
     values: dict[str, Number] = {name: getattr(tick.totals, name) for name in TOTAL_SERIES}
     values |= {name: getattr(tick.host, name) for name in HOST_SERIES}
     for gpu in tick.gpus.devices:
@@ -200,5 +204,5 @@ def is_series(name: str) -> bool:
 
 
 def _short(value: float) -> float:
-    """Six figures: enough for a chart, half the bytes."""
+    """Round to six significant digits: enough for a chart, half the bytes."""
     return float(f"{value:.6g}")

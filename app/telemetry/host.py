@@ -1,5 +1,6 @@
-"""The machine itself through psutil. Blocks for about a millisecond, or as long as a dead network disk: only
-called through `Guarded`.
+"""Readings of the machine through psutil.
+
+A read blocks for about a millisecond, or as long as a dead network disk: only called through `TimedReader`.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from .snapshot import NA, Host, Number, OwnProcess
 
 
 class HostReader:
-    """`read` from one thread: processor shares are measured from one call to the next."""
+    """Host reader. Call `read` from one thread: CPU shares are measured between two calls."""
 
     def __init__(self, disk: Path) -> None:
         self._disk = disk
@@ -23,7 +24,7 @@ class HostReader:
         self._thread: int | None = None
 
     def read(self, pids: Mapping[int, str]) -> Host:
-        """`pids`: our processes and what they are."""
+        """Read the machine. `pids`: our processes and their roles."""
         self._processes = {pid: process for pid, process in self._processes.items() if pid in pids}
         memory = read_memory()
         disk = psutil.disk_usage(str(self._disk))
@@ -40,7 +41,9 @@ class HostReader:
         )
 
     def _busy(self) -> Number:
-        """The first call in a thread only sets psutil's mark: it keeps one for each."""
+        """CPU share since the last call. psutil keeps its reference per thread, so a thread's first call has
+        none.
+        """
         share = psutil.cpu_percent(None) / 100
         first, self._thread = self._thread != get_ident(), get_ident()
         return NA if first else share

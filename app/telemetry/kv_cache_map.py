@@ -1,4 +1,4 @@
-"""The KV blocks of the loaded models as a picture of few cells: made when somebody looks, never otherwise."""
+"""KV cache map: the KV blocks of the loaded models as a picture of few cells. Made only on request."""
 
 import asyncio
 import time
@@ -16,24 +16,26 @@ from ..engines.supervisor import Supervisor
 from ..gateway.generation import request_of
 
 FRESH_S: Final = 0.5
-"""Several lookers share one answer for so long."""
+"""Seconds for which several readers share one answer."""
 MOST_HOLDERS: Final = 50
 
 
 class CellRun(Struct, frozen=True, array_like=True):
-    """`count` neighbouring cells that look the same. What is neither live nor cached in one is free."""
+    """`count` neighboring cells of equal content. Blocks in one that are neither live nor cached are free."""
 
     count: int
     live: int
     cached: int
     owner: int
-    """Index into `owners`: holds the first live block, or computed the first cached one. -1: nobody known."""
+    """Index into `owners` of the request that holds the first live block, or computed the first cached one.
+    -1: unknown.
+    """
     holders: int
     """Requests that share the first live block."""
 
     @property
     def state(self) -> str:
-        """What is there is seen: one live block of many makes a live cell."""
+        """State to draw. One live block of many makes a live cell, so that it is visible."""
         return "live" if self.live else "cached" if self.cached else "free"
 
 
@@ -51,11 +53,11 @@ class Blocks(Struct, frozen=True, kw_only=True):
     """Requests with most blocks first."""
     prefixes: list[PrefixUse]
     evictions: int
-    """Cached blocks that made room for others since the engine started."""
+    """Cached blocks evicted for others since the engine started."""
 
 
 class BlockReader:
-    """Only to be used from the daemon's event loop."""
+    """Use it only from the daemon's event loop."""
 
     def __init__(self, engines: EngineManager, clock: Callable[[], float] = time.time) -> None:
         self._engines = engines
@@ -63,7 +65,7 @@ class BlockReader:
         self._seen: dict[str, tuple[float, BlockMap]] = {}
 
     async def read(self, most_cells: int) -> list[Blocks]:
-        """Of all models that are ready; what an engine too busy to answer said before."""
+        """Maps of all models that are ready. An engine too busy to answer gives its previous one."""
         supervisors = [model.supervisor for model in self._engines.models()]
         await asyncio.gather(*(self._look(each) for each in supervisors))
         names = {each.name for each in supervisors}
@@ -80,10 +82,10 @@ class BlockReader:
 
 
 def picture(model: str, as_of: float, found: BlockMap, most_cells: int) -> Blocks:
-    """In at most so many cells of equally many blocks (the last one may be short)."""
+    """Draw a map in at most `most_cells` cells of equally many blocks (the last one may have fewer)."""
     each = max(1, -(-found.num_blocks // most_cells))
     cells = map(_cell, _in_cells(found.runs, each))
-    runs = [CellRun(sum(1 for _ in same), *told) for told, same in groupby(cells)]
+    runs = [CellRun(sum(1 for _ in same), *cell) for cell, same in groupby(cells)]
     return Blocks(
         model=model,
         as_of=as_of,
@@ -99,7 +101,7 @@ def picture(model: str, as_of: float, found: BlockMap, most_cells: int) -> Block
 
 
 def _in_cells(runs: list[BlockRun], each: int) -> Iterator[list[tuple[int, BlockRun]]]:
-    """The runs cut where cells end: (blocks of it, run) for each cell."""
+    """Split the runs at cell borders: a list of (blocks of it, run) for each cell."""
     cell: list[tuple[int, BlockRun]] = []
     room = each
     for run in runs:
@@ -116,7 +118,7 @@ def _in_cells(runs: list[BlockRun], each: int) -> Iterator[list[tuple[int, Block
 
 
 def _cell(parts: list[tuple[int, BlockRun]]) -> tuple[int, int, int, int]:
-    """(live, cached, owner, holders)."""
+    """Summarize a cell as (live, cached, owner, holders)."""
     live = [(count, run) for count, run in parts if run.state == "live"]
     cached = [(count, run) for count, run in parts if run.state == "cached"]
     first = next((run for _, run in [*live, *cached]), None)
@@ -125,7 +127,7 @@ def _cell(parts: list[tuple[int, BlockRun]]) -> tuple[int, int, int, int]:
 
 
 def _holders(found: BlockMap) -> list[BlockHolder]:
-    """By request: the choices of one are told together."""
+    """Holders by request: choices of one request are combined."""
     made: dict[str, BlockHolder] = {}
     for each in found.holders:
         name = request_of(each.request_id)

@@ -1,4 +1,4 @@
-"""Latencies of requests that ended lately, by model; percentiles by nearest rank."""
+"""Latencies of recently finished requests, by model; percentiles by nearest rank."""
 
 import math
 import time
@@ -29,7 +29,7 @@ class _Ended:
 
 
 class Latencies:
-    """Only to be used from the daemon's event loop."""
+    """Use it only from the daemon's event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -43,7 +43,7 @@ class Latencies:
         self._ended.append(_Ended(self._clock(), record.model, record.ttft_s, record.tpot_s))
 
     def of(self, model: str | None = None) -> tuple[Spread, Spread]:
-        """(time to first token, time per token) of the last two minutes; of all models without a name."""
+        """Return (time to first token, time per token) of the last two minutes, of one model or of all."""
         oldest = self._clock() - WINDOW_S
         while self._ended and self._ended[0].at < oldest:
             self._ended.popleft()

@@ -1,8 +1,8 @@
-"""The one poller: looks at everything, publishes a `tick`, keeps the history.
+"""Telemetry poller: reads everything, publishes a `tick`, keeps the history.
 
-Once a second while somebody subscribes to events or a request is open; otherwise it sleeps for `IDLE_S`, so
-that an idle box stays idle. Reads that may hang run in threads of their own (`TimedReader`): a hung NVML
-costs its readings, never the loop.
+It polls once a second while somebody subscribes to events or a request is open. Otherwise it sleeps for
+`IDLE_S`, so that an idle box stays idle. Reads that may hang run in threads of their own (`TimedReader`): a
+hung NVML loses its readings but never blocks the loop.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ TIMEOUT_S: Final = 2.0
 
 
 class Poller:
-    """`run` until cancelled; `last` is the newest tick."""
+    """Call `run` until cancelled; `last` is the newest tick."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Poller:
         events.on_subscribe = self.wake
 
     def wake(self) -> None:
-        """Somebody begins to look, or a request was opened: no more waiting."""
+        """End the idle sleep, because somebody subscribes or a request was opened."""
         self._wake.set()
 
     @property
@@ -74,7 +74,7 @@ class Poller:
         return self._events.subscribers > 0 or self._gateway.open_count > 0
 
     async def run(self) -> None:
-        """The first look waits as well: a start has better things to do."""
+        """Poll until cancelled. The first poll waits as well: a start has better things to do."""
         loop = asyncio.get_running_loop()
         while True:
             if not self.is_busy:
@@ -89,13 +89,13 @@ class Poller:
             await asyncio.sleep(max(0.0, begun + BUSY_S - loop.time()))
 
     async def newest(self) -> Tick:
-        """Of this moment, give or take a second."""
+        """Return a tick of this moment, give or take a second."""
         if self._clock() - self.last.time > BUSY_S + 0.5:
             await self.poll()
         return self.last
 
     async def poll(self) -> Tick:
-        """Look once, publish and remember it."""
+        """Read everything once, publish and remember it."""
         gpus, host = await asyncio.gather(self._read_gpus(), self._read_host())
         supervisors = [model.supervisor for model in self._engines.models()] + self._engines.loading()
         engines = self._engine_reader.read(supervisors, gpus)

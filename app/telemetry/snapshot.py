@@ -1,7 +1,7 @@
-"""One moment of the box, frozen: what a `tick` event carries and what both dashboards read.
+"""Snapshot of the box: the data of a `tick` event, which both dashboards read.
 
-A value that a device does not report is `NA` (on the wire `"n/a"`), never None and never zero. Sizes in
-bytes, shares 0 to 1, rates a second, times in seconds.
+A value that a device does not report is `NA` (in JSON `"n/a"`), never None and never zero. Sizes in bytes,
+shares 0 to 1, rates per second, times in seconds.
 """
 
 from enum import Enum
@@ -31,14 +31,14 @@ class GpuReading(Struct, frozen=True, kw_only=True):
     name: str
     uuid: str = ""
     problem: str = ""
-    """Why nothing else is known of it, such as "GPU is lost"."""
+    """Reason why nothing else is known of it, such as "GPU is lost"."""
     utilisation: Number = NA
     memory_total: Number = NA
     memory_ours: Number = NA
     memory_others: Number = NA
     memory_free: Number = NA
     bandwidth: Number = NA
-    """Peak of its memory."""
+    """Peak memory bandwidth."""
     temperature: Number = NA
     """Degrees Celsius."""
     power: Number = NA
@@ -48,18 +48,18 @@ class GpuReading(Struct, frozen=True, kw_only=True):
     clock_memory: Number = NA
     """MHz."""
     pcie: str = "n/a"
-    """Link as it runs now, such as "gen5 x16"."""
+    """Current link, such as "gen5 x16"."""
     pcie_in: Number = NA
     pcie_out: Number = NA
     nvlink_in: Number = NA
     nvlink_out: Number = NA
     throttle: tuple[str, ...] = ()
-    """Why its clocks are held down; empty when they are not."""
+    """Reasons why its clocks are reduced; empty when they are not."""
     processes: tuple[GpuProcess, ...] = ()
 
 
 class GpuLink(Struct, frozen=True, kw_only=True):
-    """How two GPUs reach each other, in the words of `nvidia-smi topo -m`."""
+    """Link between two GPUs, in the terms of `nvidia-smi topo -m`."""
 
     first: int
     second: int
@@ -70,7 +70,7 @@ class Gpus(Struct, frozen=True, kw_only=True):
     devices: tuple[GpuReading, ...] = ()
     links: tuple[GpuLink, ...] = ()
     problem: str = ""
-    """Why there are no readings; empty also where there simply is no GPU."""
+    """Reason why there are no readings; also empty where there simply is no GPU."""
 
 
 class OwnProcess(Struct, frozen=True, kw_only=True):
@@ -78,7 +78,7 @@ class OwnProcess(Struct, frozen=True, kw_only=True):
     role: str
     memory: float
     cpu: Number
-    """1 is one core."""
+    """Cores in use: 1 is one core."""
 
 
 class Host(Struct, frozen=True, kw_only=True):
@@ -93,19 +93,19 @@ class Host(Struct, frozen=True, kw_only=True):
 
 
 class EngineSnapshot(Struct, frozen=True, kw_only=True):
-    """One model. `live` and `cached` blocks and the free ones make up all."""
+    """One model. `live`, `cached` and free blocks add up to all blocks."""
 
     model: str
     state: str
     cause: str = ""
     pid: int = 0
     pids: tuple[int, ...] = ()
-    """Of all its ranks; `pid` is the first one's."""
+    """Pids of all its ranks; `pid` is rank 0's."""
     device: str = ""
-    """Of the first rank; sizes are of all together."""
+    """Device of rank 0; sizes are of all ranks together."""
     dtype: str = ""
     kernels: str = ""
-    """The backend that runs, as `Ops.name` says it."""
+    """Running kernel backend, as `Ops.name` says it."""
     context_window: int = 0
     block_size: int = 0
     kv_bytes_per_token: int = 0
@@ -122,7 +122,7 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
     tokens_in: Number = NA
     tokens_out: Number = NA
     prefix_hit: Number = NA
-    """Share of the prompt tokens of the last minute that the prefix cache saved."""
+    """Share of the last minute's prompt tokens that the prefix cache saved."""
     prefix_queries: int = 0
     prefix_hits: int = 0
     ttft_p50: Number = NA
@@ -131,21 +131,23 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
     tpot_p95: Number = NA
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    """Guessed tokens that were right."""
+    """Draft tokens that were accepted."""
     preemptions: int = 0
     restarts: int = 0
     resumed: int = 0
     roofline: Number = NA
-    """Output rate as a share of what the memory bandwidth allows at this batch."""
+    """Output rate as a share of the maximum that the memory bandwidth allows at this batch."""
 
 
 class ErrorRate(Struct, frozen=True, kw_only=True):
-    """One model's requests of the last five minutes, without those that callers got wrong or cancelled."""
+    """Failure rate of one model over the last five minutes, without callers' errors and cancelled
+    requests.
+    """
 
     model: str
     finished: int
     failed: int
-    """Of those, by our fault: 5xx, errors of engines included."""
+    """Finished requests that failed by the server's fault: 5xx, engine errors included."""
     rate: float
     """`failed` as a share of `finished`."""
     reason: str = ""
@@ -153,7 +155,7 @@ class ErrorRate(Struct, frozen=True, kw_only=True):
 
 
 class Totals(Struct, frozen=True, kw_only=True):
-    """Over all models."""
+    """Totals over all models."""
 
     running: int = 0
     waiting: int = 0
@@ -167,15 +169,15 @@ class Totals(Struct, frozen=True, kw_only=True):
     kv_used: Number = NA
     prefix_hit: Number = NA
     requests: int = 0
-    """Ended since the daemon started."""
+    """Requests ended since the daemon started."""
     failed: int = 0
-    """Of those, by our fault (5xx); a 4xx is the caller's."""
+    """Requests that failed by the server's fault (5xx); a 4xx is the caller's."""
     error_rate: Number = NA
     """Failed share of the requests of the last five minutes, see `ErrorRate`."""
 
 
 class Alert(Struct, frozen=True, kw_only=True):
-    """Something that a person should look at. Failures stand before the rest."""
+    """Problem that a person should look at. Failures come first."""
 
     level: str
     """`failure` or `warning`."""
@@ -196,7 +198,7 @@ class Tick(Struct, frozen=True, kw_only=True):
     """Models with requests in the last five minutes."""
     attention: tuple[Alert, ...] = ()
     requests: tuple[LiveRequest, ...] = ()
-    """In flight, oldest first; at most `MOST_REQUESTS`."""
+    """Open requests, oldest first; at most `MOST_REQUESTS`."""
 
 
 MOST_REQUESTS = 500

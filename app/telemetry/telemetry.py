@@ -1,4 +1,4 @@
-"""The parts of telemetry as the daemon holds them."""
+"""Telemetry of the daemon: its parts, with one start and one close."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from .snapshot import Tick
 
 
 class Telemetry:
-    """`start` and `close` on the event loop; nothing runs before `start`."""
+    """Call `start` and `close` on the event loop; nothing runs before `start`."""
 
     def __init__(
         self, engines: EngineManager, events: Events, store: RequestLog, gpus: GpuReader | None = None
@@ -57,11 +57,11 @@ class Telemetry:
         self._task = asyncio.create_task(self.poller.run(), name="telemetry")
 
     async def newest(self) -> Tick:
-        """Of this moment, give or take a second."""
+        """Return a tick of this moment, give or take a second."""
         return Tick(time=0.0) if self.poller is None else await self.poller.newest()
 
     async def close(self) -> None:
-        """Before the store closes: what is gathered is handed to it."""
+        """Hand pending data to the store. Call it before the store closes."""
         if self._log_feed is not None:
             logging.getLogger().removeHandler(self._log_feed)
         if self._task is not None:

@@ -1,4 +1,6 @@
-"""Reads that may hang, in threads of their own: the event loop never waits, stuck calls never pile up."""
+"""Reads with a time-out, in threads of their own: the event loop never waits, and stuck calls never
+pile up.
+"""
 
 import asyncio
 import queue
@@ -14,13 +16,13 @@ _Job = tuple[Callable[[], T], "asyncio.Future[T]", asyncio.AbstractEventLoop]
 
 @dataclass(frozen=True, slots=True)
 class TimedOut:
-    """The read has not returned for so many seconds."""
+    """Result of a read that has not returned for `seconds`."""
 
     seconds: float
 
 
 class TimedReader(Generic[T]):
-    """Runs reads in a thread of its own, which never keeps the process alive."""
+    """Runs reads in one thread of its own, which never keeps the process alive."""
 
     def __init__(self, name: str, timeout: float) -> None:
         self._name = name
@@ -31,9 +33,10 @@ class TimedReader(Generic[T]):
         self._begun = 0.0
 
     async def read(self, call: Callable[[], T]) -> T | TimedOut:
-        """The result, or `TimedOut` after the time-out; while a call is stuck, answers so at once.
+        """Run `call`. Returns its result, or `TimedOut` after the time-out; while a call is stuck, returns so
+        at once.
 
-        Raises what `call` raises. The late result of a stuck call is thrown away.
+        Raises what `call` raises. The late result of a stuck call is discarded.
         """
         if self._pending is None or self._pending.done():
             self._start(call)
@@ -58,13 +61,13 @@ class TimedReader(Generic[T]):
             call, future, loop = self._jobs.get()
             try:
                 result = call()
-            except Exception as error:  # noqa: BLE001 - handed to whoever waits
-                _tell(loop, future, error)
+            except Exception as error:  # noqa: BLE001 - handed to the waiting caller
+                _deliver(loop, future, error)
             else:
-                _tell(loop, future, result)
+                _deliver(loop, future, result)
 
 
-def _tell(loop: asyncio.AbstractEventLoop, future: "asyncio.Future[T]", outcome: T | Exception) -> None:
+def _deliver(loop: asyncio.AbstractEventLoop, future: "asyncio.Future[T]", outcome: T | Exception) -> None:
     try:
         loop.call_soon_threadsafe(_settle, future, outcome)
     except RuntimeError:  # the loop is closed: the daemon ended while we hung

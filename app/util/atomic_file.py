@@ -1,4 +1,4 @@
-"""Files that are either the old or the new one, whatever happens, and one writer at a time."""
+"""Atomic file replacement, and locks for one writer at a time."""
 
 import contextlib
 import fcntl
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_whole(file: Path, data: bytes) -> None:
-    """Old or new, never half, also across a power cut."""
+    """Replace a file atomically and durably: after a power cut it is the old or the new one, never half."""
     fresh = file.with_suffix(".new")
     fresh.unlink(missing_ok=True)
     try:
@@ -24,7 +24,7 @@ def write_whole(file: Path, data: bytes) -> None:
         raise
     folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(OSError):  # the new table is in place all the same
+        with contextlib.suppress(OSError):  # the new file is in place all the same
             os.fsync(folder)
     finally:
         os.close(folder)

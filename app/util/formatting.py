@@ -1,10 +1,10 @@
-"""Sizes, times and text from data, formatted for people: CLI, dashboard and panel."""
+"""Formatting of sizes, times and text for people: CLI, dashboard and panel."""
 
 from datetime import datetime
 
 
 def printable(text: str) -> str:
-    """Control characters from data become visible escapes instead of moving the cursor."""
+    """Escape control characters from data visibly, so that they cannot move the cursor."""
     return "".join(
         char if char in "\n\t" or char.isprintable() else char.encode("unicode_escape").decode()
         for char in text

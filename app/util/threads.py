@@ -1,4 +1,4 @@
-"""Keeps the event loop turning: work whose time grows with its input goes to a thread."""
+"""Threads for work whose time grows with its input, so that the event loop stays responsive."""
 
 import asyncio
 import contextlib
@@ -9,20 +9,22 @@ from typing import TypeVar
 T = TypeVar("T")
 
 SMALL = 2000
-"""Characters or tokens that are handled on the loop: about the time that a thread switch takes."""
+"""Characters or tokens that are processed on the loop: about the time that a thread switch takes."""
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """`work` over `size` characters or tokens."""
+    """Run `work` over `size` characters or tokens, in a thread if that is large."""
     return work() if size <= SMALL else await asyncio.to_thread(work)
 
 
 def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
-    """Unlike executors, whose threads hold up the exit: a download can be cut off at any byte."""
+    """Run `work` in a daemon thread. Executors' threads would delay the exit; a download can be cut off at
+    any byte.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def tell(settle: Callable[[], None]) -> None:
+    def deliver(settle: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(lambda: None if future.done() else settle())
 
@@ -31,9 +33,9 @@ def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
             result = work()
         except Exception as error:  # noqa: BLE001 - handed over
             failure = error
-            tell(lambda: future.set_exception(failure))
+            deliver(lambda: future.set_exception(failure))
         else:
-            tell(lambda: future.set_result(result))
+            deliver(lambda: future.set_result(result))
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future

@@ -81,7 +81,7 @@ def record(engine: Engine, item: int, http_status: int, request_id: str, answer:
     """Store an answer. Returns the bytes written."""
     size = len(answer.encode())
     is_pending = and_(col(BatchItemRow.seq) == item, col(BatchItemRow.status) == "pending")
-    told = {
+    values = {
         "status": "done",
         "body": "",
         "http_status": http_status,
@@ -90,7 +90,7 @@ def record(engine: Engine, item: int, http_status: int, request_id: str, answer:
         "size": size,
     }
     with engine.begin() as connection:
-        if connection.execute(change(BatchItemRow).where(is_pending).values(**told)).rowcount:
+        if connection.execute(change(BatchItemRow).where(is_pending).values(**values)).rowcount:
             batch = connection.execute(
                 select(col(BatchItemRow.batch)).where(col(BatchItemRow.seq) == item)
             ).scalar_one()

@@ -29,8 +29,8 @@ def add(engine: Engine, entries: Sequence[Entry]) -> None:
 
 
 def _add_content(connection: Connection, seq: int, record: RequestRecord, content: Content) -> None:
-    told = asdict(content) | {"prompts": to_json(content.prompts), "outputs": to_json(content.outputs)}
-    connection.execute(insert(ContentRow), told | {"seq": seq, "created": record.created})
+    values = asdict(content) | {"prompts": to_json(content.prompts), "outputs": to_json(content.outputs)}
+    connection.execute(insert(ContentRow), values | {"seq": seq, "created": record.created})
 
 
 def find(engine: Engine, want: RecordFilter) -> list[tuple[int, RequestRecord]]:

@@ -79,14 +79,14 @@ def find(engine: Engine, want: StoredFilter) -> list[StoredAnswer] | None:
 
 
 def update(engine: Engine, kind: Kind, owner: str, id_: str, metadata: Mapping[str, str]) -> bool:
-    told = encoded(metadata)
+    new = encoded(metadata)
     place = _is(kind, owner, id_)
     with engine.begin() as connection:
         old = connection.execute(select(col(StoredRow.details)).where(place)).scalar()
         if old is None:
             return False
-        grown = col(StoredRow.size) + len(told.encode()) - len(old.encode())
-        connection.execute(change(StoredRow).where(place).values(details=told, size=grown))
+        grown = col(StoredRow.size) + len(new.encode()) - len(old.encode())
+        connection.execute(change(StoredRow).where(place).values(details=new, size=grown))
     return True
 
 
