@@ -54,10 +54,10 @@ class AvailableModels:
         settings = self._services.settings
         key = path, _changed(path / "config.json"), settings.model, settings.memory.budget
         if key not in self._windows:
-            self._windows[key] = self._reckon(path)
+            self._windows[key] = self._compute_window(path)
         return self._windows[key]
 
-    def _reckon(self, path: Path) -> int | None:
+    def _compute_window(self, path: Path) -> int | None:
         try:
             plan, _ = self._library.plan(parse_config(path))
         except (EngineError, OSError):

@@ -54,13 +54,13 @@ class DaemonController:
         self.running = running
         self.loaded = loaded
         self.library = Library(services)
-        world = SchedulerDeps(
+        deps = SchedulerDeps(
             settings=lambda: services.settings,
             find=self.library.find,
             registry=self.library.registry,
             loads_file=services.paths.loads_file,
         )
-        self.residency = ModelScheduler(services.engines, services.events, world)
+        self.residency = ModelScheduler(services.engines, services.events, deps)
         services.find_model = self.residency.find
         services.offers = AvailableModels(services, self.library, self.residency.evicted).all
         services.real_name = self.residency.real_name

@@ -18,7 +18,7 @@ from ..hub.download_queue import Downloads
 from ..hub.remove import Removable, Removed, find_removable, remove
 from ..hub.repo_files import Hub
 from ..hub.search import Hit, search
-from ..models.catalog import ModelRef, hub_cache, served
+from ..models.catalog import ModelRef, find_served, hub_cache
 from ..models.registry import Registry
 from ..services import Services
 
@@ -45,7 +45,7 @@ class Library:
         """Find the model that a client may request by this name; None if it is not on this disk. Reads a few
         small files.
         """
-        return served(name, os.environ, self.registry.read_or_nothing())
+        return find_served(name, os.environ, self.registry.read_or_nothing())
 
     def plan(self, config: ModelConfig) -> tuple[MemoryPlan | None, str]:
         """Memory plan of a model served alone with the default settings, or the reason why it cannot be

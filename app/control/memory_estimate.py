@@ -20,7 +20,7 @@ from ..engines.loaded_model import LoadedModel
 @dataclass(frozen=True, slots=True)
 class Sizes:
     device: Place
-    wishes: tuple[MemoryRequest, ...]
+    requests: tuple[MemoryRequest, ...]
     """Memory request of each possible placement, the first GPUs first."""
     have: tuple[int, ...]
     """Bytes of each memory that our models may take together. Memory held by other programs is not
@@ -56,10 +56,10 @@ def sizes(
         raise
     except EngineError:
         return None
-    return Sizes(device, tuple(map(_wish, found)), have)
+    return Sizes(device, tuple(map(_memory_request, found)), have)
 
 
-def _wish(plan: MemoryPlan) -> MemoryRequest:
+def _memory_request(plan: MemoryPlan) -> MemoryRequest:
     places = plan.gpus if plan.device == "cuda" else (0,)
     return MemoryRequest(places, least_bytes(plan), plan.total_bytes * plan.ranks_in_memory)
 

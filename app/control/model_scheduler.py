@@ -29,9 +29,9 @@ from ..engines.eviction import (
     Place,
     ResidentModel,
     budgets,
+    choose_placement,
     device_of,
     expired,
-    find_room,
     next_look,
 )
 from ..engines.loaded_model import LoadedModel
@@ -75,19 +75,19 @@ class SchedulerDeps:
 class ModelScheduler:
     """Use it only from the daemon's event loop."""
 
-    def __init__(self, engines: EngineManager, events: Events, world: SchedulerDeps) -> None:
+    def __init__(self, engines: EngineManager, events: Events, deps: SchedulerDeps) -> None:
         self._engines = engines
         self._events = events
-        self._world = world
+        self._deps = deps
         self._admitting = asyncio.Lock()
-        self._promised: dict[str, tuple[Place, Mapping[int, int]]] = {}
+        self._reserved: dict[str, tuple[Place, Mapping[int, int]]] = {}
         """Bytes of each memory reserved for models that are being loaded."""
         self._wanted: dict[str, asyncio.Task[LoadedModel]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._leaving: set[asyncio.Task[None]] = set()
         self.evicted = EvictedModels()
         engines.admit = self.admit
-        engines.clock = world.clock
+        engines.clock = deps.clock
 
     # ------------------------------------------------------------------ requests
 
@@ -99,12 +99,14 @@ class ModelScheduler:
             return self._engines.get(None)
         alias = self._alias(name)
         model = self._engines.get(await self._ensure(name))
-        return model if alias is None else model.as_variant(alias.sampling, alias.system, alias.context)
+        return (
+            model if alias is None else model.with_alias_defaults(alias.sampling, alias.system, alias.context)
+        )
 
     def _alias(self, name: str) -> Alias | None:
         if self._engines.knows(name):
             return None
-        return self._world.registry.read_or_nothing().aliases.get(name)
+        return self._deps.registry.read_or_nothing().aliases.get(name)
 
     def real_name(self, name: str) -> str:
         """Map a model's name, an alias or an adopted folder's name to the name that the model is served
@@ -112,7 +114,7 @@ class ModelScheduler:
         """
         if self._engines.knows(name):
             return name
-        names = self._world.registry.read_or_nothing()
+        names = self._deps.registry.read_or_nothing()
         alias = names.aliases.get(name)
         target = name if alias is None else alias.model
         place = names.directories.get(target, target if alias is not None else None)
@@ -127,13 +129,13 @@ class ModelScheduler:
             await asyncio.shield(loading)
         if self._engines.knows(real):
             return real
-        load_on_request = self._world.settings().memory.load_on_request
+        load_on_request = self._deps.settings().memory.load_on_request
         evicted = self.evicted.find(real)
         if evicted is not None and not load_on_request:
             raise evicted.unavailable()
         if evicted is not None and await asyncio.to_thread(Path(evicted.config.model_path).exists):
             return await self._load_once(evicted.name, lambda: self._bring_back(evicted))
-        ref = await asyncio.to_thread(self._world.find, name)
+        ref = await asyncio.to_thread(self._deps.find, name)
         if ref is None:
             return name
         if not load_on_request and ref.name not in self._wanted:
@@ -152,7 +154,7 @@ class ModelScheduler:
         return name
 
     async def _load(self, ref: ModelRef) -> LoadedModel:
-        settings = self._world.settings()
+        settings = self._deps.settings()
         model = await self._load_config(ModelRequest(ref).config(settings.model))
         self.keep(model, ttl=settings.memory.ttl or None)
         return model
@@ -187,8 +189,8 @@ class ModelScheduler:
         """Set the time to live of a model that was just loaded."""
         model.ttl = ttl
         self.evicted.forget(model.name)
-        if self._world.loads_file is not None:
-            note_load(self._world.loads_file, model)
+        if self._deps.loads_file is not None:
+            note_load(self._deps.loads_file, model)
         self._arm()
 
     def pin(self, name: str, *, pinned: bool) -> LoadedModel:
@@ -201,7 +203,7 @@ class ModelScheduler:
         self._arm()
         return model
 
-    def stay(self, model: LoadedModel, ttl: float | None) -> None:
+    def set_ttl(self, model: LoadedModel, ttl: float | None) -> None:
         """Set the idle seconds after which the model is unloaded; None keeps it."""
         model.ttl = ttl
         self._arm()
@@ -215,7 +217,7 @@ class ModelScheduler:
                 "model_pinned",
             )
         if model.busy:
-            self.stay(model, 0.0)
+            self.set_ttl(model, 0.0)
         else:
             await self._evict(model.name, "as a request asked")
             self.evicted.forget(model.name)
@@ -239,20 +241,20 @@ class ModelScheduler:
             for each in self.residents(device, but=config.name):
                 ours.update(each.takes)
             try:
-                size = await asyncio.to_thread(self._world.sizes, config, have, ours)
+                size = await asyncio.to_thread(self._deps.sizes, config, have, ours)
             except DoesNotFit as error:
                 raise ApiError(400, str(error), "does_not_fit") from error
             if size is None:
                 return config
             residents = self.residents(device, but=config.name)
-            room = find_room(size.wishes, size.have, residents, keep_owned=on_request)
+            room = choose_placement(size.requests, size.have, residents, keep_owned=on_request)
             if isinstance(room, AllocationFailure):
                 raise _no_room(config.name, room, residents)
             for name in room.evict:
                 await self._evict(name, f"to make room for {config.name}")
-            wanted = next(wish.want for wish in size.wishes if wish.places == room.places)
+            wanted = next(request.want for request in size.requests if request.places == room.places)
             share = min(wanted, room.free)
-            self._promised[config.name] = device, dict.fromkeys(room.places, share)
+            self._reserved[config.name] = device, dict.fromkeys(room.places, share)
             log.info(
                 "%s gets %s of the %s for models on %s",
                 config.name,
@@ -267,8 +269,8 @@ class ModelScheduler:
             )
 
     def _place(self, config: EngineConfig) -> tuple[Place, tuple[int, ...]]:
-        device = self._world.device(config.device)
-        return device, self._world.budgets(device, self._world.settings().memory.budget)
+        device = self._deps.device(config.device)
+        return device, self._deps.budgets(device, self._deps.settings().memory.budget)
 
     def residents(self, device: str | None = None, *, but: str = "") -> list[ResidentModel]:
         """Models in memory, and those being loaded with the memory reserved for them."""
@@ -289,11 +291,11 @@ class ModelScheduler:
                 )
             )
         loading = {supervisor.name for supervisor in self._engines.loading()}
-        for name in [name for name in self._promised if name not in loading]:
-            del self._promised[name]
+        for name in [name for name in self._reserved if name not in loading]:
+            del self._reserved[name]
         found += [
             ResidentModel(name, takes, busy=True, pinned=False, idle_since=0.0)
-            for name, (place, takes) in self._promised.items()
+            for name, (place, takes) in self._reserved.items()
             if name != but and device in {None, place}
         ]
         return found
@@ -317,7 +319,7 @@ class ModelScheduler:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        now = self._world.clock()
+        now = self._deps.clock()
         at = next_look(now, self.residents())
         if at is not None:
             wait = max(LEAST_WAIT, at - now + 0.001)
@@ -327,7 +329,7 @@ class ModelScheduler:
         """Unload the models that were idle for too long, then set the timer for the next one."""
         self._timer = None
         residents = self.residents()
-        for name in expired(self._world.clock(), residents):
+        for name in expired(self._deps.clock(), residents):
             idle = next(each.ttl for each in residents if each.name == name)
             task = asyncio.create_task(self._evict(name, f"after {idle:g} s without requests"))
             self._leaving.add(task)

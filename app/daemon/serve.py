@@ -35,7 +35,7 @@ log = logging.getLogger("llmbox.daemon")
 TITLE = "llmbox: engine"
 
 
-def name_leftovers() -> list[int]:
+def log_orphans() -> list[int]:
     """Log engine processes of this user whose parent is no daemon. Returns their pids."""
     import psutil  # noqa: PLC0415 - 30 ms that the start need not wait for
 
@@ -85,7 +85,7 @@ async def serve_until_stopped(
     control.library.downloads.restore()
     services.batches.start(partial(send_in_process, app))
     loading = asyncio.create_task(_load_first(control, plan.models))
-    looking = asyncio.create_task(asyncio.to_thread(name_leftovers))
+    looking = asyncio.create_task(asyncio.to_thread(log_orphans))
     patience = settings.server.drain_timeout
     finishing = asyncio.create_task(services.background.finish(services.drain, patience))
     try:

@@ -72,8 +72,8 @@ class AllocationFailure:
     """Models that cannot be evicted and without which it would fit. Empty when it can never fit."""
 
 
-def find_room(
-    wishes: Sequence[MemoryRequest],
+def choose_placement(
+    requests: Sequence[MemoryRequest],
     budgets: Sequence[int],
     residents: Iterable[ResidentModel],
     *,
@@ -86,20 +86,22 @@ def find_room(
     idle for longest. `keep_owned`: evict only models that requests loaded.
     """
     everybody = list(residents)
-    found = [(wish, make_room(wish, budgets, everybody, keep_owned=keep_owned)) for wish in wishes]
-    rooms = [(wish, room) for wish, room in found if isinstance(room, MemoryAllocation)]
+    found = [
+        (request, plan_evictions(request, budgets, everybody, keep_owned=keep_owned)) for request in requests
+    ]
+    rooms = [(request, room) for request, room in found if isinstance(room, MemoryAllocation)]
     if not rooms:
         refusals = [room for _, room in found if isinstance(room, AllocationFailure)]
         return max(refusals, key=lambda no: (bool(no.blockers), no.have - no.need))
-    untouched = [(wish, room) for wish, room in rooms if not room.evict]
+    untouched = [(request, room) for request, room in rooms if not room.evict]
     if untouched:
         return max(untouched, key=lambda each: min(each[0].want, each[1].free) - each[0].want)[1]
     idle_since = {each.name: each.idle_since for each in everybody}
     return min(rooms, key=lambda each: max(idle_since[name] for name in each[1].evict))[1]
 
 
-def make_room(
-    wish: MemoryRequest,
+def plan_evictions(
+    request: MemoryRequest,
     budgets: Sequence[int],
     residents: Iterable[ResidentModel],
     *,
@@ -109,26 +111,26 @@ def make_room(
 
     Models that requests loaded go first, then the least recently used. `keep_owned`: evict no others.
     """
-    here = [each for each in residents if any(each.takes.get(place) for place in wish.places)]
-    free = {place: budgets[place] - sum(r.takes.get(place, 0) for r in here) for place in wish.places}
+    here = [each for each in residents if any(each.takes.get(place) for place in request.places)]
+    free = {place: budgets[place] - sum(r.takes.get(place, 0) for r in here) for place in request.places}
     movable = [r for r in here if r.may_leave(keep_owned=keep_owned)]
     movable.sort(key=lambda r: (r.owned, r.idle_since))
     leaving: list[ResidentModel] = []
     for each in movable:
-        if any(free[place] < wish.need and each.takes.get(place) for place in wish.places):
+        if any(free[place] < request.need and each.takes.get(place) for place in request.places):
             leaving.append(each)
             free = _after(free, each)
-    if min(free.values()) < wish.need:
-        ever = wish.need <= min(budgets[place] for place in wish.places)
+    if min(free.values()) < request.need:
+        ever = request.need <= min(budgets[place] for place in request.places)
         staying = (r.name for r in here if not r.may_leave(keep_owned=keep_owned))
         blockers = tuple(staying) if ever else ()
-        return AllocationFailure(wish.need, min(free.values()), blockers)
+        return AllocationFailure(request.need, min(free.values()), blockers)
     for each in reversed(leaving.copy()):  # a large model may have made smaller ones unnecessary
         without = {place: free[place] - each.takes.get(place, 0) for place in free}
-        if min(without.values()) >= wish.need:
+        if min(without.values()) >= request.need:
             leaving.remove(each)
             free = without
-    return MemoryAllocation(wish.places, tuple(each.name for each in leaving), min(free.values()))
+    return MemoryAllocation(request.places, tuple(each.name for each in leaving), min(free.values()))
 
 
 def _after(free: Mapping[int, int], leaves: ResidentModel) -> dict[int, int]:

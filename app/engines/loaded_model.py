@@ -55,7 +55,7 @@ class LoadedModel:
         self.users.discard(task)
         self.idle_since = self.clock()
 
-    def as_variant(
+    def with_alias_defaults(
         self, sampling: dict[str, float], system: str | None, context: int | None
     ) -> "LoadedModel":
         """Return the same load with other defaults, for one request."""

@@ -20,7 +20,7 @@ class ChoiceStream:
         self.finish_reason: str | None = None
         self._text = generation.model.text
         self._detokenizer: Detokenizer = self._text.detokenizer(
-            begins=generation.begins, skip_special=generation.skip_special
+            begins=generation.starts_new_text, skip_special=generation.skip_special
         )
         self._stops = StopStrings(generation.stop, keep=generation.keep_stop) if generation.stop else None
         self._keep_stop = generation.keep_stop

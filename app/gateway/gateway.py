@@ -46,7 +46,7 @@ def check_kind(generation: Generation) -> None:
         )
 
 
-def most_at_once(model: LoadedModel, choices: int, *, pools: bool, queue: int) -> int:
+def max_in_engine(model: LoadedModel, choices: int, *, pools: bool, queue: int) -> int:
     """Maximum number of a request's choices that are in the engine at once.
 
     An embeddings request may have thousands of inputs. The engine gets enough of them to stay busy, and other
@@ -76,7 +76,7 @@ class Gateway:
         self._metrics = metrics
         self._observer = observer or NullObserver()
         self._open: dict[str, OpenRequest] = {}
-        self._callers = RevocationWatcher(self._open)
+        self._revocation = RevocationWatcher(self._open)
         self._engine_ids = 0
         self._hasher = OutputHasher(log.path.with_name("output-hash.key"))
 
@@ -85,7 +85,9 @@ class Gateway:
         try:
             return self._submit(generation)
         except ApiError as error:
-            self.refused(generation.id, generation.endpoint, generation.model.name, error, key=generation.key)
+            self.record_refusal(
+                generation.id, generation.endpoint, generation.model.name, error, key=generation.key
+            )
             raise
 
     def in_flight(self) -> list[LiveRequest]:
@@ -105,7 +107,9 @@ class Gateway:
     def is_open(self, request_id: str) -> bool:
         return request_id in self._open
 
-    def refused(self, request_id: str, endpoint: str, model: str, error: ApiError, *, key: str = "") -> None:
+    def record_refusal(
+        self, request_id: str, endpoint: str, model: str, error: ApiError, *, key: str = ""
+    ) -> None:
         """Record a request that was refused before it reached an engine."""
         self._metrics.record_refusal(error.code or str(error.status))
         record = RequestRecord(
@@ -119,13 +123,13 @@ class Gateway:
         )
         self._metrics.record_failure(record)
         self._log.write(record)
-        self._observer.refused(record, error.message)
+        self._observer.on_refusal(record, error.message)
 
     def output_hash(self, request: OpenRequest) -> str:
         return self._hasher.of([sequence.output_ids for sequence in request.sequences])
 
     async def close(self) -> None:
-        self._callers.close()
+        self._revocation.close()
         await self.templates.close()
         await self.grammars.close()
 
@@ -134,7 +138,7 @@ class Gateway:
         check_kind(generation)
         pools = generation.params.pooling is not None
         choices = len(generation.prompts) * generation.n
-        at_once = most_at_once(generation.model, choices, pools=pools, queue=self.limits.queue)
+        at_once = max_in_engine(generation.model, choices, pools=pools, queue=self.limits.queue)
         if generation.reservation is not None:
             generation.reservation.release()
         supervisor.check_room(at_once, generation.tenant)
@@ -168,8 +172,8 @@ class Gateway:
             reservation,
         )
         self._open[generation.id] = opened
-        self._callers.opened(opened)
-        self._observer.opened(opened.live())
+        self._revocation.watch(opened)
+        self._observer.on_open(opened.live())
         return opened
 
     def _messages(self, generation: Generation) -> list[AddRequest]:
@@ -200,7 +204,7 @@ class Gateway:
         record = _record(request, status, code, self.output_hash(request))
         self._metrics.record_request(record)
         self._log.write(record, _draft(request))
-        self._observer.ended(record, request.reason)
+        self._observer.on_end(record, request.reason)
 
 
 def _reserve_tokens(generation: Generation, messages: list[AddRequest]) -> TokenReservation | None:

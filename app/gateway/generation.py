@@ -46,10 +46,9 @@ class Generation:
     stop: tuple[str, ...] = ()
     keep_stop: bool = False
     """Keep the stop string or token that ends an answer in its text."""
-    begins: bool = True
+    starts_new_text: bool = True
     """The answer starts a text of its own; otherwise it continues the prompt."""
     skip_special: bool = True
-    seed_drawn: bool = False
     priority: int = 0
     """Scheduling priority. Lower is served first; below 0 is premium."""
     tenant: str = ""
@@ -58,7 +57,7 @@ class Generation:
     key: str = ""
     """Name of the caller's key."""
     meter: Meter | None = None
-    allowed: Callable[[], bool] | None = None
+    still_authorized: Callable[[], bool] | None = None
     """Check whether the caller's credentials are still valid. None for a caller that needed none."""
     client: str = ""
     keep: ContentRetention | None = None

@@ -34,20 +34,20 @@ class LiveRequest:
 class RequestObserver(Protocol):
     """Observer of requests. Called on the event loop; must be quick and must not raise."""
 
-    def opened(self, request: LiveRequest) -> None: ...
+    def on_open(self, request: LiveRequest) -> None: ...
 
-    def ended(self, record: RequestRecord, reason: str = "") -> None:
+    def on_end(self, record: RequestRecord, reason: str = "") -> None:
         """Called when a request has ended. `reason`: the message of its error."""
 
-    def refused(self, record: RequestRecord, reason: str = "") -> None: ...
+    def on_refusal(self, record: RequestRecord, reason: str = "") -> None: ...
 
 
 class NullObserver:
-    def opened(self, request: LiveRequest) -> None:
+    def on_open(self, request: LiveRequest) -> None:
         pass
 
-    def ended(self, record: RequestRecord, reason: str = "") -> None:
+    def on_end(self, record: RequestRecord, reason: str = "") -> None:
         pass
 
-    def refused(self, record: RequestRecord, reason: str = "") -> None:
+    def on_refusal(self, record: RequestRecord, reason: str = "") -> None:
         pass

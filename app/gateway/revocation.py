@@ -21,22 +21,22 @@ class RevocationWatcher:
         self._requests = requests
         self._timer: asyncio.TimerHandle | None = None
 
-    def opened(self, request: OpenRequest) -> None:
-        if request.generation.allowed is not None and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(INTERVAL, self._look)
+    def watch(self, request: OpenRequest) -> None:
+        if request.generation.still_authorized is not None and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(INTERVAL, self._check)
 
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         for request in list(self._requests.values()):
-            allowed = request.generation.allowed
+            allowed = request.generation.still_authorized
             if allowed is not None and not allowed():
                 request.cancel(_no_longer())
         for request in self._requests.values():
-            self.opened(request)
+            self.watch(request)
 
 
 def _no_longer() -> ApiError:

@@ -8,7 +8,7 @@ from ..errors import ApiError
 from .generation import Generation
 
 
-def late(what: str, code: str) -> ApiError:
+def deadline_error(what: str, code: str) -> ApiError:
     """Error 503 of a missed deadline, so that a client may retry here or elsewhere."""
     return ApiError(
         503,
@@ -51,9 +51,9 @@ class TimeLimits:
 
     def _expire(self, name: str, cancel: Callable[[ApiError | None], None]) -> None:
         if name == "first_token":
-            cancel(late("its first token came", "first_token_timeout"))
+            cancel(deadline_error("its first token came", "first_token_timeout"))
         elif not self._has_tokens:
-            cancel(late("its answer began", "request_timeout"))
+            cancel(deadline_error("its answer began", "request_timeout"))
         else:
             self.has_ended_answer = True
             self._generation.remarks.append("The answer was ended by the time limit of this request.")

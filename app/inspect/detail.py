@@ -114,7 +114,7 @@ async def detail_of(control: DaemonController, identity: Identity, request_id: s
     live = next((each for each in services.gateway.in_flight() if each.id == request_id), None)
     if live is not None:
         return Detail(in_flight=live, prefix_note=prefix_note(live))
-    record, content, foreign = await logged(services, identity, request_id)
+    record, content, foreign = await find_logged(services, identity, request_id)
     days = services.request_log.keep.content_days
     return Detail(
         request=record,
@@ -126,7 +126,7 @@ async def detail_of(control: DaemonController, identity: Identity, request_id: s
     )
 
 
-async def logged(
+async def find_logged(
     services: Services, identity: Identity, request_id: str
 ) -> tuple[RequestRecord, Content | None, bool]:
     """Return (record, the content that this reader may see, whether there is more). Raises ApiError 404."""

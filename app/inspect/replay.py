@@ -21,7 +21,7 @@ from ..security.identity import Identity
 from ..services import Services
 from ..store.content import Content
 from ..store.record import RequestRecord
-from .detail import content_note, logged
+from .detail import content_note, find_logged
 from .snippets import is_chat, is_pooled
 
 _NOT_AGAIN = ("stream", "stream_options", "request_id")
@@ -50,7 +50,7 @@ async def replay(services: Services, identity: Identity, request_id: str) -> Rep
     """Run the request and compare. Takes as long as the model takes. Raises ApiError; 409 if there is nothing
     to send again.
     """
-    record, content, foreign = await logged(services, identity, request_id)
+    record, content, foreign = await find_logged(services, identity, request_id)
     if is_pooled(record):
         raise ApiError(
             409, "It was answered with vectors; only tokens are compared.", "not_replayable", "request_id"
@@ -58,7 +58,7 @@ async def replay(services: Services, identity: Identity, request_id: str) -> Rep
     if content is None or not content.is_whole:
         note = content_note(record, content, services.request_log.keep.content_days, foreign=foreign)
         raise ApiError(409, f"It cannot be sent again. {note}", "not_replayable", "request_id")
-    generation = await _prepared(services, identity, record, content)
+    generation = await _prepare(services, identity, record, content)
     with services.gateway.open(generation) as opened:
         texts: list[list[str]] = [[] for _ in opened.sequences]
         async for delta in opened.deltas():
@@ -77,7 +77,7 @@ async def replay(services: Services, identity: Identity, request_id: str) -> Rep
     )
 
 
-async def _prepared(
+async def _prepare(
     services: Services, identity: Identity, record: RequestRecord, content: Content
 ) -> Generation:
     plain = {name: value for name, value in json.loads(content.body).items() if name not in _NOT_AGAIN}

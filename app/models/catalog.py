@@ -144,7 +144,7 @@ def likely_id(text: str) -> str:
     return f"did you mean {wanted}? " if wanted != text and HUB_ID.fullmatch(wanted) else ""
 
 
-def served(name: str, environ: Mapping[str, str], names: NameLookup) -> ModelRef | None:
+def find_served(name: str, environ: Mapping[str, str], names: NameLookup) -> ModelRef | None:
     """Find the model that an API client may name: never by path. None if it is not on this disk."""
     try:
         if name in names.aliases or name in names.directories or name == BUILTIN:

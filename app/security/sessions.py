@@ -170,7 +170,7 @@ class BackOff:
                 {"Retry-After": str(seconds)},
             )
 
-    def failed(self, address: str) -> None:
+    def record_failure(self, address: str) -> None:
         count = self._failures.pop(address, (0, 0.0))[0] + 1
         over = count - FREE_FAILURES
         wait = min(LONGEST_WAIT, 2.0 ** min(over, 10)) if over >= 0 else 0.0
@@ -178,7 +178,7 @@ class BackOff:
         if len(self._failures) > _MOST_ADDRESSES:
             self._failures.popitem(last=False)
 
-    def succeeded(self, address: str) -> None:
+    def record_success(self, address: str) -> None:
         self._failures.pop(address, None)
 
 

@@ -73,22 +73,22 @@ class ContentBudget:
             self._left += size
 
 
-def settle(draft: ContentDraft, most: int) -> Content:
+def make_content(draft: ContentDraft, most: int) -> Content:
     """Make the content, with at most `most` bytes of each part."""
     prompts = draft.prompts()
-    (body,) = cut([draft.body], most)
+    (body,) = cut_texts([draft.body], most)
     return Content(
         owner=draft.owner,
         body=body,
         body_bytes=size_of([draft.body]),
-        prompts=cut(prompts, most),
+        prompts=cut_texts(prompts, most),
         prompt_bytes=size_of(prompts),
-        outputs=cut(draft.outputs, most),
+        outputs=cut_texts(draft.outputs, most),
         output_bytes=draft.output_bytes,
     )
 
 
-def cut(texts: Iterable[str], most: int) -> list[str]:
+def cut_texts(texts: Iterable[str], most: int) -> list[str]:
     """Cut texts to at most `most` bytes of UTF-8 in total. No character is split."""
     kept = []
     for text in texts:

@@ -32,12 +32,12 @@ SIDES = ("", "-wal", "-shm")
 def open_database(path: Path) -> Engine:
     """Open `path` in WAL mode and migrate it to the newest schema, completely or not at all."""
     try:
-        return _migrated(path)
+        return _open_migrated(path)
     except DatabaseError as error:
         if not is_damage(error):
             raise
         set_aside(path)
-        return _migrated(path)
+        return _open_migrated(path)
 
 
 def is_damage(error: Exception) -> bool:
@@ -61,7 +61,7 @@ def erase_damaged(path: Path, before: float) -> None:
             file.unlink(missing_ok=True)
 
 
-def _migrated(path: Path) -> Engine:
+def _open_migrated(path: Path) -> Engine:
     engine = create_engine(
         f"sqlite:///{path}",
         poolclass=NullPool,

@@ -95,7 +95,7 @@ class FileStore:
         """Erase the files of all owners created before a Unix time. Returns their number."""
 
         def erase() -> int:
-            old = [file.id for file in self._described() if file.created < moment]
+            old = [file.id for file in self._descriptions() if file.created < moment]
             for id_ in old:
                 self._erase(id_)
             return len(old)
@@ -107,7 +107,7 @@ class FileStore:
         now = time.time()
         owners = None if self._owners is None else self._owners()
         known = set()
-        for file in self._described():
+        for file in self._descriptions():
             known.add(file.id)
             if self._is_over(file, now) or not (owners is None or file.owner in owners or not file.owner):
                 self._erase(file.id)
@@ -170,10 +170,10 @@ class FileStore:
 
     def _all(self, owner: str) -> list[StoredFile]:
         now = time.time()
-        mine = [file for file in self._described() if file.owner == owner and not self._is_over(file, now)]
+        mine = [file for file in self._descriptions() if file.owner == owner and not self._is_over(file, now)]
         return sorted(mine, key=lambda file: (file.created, file.id))
 
-    def _described(self) -> Iterator[StoredFile]:
+    def _descriptions(self) -> Iterator[StoredFile]:
         for path in list(self._folder.glob("file-*.json")):
             file = _description(path)
             if file is not None:

@@ -187,5 +187,5 @@ def _sql() -> Any:
     return stored_queries
 
 
-def encoded(value: Any) -> str:
+def encode_json(value: Any) -> str:
     return msgspec.json.encode(value).decode()

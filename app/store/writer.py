@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
-from .content import Content, ContentBudget, ContentDraft, settle
+from .content import Content, ContentBudget, ContentDraft, make_content
 from .errors import StoreError, first_line
 from .record import RecordFilter, RequestRecord
 from .trimming import Retention, Trimmer
@@ -118,7 +118,7 @@ class RequestLog:
 
         def run(engine: "Engine | None") -> None:
             try:
-                done.set_result(call(_opened(engine)))
+                done.set_result(call(_require_open(engine)))
             except Exception as error:  # noqa: BLE001 - handed to the caller
                 done.set_exception(error if isinstance(error, StoreError) else StoreError(first_line(error)))
 
@@ -252,14 +252,14 @@ class RequestLog:
         try:
             self._insert_now(entries)
         except Exception as error:  # noqa: BLE001 - full disk, locked or damaged file: drop, say, go on
-            if not self._inserted_after_all(entries, error):
+            if not self._retry_insert(entries, error):
                 self.drop(len(rows), first_line(error))
 
     def _entry(self, record: RequestRecord, draft: ContentDraft | None) -> "Entry":
         if draft is None:
             return record, None
         try:
-            return record, settle(draft, self.content_bytes)
+            return record, make_content(draft, self.content_bytes)
         except Exception:
             log.exception("what %s asked and got cannot be kept", record.id)
             return replace(record, content="dropped"), None
@@ -276,7 +276,7 @@ class RequestLog:
         self.wrote(len(entries) * _ROW_BYTES)
         self.wrote(sum(c.body_bytes + c.prompt_bytes + c.output_bytes for c in kept))
 
-    def _inserted_after_all(self, entries: "list[Entry]", error: Exception) -> bool:
+    def _retry_insert(self, entries: "list[Entry]", error: Exception) -> bool:
         """Retry a failed insert. A damaged file is replaced by a new one; a disk too full for contents may
         have room for rows.
         """
@@ -296,7 +296,7 @@ class RequestLog:
         return True
 
 
-def _opened(engine: "Engine | None") -> "Engine":
+def _require_open(engine: "Engine | None") -> "Engine":
     if engine is None:
         raise StoreError("the request log cannot be opened; the daemon's log says why")
     return engine

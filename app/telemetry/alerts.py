@@ -17,7 +17,7 @@ SLOW_KERNELS = {"onednn", "reference"}
 """Name of PyTorch's own kernels."""
 
 
-def attention(tick: Tick) -> tuple[Alert, ...]:
+def find_alerts(tick: Tick) -> tuple[Alert, ...]:
     """Alerts of one tick, failures first."""
     found = [*_engines(tick), *_errors(tick), *_gpus(tick), *_host(tick)]
     return tuple(sorted(found, key=lambda each: each.level != "failure"))
@@ -86,11 +86,11 @@ def _gpus(tick: Tick) -> Iterator[Alert]:
     for gpu in tick.gpus.devices:
         if gpu.problem:
             yield Alert(level="failure", text=f"GPU {gpu.index}: {gpu.problem}", fix="dmesg | grep NVRM")
-        elif (text := _strained(gpu)) != "":
+        elif (text := _describe_strain(gpu)) != "":
             yield Alert(level="warning", text=f"GPU {gpu.index}: {text}")
 
 
-def _strained(gpu: GpuReading) -> str:
+def _describe_strain(gpu: GpuReading) -> str:
     held = [reason for reason in gpu.throttle if reason not in {"power cap", "sync boost"}]
     if held:
         return f"clocks held down ({', '.join(held)})"

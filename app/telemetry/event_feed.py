@@ -22,18 +22,18 @@ class RequestFeed:
         self._events = events
         self._latencies = latencies
         self._error_rates = error_rates
-        self.on_open: Callable[[], None] = lambda: None
+        self.wake_poller: Callable[[], None] = lambda: None
 
-    def opened(self, request: LiveRequest) -> None:
+    def on_open(self, request: LiveRequest) -> None:
         self._events.publish("request.started", asdict(request))
-        self.on_open()
+        self.wake_poller()
 
-    def ended(self, record: RequestRecord, reason: str = "") -> None:
+    def on_end(self, record: RequestRecord, reason: str = "") -> None:
         self._latencies.add(record)
         self._error_rates.add(record, reason)
         self._events.publish("request.finished", asdict(record))
 
-    def refused(self, record: RequestRecord, reason: str = "") -> None:
+    def on_refusal(self, record: RequestRecord, reason: str = "") -> None:
         """Publish a refusal. One by the server's fault counts as a failed request."""
         if record.is_failure:
             self._error_rates.add(record, reason)

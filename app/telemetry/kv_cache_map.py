@@ -70,7 +70,7 @@ class BlockReader:
         await asyncio.gather(*(self._look(each) for each in supervisors))
         names = {each.name for each in supervisors}
         self._seen = {name: seen for name, seen in self._seen.items() if name in names}
-        return [picture(name, at, found, most_cells) for name, (at, found) in self._seen.items()]
+        return [draw_map(name, at, found, most_cells) for name, (at, found) in self._seen.items()]
 
     async def _look(self, supervisor: Supervisor) -> None:
         at, _ = self._seen.get(supervisor.name, (0.0, None))
@@ -81,7 +81,7 @@ class BlockReader:
             self._seen[supervisor.name] = self._clock(), found
 
 
-def picture(model: str, as_of: float, found: BlockMap, most_cells: int) -> Blocks:
+def draw_map(model: str, as_of: float, found: BlockMap, most_cells: int) -> Blocks:
     """Draw a map in at most `most_cells` cells of equally many blocks (the last one may have fewer)."""
     each = max(1, -(-found.num_blocks // most_cells))
     cells = map(_cell, _in_cells(found.runs, each))

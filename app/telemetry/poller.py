@@ -18,7 +18,7 @@ import msgspec
 from ..engines.manager import EngineManager
 from ..events import Events
 from ..gateway.gateway import Gateway
-from .alerts import attention
+from .alerts import find_alerts
 from .engine_rates import EngineReader
 from .error_rates import ErrorRates, total_rate
 from .gpus import GpuReader
@@ -113,7 +113,7 @@ class Poller:
             error_rates=error_rates,
             requests=tuple(requests[:MOST_REQUESTS]),
         )
-        self.last = msgspec.structs.replace(tick, attention=attention(tick))
+        self.last = msgspec.structs.replace(tick, attention=find_alerts(tick))
         self._history.add(tick.time, series_of(tick))
         if self._events.subscribers:
             self._events.publish("tick", msgspec.structs.asdict(self.last), remember=False)

@@ -51,7 +51,7 @@ class Telemetry:
             gpus=self._gpus,
             host=HostReader(paths.state_dir),
         )
-        self.feed.on_open = self.poller.wake
+        self.feed.wake_poller = self.poller.wake
         self._log_feed = LogFeed(self._events, asyncio.get_running_loop())
         logging.getLogger().addHandler(self._log_feed)
         self._task = asyncio.create_task(self.poller.run(), name="telemetry")

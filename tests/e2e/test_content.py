@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from llmbox.app.errors import ApiError
-from llmbox.app.inspect.detail import logged
+from llmbox.app.inspect.detail import find_logged
 from llmbox.app.inspect.replay import Replayed, replay
 from llmbox.app.inspect.snippets import as_curl, as_python
 from llmbox.app.security.identity import LOCAL, Identity
@@ -49,7 +49,7 @@ class Place:
 
     def find(self, request_id: str, reader: Identity = LOCAL) -> Any:
         self.services.request_log.flush()
-        return self.server.call(logged(self.services, reader, request_id))
+        return self.server.call(find_logged(self.services, reader, request_id))
 
     def replay(self, request_id: str, reader: Identity = LOCAL) -> Replayed:
         self.services.request_log.flush()

@@ -11,7 +11,7 @@ from llmbox.app.gateway.request_events import LiveRequest
 from llmbox.app.inspect.detail import content_note, prefix_note
 from llmbox.app.inspect.snippets import as_curl
 from llmbox.app.store.record import RequestRecord
-from llmbox.app.telemetry.alerts import attention
+from llmbox.app.telemetry.alerts import find_alerts
 from llmbox.app.telemetry.snapshot import (
     Alert,
     EngineSnapshot,
@@ -116,7 +116,7 @@ def erring_tick() -> Tick:
     rates = (ErrorRate(model="qwen3-8b", finished=12, failed=9, rate=0.75, reason="NaN or infinite logits."),)
     erring = tick(error_rates=rates)
     totals = msgspec.structs.replace(erring.totals, error_rate=0.75)
-    return msgspec.structs.replace(erring, totals=totals, attention=attention(erring))
+    return msgspec.structs.replace(erring, totals=totals, attention=find_alerts(erring))
 
 
 def record(number: int, **changes: Any) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def _check_work(connection: ASGIConnection[Any, Any, Any, Any], identity: Identi
         identity.meter.take_request()
     except ApiError as error:
         services: Services = connection.app.state.services
-        services.gateway.refused(
+        services.gateway.record_refusal(
             request_id(connection), connection.scope["path"], "", error, key=identity.name
         )
         raise

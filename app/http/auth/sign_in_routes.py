@@ -65,12 +65,12 @@ async def sign_in(request: Request[Any, Any, State]) -> Response[str]:
         return _page(error.message, status=error.status, headers=error.headers)
     allowed, key = _check(security, form)
     if not allowed:
-        security.back_off.failed(address)
+        security.back_off.record_failure(address)
         log.warning("a sign-in from %s failed", address)
         return _page(
             "That did not work: the link was used or is too old, or the key may not administer.", status=401
         )
-    security.back_off.succeeded(address)
+    security.back_off.record_success(address)
     log.info("signed in from %s with %s", address, f"the key {key.name}" if key else "a one-time link")
     if (old := session_identity(request, security)) is not None and old.session is not None:
         security.sessions.close(old.session)

@@ -59,7 +59,7 @@ def keep_for(control: DaemonController, caller: Identity, name: str, seconds: fl
         return []
     if not may_decide(caller, model):
         return [NOT_DECIDED]
-    control.residency.stay(model, None if math.isinf(seconds) else seconds)
+    control.residency.set_ttl(model, None if math.isinf(seconds) else seconds)
     return []
 
 

@@ -123,7 +123,7 @@ def pooled(
         cache_salt=call.caller.cache_namespace(cache_salt),
         key=call.caller.name,
         meter=call.caller.meter,
-        allowed=call.allowed(),
+        still_authorized=call.allowed(),
         client=call.client,
         keep=call.keep(),
         reservation=reservation,

@@ -15,9 +15,9 @@ from ...config.schema import LimitSettings
 from ...engines.loaded_model import LoadedModel
 from ...engines.reservation import QueueReservation
 from ...errors import ApiError
-from ...gateway.gateway import Gateway, most_at_once, system_fingerprint
+from ...gateway.gateway import Gateway, max_in_engine, system_fingerprint
 from ...gateway.generation import ContentRetention
-from ...gateway.time_limits import late
+from ...gateway.time_limits import deadline_error
 from ...security.identity import Identity
 from ...services import Services
 from ..auth.credentials import identity_of
@@ -81,7 +81,7 @@ class RequestContext:
             async with asyncio.timeout(None if by is None else by - time.monotonic()):
                 model = await self._find_model(name)
         except TimeoutError:
-            raise late("its model was in memory", "request_timeout") from None
+            raise deadline_error("its model was in memory", "request_timeout") from None
         if name is None:
             self.caller.require_model(model.name)
         if model.supervisor.info is None:
@@ -100,7 +100,7 @@ class RequestContext:
 
     def reserve(self, model: LoadedModel, choices: int, *, pools: bool = False) -> QueueReservation:
         """Hold places in the model's queue while the prompts are made. Raises ApiError 429 and 503."""
-        places = most_at_once(model, choices, pools=pools, queue=self.limits.queue)
+        places = max_in_engine(model, choices, pools=pools, queue=self.limits.queue)
         return model.supervisor.reserve(places, self.caller.tenant)
 
     def warnings(self, kind: type[msgspec.Struct]) -> list[str]:
@@ -125,7 +125,7 @@ class RequestContext:
         except ApiError as error:
             model = self.plain.get("model")
             name = model if isinstance(model, str) else ""
-            self.gateway.refused(self.exchange, self.endpoint, name, error, key=self.caller.name)
+            self.gateway.record_refusal(self.exchange, self.endpoint, name, error, key=self.caller.name)
             raise
 
 

@@ -13,7 +13,7 @@ from sqlmodel import Session, col
 
 from ..batches import Batch, BatchCounts, BatchItem, BatchKind, BatchPage, BatchResult
 from ..database import give_back_space
-from ..stored_answers import encoded
+from ..stored_answers import encode_json
 from ..tables import BatchItemRow, BatchRow
 
 
@@ -25,7 +25,7 @@ def add(engine: Engine, batch: Batch, items: Sequence[BatchItem]) -> Batch:
         "created": batch.created,
         "expires": batch.expires,
         "total": len(items),
-        "details": encoded(batch.details),
+        "details": encode_json(batch.details),
     }
     with engine.begin() as connection:
         seq = connection.execute(insert(BatchRow), row).lastrowid

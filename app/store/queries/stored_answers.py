@@ -10,7 +10,7 @@ from sqlalchemy import update as change
 from sqlmodel import Session, col
 
 from ..database import give_back_space
-from ..stored_answers import Kind, StoredAnswer, StoredFilter, StoredTotal, encoded
+from ..stored_answers import Kind, StoredAnswer, StoredFilter, StoredTotal, encode_json
 from ..tables import StoredRow
 from . import batches as batch_queries
 
@@ -24,9 +24,9 @@ _HAS = "EXISTS (SELECT 1 FROM json_each(stored.details) WHERE key = :k{n} AND va
 def put(engine: Engine, answer: StoredAnswer) -> int:
     """Insert an answer, replacing one of the same id. Returns its bytes."""
     texts = {
-        "details": encoded(answer.metadata),
-        "input": encoded(answer.input),
-        "answer": encoded(answer.answer),
+        "details": encode_json(answer.metadata),
+        "input": encode_json(answer.input),
+        "answer": encode_json(answer.answer),
     }
     size = sum(len(each.encode()) for each in texts.values())
     row = {
@@ -79,7 +79,7 @@ def find(engine: Engine, want: StoredFilter) -> list[StoredAnswer] | None:
 
 
 def update(engine: Engine, kind: Kind, owner: str, id_: str, metadata: Mapping[str, str]) -> bool:
-    new = encoded(metadata)
+    new = encode_json(metadata)
     place = _is(kind, owner, id_)
     with engine.begin() as connection:
         old = connection.execute(select(col(StoredRow.details)).where(place)).scalar()
@@ -97,7 +97,7 @@ def append(engine: Engine, kind: Kind, owner: str, id_: str, items: Sequence[Any
         old = connection.execute(select(col(StoredRow.input)).where(place)).scalar()
         if old is None:
             return 0
-        new = encoded([*msgspec.json.decode(old), *items])
+        new = encode_json([*msgspec.json.decode(old), *items])
         more = len(new.encode()) - len(old.encode())
         values = {"input": new, "size": col(StoredRow.size) + more, "created": now}
         connection.execute(change(StoredRow).where(place).values(**values))
@@ -113,7 +113,7 @@ def remove_item(engine: Engine, kind: Kind, owner: str, id_: str, item: str) -> 
         left = [each for each in items if each.get("id") != item]
         if old is None or len(left) == len(items):
             return False
-        new = encoded(left)
+        new = encode_json(left)
         smaller = col(StoredRow.size) + len(new.encode()) - len(old.encode())
         connection.execute(change(StoredRow).where(place).values(input=new, size=smaller))
     give_back_space(engine)

@@ -188,11 +188,11 @@ async def test_how_long_one_stays_can_be_changed(tmp_path: Path):
         await house.ask("a")
         model = house.engines.find("a")
         assert model is not None
-        house.residency.stay(model, 10.0)
+        house.residency.set_ttl(model, 10.0)
         house.now += 9
         house.residency.expire()
         assert house.names == ["a"]
-        house.residency.stay(model, None)
+        house.residency.set_ttl(model, None)
         house.now += 1_000_000
         house.residency.expire()
         assert house.names == ["a"]
@@ -442,10 +442,10 @@ def test_each_gpu_has_a_budget_and_what_others_hold_there_is_not_counted_on(tmp_
     found = sizes(config, machine, budgets(machine, "cuda", None), {1: 3 * gb})
     assert found is not None
     assert found.have == (8 * gb, 8 * gb, 36 * gb)
-    assert [wish.places for wish in found.wishes] == [(0,), (1,), (2,)]
+    assert [wish.places for wish in found.requests] == [(0,), (1,), (2,)]
     pairs = sizes(replace(config, tp=2), machine, budgets(machine, "cuda", None), {})
     assert pairs is not None
-    assert [wish.places for wish in pairs.wishes] == [(0, 1), (1, 2), (0, 2)]
+    assert [wish.places for wish in pairs.requests] == [(0, 1), (1, 2), (0, 2)]
 
 
 CARDS = ((0, 10, 8), (1, 40, 5), (2, 40, 39))

@@ -11,10 +11,10 @@ from llmbox.app.engines.eviction import (
     MemoryAllocation,
     MemoryRequest,
     ResidentModel,
+    choose_placement,
     expired,
-    find_room,
-    make_room,
     next_look,
+    plan_evictions,
 )
 
 
@@ -53,7 +53,7 @@ def wish(need: int, *places: int, want: int | None = None) -> MemoryRequest:
 def test_one_decision(
     need: int, residents: list[ResidentModel], wanted: MemoryAllocation | AllocationFailure
 ):
-    assert make_room(wish(need), [100], residents) == wanted
+    assert plan_evictions(wish(need), [100], residents) == wanted
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -71,7 +71,7 @@ def test_whatever_is_there(seed: int):
     ]
     need, budget = draw.randint(1, 120), 100
     by_name = {each.name: each for each in residents}
-    outcome = make_room(wish(need), [budget], residents)
+    outcome = plan_evictions(wish(need), [budget], residents)
     if isinstance(outcome, AllocationFailure):
         stuck = sum(each.size for each in residents if each.busy or each.pinned)
         assert budget - stuck < need
@@ -109,7 +109,7 @@ def test_whatever_is_there(seed: int):
     ],
 )
 def test_gpus_are_ledgers_of_their_own(wishes, residents, wanted):
-    assert find_room(wishes, [100] * 4, residents) == wanted
+    assert choose_placement(wishes, [100] * 4, residents) == wanted
 
 
 @st.composite
@@ -134,7 +134,7 @@ def crowds(draw):
 @given(crowds())
 def test_no_gpu_is_ever_promised_twice(crowd):
     wishes, budgets, residents = crowd
-    found = find_room(wishes, budgets, residents)
+    found = choose_placement(wishes, budgets, residents)
 
     def free(place, gone=()):
         return budgets[place] - sum(r.takes.get(place, 0) for r in residents if r.name not in gone)

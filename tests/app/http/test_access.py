@@ -59,7 +59,7 @@ class Refusals:
     def __init__(self) -> None:
         self.seen: list[tuple[str, str]] = []
 
-    def refused(self, _id: str, _path: str, _model: str, error: Any, *, key: str) -> None:
+    def record_refusal(self, _id: str, _path: str, _model: str, error: Any, *, key: str) -> None:
         self.seen.append((error.code, key))
 
 

@@ -126,7 +126,7 @@ def test_five_failures_are_free_then_each_doubles_the_wait() -> None:
     back_off = BackOff(clock)
     for _ in range(5):
         back_off.check("a")
-        back_off.failed("a")
+        back_off.record_failure("a")
     waits = []
     for _ in range(9):
         with pytest.raises(ApiError) as caught:
@@ -136,14 +136,14 @@ def test_five_failures_are_free_then_each_doubles_the_wait() -> None:
         back_off.check("b")
         clock.now += waits[-1]
         back_off.check("a")
-        back_off.failed("a")
+        back_off.record_failure("a")
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    back_off.succeeded("a")
+    back_off.record_success("a")
     back_off.check("a")
 
 
 def test_addresses_are_bounded() -> None:
     back_off = BackOff(Clock())
     for i in range(10_000):
-        back_off.failed(str(i))
+        back_off.record_failure(str(i))
     assert len(back_off._failures) <= 4096

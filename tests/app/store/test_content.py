@@ -7,7 +7,7 @@ import time
 import pytest
 
 from llmbox.app.store import RecordFilter, RequestLog, RequestRecord, Retention
-from llmbox.app.store.content import ContentBudget, ContentDraft, cut, settle
+from llmbox.app.store.content import ContentBudget, ContentDraft, cut_texts, make_content
 from llmbox.app.store.errors import StoreError
 
 SECRET = "the-secret-of-the-pudding"
@@ -49,7 +49,7 @@ async def test_content_comes_back_with_its_row(log):
 
 
 def test_what_is_longer_than_the_cap_is_cut_and_told():
-    content = settle(draft("ü" * 100), 51)
+    content = make_content(draft("ü" * 100), 51)
     assert (content.prompt_bytes, content.prompts) == (203, ["<s>" + "ü" * 24])
     assert content.body_bytes == 214
     assert not content.is_whole
@@ -57,8 +57,8 @@ def test_what_is_longer_than_the_cap_is_cut_and_told():
 
 
 def test_a_cap_holds_for_all_texts_together():
-    assert cut(["abc", "äö", "xyz"], 6) == ["abc", "ä", ""]
-    assert cut(["abc"], 0) == [""]
+    assert cut_texts(["abc", "äö", "xyz"], 6) == ["abc", "ä", ""]
+    assert cut_texts(["abc"], 0) == [""]
 
 
 def test_room_is_given_and_given_back():

@@ -11,7 +11,7 @@ from sqlalchemy import create_engine, text
 from llmbox.app.store import RequestLog, RequestRecord, Retention
 from llmbox.app.store.database import open_database, upgrade
 from llmbox.app.store.errors import StoreError
-from llmbox.app.store.stored_answers import StoredAnswer, StoredAnswers, StoredFilter, encoded
+from llmbox.app.store.stored_answers import StoredAnswer, StoredAnswers, StoredFilter, encode_json
 
 SECRET = "the-secret-of-the-pudding"
 
@@ -130,7 +130,10 @@ async def test_items_are_added_and_taken_away_without_a_byte_left(stored, log):
     (total,) = await stored.totals()
     assert (
         total.size
-        == len(encoded([{"id": "a"}, {"id": "c"}]) + encoded(made.metadata) + encoded(made.answer)) + 3
+        == len(
+            encode_json([{"id": "a"}, {"id": "c"}]) + encode_json(made.metadata) + encode_json(made.answer)
+        )
+        + 3
     )
 
 

@@ -1,11 +1,11 @@
 import pytest
 
-from llmbox.app.telemetry.alerts import attention
+from llmbox.app.telemetry.alerts import find_alerts
 from llmbox.app.telemetry.snapshot import EngineSnapshot, GpuReading, Gpus, Host, Tick
 
 
 def texts(**fields) -> list[str]:
-    return [f"{each.level}: {each.text}" for each in attention(Tick(time=0.0, **fields))]
+    return [f"{each.level}: {each.text}" for each in find_alerts(Tick(time=0.0, **fields))]
 
 
 def test_all_well_is_silence():
@@ -66,7 +66,7 @@ def test_a_full_cache_with_a_queue():
 def test_kernels_that_are_not_the_fast_ones():
     def told(**facts) -> list[tuple[str, str]]:
         engine = EngineSnapshot(model="m", state="ready", device="cpu", **facts)
-        return [(each.text, each.fix) for each in attention(Tick(time=0.0, engines=(engine,)))]
+        return [(each.text, each.fix) for each in find_alerts(Tick(time=0.0, engines=(engine,)))]
 
     slow = "m: PyTorch's slower kernels (onednn) run"
     assert told(kernels="onednn", dtype="bfloat16") == [(slow, "llmbox doctor")]

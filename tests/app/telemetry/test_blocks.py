@@ -1,4 +1,4 @@
-"""The picture of the KV blocks, and asking an engine for it."""
+"""The draw_map of the KV blocks, and asking an engine for it."""
 
 import asyncio
 from dataclasses import replace
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbox.app.engines.engine_process import BlockMapQuery
-from llmbox.app.telemetry.kv_cache_map import picture
+from llmbox.app.telemetry.kv_cache_map import draw_map
 from llmbox.engine.ipc.messages import BlockHolder, BlockMap, BlockRun
 from support.engines import kill, request, supervised, until
 
@@ -39,7 +39,7 @@ def block_map(runs):
 
 @given(RUNS, st.integers(1, 200))
 def test_a_picture_loses_no_block(runs, most):
-    made = picture("m", 0.0, block_map(runs), most)
+    made = draw_map("m", 0.0, block_map(runs), most)
     assert sum(run.count for run in made.cells) <= most
     for state in ("live", "cached"):
         told = sum(run.count * getattr(run, state) for run in made.cells)
@@ -55,7 +55,7 @@ def test_one_live_block_of_many_is_seen_with_its_holder():
         BlockRun(count=1, state="live", owner=0, holders=2),
         BlockRun(count=90, state="free", owner=-1, holders=0),
     ]
-    first, rest = picture("m", 0.0, block_map(runs), 10).cells
+    first, rest = draw_map("m", 0.0, block_map(runs), 10).cells
     assert (first.state, first.live, first.cached, first.owner, first.holders) == ("live", 1, 9, 0, 2)
     assert (rest.state, rest.count) == ("free", 9)
 
@@ -64,7 +64,7 @@ def test_choices_of_a_request_are_told_under_its_own_id():
     held = [BlockHolder(request_id=f"req.{n}", blocks=5, shared=n) for n in (1, 2)]
     runs = [BlockRun(count=9, state="live", owner=1, holders=2)]
     found = replace(block_map(runs), holders=held, owners=["req.1", "req.2"])
-    made = picture("m", 0.0, found, 10)
+    made = draw_map("m", 0.0, found, 10)
     assert made.owners == ["req", "req"]
     assert made.holders == [BlockHolder(request_id="req", blocks=10, shared=3)]
 

@@ -1,5 +1,5 @@
 from llmbox.app.store.record import RequestRecord
-from llmbox.app.telemetry.alerts import attention
+from llmbox.app.telemetry.alerts import find_alerts
 from llmbox.app.telemetry.error_rates import ErrorRates, total_rate
 from llmbox.app.telemetry.snapshot import NA, EngineSnapshot, Tick
 
@@ -77,7 +77,7 @@ def test_alerts_say_how_many_why_and_what_next():
     for _ in range(99):
         rates.add(record(200, model="n"))
     rates.add(record(500, "engine_error", "n"), "It broke.")
-    found = attention(Tick(time=0.0, engines=engines, error_rates=rates.read()))
+    found = find_alerts(Tick(time=0.0, engines=engines, error_rates=rates.read()))
     assert [(each.level, each.text, each.fix) for each in found] == [
         (
             "failure",
@@ -96,5 +96,5 @@ def test_an_engine_that_is_down_is_named_once():
     rates = ErrorRates(Clock())
     rates.add(record(503, "engine_failed"))
     engines = (EngineSnapshot(model="m", state="failed", cause="it died"),)
-    found = attention(Tick(time=0.0, engines=engines, error_rates=rates.read()))
+    found = find_alerts(Tick(time=0.0, engines=engines, error_rates=rates.read()))
     assert [each.text for each in found] == ["m: it died"]
