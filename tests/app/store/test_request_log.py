@@ -26,8 +26,8 @@ def test_sqlalchemy_waits_until_somebody_reads_or_the_start_is_over(tmp_path):
     code = (
         "import asyncio, sys, time\n"
         "from pathlib import Path\n"
-        "from llmbox.app.store import RecordFilter, RequestLog, request_log\n"
-        "request_log._OPEN_AFTER_S = request_log._OPENS_WITHIN_S = 3600.0\n"
+        "from llmbox.app.store import RecordFilter, RequestLog, writer\n"
+        "writer._OPEN_AFTER_S = writer._OPENS_WITHIN_S = 3600.0\n"
         "log = RequestLog(Path(sys.argv[1]))\n"
         "log.start()\n"
         "time.sleep(0.3)\n"
@@ -46,14 +46,14 @@ def test_only_the_writer_imports_sqlalchemy(tmp_path):
     code = (
         "import asyncio, sys\n"
         "from pathlib import Path\n"
-        "from llmbox.app.store import RecordFilter, RequestLog, request_log\n"
-        "request_log._OPENS_WITHIN_S = 0.1\n"
+        "from llmbox.app.store import RecordFilter, RequestLog, writer\n"
+        "writer._OPENS_WITHIN_S = 0.1\n"
         "RequestLog._open = lambda self: None\n"
         "log = RequestLog(Path(sys.argv[1]))\n"
         "log.start()\n"
         "try:\n"
         "    asyncio.run(log.query(RecordFilter()))\n"
-        "except request_log.StoreError:\n"
+        "except writer.StoreError:\n"
         "    print('sqlalchemy' in sys.modules)\n"
     )
     told = subprocess.run(
