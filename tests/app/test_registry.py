@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmbox.app.errors import CliError, Exit
-from llmbox.app.models.catalog import resolve, served
+from llmbox.app.models.catalog import find_served, resolve
 from llmbox.app.models.registry import SYSTEM_LIMIT, Alias, Registry, parse_parameters
 
 
@@ -105,13 +105,13 @@ def test_clients_of_the_api_name_models_never_paths(registry: Registry, tmp_path
     place = model(tmp_path / "org" / "name")
     environ = {"HF_HOME": str(tmp_path / "none")}
     for name in (str(place), "./org/name", "../x", ".", "~", "", "org/name", "a/../b", "x" * 5000):
-        assert served(name, environ, registry.read()) is None
+        assert find_served(name, environ, registry.read()) is None
     registry.adopt_directory("org/name", place)
-    found = served("org/name", environ, registry.read())
+    found = find_served("org/name", environ, registry.read())
     assert found is not None
     assert found.path == place
     (place / "config.json").unlink()
-    assert served("org/name", environ, registry.read()) is None
+    assert find_served("org/name", environ, registry.read()) is None
 
 
 def test_the_file_is_plain_json(registry: Registry):
