@@ -83,7 +83,7 @@ class RankEngine:
     """One rank's loaded shard of the model."""
 
     runner: CPUModelRunner | Callable[[Agree], tuple[GPUModelRunner, MemoryPlan]]
-    """The GPU runner is created by a callable, after the rendezvous of all ranks."""
+    """CPU runner, or a callable that creates the GPU runner after the rendezvous of all ranks."""
     plan: MemoryPlan
     """Memory plan: measured where memory is profiled, else estimated."""
     backend: str

@@ -56,7 +56,7 @@ class WeightsWanted:
 
 
 Loaded = tuple[Decoder, int | None]
-"""The model, and the bytes of memory that it took (None where unknown)."""
+"""Model, and the bytes of memory that it took (None where unknown)."""
 
 
 def load_weights(config: ModelConfig, wanted: WeightsWanted, progress: Progress) -> Loaded:

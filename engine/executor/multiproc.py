@@ -104,7 +104,7 @@ class ParallelRunner:
         return False
 
     def dismiss(self) -> None:
-        """The others begin to end, and may: nobody watches them any more."""
+        """Ask the workers to end and stop watching them, without waiting."""
         self._watch.close()
         self._crew.dismiss()
 
@@ -152,7 +152,7 @@ class DeviceRanks:
         return size is not None
 
     def dismiss(self) -> None:
-        """The others begin to end, and may: nobody watches them any more."""
+        """Ask the workers to end and stop watching them, without waiting."""
         self._watch.close()
         self._crew.dismiss()
 

@@ -21,7 +21,7 @@ DRAWS: Final[tuple[dict[str, Any], ...]] = ({}, {"top_k": 20}, {"top_p": 0.9})
 RULED: Final[dict[str, Any]] = {"top_p": 0.9, "repetition_penalty": 1.1}
 """Penalties use other sampling kernels."""
 TOLD: Final[dict[str, Any]] = {"prompt_logprobs": 20}
-"""The most alternatives that a request may ask for over HTTP."""
+"""Parameters of a prompt with as many alternatives as a request may ask for over HTTP."""
 
 
 def trial_steps(plan: MemoryPlan, row_counts: Sequence[int]) -> Iterator[StepPlan]:

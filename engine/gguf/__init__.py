@@ -1,1 +1,1 @@
-"""GGUF files, as llama.cpp, Ollama and LM Studio keep models: read once, to make a checkpoint of them."""
+"""Import of GGUF files (llama.cpp, Ollama, LM Studio): conversion to a safetensors checkpoint."""

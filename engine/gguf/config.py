@@ -1,4 +1,4 @@
-"""What is particular to each architecture in a GGUF file, as data. No torch."""
+"""Config of a GGUF file: its metadata as a config.json, and the supported architectures. Torch-free."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,13 +15,15 @@ from .tensor_names import LAYER, SANDWICH
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufArchitecture:
+    """Differences of one architecture between GGUF and a checkpoint."""
+
     name: str
-    """In `architectures` of config.json."""
+    """Class name in `architectures` of config.json."""
     model_type: str
     layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
-    """Names in a layer: of a checkpoint, and of GGUF."""
+    """Names of a layer's tensors: {in a checkpoint: in GGUF}."""
     has_pairs: bool = False
-    """Numbers of queries and keys that rotate together are neighbours, and not half a head apart."""
+    """RoPE pairs of query and key rows are interleaved, not half a head apart."""
     norms_hold_one: bool = False
     """Norms are stored as 1 + w."""
 
@@ -40,15 +42,15 @@ ARCHITECTURES: Final = {
         name="Gemma3ForCausalLM", model_type="gemma3_text", layer=SANDWICH, norms_hold_one=True
     ),
 }
-"""By GGUF's name for it. Mistral and Mixtral are called llama."""
+"""Architectures by GGUF's name. Mistral and Mixtral are called llama."""
 
 
 LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Of all Llama 3.1 to 3.3; their files have the resulting factors only."""
+"""RoPE scaling of Llama 3.1 to 3.3, whose files hold only the resulting factors."""
 
 
 def config_of(gguf: GgufFile, rope_factors: Sequence[float] | None = None) -> dict[str, Any]:
-    """`rope_factors`: what frequencies are divided by, of the tensor rope_freqs.weight. Raises ModelError."""
+    """Build config.json. `rope_factors`: frequency divisors of rope_freqs.weight. Raises ModelError."""
     kind = architecture_of(gguf)
     heads = _integer(gguf, "attention.head_count")
     head_dim = _head_dim(gguf, heads)
@@ -78,7 +80,7 @@ def config_of(gguf: GgufFile, rope_factors: Sequence[float] | None = None) -> di
 
 
 def architecture_of(gguf: GgufFile) -> GgufArchitecture:
-    """Raises UnsupportedArchitecture."""
+    """Look up the file's architecture. Raises UnsupportedArchitecture."""
     if gguf.architecture not in ARCHITECTURES:
         raise UnsupportedArchitecture(
             f"{gguf.path}: architecture {gguf.architecture!r} cannot be read from GGUF; readable: "
@@ -88,7 +90,7 @@ def architecture_of(gguf: GgufFile) -> GgufArchitecture:
 
 
 def _gemma(gguf: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """What files leave out is the same in all of a generation, but for the largest of each."""
+    """Add values that Gemma files omit: equal for all models of a generation except its largest."""
     largest = {"gemma2": 46, "gemma3": 62}.get(gguf.architecture) == config["num_hidden_layers"]
     scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
     theta = 1e6 if gguf.architecture == "gemma3" else 1e4
@@ -161,7 +163,7 @@ def rope_of(gguf: GgufFile, factors: Sequence[float] | None, head_dim: int) -> d
 
 
 def _of_factors(factors: Sequence[float], theta: float, head_dim: int, context: int) -> dict[str, Any]:
-    """Files of Llama 3.1 have what came out of its rule. Others' are told one by one, like longrope's."""
+    """Map frequency divisors to RoPE scaling: `llama3` where they match its formula, else `longrope`."""
     factor = max(factors)
     expected = llama3_factors(factor, theta, head_dim)
     if len(factors) == len(expected) and all(map(partial(isclose, rel_tol=1e-4), factors, expected)):
@@ -171,7 +173,7 @@ def _of_factors(factors: Sequence[float], theta: float, head_dim: int, context: 
 
 
 def llama3_factors(factor: float, theta: float, head_dim: int) -> list[float]:
-    """What Llama 3.1 divides its frequencies by: slow ones by `factor`, fast ones by 1, others between."""
+    """Return Llama 3.1's frequency divisors: `factor` for slow ones, 1 for fast ones, a ramp between."""
     low, high, original = LLAMA3.values()
     turns = [original * theta ** (-i / head_dim) / tau for i in range(0, head_dim, 2)]
     smooth = [min(1.0, max(0.0, (each - low) / (high - low))) for each in turns]
@@ -179,7 +181,7 @@ def llama3_factors(factor: float, theta: float, head_dim: int) -> list[float]:
 
 
 def dtype_of(gguf: GgufFile) -> str:
-    """Of the checkpoint to be made: float32 of a file that has nothing else, else bfloat16."""
+    """Return the dtype of the new checkpoint: float32 for a file of float32 matrices only, else bfloat16."""
     matrices = {entry.dtype for entry in gguf.tensors.values() if len(entry.shape) > 1}
     return "float32" if matrices == {"F32"} else "bfloat16"
 
@@ -189,14 +191,14 @@ def is_rounded(gguf: GgufFile) -> bool:
 
 
 def generation_of(gguf: GgufFile) -> dict[str, Any]:
-    """Which tokens end an answer."""
+    """Build generation_config.json: the end-of-sequence ids."""
     ids = [gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ends = sorted({each for each in ids if isinstance(each, int)})
     return {"eos_token_id": ends} if ends else {}
 
 
 def _integer(gguf: GgufFile, key: str, default: int | None = None) -> int:
-    """Where each layer has its own, all must be the same."""
+    """Read a positive integer; a list with one value per layer must be uniform. Raises ModelError."""
     value = gguf.value(key, default)
     if isinstance(value, list) and len(set(value)) == 1:
         value = value[0]
@@ -209,7 +211,7 @@ def _integer(gguf: GgufFile, key: str, default: int | None = None) -> int:
 
 
 def _number(gguf: GgufFile, key: str, default: float) -> float:
-    """A float32 by its shortest name: 1e-06, not 9.999999974752427e-07."""
+    """Read a float32 with its shortest decimal form: 1e-06, not 9.999999974752427e-07. Raises ModelError."""
     value = gguf.value(key, default)
     if not is_number(value):
         raise ModelError(f"{gguf.path}: {gguf.architecture}.{key} is no number; {FETCH_AGAIN}")

@@ -1,8 +1,8 @@
-"""Makes a checkpoint of safetensors of a GGUF file: a directory that loads by itself, and a report.
+"""Convert a GGUF file to a safetensors checkpoint: writes a directory that loads by itself, and a report.
 
-`python -P -m llmbox.engine.gguf.convert FILE OUT FORMAT [--beside FOLDER] [--threads N]` tells what it does
-as `subprocess_job.py` says: {"progress": [done, total]}…, then a `ConversionReport`. FORMAT is none or one
-of `quantize.py`'s. What is in FOLDER, which are files of the tokenizer, goes into OUT.
+`python -P -m llmbox.engine.gguf.convert FILE OUT FORMAT [--beside FOLDER] [--threads N]` reports progress as
+`ipc/subprocess_job.py` describes: {"progress": [done, total]}…, then a `ConversionReport`. FORMAT is none or
+a format of `quantize.py`. The files in FOLDER, those of the tokenizer, are copied to OUT.
 """
 
 import argparse
@@ -35,12 +35,14 @@ from .tensors import GgufTensors
 
 @dataclass(slots=True)
 class ConversionReport:
+    """Result of a conversion, for the command line."""
+
     format: str
-    """none: nothing was rounded again."""
+    """Target format; none: nothing was requantized."""
     bytes_before: int
     bytes_after: int
     relative: float
-    """Error of rounding beside the file's weights, by their norm."""
+    """Relative error of requantization, in the Euclidean norm of the file's weights."""
     tensors: int
     kept: int
 
@@ -48,7 +50,10 @@ class ConversionReport:
 def convert(
     gguf: GgufFile, out: Path, quant: Quant | None, beside: Path | None, threads: int, progress: Progress
 ) -> ConversionReport:
-    """Writes `out`, which must not exist, in one move at the end. Raises EngineError and OSError."""
+    """Convert to the directory `out`, which must not exist and appears atomically at the end.
+
+    Raises EngineError and OSError.
+    """
     raw = config_of(gguf, rope_factors(gguf))
     require_space(out, bytes_at_most(gguf, quant))
     with made_whole(out) as part:
@@ -80,6 +85,7 @@ def convert(
 
 
 def rope_factors(gguf: GgufFile) -> list[float] | None:
+    """Read the frequency divisors of the tensor rope_freqs.weight, or None."""
     entry = gguf.tensors.get("rope_freqs.weight")
     if entry is None:
         return None
@@ -91,7 +97,7 @@ def rope_factors(gguf: GgufFile) -> list[float] | None:
 
 
 def bytes_at_most(gguf: GgufFile, quant: Quant | None) -> int:
-    """What is not rounded takes two bytes a weight as bfloat16, four of a table beside rounded linears."""
+    """Return an upper bound of the output's size in bytes, with a reserve."""
     entries = gguf.tensors.values()
     weights = sum(entry.nbytes // BLOCKS[entry.dtype][1] * BLOCKS[entry.dtype][0] for entry in entries)
     wide = 4.0 if dtype_of(gguf) == "float32" else 2.0

@@ -1,8 +1,8 @@
-"""ggml's blocks of rounded weights as floats.
+"""Dequantization of ggml's block formats.
 
-Each function takes blocks as bytes [N, bytes of a block] and gives [N, weights of a block] in float32, by
-the formulas of ggml's `dequantize_row_*` (ggml-quants.c). N blocks, B bytes, S groups of a block with a
-scale of their own, L weights.
+Each function maps blocks as bytes [N, bytes of a block] to float32 [N, weights of a block], by the formulas
+of ggml's `dequantize_row_*` (ggml-quants.c). N blocks, B bytes, S groups of a block with a scale of their
+own, L weights.
 """
 
 from collections.abc import Callable
@@ -17,29 +17,29 @@ IQ4_VALUES: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53
 
 
 def dequantise(kind: str, raw: Tensor) -> Tensor:
-    """Bytes of whole blocks -> their weights, float32 [count], in order."""
+    """Dequantize the bytes of whole blocks to float32 [count], in order."""
     block_NB = raw.view(-1, BLOCKS[kind][1])
     return _FORMATS[kind](block_NB).flatten()
 
 
 def _half(block_NB: Tensor, at: int) -> Tensor:
-    """The number of 16 bits at a byte, [N, 1]."""
+    """Read the float16 at a byte offset of each block, [N, 1]."""
     return block_NB[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(bytes_NB: Tensor) -> Tensor:
-    """All low ones, then all high ones."""
+    """Unpack nibbles: all low ones, then all high ones."""
     return torch.cat((bytes_NB & 15, bytes_NB >> 4), 1)
 
 
 def _bits(bytes_NB: Tensor) -> Tensor:
-    """[N, B] -> [N, 8 B], the lowest of each byte first."""
+    """Unpack bits: [N, B] -> [N, 8 B], the lowest bit of each byte first."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return (bytes_NB.unsqueeze(-1) >> shifts & 1).flatten(1)
 
 
 def _fields(bytes_NB: Tensor, width: int) -> Tensor:
-    """[N, B] -> [N, 8 / width, B]: the bits at 0, at `width`, and so on."""
+    """Unpack bit fields: [N, B] -> [N, 8 / width, B], the bits at 0, at `width`, and so on."""
     shifts = torch.arange(0, 8, width, dtype=torch.uint8).view(1, -1, 1)
     return bytes_NB.unsqueeze(1) >> shifts & (1 << width) - 1
 
@@ -76,12 +76,14 @@ def _q2_k(b: Tensor) -> Tensor:
 
 
 def _quarters(bytes_NB: Tensor) -> Tensor:
-    """64 bytes of four numbers each: of each half all lowest ones first, then the next. [N, 256]."""
+    """Unpack 64 bytes of 2-bit numbers to [N, 256]: in each half all lowest bits first, then the next."""
     return _fields(bytes_NB.reshape(-1, 32), 2).reshape(len(bytes_NB), 256)
 
 
 def _q3_k(b: Tensor) -> Tensor:
-    """A third bit in the first 32 bytes: bit k is of the k-th 32 weights; where it is 0, less 4."""
+    """Dequantize Q3_K. The third bits are in the first 32 bytes: bit k is that of the k-th 32 weights, and a
+    cleared one subtracts 4.
+    """
     third_NL = _fields(b[:, :32], 1).reshape(-1, 256)
     code_NL = _quarters(b[:, 32:96]).float() - 4 * (1 - third_NL.float())
     low_NS = _fields(b[:, 96:104], 4).reshape(-1, 16)
@@ -91,7 +93,7 @@ def _q3_k(b: Tensor) -> Tensor:
 
 
 def _scales_and_leasts(b: Tensor) -> tuple[Tensor, Tensor]:
-    """Of Q4_K and Q5_K: eight groups' scales and what is taken off, [N, 8, 1] each, 6 bits in 12 bytes."""
+    """Unpack the scales and minimums of Q4_K and Q5_K, [N, 8, 1] each: 6-bit numbers in 12 bytes."""
     first, second, last = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scale_NS = torch.cat((first & 63, last & 15 | first >> 6 << 4), 1)
     least_NS = torch.cat((second & 63, last >> 4 | second >> 6 << 4), 1)
@@ -99,7 +101,7 @@ def _scales_and_leasts(b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _halves(bytes_NB: Tensor) -> Tensor:
-    """Of each 32 bytes the low nibbles are a group, the high ones the next. [N, 8, 32]."""
+    """Unpack nibbles to [N, 8, 32]: of each 32 bytes, low nibbles are one group, high ones the next."""
     return _fields(bytes_NB.reshape(-1, 32), 4).reshape(len(bytes_NB), 8, 32)
 
 

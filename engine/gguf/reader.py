@@ -1,9 +1,9 @@
-"""The header of a GGUF file, checked before anything believes it. No torch: the command line reads it too.
+"""Reader of GGUF headers, which are validated before use. Torch-free, as the command line uses it too.
 
 Layout (little-endian): "GGUF", version u32, tensors u64, entries u64; entries (key, type, value); tensors
 (name, dimensions from the innermost, type, offset); padding; data. Source: the GGUF specification,
-docs/gguf.md of ggml. Read with plain file reads, never mapped: a file that shrinks later is an error
-message, not a SIGBUS.
+docs/gguf.md of ggml. Files are read, never mapped: a file that shrinks later causes an error message, not a
+SIGBUS.
 """
 
 import math
@@ -22,7 +22,7 @@ from ..errors import ModelError
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
 MAX_HEADER: Final = 256 << 20
-"""Bytes. Vocabularies of 250,000 words with their merges take some 20 MB."""
+"""Largest header in bytes. Vocabularies of 250,000 tokens with their merges take some 20 MB."""
 MAX_DIMENSIONS: Final = 4
 TENSOR_NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}(\.[A-Za-z0-9_\-]{1,64}){0,15}", re.ASCII)
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
@@ -44,7 +44,7 @@ BLOCKS: Final = {
     "IQ4_NL": (32, 18),
     "IQ4_XS": (256, 136),
 }
-"""Formats that can be read: weights in a block, and its bytes."""
+"""Supported formats: weights in a block, and bytes of a block."""
 FLOATS: Final = {"F32", "F16", "BF16"}
 _TYPES: Final = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K",
@@ -58,7 +58,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """What the files of one model say."""
+    """Header of a model's GGUF file, or of all its parts together."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -73,7 +73,7 @@ class GgufFile:
         return name
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Of a key that carries the architecture's name: `value("block_count")` is "llama.block_count"."""
+        """Return the value of a key given without its architecture: `block_count` of llama.block_count."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
 
@@ -86,7 +86,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """A file, or the first of several parts, with all its parts. Raises ModelError saying what to do."""
+    """Read a file, or the first of several parts with all its parts. Raises ModelError saying what to do."""
     first = _read_one(path)
     tensors = dict(first.tensors)
     for part in _other_parts(path, first.metadata):
@@ -132,7 +132,7 @@ def _read_one(path: Path) -> GgufFile:
 
 
 class _Reader:
-    """Of one header, front to back. Counts and lengths are held against what the file has left."""
+    """Sequential parser of one header. Counts and lengths are checked against the rest of the file."""
 
     def __init__(self, path: Path, stream: BinaryIO, size: int) -> None:
         self._path = path
@@ -175,7 +175,7 @@ class _Reader:
         return entries
 
     def _tensor(self) -> TensorEntry:
-        """Its offset counts from the data's begin."""
+        """Parse a tensor entry; its offset is relative to the start of the data."""
         name = self._string()
         if not TENSOR_NAME.fullmatch(name):
             raise self._error(f"{shown(name)} is not a tensor name")
@@ -216,7 +216,7 @@ class _Reader:
         return _NUMBERS[kind]
 
     def _count(self, count: int) -> int:
-        """Each of so many things takes a byte at least."""
+        """Check a count: each item takes at least one byte."""
         if count > min(self._size - self._at, MAX_HEADER):
             raise self._error(f"its header speaks of {count} things, which it cannot hold")
         return count

@@ -1,4 +1,4 @@
-"""Where a tensor of a checkpoint lies in a GGUF file: names of transformers, and of llama.cpp."""
+"""Tensor names: from those of a checkpoint (transformers) to those of GGUF (llama.cpp)."""
 
 import re
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ SANDWICH: Final = LAYER | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-"""Of layers with norms behind attention and MLP too."""
+"""Names in layers with sandwich norms."""
 _EXPERT: Final = {
     "gate_proj": "ffn_gate_exps",
     "up_proj": "ffn_up_exps",
@@ -43,19 +43,19 @@ _OUTSIDE_LAYERS = re.compile(r"(.+)\.(weight|bias)")
 NOT_NEEDED = re.compile(
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight"
 )
-"""What config.json says instead."""
+"""Tensors that are ignored: config.json has their content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`expert`: which of those that are stacked in one tensor."""
+    """Tensor in a GGUF file. `expert`: index in a stacked tensor."""
 
     name: str
     expert: int | None = None
 
 
 def place_of(name: str, of_layer: Mapping[str, str]) -> Place:
-    """Of a tensor that a model asks for; `of_layer`: the architecture's names. Raises ModelError."""
+    """Look up a checkpoint's tensor. `of_layer`: names of the architecture's layers. Raises ModelError."""
     if found := _IN_LAYER.fullmatch(name):
         layer, inside, kind = found.groups()
         if expert := _OF_EXPERT.fullmatch(inside):

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file by their names in a checkpoint, as floats."""
+"""Tensors of a GGUF file by their names in a checkpoint, dequantized to float32."""
 
 from collections.abc import Callable, Mapping
 
@@ -15,16 +15,16 @@ from .reader import BLOCKS, GgufFile
 from .tensor_names import NOT_NEEDED, Place, place_of
 
 CHUNK_BLOCKS = 1 << 18
-"""Blocks that become floats at once."""
+"""Blocks that are dequantized at once."""
 
 
 class GgufTensors:
-    """`quantizer.Tensors`: each is read when it is asked for, in float32."""
+    """`quantizer.Tensors` over a GGUF file: each tensor is read on request, in float32."""
 
     def __init__(
         self, gguf: GgufFile, heads: int, kv_heads: int, progress: Callable[[int, int], None]
     ) -> None:
-        """`progress` gets bytes read so far and bytes in all."""
+        """`progress` gets bytes read so far and bytes in total."""
         self.dtype: torch.dtype = getattr(torch, dtype_of(gguf))
         self._gguf = gguf
         self._kind = architecture_of(gguf)
@@ -56,7 +56,7 @@ class GgufTensors:
         return tensor if heads is None else in_halves(tensor, heads)
 
     def split(self, name: str, parts: Mapping[str, int]) -> None:
-        """Of the architectures that are read here no file stacks tensors."""
+        """Do nothing: no GGUF file of the supported architectures stacks these tensors."""
 
     def skip(self, name: str) -> None:
         gone = {place_of(name, self._kind.layer).name} if not name.endswith(".") else set()
@@ -90,7 +90,7 @@ class GgufTensors:
 
 
 def _part(entry: TensorEntry, place: Place) -> TensorEntry:
-    """One expert of a stack."""
+    """Return the entry of one expert in a stacked tensor."""
     if place.expert is None:
         return entry
     count, *shape = entry.shape
@@ -102,5 +102,5 @@ def _part(entry: TensorEntry, place: Place) -> TensorEntry:
 
 
 def in_halves(rows: Tensor, heads: int) -> Tensor:
-    """Of each head, from pairs that lie side by side (GGUF) to the first of all pairs, then the second."""
+    """Reorder the rows of each head from interleaved RoPE pairs (GGUF) to half-split ones (transformers)."""
     return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

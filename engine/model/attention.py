@@ -85,6 +85,8 @@ def rows_of(heads: ShardSlice, head_dim: int) -> ShardSlice:
 
 
 class FullWidthQKNormAttention(Attention):
+    """Attention whose QK-norm spans all heads at once (OLMo 2), so it cannot be tensor parallel."""
+
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, ops: Ops) -> None:
         super().__init__(config, layer, weights, ops)
         assert self.rank.layout.tp == 1

@@ -1,7 +1,7 @@
-"""What the linears of a model meet while it reads a text: for each, the mean of x xᵀ over its rows x.
+"""Calibration for GPTQ: the input second moment E[x xᵀ] of every linear over a calibration text.
 
-One layer at a time, as the moments of a large model would take more memory than its weights. T rows of the
-sequences that go through a layer together, E hidden.
+Runs one layer at a time, as the moments of a large model would take more memory than its weights. T rows of
+the sequences that pass through a layer together, E hidden, I inputs of a linear.
 """
 
 from array import array
@@ -27,23 +27,23 @@ from ..weights.source import Checkpoint, WeightRequest
 
 BLOCK = 16
 AT_ONCE = 8
-"""Sequences in one forward: bounds the keys, values and inner rows beside the model."""
+"""Sequences in one forward pass: bounds the memory of KV and activations."""
 CPU = torch.device("cpu")
 
 
 @dataclass
 class CalibrationPart:
-    """Some sequences on their way through the layers."""
+    """Batch of sequences between two layers."""
 
     ids_T: Tensor
     ragged: BatchLayout
     x_TE: Tensor
-    """The next layer's input."""
+    """Input of the next layer."""
     residual_TE: Tensor
 
 
 class LinearNames:
-    """A `weights.Keeper`: which linear has which name."""
+    """`WeightObserver` that maps packed linears to their names."""
 
     def __init__(self) -> None:
         self.of: dict[int, str] = {}
@@ -57,12 +57,12 @@ class LinearNames:
 
 
 class Calibration:
-    """Holds the model with its weights as they are."""
+    """Unquantized model and calibration text, executed layer by layer as moments are requested."""
 
     def __init__(
         self, directory: Path, config: ModelConfig, dtype: torch.dtype, sequences: Sequence[Sequence[int]]
     ) -> None:
-        """Raises ModelError."""
+        """Load the model. `sequences`: token ids of the text. Raises ModelError."""
         self._sums: dict[str, Tensor] = {}
         names = LinearNames()
         source = Checkpoint(directory, replace(REFERENCE, linear=self._watched), dtype, CPU, keeper=names)
@@ -78,12 +78,15 @@ class Calibration:
 
     @property
     def names(self) -> list[str]:
-        """Of all linears, in the order of the layers."""
+        """Names of all linears, in the order of the layers."""
         return list(self._names.values())
 
     @torch.inference_mode()
     def moment(self, name: str) -> Tensor:
-        """[I, I] float32, of the linear that was asked for by that name; in the order of the layers."""
+        """Return the second moment of a linear's inputs, float32 [I, I]. Call in the order of the layers.
+
+        Raises ModelError where it is not finite.
+        """
         while name not in self._sums:
             assert self._next < len(self._model.layers), f"{name} is in no layer, or in one before"
             self._sums.clear()
@@ -141,7 +144,7 @@ class Calibration:
 
 
 def ragged_of(lengths: Sequence[int]) -> BatchLayout:
-    """Whole sequences, each in blocks of its own."""
+    """Build the layout of a prefill of whole sequences, each in KV blocks of its own."""
     blocks = [-(-length // BLOCK) for length in lengths]
     starts, first = array("i", [0]), 0
     tables_NB = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)

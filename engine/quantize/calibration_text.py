@@ -1,4 +1,4 @@
-"""Text that a model writes itself: it tells what the model's linears meet where no other text is at hand."""
+"""Self-generated calibration text, for quantization without a data set."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +12,14 @@ from ..sampling_params import SamplingParams
 from .perplexity import config_for
 
 SEQUENCES, LENGTH = 64, 256
-"""The length is in tokens."""
+"""Number of sequences, and tokens in each."""
 MOST_BEGINNINGS = 16
 
 
 def write_text(
     model: Path, threads: int, progress: Callable[[int, int], None], sequences: int = SEQUENCES
 ) -> list[list[int]]:
-    """Token ids, drawn at temperature 1. The same model writes the same text."""
+    """Generate sequences of token ids at temperature 1. The same model generates the same text."""
     config: EngineConfig = config_for(model, threads)
     assert config.context is not None
     length = min(LENGTH, config.context - 1)
@@ -39,7 +39,7 @@ def write_text(
 
 
 def beginnings(model: Path) -> list[int]:
-    """Ids that texts begin with: special tokens, which change much in what a model computes, else any."""
+    """Return first tokens of the sequences: special tokens, for diverse activations, else spread-out ids."""
     vocabulary = parse_config(model).vocab_size
     tokenizer = model / "tokenizer.json"
     added = read_json(tokenizer).get("added_tokens") if tokenizer.is_file() else None

@@ -1,4 +1,4 @@
-"""How well a model predicts a text: the measure that quantisation is judged by."""
+"""Perplexity of a model on a text, the quality measure of quantization."""
 
 import math
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from ..model_config.config import parse_config
 from ..sampling_params import SamplingParams
 
 LONGEST = 1000
-"""Tokens of one sequence; the rest of it is left out."""
+"""Maximum tokens of a sequence; longer ones are truncated."""
 
 
 def sequences_of(model: Path, text: str) -> list[list[int]]:
-    """Token ids of the parts of a text, which blank lines divide. Raises ValueError for an empty text."""
+    """Split a text at blank lines and tokenize the parts. Raises ValueError for an empty text."""
     from tokenizers import Tokenizer  # noqa: PLC0415 - engines know only token ids
 
     tokenizer = Tokenizer.from_buffer(read_regular(model / "tokenizer.json", MAX_BYTES))
@@ -29,6 +29,7 @@ def sequences_of(model: Path, text: str) -> list[list[int]]:
 
 
 def perplexity(engine: Engine, sequences: Sequence[Sequence[int]]) -> float:
+    """Return exp(mean negative log-likelihood per token) over all sequences."""
     total, count = 0.0, 0
     for number, ids in enumerate(sequences):
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
@@ -46,7 +47,7 @@ def longest(model: Path) -> int:
 
 
 def config_for(model: Path, threads: int | None, **changes: object) -> EngineConfig:
-    """Of an engine that measures: alone on the CPU."""
+    """Return the config of an engine on the CPU for measurements."""
     context = longest(model) + 1
     settings = {"device": "cpu", "context": context, "threads": threads, "prefix_cache": False, **changes}
     return EngineConfig(model_path=str(model), name=model.name, **settings)  # type: ignore[arg-type]

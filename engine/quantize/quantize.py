@@ -1,12 +1,12 @@
-"""Rounds a checkpoint's weights to integers, once: a directory that loads by itself, and a report.
+"""Quantize a checkpoint to integers: writes a directory that loads by itself, and a report.
 
 `python -P -m llmbox.engine.quantize.quantize SOURCE OUT FORMAT [--calibrate] [--eval FILE] [--threads N]`
-tells what it does as `subprocess_job.py` says: {"writing": [done, total]}… and {"progress": [done,
-total]}…, then a `QuantizationReport`. The format is described in `quantized_layout.py`.
+reports progress as `ipc/subprocess_job.py` describes: {"writing": [done, total]}… and {"progress": [done,
+total]}…, then a `QuantizationReport`. `checkpoint/quantized_layout.py` describes the stored format.
 
-How weights are rounded is decided by the kernels alone (`Packing.round`): a checkpoint made here holds the
-very integers that `--quant` would make at load. With `--calibrate` the model first writes a text, and what
-its linears met in it decides about the layers' integers (`kernels/reference/gptq.py`).
+The kernels define the rounding (`Packing.round`): a checkpoint made here holds the same integers that
+`--quant` would make at load. With `--calibrate` the model first generates a text, and GPTQ minimizes the
+error of each linear's outputs on that text (`kernels/reference/gptq.py`).
 """
 
 import argparse
@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 DISK_RESERVE = 512_000_000
 WORST = 10
 LARGEST_COPY = 64 << 20
-"""Bytes of a file beside the weights that is taken along."""
+"""Largest file beside the weights that is copied along, in bytes."""
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack"}
 
 Progress = Callable[[int, int], None]
@@ -53,17 +53,19 @@ Progress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class QuantizationReport:
+    """Result of a quantization, for the command line."""
+
     format: str
     bytes_before: int = 0
     bytes_after: int = 0
     relative: float = 0.0
-    """Of all rounded weights together."""
+    """Relative error of all quantized weights together."""
     worst: list[TensorError] = field(default_factory=list)
     tensors: int = 0
     kept: int = 0
-    """Tensors that stay as they were."""
+    """Unquantized tensors."""
     calibrated: int = 0
-    """Tokens that the model wrote for it."""
+    """Tokens of the calibration text."""
     perplexity_before: float | None = None
     perplexity_after: float | None = None
 
@@ -76,9 +78,9 @@ def quantize(
     progress: Progress,
     writing: Progress | None = None,
 ) -> QuantizationReport:
-    """Writes `out`, which must not exist, in one move at the end. Raises EngineError and OSError.
+    """Quantize `source` to the directory `out`, which must not exist and appears atomically at the end.
 
-    `writing`: calibrate, and tell how much of the text there is.
+    `writing`: calibrate, and report progress of the calibration text. Raises EngineError and OSError.
     """
     config = parse_config(source)
     if config.quant is not None:
@@ -103,7 +105,7 @@ def write(
     progress: Progress,
     sequences: list[list[int]],
 ) -> QuantizationReport:
-    """`sequences`: of the text to calibrate with; without any, weights alone decide."""
+    """Write the quantized checkpoint to `part`. `sequences`: calibration text; empty for plain rounding."""
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     packing = packing_for(quant, dtype, threads)
     torch.set_num_threads(threads)  # the kernels have left torch one
@@ -140,13 +142,13 @@ def packing_for(quant: Quant, dtype: torch.dtype, threads: int) -> Packing:
 
 
 def bytes_at_most(config: ModelConfig, quant: Quant) -> int:
-    """All weights with a byte or half of one, tables and norms as they were."""
+    """Return an upper bound of the output's size: quantized weights, unquantized embeddings, a reserve."""
     tables = config.vocab_size * config.hidden_size * 2
     return int(config.num_parameters * quant.bytes_per_weight) + tables * 4 + DISK_RESERVE
 
 
 def take_along(source: Path, target: Path) -> None:
-    """Tokenizer, templates, defaults: everything beside the weights, as files of its own."""
+    """Copy the files beside the weights: tokenizer, chat templates, generation defaults."""
     for file in source.iterdir():
         if file.suffix in WEIGHTS or file.name in {INDEX, "config.json"} or file.is_dir():
             continue
@@ -160,6 +162,7 @@ def take_along(source: Path, target: Path) -> None:
 
 
 def measure(source: Path, out: Path, text: Path, threads: int, report: QuantizationReport) -> None:
+    """Measure the perplexity of both checkpoints on a text."""
     sequences = sequences_of(source, text.read_text(encoding="utf-8"))
     report.perplexity_before = perplexity(load_engine(config_for(source, threads), lambda _: None), sequences)
     report.perplexity_after = perplexity(load_engine(config_for(out, threads), lambda _: None), sequences)

@@ -1,4 +1,4 @@
-"""Rounds what a model asks for, as its place in the model wants, and writes it. See `quantize.py`."""
+"""Quantizer: quantizes and writes each weight as the model's layers request it, see `quantize.py`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,24 +21,26 @@ from ..weights.source import WeightRequest
 from .calibration import Calibration
 
 ROWS_AT_ONCE = 4096
-"""Of a weight in float32: a whole head would be gigabytes."""
+"""Rows of a float32 weight whose error is measured at once: a whole output head would take gigabytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorError:
+    """Quantization error of one tensor."""
+
     name: str
     format: str
     relative: float
-    """|w - w'| / |w|, Euclidean."""
+    """Relative error |w - w'| / |w| in the Euclidean norm."""
     weighted: float
-    """The same with each weight's error counted as the search for scales counts it (`importance`)."""
+    """Relative error with the weights of the scale search (`importance`)."""
 
 
 class Tensors(Protocol):
-    """Whole tensors by name, each taken once: `weights.Checkpoint`, or a GGUF file's."""
+    """Source of whole tensors by name, each taken once: `Checkpoint` or `GgufTensors`."""
 
     dtype: torch.dtype
-    """Of what is not rounded."""
+    """Dtype of unquantized tensors."""
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
     def split(self, name: str, parts: Mapping[str, int]) -> None: ...
@@ -47,9 +49,9 @@ class Tensors(Protocol):
 
 
 class Quantizer:
-    """A `weights.Source` that writes what the model asks for, rounded as its place in the model wants.
+    """`WeightSource` that writes requested weights to a checkpoint, each in the format for its kind.
 
-    Without `quant` and `packing` nothing is rounded.
+    Without `quant` and `packing` nothing is quantized.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class Quantizer:
 
 
 def importance(weight_OI: Tensor, group: int) -> Tensor:
-    """What the search multiplies squared errors by: |w| + the root mean square of its group or step."""
+    """Return the weights of squared errors in the scale search: |w| + RMS of its group or sub-block."""
     outputs, inputs = weight_OI.shape
     groups = torch.nn.functional.pad(weight_OI, (0, -inputs % group)).view(outputs, -1, group)
     typical = groups.square().mean(-1, keepdim=True).sqrt()

@@ -79,7 +79,7 @@ class DecodeGraphs:
 
     @property
     def urgent_size(self) -> int | None:
-        """A size that steps keep asking for."""
+        """Size that at least `WANTED` steps needed and that has no graph yet."""
         if not self._may_capture:
             return None
         often = (size for size, count in self._wanted.items() if count >= WANTED)
@@ -90,8 +90,10 @@ class DecodeGraphs:
         return self._usable and self._capture.bytes_taken < self._budget
 
     def capture(self, size: int) -> None:
-        """Inputs must be those of rows that do no harm. A failure ends the use of graphs, on all ranks, and
-        nothing else. But where a shared warm-up breaks, others wait for sums that were not made: it raises.
+        """Capture the graph of `size` rows. The inputs must name padding rows, as the warm-up writes KV.
+
+        A failure turns graphs off on all ranks and has no other effect. Only a failure of a multi-rank
+        warm-up raises: the other ranks wait for its collectives.
         """
         replay, problem = self._try(size)
         agreed = self._agree is None or self._agree(replay is not None)

@@ -1,8 +1,8 @@
-"""Noise that depends on (seed, position) and nothing else.
+"""Counter-based random numbers: noise as a function of (seed, position) alone.
 
 Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): the key is the
-request's 64-bit seed, the counter is the position of the token being drawn. There is no state, so a
-request that is resumed, preempted or batched with others draws the same tokens, on any device.
+request's 64-bit seed, the counter is the position of the sampled token. There is no state, so a request that
+is resumed, preempted or batched with others gets the same tokens, on any device.
 """
 
 import torch
@@ -15,7 +15,7 @@ ROUNDS = 10
 
 
 def philox_4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Four 32-bit words from a 128-bit counter and a 64-bit key, both in 32-bit words."""
+    """Return four random 32-bit words for a 128-bit counter and a 64-bit key, both in 32-bit words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):

@@ -1,1 +1,1 @@
-"""Packed weights kept on disk: the next load maps them instead of packing again. See docs/quantisation.md."""
+"""Packed-weight cache on disk: the next load maps weights instead of packing again (docs/quantisation.md)."""

@@ -1,8 +1,8 @@
-"""The folder of packed weights: found, stored, aged and removed. Everything here may fail and nothing breaks.
+"""Packed-weight cache: a folder of files with least-recently-used eviction. Its failures never fail a load.
 
-A file appears whole (written beside, synced, renamed) and is never changed, so readers need no lock. Writers
-and removers take one. A reader's file may be removed while it is mapped: its pages stay until it ends.
-No torch: the command line uses it too.
+Files are created atomically (written to a temporary file, synced, renamed) and never changed, so readers need
+no lock. Writers and removers take one. A mapped file may be removed: its pages stay until the reader ends.
+Torch-free, as the command line uses it too.
 """
 
 import contextlib
@@ -35,31 +35,33 @@ DISK_RESERVE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class PackedCacheEntry:
-    """A file in the folder. `index` is None for one that nobody can use."""
+    """File in the folder. `index` is None for a damaged one."""
 
     path: Path
     size: int
     last_used: float
-    """Unix seconds."""
+    """Unix time in seconds."""
     index: PackedIndex | None
 
     @property
     def useless(self) -> bool:
-        """Damaged, or of weights that are gone or have changed."""
+        """True for a damaged file, and where the checkpoint is gone or has changed."""
         return self.index is None or not all(origin.still_there for origin in self.index.origins)
 
 
 class PackedWeightCache:
+    """Cache folder, limited to `most_bytes`."""
+
     def __init__(self, folder: Path, most_bytes: int) -> None:
         self.folder = folder
         self._most = most_bytes
         self._unfinished: Path | None = None
-        """What this process writes now."""
+        """Temporary file that this process is writing."""
 
     # ------------------------------------------------------------------ what loading calls
 
     def find(self, key: PackKey) -> MappedWeights | None:
-        """Packed weights for `key`, checked; a file that is not what it should be is removed."""
+        """Return the checked packed weights of `key`, or None. A damaged file is removed."""
         path = self._path(key)
         try:
             mapped = _mapped(path, key)
@@ -81,7 +83,7 @@ class PackedWeightCache:
             self._path(key).unlink()
 
     def store(self, key: PackKey, contents: Sequence[PackedContent]) -> bool:
-        """Whether they are there now. Says in the log why not."""
+        """Store packed weights; return whether they are in the cache now. The log says why not."""
         try:
             private_folder(self.folder)
             with self._locked():
@@ -101,7 +103,7 @@ class PackedWeightCache:
         return True
 
     def drop_unfinished(self) -> None:
-        """From any thread: a write under way then leaves nothing."""
+        """Remove the temporary file, from any thread: a write in progress then leaves nothing."""
         part, self._unfinished = self._unfinished, None
         if part is not None:
             with contextlib.suppress(OSError):
@@ -116,7 +118,7 @@ class PackedWeightCache:
             with open(handle, "wb", buffering=0) as out:  # noqa: PTH123 - a descriptor
                 write(out, contents, key=digest, model=str(key.directory), format=key.format, origins=origins)
                 os.fsync(handle)
-            if origins == key.origins():  # else the checkpoint changed meanwhile
+            if origins == key.origins():  # otherwise the checkpoint changed meanwhile
                 part.replace(self._path(key))
         finally:
             self.drop_unfinished()
@@ -124,7 +126,7 @@ class PackedWeightCache:
     # ------------------------------------------------------------------ what people call
 
     def entries(self) -> list[PackedCacheEntry]:
-        """Least recently used first."""
+        """List the files, least recently used first."""
         found = []
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
@@ -134,7 +136,7 @@ class PackedWeightCache:
         return sorted(found, key=lambda entry: entry.last_used)
 
     def prune(self, *, everything: bool = False) -> int:
-        """Remove what nobody can use any more, or all; bytes freed."""
+        """Remove unusable files, or all of them; return the bytes freed."""
         if not self.folder.is_dir():
             return 0
         freed = 0
@@ -148,7 +150,7 @@ class PackedWeightCache:
     # ------------------------------------------------------------------ room; with the lock held
 
     def _make_room(self, need: int) -> str | None:
-        """None when there is room, perhaps after removing old ones; else why not."""
+        """Evict files until `need` bytes fit; return None, or why they cannot fit."""
         entries = self.entries()
         disk = shutil.disk_usage(self.folder)
         short = need + int(DISK_RESERVE * disk.total) - disk.free
@@ -165,13 +167,13 @@ class PackedWeightCache:
         return None if over <= 0 else "old ones cannot be removed"
 
     def _replace(self, key: PackKey) -> None:
-        """Of the same weights in the same format: from before an update of the kernels or a new download."""
+        """Remove files of the same model and format, from before a kernel update or a new download."""
         for entry in self.entries():
             if entry.index and (entry.index.model, entry.index.format) == (str(key.directory), key.format):
                 self._remove(entry)
 
     def _sweep(self) -> int:
-        """What a writer that died left: we hold the lock, so nobody writes."""
+        """Remove temporary files of dead writers: the lock is held, so no other process is writing."""
         freed = 0
         for part in self.folder.glob(f"*{UNFINISHED}"):
             with contextlib.suppress(OSError):
@@ -220,7 +222,7 @@ def _entry(path: Path) -> PackedCacheEntry:
 
 
 def private_folder(folder: Path) -> None:
-    """Made if it is not there. Raises PermissionError where others could put weights of theirs."""
+    """Create the folder if missing. Raises PermissionError where other users could write to it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:

@@ -1,4 +1,4 @@
-"""How a daemon tells its engines where packed weights are kept."""
+"""Environment variables that give engines the folder and size limit of the packed-weight cache."""
 
 import os
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ def variables(folder: Path, most_gb: float) -> dict[str, str]:
 
 
 def read(environ: Mapping[str, str] = os.environ) -> tuple[Path, int] | None:
-    """The folder and the most bytes that it may hold; None when nothing is to be kept."""
+    """Return the cache folder and its limit in bytes; None when the cache is off."""
     folder, most = environ.get(FOLDER), environ.get(MOST)
     if not folder or not most or float(most) <= 0:
         return None

@@ -1,11 +1,11 @@
-"""One file of packed weights: written whole, mapped when it is read, checked before anything believes it.
+"""File format of packed weights: written once, memory-mapped for reading, verified before use.
 
     data       items one after the other, each at a multiple of ALIGNMENT
-    index      JSON: key, what it was made from, items, a hash of each CHUNK of the data
+    index      JSON: key, origin files, items, a hash of each CHUNK of the data
     trailer    magic, length and hash of the index
 
-XXH3 (64 bits) finds damage, not malice: whoever can write to the folder could as well replace the program.
-No torch here: the file may be looked at before torch is imported.
+XXH3 (64 bits) detects damage, not malice: whoever can write to the folder could as well replace the program.
+Torch-free, as files are inspected before torch is imported.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ MAX_INDEX = 64 << 20
 
 
 class DamagedPackedFile(Exception):  # noqa: N818 - named for what was found
-    """The file is not what it says; nothing of it can be used."""
+    """Packed file that fails verification and must not be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedItem:
-    """Bytes under a name. What `shape` and `dtype` say of them is up to whoever wrote them."""
+    """Named bytes in the file. The writer defines the meaning of `shape` and `dtype`."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class PackedItem:
 
 @dataclass(frozen=True, slots=True)
 class PackedContent:
-    """An item on its way into a file."""
+    """Item to be written to a file."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class PackedContent:
 
 @dataclass(frozen=True, slots=True)
 class PackedOrigin:
-    """One file that the weights were made from, as it was then."""
+    """Checkpoint file from which the weights were packed, with size and time as they were then."""
 
     path: str
     size: int
@@ -75,11 +75,13 @@ class PackedOrigin:
 
 @dataclass(frozen=True, slots=True)
 class PackedIndex:
+    """Index of a packed file."""
+
     key: str
     model: str
-    """The model's directory."""
+    """Directory of the model."""
     format: str
-    """For people: dtype or quantisation, and kernels."""
+    """Human-readable dtype or quantization, and kernels."""
     origins: tuple[PackedOrigin, ...]
     items: tuple[PackedItem, ...]
     data_bytes: int
@@ -87,7 +89,7 @@ class PackedIndex:
 
 
 def planned_bytes(contents: Sequence[PackedContent]) -> int:
-    """Of the data; the index comes on top."""
+    """Return the bytes of the data, without the index."""
     return sum(_aligned(content.data.nbytes) for content in contents)
 
 
@@ -100,7 +102,7 @@ def write(
     format: str,  # noqa: A002 - the field's name
     origins: Iterable[PackedOrigin],
 ) -> None:
-    """`out` is empty and open for writing, unbuffered."""
+    """Write a packed file to `out`, which is empty and unbuffered."""
     chunks, items = _Chunks(out), []
     for content in contents:
         items.append(
@@ -115,7 +117,7 @@ def write(
 
 
 class _Chunks:
-    """Writes whole chunks at multiples of CHUNK: the page cache then keeps them in huge pages."""
+    """Writer of whole chunks at multiples of CHUNK, which the page cache keeps in huge pages."""
 
     def __init__(self, out: BinaryIO) -> None:
         self.offset = 0
@@ -143,7 +145,7 @@ class _Chunks:
 
 
 def read_index(file: BinaryIO) -> PackedIndex:
-    """Raises Damaged."""
+    """Read and verify the index. Raises DamagedPackedFile."""
     size = os.fstat(file.fileno()).st_size
     if size < TRAILER.size:
         raise DamagedPackedFile(f"{size} bytes")
@@ -186,10 +188,10 @@ def _index(raw: dict[str, Any]) -> PackedIndex:
 
 
 class MappedWeights:
-    """The data of a file, checked. Keeps its memory as long as somebody has a view of it."""
+    """Verified memory map of a file's data. The mapping lives as long as a view of it."""
 
     def __init__(self, file: BinaryIO, index: PackedIndex) -> None:
-        """Raises Damaged, or OSError when memory is short."""
+        """Map and verify the file. Raises DamagedPackedFile, or OSError when memory is short."""
         self.index = index
         self._items = {item.name: item for item in index.items}
         memory = mmap.mmap(file.fileno(), index.data_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)

@@ -1,11 +1,11 @@
-"""Weights are streamed at every step: they should lie in huge pages, or page walks cost 5 to 15 %.
+"""Huge pages for mapped weights: every step streams them, and page walks of small pages cost 5 to 15 %.
 
-A mapped file lies in huge pages where its file system keeps large folios (ext4 and XFS of recent kernels) and
-it was written in large pieces: then the mapping is used as it is, which costs nothing and is shared with the
-page cache. Elsewhere the data is copied once into anonymous huge pages.
+A mapped file is in huge pages where its file system uses large folios (ext4 and XFS of recent kernels) and it
+was written in large pieces: then the mapping is used directly, which costs nothing and shares the page cache.
+Otherwise the data is copied once into anonymous huge pages.
 
-Huge pages of the page cache may be slow nevertheless: they stay where they were put when the file was
-written, in another socket's memory perhaps, or in what a host keeps in small pages. So both are timed.
+Huge pages of the page cache can still be slow: they stay where they were allocated when the file was written,
+perhaps in another socket's memory, or in memory that a hypervisor backs with small pages. So both are timed.
 """
 
 import logging
@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 SMALL = 64 << 20
-"""Bytes below which small pages do not matter."""
+"""Mapping size in bytes below which small pages do not matter."""
 ENOUGH = 0.95
-"""Of the mapping. With 82 % in huge pages 32 streams came at 0.87 to 0.91 times the speed of a copy."""
+"""Least share of the mapping in huge pages. With 82 % of it there, 32 concurrent streams ran at 0.87 to 0.91
+times the speed of a copy."""
 SPEED_ENOUGH = 0.9
-"""Of the speed of new memory. In a virtual machine two files were read at 0.65 to 0.75 times that
-speed, and int8 decoded alone at 0.79 times the rate of a copy; two other files at 0.9 to 1."""
+"""Least read speed relative to new memory. In a virtual machine two files were read at 0.65 to 0.75 times
+that speed, and int8 decoding of one stream ran at 0.79 times the rate of a copy; two other files at 0.9 to
+1."""
 _PIECES = 16
 _PIECE = 4 << 20
 _HUGE = 2 << 20
@@ -35,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def in_huge_pages(mapped: Tensor) -> Tensor:
-    """The bytes of a whole mapping that was read once: itself, or a copy. Raises OSError."""
+    """Return a whole mapping that was read once, or a copy of it in huge pages. Raises OSError."""
     if mapped.nbytes < SMALL:
         return mapped
     if huge_share(mapped.data_ptr()) < ENOUGH:
@@ -47,11 +49,11 @@ def in_huge_pages(mapped: Tensor) -> Tensor:
 
 
 def relative_speed(mapped: Tensor) -> float:
-    """How fast pieces from all over `mapped` (64 MB or more) are read, over new memory. Takes some 50 ms."""
+    """Measure the read speed of samples of `mapped` (64 MB or more) relative to new memory, in some 50 ms."""
     fresh = _anonymous(_PIECES * _PIECE).zero_()
     every = mapped.nbytes // _PIECES // _PIECE * _PIECE
     theirs, ours = [], []
-    for i in range(_PIECES):  # by turns: the machine's own speed drifts
+    for i in range(_PIECES):  # alternate: the machine's own speed drifts
         theirs.append(_read_seconds(mapped[i * every :][:_PIECE]))
         ours.append(_read_seconds(fresh[i * _PIECE :][:_PIECE]))
     return statistics.median(ours) / statistics.median(theirs)
@@ -64,14 +66,16 @@ def _read_seconds(piece: Tensor) -> float:
 
 
 def read_only(data: memoryview) -> Tensor:
-    """Torch knows no tensors that cannot be written to: nobody may try."""
+    """View read-only memory as a uint8 tensor. It must not be written: torch has no read-only tensors."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(data, dtype=torch.uint8)
 
 
 def huge_share(address: int) -> float:
-    """Of the mapping that begins at `address`; 1 where nobody tells, as a copy might gain nothing."""
+    """Return the share in huge pages of the mapping that begins at `address`; 1 where unknown, as a copy
+    might gain nothing.
+    """
     try:
         lines = _SMAPS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -90,6 +94,7 @@ def huge_share(address: int) -> float:
 
 
 def copied(data: Tensor, threads: int = 2) -> Tensor:
+    """Copy into anonymous huge pages with several threads."""
     target = _anonymous(data.nbytes)
     share = -(-data.nbytes // threads)
     workers = [
@@ -106,7 +111,7 @@ def copied(data: Tensor, threads: int = 2) -> Tensor:
 
 
 def _anonymous(nbytes: int) -> Tensor:
-    """New memory in huge pages, of zeros, not yet touched."""
+    """Allocate zeroed memory in huge pages, not touched yet."""
     memory = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What packed weights depend on, as one name: checkpoint, format, kernels, shard. No torch."""
+"""Cache key of packed weights: a digest of checkpoint, format, kernels and shard. Torch-free."""
 
 import hashlib
 import re
@@ -20,23 +20,23 @@ class PackKey:
     dtype: str
     quant: str
     layout: str
-    """Of the kernels (`Packing.layout`)."""
+    """Memory layout of the kernels (`Packing.layout`)."""
     shard: str = ""
-    """Which part of the model (`Layout.shard`); empty for all of it."""
+    """Shard of the model (`ParallelLayout.shard`); empty for all of it."""
 
     @property
     def format(self) -> str:
-        """For people."""
+        """Human-readable format."""
         shard = f", part {self.shard}" if self.shard else ""
         weights = self.dtype if self.quant == "none" else f"{self.quant} ({self.dtype})"
         return f"{weights}, {self.layout.partition(' ')[0]}{shard}"
 
     def origins(self) -> tuple[PackedOrigin, ...]:
-        """Raises ModelError and OSError."""
+        """Return the checkpoint's files. Raises ModelError and OSError."""
         return tuple(PackedOrigin.of(file.resolve()) for file in weight_files(self.directory))
 
     def digest(self) -> str:
-        """Raises ModelError and OSError. The bytes of the weights themselves are not read."""
+        """Return the key as hex. Reads headers and config, not the weights. Raises ModelError and OSError."""
         digest = hashlib.sha256()
         parts = (self.dtype, self.quant, self.layout, self.shard)
         config = read_regular(self.directory / "config.json", MAX_BYTES)
@@ -48,7 +48,7 @@ class PackKey:
 
 
 def identity(file: Path) -> str:
-    """Of one weights file: a blob of the hub's cache is named by its content, others by place and header."""
+    """Identify a weights file: a blob of the hub's cache by its content hash, others by path and header."""
     if file.parent.name == "blobs" and SHA256.fullmatch(file.name):
         return file.name
     status = file.stat()

@@ -1,4 +1,4 @@
-"""Packed weights from a file of the cache, and into one."""
+"""Read packed weights from a cache file, and write them to one."""
 
 import logging
 import os
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 _BIAS = ".bias"
 END_S = 1.5
-"""Seconds that the end of a process waits for the write; its daemon kills it after 2."""
+"""Seconds for which a process that ends waits for the write; its daemon kills it after 2."""
 
 
 class PackedWeightSource:
-    """A `weights.Source`: everything as it was packed before. Asking for what is not there raises Damaged."""
+    """`WeightSource` over a packed file. Requests for missing weights raise DamagedPackedFile."""
 
     def __init__(
         self, ops: Ops, dtype: torch.dtype, file: MappedWeights, rank: TensorParallel = SINGLE
@@ -45,7 +45,7 @@ class PackedWeightSource:
         mapped = read_only(file.memory)
         self._bytes = in_huge_pages(mapped)
         self.mapped = mapped.nbytes if self._bytes is mapped else 0
-        """Bytes of the file's own pages that stay."""
+        """Bytes of the file that stay mapped; 0 where they were copied."""
 
     def vector(self, name: str, size: int) -> Tensor:
         return self._tensor(name, (size,))
@@ -80,7 +80,7 @@ class PackedWeightSource:
 
 
 class PackedWeightWriter:
-    """Remembers everything that a load packs, and writes it to the cache behind the load's back."""
+    """`WeightObserver` that collects the packed weights of a load and writes them in a thread."""
 
     def __init__(self, cache: PackedWeightCache, key: PackKey, packing: Packing) -> None:
         self._cache = cache
@@ -100,14 +100,14 @@ class PackedWeightWriter:
             self.vector(asked.name + _BIAS, bias_O)
 
     def start(self) -> threading.Thread:
-        """Write in a thread that gives way to everything else. A process that ends waits for it a moment."""
+        """Write in a thread of lowest priority. A process that ends waits up to END_S seconds for it."""
         thread = threading.Thread(target=self._write, name="keep packed weights", daemon=True)
         thread.start()
         before_end(partial(self._end, thread))
         return thread
 
     def _end(self, thread: threading.Thread) -> None:
-        """The write is finished, or nothing of it stays."""
+        """Wait for the write; drop the unfinished file where it takes too long."""
         thread.join(END_S)
         if thread.is_alive():
             log.warning("packed weights are not kept: the engine ended while they were written")
@@ -128,7 +128,7 @@ class PackedWeightWriter:
 
 
 def forget_pages(files: Sequence[Path]) -> None:
-    """The next load will not read them: what the system keeps of them may go."""
+    """Drop these files from the page cache: the next load will not read them."""
     for file in files:
         with open_regular(file) as stream:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
