@@ -39,7 +39,7 @@ class DraftScheduler:
                 row.request.num_scheduled += len(drafts)
                 room -= len(drafts)
 
-    def settle(self, row: ScheduledRequest, taken: list[SampledToken]) -> None:
+    def record_acceptance(self, row: ScheduledRequest, taken: list[SampledToken]) -> None:
         """Record how many drafts of a finished row were accepted. `taken`: tokens that the row gave.
 
         Resets `num_scheduled` to `num_computed`, because rows of rejected drafts are void.
@@ -49,7 +49,7 @@ class DraftScheduler:
         accepted = sum(came_true)
         row.request.num_scheduled = row.request.num_computed
         assert row.request.drafter is not None
-        row.request.drafter.learn(drafted, accepted)
+        row.request.drafter.record_verification(drafted, accepted)
         self.drafts += 1
         self.draft_tokens += drafted
         self.accepted_tokens += accepted

@@ -18,7 +18,7 @@ from ..ipc.messages import (
 )
 from .executor_interface import Executor, pipeline_of
 from .kv_cache.snapshot import block_map
-from .outputs import error_answer, finish_reason
+from .outputs import finish_reason, make_error_output
 from .request import Request
 from .request_validation import check_request
 from .scheduler import Scheduler
@@ -66,7 +66,7 @@ class Engine:
         worked = bool(self._launched)
         plan = self._scheduler.schedule(self._pipeline)
         try:
-            _mask(plan)
+            _update_grammar_masks(plan)
             if plan:
                 self._launched.append((plan, self._runner.launch(plan)))
             outputs = self._take_results() if self._is_full or not plan else []
@@ -82,11 +82,11 @@ class Engine:
         """Do one piece of idle-time work that makes later steps faster. False once nothing is left to do."""
         return self._runner.prepare()
 
-    def learn(self, vocabulary: Vocabulary) -> None:
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Set the token texts that grammars are compiled over; needed before the first request with a
         grammar.
         """
-        self._grammars.learn(vocabulary)
+        self._grammars.set_vocabulary(vocabulary)
 
     def add(self, message: AddRequest) -> RequestOutput | None:
         """Queue a request. Returns an output only if the request ends at once: it is refused, or it is
@@ -101,10 +101,12 @@ class Engine:
         try:
             return self._add(message)
         except EngineError as error:
-            return error_answer(message.request_id, error.code, str(error))
+            return make_error_output(message.request_id, error.code, str(error))
         except Exception:
             log.exception("the request %s cannot be taken", message.request_id)
-            return error_answer(message.request_id, EngineError.code, "The engine cannot take this request.")
+            return make_error_output(
+                message.request_id, EngineError.code, "The engine cannot take this request."
+            )
 
     def _add(self, message: AddRequest) -> RequestOutput | None:
         """Validate and queue a request. Raises EngineError. The scheduler is changed last, so an error leaves
@@ -180,10 +182,10 @@ class Engine:
         self._launched.clear()
 
 
-def _mask(plan: StepPlan) -> None:
+def _update_grammar_masks(plan: StepPlan) -> None:
     """Update the grammar masks of the sampling rows, before the step is launched. `Scheduler` takes a request
     with a grammar only when all its tokens are known.
     """
     for row in plan.rows:
         if row.samples:
-            row.request.renew_mask()
+            row.request.update_grammar_mask()

@@ -41,7 +41,7 @@ class MicroBatcher:
         self._number = 1
         """Number of the step that is scheduled next."""
 
-    def due(self, decoding: list[Request], pipeline: PipelineDepth) -> list[Request]:
+    def next_microbatch(self, decoding: list[Request], pipeline: PipelineDepth) -> list[Request]:
         """Return the requests of `decoding` for the next step: an equal share of those whose last token is
         known, or will be when the step runs.
         """
@@ -55,14 +55,14 @@ class MicroBatcher:
         )
         return self._share(ready, len(decoding), pipeline.stages)
 
-    def early(self, decoding: list[Request], pipeline: PipelineDepth) -> list[Request]:
+    def fill_bubble(self, decoding: list[Request], pipeline: PipelineDepth) -> list[Request]:
         """Return requests for a step that would be empty: they wait for an earlier step, but not for the
         host.
         """
         ready = (request for request in decoding if request.num_pending <= pipeline.ahead)
         return self._share(ready, len(decoding), pipeline.stages)
 
-    def end(self, plan: StepPlan) -> None:
+    def record(self, plan: StepPlan) -> None:
         """Record that `plan` is scheduled."""
         for row in plan.rows:
             row.request.turn = self._number

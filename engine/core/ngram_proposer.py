@@ -86,7 +86,7 @@ class NgramProposer:
             return []
         return self._index.follow(tokens, min(most, self._length))
 
-    def learn(self, drafted: int, accepted: int) -> None:
+    def record_verification(self, drafted: int, accepted: int) -> None:
         """Adapt the length and the rest to the verification of the last draft: `accepted` of `drafted`."""
         if accepted == 0:
             self._rest = min(REST << self._failures, LONGEST_REST)

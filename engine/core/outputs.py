@@ -45,7 +45,7 @@ def finish_reason(request: Request) -> str | None:
     return "length" if outputs >= params.max_tokens else None
 
 
-def token_answer(request: Request, sampled: Sequence[SampledToken], reason: str | None) -> RequestOutput:
+def make_token_output(request: Request, sampled: Sequence[SampledToken], reason: str | None) -> RequestOutput:
     """Make the output for the tokens just appended; the first one also has the fields that are sent once."""
     ids = [each.token_id for each in sampled]
     answer = RequestOutput(request_id=request.request_id, token_ids=ids, finish_reason=reason)
@@ -53,39 +53,39 @@ def token_answer(request: Request, sampled: Sequence[SampledToken], reason: str 
         answer.logprobs = [each.logprobs for each in sampled if each.logprobs is not None]
     if reason == "stop":
         answer.stop_token_id = ids[-1]
-    if not request.answered:
-        _tell_first(request, answer)
+    if not request.first_output_sent:
+        _add_first_output_fields(request, answer)
         if request.params.prompt_logprobs is not None and request.num_output == len(ids):
             answer.prompt_logprobs = [None, *request.prompt_logprobs]
     return answer
 
 
-def pooled_answer(request: Request) -> RequestOutput:
+def make_pooling_output(request: Request) -> RequestOutput:
     """Make the output of a pooling request from the sums over its whole prompt."""
     rows = request.num_prompt if request.params.pooling == "mean" else 1
     vector = as_vector(request.pooled, rows)
     answer = RequestOutput(request_id=request.request_id, finish_reason="stop", vector=vector)
-    _tell_first(request, answer)
+    _add_first_output_fields(request, answer)
     return answer
 
 
-def _tell_first(request: Request, answer: RequestOutput) -> None:
-    request.answered = True
+def _add_first_output_fields(request: Request, answer: RequestOutput) -> None:
+    request.first_output_sent = True
     answer.cached_tokens = request.num_cached
-    answer.looked_up_tokens = request.num_looked_up
+    answer.looked_up_tokens = request.num_prefix_lookup_tokens
     answer.prefix_end = request.prefix_end
     answer.scheduled_at = request.scheduled_at
 
 
-def error_answer(request_id: str, code: str, message: str) -> RequestOutput:
+def make_error_output(request_id: str, code: str, message: str) -> RequestOutput:
     return RequestOutput(request_id=request_id, finish_reason="error", error_code=code, error_message=message)
 
 
-def failed_answer(request: Request, message: str) -> RequestOutput:
+def make_failure_output(request: Request, message: str) -> RequestOutput:
     """Make the error output of a row without a token. A grammar's problem takes precedence over the sampler's
     `message`, because it is the cause.
     """
     problem = None if request.constraint is None else request.constraint.problem
     if problem is not None:
-        return error_answer(request.request_id, GrammarError.code, problem)
-    return error_answer(request.request_id, "invalid_logits", message)
+        return make_error_output(request.request_id, GrammarError.code, problem)
+    return make_error_output(request.request_id, "invalid_logits", message)

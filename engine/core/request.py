@@ -47,7 +47,7 @@ class Request:
     """Number of the last step with a row of this request (`MicroBatcher`)."""
     num_cached: int | None = None
     """Prompt tokens found in the prefix cache at first admission; None before it."""
-    num_looked_up: int = 0
+    num_prefix_lookup_tokens: int = 0
     """Prompt tokens in whole blocks that were looked up in the prefix cache at first admission."""
     prefix_end: PrefixMissReason | None = None
     """Reason why the prefix cache covered no more of the prompt."""
@@ -77,7 +77,7 @@ class Request:
     drafter: NgramProposer | None = None
     """Proposer of draft tokens, made at the first decoding step that may have some; used by
     `DraftScheduler`."""
-    answered: bool = False
+    first_output_sent: bool = False
     """Set once the first output is made."""
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class Request:
         self.token_ids += ids
         self.num_pending -= 1
 
-    def renew_mask(self) -> None:
+    def update_grammar_mask(self) -> None:
         """Compute `mask` for the next token. All tokens before it must be in `token_ids`."""
         if self.constraint is not None:
             self.mask = self.constraint.allowed(self.token_ids)

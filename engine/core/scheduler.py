@@ -20,11 +20,11 @@ from .fair_shares import Flow, Flows, is_premium
 from .kv_cache.block_pool import BlockPool
 from .kv_cache.manager import KVCacheManager
 from .microbatching import ONE_STAGE, MicroBatcher, PipelineDepth, share
-from .outputs import add_up, failed_answer, finish_reason, pooled_answer, token_answer
+from .outputs import add_up, finish_reason, make_failure_output, make_pooling_output, make_token_output
 from .request import Request
 from .request_queue import ALL_BANDS, NO_BAND, WaitingQueue, least_deserving
 from .scheduler_config import SchedulerConfig
-from .step import SampledToken, ScheduledRequest, StepPlan, StepResult, planned
+from .step import SampledToken, ScheduledRequest, StepPlan, StepResult, schedule_tokens
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
@@ -46,7 +46,7 @@ class Scheduler:
         self._flows = Flows()
         self._waiting = WaitingQueue(config.ageing_seconds, self._flows, clock)
         self._displacement = Displacement(config.max_running, self.tables, self._flows, self._waiting)
-        self._turns = MicroBatcher()
+        self._microbatches = MicroBatcher()
         self._was_express = False
         self.prompt_tokens = 0
         self.output_tokens = 0
@@ -137,12 +137,12 @@ class Scheduler:
             plan, budget, decoding, prompts, pipeline
         )
         if not self._was_express:
-            self._schedule_decoding(plan, self._turns.due(decoding, pipeline))
+            self._schedule_decoding(plan, self._microbatches.next_microbatch(decoding, pipeline))
             self._schedule_prompts(plan, budget - len(plan.rows), prompts)
         if not plan.rows:
-            self._schedule_decoding(plan, self._turns.early(decoding, pipeline))
+            self._schedule_decoding(plan, self._microbatches.fill_bubble(decoding, pipeline))
         self.drafting.extend(plan, len(self._running))
-        self._turns.end(plan)
+        self._microbatches.record(plan)
         return plan
 
     def _schedule_express(
@@ -164,11 +164,11 @@ class Scheduler:
         self._schedule_prompts(plan, budget - len(going_on), urgent, better_than=0)
         if not plan.rows:
             return False
-        self._schedule_decoding(plan, self._turns.due(going_on, pipeline))
+        self._schedule_decoding(plan, self._microbatches.next_microbatch(going_on, pipeline))
         return True
 
     def _schedule_decoding(self, plan: StepPlan, decoding: Iterable[Request]) -> None:
-        rows = [planned(request, 1, 1) for request in decoding]
+        rows = [schedule_tokens(request, 1, 1) for request in decoding]
         plan.rows.extend(rows)
         self._flows.charge(rows)
 
@@ -227,7 +227,7 @@ class Scheduler:
         tokens = remaining = request.num_remaining
         if self.config.chunked_prefill:
             tokens = min(tokens, budget)
-        plan.rows.append(planned(request, tokens, remaining))
+        plan.rows.append(schedule_tokens(request, tokens, remaining))
         self._flows.charge(plan.rows[-1:])
         self._flows.note_served(request, self._clock())
         return budget - tokens
@@ -321,16 +321,16 @@ class Scheduler:
             taken = result.tokens_of(row)
             if taken:
                 request.append([each.token_id for each in taken])
-            request.num_computed = end = row.end - row.num_void(len(taken))
+            request.num_computed = end = row.end - row.num_rejected(len(taken))
             if row.start // size != end // size:
                 self.tables.publish(request, row.start)
             if row.drafts:
-                self.drafting.settle(row, taken)
+                self.drafting.record_acceptance(row, taken)
             if taken:
                 outputs.append(self._answer(request, taken))
             elif request.pools and end == request.num_tokens:
                 self._remove(request)
-                outputs.append(pooled_answer(request))
+                outputs.append(make_pooling_output(request))
         self._end_fork_waits()
         return outputs
 
@@ -353,14 +353,14 @@ class Scheduler:
         reason = finish_reason(request)
         if reason is not None:
             self._remove(request)
-        return token_answer(request, taken, reason)
+        return make_token_output(request, taken, reason)
 
     def _fail(self, row: ScheduledRequest, message: str) -> list[RequestOutput]:
         """End the request with an error. If a draft may be the cause, compute it again without drafts."""
         request = row.request
         if not row.drafts:
             self._remove(request, suspect=True)
-            return [failed_answer(request, message)]
+            return [make_failure_output(request, message)]
         self.drafting.end(request)
         self._requeue(request, suspect=True)
         return []

@@ -33,12 +33,12 @@ class ScheduledRequest:
         """Position after the last row; without drafts the position of the sampled token."""
         return self.start + self.num_tokens
 
-    def num_void(self, taken: int) -> int:
+    def num_rejected(self, taken: int) -> int:
         """Return how many draft tokens were rejected, if `taken` tokens came out of the row."""
         return 1 + len(self.drafts) - taken if self.drafts else 0
 
 
-def planned(request: Request, tokens: int, remaining: int) -> ScheduledRequest:
+def schedule_tokens(request: Request, tokens: int, remaining: int) -> ScheduledRequest:
     """Schedule the next `tokens` of the `remaining` ones and count them as scheduled in `request`."""
     samples = tokens == remaining and not request.pools
     row = ScheduledRequest(request, request.num_scheduled, tokens, samples, request.admissions)

@@ -101,7 +101,7 @@ class GrammarCompiler:
         self._tokens: GrammarVocabulary | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
-    def learn(self, vocabulary: Vocabulary) -> None:
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         self._tokens = GrammarVocabulary(vocabulary, self._vocab_size)
         self._compiled.clear()
 
@@ -119,7 +119,7 @@ class GrammarCompiler:
 
             found = LLMatcher(tokens.tree, grammar, log_level=0, limits=parser_limits())
             if found.is_error():
-                raise GrammarError(f"The grammar cannot be compiled: {_told(found)}")
+                raise GrammarError(f"The grammar cannot be compiled: {_format_error(found)}")
             self._compiled[grammar] = found
             if len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
@@ -177,7 +177,7 @@ class GrammarState:
             and self.problem is None
             and not self._matcher.consume_token(token)
         ):
-            self.problem = f"The answer does not follow its grammar: {_told(self._matcher)}"
+            self.problem = f"The answer does not follow its grammar: {_format_error(self._matcher)}"
 
     def _in_thoughts(self) -> bytes:
         mask = bytearray(b"\xff" * _bytes_of(self._tokens.size))
@@ -193,7 +193,7 @@ class GrammarState:
             return mask
         found = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            self.problem = f"The grammar is too complex to follow: {_told(self._matcher)}"
+            self.problem = f"The grammar is too complex to follow: {_format_error(self._matcher)}"
             return mask
         mask[:] = found[: len(mask)]
         _clear_after(mask, self._tokens.size)
@@ -203,7 +203,7 @@ class GrammarState:
         return mask
 
 
-def _told(matcher: "LLMatcher") -> str:
+def _format_error(matcher: "LLMatcher") -> str:
     return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
 
 

@@ -93,7 +93,7 @@ def _take(result: StepResult, row: ScheduledRequest, depth: int, pick: SampledTo
     request.token_ids.append(pick.token_id)
     if finish_reason(request) is not None:
         return False
-    request.renew_mask()
+    request.update_grammar_mask()
     return True
 
 

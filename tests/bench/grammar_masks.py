@@ -56,7 +56,7 @@ def main() -> None:
     tree = timed(lambda: GrammarVocabulary(told, SIZE).tree)[1]
     print(f"the vocabulary, once a load: {tree / 1000:.0f} ms")
     grammars = GrammarCompiler(SIZE)
-    grammars.learn(told)
+    grammars.set_vocabulary(told)
     stop = SIZE - 1
     grammars.constraint(SamplingParams(max_tokens=1, grammar=wrapped({"lark_grammar": 'start: "a"'})), 0)
     for name, body in KINDS.items():

@@ -64,7 +64,7 @@ def test_a_token_more_costs_the_same_however_long_the_request_is():
     for _ in range(1000):
         tokens.append(rng.randrange(9))
         if proposed := drafter.propose(tokens, 8):
-            drafter.learn(len(proposed), 0)
+            drafter.record_verification(len(proposed), 0)
     # Two entries of six tokens together with a token more each, an ending of each size, and what follows it.
     assert tokens.read < 1000 * 10
 
@@ -73,14 +73,14 @@ def test_drafts_double_while_all_come_true_up_to_a_bound():
     drafter, tokens, sizes = NgramProposer(), [1, 2, 3, 4] * 4, []
     for _ in range(5):
         proposed = drafter.propose(tokens, 100)
-        drafter.learn(len(proposed), len(proposed))
+        drafter.record_verification(len(proposed), len(proposed))
         sizes.append(len(proposed))
     assert sizes == [FIRST, 2 * FIRST, 4 * FIRST, MOST, MOST]
 
 
 def test_some_that_come_true_earn_one_more():
     drafter, tokens = NgramProposer(), [1, 2, 3, 4] * 4
-    drafter.learn(8, 5)
+    drafter.record_verification(8, 5)
     assert len(drafter.propose(tokens, 100)) == 6
 
 
@@ -107,7 +107,7 @@ def test_who_never_repeats_pays_for_few_rows(ids, most):
         proposed = drafter.propose(tokens, MOST)
         rows.append(len(proposed))
         if proposed:
-            drafter.learn(len(proposed), 0)
+            drafter.record_verification(len(proposed), 0)
         tokens.append(rng.randrange(ids))
     assert sum(rows[:100]) <= 15
     assert sum(rows) < most * len(rows)

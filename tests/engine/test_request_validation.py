@@ -24,7 +24,9 @@ NUMBERS = count()
 def engine(tmp_path_factory):
     engine = load(make_tiny_model(tmp_path_factory.mktemp("model")), max_running=4)
     letters = [bytes([i]) for i in range(256)] + [b""] * (VOCAB - 256)
-    engine.learn(Vocabulary(data=b"".join(letters), sizes=list(map(len, letters)), special=[256, 257]))
+    engine.set_vocabulary(
+        Vocabulary(data=b"".join(letters), sizes=list(map(len, letters)), special=[256, 257])
+    )
     return engine
 
 

@@ -190,7 +190,7 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
-    def learn(self, vocabulary: Vocabulary) -> None:
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
 
     def add(self, message: AddRequest) -> RequestOutput | None:

@@ -55,7 +55,7 @@ def text_of(ids: list[int]) -> bytes:
 
 
 def learned(engine: Engine) -> Engine:
-    engine.learn(VOCABULARY)
+    engine.set_vocabulary(VOCABULARY)
     return engine
 
 

@@ -202,7 +202,7 @@ class KVCacheManager:
             request.prefix_end = end = self._prefix_end(request, hits)
             if end not in {"off", "prompt_logprobs", "pooling"}:
                 whole = self._usable_blocks(request) * self.pool.block_size
-                request.num_looked_up = min(whole, request.num_prompt)
+                request.num_prefix_lookup_tokens = min(whole, request.num_prompt)
             self.prefix_queries += request.num_prompt if self.pool.caching else 0
             self.prefix_hits += request.num_cached
             if found := hits // self.pool.block_size:

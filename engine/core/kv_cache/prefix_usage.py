@@ -7,7 +7,7 @@ from typing import Final
 from ...ipc.messages import PrefixUse
 
 REMEMBERED_USES: Final = 256
-TOLD: Final = 20
+MAX_REPORTED: Final = 20
 
 
 class PrefixUses:
@@ -29,7 +29,7 @@ class PrefixUses:
         if len(self._uses) > self._limit:
             self._uses.popitem(last=False)
 
-    def top(self, is_here: Callable[[bytes], bool], count: int = TOLD) -> list[PrefixUse]:
+    def top(self, is_here: Callable[[bytes], bool], count: int = MAX_REPORTED) -> list[PrefixUse]:
         """Return the `count` prefixes that saved most tokens, among those for which `is_here` is true."""
         here = [use for chain_hash, use in self._uses.items() if is_here(chain_hash)]
         return sorted(here, key=lambda use: use.hits * use.tokens, reverse=True)[:count]

@@ -8,9 +8,9 @@ from ...ipc.messages import BlockHolder, BlockMap, BlockRun
 from ..request import Request
 from .manager import KVCacheManager
 
-Told = tuple[str, int, int]
+_BlockState = tuple[str, int, int]
 """(state, owner, holders), as in `BlockRun`."""
-_FREE: Final[Told] = ("free", -1, 0)
+_FREE: Final[_BlockState] = ("free", -1, 0)
 
 
 def block_map(tables: KVCacheManager, running: Iterable[Request]) -> BlockMap:
@@ -20,7 +20,7 @@ def block_map(tables: KVCacheManager, running: Iterable[Request]) -> BlockMap:
     owners: dict[str, int] = {}
     live = _live(requests, owners)
 
-    def told(block: int) -> Told:
+    def describe(block: int) -> _BlockState:
         if (found := live.get(block)) is not None:
             return found
         if not pool.is_cached(block):
@@ -30,7 +30,7 @@ def block_map(tables: KVCacheManager, running: Iterable[Request]) -> BlockMap:
 
     runs = [
         BlockRun(count=sum(1 for _ in same), state=state, owner=owner, holders=holders)
-        for (state, owner, holders), same in groupby(map(told, range(pool.num_blocks)))
+        for (state, owner, holders), same in groupby(map(describe, range(pool.num_blocks)))
     ]
     return BlockMap(
         block_size=pool.block_size,
@@ -43,13 +43,13 @@ def block_map(tables: KVCacheManager, running: Iterable[Request]) -> BlockMap:
     )
 
 
-def _holder(request: Request, live: dict[int, Told]) -> BlockHolder:
+def _holder(request: Request, live: dict[int, _BlockState]) -> BlockHolder:
     shared = sum(live[block][2] > 1 for block in request.block_table)
     return BlockHolder(request_id=request.request_id, blocks=len(request.block_table), shared=shared)
 
 
-def _live(running: Iterable[Request], owners: dict[str, int]) -> dict[int, Told]:
-    found: dict[int, Told] = {}
+def _live(running: Iterable[Request], owners: dict[str, int]) -> dict[int, _BlockState]:
+    found: dict[int, _BlockState] = {}
     for request in running:
         owner = owners.setdefault(request.request_id, len(owners))
         for block in request.block_table:

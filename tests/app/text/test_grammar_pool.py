@@ -36,7 +36,7 @@ def follows(grammar, text, answer, special=()):
     """Whether the answer's bytes, and `special` ids before them, are all of what it asks for."""
     size = text.vocab_size
     known = GrammarCompiler(size)
-    known.learn(vocabulary(text, size))
+    known.set_vocabulary(vocabulary(text, size))
     stop = 0
     constraint = known.constraint(SamplingParams(max_tokens=1, grammar=grammar, stop_token_ids=(stop,)), 0)
     single = {text.tokens.made(i): i for i in reversed(range(size)) if i not in text.tokens.special_ids}
@@ -107,7 +107,7 @@ async def test_every_kind_of_tokenizer_can_write_json(pool, text, kind):
     schema = {"type": "object", "properties": {"a": {"enum": [kind]}}, "required": ["a"]}
     grammar = await pool.compiled(grammars(json_schema(schema)), "x")
     known = GrammarCompiler(text.vocab_size)
-    known.learn(vocabulary(text, text.vocab_size))
+    known.set_vocabulary(vocabulary(text, text.vocab_size))
     constraint = known.constraint(SamplingParams(max_tokens=1, grammar=grammar, stop_token_ids=(0,)), 0)
     mask = constraint.allowed([])
     begun = [i for i in range(text.vocab_size) if mask[i // 8] >> i % 8 & 1]
