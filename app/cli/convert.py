@@ -25,7 +25,7 @@ from llmbox.engine.ipc.spawn import Launch
 
 from ..config.schema import CacheSettings
 from ..daemon.run import with_caches
-from ..engines.load_words import compile_words
+from ..engines.load_words import format_compile_progress
 from ..errors import CliError, Exit
 from ..util import formatting
 from ..util.suggest import did_you_mean
@@ -65,7 +65,9 @@ def run_job(
                 report: dict[str, Any] = message["report"]
                 return report
             for what, (done, total) in message.items():
-                line.update((compile_words if what == "compiling" else partial(words, what))(done, total))
+                line.update(
+                    (format_compile_progress if what == "compiling" else partial(words, what))(done, total)
+                )
     finally:
         line.close()
         if process.poll() is None:

@@ -48,7 +48,7 @@ class EvictedModels:
             return exact
         return next((each for each in self._by_name.values() if name in each.aliases), None)
 
-    def name_at(self, path: Path) -> str | None:
+    def find_name_by_path(self, path: Path) -> str | None:
         """Name of the evicted model with this folder."""
         return next((each.name for each in self.all() if Path(each.config.model_path) == path), None)
 

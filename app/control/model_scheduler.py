@@ -120,7 +120,11 @@ class ModelScheduler:
         place = names.directories.get(target, target if alias is not None else None)
         if place is None or self._engines.knows(target):  # clients may not name paths
             return target
-        return self._engines.name_at(Path(place)) or self.evicted.name_at(Path(place)) or target
+        return (
+            self._engines.find_name_by_path(Path(place))
+            or self.evicted.find_name_by_path(Path(place))
+            or target
+        )
 
     async def _ensure(self, name: str) -> str:
         """Load the model if needed. Returns the name to look it up by, which may still not be found."""

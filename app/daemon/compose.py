@@ -95,7 +95,7 @@ def compose(
         keep_spare=settings.memory.spare_engine,
         first=first,
     )
-    metrics = Metrics(lambda: readings(engines), lambda: request_log.dropped)
+    metrics = Metrics(lambda: read_engines(engines), lambda: request_log.dropped)
     telemetry = Telemetry(engines, events, request_log, parts.gpus)
     gateway = Gateway(engines, request_log, metrics, settings, telemetry.feed)
     return Services(
@@ -117,7 +117,7 @@ def compose(
     )
 
 
-def readings(engines: EngineManager) -> list[EngineReading]:
+def read_engines(engines: EngineManager) -> list[EngineReading]:
     return [
         EngineReading(
             model.name,

@@ -26,7 +26,7 @@ class ProcessExit:
     load_failure: LoadFailed | None = None
 
 
-def level_of(line: str) -> int:
+def parse_log_level(line: str) -> int:
     """Return the logging level of a line that an engine wrote (`lifeline.log_to_stderr`). Lines in any other
     format are INFO.
     """
@@ -39,8 +39,10 @@ class EngineProcess:
         self._name = name
         self._on_message = receive
         self._client = EngineClient(
-            self._receive, lambda line: log.log(level_of(line), "%s | %s", name, line)
+            self._receive, lambda line: log.log(parse_log_level(line), "%s | %s", name, line)
         )
+        self.send: Callable[[ToEngine], None] = self._client.send
+        """Send a message to the engine. Raises FrameTooLarge."""
         self._load_failure: LoadFailed | None = None
         self._stuck_reason: str | None = None
         self._stopped_from_outside = False
@@ -63,10 +65,6 @@ class EngineProcess:
     @property
     def pid(self) -> int | None:
         return self._client.pid if self._client.alive else None
-
-    def send(self, message: ToEngine) -> None:
-        """Send a message to the engine. Raises FrameTooLarge."""
-        self._client.send(message)
 
     def kill_stuck(self, reason: str) -> None:
         """Kill an engine that does not answer. `reason` becomes the cause of its exit."""

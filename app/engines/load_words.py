@@ -6,13 +6,13 @@ STARTING = "starting its engine"
 ENGINE_READY = "reading its tokenizer"
 
 
-def load_words(progress: Progress) -> str:
+def format_load_progress(progress: Progress) -> str:
     if progress.phase == "kernels":
-        return compile_words(progress.done, progress.total)
+        return format_compile_progress(progress.done, progress.total)
     return f"reading weights: {progress.done / progress.total:.0%}" if progress.total else "reading weights"
 
 
-def compile_words(done: int, total: int) -> str:
+def format_compile_progress(done: int, total: int) -> str:
     """Format the progress of compiling. The steps run in parallel, so none is named."""
     if not total:
         return "waiting for the CPU kernels, which another process compiles"

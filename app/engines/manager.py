@@ -261,7 +261,7 @@ class EngineManager:
         """Find by name or alias, without counting as a use."""
         return self._find(name)
 
-    def name_at(self, path: Path) -> str | None:
+    def find_name_by_path(self, path: Path) -> str | None:
         """Name of the loaded or loading model with this folder."""
         loaded = (model.name for model in self._loaded.values() if model.path == path)
         loading = (name for name, each in self._loading.items() if Path(each.config.model_path) == path)

@@ -32,7 +32,7 @@ from llmbox.engine.ipc.spawn import Launch, Spawned, spawn
 from ..errors import ApiError
 from .admission import Pace, State, queue_full, refuse_by_state
 from .engine_process import BlockMapQuery, EngineProcess, ProcessExit
-from .load_words import ENGINE_READY, STARTING, load_words
+from .load_words import ENGINE_READY, STARTING, format_load_progress
 from .prewarmed_process import PrewarmedProcess
 from .request_journal import RequestJournal
 from .reservation import QueueReservation, QueueReservations
@@ -333,7 +333,7 @@ class Supervisor:
             case Progress():
                 self.progress = message
                 if self.state == "loading":
-                    self.cause = load_words(message)
+                    self.cause = format_load_progress(message)
             case Ready():
                 self._became_ready(message.info)
 

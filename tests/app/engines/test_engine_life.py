@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from llmbox.app.engines.engine_process import level_of
+from llmbox.app.engines.engine_process import parse_log_level
 
 STAMP = "2026-11-22 07:29:40,838"
 
@@ -19,4 +19,4 @@ STAMP = "2026-11-22 07:29:40,838"
     ],
 )
 def test_a_line_of_an_engine_keeps_its_level(line: str, level: int) -> None:
-    assert level_of(line) == level
+    assert parse_log_level(line) == level

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmbox.app.engines.load_words import STARTING, load_words
+from llmbox.app.engines.load_words import STARTING, format_load_progress
 from llmbox.app.engines.supervisor import Supervisor
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.messages import Progress
@@ -19,7 +19,7 @@ from llmbox.engine.ipc.messages import Progress
 )
 def test_each_phase_has_its_words_and_they_are_why_the_model_is_not_ready(phase, done, total, words):
     progress = Progress(phase=phase, done=done, total=total)
-    assert load_words(progress) == words
+    assert format_load_progress(progress) == words
     supervisor = Supervisor(EngineConfig(model_path="none", name="fake"))
     assert supervisor.readiness() == (False, STARTING)
     supervisor._receive(progress)

@@ -285,13 +285,13 @@ def test_many_writers_at_once_make_one_good_file(cache: PackedWeightCache, model
 def test_what_a_killed_writer_left_is_swept_up(cache: PackedWeightCache, model: Path) -> None:
     script = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from llmbox.engine.weights.packed_cache.cache import RepackedCache\n"
-        "from llmbox.engine.weights.packed_cache.file import Content\n"
+        "from llmbox.engine.weights.packed_cache.cache import PackedWeightCache\n"
+        "from llmbox.engine.weights.packed_cache.file import PackedContent\n"
         "from llmbox.engine.weights.packed_cache.key import PackKey\n"
         "os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
         "key = PackKey(directory=Path(sys.argv[2]), dtype='d', quant='q', layout='l')\n"
-        "content = Content('a', (9,), 'd', memoryview(bytes(9)))\n"
-        "RepackedCache(Path(sys.argv[1]), 10**9).store(key, [content])\n"
+        "content = PackedContent('a', (9,), 'd', memoryview(bytes(9)))\n"
+        "PackedWeightCache(Path(sys.argv[1]), 10**9).store(key, [content])\n"
     )
     code = subprocess.run(
         [sys.executable, "-c", script, str(cache.folder), str(model)], check=False

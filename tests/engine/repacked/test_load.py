@@ -90,7 +90,7 @@ def test_weights_that_the_model_does_not_ask_for_are_packed_again(
     model = make_tiny_model(tmp_path / "model")
     with monkeypatch.context() as before:
         before.setattr(
-            "llmbox.engine.weights.source.Asked.name", property(lambda asked: "/".join(asked.outputs))
+            "llmbox.engine.weights.source.WeightRequest.name", property(lambda asked: "/".join(asked.outputs))
         )
         first = answer(loaded(model))
     assert answer(loaded(model)) == first
