@@ -25,6 +25,8 @@ EXIT_OF_CODE = {"does_not_fit": Exit.DOES_NOT_FIT, "model_not_found": Exit.NOT_F
 
 
 class UnixConnection(HTTPConnection):
+    """HTTP connection over the unix socket of a daemon."""
+
     def __init__(self, paths: Paths, timeout: float | None) -> None:
         super().__init__("localhost", timeout=timeout)
         self._paths = paths
@@ -40,6 +42,8 @@ class UnixConnection(HTTPConnection):
 
 
 class Client:
+    """Client of the admin API of the daemon that `paths` belong to. Raises CliError."""
+
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
 

@@ -37,6 +37,8 @@ class AvailableModel:
 
 @dataclass(kw_only=True)
 class Services:
+    """All parts of a running daemon."""
+
     settings: Settings
     paths: Paths
     engines: EngineManager

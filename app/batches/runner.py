@@ -31,6 +31,8 @@ _DISK_PAUSE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteAnswer:
+    """HTTP answer of a route to a request of a batch."""
+
     status: int
     body: bytes
     request_id: str = ""

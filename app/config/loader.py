@@ -36,6 +36,8 @@ class SettingOrigin:
 
 @dataclass(frozen=True, slots=True)
 class LoadedSettings:
+    """Settings with the origin of each value."""
+
     settings: Settings
     origins: Mapping[str, SettingOrigin]
 

@@ -17,6 +17,8 @@ UNIX_PATH_LIMIT = 104
 
 @dataclass(frozen=True, slots=True)
 class Paths:
+    """Locations of all files of one daemon."""
+
     config_file: Path
     system_config: Path
     data_dir: Path

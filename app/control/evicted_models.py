@@ -11,6 +11,8 @@ from ..errors import ApiError
 
 @dataclass(frozen=True, slots=True)
 class EvictedModel:
+    """Options that a model was loaded with, and the reason of its eviction."""
+
     config: EngineConfig
     aliases: frozenset[str]
     ttl: float | None

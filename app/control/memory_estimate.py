@@ -19,6 +19,8 @@ from ..engines.loaded_model import LoadedModel
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
+    """Memory that a model needs, and memory that there is."""
+
     device: Place
     requests: tuple[MemoryRequest, ...]
     """Memory request of each possible placement, the first GPUs first."""

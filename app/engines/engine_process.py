@@ -20,6 +20,8 @@ _LEVELS = {"WARNING": logging.WARNING, "ERROR": logging.ERROR, "CRITICAL": loggi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessExit:
+    """End of an engine process, with the cause for the log and for clients."""
+
     cause: str
     from_outside: bool = False
     """The end was caused from outside the engine: no request can be blamed for it."""
@@ -35,6 +37,8 @@ def parse_log_level(line: str) -> int:
 
 
 class EngineProcess:
+    """Client of one engine process, for one life of it: a restart makes a new one."""
+
     def __init__(self, name: str, receive: Callable[[ToDaemon], None]) -> None:
         self._name = name
         self._on_message = receive
@@ -109,6 +113,8 @@ TIMEOUT_S: Final = 2.0
 
 
 class BlockMapQuery:
+    """Query of the map of KV blocks, shared by concurrent callers."""
+
     def __init__(self, send: Callable[[AskBlocks], None]) -> None:
         self._send = send
         self._waiting: asyncio.Future[BlockMap | None] | None = None

@@ -56,6 +56,8 @@ class MemoryRequest:
 
 @dataclass(frozen=True, slots=True)
 class MemoryAllocation:
+    """Placement of a model, with the models to unload for it."""
+
     places: tuple[int, ...]
     evict: tuple[str, ...]
     """Models to unload, in this order."""
@@ -65,6 +67,8 @@ class MemoryAllocation:
 
 @dataclass(frozen=True, slots=True)
 class AllocationFailure:
+    """Refusal: the model does not fit. Sizes in bytes."""
+
     need: int
     have: int
     """Bytes that are free or taken by evictable models."""

@@ -15,6 +15,8 @@ from .supervisor import Supervisor
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoadedModel:
+    """Model that is ready to serve, with its aliases and its use."""
+
     name: str
     aliases: frozenset[str]
     path: Path

@@ -31,6 +31,8 @@ PROVEN_TOKENS: Final = 2
 
 
 class PoisonDetector:
+    """State machine of the trial, see the module. Requests are named by id."""
+
     def __init__(self) -> None:
         self._crashes: dict[str, int] = {}
         self._untried: deque[str] = deque()

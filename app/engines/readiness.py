@@ -8,6 +8,8 @@ from .admission import State
 
 @dataclass(frozen=True, slots=True)
 class ModelReadiness:
+    """Readiness of one model."""
+
     name: str
     state: State
     cause: str
@@ -24,6 +26,8 @@ class ModelReadiness:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
+    """Readiness of the box, with that of each model."""
+
     ready: bool
     cause: str
     """First problem found, even while other models answer."""

@@ -20,6 +20,8 @@ from .token_stream import TokenStream
 
 
 class RequestJournal:
+    """Open requests of one model. Use it only from the event loop."""
+
     def __init__(
         self,
         send: Callable[[AddRequest | AbortRequest], None],

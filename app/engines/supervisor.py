@@ -47,6 +47,8 @@ log = logging.getLogger("llmbox.engines")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorOptions:
+    """Limits and dependencies of a supervisor."""
+
     launch: Launch = field(default_factory=Launch)
     spares: PrewarmedProcess | None = None
     """Source of processes, instead of `launch`."""
@@ -64,6 +66,8 @@ class SupervisorOptions:
 
 
 class Supervisor:
+    """Supervisor of one model. Use it only from the event loop."""
+
     def __init__(self, config: EngineConfig, options: SupervisorOptions | None = None) -> None:
         self.config = config
         self.admitted = config

@@ -17,6 +17,8 @@ from llmbox.engine.hardware.proc import read_state, thread_states
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchLimits:
+    """Limits of the watchdog."""
+
     tick: float = 2.5
     """Seconds. There are no ticks while no request is open."""
     unready_ticks: int = 2
@@ -41,6 +43,8 @@ class Watched(Protocol):
 
 
 class Watchdog:
+    """Timer that pings a silent engine and kills one that stays silent."""
+
     def __init__(self, watched: Watched, limits: WatchLimits) -> None:
         self._watched = watched
         self._limits = limits

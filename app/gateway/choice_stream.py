@@ -110,6 +110,8 @@ class ChoiceStream:
 
 
 class AnswerBuffer:
+    """Collects the texts of a request's choices, up to a limit of bytes, for the request log."""
+
     def __init__(self, choices: int, most_bytes: int) -> None:
         self._pieces: list[list[str]] = [[] for _ in range(choices)]
         self._room = most_bytes

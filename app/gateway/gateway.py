@@ -60,6 +60,8 @@ def max_in_engine(model: LoadedModel, choices: int, *, pools: bool, queue: int) 
 
 
 class Gateway:
+    """Entry point for checked requests. Use it only from the event loop."""
+
     def __init__(
         self,
         engines: EngineManager,

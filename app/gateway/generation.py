@@ -104,6 +104,8 @@ class Delta:
 
 @dataclass(slots=True)
 class TokenUsage:
+    """Token counts of a request."""
+
     prompt_tokens: int = 0
     cached_tokens: int = 0
     looked_up_tokens: int = 0

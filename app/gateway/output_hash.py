@@ -20,6 +20,8 @@ _BYTES = 32
 
 
 class OutputHasher:
+    """Hasher of token ids, keyed by this installation's secret."""
+
     def __init__(self, file: Path) -> None:
         self._secret = _read(file)
 

@@ -43,6 +43,8 @@ class RequestObserver(Protocol):
 
 
 class NullObserver:
+    """Observer that does nothing."""
+
     def on_open(self, request: LiveRequest) -> None:
         pass
 

@@ -31,6 +31,8 @@ CLIENT = "replay"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
+    """Result of a replay."""
+
     original: str
     id: str
     """Id of the replay's own row."""

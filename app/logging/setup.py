@@ -35,6 +35,8 @@ class JsonLines(logging.Formatter):
 
 
 class Readable(logging.Formatter):
+    """Readable lines for stderr."""
+
     def format(self, record: logging.LogRecord) -> str:
         text = (
             record.getMessage().encode("unicode_escape").decode() if "\x1b" in record.getMessage() else None

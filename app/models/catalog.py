@@ -73,6 +73,8 @@ class ModelRef:
 
 @dataclass(frozen=True, slots=True)
 class DiskModel:
+    """Model on disk as lists show it. `size` in bytes, `modified` in Unix seconds."""
+
     ref: ModelRef
     size: int
     modified: float

@@ -56,6 +56,8 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class NameLookup:
+    """Contents of the registry file."""
+
     aliases: Mapping[str, Alias] = field(default_factory=dict)
     caches: tuple[str, ...] = ()
     """Further Hugging Face caches."""
@@ -64,6 +66,8 @@ class NameLookup:
 
 
 class Registry:
+    """Registry file. It is changed under a lock and read again when its stamp has changed."""
+
     def __init__(self, file: Path) -> None:
         self._file = file
         self._stamp: tuple[int, int, int] | None = None

@@ -14,6 +14,8 @@ from .sessions import PATH, BackOff, OneTimeTokens, Session, Sessions
 
 @dataclass(slots=True)
 class Security:
+    """Keys, rate limits, sessions and sign-in of the daemon."""
+
     keys: KeyStore
     used: LastUsed
     meters: Meters

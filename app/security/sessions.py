@@ -40,6 +40,8 @@ class Session:
 
 
 class Sessions:
+    """Table of the open sessions. Use it only from the event loop."""
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._by_digest: dict[str, tuple[Session, float | None]] = {}

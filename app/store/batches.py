@@ -37,6 +37,8 @@ class BatchItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchResult:
+    """Result of one request of a batch."""
+
     custom_id: str
     seq: int
     status: ItemStatus
@@ -49,6 +51,8 @@ class BatchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCounts:
+    """Number of requests of a batch by status."""
+
     pending: int = 0
     succeeded: int = 0
     """Requests answered with 200."""

@@ -24,6 +24,8 @@ _FIRST_S = 60.0  # after the start, which has other work to do
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
+    """Retention limits: ages in days, sizes in bytes."""
+
     rows_days: float = 30
     content_days: float = 7
     max_bytes: int = 256_000_000

@@ -16,6 +16,8 @@ _MOST = 1024
 
 @dataclass(frozen=True, slots=True)
 class Spread:
+    """Median and 95th percentile, in seconds."""
+
     p50: Number = NA
     p95: Number = NA
 
