@@ -27,7 +27,7 @@ def set_(program: Program, *, name: str, ref: str, parameters: tuple[str, ...]) 
     found = set_alias(
         program.registry, program.environ, name, ref, parameters, program.in_memory()
     ).parameters
-    output.say(f"{name} is {ref}" + (f" with {_shown(found)}" if found else "") + ".")
+    output.say(f"{name} is {ref}" + (f" with {_format_parameters(found)}" if found else "") + ".")
 
 
 @alias.command("ls", cls=Command)
@@ -47,7 +47,9 @@ def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
         for name in aliases:
             output.write(name)
     elif aliases:
-        rows_ = [(name, each.model, _shown(each.parameters)) for name, each in sorted(aliases.items())]
+        rows_ = [
+            (name, each.model, _format_parameters(each.parameters)) for name, each in sorted(aliases.items())
+        ]
         output.table(("NAME", "MODEL", "PARAMETERS"), rows_)
     else:
         output.say("No aliases. Set one: llmbox alias set NAME MODEL")
@@ -62,6 +64,6 @@ def rm(program: Program, *, name: str) -> None:
     output.say(f"{name} is no alias any more.")
 
 
-def _shown(parameters: object) -> str:
+def _format_parameters(parameters: object) -> str:
     assert isinstance(parameters, dict)
     return " ".join(f"{key}={str(value)[:40]}" for key, value in parameters.items())

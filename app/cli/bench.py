@@ -90,10 +90,10 @@ def _load(
     headers = ("STREAMS", "OUT TOK/S", "TTFT P50", "P95", "TPOT P50", "GAP P99", "MAX", "ERRORS")
     output.table(headers, [_row(level, summary) for level, summary, _ in rows], right=range(8))
     if compared is not None:
-        _tell_ratios(compared)
+        _print_ratios(compared)
 
 
-def _tell_ratios(compared: dict[int, dict[str, float | None]]) -> None:
+def _print_ratios(compared: dict[int, dict[str, float | None]]) -> None:
     output.write("\nThis run over the earlier one; whatever else ran on the machine then or now is in it:")
     rows = [
         (level, *("-" if value is None else f"{value:.2f}" for value in figures.values()))

@@ -57,11 +57,12 @@ def show(program: Program, section: str | None, *, effective: bool, origin: bool
         }
         output.write_json("config", {"settings": data})
     elif origin:
-        table = [(row.name, shown(value), str(where), row.doc) for row, value, where in rows]
+        table = [(row.name, format_setting(value), str(where), row.doc) for row, value, where in rows]
         output.table(("KEY", "VALUE", "ORIGIN", "MEANING"), table)
     else:
         output.table(
-            ("KEY", "VALUE", "MEANING"), [(row.name, shown(value), row.doc) for row, value, _ in rows]
+            ("KEY", "VALUE", "MEANING"),
+            [(row.name, format_setting(value), row.doc) for row, value, _ in rows],
         )
 
 
@@ -70,7 +71,7 @@ def show(program: Program, section: str | None, *, effective: bool, origin: bool
 @pass_program
 def get(program: Program, key: str) -> None:
     """Print one value."""
-    output.write(shown(program.settings().settings.get(_key(key).name)))
+    output.write(format_setting(program.settings().settings.get(_key(key).name)))
 
 
 @config.command("set")
@@ -84,7 +85,7 @@ def set_(program: Program, key: str, value: str) -> None:
     row = _key(key)
     checked = check_value(row, value, key, from_text=True)
     set_value(program.paths.config_file, row, checked)
-    output.say(f"{row.name} = {shown(checked)} in {program.paths.config_file}")
+    output.say(f"{row.name} = {format_setting(checked)} in {program.paths.config_file}")
     loaded = program.settings()
     if loaded.origins[row.name].source in {"env", "flag"}:
         output.say(f"Note: {loaded.origins[row.name]} goes over the file.")
@@ -126,7 +127,7 @@ def check(program: Program) -> None:
     output.say("The configuration is valid.")
 
 
-def shown(value: Scalar) -> str:
+def format_setting(value: Scalar) -> str:
     if value is None:
         return "auto"
     if isinstance(value, bool):

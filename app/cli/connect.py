@@ -124,7 +124,7 @@ def _hint(guide: Guide, at: Endpoint) -> None:
 
 
 def _write(program: Program, client: str, guide: Guide, at: Endpoint, *, as_json: bool) -> None:
-    from ..integrations.config_files import difference, merged, replace
+    from ..integrations.config_files import difference, merge_settings, replace
 
     if guide.file is None or guide.settings is None:
         raise CliError(
@@ -134,7 +134,7 @@ def _write(program: Program, client: str, guide: Guide, at: Endpoint, *, as_json
             Exit.USAGE,
         )
     file = guide.file(program.environ)
-    old, new = merged(guide, file, guide.settings(at))
+    old, new = merge_settings(guide, file, guide.settings(at))
     backup = replace(file, new) if new != old else None
     if as_json:
         told = {"changed": new != old, "backup": None if backup is None else str(backup)}

@@ -77,7 +77,7 @@ class Program:
         except CliError as error:
             if error.exit != Exit.UNREACHABLE:
                 raise
-            return {}  # it ends, or ended while it started, of which others tell
+            return {}  # it ends, or ended while starting, which is reported elsewhere
         found = {name: in_memory(name, Path(path)) for name, path in answer.get("evicted", {}).items()}
         for row in answer["models"]:
             if row["path"]:
@@ -97,7 +97,7 @@ class Program:
         flags = [] if self.data_dir is None else ["--data-dir", str(self.data_dir.absolute())]
         return flags if self.config is None else [*flags, "--config", str(self.config.absolute())]
 
-    def wanted(
+    def find_models(
         self, models: Sequence[str], alias: str | None, flags: "Mapping[str, Scalar]"
     ) -> "list[ModelRequest]":
         """Return the models to load: the named ones, else those of `server.models`. Raises CliError when one

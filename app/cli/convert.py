@@ -36,7 +36,7 @@ from .root import Command
 EXITS = {"does_not_fit": Exit.DOES_NOT_FIT, "bad_model": Exit.FAILED}
 
 Words = Callable[[str, int, int], str]
-"""(what is told, how much is done, of how much) -> a line for people."""
+"""Function from (stage, amount done, total amount) to a line for people."""
 
 
 def run_job(

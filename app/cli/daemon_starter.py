@@ -46,7 +46,7 @@ def start_daemon(
     anything is started.
     """
     program.settings(flags)
-    wanted = program.wanted(models, alias, flags)
+    wanted = program.find_models(models, alias, flags)
     program.paths.create()
     command = [*program.command, *program.location_flags, "serve", "--background", *as_arguments(flags)]
     command += [] if alias is None else ["--alias", alias]
@@ -66,7 +66,7 @@ def _wait_for_api(program: Program, process: "subprocess.Popen[bytes]", offset: 
     deadline = time.monotonic() + START_TIMEOUT
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise died(program, process.returncode, offset)
+            raise startup_error(program, process.returncode, offset)
         running = find_running(program.paths, patience=START_TIMEOUT)
         if running is not None and running.pid == process.pid and program.client.is_up():
             return running
@@ -80,7 +80,7 @@ def _wait_for_api(program: Program, process: "subprocess.Popen[bytes]", offset: 
     )
 
 
-def died(program: Program, code: int, offset: int) -> CliError:
+def startup_error(program: Program, code: int, offset: int) -> CliError:
     """Build the error of a daemon that ended while starting, from its log: its own error, else its last
     lines.
     """
@@ -154,7 +154,7 @@ def _look(program: Program, started: Started, names: Sequence[str]) -> list[dict
             started.process.wait(ENDING)
         if started.process.returncode is None:
             raise
-        raise died(program, started.process.returncode, started.log_offset) from error
+        raise startup_error(program, started.process.returncode, started.log_offset) from error
     if not names:
         return models
     found = [model for model in models if {model["name"], *model["aliases"]} & set(names)]

@@ -24,7 +24,7 @@ from ..models.catalog import hub_cache
 from ..models.load_request import ModelRequest
 from . import output
 from .context import Program, pass_program
-from .options import given, setting_options
+from .options import read_flags, setting_options
 from .root import Command
 
 FLAGS = (
@@ -44,7 +44,7 @@ def fit(program: Program, /, model: str, *, as_json: bool, probe: bool, **flags:
 
     MODEL is on disk or on the hub; of the latter only its config and the headers of its weights are read.
     """
-    values = {name: value for name, value in given(flags).items() if name.startswith("model.")}
+    values = {name: value for name, value in read_flags(flags).items() if name.startswith("model.")}
     facts, ref = find_facts(model, program.environ, program.names, program.in_memory())
     settings = program.settings().settings
     config = ModelRequest(ref, None, values).config(settings.model)

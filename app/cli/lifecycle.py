@@ -80,7 +80,7 @@ def _print_failing(rate: Mapping[str, Any]) -> None:
 
 
 HURRY = 5.0
-"""Seconds that a daemon gets to end after it was told to end at once; then it is killed."""
+"""Seconds that a daemon has after the second SIGTERM; then it is killed."""
 
 
 @click.command(cls=Command)
@@ -104,7 +104,7 @@ def stop(program: Program, running: RunningDaemon, *, now: bool, timeout: float 
     if timeout is None:
         timeout = program.settings().settings.server.drain_timeout + HURRY
     try:
-        process = os.pidfd_open(running.pid)  # stays this process, whatever happens to the number
+        process = os.pidfd_open(running.pid)  # names this process even if its pid is used again
     except ProcessLookupError:
         return
     try:
@@ -175,7 +175,7 @@ def restart(program: Program, *, now: bool, timeout: float) -> None:
     if running is not None:
         before = SavedState.of(program.client.get("/admin/api/status"))
         program.settings(before.flags)  # a mistake in the file must not be found when nothing runs any more
-        program.wanted(before.models, before.alias, before.flags)
+        program.find_models(before.models, before.alias, before.flags)
         stop(program, running, now=now, timeout=None)
     started = start_daemon(program, before.models, before.alias, before.flags)
     for row in before.later:
@@ -207,7 +207,7 @@ class SavedState:
         }
         first = [row for row in rows if _is_plain(row, common)]
         if begun["alias"] is not None or not first:
-            # With an alias the command line names one model: whatever else there is comes later.
+            # With an alias the command line names one model: the others are loaded later.
             first = [row for row in rows if row["name"] in _names(begun)]
             models = list(begun["models"])
         else:

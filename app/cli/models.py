@@ -21,7 +21,7 @@ from ..lifecycle.instance import find_running
 from ..models.load_request import ModelRequest
 from ..util.suggest import did_you_mean
 from .daemon_starter import Started, wait_for_models
-from .options import checked_alias, given, model_options
+from .options import checked_alias, model_options, read_flags
 
 
 @click.command(cls=Command)
@@ -292,7 +292,7 @@ def load(
     **flags: Any,
 ) -> int:
     """Load a model into the running daemon."""
-    (wanted,) = program.wanted([model], checked_alias(alias), given(flags))
+    (wanted,) = program.find_models([model], checked_alias(alias), read_flags(flags))
     if estimate_only:
         return estimate(program, wanted, as_json=as_json)
     running = find_running(program.paths)
@@ -305,13 +305,13 @@ def load(
     if as_json:
         output.write_json("load", {"model": answer})
     elif wait:
-        say_ready(answer["name"], answer["info"])
+        print_ready(answer["name"], answer["info"])
     else:
         output.say(f"{answer['name']} is loading; follow with llmbox ps.")
     return Exit.OK
 
 
-def say_ready(name: str, info: Mapping[str, Any]) -> None:
+def print_ready(name: str, info: Mapping[str, Any]) -> None:
     """Report that a model is ready, with its memory and the engine's notes."""
     total = info["weights_bytes"] + info["kv_bytes"] + info["workspace_bytes"]
     output.say(

@@ -29,7 +29,7 @@ def model_options(function: F) -> F:
     return _add(function, MODEL_KEYS)
 
 
-def given(values: Mapping[str, Any]) -> dict[str, Scalar]:
+def read_flags(values: Mapping[str, Any]) -> dict[str, Scalar]:
     """Return the settings that were on the command line, checked."""
     flags: dict[str, Scalar] = {}
     for name in (*DAEMON_KEYS, *MODEL_KEYS):

@@ -17,7 +17,7 @@ from ..errors import CliError
 from ..util.formatting import printable
 
 PLAIN_INTERVAL = 5.0
-"""Seconds between progress lines where nobody watches live."""
+"""Seconds between progress lines without a live terminal."""
 
 
 def write(text: str) -> None:

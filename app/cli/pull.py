@@ -59,14 +59,14 @@ def pull(
         if act == "dismiss" and not as_json:
             output.say(f"{ref} is off the list.")
         else:
-            _tell(found, as_json=as_json)
+            _print_result(found, as_json=as_json)
         if act != "resume":
             return
     else:
         _start_daemon_if_needed(program)
         found = program.client.post("/admin/api/downloads", {"model": ref, "anyway": anyway})["download"]
     if not wait:
-        _tell(found, as_json=as_json)
+        _print_result(found, as_json=as_json)
         return
     try:
         _follow(program, found, as_json=as_json)
@@ -107,7 +107,7 @@ def finish(program: Program, found: Mapping[str, Any], *, as_json: bool) -> None
         log_file = str(program.paths.log_file)
         raise CliError(error["what"], error["why"], error["fix"], Exit(error["exit"]), log_file)
     if not as_json:
-        _tell(found, as_json=False)
+        _print_result(found, as_json=False)
     if found["state"] != "ready":
         raise CliError(
             f"{found['model']} is not here yet",
@@ -124,7 +124,7 @@ def find(program: Program, model: str) -> dict[str, Any]:
     raise CliError(f"the download of {model} is gone", "the daemon was restarted", f"llmbox pull {model}")
 
 
-def _tell(found: Mapping[str, Any], *, as_json: bool) -> None:
+def _print_result(found: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
         output.write_json("pull", {"download": found})
     elif found["state"] == "ready":

@@ -61,7 +61,7 @@ def replay(context: click.Context, /, request_id: str, *, as_json: bool) -> None
         output.write_json("replay", answer)
     else:
         output.write(answer["verdict"])
-        for line in _parting(answer):
+        for line in _show_difference(answer):
             output.write(line)
         output.say(f"It is in the log as {answer['id']}.")
     if answer["equal"] is False:
@@ -149,7 +149,7 @@ def _print_replay(answer: Mapping[str, Any]) -> None:
     row = answer["request"] or answer["in_flight"]
     shown = {name: value for name, value in row.items() if name not in _HIDDEN}
     facts = shown | {"params": row.get("params", ""), "prefix cache": answer["prefix_note"]}
-    lines = [f"{name:17}  {told}" for name, value in facts.items() if (told := _told(name, value))]
+    lines = [f"{name:17}  {told}" for name, value in facts.items() if (told := _format_value(name, value))]
     if answer["content"] is not None:
         lines += _texts("Prompt, as the model read it", answer["content"]["prompts"])
         lines += _texts("Answer", answer["content"]["outputs"])
@@ -165,7 +165,7 @@ def _texts(title: str, texts: Sequence[str]) -> list[str]:
     return lines
 
 
-def _told(name: str, value: object) -> str:
+def _format_value(name: str, value: object) -> str:
     """Format a field's value; empty for an empty value."""
     if value in (None, "", "{}"):
         return ""
@@ -177,7 +177,7 @@ def _told(name: str, value: object) -> str:
     return str(value)
 
 
-def _parting(answer: Mapping[str, Any]) -> list[str]:
+def _show_difference(answer: Mapping[str, Any]) -> list[str]:
     """Show the first two texts that differ around their first difference."""
     at = answer["first_difference"]
     if at is None:
@@ -230,7 +230,7 @@ def requests(context: click.Context, /, *, follow: bool, as_json: bool, quiet: b
     program: Program = context.ensure_object(Program)
     path = "/admin/api/requests?" + urlencode({k: v for k, v in filters.items() if v not in {None, False}})
     if follow:
-        for row in _followed(program, path, filters):
+        for row in _follow_rows(program, path, filters):
             _print_followed(row, as_json=as_json, quiet=quiet)
         return
     answer = program.client.get(path)
@@ -243,7 +243,7 @@ def requests(context: click.Context, /, *, follow: bool, as_json: bool, quiet: b
         _print(answer)
 
 
-def _followed(program: Program, path: str, filters: Mapping[str, Any]) -> Iterator[Row]:
+def _follow_rows(program: Program, path: str, filters: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the rows so far, then those that end from now on. The stream is opened first: none
     falls between.
     """

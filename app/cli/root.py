@@ -74,7 +74,7 @@ SYNONYMS: Final = {
     "monitor": ("top",),
     "dashboard": ("top",),
 }
-"""Words of other programs, and what is meant by them here: the first that the group has."""
+"""Command names of other programs, with our names for them: the first that the group has."""
 
 
 def refuse_unknown(group: click.Group, ctx: click.Context, args: list[str]) -> None:

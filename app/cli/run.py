@@ -154,7 +154,7 @@ class _Thoughts:
 def _ensure_loaded(program: Program, model: str) -> dict[str, Any]:
     running = find_running(program.paths)
     if running is None:
-        (wanted,) = program.wanted([model], None, {})  # a wrong name needs no daemon
+        (wanted,) = program.find_models([model], None, {})  # a wrong name needs no daemon
         output.say("The daemon does not run; starting it. It stays until llmbox down.")
         started = start_daemon(program, [model], None, {})
         names = [wanted.served_name]
@@ -166,7 +166,7 @@ def _ensure_loaded(program: Program, model: str) -> dict[str, Any]:
             if loaded["state"] != "failed"
             for name in (loaded["name"], *loaded["aliases"])
         }
-        names = [model] if model in known else load_missing(program, program.wanted([model], None, {}))
+        names = [model] if model in known else load_missing(program, program.find_models([model], None, {}))
     return wait_for_models(program, started, names, timeout=600.0)[0]
 
 

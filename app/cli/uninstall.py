@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from ..diagnostics.systemd import quoted
+from ..diagnostics.systemd import quote_argument
 from ..errors import CliError, Exit
 from ..lifecycle.instance import find_running
 from ..util import formatting
@@ -102,7 +102,7 @@ def _is_ours(program: Program, unit: Path) -> bool:
     text = unit.read_text("utf-8", "replace")
     if program.data_dir is None:
         return "--data-dir" not in text
-    return f" {quoted(str(program.data_dir.absolute()))} " in text
+    return f" {quote_argument(str(program.data_dir.absolute()))} " in text
 
 
 def _size(path: Path) -> int:

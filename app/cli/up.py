@@ -15,10 +15,10 @@ from ..errors import CliError, Exit
 from ..lifecycle.instance import RunningDaemon, find_running
 from ..models.load_request import ModelRequest
 from . import output
-from .config import shown
+from .config import format_setting
 from .context import Program, pass_program
 from .daemon_starter import Started, start_daemon, wait_for_models
-from .options import checked_alias, daemon_options, flag, given, model_options, parameter
+from .options import checked_alias, daemon_options, flag, model_options, parameter, read_flags
 from .root import Command
 
 if TYPE_CHECKING:
@@ -56,16 +56,16 @@ def up(
 
     Doing it twice changes nothing. A MODEL is builtin, a directory, or org/name from the Hugging Face cache.
     """
-    given_flags = given(flags)
+    given_flags = read_flags(flags)
     alias = checked_alias(alias)
     program.settings(given_flags)
     names: list[str] = []
     started = _find_or_start(program, models, alias, given_flags)
     if started.process is not None:
-        names = [model.served_name for model in program.wanted(models, alias, given_flags)]
+        names = [model.served_name for model in program.find_models(models, alias, given_flags)]
     else:
         require_same(program, given_flags, of_models=not models)
-        names = load_missing(program, program.wanted(models, alias, given_flags) if models else [])
+        names = load_missing(program, program.find_models(models, alias, given_flags) if models else [])
     ready = wait_for_models(program, started, names, timeout) if wait else []
     panel = sign_in_link(program)
     if as_json:
@@ -88,12 +88,12 @@ def _find_or_start(
 ) -> Started:
     running = find_running(program.paths)
     if running is None:
-        program.wanted(models, alias, flags)  # a wrong name needs no daemon
+        program.find_models(models, alias, flags)  # a wrong name needs no daemon
         output.say("Starting the daemon…")
         try:
             return start_daemon(program, models, alias, flags)
         except CliError as error:
-            # Somebody else's `up` may have been a moment faster.
+            # Another `up` may have been a moment faster.
             running = find_running(program.paths) if error.exit == Exit.CONFLICT else None
             if running is None:
                 raise
@@ -127,7 +127,7 @@ def require_same(program: Program, flags: Mapping[str, Scalar], *, of_models: bo
         return
     running = program.client.get("/admin/api/config")["settings"]
     differing = [
-        f"{name}: runs with {shown(running[name]['value'])}, asked for {shown(value)}"
+        f"{name}: runs with {format_setting(running[name]['value'])}, asked for {format_setting(value)}"
         for name, value in daemon_flags.items()
         if running[name]["value"] != value
     ]
@@ -138,7 +138,7 @@ def require_same(program: Program, flags: Mapping[str, Scalar], *, of_models: bo
 def _require_same_options(wanted: ModelRequest, present: Mapping[str, Any]) -> None:
     runs_with = {name: present["options"][parameter(name)] for name in wanted.options}
     differing = [
-        f"{flag(name)}: runs with {shown(runs_with[name])}, asked for {shown(value)}"
+        f"{flag(name)}: runs with {format_setting(runs_with[name])}, asked for {format_setting(value)}"
         for name, value in wanted.options.items()
         if runs_with[name] != value
     ]
@@ -220,16 +220,16 @@ def serve(
 
     if (other := find_running(program.paths)) is not None:  # before complaints about models
         raise already_running(other)
-    given_flags = given(flags)
+    given_flags = read_flags(flags)
     plan = DaemonOptions(
         paths=program.paths,
         loaded=program.settings(given_flags),
-        models=program.wanted(models, checked_alias(alias), given_flags),
+        models=program.find_models(models, checked_alias(alias), given_flags),
         begun_with={"flags": given_flags, "models": list(models), "alias": alias},
         reload=lambda: program.settings(given_flags),
         checks=partial(_checks, program),
         parts=program.parts,
-        on_up=(lambda *_: None) if background else partial(_tell, program),
+        on_up=(lambda *_: None) if background else partial(_print_addresses, program),
         background=background,
     )
     run_daemon(plan)
@@ -243,7 +243,7 @@ def _checks(program: Program) -> list[dict[str, str]]:
     return [asdict(finding) for finding in run_checks(program)]
 
 
-def _tell(program: Program, running: "RunningDaemon", sign_in_link: Callable[[], str]) -> None:
+def _print_addresses(program: Program, running: "RunningDaemon", sign_in_link: Callable[[], str]) -> None:
     output.write(f"{running.url}/v1")
     if not _is_journal():
         output.write(sign_in_link())

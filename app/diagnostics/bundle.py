@@ -16,7 +16,7 @@ from typing import Any
 from llmbox import __version__
 from llmbox.engine.hardware.machine import read_machine
 
-from ..cli.config import shown
+from ..cli.config import format_setting
 from ..cli.context import Program
 from ..cli.version import package_versions
 from ..errors import CliError, Exit
@@ -99,14 +99,14 @@ def write_bundle(program: Program, findings: Sequence[Finding], file: Path) -> l
     try:
         with open(handle, "wb") as out, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as bundle:  # noqa: PTH123
             for name, make in parts.items():
-                bundle.writestr(name, _made(make))
+                bundle.writestr(name, _build_part(make))
     except OSError as error:
         file.unlink(missing_ok=True)
         raise CliError(f"cannot write {file}", error.strerror or str(error), "free some space") from error
     return list(parts)
 
 
-def _made(make: Callable[[], str]) -> str:
+def _build_part(make: Callable[[], str]) -> str:
     """Build one part. A part that is not available says why: the rest is all the more useful."""
     try:
         return make()
@@ -131,7 +131,7 @@ def _versions() -> dict[str, Any]:
 
 def _settings(program: Program) -> dict[str, Any]:
     return {
-        row.name: {"value": shown(value), "origin": str(origin)}
+        row.name: {"value": format_setting(value), "origin": str(origin)}
         for row, value, origin in program.settings().table()
     }
 

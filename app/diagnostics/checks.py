@@ -233,7 +233,7 @@ def _check_port(program: Program) -> Iterator[Finding]:
     try:
         server = program.settings().settings.server
     except CliError:
-        return  # told by check_config
+        return  # reported by check_config
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -71,7 +71,7 @@ class UnitSpec:
 def unit_text(spec: UnitSpec) -> str:
     service = [
         "Type=notify",
-        f"ExecStart={' '.join(map(quoted, [*spec.command, 'serve']))}",
+        f"ExecStart={' '.join(map(quote_argument, [*spec.command, 'serve']))}",
         "ExecReload=/bin/kill -HUP $MAINPID",
         "Restart=on-failure",
         "RestartSec=2",
@@ -105,7 +105,7 @@ def unit_text(spec: UnitSpec) -> str:
     )
 
 
-def quoted(word: str) -> str:
+def quote_argument(word: str) -> str:
     """Quote one argument of ExecStart: specifiers, variables and quotes stand for themselves."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return (

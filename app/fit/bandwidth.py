@@ -35,7 +35,7 @@ class Bandwidth:
     typical: float
     """Median of the rounds: other programs and machines on the same host take their part."""
     probed_at: float | None = None
-    """Unix seconds; None where the hardware tells it."""
+    """Unix seconds; None where the hardware reports its bandwidth."""
     was_busy: bool = False
     """True if other programs wanted the cores during the probe."""
 

@@ -103,9 +103,9 @@ def fit(
     device = usable_device(machine, config.device)
     budget = total_budget(machine, device, budget_gb)
     now = MemoryBudget.of(machine, device)
-    plan, reason = planned(facts.config, machine, device, budget, config)
+    plan, reason = plan_within_budget(facts.config, machine, device, budget, config)
     remedies = () if plan else alternatives(facts.config, machine, device, budget, config)
-    notes = facts.notes + _told_of_experts(facts.config) + (plan.notes if plan else ())
+    notes = facts.notes + _describe_experts(facts.config) + (plan.notes if plan else ())
     if plan and plan.total_bytes > now.available:
         notes += (
             f"only {show_bytes(now.available)} are free now: other programs or models must make room first",
@@ -131,7 +131,7 @@ def fit(
     return result
 
 
-def planned(
+def plan_within_budget(
     config: ModelConfig, machine: Machine, device: Place, budget: int, engine: EngineConfig
 ) -> tuple[MemoryPlan | None, str]:
     """Return the plan with the whole budget (or `engine.memory_bytes` of it), or None and the reason."""
@@ -161,7 +161,7 @@ def plan_alone(
         device = usable_device(machine, engine.device)
     except DeviceError as error:
         return None, str(error)
-    return planned(config, machine, device, total_budget(machine, device, budget_gb), engine)
+    return plan_within_budget(config, machine, device, total_budget(machine, device, budget_gb), engine)
 
 
 def alternatives(
@@ -184,14 +184,14 @@ def alternatives(
     for words, changed in tries.items():
         if changed == engine:
             continue
-        plan, _ = planned(config, machine, device, budget, changed)
+        plan, _ = plan_within_budget(config, machine, device, budget, changed)
         if plan is not None:
             size = show_bytes(plan.total_bytes) + (f" on each of {plan.ranks}" if plan.ranks > 1 else "")
             found.append(f"{words}: {size} with a context of {plan.context} tokens")
     return tuple(found)
 
 
-def _told_of_experts(config: ModelConfig) -> tuple[str, ...]:
+def _describe_experts(config: ModelConfig) -> tuple[str, ...]:
     if (experts := config.experts) is None:
         return ()
     shape = config.shape()

@@ -100,7 +100,7 @@ def document(handlers: Sequence[ControllerRouterHandler], version: str) -> bytes
     components = schema.setdefault("components", {})
     components.setdefault("schemas", {}).update(schemas)
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    schema["security"] = [{"key": []}, {}]  # none is needed on the machine itself
+    schema["security"] = [{"key": []}, {}]  # no key is needed on the machine itself
     for item in schema["paths"].values():
         for operation in item.values():
             if isinstance(operation, dict):
@@ -144,7 +144,7 @@ def _add_answers(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
     ollama = "Ollama" in operation.get("tags", ())
     answer = _TEXT_ANSWER if ollama else _ANSWER
-    responses["400"] = answer  # Litestar describes its own
+    responses["400"] = answer  # Litestar describes its own routes
     for status in (*_EVERYWHERE, *(_WITH_BODY if body else ())):
         responses.setdefault(status, answer)
     fields = schemas.get(body.get("$ref", "").removeprefix(_SCHEMAS), {}).get("properties", {})
@@ -174,7 +174,7 @@ class App(Litestar):
             ),
             openapi_config=None,
             logging_config=None,
-            request_max_body_size=None,  # the shell counts
+            request_max_body_size=None,  # `SecurityMiddleware` counts
         )
         hosts = HostList(services.settings.server.allowed_hosts)
         cors = Cors(services.settings.server.cors_origins)
@@ -208,7 +208,7 @@ def _openapi_route(routes: Sequence[ControllerRouterHandler], version: str) -> C
     @get("/openapi.json", opt={"access": Access.KNOWN}, name="openapi", include_in_schema=False)
     async def openapi() -> Response[bytes]:
         async with lock:
-            if not made:  # takes a fraction of a second: not on the loop, not before anybody asks
+            if not made:  # takes a fraction of a second: built off the event loop, on the first request
                 made.append(await asyncio.to_thread(document, routes, version))
         return Response(made[0], media_type="application/json")
 

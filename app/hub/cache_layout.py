@@ -58,7 +58,7 @@ def _is_model(folder: Path) -> bool:
 
 INCOMPLETE = ".incomplete"
 _MOVED = ".llmbox-"
-"""Folders that are being put in place or taken away; left over only by a crash."""
+"""Prefix of folders that are being put in place or deleted; only a crash leaves them behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class Repo:
                     freed += path.stat().st_size
                     path.unlink()
         if not self.revisions():
-            with contextlib.suppress(OSError):  # others may be writing here: then it stays
+            with contextlib.suppress(OSError):  # another program may be writing here: then the folder stays
                 for folder in (self.folder / "blobs", self.folder / "snapshots", self.folder):
                     if folder.is_dir():
                         folder.rmdir()

@@ -37,26 +37,26 @@ class Download:
     repo: str
     revision: str | None
     anyway: bool = False
-    """Fetched although it does not fit or cannot be served."""
+    """Fetch the model although it does not fit or cannot be served."""
     state: State = "checking"
     commit: str | None = None
-    """Fixed by the first look: a download that goes on later gets the same files."""
+    """Commit, fixed when the repository is first listed: a resumed download gets the same files."""
     error: HubError | None = None
     files: dict[RepoFile, TransferProgress] = field(default_factory=dict)
     etags: list[str] = field(default_factory=list)
     """Etags of `files`, known even after a restart."""
     stop: threading.Event = field(default_factory=threading.Event)
     cut: Callable[[], None] = lambda: None
-    """Ends what waits for the hub, once `stop` is set."""
+    """Function that aborts reads from the hub, once `stop` is set."""
     works: "set[asyncio.Future[None]]" = field(default_factory=set)
     """Threads that fetch its files, until they have ended."""
     started_at: float = field(default_factory=time.time)
     ended_at: float | None = None
     """Time of the failure, Unix seconds."""
     message: str = ""
-    """The last thing that went wrong and was overcome."""
+    """Last failure that a retry overcame."""
     rate: float | None = None
-    """Bytes a second, over the last seconds."""
+    """Bytes a second, averaged over the last seconds."""
 
     @property
     def active(self) -> bool:
@@ -123,7 +123,7 @@ def prepare(
     """
     hub.note = note
     has_begun = bool(download.etags)
-    listing, files = stubbornly(lambda: _look(hub, download), stop, retries, note, outlasts=has_begun)
+    listing, files = with_retries(lambda: _look(hub, download), stop, retries, note, outlasts=has_begun)
     if not download.anyway:
         _check_fit(hub, listing, download, fit)
     need = sum(max(0, file.size - _present(repo, file)) for file in files)
@@ -133,7 +133,7 @@ def prepare(
     return Preparation(listing, tuple(files))
 
 
-def stubbornly(
+def with_retries(
     work: Callable[[], T],
     stop: threading.Event,
     retries: Retries,
@@ -189,10 +189,10 @@ class Setup:
     state_file: Path
     fit: FitCheck
     bandwidth: Callable[[], float | None] = lambda: None
-    """Bytes a second, or no bound."""
+    """Function that returns the cap in bytes a second, or no bound."""
     files_at_once: int = 4
     hub: Callable[[], Hub] = Hub.of_environment
-    """Called in a thread."""
+    """Function that creates the hub's client. It is called in a thread."""
     free: Callable[[Path], int] = free_space
     retries: Retries = field(default_factory=Retries)
 
@@ -238,7 +238,7 @@ class Fetching:
         writes nothing.
         """
         setup, repo = self._setup, self.repo(download)
-        note = self._noting(download)
+        note = self._thread_safe_note(download)
 
         def look() -> tuple[Hub, Preparation]:
             hub = setup.hub()
@@ -259,7 +259,7 @@ class Fetching:
         download.cut = hub.web.cut
         return hub, found
 
-    def _noting(self, download: Download) -> Callable[[str], None]:
+    def _thread_safe_note(self, download: Download) -> Callable[[str], None]:
         """Return a `note` callback for threads."""
         loop = asyncio.get_running_loop()
 
@@ -270,7 +270,7 @@ class Fetching:
         return note
 
     async def _fetch_files(self, hub: Hub, download: Download, stop: threading.Event) -> None:
-        note = self._noting(download)
+        note = self._thread_safe_note(download)
         means = TransferContext(hub.web, self.repo(download), stop, self._valve, self._setup.retries, note)
         try:
             async with asyncio.TaskGroup() as group:

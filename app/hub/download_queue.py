@@ -25,7 +25,7 @@ log = logging.getLogger("llmbox.hub")
 _FIRST = ("model", "repo", "revision", "anyway", "commit", "etags", "state")
 _FIELDS = (*_FIRST, "message", "started_at", "ended_at")
 _ROW, _ROW_1 = {*_FIELDS, "error"}, set(_FIRST)
-"""A row now, and as the first version wrote it: without reasons and times."""
+"""JSON fields of a row: today's, and those of schema 1, which had no reasons and times."""
 _ERROR = ("code", "what", "why", "fix")
 
 
@@ -95,9 +95,9 @@ def _is_sound(row: Mapping[str, Any]) -> bool:
 
 
 TICK = 1.0
-"""Seconds between two events of progress, while something is on its way."""
+"""Seconds between two progress events, while a download is under way."""
 PATIENCE = 2.0
-"""Seconds that whoever cancels waits for files to be gone."""
+"""Seconds that a cancellation waits for the files to be deleted."""
 REMEMBERED = 50
 """Finished downloads kept in the list."""
 FORGET_S = 3600.0
@@ -118,7 +118,7 @@ class Downloads:
         self._fetching = Fetching(setup, self._change, self._note)
         self._closed = False
 
-    # ------------------------------------------------------------------ what routes call
+    # ------------------------------------------------------------------ methods for routes
 
     def all(self) -> list[Download]:
         """Return all downloads, oldest first."""
@@ -211,7 +211,7 @@ class Downloads:
                 del self._all[download.model]
 
     async def _clean(self, download: Download, earlier: "asyncio.Task[None] | None") -> None:
-        await _ended(download, earlier)
+        await _wait_until_ended(download, earlier)
         repo, etags = self._fetching.repo(download), list(download.etags)
         await asyncio.to_thread(_drop, repo, etags)
 
@@ -225,7 +225,7 @@ class Downloads:
             del self._all[download.model]
         self._save()
 
-    # ------------------------------------------------------------------ the daemon's start and end
+    # ------------------------------------------------------------------ start and end of the daemon
 
     def restore(self) -> None:
         """Resume downloads that an earlier daemon did not finish, however it ended."""
@@ -251,7 +251,7 @@ class Downloads:
     # ------------------------------------------------------------------ inside
 
     def _go(self, download: Download) -> Download:
-        download.stop = threading.Event()  # threads of before keep theirs, which is set
+        download.stop = threading.Event()  # earlier threads keep their event, which is set
         download.cut = _nothing
         download.error, download.message, download.ended_at = None, "", None
         self._change(download, "checking")
@@ -269,11 +269,11 @@ class Downloads:
     async def _run(
         self, download: Download, stop: threading.Event, earlier: "asyncio.Task[None] | None"
     ) -> None:
-        await _ended(download, earlier)
+        await _wait_until_ended(download, earlier)
         try:
             await self._fetching.fetch(download, stop)
         except Stopped:
-            return  # whoever stopped it has said what it is now
+            return  # the caller that stopped it has set the state
         except (HubError, OSError) as error:
             failure = error if isinstance(error, HubError) else errors.of_os_error(error, self._setup.cache)
         except Exception:
@@ -347,7 +347,7 @@ def _stop(download: Download) -> None:
     download.cut()
 
 
-async def _ended(download: Download, task: "asyncio.Task[None] | None") -> None:
+async def _wait_until_ended(download: Download, task: "asyncio.Task[None] | None") -> None:
     """Wait for an earlier run to end, threads included: both write into the same files."""
     if task is not None and not task.done():
         await asyncio.wait({task})

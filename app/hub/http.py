@@ -49,7 +49,7 @@ class ConnectionSet:
 
 def _shut(wire: socket.socket) -> None:
     """Shut the plain socket down, also under TLS, whose state belongs to the reading thread."""
-    with contextlib.suppress(OSError):  # it has ended by itself
+    with contextlib.suppress(OSError):  # the connection has ended by itself
         socket.socket.shutdown(wire, socket.SHUT_RDWR)
 
 

@@ -100,7 +100,7 @@ def remote_config(hub: Hub, listing: Listing) -> ModelConfig:
 
 def choose_config(listing: Listing) -> None:
     if listing.file("config.json") is None:
-        choose_files(listing, None)  # tells what is missing
+        choose_files(listing, None)  # raises, naming the missing file
 
 
 def remote_header(hub: Hub, listing: Listing, file: RepoFile) -> list[TensorEntry]:

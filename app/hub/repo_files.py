@@ -148,9 +148,9 @@ class Hub:
     def _api(self) -> "HfApi":
         from .hub_client import HfApi  # noqa: PLC0415 - as above
 
-        # It tells of its own tries again in words that are not ours; what comes of them is said by `asking`.
+        # It logs its retries in words of its own; `asking` reports their result.
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-        headers = {"user-agent": USER_AGENT}  # their own names the Python of this box
+        headers = {"user-agent": USER_AGENT}  # the default user agent names the Python of this box
         return HfApi(endpoint=self.web.endpoint, token=self.web.token or False, headers=headers)
 
 

@@ -36,7 +36,7 @@ class TransferProgress:
     done: int = 0
     retries: int = 0
     state: str = "waiting"
-    """waiting, checking, fetching, done."""
+    """One of waiting, checking, fetching, done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class TransferContext:
     valve: RateLimiter
     retries: Retries = field(default_factory=Retries)
     note: Callable[[str], None] = lambda _: None
-    """Told about every failed try, from the transfer's thread."""
+    """Callback for every failed try, called from the transfer's thread."""
 
 
 def fetch(means: TransferContext, file: RepoFile, url: str, progress: TransferProgress) -> None:

@@ -25,7 +25,7 @@ def as_text(guide: Guide, settings: Mapping[str, Any]) -> str:
     return json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
 
 
-def merged(guide: Guide, file: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
+def merge_settings(guide: Guide, file: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
     """Return the file's text, and the same with `settings`. Raises CliError where that cannot be
     done safely.
     """

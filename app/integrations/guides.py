@@ -75,7 +75,7 @@ def _opencode(at: Endpoint) -> dict[str, Any]:
 
 def _codex(at: Endpoint) -> dict[str, Any]:
     provider: dict[str, Any] = {"name": "llmbox", "base_url": at.url, "wire_api": "responses"}
-    # A long prompt takes minutes on a CPU; Codex gives up after five without an event unless told.
+    # A long prompt takes minutes on a CPU; Codex gives up after five without an event by default.
     provider["stream_idle_timeout_ms"] = 3_600_000
     if at.needs_key:
         provider["env_key"] = KEY_VARIABLE
@@ -89,12 +89,14 @@ def _codex(at: Endpoint) -> dict[str, Any]:
 
 
 _LEAST_COMPACT_WINDOW = 100_000
-"""Claude Code takes no smaller one; below, it shortens a conversation when it is told that it is too long."""
+"""Smallest window that Claude Code accepts. With less it shortens a conversation when a request is
+refused.
+"""
 
 
 def _claude(at: Endpoint) -> dict[str, Any]:
     told = {"ANTHROPIC_BASE_URL": at.root, "ANTHROPIC_MODEL": at.model}
-    # It asks for small tasks under names of Anthropic's, and for 32,000 tokens unless told.
+    # It asks for small tasks under names of Anthropic's, and for 32,000 tokens by default.
     told |= {f"ANTHROPIC_DEFAULT_{size}_MODEL": at.model for size in ("OPUS", "SONNET", "HAIKU")}
     told["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = "8192"
     told["API_TIMEOUT_MS"] = "3600000"  # a long prompt takes minutes on a CPU; it gives up after ten

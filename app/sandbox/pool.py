@@ -28,9 +28,9 @@ START_SECONDS = 10.0
 LONGEST_SECONDS = 60.0
 """Longest wait of any kind, also where others have every core."""
 MUCH_CPU = 0.1
-"""Ordinary jobs take some milliseconds."""
+"""CPU seconds after which a failed job counts as expensive: ordinary jobs take some milliseconds."""
 MOST_WAITING = 2048
-"""Jobs that wait for a worker; one more is refused."""
+"""Jobs that may wait for a worker; one more is refused."""
 WAIT_SECONDS = 30.0
 """Time to wait for a free worker."""
 _TICK = 0.1
@@ -226,7 +226,7 @@ class GrammarPool(WorkerPool):
     def __init__(self, size: int = 1) -> None:
         super().__init__("grammar_worker", size)
 
-    async def compiled(self, grammars: list[dict[str, Any]], param: str) -> str:
+    async def compile_grammars(self, grammars: list[dict[str, Any]], param: str) -> str:
         """Compile grammars for `SamplingParams.grammar`. Raises ApiError 400 with `param` for grammars that
         no text can follow, or that take too much.
         """

@@ -37,7 +37,7 @@ _RESERVED: Final = frozenset(
         *("additional_special_tokens", "raise_exception", "strftime_now", "namespace", "self"),
     }
 )
-"""Names that every template may rely on: what is served gives them their meaning, never a request."""
+"""Template variables that the server sets; a request cannot override them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Chat:
 
 
 _LONGEST = 1024
-"""Characters of an added token."""
+"""Longest added token, in characters."""
 _Trie = dict[str, "_Trie"]
 """Children by the next character; the empty text marks an end."""
 

@@ -16,8 +16,9 @@ from .tokenizer import TextModel
 
 Grammar = dict[str, Any]
 WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
-"""Between the parts of JSON: none, a blank, or a new line with its indent. Weak models write nothing else
-where they may."""
+"""White space between the parts of JSON: none, a blank, or a new line with its indent. Where more is allowed,
+weak models write nothing else.
+"""
 
 
 def json_schema(schema: dict[str, Any]) -> Grammar:
@@ -113,7 +114,7 @@ def grammars(answer: Grammar | None, of_calls: Sequence[Grammar] = ()) -> list[G
 
 def vocabulary(text: TextModel, vocab_size: int) -> Vocabulary:
     """Build the vocabulary for llguidance. Takes some tenths of a second for a large one."""
-    tokens = [text.tokens.made(i) for i in range(min(vocab_size, text.vocab_size))]
+    tokens = [text.tokens.compute(i) for i in range(min(vocab_size, text.vocab_size))]
     special = text.tokens.special_ids.union(text.eos_token_ids)
     return Vocabulary(data=b"".join(tokens), sizes=[len(token) for token in tokens], special=sorted(special))
 

@@ -65,7 +65,7 @@ def lark_in_json(definition: str, syntax: Literal["lark", "regex"]) -> str:
     """Return the Lark grammar of the escaped texts. Raises LarkError."""
     if syntax == "regex":
         return f"start: ANSWER\nANSWER: /{_escaped_regex(definition)}/"
-    tokens = list(_rewritten(definition))
+    tokens = list(_rewrite_tokens(definition))
     if any(kind == "ignore" for kind, _ in tokens) or _recurs(tokens):
         return "".join(text for _, text in tokens)
     flat = (
@@ -76,7 +76,7 @@ def lark_in_json(definition: str, syntax: Literal["lark", "regex"]) -> str:
     return f"start: {_TERMINAL}START\n{''.join(flat)}"
 
 
-def _rewritten(definition: str) -> Iterator[tuple[str, str]]:
+def _rewrite_tokens(definition: str) -> Iterator[tuple[str, str]]:
     """Yield kinds of tokens, and the tokens as they are inside JSON."""
     for token in _TOKEN.finditer(definition):
         text, kind = token[0], token.lastgroup or "other"
@@ -181,8 +181,8 @@ class _RegexWriter:
     def _part(self, kind: Any, value: Any) -> str:
         writers: dict[Any, Callable[[Any], str]] = {
             code.LITERAL: lambda each: _character(each, self._ignore_case),
-            code.NOT_LITERAL: lambda each: _class(_without(self._folded([(each, each)]))),
-            code.ANY: lambda _: _class(_without([] if self._every else [(10, 10)])),
+            code.NOT_LITERAL: lambda each: _class(_complement(self._fold_case([(each, each)]))),
+            code.ANY: lambda _: _class(_complement([] if self._every else [(10, 10)])),
             code.IN: self._in,
             code.BRANCH: lambda each: f"(?:{'|'.join(map(self.sequence, each[1]))})",
             code.SUBPATTERN: self._group,
@@ -219,11 +219,11 @@ class _RegexWriter:
             elif kind is code.CATEGORY:
                 _, _, name = str(value).partition("_")
                 known = _CLASSES[name.removeprefix("NOT_")]
-                ranges += _without(known) if name.startswith("NOT_") else known
-        ranges = self._folded(ranges)
-        return _class(_without(ranges) if parts[0][0] is code.NEGATE else ranges)
+                ranges += _complement(known) if name.startswith("NOT_") else known
+        ranges = self._fold_case(ranges)
+        return _class(_complement(ranges) if parts[0][0] is code.NEGATE else ranges)
 
-    def _folded(self, ranges: Ranges) -> Ranges:
+    def _fold_case(self, ranges: Ranges) -> Ranges:
         """Add the other case of ASCII letters, where case is ignored."""
         if not self._ignore_case:
             return ranges
@@ -248,14 +248,14 @@ def _class(ranges: Ranges) -> str:
     """
     specials = [f"(?:{_character(c, False)})" for c in _SHORT if any(a <= c <= b for a, b in ranges)]
     reserved = [(c, c) for c in _SPECIAL] + [_SURROGATES]
-    plain = "".join(rf"\x{{{a:X}}}-\x{{{b:X}}}" for a, b in _without(_without(ranges) + reserved))
+    plain = "".join(rf"\x{{{a:X}}}-\x{{{b:X}}}" for a, b in _complement(_complement(ranges) + reserved))
     alternatives = ([f"[{plain}]"] if plain else []) + specials
     if not alternatives:
         raise LarkError("a class of characters in a regular expression is empty")
     return f"(?:{'|'.join(alternatives)})"
 
 
-def _without(ranges: Ranges) -> Ranges:
+def _complement(ranges: Ranges) -> Ranges:
     """Return the complement: all characters but these."""
     left, begin = [], 0
     for a, b in sorted(ranges):

@@ -15,7 +15,7 @@ _BETWEEN = " \t\r\n;,"
 class ParsedToolCall:
     name: str
     arguments: str
-    """A JSON object."""
+    """JSON object as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ToolSyntax:
     bare: bool = False
     """A call may also be an answer that is JSON from its first character, without the opener."""
     most: int | None = None
-    """Calls in one answer; a template that takes no more back would refuse the conversation."""
+    """Most calls in one answer: the template would refuse a conversation with more."""
 
 
 HERMES = ToolSyntax("<tool_call>", "</tool_call>")
@@ -91,7 +91,9 @@ def _call(value: Any) -> ParsedToolCall | None:
 
 THINK, THOUGHT = "<think>", "</think>"
 Thinking = Literal["no", "may", "inside"]
-"""`may`: the answer may begin with thoughts. `inside`: the prompt ends with their beginning."""
+"""Initial reasoning state. `may`: the answer may begin with reasoning. `inside`: the prompt ends with its
+opening mark.
+"""
 _Place = Literal["start", "thoughts", "text", "call"]
 
 
@@ -128,9 +130,9 @@ class OutputParser:
         most_calls: int | None = None,
     ) -> None:
         self.thought = thinking == "inside"
-        """Thoughts were begun."""
+        """True once reasoning was begun."""
         self.called = 0
-        """Calls that were given out."""
+        """Number of calls returned so far."""
         self._tools = tools
         self._names = names
         self._most = most_calls if tools is None else most_calls or tools.most

@@ -67,27 +67,27 @@ def answer_ids(text: TextModel) -> tuple[int, int] | None:
 
 
 @lru_cache(maxsize=16)
-def read_judge(folder: Path, loaded_at: float, answers: tuple[int, int] | None) -> Reranker:  # noqa: ARG001
+def read_reranker(folder: Path, loaded_at: float, answers: tuple[int, int] | None) -> Reranker:  # noqa: ARG001
     """Read a reranker from a model's files, once each time it is loaded. Raises ApiError 400 and
     ModelError.
     """
     labels = count_rows(folder, "score")
     if labels > 1:
-        raise not_a_judge(f"it sorts texts into {labels} classes and gives no score")
+        raise not_a_reranker(f"it sorts texts into {labels} classes and gives no score")
     if labels == 1:
         return Reranker([read_row(folder, "score", 0)])
     config = parse_config(folder)
     if not config.has_head:
-        raise not_a_judge("it has neither a head nor a row of scores")
+        raise not_a_reranker("it has neither a head nor a row of scores")
     if answers is None:
-        raise not_a_judge("'yes' and 'no' are no tokens of it")
+        raise not_a_reranker("'yes' and 'no' are no tokens of it")
     name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
     quant = None if config.quant is None or QUANTS[config.quant].keeps_head else QUANTS[config.quant].head
     rows, scales = [read_row(folder, name, token, quant) for token in answers], config.scales
     return Reranker(rows, scales.logits, scales.logits_cap)
 
 
-def not_a_judge(why: str) -> ApiError:
+def not_a_reranker(why: str) -> ApiError:
     return ApiError(
         400,
         f"This model cannot rank documents: {why}. Rerankers such as Qwen3-Reranker can, and chat models "
@@ -97,12 +97,12 @@ def not_a_judge(why: str) -> ApiError:
     )
 
 
-async def judged_prompts(
+async def build_rerank_prompts(
     pool: TemplatePool, text: TextModel, query: str, documents: Sequence[str], instruction: str | None
 ) -> list[list[int]]:
     """Build one prompt of token ids for each document. The template is rendered once. Raises ApiError."""
     if text.chat_template is None:
-        raise not_a_judge("it has no chat template to ask in")
+        raise not_a_reranker("it has no chat template to ask in")
     asked = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: "
     markers = SpecialTokenMarkers.absent_from("".join((text.chat_template, asked, *documents)))
     messages = [
@@ -117,7 +117,7 @@ async def judged_prompts(
     variables |= {"messages": messages, "add_generation_prompt": True}
     before, place, after = (await pool.render(job(text.chat_template, variables))).partition(markers.tail)
     if not place:
-        raise not_a_judge("its chat template leaves out what a user says")
+        raise not_a_reranker("its chat template leaves out what a user says")
 
     def encode() -> list[list[int]]:
         marked = (text.control.mark(document, markers, every=True) for document in documents)

@@ -50,7 +50,7 @@ class TextEncoder:
         broken = re.sub(f"{markers.start}(.)", f"\\g<1>{markers.start}", broken, flags=re.DOTALL)
         try:
             (encoding,) = self._tokenizer.encode_batch([broken], add_special_tokens=False)
-        except BaseException as error:  # noqa: BLE001 - panics, which are told as errors
+        except BaseException as error:  # noqa: BLE001 - panics of the library become errors
             raise _as_tokenize_error(error) from None
         ids = encoding.ids
         begin = first = 0
@@ -90,7 +90,7 @@ def load_tokenizer(source: bytes) -> Tokenizer:
     """Load a tokenizer.json. Raises ValueError with the reason, also where the library panics."""
     try:
         tokenizer = Tokenizer.from_buffer(source)
-    except BaseException as error:  # noqa: BLE001 - panics, which are told as errors
+    except BaseException as error:  # noqa: BLE001 - panics of the library become errors
         raise ValueError(str(_as_tokenize_error(error))) from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -103,7 +103,7 @@ def _encode(tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
     """
     try:
         ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
-    except BaseException as error:  # noqa: BLE001 - panics, which are told as errors
+    except BaseException as error:  # noqa: BLE001 - panics of the library become errors
         raise _as_tokenize_error(error) from None
     return ids
 

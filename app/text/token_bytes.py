@@ -19,7 +19,9 @@ from llmbox.engine.errors import ModelError
 from .tokenizer_safety import MOST_GROWTH, MOST_STEPS, replaced_growth
 
 Step = Callable[[str, bool], str]
-"""(token, is it the first of the text) -> its text; ends before bytes are made."""
+"""Decoder step: (token text, is it the first of the text) -> its new text. Steps run before texts become
+bytes.
+"""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -58,10 +60,10 @@ class TokenBytes:
         """
         data = self._cache.get(token_id)
         if data is None:
-            data = self._cache[token_id] = self.made(token_id)
+            data = self._cache[token_id] = self.compute(token_id)
         return data
 
-    def made(self, token_id: int) -> bytes:
+    def compute(self, token_id: int) -> bytes:
         """Compute a token's bytes without caching them, for callers that ask for all of them once. See
         `inner`.
         """

@@ -55,7 +55,7 @@ class TextModel:
     chat_template: str | None
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, float]
-    """Used where a request leaves a field absent."""
+    """Sampling values used where a request leaves a field absent."""
     warnings: tuple[str, ...] = ()
     """Ignored declarations in the model's files, and features that will not work."""
     system: str | None = None
@@ -163,7 +163,7 @@ def load_model_text(path: Path) -> TextModel:
     """Load the text side of a model. Raises ModelError naming the file that is missing or broken."""
     text = _load(path)
     with contextlib.suppress(OSError, AttributeError):  # glibc only
-        ctypes.CDLL(None).malloc_trim(0)  # the file, and what it was parsed to
+        ctypes.CDLL(None).malloc_trim(0)  # frees the file and its parsed form
     return text
 
 
@@ -201,16 +201,16 @@ def _load_tokenizer(file: Path) -> tuple[Tokenizer, TextEncoder | WalledEncoder]
         encoder = WalledEncoder(file)
     try:
         if unsafe:
-            source = _without_steps(source)
+            source = _strip_steps(source)
         tokenizer = load_tokenizer(source)
     except ValueError as error:
         raise ModelError(f"tokenizer.json is not a tokenizer: {error}") from None
-    if encoder is None and find_unsafe_part(tokenizer):  # a key that is there twice was read in two ways
+    if encoder is None and find_unsafe_part(tokenizer):  # a repeated key is read in two ways
         raise ModelError("tokenizer.json is ambiguous: the library reads other steps in it")
     return tokenizer, encoder or TextEncoder(tokenizer)
 
 
-def _without_steps(source: bytes) -> bytes:
+def _strip_steps(source: bytes) -> bytes:
     """Keep only the mapping of tokens and ids: no step that works on a text stays. Raises ValueError."""
     file = parse_json(source)
     if not isinstance(file, dict):

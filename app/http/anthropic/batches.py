@@ -91,7 +91,7 @@ async def create_batch(request: HttpRequest, data: Annotated[BatchRequest, Body(
         BatchItem(custom_id=each.custom_id, path="/v1/messages", body=msgspec.json.encode(each.params))
         for each in data.requests
     ]
-    return _shown(request, await services.batches.create("anthropic", owner, "msgbatch_", items))
+    return _to_message_batch(request, await services.batches.create("anthropic", owner, "msgbatch_", items))
 
 
 @get(_PATH, opt={"access": Access.STORED}, name="message_batches", operation_id="listMessageBatches")
@@ -109,7 +109,7 @@ async def list_batches(
     found = await services.batches.store.find(page)
     if found is None:
         raise _not_found(after_id or before_id or "")
-    shown = [_shown(request, batch) for batch in found[:limit]]
+    shown = [_to_message_batch(request, batch) for batch in found[:limit]]
     if before_id:
         shown.reverse()
     return BatchList(
@@ -124,7 +124,7 @@ async def list_batches(
 async def retrieve_batch(request: HttpRequest, batch_id: FromPath[str]) -> MessageBatch:
     """Return one batch with its progress."""
     services, owner = services_and_owner(request)
-    return _shown(request, await _find(services, owner, batch_id))
+    return _to_message_batch(request, await _find(services, owner, batch_id))
 
 
 @post(
@@ -138,7 +138,7 @@ async def cancel_batch(request: HttpRequest, batch_id: FromPath[str]) -> Message
     """Cancel a batch. Answers that it already has stay; a batch that has ended stays as it is."""
     services, owner = services_and_owner(request)
     await services.batches.cancel(await _find(services, owner, batch_id))
-    return _shown(request, await _find(services, owner, batch_id))
+    return _to_message_batch(request, await _find(services, owner, batch_id))
 
 
 @delete(
@@ -207,7 +207,7 @@ def _not_found(batch_id: str) -> ApiError:
     return ApiError(404, f"There is no batch {batch_id!r} of yours.", "batch_not_found", "batch_id")
 
 
-def _shown(request: HttpRequest, batch: Batch) -> MessageBatch:
+def _to_message_batch(request: HttpRequest, batch: Batch) -> MessageBatch:
     counts, has_ended = batch.counts, batch.ended is not None
     return MessageBatch(
         id=batch.id,

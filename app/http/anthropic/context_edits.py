@@ -48,11 +48,11 @@ def apply_edits(request: CountTokensRequest) -> AppliedEdits:
                 code="unsupported_parameter",
                 param=f"context_management.edits[{number}].type",
             )
-        thoughts += _clear_thinking(messages, _kept_turns(edit, len(messages)))
+        thoughts += _clear_thinking(messages, _count_kept_turns(edit, len(messages)))
     return AppliedEdits(thoughts, messages)
 
 
-def _kept_turns(edit: ContextEdit, everything: int) -> int:
+def _count_kept_turns(edit: ContextEdit, everything: int) -> int:
     keep = edit.keep
     if keep is None:
         return 1

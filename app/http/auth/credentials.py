@@ -19,7 +19,7 @@ from ..server.sockets import is_loopback
 Connection = ASGIConnection[Any, Any, Any, Any]
 
 _FORWARDED = {b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via"}
-"""Signs of a proxy: who asks may be anywhere, though the connection comes from this machine."""
+"""Headers that proxies add: the client may be anywhere, though the connection comes from this machine."""
 
 
 def identify(connection: Connection) -> Identity:
@@ -31,7 +31,7 @@ def identify(connection: Connection) -> Identity:
     extensions: dict[str, Any] = connection.scope.get("extensions") or {}
     if isinstance(own := extensions.get(CALLER), Identity):
         return own
-    secret = _shown_key(connection.scope)
+    secret = _find_key(connection.scope)
     if secret is not None:
         found = security.by_key(secret)
         if found is None:
@@ -89,7 +89,7 @@ def unauthorized(message: str) -> ApiError:
     )
 
 
-def _shown_key(scope: Scope) -> str | None:
+def _find_key(scope: Scope) -> str | None:
     """Return a key of ours from `Authorization: Bearer` or `x-api-key`. Clients that need no key may send
     anything.
     """

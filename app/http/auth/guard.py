@@ -37,23 +37,23 @@ class Access(Enum):
     """Access level of a route, set on each handler (or its router): `opt={"access": Access.INFER}`."""
 
     LIVENESS = "liveness"
-    """Says that we are here, and nothing else."""
+    """Routes that report that the daemon answers, and nothing else."""
     SIGN_IN = "sign_in"
-    """The way in, and the panel's files: no data of anybody."""
+    """Routes of the sign-in, and the panel's static files: no user data."""
     KNOWN = "known"
     """Routes that every client needs: models, readiness, the API's description."""
     READ = "read"
-    """State without content: metrics."""
+    """Routes of state without content: metrics."""
     INFER = "infer"
-    """Work for an engine; refused while draining."""
+    """Routes that are work for an engine; refused while draining."""
     STORED = "stored"
     """Routes for what the caller had stored: no work for an engine, so neither counted nor refused in a
     drain.
     """
     ADMIN = "admin"
-    """Changes the daemon or shows requests."""
+    """Routes that change the daemon or show requests."""
     PAGE = "page"
-    """A page of the panel: as ADMIN, but people are led to the sign-in."""
+    """Pages of the panel: same as ADMIN, but browsers are redirected to the sign-in."""
 
 
 _SCOPES: dict[Access, Scope] = {
@@ -136,7 +136,7 @@ def _needs_key(access: Access) -> ApiError:
 
 
 def _to_sign_in(connection: ASGIConnection[Any, Any, Any, Any]) -> ApiError:
-    if "hx-request" in connection.headers:  # a fragment: the whole page has to go
+    if "hx-request" in connection.headers:  # a fragment: the browser must leave the whole page
         error = _needs_key(Access.PAGE)
         error.headers["HX-Redirect"] = PATH
         return error

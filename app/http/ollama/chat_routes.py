@@ -13,8 +13,8 @@ from .calls import find_warnings, prepare_ollama
 from .embed_routes import embed_routes
 from .keep_alive import keep_for, load_or_unload, seconds_of
 from .model_routes import library_routes, model_routes
-from .request_types import ChatRequest, Common, GenerateRequest, our_name
-from .responder import LINES, Kind, complete, nothing_said, stream
+from .request_types import ChatRequest, Common, GenerateRequest, normalize_name
+from .responder import LINES, Kind, build_empty_answer, complete, stream
 
 
 @post(
@@ -24,7 +24,7 @@ async def ollama_chat(request: HttpRequest, data: Annotated[ChatRequest, Body()]
     """Generate the model's next message in Ollama's shape; lines of JSON unless `stream` is false."""
     call = await RequestContext.of(request)
     if not data.messages:
-        return await _without_words(request, call, "chat", data)
+        return await _answer_without_prompt(request, call, "chat", data)
     return await _answered(request, call, "chat", data)
 
 
@@ -41,18 +41,18 @@ async def ollama_generate(
     """Generate the model's answer to one prompt; lines of JSON unless `stream` is false."""
     call = await RequestContext.of(request)
     if not (data.prompt or data.suffix):
-        return await _without_words(request, call, "generate", data)
+        return await _answer_without_prompt(request, call, "generate", data)
     return await _answered(request, call, "generate", data)
 
 
-async def _without_words(
+async def _answer_without_prompt(
     request: HttpRequest, call: RequestContext, kind: Kind, data: Common
 ) -> Response[dict[str, Any]]:
     """Answer a request without a prompt: load the model, or unload it where `keep_alive` is 0."""
     control = request.app.state.control
-    done, more = await load_or_unload(control, call, our_name(data.model), data.keep_alive)
+    done, more = await load_or_unload(control, call, normalize_name(data.model), data.keep_alive)
     warnings = find_warnings(call, data) + more
-    return Response(nothing_said(kind, data.model, time.time(), done, warnings))
+    return Response(build_empty_answer(kind, data.model, time.time(), done, warnings))
 
 
 async def _answered(

@@ -17,13 +17,13 @@ from ...gateway.gateway import model_limit
 from ...util.threads import off_loop
 from ..auth.guard import Access
 from ..openai.completions import prompt_ids
-from ..openai.embeddings import Pooled, check_dimensions, check_inputs, pool, pooled_generation
+from ..openai.embeddings import Pooled, build_pooling_generation, check_dimensions, check_inputs, pool
 from ..openai.request_context import HttpRequest, RequestContext
 from ..openai.sampling import public_id
 from ..openai.unsupported import unknown_fields
 from ..server.sse import while_connected
 from .keep_alive import keep_for, load_or_unload, seconds_of
-from .request_types import EmbedCommon, EmbeddingsRequest, EmbedRequest, our_name
+from .request_types import EmbedCommon, EmbeddingsRequest, EmbedRequest, normalize_name
 
 
 class Embedded(Struct, kw_only=True):
@@ -57,7 +57,7 @@ async def ollama_embed(request: HttpRequest, data: Annotated[EmbedRequest, Body(
     """Return a vector of length 1 for each text."""
     began = time.monotonic()
 
-    def told(vectors: list[list[float]], pooled: Pooled | None, warnings: list[str]) -> Embedded:
+    def build_answer(vectors: list[list[float]], pooled: Pooled | None, warnings: list[str]) -> Embedded:
         return Embedded(
             model=data.model,
             embeddings=vectors,
@@ -67,7 +67,7 @@ async def ollama_embed(request: HttpRequest, data: Annotated[EmbedRequest, Body(
         )
 
     texts = [data.input] if isinstance(data.input, str) and data.input else data.input or []
-    return await _answered(request, data, list(texts), "input", told)
+    return await _answered(request, data, list(texts), "input", build_answer)
 
 
 @post(
@@ -82,25 +82,29 @@ async def ollama_embeddings(
 ) -> Response[EmbeddedOne]:
     """Return a vector of length 1 for one text: the older route."""
 
-    def told(vectors: list[list[float]], _pooled: Pooled | None, warnings: list[str]) -> EmbeddedOne:
+    def build_answer(vectors: list[list[float]], _pooled: Pooled | None, warnings: list[str]) -> EmbeddedOne:
         return EmbeddedOne(embedding=vectors[0] if vectors else [], warnings=warnings or UNSET)
 
-    return await _answered(request, data, [data.prompt] if data.prompt else [], "prompt", told)
+    return await _answered(request, data, [data.prompt] if data.prompt else [], "prompt", build_answer)
 
 
 async def _answered(
-    request: HttpRequest, data: EmbedRequest | EmbeddingsRequest, texts: list[str], param: str, told: Told
+    request: HttpRequest,
+    data: EmbedRequest | EmbeddingsRequest,
+    texts: list[str],
+    param: str,
+    build_answer: Told,
 ) -> Response[Any]:
     call = await RequestContext.of(request)
     control, warnings = request.app.state.control, _warnings(call, data)
     if not texts:
-        _, more = await load_or_unload(control, call, our_name(data.model), data.keep_alive)
-        return Response(told([], None, warnings + more))
+        _, more = await load_or_unload(control, call, normalize_name(data.model), data.keep_alive)
+        return Response(build_answer([], None, warnings + more))
     dimensions = data.dimensions if isinstance(data, EmbedRequest) else None
     with call.recording_refusals():
         seconds = seconds_of(data.keep_alive)
         check_inputs(texts, param)
-        model = await call.find_model(our_name(data.model))
+        model = await call.find_model(normalize_name(data.model))
         check_dimensions(dimensions, model)
         reservation = call.reserve(model, len(texts), pools=True)
         prompts = await prompt_ids(texts, param, model, special=True)
@@ -109,12 +113,14 @@ async def _answered(
     if seconds is not None:
         warnings += keep_for(control, call.caller, model.name, seconds)
     id_ = public_id("embd", None, call.exchange, call.gateway)
-    generation = pooled_generation(call, model, prompts, id_=id_, reservation=reservation, prompt_param=param)
+    generation = build_pooling_generation(
+        call, model, prompts, id_=id_, reservation=reservation, prompt_param=param
+    )
     pooled = await while_connected(request.receive, pool(call.gateway, generation))
 
     def encoded() -> bytes:
         vectors = [unit_vector(raw, dimensions).tolist() for raw in pooled.vectors]
-        return msgspec.json.encode(told(vectors, pooled, warnings))
+        return msgspec.json.encode(build_answer(vectors, pooled, warnings))
 
     answer = await off_loop(sum(map(len, pooled.vectors)), encoded)
     return Response(answer, media_type="application/json")

@@ -25,11 +25,11 @@ def seconds_of(value: float | str | None) -> float | None:
     """
     if value is None:
         return None
-    seconds = _parsed(value.strip()) if isinstance(value, str) else float(value)
+    seconds = _parse_duration(value.strip()) if isinstance(value, str) else float(value)
     return math.inf if seconds < 0 else seconds
 
 
-def _parsed(text: str) -> float:
+def _parse_duration(text: str) -> float:
     """Parse Go's durations (`1h30m`) and plain seconds."""
     if not _DURATION.fullmatch(text):
         raise ApiError(

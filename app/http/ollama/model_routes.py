@@ -29,7 +29,7 @@ from ..openai.routes import listed_models
 from ..openai.unsupported import unknown_fields
 from ..server.errors import error_type
 from ..server.sse import EventStreamResponse, while_connected
-from .request_types import CopyRequest, DeleteRequest, PullRequest, ShowRequest, our_name
+from .request_types import CopyRequest, DeleteRequest, PullRequest, ShowRequest, normalize_name
 from .responder import LINES, line, stamp
 from .response_types import (
     Listed,
@@ -66,7 +66,7 @@ async def ollama_pull(request: HttpRequest, data: Annotated[PullRequest, Body()]
     The download goes on when the client leaves.
     """
     call = await RequestContext.of(request)
-    name = our_name(data.asked)
+    name = normalize_name(data.requested_name)
     call.caller.require_model(name)
     steps = await _steps(request.app.state.control, name, _warnings(call, data))
     if data.stream is not False:
@@ -87,7 +87,7 @@ async def ollama_delete(request: HttpRequest, data: Annotated[DeleteRequest, Bod
     """
     control: DaemonController = request.app.state.control
     call = await RequestContext.of(request)
-    name = our_name(data.asked)
+    name = normalize_name(data.requested_name)
     call.caller.require_model(name)
     registry = control.library.registry
     if name in registry.read_or_nothing().aliases:
@@ -103,7 +103,7 @@ async def ollama_copy(request: HttpRequest, data: Annotated[CopyRequest, Body()]
     """Create another name for a model: an alias. No files are copied."""
     control: DaemonController = request.app.state.control
     call = await RequestContext.of(request)
-    source, destination = our_name(data.source), our_name(data.destination)
+    source, destination = normalize_name(data.source), normalize_name(data.destination)
     for name in (source, destination):
         call.caller.require_model(name)
     try:
@@ -140,14 +140,14 @@ async def _steps(
     done = {"status": "success"} | ({"warnings": warnings} if warnings else {})
     if HUB_ID.fullmatch(name) is None and await control.places([name]):
         return _at_once(done)  # built in, adopted, or an alias
-    return followed(control, control.library.downloads.start(name), done)
+    return follow_pull(control, control.library.downloads.start(name), done)
 
 
 async def _at_once(done: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
     yield done
 
 
-async def followed(
+async def follow_pull(
     control: DaemonController, download: Download, done: dict[str, Any]
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the lines of a download, `done` at its end. Raises ApiError where it fails or is stopped."""
@@ -185,10 +185,10 @@ def _refusal(download: Download) -> ApiError:
     error = download.error
     if error is None:
         return ApiError(409, f"The download of {download.model} was {download.state}.", "download_state")
-    return _told(error)
+    return _to_api_error(error)
 
 
-def _told(error: HubError) -> ApiError:
+def _to_api_error(error: HubError) -> ApiError:
     status = 400 if error.code in _OURS else _STATUS_OF.get(error.code, 502)
     message = f"{error}. To mend it: {error.fix}" if error.fix else str(error)
     message = message.replace(str(hub_cache(os.environ)), "the model cache")  # no paths to clients
@@ -252,7 +252,7 @@ async def ollama_show(request: HttpRequest, data: Annotated[ShowRequest, Body()]
     """Describe a model and its capabilities."""
     control: DaemonController = request.app.state.control
     call = await RequestContext.of(request)
-    name = our_name(data.asked)
+    name = normalize_name(data.requested_name)
     call.caller.require_model(name)
     cards = await _cards(await control.places([name]))
     if name not in cards:

@@ -152,7 +152,7 @@ class Named(Struct, kw_only=True):
     name: Name | None = None
 
     @property
-    def asked(self) -> str:
+    def requested_name(self) -> str:
         """The model's name. Raises ApiError 400 where it is missing."""
         if not (name := self.model or self.name):
             raise ApiError(400, "Missing required parameter: 'model'.", "missing_required_parameter", "model")
@@ -161,7 +161,7 @@ class Named(Struct, kw_only=True):
 
 class ShowRequest(Named, kw_only=True):
     verbose: NoEffect = None
-    """The vocabulary is not told."""
+    """No effect: answers never hold the vocabulary."""
 
 
 class CopyRequest(Struct, kw_only=True):
@@ -184,7 +184,7 @@ _HUBS = ("hf.co/", "huggingface.co/")
 _TAG = ":latest"
 
 
-def our_name(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Strip the hub's host and the default tag from an Ollama model name."""
     for hub in _HUBS:
         name = name.removeprefix(hub)

@@ -120,7 +120,7 @@ async def stream(gateway: Gateway, call: OllamaCall, kind: Kind, model: str) -> 
     yield line(writer.end(ParsedOutput()))
 
 
-def nothing_said(
+def build_empty_answer(
     kind: Kind, model: str, now: float, reason: Literal["load", "unload"], warnings: list[str]
 ) -> dict[str, Any]:
     """Build the answer to a request without a prompt."""

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from ...errors import ApiError
-from .request_types import ChatMessage, ChatRequest, Common, GenerateRequest, our_name
+from .request_types import ChatMessage, ChatRequest, Common, GenerateRequest, normalize_name
 
 _SAME = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
 NAMES = {
@@ -47,7 +47,7 @@ def raw_fields(request: GenerateRequest) -> dict[str, Any]:
 
 
 def _common(request: Common) -> dict[str, Any]:
-    body: dict[str, Any] = {"model": our_name(request.model)}
+    body: dict[str, Any] = {"model": normalize_name(request.model)}
     options = request.options
     if options is not None:
         given = {name: getattr(options, name) for name in _SAME}

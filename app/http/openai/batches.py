@@ -102,7 +102,7 @@ async def create_batch(request: HttpRequest, data: Annotated[BatchCreateRequest,
     except ApiError as error:
         error.param = "input_file_id"
         raise
-    return shown(batch)
+    return to_batch_object(batch)
 
 
 @get(_PATH, opt={"access": Access.STORED}, name="batches", operation_id="listBatches")
@@ -117,7 +117,7 @@ async def list_batches(
     found = await services.batches.store.find(page)
     if found is None:
         raise _not_found(after or "", "after")
-    data = [shown(batch) for batch in found[:limit]]
+    data = [to_batch_object(batch) for batch in found[:limit]]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return BatchObjectList(data=data, first_id=first, last_id=last, has_more=len(found) > limit)
 
@@ -126,7 +126,7 @@ async def list_batches(
 async def retrieve_batch(request: HttpRequest, batch_id: FromPath[str]) -> BatchObject:
     """Return one batch with its progress."""
     services, owner = services_and_owner(request)
-    return shown(await _find(services, owner, batch_id))
+    return to_batch_object(await _find(services, owner, batch_id))
 
 
 @post(
@@ -142,10 +142,13 @@ async def cancel_batch(request: HttpRequest, batch_id: FromPath[str]) -> BatchOb
     batch = await _find(services, owner, batch_id)
     if batch.ended is not None:
         raise ApiError(
-            409, f"This batch has ended already: it is {shown(batch).status}.", "batch_ended", "batch_id"
+            409,
+            f"This batch has ended already: it is {to_batch_object(batch).status}.",
+            "batch_ended",
+            "batch_id",
         )
     await services.batches.cancel(batch)
-    return shown(await _find(services, owner, batch_id))
+    return to_batch_object(await _find(services, owner, batch_id))
 
 
 def read_items(path: Path, endpoint: str, limits: LimitSettings) -> list[BatchItem]:
@@ -252,7 +255,7 @@ def _line(result: BatchResult) -> bytes:
     return msgspec.json.encode(told) + b"\n"
 
 
-def shown(batch: Batch) -> BatchObject:
+def to_batch_object(batch: Batch) -> BatchObject:
     counts = batch.counts
     ended = None if batch.ended is None else int(batch.ended)
     cancelled = None if batch.cancelled is None else int(batch.cancelled)

@@ -16,7 +16,7 @@ from ...text.output_parser import OutputParser, ParsedToolCall
 from ...util.threads import off_loop
 from .chat_messages import build_chat
 from .chat_parts import Parsing, call_id, final_reason, reasoning_tokens
-from .completions import check_prompts, truncated
+from .completions import check_prompts, truncate_prompts
 from .deadlines import Deadlines
 from .logprobs import chat_logprobs, prompt_logprobs
 from .prepared_request import CheckedRequest
@@ -45,7 +45,7 @@ from .sampling import (
     stop_strings,
 )
 from .stored import NOT_STORED, Store
-from .structured_output import constrained, unknown_inside, wanted_answer, wanted_calls
+from .structured_output import add_grammar, find_answer_constraint, find_call_constraint, unknown_inside
 from .tools import input_of
 from .unsupported import refuse_unsupported, unknown_fields
 
@@ -76,7 +76,7 @@ async def prepare_chat(
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "it is only allowed when 'logprobs' is true")
     stop = stop_strings(body, call.limits)
-    answer = wanted_answer(body, call.limits)
+    answer = find_answer_constraint(body, call.limits)
     chat = build_chat(body, call.limits)
     deadlines = Deadlines.of(call, body)
     model = await call.find_model(body.model, deadlines.next)
@@ -86,11 +86,11 @@ async def prepare_chat(
     params = await sampling_params(body, model, call.limits, logprobs)
     rendered = await model.text.render_chat(call.gateway.templates, chat)
     parsing = Parsing.of(body, model.text, chat, rendered)
-    calls = wanted_calls(body, chat.tools, parsing.tools, call.limits)
-    params = await constrained(params, answer, calls, parsing.thinking, model, call.gateway, call.limits)
+    calls = find_call_constraint(body, chat.tools, parsing.tools, call.limits)
+    params = await add_grammar(params, answer, calls, parsing.thinking, model, call.gateway, call.limits)
     prompt = await model.text.off_loop(len(rendered.marked), rendered.ids)
     check_prompts([prompt], "messages", model)
-    prompts, cut = truncated([prompt], body.truncate_prompt_tokens, max_tokens, model)
+    prompts, cut = truncate_prompts([prompt], body.truncate_prompt_tokens, max_tokens, model)
     generation = Generation(
         id=public_id(prefix, body.request_id, call.exchange, call.gateway),
         endpoint=call.endpoint,
@@ -168,7 +168,7 @@ def _answer(opened: OpenRequest, chat: ChatCall, parts: list[list[Delta]]) -> Ch
         choices=[_choice(index, deltas, chat, parsers[index]) for index, deltas in enumerate(parts)],
         usage=CompletionUsage.of(opened.usage, reasoning_tokens(opened, parsers)),
         prompt_token_ids=prompt if body.return_token_ids else UNSET,
-        prompt_logprobs=told_prompt_logprobs(parts[0], chat),
+        prompt_logprobs=build_prompt_logprobs(parts[0], chat),
         **chat.extras(opened),
     )
 
@@ -180,7 +180,7 @@ def _choice(index: int, deltas: list[Delta], chat: ChatCall, parser: OutputParse
     return ChatChoice(
         index=index,
         message=_message(index, "".join(delta.text for delta in deltas), chat, parser),
-        logprobs=told_logprobs(chat, entries) if chat.wants_logprobs else None,
+        logprobs=build_logprobs(chat, entries) if chat.wants_logprobs else None,
         finish_reason=final_reason(reason, parser),
         token_ids=[i for delta in deltas for i in delta.token_ids] if chat.body.return_token_ids else UNSET,
     )
@@ -207,12 +207,12 @@ def _called(id_: str, call: ParsedToolCall, parsing: Parsing) -> ChatToolCall:
     return ChatToolCall(id=id_, function=CalledFunction(call.name, call.arguments))
 
 
-def told_logprobs(chat: ChatCall, entries: Sequence[TokenEntry]) -> ChatLogprobs:
+def build_logprobs(chat: ChatCall, entries: Sequence[TokenEntry]) -> ChatLogprobs:
     tokens = chat.generation.model.text.tokens
     return chat_logprobs(entries, tokens, as_ids=chat.body.return_tokens_as_token_ids)
 
 
-def told_prompt_logprobs(deltas: Sequence[Delta], chat: ChatCall) -> PromptLogprobs | UnsetType:
+def build_prompt_logprobs(deltas: Sequence[Delta], chat: ChatCall) -> PromptLogprobs | UnsetType:
     top = chat.body.prompt_logprobs
     if top is None:
         return UNSET

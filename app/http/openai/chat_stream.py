@@ -12,7 +12,7 @@ from ...gateway.open_request import OpenRequest
 from ...text.output_parser import ParsedOutput, ParsedToolCall
 from ...util.threads import off_loop
 from ..server.sse import data_event
-from .chat import ChatCall, heading_of, store_answer, told_logprobs, told_prompt_logprobs, whole_answer
+from .chat import ChatCall, build_logprobs, build_prompt_logprobs, heading_of, store_answer, whole_answer
 from .chat_parts import call_id, final_reason, reasoning_tokens
 from .response_types import (
     ChatChunk,
@@ -41,7 +41,7 @@ async def stream_chat(
             unfinished -= delta.finish_reason is not None
             if store is not None:
                 parts[delta.index].append(delta)
-            if store is not None and unfinished == 0:  # before its end is told: who asks then finds it
+            if store is not None and unfinished == 0:  # before the last event: the client may ask for it then
                 answer = await whole_answer(opened, chat, parts)
                 if not store_answer(store, opened, chat, answer):
                     chat.warnings.append(NOT_STORED)
@@ -88,7 +88,7 @@ class _Chunks:
     def prompt(self, delta: Delta) -> bytes:
         """Encode the prompt's log-probabilities, which come with the first tokens."""
         chunk = self._chunk(ChatChunkChoice(index=0, delta=ChatDelta()))
-        chunk.prompt_logprobs = told_prompt_logprobs([delta], self._chat)
+        chunk.prompt_logprobs = build_prompt_logprobs([delta], self._chat)
         return data_event(chunk)
 
     def event(self, delta: Delta, *, last: bool) -> bytes:
@@ -159,7 +159,7 @@ class _Chunks:
         """Encode one chunk with all fields. Fields of the whole step come with its `first` chunk."""
         choice = ChatChunkChoice(index=delta.index, delta=said)
         if first and self._chat.wants_logprobs:
-            choice.logprobs = told_logprobs(self._chat, delta.entries)
+            choice.logprobs = build_logprobs(self._chat, delta.entries)
         if first and self._chat.body.return_token_ids:
             choice.token_ids = delta.token_ids
         return data_event(self._chunk(choice))

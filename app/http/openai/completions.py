@@ -31,7 +31,7 @@ from .sampling import (
     sampling_params,
     stop_strings,
 )
-from .structured_output import constrained, unknown_inside, wanted_answer
+from .structured_output import add_grammar, find_answer_constraint, unknown_inside
 from .unsupported import refuse_unsupported
 
 
@@ -47,7 +47,7 @@ def prompt_items(given: Any, param: str) -> list[Any]:
     return items
 
 
-def truncated(
+def truncate_prompts(
     prompts: list[list[int]], most: int | None, max_tokens: int | None, model: LoadedModel
 ) -> tuple[list[list[int]], list[str]]:
     """Keep the last `most` ids of each prompt (-1: as many as leave room for `max_tokens`). Returns the
@@ -111,7 +111,7 @@ async def prepare_completion(call: RequestContext, body: CompletionRequest) -> C
     # No output at all makes sense only for the log-probabilities of the echoed prompt.
     check_max_tokens("max_tokens", body.max_tokens, 0 if body.echo else 1, body)
     stop = stop_strings(body, call.limits)
-    answer = wanted_answer(body, call.limits)
+    answer = find_answer_constraint(body, call.limits)
     items = prompt_items(body.prompt, "prompt")
     if len(items) * n > call.limits.queue:
         raise invalid(
@@ -129,8 +129,8 @@ async def prepare_completion(call: RequestContext, body: CompletionRequest) -> C
         params = replace(params, stop_token_ids=_fim_stops(params, body, model))
     else:
         prompts = await prompt_ids(items, "prompt", model, special=body.add_special_tokens is not False)
-    prompts, cut = truncated(prompts, body.truncate_prompt_tokens, body.max_tokens, model)
-    params = await constrained(params, answer, None, "no", model, call.gateway, call.limits)
+    prompts, cut = truncate_prompts(prompts, body.truncate_prompt_tokens, body.max_tokens, model)
+    params = await add_grammar(params, answer, None, "no", model, call.gateway, call.limits)
     generation = Generation(
         id=public_id("cmpl", body.request_id, call.exchange, call.gateway),
         endpoint=call.endpoint,

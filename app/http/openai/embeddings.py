@@ -16,7 +16,7 @@ from ...gateway.embeddings import as_base64, unit_vector
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Generation, TokenUsage
 from ...util.threads import off_loop
-from .completions import prompt_ids, prompt_items, truncated
+from .completions import prompt_ids, prompt_items, truncate_prompts
 from .deadlines import Deadlines
 from .request_context import RequestContext
 from .request_types import EmbeddingRequest
@@ -48,8 +48,8 @@ async def prepare_embeddings(call: RequestContext, body: EmbeddingRequest) -> Ge
     special = body.add_special_tokens is not False
     reservation = call.reserve(model, len(items), pools=True)
     prompts = await prompt_ids(items, "input", model, special=special)
-    prompts, _ = truncated(prompts, body.truncate_prompt_tokens, None, model)
-    return pooled_generation(
+    prompts, _ = truncate_prompts(prompts, body.truncate_prompt_tokens, None, model)
+    return build_pooling_generation(
         call,
         model,
         prompts,
@@ -77,7 +77,7 @@ def check_dimensions(dimensions: int | None, model: LoadedModel) -> None:
         raise invalid("dimensions", f"this model's vectors have {info.hidden_size}, not {dimensions}")
 
 
-def pooled_generation(
+def build_pooling_generation(
     call: RequestContext,
     model: LoadedModel,
     prompts: list[list[int]],

@@ -64,7 +64,7 @@ async def create_file(request: HttpRequest) -> FileObject:
     expires = _expires(form)
     name = upload.filename.rpartition("/")[2][:512] or "file"
     file = await services.files.add(upload.file, owner, name, "batch", expires)
-    return _shown(file)
+    return _to_file_object(file)
 
 
 async def _form(request: HttpRequest) -> dict[str, Any]:
@@ -104,7 +104,11 @@ async def list_files(
 ) -> FileList:
     """The caller's files, output and error files of ended batches included."""
     services, owner = services_and_owner(request)
-    found = [_shown(file) for file in await services.files.all(owner)] if purpose in {None, "batch"} else []
+    found = (
+        [_to_file_object(file) for file in await services.files.all(owner)]
+        if purpose in {None, "batch"}
+        else []
+    )
     if purpose in {None, "batch_output"}:
         found += await _outputs(services, owner)
     found.sort(key=lambda file: (file.created_at, file.id), reverse=order == "desc")
@@ -123,8 +127,8 @@ async def retrieve_file(request: HttpRequest, file_id: FromPath[str]) -> FileObj
     """Return the description of one file."""
     services, owner = services_and_owner(request)
     if (output := await find_output(services, owner, file_id)) is not None:
-        return await _shown_output(services, *output)
-    return _shown(await _find(services, owner, file_id))
+        return await _describe_output(services, *output)
+    return _to_file_object(await _find(services, owner, file_id))
 
 
 @get(_ONE + "/content", opt={"access": Access.STORED}, name="file_content", operation_id="downloadFile")
@@ -163,7 +167,7 @@ async def _outputs(services: Services, owner: str) -> list[FileObject]:
         page = BatchPage(kind="openai", owner=owner, after=after, limit=100)
         batches = await services.batches.store.find(page) or []
         found += [
-            await _shown_output(services, batch, kind)
+            await _describe_output(services, batch, kind)
             for batch in batches[: page.limit]
             for kind in kinds
             if has_output(batch, kind)
@@ -173,7 +177,7 @@ async def _outputs(services: Services, owner: str) -> list[FileObject]:
         after = batches[page.limit - 1].id
 
 
-async def _shown_output(services: Services, batch: Batch, kind: OutputKind) -> FileObject:
+async def _describe_output(services: Services, batch: Batch, kind: OutputKind) -> FileObject:
     id_ = output_id(batch, kind)
     if id_ not in _SIZES:
         _SIZES[id_] = sum([len(lines) async for lines in output_lines(services, batch, kind)])
@@ -188,7 +192,7 @@ async def _shown_output(services: Services, batch: Batch, kind: OutputKind) -> F
     )
 
 
-def _shown(file: StoredFile) -> FileObject:
+def _to_file_object(file: StoredFile) -> FileObject:
     return FileObject(
         id=file.id,
         bytes=file.size,

@@ -16,14 +16,14 @@ from ...errors import ApiError
 from ...gateway.embeddings import as_base64, unit_vector
 from ...gateway.generation import Generation
 from ...text.classifier import Classifier, not_a_classifier, read_classifier
-from ...text.reranker import Reranker, judged_prompts
+from ...text.reranker import Reranker, build_rerank_prompts
 from ...util.threads import off_loop
-from .completions import check_prompts, prompt_ids, prompt_items, truncated
+from .completions import check_prompts, prompt_ids, prompt_items, truncate_prompts
 from .deadlines import Deadlines
-from .embeddings import check_dimensions, check_inputs, pool, pooled, pooled_generation
+from .embeddings import build_pooling_generation, check_dimensions, check_inputs, pool, pooled
 from .request_context import RequestContext
 from .request_types import EmbeddingRequest, Name, Priority, RequestId, Salt, Tag, TokenId, TruncateTo
-from .rerank import find_judge
+from .rerank import find_reranker
 from .response_types import EmbeddingUsage
 from .sampling import invalid, public_id
 from .unsupported import refuse_unsupported
@@ -129,10 +129,10 @@ async def prepare_score(call: RequestContext, body: ScoreRequest) -> ScoreCall:
     model = await call.find_model(body.model, Deadlines.of(call).next)
     reservation = call.reserve(model, len(left) + len(right), pools=True)
     id_ = public_id("score", body.request_id, call.exchange, call.gateway)
-    judge = await _judge_of(model)
+    judge = await _find_pair_reranker(model)
     if judge is None:
         prompts = await prompt_ids([*left, *right], "text_2", model, special=True)
-        generation = pooled_generation(
+        generation = build_pooling_generation(
             call,
             model,
             prompts,
@@ -144,7 +144,7 @@ async def prepare_score(call: RequestContext, body: ScoreRequest) -> ScoreCall:
         )
         firsts = range(len(left)) if len(left) > 1 else [0] * len(right)
         return ScoreCall(generation, None, list(zip(firsts, range(len(left), len(prompts)), strict=True)))
-    prompts = await _judged(call, model, left, right, body.instruction)
+    prompts = await _build_pair_prompts(call, model, left, right, body.instruction)
     check_prompts(prompts, "text_2", model)
     salt = body.cache_salt or ""
     generation = pooled(call, model, prompts, "last", id_, reservation, body.priority, salt, "text_2")
@@ -174,7 +174,7 @@ async def classify(
     generation = await _inputs(call, body, model, "classify", "last")
     result = await pool(call.gateway, generation)
     size = sum(map(len, result.vectors)) * len(found.labels)
-    told = await off_loop(size, lambda: list(map(found.probabilities, result.vectors)))
+    probabilities = await off_loop(size, lambda: list(map(found.probabilities, result.vectors)))
     tokens = result.usage.prompt_tokens
     return ClassList(
         id=generation.id,
@@ -187,7 +187,7 @@ async def classify(
                 probs=probs,
                 num_classes=len(probs),
             )
-            for i, probs in enumerate(told)
+            for i, probs in enumerate(probabilities)
         ],
         usage=EmbeddingUsage(tokens, tokens),
         warnings=call.warnings(type(body)) or UNSET,
@@ -223,7 +223,7 @@ async def run_pooling(call: RequestContext, body: PoolingRequest) -> bytes:
         generation = await _inputs(call, body, model, "pool", None if classes is None else "last")
     result = await pool(call.gateway, generation)
 
-    def told() -> bytes:
+    def encode() -> bytes:
         tokens = result.usage.prompt_tokens
         answer = PoolingList(
             id=generation.id,
@@ -237,7 +237,7 @@ async def run_pooling(call: RequestContext, body: PoolingRequest) -> bytes:
         )
         return msgspec.json.encode(answer)
 
-    return await off_loop(sum(map(len, result.vectors)), told)
+    return await off_loop(sum(map(len, result.vectors)), encode)
 
 
 def _data(raw: bytes, body: PoolingRequest, classes: Classifier | None) -> list[float] | str:
@@ -256,21 +256,21 @@ def _texts(body: ScoreRequest, name: str) -> list[str]:
     return texts
 
 
-async def _judge_of(model: LoadedModel) -> Reranker | None:
+async def _find_pair_reranker(model: LoadedModel) -> Reranker | None:
     """Return the model's reranker; None for an embedding model, whose cosine is the score. Raises ApiError
     400 for a model that is neither.
     """
     info = model.supervisor.info
     assert info is not None
     try:
-        return await find_judge(model)
+        return await find_reranker(model)
     except ApiError:
         if info.generates or info.pooling_problem or await find_classifier(model) is not None:
             raise
         return None
 
 
-async def _judged(
+async def _build_pair_prompts(
     call: RequestContext, model: LoadedModel, left: list[str], right: list[str], instruction: str | None
 ) -> list[list[int]]:
     """Build one prompt a pair. The template is rendered once for all pairs with the same `text_1`."""
@@ -278,7 +278,7 @@ async def _judged(
     prompts: list[list[int]] = [[] for _ in right]
     for query in dict.fromkeys(queries):
         places = [i for i, each in enumerate(queries) if each == query]
-        made = await judged_prompts(
+        made = await build_rerank_prompts(
             call.gateway.templates, model.text, query, [right[i] for i in places], instruction
         )
         for i, prompt in zip(places, made, strict=True):
@@ -301,11 +301,11 @@ async def _inputs(
     check_inputs(items, "input")
     reservation = call.reserve(model, len(items), pools=True)
     prompts = await prompt_ids(items, "input", model, special=body.add_special_tokens is not False)
-    prompts, _ = truncated(prompts, body.truncate_prompt_tokens, None, model)
+    prompts, _ = truncate_prompts(prompts, body.truncate_prompt_tokens, None, model)
     id_ = public_id(prefix, body.request_id, call.exchange, call.gateway)
     salt = body.cache_salt or ""
     if pooling is not None:
         return pooled(call, model, prompts, pooling, id_, reservation, body.priority, salt, "input")
-    return pooled_generation(
+    return build_pooling_generation(
         call, model, prompts, id_=id_, reservation=reservation, priority=body.priority, cache_salt=salt
     )

@@ -9,7 +9,7 @@ from llmbox.engine.errors import ModelError
 from ...engines.loaded_model import LoadedModel
 from ...gateway.gateway import Gateway
 from ...gateway.generation import Generation
-from ...text.reranker import Reranker, answer_ids, judged_prompts, not_a_judge, read_judge
+from ...text.reranker import Reranker, answer_ids, build_rerank_prompts, not_a_reranker, read_reranker
 from ...util.threads import off_loop
 from .completions import check_prompts
 from .embeddings import check_inputs, pool, pooled
@@ -41,10 +41,10 @@ async def prepare_rerank(call: RequestContext, body: RerankRequest) -> Judged:
         raise invalid("query", "it must not be empty")
     model = await call.find_model(body.model)
     reservation = call.reserve(model, len(documents), pools=True)
-    judge = await find_judge(model)
+    judge = await find_reranker(model)
     templates = call.gateway.templates
     documents, cut = await _cut(documents, body.max_tokens_per_doc, model)
-    prompts = await judged_prompts(templates, model.text, body.query, documents, body.instruction)
+    prompts = await build_rerank_prompts(templates, model.text, body.query, documents, body.instruction)
     check_prompts(prompts, "documents", model)
     id_ = public_id("rerank", body.request_id, call.exchange, call.gateway)
     salt = body.cache_salt or ""
@@ -65,16 +65,16 @@ async def _cut(documents: list[str], most: int | None, model: LoadedModel) -> tu
     return cut, [told] if count else []
 
 
-async def find_judge(model: LoadedModel) -> Reranker:
+async def find_reranker(model: LoadedModel) -> Reranker:
     """Return the model's reranker. Raises ApiError 400 for a model that cannot rank."""
     info = model.supervisor.info
     assert info is not None
     asks = info.generates or info.pooling_problem
     answers = await model.text.off_loop(0, lambda: answer_ids(model.text)) if asks else None
     try:
-        return await off_loop(info.vocab_size, lambda: read_judge(model.path, model.loaded_at, answers))
+        return await off_loop(info.vocab_size, lambda: read_reranker(model.path, model.loaded_at, answers))
     except ModelError:
-        raise not_a_judge("the rows of its head cannot be read from its files") from None
+        raise not_a_reranker("the rows of its head cannot be read from its files") from None
 
 
 async def rank(gateway: Gateway, judged: Judged, body: RerankRequest, warnings: list[str]) -> Ranking:

@@ -200,13 +200,13 @@ async def stored_chats(
     found = await services.stored.find(want)
     if found is None:
         raise not_found("chat completion", after or "", "after")
-    return page_of([_told(each) for each in found], limit)
+    return page_of([_restore_answer(each) for each in found], limit)
 
 
 @get(_PATH, name="stored_chat", operation_id="getChatCompletion")
 async def stored_chat(request: HttpRequest, completion_id: FromPath[str]) -> StoredChatCompletion:
     """Return one of the caller's stored chats."""
-    told: StoredChatCompletion = _told(await _find(request, completion_id))
+    told: StoredChatCompletion = _restore_answer(await _find(request, completion_id))
     return told
 
 
@@ -220,7 +220,7 @@ async def update_chat(
     check_metadata(metadata)
     if not await services.stored.update("chat", owner, completion_id, metadata):
         raise not_found("chat completion", completion_id, "completion_id")
-    told: StoredChatCompletion = _told(await _find(request, completion_id))
+    told: StoredChatCompletion = _restore_answer(await _find(request, completion_id))
     return told
 
 
@@ -255,7 +255,7 @@ async def _find(request: HttpRequest, completion_id: str) -> StoredAnswer:
     return found
 
 
-def _told(found: StoredAnswer) -> Any:
+def _restore_answer(found: StoredAnswer) -> Any:
     """Return the answer as it was sent then, though types may have grown since."""
     return {**found.answer, "metadata": found.metadata}
 

@@ -65,7 +65,7 @@ class Calls:
         return self.forced or bool(self.inputs)
 
 
-def wanted_answer(fields: GenerationFields, limits: LimitSettings) -> StructuredAnswer | None:
+def find_answer_constraint(fields: GenerationFields, limits: LimitSettings) -> StructuredAnswer | None:
     """Read the constraint from the request's fields. Raises ApiError 400."""
     found = [
         StructuredAnswer(param, grammar)
@@ -80,7 +80,7 @@ def wanted_answer(fields: GenerationFields, limits: LimitSettings) -> Structured
     return found[0]
 
 
-def wanted_calls(
+def find_call_constraint(
     body: ChatCompletionRequest,
     tools: Sequence[dict[str, Any]] | None,
     syntax: ToolSyntax | None,
@@ -116,7 +116,7 @@ def wanted_calls(
     return wanted
 
 
-async def constrained(
+async def add_grammar(
     params: SamplingParams,
     answer: StructuredAnswer | None,
     of_calls: Calls | None,
@@ -142,7 +142,7 @@ async def constrained(
     wanted = grammars(followed, made)
     if not limits.additional_properties:
         wanted = with_closed_objects(wanted)
-    grammar = await gateway.grammars.compiled(wanted, param)
+    grammar = await gateway.grammars.compile_grammars(wanted, param)
     await _teach(model)
     return replace(params, grammar=grammar, thinking=thinking)
 

@@ -74,7 +74,7 @@ def check_background(request: ResponseRequest) -> None:
         )
 
 
-def begin_alone(call: RequestContext, prepared: PreparedResponse, store: Store) -> LiveResponse:
+def start_background(call: RequestContext, prepared: PreparedResponse, store: Store) -> LiveResponse:
     """Store the response as `in_progress`, then start generating it. Raises ApiError."""
     opened = call.gateway.open(prepared.chat.generation)
     writer = Writer(opened, prepared)

@@ -77,7 +77,7 @@ async def create_conversation(
 @get(_PATH, name="conversation", operation_id="getConversation")
 async def get_conversation(request: HttpRequest, conversation_id: FromPath[str]) -> Conversation:
     """Return one of the caller's conversations."""
-    return _told(await _find(request, conversation_id))
+    return _to_conversation(await _find(request, conversation_id))
 
 
 @post(_PATH, status_code=200, name="conversation_update", operation_id="updateConversation")
@@ -89,7 +89,7 @@ async def update_conversation(
     metadata = data.metadata or {}
     check_metadata(metadata)
     await services.stored.update("conversation", owner, conversation_id, metadata)
-    return _told(await _find(request, conversation_id))
+    return _to_conversation(await _find(request, conversation_id))
 
 
 @delete(_PATH, status_code=200, name="conversation_delete", operation_id="deleteConversation")
@@ -155,7 +155,7 @@ async def delete_item(
     found = await _find(request, conversation_id)
     if not await services.stored.remove_item("conversation", owner, conversation_id, item_id):
         raise _no_item(item_id)
-    return _told(found)
+    return _to_conversation(found)
 
 
 def _check(items: list[dict[str, Any]]) -> None:
@@ -186,7 +186,7 @@ async def _size(request: Request[Any, Any, Any]) -> int:
     return len(await request.body())
 
 
-def _told(found: StoredAnswer) -> Conversation:
+def _to_conversation(found: StoredAnswer) -> Conversation:
     return Conversation(id=found.id, created_at=found.answer["created_at"], metadata=dict(found.metadata))
 
 

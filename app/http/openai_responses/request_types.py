@@ -193,7 +193,7 @@ class CompactRequest(Struct, kw_only=True):
     model: Name
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
-    """Added to what the model is told about its summary."""
+    """Added to the model's instructions for its summary."""
     previous_response_id: Name | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: NoEffect = None

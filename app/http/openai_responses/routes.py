@@ -10,7 +10,7 @@ from ..openai.request_context import HttpRequest, RequestContext
 from ..openai.stored import Store
 from ..openai.unsupported import refuse_unsupported
 from ..server.sse import EventStreamResponse, while_connected
-from .background import begin_alone, check_background
+from .background import check_background, start_background
 from .compact import CompactedResponse, prepare_summary, summarize
 from .conversations import conversations_router
 from .prepare import count_input_tokens, prepare_response
@@ -40,7 +40,7 @@ async def responses(
         store = Store.wanted(call, "response", data, items_of(data.input), data.previous_response_id or "")
         prepared = await prepare_response(call, data, store)
     if data.background and store is not None:
-        live = begin_alone(call, prepared, store)
+        live = start_background(call, prepared, store)
         return EventStreamResponse(live.follow(), STREAM) if data.stream else Response(live.response())
     if data.stream:
         return EventStreamResponse(stream_response(call.gateway, prepared), STREAM)

@@ -44,7 +44,9 @@ async def stored_response(
     if live is not None:
         return EventStreamResponse(live.follow(after), STREAM)
     found = await _find(services, owner, response_id)
-    return EventStreamResponse(_told_again(_ended(found), found.answer.get(CUTS, ()), after), STREAM)
+    return EventStreamResponse(
+        _replay_events(_require_ended(found), found.answer.get(CUTS, ()), after), STREAM
+    )
 
 
 @post(_PATH + "/cancel", status_code=200, name="stored_response_cancel", operation_id="cancelResponse")
@@ -92,17 +94,17 @@ async def _now(services: Services, owner: str, response_id: str) -> Any:
     live: LiveResponse | None = services.background.look((owner, response_id))
     if live is not None:
         return live.response()
-    return _ended(await _find(services, owner, response_id))
+    return _require_ended(await _find(services, owner, response_id))
 
 
-def _ended(found: StoredAnswer) -> dict[str, Any]:
+def _require_ended(found: StoredAnswer) -> dict[str, Any]:
     told = {name: value for name, value in found.answer.items() if name != CUTS}
-    if told["status"] == "in_progress":  # it is not: nothing of that name runs
+    if told["status"] == "in_progress":  # an earlier daemon left it unfinished
         told |= {"status": "failed", "error": {"code": "server_error", "message": _LOST}}
     return told
 
 
-async def _told_again(
+async def _replay_events(
     response: dict[str, Any], cuts: Sequence[int], after: int
 ) -> AsyncGenerator[bytes, None]:
     for event in replay(response, cuts):

@@ -67,7 +67,7 @@ class Writer:
         before = self._parser.called
         yield from self._parts(self._parser.finish(), before)
         yield from self._items.close(whole=self._opened.sequences[0].finish_reason != "length")
-        self._ended = response = self._made()
+        self._ended = response = self._build_response()
         lost = self._store is not None and not self.keep(response)
         if (target := self._prepared.conversation) is not None:
             lost |= not target.append(response.output, self._opened.usage.output_tokens)
@@ -85,7 +85,7 @@ class Writer:
         before = self._parser.called
         yield from self._parts(self._parser.finish(), before)
         yield from self._items.close(whole=False)
-        self._ended = made = self._made()
+        self._ended = made = self._build_response()
         failure = to_api_error(error) if isinstance(error, Exception) else None
         if failure is None or failure.code == "request_cancelled":
             made.status = "cancelled"
@@ -109,9 +109,9 @@ class Writer:
 
     def response(self) -> ResponseObject:
         """Return the response so far. Its sampling parameters are those that were used."""
-        return self._ended or self._made()
+        return self._ended or self._build_response()
 
-    def _made(self) -> ResponseObject:
+    def _build_response(self) -> ResponseObject:
         heading, params = heading_of(self._opened, self._chat), self._chat.generation.params
         request, ended = self._request, self._opened.sequences[0].finish_reason
         made = ResponseObject(

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Protocol
 
 _YOUNGEST_EVICTED = 2.0
-"""Seconds idle. The request of a younger connection may be on its way."""
+"""Least idle seconds before eviction. The request of a younger connection may be on its way."""
 _LOCAL = "this machine"
 
 

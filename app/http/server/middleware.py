@@ -32,12 +32,16 @@ logger = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _FORM_TYPE = b"application/x-www-form-urlencoded"
 _UNPACED = frozenset({"/", "/health", "/ping", "/ready"})
-"""Cheap, and asked to learn whether the daemon still answers."""
+"""Routes that are never paced: they are cheap, and clients use them to learn whether the daemon still
+answers.
+"""
 _UPLOAD_TYPE = b"multipart/form-data"
 _UPLOAD_ROUTES = frozenset({"/v1/files"})
 """Routes that take files, which may be larger than other bodies."""
 _UNTYPED_ROUTES = "/api/"
-"""Ollama's, whose clients and examples name no type. From a web page they need one, as all routes do."""
+"""Prefix of Ollama's routes, whose clients and examples send no Content-Type. From a web page they need one,
+as all routes do.
+"""
 _MORE_HEADERS = "more_headers"
 _PAGE_REFERRER = (b"referrer-policy", b"same-origin")
 """Referrer policy of pages. Under no-referrer a browser would post our own forms with `Origin: null`, as if

@@ -25,13 +25,16 @@ from .errors import encode_error
 from .request import LOCAL
 
 _DISCARD_BODIES = 8
-"""Bodies' worth of bytes thrown away after an early answer: a reset would destroy the answer."""
+"""Bound on bytes discarded after an early answer, in bodies of the largest size: a reset would destroy the
+answer.
+"""
 _FRAMING_BYTES = 65_536
-"""Bytes of chunk sizes, extensions and trailers of one body, beside 16 for each byte of content."""
+"""Bytes allowed for chunk sizes, extensions and trailers of one body, beside 16 for each byte of content."""
 _RETRY_WHEN_FULL = "5"
 _LINGER = 5.0
-"""Seconds that a refused client has to read its answer and close. A close of ours while it still sends would
-be a reset, which destroys the answer."""
+"""Seconds that a refused client has to read its answer and close. Closing while it still sends would reset
+the connection, which destroys the answer.
+"""
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -43,7 +46,7 @@ class DatedState(ServerState):
     def __init__(self, most_lingering: int = 64) -> None:
         super().__init__()
         self.room_to_linger = most_lingering
-        """Refused connections that may wait for their clients, beside those that do."""
+        """Refused connections that may still be added to those that wait for their clients to close."""
 
     def refresh_date(self) -> None:
         now = int(time.time())
@@ -77,7 +80,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._line_bytes = 0
         self._discarded = 0
         self._received = 0
-        """Bytes of the body in progress as they came, framing included."""
+        """Received bytes of the body in progress, framing included."""
         self._body_bytes = 0
         self._refused = False
         self._lingers: asyncio.TimerHandle | None = None
@@ -118,7 +121,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._phase is not Phase.BODY and self.cycle.response_complete:
             self._limiter.mark_idle(self)
 
-    # ---- what the client owes: headers, then a body
+    # ---- time-outs of what the client must send: headers, then a body
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -219,7 +222,7 @@ class LimitedProtocol(HttpToolsProtocol):
         end = data.rfind(b"\n")
         if end >= 0:
             self._line_bytes = len(data) - end - 1
-        else:  # the whole request is younger than `data`: its line is too
+        else:  # a request that began after `data` has no line in it yet
             self._line_bytes = self._line_bytes + len(data) if began_before else 0
         if self._line_bytes > self._limits.header_line_bytes:
             self._refuse(_header_too_large("A header line is too long."))
@@ -234,13 +237,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         self._deadline = None
-        if self.flow.read_paused:  # it is us who do not read: an earlier answer comes first
+        if self.flow.read_paused:  # reading is paused by us: an earlier answer comes first
             self._expect(self._limits.body_timeout)
             return
         what = "body" if self._phase is Phase.BODY else "headers"
         self._refuse(ApiError(408, f"The request's {what} took too long.", "request_timeout"))
 
-    # ---- what the client should read
+    # ---- time-outs of what the client should read
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -20,13 +20,13 @@ from .protocol import DatedState, LimitedProtocol
 from .sockets import BACKLOG
 
 _LAST_WORDS = 0.5
-"""Seconds for error objects to be written when the drain has expired."""
+"""Seconds for writing error objects after the drain has expired."""
 _ACCEPTS = 16
-"""Connections accepted in one turn of the loop: a burst of thousands shall not hold up others."""
+"""Connections accepted in one turn of the loop: a burst of thousands must not hold up other connections."""
 _LINGERING = 8192
-"""Refused connections that may wait a moment for their clients to read why."""
+"""Refused connections that may stay open for a moment so that their clients read the reason."""
 _RESERVED_FILES = 128
-"""Descriptors kept back for the unix socket, engines, the database and log files."""
+"""File descriptors reserved for the unix socket, engines, the database and log files."""
 
 
 async def serve(

@@ -82,7 +82,7 @@ class SseOptions:
     last: bytes = DONE
     error: Callable[[ApiError], bytes] = error_event
     comment: bytes = COMMENT
-    """Said in silence; empty where the format has no comments."""
+    """Comment sent during silence; empty where the format has no comments."""
     content_type: bytes = b"text/event-stream; charset=utf-8"
     endless: bool = False
 
@@ -156,7 +156,7 @@ class EventStream:
                 if self._size >= self._max_size:
                     self._room = self._loop.create_future()
                     await self._room
-        except Exception as error:  # a stream never ends without a word
+        except Exception as error:  # a stream never ends without an error or its last event
             self._error = to_api_error(error)
             if self._error is not error:
                 logger.exception("a stream failed")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmbox.app.errors import CliError, Exit
-from llmbox.app.integrations.config_files import as_text, merged
+from llmbox.app.integrations.config_files import as_text, merge_settings
 from llmbox.app.integrations.guides import GUIDES, Endpoint
 from support.cli_call import Call, FakeClient, call, home
 
@@ -112,7 +112,7 @@ def test_toml_keeps_comments_and_tables_of_others(tmp_path: Path):
     file.write_text('# mine\napproval_policy = "never"  # why\n\n[mcp_servers.docs]\ncommand = "docs"\n')
     guide = GUIDES["codex"]
     assert guide.settings is not None
-    _, new = merged(guide, file, guide.settings(at(needs_key=True)))
+    _, new = merge_settings(guide, file, guide.settings(at(needs_key=True)))
     read = tomllib.loads(new)
     assert "# mine" in new
     assert "# why" in new
@@ -133,7 +133,7 @@ def test_what_cannot_be_merged_safely_is_left_alone(tmp_path: Path, name: str, t
     guide = GUIDES[name]
     assert guide.settings is not None
     with pytest.raises(CliError) as caught:
-        merged(guide, file, guide.settings(at()))
+        merge_settings(guide, file, guide.settings(at()))
     assert caught.value.exit == Exit.CONFLICT
     assert file.read_text() == text
 

@@ -11,7 +11,7 @@ import pytest
 
 from llmbox.app.cli import service
 from llmbox.app.config.schema import schema
-from llmbox.app.diagnostics.systemd import UnitSpec, quoted, unit_text
+from llmbox.app.diagnostics.systemd import UnitSpec, quote_argument, unit_text
 from llmbox.app.errors import Exit
 from support.cli_call import Call, call, home
 
@@ -101,8 +101,8 @@ def test_no_setting_is_in_the_unit():
 
 
 def test_words_of_the_command_stand_for_themselves():
-    assert quoted("/a b/50%/$x") == '"/a b/50%%/$$x"'
-    assert quoted("/plain") == "/plain"
+    assert quote_argument("/a b/50%/$x") == '"/a b/50%%/$$x"'
+    assert quote_argument("/plain") == "/plain"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")

@@ -39,7 +39,7 @@ def follows(grammar, text, answer, special=()):
     known.set_vocabulary(vocabulary(text, size))
     stop = 0
     constraint = known.constraint(SamplingParams(max_tokens=1, grammar=grammar, stop_token_ids=(stop,)), 0)
-    single = {text.tokens.made(i): i for i in reversed(range(size)) if i not in text.tokens.special_ids}
+    single = {text.tokens.compute(i): i for i in reversed(range(size)) if i not in text.tokens.special_ids}
     ids = [*special, *(single[bytes([byte])] for byte in answer.encode())]
     for at in range(len(ids) + 1):
         mask = constraint.allowed(ids[:at])
@@ -66,7 +66,7 @@ async def test_what_passes_is_followed_to_its_end(pool, bytewise):
         (written('start: "x"* "y"'), "xxy", "x"),
     ]
     for answer, right, wrong in cases:
-        grammar = await pool.compiled(grammars(answer), "x")
+        grammar = await pool.compile_grammars(grammars(answer), "x")
         assert follows(grammar, bytewise, right)
         assert not follows(grammar, bytewise, wrong)
 
@@ -74,7 +74,7 @@ async def test_what_passes_is_followed_to_its_end(pool, bytewise):
 @pytest.mark.parametrize("syntax", [HERMES, MISTRAL, LLAMA])
 @pytest.mark.parametrize("several", [False, True])
 async def test_calls_are_what_the_parser_reads(pool, bytewise, syntax, several):
-    grammar = await pool.compiled(
+    grammar = await pool.compile_grammars(
         grammars(None, calls(bytewise, syntax, TOOLS, {}, several=several and syntax.most != 1)), "x"
     )
     field = "parameters" if syntax == LLAMA else "arguments"
@@ -97,7 +97,7 @@ async def test_marks_that_are_special_tokens_are_these_tokens(pool, bytewise):
     syntax = replace(MISTRAL, opener=SPECIALS[0])
     assert f"<[{number}]>" in _around(bytewise, syntax, several=False)
     made = grammars({"lark_grammar": f'start: <[{number}]> "[" "x" "]"'})
-    grammar = await pool.compiled(made, "x")
+    grammar = await pool.compile_grammars(made, "x")
     assert follows(grammar, bytewise, "[x]", special=[number])
     assert not follows(grammar, bytewise, SPECIALS[0] + "[x]")
 
@@ -105,7 +105,7 @@ async def test_marks_that_are_special_tokens_are_these_tokens(pool, bytewise):
 @pytest.mark.parametrize("kind", ["white space", "strings"])
 async def test_every_kind_of_tokenizer_can_write_json(pool, text, kind):
     schema = {"type": "object", "properties": {"a": {"enum": [kind]}}, "required": ["a"]}
-    grammar = await pool.compiled(grammars(json_schema(schema)), "x")
+    grammar = await pool.compile_grammars(grammars(json_schema(schema)), "x")
     known = GrammarCompiler(text.vocab_size)
     known.set_vocabulary(vocabulary(text, text.vocab_size))
     constraint = known.constraint(SamplingParams(max_tokens=1, grammar=grammar, stop_token_ids=(0,)), 0)
@@ -142,7 +142,7 @@ HOSTILE = [
 async def test_hostile_grammars_are_refused_or_followed_but_hold_up_nobody(pool, bytewise, hostile):
     started, refusal = time.monotonic(), None
     try:
-        grammar = await pool.compiled(grammars(hostile), "x")
+        grammar = await pool.compile_grammars(grammars(hostile), "x")
     except ApiError as error:
         refusal = error
     if refusal is not None:
@@ -152,4 +152,4 @@ async def test_hostile_grammars_are_refused_or_followed_but_hold_up_nobody(pool,
         follows(grammar, bytewise, "a" * 40)
         assert time.thread_time() - used < 5  # a bound against hanging, not a timing
     assert time.monotonic() - started < 30
-    assert await pool.compiled(grammars(regex("a")), "x")
+    assert await pool.compile_grammars(grammars(regex("a")), "x")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llmbox.app.errors import ApiError
-from llmbox.app.http.ollama.model_routes import followed
+from llmbox.app.http.ollama.model_routes import follow_pull
 from llmbox.app.hub.download import Download
 from llmbox.app.hub.errors import HubError, disk_full
 from llmbox.app.hub.repo_files import RepoFile
@@ -40,7 +40,7 @@ class Hub:
 
     async def told(self) -> list[dict[str, Any]]:
         control: Any = SimpleNamespace(library=self, services=self)
-        return [step async for step in followed(control, self.download, DONE)]
+        return [step async for step in follow_pull(control, self.download, DONE)]
 
 
 def ends(state: Any, error: HubError | None = None) -> Any:
