@@ -53,33 +53,38 @@ def select_ops(
     row-invariant kernels at the cost of speed; `Ops.row_invariant` says whether the selected backend is.
     Raises UnknownBackend if LLMBOX_KERNELS cannot be followed, QuantUnavailable if no backend runs `quant`.
     """
-    asked = os.environ.get("LLMBOX_KERNELS")
-    if asked == TRITON or (device.type == "cuda" and asked not in TORCH_BACKENDS):
-        return select_triton(device, dtype, quant, asked, deterministic=deterministic)
+    requested = os.environ.get("LLMBOX_KERNELS")
+    if requested == TRITON or (device.type == "cuda" and requested not in TORCH_BACKENDS):
+        return select_triton(device, dtype, quant, requested, deterministic=deterministic)
     site = KernelSite(device="cpu" if device.type == "cpu" else "cuda")
     if quant is not None and (why := why_no_quant(quant, _name(dtype), _name(kv_dtype or dtype), site)):
         raise QuantUnavailable(why)
-    if asked in TORCH_BACKENDS:
-        return TORCH_BACKENDS[asked]
+    if requested in TORCH_BACKENDS:
+        return TORCH_BACKENDS[requested]
     if why := why_unknown_kernels(site):
         raise UnknownBackend(why)
     if runs_native(device, dtype, kv_dtype or dtype):
         try:
-            return start(load_backend(asked or BEST_CPU), threads, quant)
+            return start(load_backend(requested or BEST_CPU), threads, quant)
         except NativeUnavailable as error:
             if quant is not None:
                 raise QuantUnavailable(f"{quant.name} weights need the C++ kernels: {error}") from None
-            if asked:
-                raise UnknownBackend(f"LLMBOX_KERNELS={asked}: {error}") from None
+            if requested:
+                raise UnknownBackend(f"LLMBOX_KERNELS={requested}: {error}") from None
             log.warning("the fast CPU kernels are off, PyTorch's run instead: %s", error)
     return ONEDNN if supports(device, dtype) else REFERENCE
 
 
 def select_triton(
-    device: torch.device, dtype: torch.dtype, quant: Quant | None, asked: str | None, *, deterministic: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    quant: Quant | None,
+    requested: str | None,
+    *,
+    deterministic: bool,
 ) -> Ops:
-    if asked not in {None, TRITON}:
-        raise UnknownBackend(f"LLMBOX_KERNELS={asked}: not for a GPU; use one of triton, reference")
+    if requested not in {None, TRITON}:
+        raise UnknownBackend(f"LLMBOX_KERNELS={requested}: not for a GPU; use one of triton, reference")
     reason = why_no_triton(device)
     if reason is None:
         # Beside the C++ kernels, so that --data-dir moves both. Triton reads the variable when it compiles.
@@ -100,7 +105,7 @@ def select_triton(
                 sdpa_from=sdpa_from(),
                 scaled_mm=torch_multiplies(),
             )
-    if asked:
+    if requested:
         raise UnknownBackend(f"LLMBOX_KERNELS=triton: {reason}")
     if quant is not None:
         raise QuantUnavailable(f"{quant.name} weights on a GPU need the Triton kernels: {reason}")
@@ -113,20 +118,22 @@ def sdpa_from() -> int | None:
 
     None: never. Raises UnknownBackend if the value is not a number.
     """
-    asked = os.environ.get("LLMBOX_SDPA_FROM")
-    if not asked:
+    requested = os.environ.get("LLMBOX_SDPA_FROM")
+    if not requested:
         return None
-    if not asked.isdecimal():
-        raise UnknownBackend(f"LLMBOX_SDPA_FROM={asked}: not a number of tokens; see docs/gpu-kernels.md")
-    return max(2, int(asked))
+    if not requested.isdecimal():
+        raise UnknownBackend(f"LLMBOX_SDPA_FROM={requested}: not a number of tokens; see docs/gpu-kernels.md")
+    return max(2, int(requested))
 
 
 def torch_multiplies() -> bool:
     """Return whether PyTorch may multiply FP8 matrices on a GPU; LLMBOX_FP8=triton forbids it."""
-    asked = os.environ.get("LLMBOX_FP8")
-    if asked not in {None, "", TRITON}:
-        raise UnknownBackend(f"LLMBOX_FP8={asked}: use triton, or leave it unset; see docs/gpu-kernels.md")
-    return asked != TRITON
+    requested = os.environ.get("LLMBOX_FP8")
+    if requested not in {None, "", TRITON}:
+        raise UnknownBackend(
+            f"LLMBOX_FP8={requested}: use triton, or leave it unset; see docs/gpu-kernels.md"
+        )
+    return requested != TRITON
 
 
 def why_no_triton(device: torch.device) -> str | None:
@@ -139,11 +146,11 @@ def why_no_triton(device: torch.device) -> str | None:
 
 def native_ready() -> bool:
     """Return whether the C++ kernels can be used. Compiles and loads them if that has not happened yet."""
-    asked = os.environ.get("LLMBOX_KERNELS")
-    if asked in TORCH_BACKENDS:
+    requested = os.environ.get("LLMBOX_KERNELS")
+    if requested in TORCH_BACKENDS:
         return False
     try:
-        load_backend(asked or BEST_CPU)
+        load_backend(requested or BEST_CPU)
     except NativeUnavailable:
         return False
     return True

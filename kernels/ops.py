@@ -93,7 +93,7 @@ ForwardBody = Callable[[Any], tuple[Tensor, ...]]
 """Forward pass as a function of one `StepInputs`."""
 
 
-def _empty_states(_name: str, like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+def _empty_scratch(_name: str, like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(len(like), width, dtype=dtype, device=like.device)
 
 
@@ -196,8 +196,8 @@ class Ops:
     tensors of later steps. The KV cache and all weights stay the same.
     """
 
-    call: Callable[[Callable[..., None], tuple[Tensor, ...]], None] = lambda function, tensors: function(
-        *tensors
+    host_callback: Callable[[Callable[..., None], tuple[Tensor, ...]], None] = lambda function, tensors: (
+        function(*tensors)
     )
     """Host callback: (function, tensors of T rows) calls the function, which changes the tensors in place.
 
@@ -205,12 +205,12 @@ class Ops:
     exchange their results in this way.
     """
 
-    states: Callable[[str, Tensor, int, torch.dtype], Tensor] = _empty_states
-    """Scratch: (name, any tensor of T rows, width, dtype) -> [T, width] of undefined content for `call` to
-    fill. New tensor for each name.
+    scratch: Callable[[str, Tensor, int, torch.dtype], Tensor] = _empty_scratch
+    """Scratch: (name, any tensor of T rows, width, dtype) -> [T, width] of undefined content. `host_callback`
+    fills it. New tensor for each name.
     """
 
-    norm_by: NormBy = lambda norm, _weight: norm(None)[0]
+    fused_norm: NormBy = lambda norm, _weight: norm(None)[0]
     """Fused norm: (norm, its weight_E) runs an `add_rms_norm` of another kernel, such as one fused with the
     all-reduce.
 
@@ -268,14 +268,14 @@ class Ops:
     parts: PartOps | None = None
     """Sampling over a vocabulary that several ranks share; set where there is `sample`."""
 
-    advance: Callable[[DecodeRows, Tensor | None, DecodeInputs, int], None] | None = None
+    prepare_decode_inputs: Callable[[DecodeRows, Tensor | None, DecodeInputs, int], None] | None = None
     """Prepare decode inputs: (rows, sampled ids_R or None, inputs, block_size).
 
     Appends the sampled tokens to rows that are not free, in place, then writes the next decode step's inputs.
     Without ids it only writes the inputs.
     """
 
-    row_counts: tuple[int, ...] = ()
+    warmup_batch_sizes: tuple[int, ...] = ()
     """Warmup batch sizes. Steps of these sizes, and one of the most rows, run every kernel variant for the
     sizes between, so that everything compiled on first use is compiled. Empty: nothing is.
     """

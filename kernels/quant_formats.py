@@ -9,7 +9,7 @@ the embedding table, or one matrix that is both head and table.
 """
 OF_LAYERS: frozenset[Kind] = frozenset({"linear", "experts"})
 """Kinds that have the format of the layers."""
-WIDE_KINDS: frozenset[Kind] = frozenset({"router", "table"})
+UNQUANTIZED_KINDS: frozenset[Kind] = frozenset({"router", "table"})
 """Kinds that no format quantizes."""
 
 

@@ -57,17 +57,17 @@ def step_and_zero(steps: Tensor) -> tuple[Tensor, Tensor]:
 
 def to_numbers(halves_OI: Tensor, steps_OS: Tensor, quant: Quant) -> Tensor:
     """Dequantize nibbles n [O, I] to int8. Input is not validated: numbers that do not fit wrap around."""
-    step, zero = of_inputs(steps_OS, quant, halves_OI.shape[1])
+    step, zero = expand_steps(steps_OS, quant, halves_OI.shape[1])
     return (step * halves_OI.int() - zero).to(torch.int8)
 
 
-def to_halves(numbers_OI: Tensor, steps_OS: Tensor, quant: Quant) -> Tensor:
+def to_nibbles(numbers_OI: Tensor, steps_OS: Tensor, quant: Quant) -> Tensor:
     """Invert `to_numbers`: return the nibbles n, uint8."""
-    step, zero = of_inputs(steps_OS, quant, numbers_OI.shape[1])
+    step, zero = expand_steps(steps_OS, quant, numbers_OI.shape[1])
     return ((numbers_OI.int() + zero) // step.clamp(min=1)).to(torch.uint8) & 15
 
 
-def of_inputs(steps_OS: Tensor, quant: Quant, inputs: int) -> tuple[Tensor, Tensor]:
+def expand_steps(steps_OS: Tensor, quant: Quant, inputs: int) -> tuple[Tensor, Tensor]:
     """Return step and zero point of each weight, [O, I] int32."""
     step, zero = step_and_zero(steps_OS.repeat_interleave(quant.step, 1)[:, :inputs])
     return step, zero
@@ -131,7 +131,7 @@ def best_steps(x_OGSk: Tensor, counts: Tensor, need_OGS: Tensor, middle_OGS: Ten
         step = (need_OGS.round() + times).clamp(1, 15)
         z = ((7 - 2 * middle_OGS / step).round() + zeros).clamp(0, 15)
         zero = (step * (z + 8) / 2).floor()
-        numbers = on_grid(x_OGSk, step[..., None], zero[..., None])
+        numbers = round_to_grid(x_OGSk, step[..., None], zero[..., None])
         error = (counts * (numbers - x_OGSk).square()).sum(-1)
         better = error < smallest
         smallest = torch.where(better, error, smallest)
@@ -140,7 +140,7 @@ def best_steps(x_OGSk: Tensor, counts: Tensor, need_OGS: Tensor, middle_OGS: Ten
     return steps, best
 
 
-def on_grid(x: Tensor, step: Tensor, zero: Tensor) -> Tensor:
+def round_to_grid(x: Tensor, step: Tensor, zero: Tensor) -> Tensor:
     """Round x to the nearest step * n - zero, with n in 0..15, that fits int8."""
     lowest = ((zero - 128) / step).ceil().clamp(min=0)
     highest = ((zero + 127) / step).floor().clamp(max=15)

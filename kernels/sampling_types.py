@@ -1,7 +1,7 @@
 """Data types of sampling: state of running requests that stays on the device, one fixed row each.
 
 R rows, S of them sampled in this step, V vocabulary, B blocks of the longest context, N entries of all
-penalty lists, W bad words of a step. Used by backends with `Ops.sample` and `Ops.advance`.
+penalty lists, W bad words of a step. Used by backends with `Ops.sample` and `Ops.prepare_decode_inputs`.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """Inputs of one decode step over R rows of one token each, all int32. Written by `Ops.advance`."""
+    """Inputs of a decode step over R rows of one token, int32; `Ops.prepare_decode_inputs` writes them."""
 
     positions_R: Tensor
     slots_R: Tensor
@@ -154,7 +154,7 @@ class DrawResult(NamedTuple):
 
 
 class CandidateRanks(NamedTuple):
-    told_S4: Tensor
+    stats_S4: Tensor
     """float64: largest logit, sum over the vocabulary of floor(2^40 exp(logit - largest)), logit of the
     chosen id, its rank. Rank 1 is the likeliest; equal logits rank by lowest id. Only the largest logit is
     set where it is not finite.

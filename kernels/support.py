@@ -31,13 +31,13 @@ class KernelSite:
     """Compute capability of the GPU, the lowest of several; None: unknown, and assumed to be enough."""
 
     @property
-    def asked(self) -> str | None:
+    def requested(self) -> str | None:
         """Value of LLMBOX_KERNELS, if it is set."""
         return os.environ.get("LLMBOX_KERNELS") or None
 
     @property
     def uses_triton(self) -> bool:
-        return self.asked == TRITON or (self.device == "cuda" and self.asked not in TORCH)
+        return self.requested == TRITON or (self.device == "cuda" and self.requested not in TORCH)
 
 
 def is_native(dtype: str, kv_dtype: str) -> bool:
@@ -46,13 +46,13 @@ def is_native(dtype: str, kv_dtype: str) -> bool:
 
 def why_unknown_kernels(site: KernelSite) -> str:
     """Return the reason why LLMBOX_KERNELS cannot be followed; empty if it can be or is not set."""
-    asked = site.asked
-    if asked is None or asked == TRITON or asked in TORCH:
+    requested = site.requested
+    if requested is None or requested == TRITON or requested in TORCH:
         return ""
     if site.device == "cuda":
-        return f"LLMBOX_KERNELS={asked}: not for a GPU; use one of triton, reference"
-    if asked not in known_kernels():
-        return f"LLMBOX_KERNELS: unknown kernels {asked!r}; llmbox doctor says which there are"
+        return f"LLMBOX_KERNELS={requested}: not for a GPU; use one of triton, reference"
+    if requested not in known_kernels():
+        return f"LLMBOX_KERNELS: unknown kernels {requested!r}; llmbox doctor says which there are"
     return ""
 
 
@@ -62,8 +62,8 @@ def why_no_quant(quant: Quant, dtype: str, kv_dtype: str, site: KernelSite) -> s
         return _why_no_quant_on_gpu(quant, site)
     if site.device == "cpu" and not quant.on_cpu:
         return _why_not_on_cpu(quant)
-    if site.asked in TORCH:
-        return f"LLMBOX_KERNELS={site.asked} cannot run {quant.name} weights"
+    if site.requested in TORCH:
+        return f"LLMBOX_KERNELS={site.requested} cannot run {quant.name} weights"
     if not is_native(dtype, kv_dtype):
         return (
             f"{quant.name} weights run on a CPU, with bfloat16 or float32 beside the weights and no float16 "
@@ -89,7 +89,12 @@ def is_row_invariant(dtype: str, kv_dtype: str, site: KernelSite, *, determinist
     """Return whether a row's results are independent of the rows beside it."""
     if site.uses_triton:
         return deterministic and not why_no_triton(site)
-    return site.device == "cpu" and site.asked not in TORCH and site.has_native and is_native(dtype, kv_dtype)
+    return (
+        site.device == "cpu"
+        and site.requested not in TORCH
+        and site.has_native
+        and is_native(dtype, kv_dtype)
+    )
 
 
 def why_no_triton(site: KernelSite) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .quant_formats import Kind, Quant
-from .quantize_int import to_halves
+from .quantize_int import to_nibbles
 
 __all__ = ["Kind", "Packing", "QuantizedWeight", "StoredWeights"]
 
@@ -33,13 +33,13 @@ class QuantizedWeight:
         scales = self.scales_OG.float().repeat_interleave(self.quant.shared(inputs), dim=1)[:, :inputs]
         return self.codes_OI.float() * scales.view(outputs, inputs)
 
-    def halves(self) -> Tensor:
+    def nibbles(self) -> Tensor:
         """Return the nibbles that 4-bit weights are stored as, [O, I] uint8: n, or without steps the code
         plus 8.
         """
         if self.steps_OS is None:
             return (self.codes_OI + 8).to(torch.uint8)
-        return to_halves(self.codes_OI, self.steps_OS, self.quant)
+        return to_nibbles(self.codes_OI, self.steps_OS, self.quant)
 
 
 class StoredWeights(Protocol):
@@ -49,7 +49,9 @@ class StoredWeights(Protocol):
         """Return the format of weights of this kind; None: they stay unquantized."""
         ...
 
-    def pack_rounded(self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None) -> Any:
+    def pack_quantized(
+        self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None
+    ) -> Any:
         """Pack a checkpoint's quantized weights. `dtype` is the model's."""
         ...
 

@@ -15,7 +15,7 @@ from llmbox.engine.errors import EngineError, UnsupportedArchitecture
 from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.planning.placement import links
-from llmbox.kernels.cpu.build import find_made, temporary_folder
+from llmbox.kernels.cpu.build import find_compiled, temporary_folder
 from llmbox.kernels.cpu.cache_folder import KERNEL_CACHE
 from llmbox.kernels.cpu.compiling import NativeUnavailable, find_compiler
 from llmbox.kernels.cpu.isa import Level, usable_levels
@@ -120,7 +120,7 @@ def check_kernels(program: Program) -> Iterator[Finding]:
         yield Finding("kernels", "note", f"{what}: {_without_compiler(others)}", fix)
         return
     folder = Path(os.environ.get(KERNEL_CACHE) or program.paths.kernel_cache)
-    made = find_made(best, folder) or find_made(best, temporary_folder())
+    made = find_compiled(best, folder) or find_compiled(best, temporary_folder())
     when = f"compiled in {made.parent}" if made else "to be compiled when a model is first loaded"
     yield Finding("kernels", "ok", f"C++ for {best.name}, {when}")
 

@@ -23,7 +23,7 @@ not. No torch.
 
 from typing import Any
 
-from llmbox.kernels.quant_formats import QUANTS, WIDE_KINDS, Kind, Quant
+from llmbox.kernels.quant_formats import QUANTS, UNQUANTIZED_KINDS, Kind, Quant
 
 from .fp8_config import DYNAMIC, NotReadable, read_compressed, read_fp8, read_modelopt
 
@@ -91,7 +91,7 @@ def stored_dtype(quant: Quant) -> str:
 
 def format_of(quant: Quant, kind: Kind) -> Quant | None:
     """Return the format of weights of this kind; None for kinds that are not quantized."""
-    if kind in WIDE_KINDS:
+    if kind in UNQUANTIZED_KINDS:
         return None
     return quant if kind == "linear" else quant.head
 

@@ -67,7 +67,7 @@ class Communicator(Protocol):
     def sum_add_norm(
         self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, row_format: Any
     ) -> tuple[Tensor, Any]:
-        """All-reduce, then `Ops.add_rms_norm`; return also the quantized rows for `Ops.norm_by`, or None."""
+        """All-reduce, then `Ops.add_rms_norm`; return also the quantized rows for `fused_norm`, or None."""
         ...
 
     def agree(self, works: bool) -> bool:
@@ -126,20 +126,20 @@ class TensorParallel:
     def partial_sum(self, ops: Ops, out_TE: Tensor) -> Tensor:
         """Do as `partial` for this rank's partial result, computed before, in the model's dtype."""
         if self.layout.tp > 1 and not self._leaves_sum(len(out_TE), out_TE.shape[1], out_TE.dtype):
-            ops.call(self.collective.sum, (out_TE,))
+            ops.host_callback(self.collective.sum, (out_TE,))
         return out_TE
 
     def add_norm(self, ops: Ops, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """Apply `Ops.add_rms_norm` to a result of `partial`, after or fused with its all-reduce."""
         if self._leaves_sum(len(x_TE), x_TE.shape[1], x_TE.dtype):
             norm = partial(self.collective.sum_add_norm, x_TE, residual_TE, weight_E, eps)
-            return ops.norm_by(norm, weight_E)
+            return ops.fused_norm(norm, weight_E)
         return ops.add_rms_norm(x_TE, residual_TE, weight_E, eps)
 
     def complete(self, ops: Ops, x_TE: Tensor) -> Tensor:
         """All-reduce a result of `partial` where no norm of all rows follows."""
         if self._leaves_sum(len(x_TE), x_TE.shape[1], x_TE.dtype):
-            ops.call(self.collective.sum, (x_TE,))
+            ops.host_callback(self.collective.sum, (x_TE,))
         return x_TE
 
     def _leaves_sum(self, rows: int, width: int, dtype: torch.dtype) -> bool:
@@ -148,11 +148,11 @@ class TensorParallel:
     def _summed(self, ops: Ops, packed: PackedLinear, x_TI: Tensor) -> Tensor:
         if x_TI.dtype == torch.float32 or x_TI.device.type != "cpu":
             out_TE = ops.linear(packed, x_TI)
-            ops.call(self.collective.sum, (out_TE,))
+            ops.host_callback(self.collective.sum, (out_TE,))
             return out_TE
         part_TE = ops.logits(packed, x_TI)
-        out_TE = ops.states("sum", part_TE, part_TE.shape[1], x_TI.dtype)
-        ops.call(self.collective.sum, (part_TE, out_TE))
+        out_TE = ops.scratch("sum", part_TE, part_TE.shape[1], x_TI.dtype)
+        ops.host_callback(self.collective.sum, (part_TE, out_TE))
         return out_TE
 
 

@@ -116,7 +116,7 @@ def make_device_runner(
     meter = CudaMeter(device, free_before)
     on_device = CudaDevice(device)
     graphs = graphs_reserve(len(capture_sizes(plan.step_rows))) if config.cuda_graphs else 0
-    row_counts = parts.model.ops.row_counts
+    row_counts = parts.model.ops.warmup_batch_sizes
     make = partial(build, parts, device=on_device, capture=None, graphs_bytes=0)
     plan = fit_pool(config, plan, meter, graphs, make, row_counts, agree)
     capture = CudaCapture(device) if config.cuda_graphs else None
@@ -145,8 +145,9 @@ def fit_pool(
 ) -> MemoryPlan:
     """Return the plan with the workspace and the KV blocks that warm-up steps leave room for.
 
-    The warm-up steps also compile all kernels (`row_counts`: `Ops.row_counts`) before memory is measured: the
-    first request finds them compiled, and the next load finds them in Triton's cache. Raises DoesNotFit.
+    The warm-up steps also compile all kernels before memory is measured; `row_counts` are the backend's
+    `Ops.warmup_batch_sizes`. The first request finds them compiled, and the next load finds them in Triton's
+    cache. Raises DoesNotFit.
     """
     weights = meter.allocated()
     tried = plan

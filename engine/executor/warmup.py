@@ -27,7 +27,7 @@ TOLD: Final[dict[str, Any]] = {"prompt_logprobs": 20}
 def trial_steps(plan: MemoryPlan, row_counts: Sequence[int]) -> Iterator[StepPlan]:
     """Yield the warm-up steps; the largest come last, when all kernels are compiled.
 
-    `row_counts`: `Ops.row_counts`.
+    `row_counts`: `Ops.warmup_batch_sizes`.
     """
     for count in counts_up_to(_most_sequences(plan), row_counts):
         yield decoding(plan, count)

@@ -93,7 +93,7 @@ class Decoder:
         last = self.layers[-1]
         x_TE = last.complete(last(x_TE, residual_TE, forward))
         if not self.is_last:
-            self.ops.call(self.rank.collective.send, (x_TE, residual_TE))
+            self.ops.host_callback(self.rank.collective.send, (x_TE, residual_TE))
         return x_TE, residual_TE
 
     def _begin(self, forward: ForwardContext) -> tuple[Tensor, Tensor]:
@@ -103,9 +103,9 @@ class Decoder:
             residual_TE = self.embedding(forward.ids_T)
             return self.layers[0].first(residual_TE), residual_TE
         ops, width = self.ops, self.config.hidden_size
-        x_TE = ops.states("x", forward.ids_T, width, self.dtype)
-        residual_TE = ops.states("residual", forward.ids_T, width, self.dtype)
-        ops.call(self.rank.collective.receive, (x_TE, residual_TE))
+        x_TE = ops.scratch("x", forward.ids_T, width, self.dtype)
+        residual_TE = ops.scratch("residual", forward.ids_T, width, self.dtype)
+        ops.host_callback(self.rank.collective.receive, (x_TE, residual_TE))
         return self.layers[0].resume(x_TE, residual_TE), residual_TE
 
     def logits(self, hidden_RE: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class TokenEmbedding:
     def __call__(self, ids_T: Tensor) -> Tensor:
         x_TE = self.ops.embedding(self.packed, ids_T, self._scale)
         if not self._part.is_whole:
-            self.ops.call(self._complete, (x_TE,))
+            self.ops.host_callback(self._complete, (x_TE,))
         return x_TE
 
     def _complete(self, x_TE: Tensor) -> None:

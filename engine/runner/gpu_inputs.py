@@ -51,11 +51,11 @@ def decode_inputs(
     ids_N = rows.last_R.index_select(0, row_N)
     tables_NB = rows.tables_RB.index_select(0, row_N)
     length_N = length_N.to(torch.int32)
-    if ops.advance is None:
+    if ops.prepare_decode_inputs is None:
         inputs = spelt_out(tables_NB, length_N, block_size)
     else:
         inputs = DecodeInputs(*(torch.empty_like(length_N) for _ in range(3)))
-        ops.advance(DecodeRows(ids_N, length_N, tables_NB), None, inputs, block_size)
+        ops.prepare_decode_inputs(DecodeRows(ids_N, length_N, tables_NB), None, inputs, block_size)
     ragged = BatchLayout(
         block_size=block_size,
         query_lens=[1] * count,
@@ -70,7 +70,7 @@ def decode_inputs(
 
 
 def spelt_out(tables_NB: Tensor, length_N: Tensor, block_size: int) -> DecodeInputs:
-    """Compute in plain torch what `Ops.advance` does without tokens.
+    """Compute in plain torch what `Ops.prepare_decode_inputs` does without tokens.
 
     Padding rows see one slot of the padding block: kernels may rely on a non-empty context.
     """

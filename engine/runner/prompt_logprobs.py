@@ -28,7 +28,7 @@ _FACTS = 4
 class PromptNumbers:
     prompts: Sequence[PromptRows]
     numbers_PC: Tensor
-    """float64 on the host, valid after the step's event: `CandidateRanks.told_S4` of each prompt's next
+    """float64 on the host, valid after the step's event: `CandidateRanks.stats_S4` of each prompt's next
     tokens, then N ids and their N logits."""
 
     def read(self) -> dict[str, list[TokenLogprobs]]:

@@ -41,7 +41,7 @@ def token_logprobs(logits_RV: Tensor, chosen: Sequence[int], top: Sequence[int])
 
 def ranked_logprobs(ranks: CandidateRanks, chosen: Sequence[int], top: Sequence[int]) -> list[TokenLogprobs]:
     """Build the same entries from the results of `Ops.rank`."""
-    rows = zip(ranks.told_S4.tolist(), ranks.ids_SN.tolist(), ranks.logits_SN.tolist(), strict=True)
+    rows = zip(ranks.stats_S4.tolist(), ranks.ids_SN.tolist(), ranks.logits_SN.tolist(), strict=True)
     entries = []
     for (told, ids, logits), token, count in zip(rows, chosen, top, strict=True):
         best, total, logit, rank = told

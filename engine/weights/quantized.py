@@ -37,7 +37,7 @@ def stored_codes(rounded: QuantizedWeight) -> Tensor:
     """Pack codes as a checkpoint stores them: the inverse of `unpacked`."""
     if rounded.quant.bits == 8:
         return rounded.codes_OI
-    halves = rounded.halves()
+    halves = rounded.nibbles()
     halves = torch.nn.functional.pad(halves, (0, halves.shape[1] % 2), value=8)
     return halves[:, 0::2] | halves[:, 1::2] << 4
 

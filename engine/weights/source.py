@@ -263,7 +263,7 @@ class Checkpoint:
         if asked.order is not None:
             rounded = reordered(rounded, list(asked.order))
         bias_O = self._bias(asked)
-        return stored.pack_rounded(rounded, self.dtype, bias_O), bias_O
+        return stored.pack_quantized(rounded, self.dtype, bias_O), bias_O
 
     def _bias(self, asked: WeightRequest) -> Tensor | None:
         if not asked.bias:

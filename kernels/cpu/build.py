@@ -74,7 +74,7 @@ def library_in(folder: Path, name: str, level: Level, compiler: list[str]) -> Pa
     return path
 
 
-def find_made(level: Level, folder: Path) -> Path | None:
+def find_compiled(level: Level, folder: Path) -> Path | None:
     """Return a cached library for `level`, if there is one. Its sources may be older than today's."""
     return next((path for path in folder.glob(f"{level.name}-{'?' * DIGITS}.so") if is_intact(path)), None)
 

@@ -36,7 +36,7 @@ class CommandBuffer:
         self._ops.append(op)
         self._kept.append(kept)
 
-    def call(self, function: Callable[..., None], tensors: tuple[Tensor, ...]) -> None:
+    def host_callback(self, function: Callable[..., None], tensors: tuple[Tensor, ...]) -> None:
         self._calls.append((len(self._ops), function, tensors))
 
     def buffer(self, name: str, width: int, dtype: torch.dtype) -> Tensor:
@@ -92,13 +92,13 @@ class CommandRecorder:
             return self._tape.buffer(name, width, dtype)
         return torch.empty(rows, width, dtype=dtype)
 
-    def call(self, function: Callable[..., None], tensors: tuple[Tensor, ...]) -> None:
+    def host_callback(self, function: Callable[..., None], tensors: tuple[Tensor, ...]) -> None:
         if self._tape is not None:
-            self._tape.call(function, tensors)
+            self._tape.host_callback(function, tensors)
         else:
             function(*tensors)
 
-    def states(self, name: str, like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    def scratch(self, name: str, like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         return self.result(f"states {name}", len(like), width, dtype)
 
     def submit(self, op: int, step: Step, *kept: Any) -> None:

@@ -88,7 +88,7 @@ def compile_library(
     Raises NativeUnavailable, or OSError if the disk is full.
     """
     common = [*compiler, *FLAGS, *level.flags]
-    parts = deal(min(len(os.sched_getaffinity(0)), MOST_AT_ONCE))
+    parts = split_sources(min(len(os.sched_getaffinity(0)), MOST_AT_ONCE))
     objects = [path.with_name(f"part{number}.o") for number in range(len(parts))]
 
     steps = len(parts) + 1  # the last one links
@@ -113,7 +113,7 @@ def compile_library(
     progress(steps, steps)
 
 
-def deal(count: int) -> list[list[Path]]:
+def split_sources(count: int) -> list[list[Path]]:
     """Split the sources into at most `count` parts of about equal cost. Each part parses the headers only
     once.
     """

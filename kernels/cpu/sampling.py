@@ -54,7 +54,7 @@ class CPUSampling:
         width, count = _shape(logits_RV)[1], len(rows)
         top = min(top, width)
         rows_S, chosen_S = array("q", rows), array("q", chosen)
-        told_S4 = torch.zeros(count, 4, dtype=torch.float64)
+        stats_S4 = torch.zeros(count, 4, dtype=torch.float64)
         ids_SN, logits_SN = torch.zeros(count, top, dtype=torch.int64), torch.zeros(count, top)
         op = self._library.llmbox_rank_op(
             logits_RV.data_ptr(),
@@ -63,12 +63,12 @@ class CPUSampling:
             rows_S.buffer_info()[0],
             chosen_S.buffer_info()[0],
             top,
-            told_S4.data_ptr(),
+            stats_S4.data_ptr(),
             ids_SN.data_ptr(),
             logits_SN.data_ptr(),
         )
         self._recorder.submit(op, Step(rows=count), logits_RV, rows_S, chosen_S)
-        return CandidateRanks(told_S4, ids_SN, logits_SN)
+        return CandidateRanks(stats_S4, ids_SN, logits_SN)
 
 
 def _shape(logits_RV: Tensor) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..quant_formats import WIDE_KINDS, Quant
+from ..quant_formats import UNQUANTIZED_KINDS, Quant
 from ..weight_packing import Kind, QuantizedWeight
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -55,7 +55,7 @@ class Packer:
     quant: Quant | None = None
 
     def format(self, kind: Kind) -> Quant | None:
-        if self.quant is None or kind in WIDE_KINDS:
+        if self.quant is None or kind in UNQUANTIZED_KINDS:
             return None
         return self.quant if kind == "linear" else self.quant.head
 
@@ -71,7 +71,7 @@ class Packer:
             )
         return CPULinear(self.library, made, (outputs, inputs), weight.dtype, quant)
 
-    def pack_rounded(
+    def pack_quantized(
         self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None
     ) -> CPULinear:
         outputs, inputs = rounded.codes_OI.shape

@@ -13,7 +13,7 @@ from ..ops import Ops
 from ..reference import REFERENCE
 from ..reference.elementwise import ReferenceLinear
 from ..reference.elementwise import linear as plain_linear
-from ..reference.moe import experts_by
+from ..reference.moe import make_experts
 
 ROWS_HINT = 64
 """Row count that the packed layout is chosen for; it serves fewer and more as well."""
@@ -60,7 +60,7 @@ ONEDNN: Ops = replace(
     pack_head=pack_linear,
     linear=linear,
     logits=linear,
-    experts=experts_by(linear),
+    experts=make_experts(linear),
 )
 
 

@@ -17,7 +17,7 @@ from .elementwise import (
     softcap,
 )
 from .kv_cache import clear_blocks, copy_blocks, make_kv_cache
-from .moe import experts_by
+from .moe import make_experts
 
 __all__ = ["REFERENCE"]
 
@@ -35,7 +35,7 @@ REFERENCE = Ops(
     rotary=rotary,
     gate_mul=gate_mul,
     softcap=softcap,
-    experts=experts_by(linear),
+    experts=make_experts(linear),
     make_kv_cache=make_kv_cache,
     plan_attention=build_attention_metadata,
     write_kv=write_kv,

@@ -13,7 +13,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..quant_formats import Quant
-from ..quantize_int import STEP_INPUTS, best_int4_scale, int8_scale, on_grid, round_with_steps, step_and_zero
+from ..quantize_int import (
+    STEP_INPUTS,
+    best_int4_scale,
+    int8_scale,
+    round_to_grid,
+    round_with_steps,
+    step_and_zero,
+)
 from ..weight_packing import QuantizedWeight
 
 DAMPING = 0.01
@@ -95,7 +102,7 @@ class QuantGrid:
             most = 1 << (self.bits - 1)
             return x_O.round().clamp_(-most, most - 1)
         step_O, zero_O = step_and_zero(self.steps_OS[:, i // STEP_INPUTS])
-        return on_grid(x_O, step_O.float(), zero_O.float())
+        return round_to_grid(x_O, step_O.float(), zero_O.float())
 
 
 def round_group(group_Og: Tensor, grid: QuantGrid, later_gg: Tensor, codes_Og: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..op_types import KVShape
-from .quantize_activations import FP8, LARGEST, to_eight_bits
+from .quantize_activations import FP8, LARGEST, quantize_dynamic
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Half:
         if self.scales is None:
             self.numbers[layer][block_of_T, :, offset_of_T] = rows_TGD.to(self.numbers.dtype)
             return
-        codes_TGD, scales_TG = to_eight_bits(rows_TGD, self.numbers.dtype)
+        codes_TGD, scales_TG = quantize_dynamic(rows_TGD, self.numbers.dtype)
         self.numbers[layer][block_of_T, :, offset_of_T] = codes_TGD
         self.scales[layer][block_of_T, :, offset_of_T] = scales_TG
 

@@ -29,7 +29,7 @@ def weigh(rows_TKE: Tensor, shares_TK: Tensor) -> Tensor:
     return total_TE.to(rows_TKE.dtype)
 
 
-def experts_by(
+def make_experts(
     linear: Callable[[PackedLinear, Tensor], Tensor],
 ) -> Callable[[Mixture, Tensor, Tensor], Tensor]:
     """Build `Ops.experts` on these linears. Experts are computed one after the other."""

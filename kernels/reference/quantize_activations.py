@@ -7,7 +7,7 @@ FP8 = torch.float8_e4m3fn
 LARGEST = {torch.int8: 127, FP8: 448}
 
 
-def to_eight_bits(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize_dynamic(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize to codes shaped like `rows` and scales without the last dim.
 
     A row with NaN or infinity has codes 0 and the scale NaN.
@@ -21,7 +21,7 @@ def to_eight_bits(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (codes.round_() if dtype == torch.int8 else codes).to(dtype), scales
 
 
-def in_given_scale(rows: Tensor, given: Tensor) -> Tensor:
+def fake_quantize_static(rows: Tensor, given: Tensor) -> Tensor:
     """Quantize to E4M3 with the static scale `given`, float32 [1], and dequantize to float32.
 
     Larger numbers saturate. A row that is not finite becomes NaN.
@@ -31,7 +31,7 @@ def in_given_scale(rows: Tensor, given: Tensor) -> Tensor:
     return torch.where(rows.isfinite().all(-1, keepdim=True), codes.float() * given, torch.nan)
 
 
-def in_eight_bits(rows: Tensor, dtype: torch.dtype) -> Tensor:
+def fake_quantize(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Quantize dynamically and dequantize to float32."""
-    codes, scales = to_eight_bits(rows, dtype)
+    codes, scales = quantize_dynamic(rows, dtype)
     return codes.float() * scales.unsqueeze(-1)

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import Ops
-from ..quant_formats import WIDE_KINDS, Kind, Quant
+from ..quant_formats import UNQUANTIZED_KINDS, Kind, Quant
 from ..weight_packing import QuantizedWeight
 from . import REFERENCE
 from .elementwise import ReferenceLinear, linear
 from .elementwise import embedding as wide_embedding
-from .moe import experts_by
-from .quantize_activations import FP8, LARGEST, in_eight_bits, in_given_scale
+from .moe import make_experts
+from .quantize_activations import FP8, LARGEST, fake_quantize, fake_quantize_static
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class QuantizedLinear:
     """Static input scale, where the checkpoint has one."""
 
 
-def rounded_ops(quant: Quant | None, kv_dtype: torch.dtype | None = None) -> Ops:
+def fake_quantized_ops(quant: Quant | None, kv_dtype: torch.dtype | None = None) -> Ops:
     """REFERENCE with linears of `quant`, a GPU format. `kv_dtype` replaces the KV cache's dtype."""
     ops = REFERENCE
     if quant is not None:
@@ -47,7 +47,7 @@ def rounded_ops(quant: Quant | None, kv_dtype: torch.dtype | None = None) -> Ops
             embedding=embedding,
             stored=StoredQuantized(quant) if quant.is_float else None,
             linear=quantized_linear,
-            experts=experts_by(quantized_linear),
+            experts=make_experts(quantized_linear),
             logits=quantized_linear,
         )
     if kv_dtype is None:
@@ -68,9 +68,9 @@ class StoredQuantized:
     def format(self, kind: Kind) -> Quant | None:
         if kind == "linear":
             return self.quant
-        return None if kind in WIDE_KINDS or self.quant.keeps_head else self.quant.head
+        return None if kind in UNQUANTIZED_KINDS or self.quant.keeps_head else self.quant.head
 
-    def pack_rounded(
+    def pack_quantized(
         self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None
     ) -> QuantizedLinear:
         wide = ReferenceLinear(rounded.floats(), None if bias_O is None else bias_O.float())
@@ -99,7 +99,9 @@ def pack_table(weight_VE: Tensor, tied: bool, quant: Quant) -> QuantizedLinear |
 def rounded(
     weight_OI: Tensor, bias_O: Tensor | None, quant: Quant, rows: torch.dtype | None, group: int | None
 ) -> QuantizedLinear:
-    wide = ReferenceLinear(wide_weights(weight_OI, quant), None if bias_O is None else bias_O.float())
+    wide = ReferenceLinear(
+        fake_quantize_weights(weight_OI, quant), None if bias_O is None else bias_O.float()
+    )
     return QuantizedLinear(wide, weight_OI.dtype, rows, group)
 
 
@@ -108,9 +110,9 @@ def quantized_linear(packed: QuantizedLinear | ReferenceLinear, x_TI: Tensor) ->
     if isinstance(packed, ReferenceLinear):
         return linear(packed, x_TI)
     if packed.given is not None:
-        wide_TI = in_given_scale(x_TI, packed.given)
+        wide_TI = fake_quantize_static(x_TI, packed.given)
     else:
-        wide_TI = x_TI.float() if packed.rows is None else wide_rows(x_TI, packed.rows, packed.group)
+        wide_TI = x_TI.float() if packed.rows is None else fake_quantize_rows(x_TI, packed.rows, packed.group)
     return linear(packed.wide, wide_TI).to(packed.dtype)
 
 
@@ -120,24 +122,24 @@ def embedding(table: QuantizedLinear | ReferenceLinear, ids_T: Tensor, scale: fl
     return (F.embedding(ids_T, table.wide.weight_OI) * scale).to(table.dtype)
 
 
-def wide_rows(x_TI: Tensor, dtype: torch.dtype, group: int | None) -> Tensor:
+def fake_quantize_rows(x_TI: Tensor, dtype: torch.dtype, group: int | None) -> Tensor:
     """Float32."""
     inputs = x_TI.shape[1]
-    return in_eight_bits(grouped(x_TI, group or inputs), dtype).flatten(1)[:, :inputs]
+    return fake_quantize(grouped(x_TI, group or inputs), dtype).flatten(1)[:, :inputs]
 
 
-def wide_weights(weight_OI: Tensor, quant: Quant) -> Tensor:
+def fake_quantize_weights(weight_OI: Tensor, quant: Quant) -> Tensor:
     """Float32."""
     assert quant.kind != "given", "its scales come with a checkpoint"
     outputs, inputs = weight_OI.shape
     match quant.kind:
         case "float":
-            return in_eight_bits(weight_OI, FP8)
+            return fake_quantize(weight_OI, FP8)
         case "blocks":
             tall = F.pad(weight_OI, (0, 0, 0, -outputs % quant.group))
             across = grouped(tall, quant.group)
             blocks = across.view(-1, quant.group, *across.shape[1:]).transpose(1, 2)
-            wide = in_eight_bits(blocks.flatten(2), FP8).view(blocks.shape)
+            wide = fake_quantize(blocks.flatten(2), FP8).view(blocks.shape)
             return wide.transpose(1, 2).reshape(len(tall), -1)[:outputs, :inputs].contiguous()
     groups = grouped(weight_OI, quant.group).float()
     scales = (groups.abs().amax(-1, keepdim=True) / LARGEST[torch.int8]).half().float()

@@ -22,7 +22,7 @@ from .attention_combine import reduce_splits
 from .attention_inner import attend, fold, piece_size
 from .attention_metadata import TritonAttentionMetadata, num_splits
 from .attention_sdpa import attend_gathered
-from .kv_cache import TritonKVCache, how_widened
+from .kv_cache import TritonKVCache, conversion_mode
 from .quantize_activations import RowFormat, Rows8
 from .quantize_heads import Result, fits_heads, store_eight_heads
 from .tile_config import Tile, decode_tile, fixed_tile, power_of_two, prefill_tile
@@ -183,7 +183,7 @@ def launch(
         FIXED_SPLIT=attention_plan.FIXED_SPLIT if plan.fixed else 0,
         WINDOW=plan.window is not None,
         CAPPED=powers.cap is not None,
-        QUANTISED=how_widened(cache, q_THD.dtype),
+        QUANTISED=conversion_mode(cache, q_THD.dtype),
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
         **result.constants(head_dim),
         num_warps=tile.warps,

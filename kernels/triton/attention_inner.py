@@ -10,7 +10,7 @@ from . import kv_cache
 from .softcap import tanh
 
 BY_FLOAT32 = tl.constexpr(kv_cache.BY_FLOAT32)
-"""Value of QUANTISED for conversion in two steps: see `how_widened`."""
+"""Value of QUANTISED for conversion in two steps: see `conversion_mode`."""
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def step(
         k_tile = tl.load(k + place, mask=(d < D)[None, :], other=0.0)
         v_tile = tl.load(v + place, mask=(d < D)[None, :], other=0.0)
 
-    k_tile = widened(k_tile, q_tile.dtype, QUANTISED)
+    k_tile = convert_tile(k_tile, q_tile.dtype, QUANTISED)
     score = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     if QUANTISED:
         scale_place = page * scale_stride + key % PAGE
@@ -149,13 +149,13 @@ def step(
     total = total * keep + tl.sum(weight, 1)
     if QUANTISED:
         weight = weight * v_scales[None, :]
-    v_tile = widened(v_tile, q_tile.dtype, QUANTISED)
+    v_tile = convert_tile(v_tile, q_tile.dtype, QUANTISED)
     acc = tl.dot(weight.to(q_tile.dtype), v_tile, acc * keep[:, None], input_precision=PRECISION)
     return acc, new_top, total
 
 
 @triton.jit
-def widened(tile: tl.tensor, dtype: tl.constexpr, QUANTISED: tl.constexpr) -> tl.tensor:
+def convert_tile(tile: tl.tensor, dtype: tl.constexpr, QUANTISED: tl.constexpr) -> tl.tensor:
     """Convert a tile of the cache to the dtype of the queries."""
     if QUANTISED == BY_FLOAT32:
         tile = tile.to(tl.float32)

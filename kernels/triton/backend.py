@@ -10,7 +10,7 @@ from torch import Tensor
 from ..activation import Activation
 from ..op_types import BatchLayout
 from ..ops import Ops, StepInputs
-from ..quant_formats import OF_LAYERS, WIDE_KINDS, Kind, Quant
+from ..quant_formats import OF_LAYERS, UNQUANTIZED_KINDS, Kind, Quant
 from ..sampling_types import PartOps
 from ..weight_packing import QuantizedWeight
 from . import act_and_mul as gate_mul
@@ -22,7 +22,7 @@ from .attention_metadata import TritonAttentionMetadata, plan_attention
 from .fused_activation_quant import FusedActivationQuant
 from .fused_moe import experts
 from .linear import DenseLinear, Fp8BlockLinear, Fp8Linear, Linear, W8A8Linear, WeightOnlyIntLinear
-from .prepare_decode import advance
+from .prepare_decode import prepare_decode_inputs
 from .quantize_activations import RowFormat, Rows8
 from .sample import sample
 from .scaled_mm_choice import ScaledMMSelector
@@ -82,7 +82,7 @@ class TritonBackend:
             logits=self.linear,
             rms_norm=self.rms_norm,
             add_rms_norm=self.add_rms_norm,
-            norm_by=self.norm_by,
+            fused_norm=self.fused_norm,
             rotary=heads.rotary,
             gate_mul=self.gate_mul,
             softcap=softcap,
@@ -99,8 +99,8 @@ class TritonBackend:
             rotate_and_write=heads.rotate_and_write,
             sample=sample,
             parts=PartOps(edit.count, candidates, part_weights.weigh, part_weights.noise),
-            advance=advance,
-            row_counts=ROW_COUNTS,
+            prepare_decode_inputs=prepare_decode_inputs,
+            warmup_batch_sizes=ROW_COUNTS,
             stored=None if self.quant is None else self,
         )
 
@@ -118,26 +118,30 @@ class TritonBackend:
 
     def format(self, kind: Kind) -> Quant | None:
         """Implement `StoredWeights`."""
-        if self.quant is None or kind in WIDE_KINDS or (kind not in OF_LAYERS and self.quant.keeps_head):
+        if (
+            self.quant is None
+            or kind in UNQUANTIZED_KINDS
+            or (kind not in OF_LAYERS and self.quant.keeps_head)
+        ):
             return None
         return self.quant if kind in OF_LAYERS else self.quant.head
 
     def pack_experts(self, weights: Tensor | QuantizedWeight) -> Linear:
         """Pack the weights of all experts for `experts_product`, which never uses PyTorch's FP8 kernels."""
         if isinstance(weights, QuantizedWeight):
-            return pack_rounded(weights, None)
+            return pack_quantized(weights, None)
         return pack(weights, None, self.quant)
 
-    def pack_rounded(
+    def pack_quantized(
         self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None
     ) -> Linear:
         """Implement `StoredWeights`."""
         assert dtype == self.dtype
-        return self._chosen(pack_rounded(rounded, bias_O))
+        return self._chosen(pack_quantized(rounded, bias_O))
 
     def linear(self, packed: Linear, x_TI: Tensor) -> Tensor:
         eight = self._left.rows_for(packed, x_TI)
-        return self._left.multiplied(packed, linear.multiply(packed, x_TI, eight, fixed=self.fixed))
+        return self._left.remember_product(packed, linear.multiply(packed, x_TI, eight, fixed=self.fixed))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dim() == 2:
@@ -149,13 +153,13 @@ class TritonBackend:
         wanted = self._left.format_of(id(weight_E))
         return self._left.keep(*rms_norm.norm_rows(x_TE, residual_TE, weight_E, eps, wanted), id(weight_E))
 
-    def norm_by(
+    def fused_norm(
         self, norm: Callable[[RowFormat | None], tuple[Tensor, Rows8 | None]], weight_E: Tensor
     ) -> Tensor:
         return self._left.keep(*norm(self._left.format_of(id(weight_E))), id(weight_E))
 
     def gate_mul(self, gate_up_T2F: Tensor, activation: Activation) -> Tensor:
-        maker = self._left.maker_of(gate_up_T2F)
+        maker = self._left.producer_of(gate_up_T2F)
         wanted = self._left.format_of(maker)
         return self._left.keep(*gate_mul.gate_rows(gate_up_T2F, activation, wanted), maker)
 
@@ -195,7 +199,7 @@ def pack(weight_OI: Tensor, bias_O: Tensor | None, quant: Quant | None) -> Linea
     return W8A8Linear(weight, bias_O) if quant.kind == "rows" else WeightOnlyIntLinear(weight, bias_O)
 
 
-def pack_rounded(rounded: QuantizedWeight, bias_O: Tensor | None) -> Linear:
+def pack_quantized(rounded: QuantizedWeight, bias_O: Tensor | None) -> Linear:
     """Pack weights that a checkpoint holds quantized."""
     quant, codes_OI = rounded.quant, rounded.codes_OI
     if quant.by_output:

@@ -41,7 +41,7 @@ def best_of_chunks(most: tl.tensor, chunks: tl.tensor, CHUNKS: tl.constexpr) -> 
 
 
 @triton.jit
-def told_best(best: tl.tensor, broken: tl.tensor) -> tl.tensor:
+def canonicalize_best(best: tl.tensor, broken: tl.tensor) -> tl.tensor:
     """Return the row's largest logit: NaN for a broken row, and 0.0 for both zeros."""
     return tl.where(broken > 0, float("nan"), tl.where(best == 0.0, 0.0, best))
 

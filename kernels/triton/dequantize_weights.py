@@ -14,11 +14,11 @@ BLOCK = 32
 """Outputs of one program."""
 
 
-def dequantise(packed: Grouped, dtype: torch.dtype) -> Tensor:
+def dequantize(packed: Grouped, dtype: torch.dtype) -> Tensor:
     """Dequantize to [O, I] in `dtype`."""
     out_OI = torch.empty((packed.outputs, packed.inputs), dtype=dtype, device=packed.weight.device)
     grid = (triton.cdiv(packed.outputs, BLOCK), packed.weight.shape[0])
-    dequantise_kernel[grid](
+    dequantize_kernel[grid](
         out_OI,
         packed.weight,
         packed.scales,
@@ -34,7 +34,7 @@ def dequantise(packed: Grouped, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit
-def dequantise_kernel(
+def dequantize_kernel(
     out: tl.tensor,
     weight: tl.tensor,
     scales: tl.tensor,

@@ -62,11 +62,11 @@ class FusedActivationQuant:
             self._learned[self._maker] = packed.row_format
         return None
 
-    def multiplied(self, packed: Linear, out: Tensor) -> Tensor:
+    def remember_product(self, packed: Linear, out: Tensor) -> Tensor:
         """Remember the result of a linear, for the gate after it."""
         self._product, self._product_of = ref(out), id(packed)
         return out
 
-    def maker_of(self, product: Tensor) -> int:
+    def producer_of(self, product: Tensor) -> int:
         """Return the identity of the linear that computed `product` last; 0 if none did."""
         return self._product_of if self._product() is product else 0

@@ -29,7 +29,7 @@ from .linear import (
     WeightOnlyIntLinear,
     row_format_of,
 )
-from .quantize_activations import Rows8, quantise_rows
+from .quantize_activations import Rows8, quantize_rows
 from .tile_config import Tile
 
 MANY = 64
@@ -82,7 +82,7 @@ def experts_product(
         multiplied, scales, x_row, x_step = x_TI, x_TI, x_TI.stride(0), 0
     else:
         tile = tile_for(x_TI.device, rows_each, 1)
-        multiplied, scales = eight or quantise_rows(x_TI, row_format)
+        multiplied, scales = eight or quantize_rows(x_TI, row_format)
         x_row, x_step = inputs, scales.stride(1)
     stack = stack_of(packed, x_TI.element_size(), wide=rows_each > MANY)
     grid = (rows // tile.rows + experts, triton.cdiv(outputs, tile.columns))
@@ -130,7 +130,7 @@ def stack_of(packed: Linear, itemsize: int, *, wide: bool) -> Stack:
             # Float32 has no tensor cores: its tile lives in registers.
             return Stack(data, data, data, GROUPED, PLAIN_BLOCK // (2 if itemsize == 4 else 1), constants)
         case WeightOnlyIntLinear(weight, _):
-            return of_integers(weight, constants, wide=wide)
+            return integer_stack(weight, constants, wide=wide)
         case W8A8Linear(weight, _):
             return Stack(weight.weight, weight.scales, weight.weight, INT8, weight.group, constants)
         case Fp8Linear(data, scales, _):
@@ -140,7 +140,7 @@ def stack_of(packed: Linear, itemsize: int, *, wide: bool) -> Stack:
             return Stack(data, scales, data, FP8, BLOCK, constants)
 
 
-def of_integers(weight: Grouped, constants: dict[str, Any], *, wide: bool) -> Stack:
+def integer_stack(weight: Grouped, constants: dict[str, Any], *, wide: bool) -> Stack:
     """Describe integer weights to the kernel."""
     steps = weight.weight if weight.steps is None else weight.steps
     constants |= {
@@ -191,7 +191,7 @@ def experts_kernel(
     """Multiply one tile of an expert's rows by its weights: x @ weight[e].T, with float32 sums (int32 in int8
     products).
 
-    Reference: `experts_by` in `kernels/reference/moe.py`.
+    Reference: `make_experts` in `kernels/reference/moe.py`.
     """
     tile = tl.program_id(0)
     low = 0
@@ -237,7 +237,7 @@ def experts(mixture: Mixture, x_TE: Tensor, logits_TX: Tensor, *, fixed: bool = 
     sorted_S, order_S = chosen_TK.flatten().sort(stable=True)
     limits = torch.arange(mixture.count + 1, device=x_TE.device)
     starts_X1 = torch.searchsorted(sorted_S, limits).int()
-    gate_up, down = one_of_all(mixture.gate_ups), one_of_all(mixture.downs)
+    gate_up, down = single_linear(mixture.gate_ups), single_linear(mixture.downs)
     rows_SE = x_TE[order_S // mixture.per_token]
     gates_S2F = experts_product(rows_SE, gate_up, starts_X1, fixed=fixed)
     inner_SF, eight = gate_rows(gates_S2F, "silu", row_format_of(down))
@@ -248,7 +248,7 @@ def experts(mixture: Mixture, x_TE: Tensor, logits_TX: Tensor, *, fixed: bool = 
     return weigh(rows_TKE, shares_TK)
 
 
-def one_of_all(linears: Sequence[Linear]) -> Linear:
+def single_linear(linears: Sequence[Linear]) -> Linear:
     """Return the one linear that holds all experts."""
     (packed,) = linears
     return packed

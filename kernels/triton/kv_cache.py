@@ -34,7 +34,7 @@ class TritonKVCache:
 BY_FLOAT32 = 2
 
 
-def how_widened(cache: TritonKVCache, dtype: torch.dtype) -> int:
+def conversion_mode(cache: TritonKVCache, dtype: torch.dtype) -> int:
     """Return how the cache is converted to `dtype`: 0 not at all, 1 directly, BY_FLOAT32 in two steps.
 
     Triton converts E4M3 to bfloat16 with an instruction that compute capability 8.9 lacks.

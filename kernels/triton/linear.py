@@ -8,10 +8,10 @@ from torch import Tensor
 
 from ..quant_formats import Quant
 from . import scaled_mm
-from .dequantize_weights import dequantise
+from .dequantize_weights import dequantize
 from .gemm import Grouped, product
 from .gemm_w8a8 import BLOCK, fp8_product, int8_product
-from .quantize_activations import RowFormat, Rows8, quantise_rows
+from .quantize_activations import RowFormat, Rows8, quantize_rows
 from .scaled_mm import Sharing
 
 TILED_ROWS = 512
@@ -115,12 +115,12 @@ def multiply(packed: Linear, x_TI: Tensor, eight: Rows8 | None, *, fixed: bool) 
             tiled = len(x_TI) <= TILED_ROWS and x_TI.element_size() == 2  # float32 has no tensor cores
             if fixed or tiled:
                 return product(x_TI, weight, bias_O, fixed=fixed)
-            return F.linear(x_TI, dequantise(weight, x_TI.dtype), bias_O)
+            return F.linear(x_TI, dequantize(weight, x_TI.dtype), bias_O)
         case W8A8Linear(weight, bias_O):
-            rows = eight or quantise_rows(x_TI, RowFormat(torch.int8, weight.group))
+            rows = eight or quantize_rows(x_TI, RowFormat(torch.int8, weight.group))
             return int8_product(rows, weight, bias_O, x_TI.dtype, fixed=fixed)
         case Fp8Linear() | Fp8BlockLinear():
-            rows = eight or quantise_rows(x_TI, packed.row_format)
+            rows = eight or quantize_rows(x_TI, packed.row_format)
             return multiply_floats(packed, rows, x_TI.dtype, fixed=fixed)
 
 

@@ -9,8 +9,10 @@ from ..sampling_types import DecodeInputs, DecodeRows
 BLOCK = 128
 
 
-def advance(rows: DecodeRows, drawn_R: Tensor | None, inputs: DecodeInputs, block_size: int) -> None:
-    """Implement `Ops.advance`."""
+def prepare_decode_inputs(
+    rows: DecodeRows, drawn_R: Tensor | None, inputs: DecodeInputs, block_size: int
+) -> None:
+    """Implement `Ops.prepare_decode_inputs`."""
     count = len(rows.lengths_R)
     if not count:
         return

@@ -62,14 +62,14 @@ def whole_rows(rows: int) -> int:
     return triton.cdiv(rows, ROWS) * ROWS  # type: ignore[no-any-return] # Triton has no types
 
 
-def quantise_rows(x_TI: Tensor, row_format: RowFormat) -> Rows8:
+def quantize_rows(x_TI: Tensor, row_format: RowFormat) -> Rows8:
     rows, inputs = x_TI.shape
     eight = Rows8.empty(rows, inputs, row_format, x_TI.device)
     block = power_of_two(inputs)
     if row_format.group is not None:
         block = min(block, max(BLOCK, row_format.group))
     if rows:
-        quantise_kernel[(rows, triton.cdiv(inputs, block))](
+        quantize_kernel[(rows, triton.cdiv(inputs, block))](
             *eight,
             eight.scales.stride(1),
             given_to(row_format, eight.scales),
@@ -125,7 +125,7 @@ def group_in(block: int, row_format: RowFormat | None) -> int:
 
 
 @triton.jit(do_not_specialize=["step"])
-def quantise_kernel(
+def quantize_kernel(
     numbers: tl.tensor,
     scales: tl.tensor,
     step: tl.tensor,
@@ -140,7 +140,7 @@ def quantise_kernel(
 ) -> None:
     """Quantize one tile of a row: code = x * LARGEST / max|x| and scale = max|x| / LARGEST, float32.
 
-    Reference: `to_eight_bits` in `kernels/reference/quantize_activations.py`.
+    Reference: `quantize_dynamic` in `kernels/reference/quantize_activations.py`.
     """
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
@@ -202,7 +202,7 @@ def row_scale(most: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def eight_bits(values: tl.tensor, most: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
-    """Return values * LARGEST / most, float32: bit for bit as `to_eight_bits` of
+    """Return values * LARGEST / most, float32: bit for bit as `quantize_dynamic` of
     `kernels/reference/quantize_activations.py` where all is finite.
 
     Integers are rounded to nearest even: adding 1.5 * 2^23 leaves no bits for a fraction.

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sampling_types import PenaltyState, Sampled, SampleRows
-from .chunk_max import CHUNK, best_of_chunks, chunk_maxima, ordered, told_best, value_of, weights
+from .chunk_max import CHUNK, best_of_chunks, canonicalize_best, chunk_maxima, ordered, value_of, weights
 from .penalties import IS_ONLY_LISTED, edit, largest_in_list, logit_in_list, put_back
 from .topk_topp_search import above, find, pick, ties_before
 
@@ -138,7 +138,7 @@ def sample_kernel(
     else:
         drawn_from = (x, most, vocabulary, chunks, x, x, 0)
         given = drawn_from
-    raw_best, best = told_best(raw_best, broken), told_best(best, broken)
+    raw_best, best = canonicalize_best(raw_best, broken), canonicalize_best(best, broken)
     tl.store(bests + s, best)
     tl.store(raw_bests + s, raw_best)
     temperature = tl.load(temperatures + s)

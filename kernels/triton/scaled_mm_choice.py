@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import scaled_mm
 from .linear import Fp8BlockLinear, Fp8Linear, Linear, multiply
-from .quantize_activations import quantise_rows
+from .quantize_activations import quantize_rows
 from .scaled_mm import Sharing
 
 log = logging.getLogger("llmbox.engine")
@@ -96,7 +96,7 @@ def error_of(packed: Fp8Linear | Fp8BlockLinear, count: int, dtype: torch.dtype)
     x_TI = (x_TI * torch.linspace(0.5, 1.5, count, device=device)[:, None]).to(dtype)
     if isinstance(packed, Fp8Linear) and packed.given is not None:
         x_TI = (x_TI * packed.given * 50).to(dtype)  # most of the numbers that the scale leaves room for
-    rows = quantise_rows(x_TI, packed.row_format)
+    rows = quantize_rows(x_TI, packed.row_format)
     wide_TI = rows.numbers.float() * spread(rows.scales, x_TI.shape)
     weight_OI = packed.weight_OI[:COMPARED].float()
     shared = 128 if isinstance(packed, Fp8BlockLinear) else 1

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sampling_types import SampleRows
-from .chunk_max import CHUNK, best_of_chunks, chunk_maxima, ordered, told_best, weights
+from .chunk_max import CHUNK, best_of_chunks, canonicalize_best, chunk_maxima, ordered, weights
 from .sample import LOWEST, noise_of
 from .topk_topp_search import above, find
 
@@ -72,7 +72,7 @@ def candidates_kernel(
     most = maxima + s * chunks
     mine = out + s * room
     best, broken = best_of_chunks(most, chunks, CHUNKS)
-    best = told_best(best, broken)
+    best = canonicalize_best(best, broken)
     written = tl.full((), 0, tl.int64)
     if tl.abs(best) < float("inf"):
         k = tl.where(tl.load(temperatures + s) < 1e-5, 1, tl.load(ks + s)).to(tl.int64)

@@ -32,8 +32,8 @@ def pack_grouped(weight_OI: Tensor, quant: Quant) -> Grouped:
             stored = pair(round_to(x_OGg, scale_OG.float(), quant.bits), quant.bits)
         else:
             numbers_OGg, scale_OG, steps_OGS = steps.round_with_steps(x_OGg, quant)
-            halves = steps.to_halves(numbers_OGg.flatten(1), steps_OGS.flatten(1), quant)
-            stored = two_a_byte(halves.view(x_OGg.shape))
+            halves = steps.to_nibbles(numbers_OGg.flatten(1), steps_OGS.flatten(1), quant)
+            stored = pack_nibbles(halves.view(x_OGg.shape))
             steps_GOS[:, rows] = steps_OGS.transpose(0, 1)
         scales[:, rows] = scale_OG.T
         weight[:, rows] = stored.transpose(0, 1)
@@ -49,10 +49,10 @@ def round_to(x_OGg: Tensor, scale_OG: Tensor, bits: int) -> Tensor:
 def pair(codes_OGg: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes_OGg
-    return two_a_byte((codes_OGg + 8).to(torch.uint8))
+    return pack_nibbles((codes_OGg + 8).to(torch.uint8))
 
 
-def two_a_byte(halves_OGg: Tensor) -> Tensor:
+def pack_nibbles(halves_OGg: Tensor) -> Tensor:
     low, high = halves_OGg.chunk(2, -1)
     return low | high << 4
 
@@ -60,12 +60,12 @@ def two_a_byte(halves_OGg: Tensor) -> Tensor:
 def group_codes(rounded: QuantizedWeight) -> Grouped:
     """Pack the integers that a checkpoint holds."""
     quant = rounded.quant
-    codes_OI = rounded.codes_OI if quant.bits == 8 else rounded.halves()
+    codes_OI = rounded.codes_OI if quant.bits == 8 else rounded.nibbles()
     outputs, inputs = codes_OI.shape
     groups = quant.groups(inputs)
     fill = 8 if quant.bits == 4 and not quant.step else 0
     codes_OGg = F.pad(codes_OI, (0, groups * quant.group - inputs), value=fill).view(outputs, groups, -1)
-    weight_OGw = codes_OGg if quant.bits == 8 else two_a_byte(codes_OGg)
+    weight_OGw = codes_OGg if quant.bits == 8 else pack_nibbles(codes_OGg)
     steps_GOS = None
     if rounded.steps_OS is not None:
         steps_GOS = rounded.steps_OS.view(outputs, groups, -1).transpose(0, 1).contiguous()

@@ -19,7 +19,7 @@ from llmbox.engine.weights.source import Checkpoint, WeightRequest
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Kind, Quant
 from llmbox.kernels.reference import REFERENCE
-from llmbox.kernels.reference.rounded import rounded_ops
+from llmbox.kernels.reference.rounded import fake_quantized_ops
 from llmbox.kernels.weight_packing import QuantizedWeight
 from support.fp8_checkpoint import compressed, round_by_output
 from support.rank_threads import load_threads
@@ -51,7 +51,9 @@ class Keeps:
     def format(self, kind: Kind) -> Quant | None:
         return self.quant if kind == "linear" else None
 
-    def pack_rounded(self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None) -> Any:
+    def pack_quantized(
+        self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None
+    ) -> Any:
         assert dtype == torch.float32
         return rounded
 
@@ -108,7 +110,9 @@ def test_linears_of_the_same_rows_share_the_largest_of_their_scales(tmp_path: Pa
 
 
 class Widens(Keeps):
-    def pack_rounded(self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None) -> Any:
+    def pack_quantized(
+        self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None
+    ) -> Any:
         return REFERENCE.pack_linear(rounded.floats().to(dtype), bias_O)
 
 
@@ -117,7 +121,7 @@ def widened(quant: Quant) -> Ops:
 
 
 @pytest.mark.parametrize(
-    ("entry", "given", "ops"), [(DYNAMIC, None, widened), (STATIC, {"down_proj": 0.2}, rounded_ops)]
+    ("entry", "given", "ops"), [(DYNAMIC, None, widened), (STATIC, {"down_proj": 0.2}, fake_quantized_ops)]
 )
 @pytest.mark.parametrize("cut", [{"tp": 3}, {"pp": 2}], ids=str)
 def test_ranks_answer_as_one(
@@ -149,7 +153,7 @@ def test_scales_of_keys_and_values_are_left_alone(tmp_path: Path, monkeypatch: p
     for name in ("self_attn.k_scale", "self_attn.v_scale", "self_attn.k_proj.output_scale"):
         weights[f"{LAYER}.{name}"] = torch.tensor(0.5)
     save_file(weights, model / "model.safetensors")
-    monkeypatch.setattr(loader, "backend", lambda *_, **__: rounded_ops(QUANTS["fp8-static"]))
+    monkeypatch.setattr(loader, "backend", lambda *_, **__: fake_quantized_ops(QUANTS["fp8-static"]))
     assert len(tokens(load(model, dtype="float32"), [ask("a", [7, 8], 2)])["a"]) == 2
 
 
@@ -189,7 +193,7 @@ def test_scales_of_activations_that_nobody_asked_for_are_refused(
 ) -> None:
     model = tiny(tmp_path)
     round_by_output(model, DYNAMIC, given={})
-    monkeypatch.setattr(loader, "backend", lambda *_, **__: rounded_ops(QUANTS["fp8-dynamic"]))
+    monkeypatch.setattr(loader, "backend", lambda *_, **__: fake_quantized_ops(QUANTS["fp8-dynamic"]))
     with pytest.raises(ModelError, match=r"input_scale.* has no place"):
         load(model, dtype="float32")
 

@@ -17,7 +17,7 @@ from llmbox.engine.planning.roofline import decode_tokens_per_second
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.reference.elementwise import ReferenceLinear
-from llmbox.kernels.reference.rounded import QuantizedLinear, rounded_ops
+from llmbox.kernels.reference.rounded import QuantizedLinear, fake_quantized_ops
 from support.fp8_checkpoint import ENTRY, compressed, round_by_output, round_to_blocks
 from support.rank_threads import load_threads
 from support.real_engines import ask, load, runner_of, tokens
@@ -56,7 +56,7 @@ def _plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def backend(*given: Any) -> Ops:
         (quant,) = (each for each in given if isinstance(each, Quant))
-        return rounded_ops(quant)
+        return fake_quantized_ops(quant)
 
     monkeypatch.setattr(loader, "backend", backend)
 

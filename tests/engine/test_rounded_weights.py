@@ -47,7 +47,9 @@ class Keeps:
     def format(self, kind: Kind) -> Quant | None:
         return None if self._quant.keeps_head and kind != "linear" else format_of(self._quant, kind)
 
-    def pack_rounded(self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None) -> Any:
+    def pack_quantized(
+        self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None
+    ) -> Any:
         assert dtype == torch.float32
         return rounded
 
@@ -107,7 +109,9 @@ def test_a_group_cut_in_two_is_refused(model: Path) -> None:
 
 
 class Widens(Keeps):
-    def pack_rounded(self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None) -> Any:
+    def pack_quantized(
+        self, rounded: QuantizedWeight, dtype: torch.dtype, bias_O: Tensor | None = None
+    ) -> Any:
         return REFERENCE.pack_linear(exact(rounded).to(dtype), bias_O)
 
 

@@ -17,7 +17,7 @@ from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows
 from llmbox.kernels.triton.act_and_mul import gate_rows
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.dequantize_weights import dequantise
+from llmbox.kernels.triton.dequantize_weights import dequantize
 from llmbox.kernels.triton.fused_moe import experts_product
 from llmbox.kernels.triton.linear import (
     DenseLinear,
@@ -27,7 +27,7 @@ from llmbox.kernels.triton.linear import (
     WeightOnlyIntLinear,
     rows_for,
 )
-from llmbox.kernels.triton.quantize_activations import quantise_rows
+from llmbox.kernels.triton.quantize_activations import quantize_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
 from llmbox.kernels.triton.tile_config import has_fp8
 from llmbox.kernels.triton.weight_packing import pack_grouped
@@ -194,7 +194,7 @@ def fused_rows(setting: Setting, dtype: torch.dtype) -> Checks:
             gated, also_left = gate_rows(torch.cat((x, residual), 1), "silu", row_format)
             unequal = [not torch.equal(normed, plain)]
             for rows8, wide in ((left, normed), (also_left, gated)):
-                pairs = zip(rows8, quantise_rows(wide, row_format), strict=True)
+                pairs = zip(rows8, quantize_rows(wide, row_format), strict=True)
                 bits = [[each.contiguous().view(torch.uint8) for each in pair] for pair in pairs]
                 unequal += [not torch.equal(*pair) for pair in bits]
             name = name_of("rows left in 8 bits", dtype, row_format.dtype, row_format.group, "width", width)
@@ -206,7 +206,7 @@ def wide_weights(packed: object) -> Tensor:
         case DenseLinear(weight_OI, _):
             return weight_OI.float()
         case WeightOnlyIntLinear(weight, _) | W8A8Linear(weight, _):
-            return dequantise(weight, torch.float32)
+            return dequantize(weight, torch.float32)
         case Fp8Linear(weight_OI, scales, _):
             return weight_OI.float() * scales
         case Fp8BlockLinear(weight_OI, scales, _):
@@ -227,7 +227,7 @@ def made_wide(setting: Setting, dtype: torch.dtype) -> Checks:
             cells = (codes + 8).flatten(0, 1), packed.steps.flatten(0, 1)
             codes = to_numbers(*cells, quant).view(codes.shape)
         wide = (codes.float() * packed.scales.float().unsqueeze(-1)).transpose(0, 1).flatten(1)[:, :inputs]
-        unequal = not torch.equal(dequantise(packed, dtype), wide.to(dtype))
+        unequal = not torch.equal(dequantize(packed, dtype), wide.to(dtype))
         yield Check(name_of("made wide", dtype, quant.name), float(unequal), 0.0)
 
 
@@ -293,7 +293,7 @@ def advance(setting: Setting, dtype: torch.dtype) -> Checks:
     )
     inputs = DecodeInputs(*(torch.empty(3, dtype=torch.int32, device=device) for _ in range(3)))
     ops: Ops = triton_ops(device, dtype)
-    ops.advance(state, torch.tensor([70, 80, 90], device=device), inputs, 16)
+    ops.prepare_decode_inputs(state, torch.tensor([70, 80, 90], device=device), inputs, 16)
     got = torch.cat((state.ids_R.int(), state.lengths_R, inputs.positions_R, inputs.slots_R)).tolist()
     want = [70, 8, 90, 17, 0, 34, 16, 0, 33, 1 * 16, -1, 8 * 16 + 1]
     yield Check("advance", 0.0 if got == want else math.inf, 0.0)

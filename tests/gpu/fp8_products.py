@@ -11,11 +11,11 @@ from gpu.checks import LIMIT, Check, Checks, Setting, distance, name_of
 from gpu.timing import Call
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
-from llmbox.kernels.reference.rounded import rounded_ops
+from llmbox.kernels.reference.rounded import fake_quantized_ops
 from llmbox.kernels.triton import scaled_mm_choice as choice
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.linear import Fp8BlockLinear, Fp8Linear, multiply_floats
-from llmbox.kernels.triton.quantize_activations import Rows8, quantise_rows
+from llmbox.kernels.triton.quantize_activations import Rows8, quantize_rows
 from llmbox.kernels.triton.tile_config import has_fp8
 from llmbox.kernels.weight_packing import QuantizedWeight
 
@@ -42,7 +42,7 @@ def pack(ops: Ops, quant: Quant | None, weight_OI: Tensor) -> object:
     if quant is None or not quant.in_checkpoints_only:
         return ops.pack_linear(weight_OI, None)
     assert ops.stored is not None
-    return ops.stored.pack_rounded(of_checkpoint(quant, weight_OI), weight_OI.dtype)
+    return ops.stored.pack_quantized(of_checkpoint(quant, weight_OI), weight_OI.dtype)
 
 
 def by_torch(
@@ -61,7 +61,7 @@ def both_ways(
     x_TI: Tensor, packed: Sequence[Fp8Linear | Fp8BlockLinear]
 ) -> tuple[dict[str, Sequence[Call]], str]:
     """Products of rows that are rounded already, one for each weight, and why torch's are not among them."""
-    rows = quantise_rows(x_TI, packed[0].row_format)
+    rows = quantize_rows(x_TI, packed[0].row_format)
 
     def calls(linears: Sequence[Fp8Linear | Fp8BlockLinear]) -> list[Call]:
         return [partial(product, one, rows, x_TI.dtype) for one in linears]
@@ -87,13 +87,13 @@ def checks(setting: Setting, dtype: torch.dtype) -> Checks:
     bias = setting.randn(outputs, dtype=dtype)
     for name in ("fp8-dynamic", "fp8-static"):
         quant = QUANTS[name]
-        ops, plain = triton_ops(setting.device, dtype, quant), rounded_ops(quant)
+        ops, plain = triton_ops(setting.device, dtype, quant), fake_quantized_ops(quant)
         assert ops.stored is not None
         assert plain.stored is not None
         for parts in (1, 3):
             rounded = of_checkpoint(quant, weight, parts)
-            packed = ops.stored.pack_rounded(rounded, dtype, bias)
-            exact = plain.stored.pack_rounded(rounded, torch.float32, bias)
+            packed = ops.stored.pack_quantized(rounded, dtype, bias)
+            exact = plain.stored.pack_quantized(rounded, torch.float32, bias)
             for count in (3,) if setting.tiny else (1, 17, 500):
                 x = setting.randn(count, inputs, dtype=dtype)
                 error = distance(ops.linear(packed, x), plain.linear(exact, x))
@@ -111,7 +111,7 @@ def ways(setting: Setting, dtype: torch.dtype, weight: Tensor) -> Checks:
         if other is None:
             continue
         for count in (3,) if setting.tiny else (1, 3, 64, 130, 2000):
-            rows = quantise_rows(setting.randn(count, weight.shape[1], dtype=dtype), packed.row_format)
+            rows = quantize_rows(setting.randn(count, weight.shape[1], dtype=dtype), packed.row_format)
             ours = product(replace(packed, by_torch=None), rows, dtype)
             error = distance(product(other, rows, dtype), ours)
             yield Check(name_of("torch's product against ours", dtype, name, count), error, NEAR)

@@ -22,9 +22,9 @@ from llmbox.kernels.triton import attention_metadata as attention_plan
 from llmbox.kernels.triton import fused_moe as gemm_experts
 from llmbox.kernels.triton.act_and_mul import gate_rows
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.dequantize_weights import dequantise
+from llmbox.kernels.triton.dequantize_weights import dequantize
 from llmbox.kernels.triton.linear import Fp8BlockLinear, Fp8Linear, WeightOnlyIntLinear, rows_for
-from llmbox.kernels.triton.quantize_activations import quantise_rows
+from llmbox.kernels.triton.quantize_activations import quantize_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
 from llmbox.kernels.triton.tile_config import has_fp8
 
@@ -190,7 +190,7 @@ def linear(rows: int, quant: str | None) -> Work:
             ways, refused = fp8_products.both_ways(x, packed)
             variants |= ways
         case WeightOnlyIntLinear() if rows > MANY:
-            made_wide = lambda one: F.linear(x, dequantise(one.weight, BF16))  # noqa: E731
+            made_wide = lambda one: F.linear(x, dequantize(one.weight, BF16))  # noqa: E731
             variants["made wide, cuBLAS"] = [partial(made_wide, one) for one in packed]
     moved = weight.numel() * bits / 8 + 2 * rows * (HIDDEN + outputs)
     rate = "fp8" if rounding is not None and rounding.kind != "integer" else "bf16"
@@ -214,7 +214,7 @@ def norm_in_8_bits(rows: int, quant: str) -> Work:
     """The norm and what the next linear multiplies, at once and one after the other."""
     weight, row_format = randn(HIDDEN), rows_for(QUANTS[quant])
     sets = [(randn(rows, HIDDEN), randn(rows, HIDDEN)) for _ in range(4)]
-    apart = lambda x, y: quantise_rows(norm_rows(x, y, weight, 1e-6, None)[0], row_format)  # noqa: E731
+    apart = lambda x, y: quantize_rows(norm_rows(x, y, weight, 1e-6, None)[0], row_format)  # noqa: E731
     variants = {
         "ours": [partial(norm_rows, x, y, weight, 1e-6, row_format) for x, y in sets],
         "two passes": [partial(apart, x, y) for x, y in sets],
@@ -226,7 +226,7 @@ def norm_in_8_bits(rows: int, quant: str) -> Work:
 def gates_in_8_bits(rows: int, quant: str) -> Work:
     row_format = rows_for(QUANTS[quant])
     sets = [randn(rows, 2 * FFN) for _ in range(4)]
-    apart = lambda x: quantise_rows(gate_rows(x, "silu", None)[0], row_format)  # noqa: E731
+    apart = lambda x: quantize_rows(gate_rows(x, "silu", None)[0], row_format)  # noqa: E731
     variants = {
         "ours": [partial(gate_rows, x, "silu", row_format) for x in sets],
         "two passes": [partial(apart, x) for x in sets],

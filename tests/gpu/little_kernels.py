@@ -50,7 +50,7 @@ def advance(rows: int) -> Work:
     inputs = DecodeInputs(int32(rows), int32(rows), int32(rows))
     # None drawn: lengths stay, however often it is called.
     variants = {
-        "ours": [partial(ops.advance, state, None, inputs, 16)],
+        "ours": [partial(ops.prepare_decode_inputs, state, None, inputs, 16)],
         "eager": [partial(spelt_out, state.tables_RB, state.lengths_R, 16)],
     }
     return Work(f"advance, {rows} rows", rows * 5 * 4, 0, "bf16", variants)

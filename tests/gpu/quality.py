@@ -25,7 +25,7 @@ from llmbox.engine.core.engine import Engine
 from llmbox.engine.executor.build import load_engine
 from llmbox.engine.quantize.perplexity import config_for, perplexity, sequences_of
 from llmbox.kernels.quant_formats import QUANTS
-from llmbox.kernels.reference.rounded import rounded_ops
+from llmbox.kernels.reference.rounded import fake_quantized_ops
 from llmbox.kernels.triton.tile_config import has_fp8
 from support.builtin_model import ASSETS, IN_SCOPE, ROOT, is_right, user
 from support.real_engines import ask, tokens
@@ -118,7 +118,7 @@ def in_plain_torch(quant: str, kv: str) -> Engine:
     No kernels of a CPU run them: `backend`, which refuses them, is replaced. Estimates refuse E4M3 keys and
     values there: as many bytes of int8 are asked for. One thread: what they compute is too small for two.
     """
-    ops = rounded_ops(QUANTS.get(quant), torch.float8_e4m3fn if kv == "fp8" else None)
+    ops = fake_quantized_ops(QUANTS.get(quant), torch.float8_e4m3fn if kv == "fp8" else None)
     asked = {"quant": quant, "kv_dtype": "int8" if kv == "fp8" else kv, "dtype": "bfloat16"}
     with mock.patch("llmbox.engine.executor.build.backend", return_value=ops):
         return load_engine(config_for(ASSETS, 1, **asked), lambda _: None)

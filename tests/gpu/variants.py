@@ -15,10 +15,10 @@ from llmbox.kernels.triton import gemm_w8a8 as gemm_8_bits
 from llmbox.kernels.triton.act_and_mul import gate_rows
 from llmbox.kernels.triton.attention import attend_rows
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.dequantize_weights import dequantise
+from llmbox.kernels.triton.dequantize_weights import dequantize
 from llmbox.kernels.triton.fused_moe import experts_product
 from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, rows_for
-from llmbox.kernels.triton.quantize_activations import RowFormat, quantise_rows
+from llmbox.kernels.triton.quantize_activations import RowFormat, quantize_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
 from llmbox.kernels.triton.weight_packing import pack_grouped
 
@@ -109,8 +109,8 @@ def rows(quant: str | None, *, dtype: torch.dtype = BF16, hidden: int = HIDDEN, 
     ops.add_rms_norm(x, zeros(3, hidden, dtype=dtype), weight, 1e-6)
     ops.gate_mul(zeros(3, 2 * ffn, dtype=dtype), "silu")
     if (row_format := rows_for(QUANTS.get(quant or ""))) is not None:
-        quantise_rows(x, row_format)
-        quantise_rows(zeros(3, ffn, dtype=dtype), row_format)
+        quantize_rows(x, row_format)
+        quantize_rows(zeros(3, ffn, dtype=dtype), row_format)
 
 
 def gemma_rows(hidden: int = 2560, ffn: int = 10240) -> None:
@@ -128,7 +128,7 @@ def given_rows(hidden: int = HIDDEN, ffn: int = FFN) -> None:
     """Of a scale that a checkpoint has."""
     row_format = FP8_ROWS._replace(given=zeros(1, dtype=F32))
     x = zeros(3, hidden)
-    quantise_rows(x, row_format)
+    quantize_rows(x, row_format)
     norm_rows(x, x, zeros(hidden), 1e-6, row_format)
     gate_rows(zeros(3, 2 * ffn), "silu", row_format)
 
@@ -163,11 +163,11 @@ def sampling(dtype: torch.dtype = BF16, vocabulary: int = VOCAB) -> None:
 
 def advance() -> None:
     ops = triton_ops(CPU, BF16)
-    assert ops.advance is not None
+    assert ops.prepare_decode_inputs is not None
     ints, longs = zeros(4, dtype=I32), zeros(4, dtype=I64)
     state, inputs = DecodeRows(longs, ints, zeros(4, 64, dtype=I32)), DecodeInputs(ints, ints, ints)
     for drawn in (longs, None):
-        ops.advance(state, drawn, inputs, 16)
+        ops.prepare_decode_inputs(state, drawn, inputs, 16)
 
 
 def experts(quant: str | None = None, dtype: torch.dtype = BF16, *, deterministic: bool = False) -> None:
@@ -179,7 +179,7 @@ def experts(quant: str | None = None, dtype: torch.dtype = BF16, *, deterministi
 
 
 def made_wide(quant: str, dtype: torch.dtype = BF16) -> None:
-    dequantise(pack_grouped(zeros(64, HIDDEN), QUANTS[quant]), dtype)
+    dequantize(pack_grouped(zeros(64, HIDDEN), QUANTS[quant]), dtype)
 
 
 def sums_and_norms(ranks: int, hidden: int, dtype: torch.dtype = BF16) -> None:

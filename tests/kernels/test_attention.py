@@ -7,7 +7,7 @@ from torch import Tensor
 
 from llmbox.kernels.op_types import BatchLayout, KVShape
 from llmbox.kernels.ops import Ops
-from llmbox.kernels.reference.quantize_activations import to_eight_bits
+from llmbox.kernels.reference.quantize_activations import quantize_dynamic
 from support.numbers import DTYPES, assert_near
 from support.paged import ragged_rows
 
@@ -94,7 +94,7 @@ class Step:
     def kept(self, rows: Tensor) -> Tensor:
         if self.kv_dtype != torch.int8:
             return rows.double()
-        codes, scales = to_eight_bits(rows, torch.int8)
+        codes, scales = quantize_dynamic(rows, torch.int8)
         return codes.double() * scales.unsqueeze(-1)
 
 

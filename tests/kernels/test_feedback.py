@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from llmbox.kernels.quant_formats import QUANTS
-from llmbox.kernels.quantize_int import round_with_steps, to_halves, to_numbers
+from llmbox.kernels.quantize_int import round_with_steps, to_nibbles, to_numbers
 from llmbox.kernels.reference.gptq import GptqQuantizer
 from llmbox.kernels.weight_packing import QuantizedWeight
 
@@ -57,7 +57,7 @@ def test_odd_shapes_and_groups_that_do_not_divide(name: str, shape: tuple[int, i
     if rounded.steps_OS is None:
         assert rounded.codes_OI.int().abs().max() <= 1 << (quant.bits - 1)
     else:
-        halves = to_halves(rounded.codes_OI, rounded.steps_OS, quant)
+        halves = to_nibbles(rounded.codes_OI, rounded.steps_OS, quant)
         assert torch.equal(to_numbers(halves, rounded.steps_OS, quant), rounded.codes_OI)
     assert (weight - rounded.floats()).norm() < {8: 0.02, 4: 0.2}[quant.bits] * weight.norm()
 

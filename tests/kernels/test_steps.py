@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from llmbox.kernels.quant_formats import QUANTS
-from llmbox.kernels.quantize_int import PLAIN, round_with_steps, step_and_zero, to_halves, to_numbers
+from llmbox.kernels.quantize_int import PLAIN, round_with_steps, step_and_zero, to_nibbles, to_numbers
 from llmbox.kernels.weight_packing import QuantizedWeight
 
 INT4 = QUANTS["int4"]
@@ -33,7 +33,7 @@ def test_numbers_and_halves_are_each_other_where_numbers_fit() -> None:
     step, zero = (each.unsqueeze(1) for each in step_and_zero(bytes_S))
     numbers = step * halves_OI.int() - zero
     fits = (numbers >= -128) & (numbers <= 127)
-    again = to_halves(to_numbers(halves_OI, bytes_S.unsqueeze(1), INT4), bytes_S.unsqueeze(1), INT4)
+    again = to_nibbles(to_numbers(halves_OI, bytes_S.unsqueeze(1), INT4), bytes_S.unsqueeze(1), INT4)
     assert fits.float().mean() > 0.9
     assert torch.equal(again[fits], halves_OI[fits])
 

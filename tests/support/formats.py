@@ -12,17 +12,17 @@ turn_on()
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import Quant
 from llmbox.kernels.reference import REFERENCE
-from llmbox.kernels.reference.rounded import rounded_ops
-from llmbox.kernels.triton.dequantize_weights import dequantise
+from llmbox.kernels.reference.rounded import fake_quantized_ops
+from llmbox.kernels.triton.dequantize_weights import dequantize
 from llmbox.kernels.triton.weight_packing import pack_grouped
 
 
 def plain_torch(quant: Quant | None) -> Ops:
     if quant is None or not quant.on_cpu:
-        return rounded_ops(quant)
+        return fake_quantized_ops(quant)
 
     def wide(weight_OI: Tensor, rounding: Quant) -> Tensor:
-        return dequantise(pack_grouped(weight_OI, rounding), torch.float32)
+        return dequantize(pack_grouped(weight_OI, rounding), torch.float32)
 
     table = lambda weight, tied: REFERENCE.pack_embedding(wide(weight, quant.head) if tied else weight, tied)  # noqa: E731
     return replace(

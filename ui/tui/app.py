@@ -15,7 +15,17 @@ from llmbox.app.errors import CliError
 from .data.api import Api
 from .data.feed import Feed
 from .data.state import MODEL_CHANGES, State
-from .messages import Act, Ask, Changed, Connected, Fetch, Fetched, Happened, Lost, Ticked
+from .messages import (
+    Changed,
+    Connected,
+    EventReceived,
+    Fetch,
+    Lost,
+    PromptUser,
+    ResponseReceived,
+    RunAction,
+    TickReceived,
+)
 from .rendering import ASCII, UNICODE
 from .screens.base import View
 from .screens.bench import Bench
@@ -25,10 +35,10 @@ from .screens.models import Models
 from .screens.overview import Overview
 from .screens.requests import Requests
 from .theme import THEMES
-from .widgets.dialogs import AskLine, Confirm, Facts, Help
+from .widgets.dialogs import AskLine, Confirm, Help, KeyValueDialog
 from .widgets.key_help import key_lines
 from .widgets.key_value import fact_lines, fit_lines, request_lines
-from .widgets.lines import Drawn
+from .widgets.lines import LineWidget
 
 SCREENS: tuple[type[View], ...] = (Overview, Requests, Models, Memory, Logs, Bench)
 
@@ -83,23 +93,23 @@ class Dashboard(App[None]):
 
     def on_mount(self) -> None:
         self._feed.start()
-        self.set_interval(1.0, self._grow_older)
+        self.set_interval(1.0, self._refresh_age)
 
     def on_unmount(self) -> None:
         self._feed.stop()
 
     # ------------------------------------------------------------------ incoming messages
 
-    @on(Ticked)
-    def _ticked(self, message: Ticked) -> None:
+    @on(TickReceived)
+    def _ticked(self, message: TickReceived) -> None:
         was_lost, first = self.is_stale, self.state.tick is None
         self.state.take_tick(message.tick)
         if first and isinstance(self.screen, View):
             self.screen.ask()  # some requests depend on a first tick
         self._redraw(everything=was_lost)
 
-    @on(Happened)
-    def _happened(self, message: Happened) -> None:
+    @on(EventReceived)
+    def _happened(self, message: EventReceived) -> None:
         self.state.take_event(message.kind, message.data)
         if (
             message.kind.startswith((MODEL_CHANGES, "download."))
@@ -122,12 +132,12 @@ class Dashboard(App[None]):
         self.state.lost = message.reason
         self._redraw(everything=first)
 
-    @on(Fetched)
-    def _fetched(self, message: Fetched) -> None:
+    @on(ResponseReceived)
+    def _fetched(self, message: ResponseReceived) -> None:
         self.state.take_answer(message.name, message.answer)
         self._redraw()
 
-    def _grow_older(self) -> None:
+    def _refresh_age(self) -> None:
         """Redraw while the daemon is gone: nothing is received, but the age of the data grows."""
         if self.is_stale:
             self._redraw()
@@ -139,7 +149,7 @@ class Dashboard(App[None]):
             if isinstance(screen, View):
                 screen.post_message(Changed())
                 if everything:
-                    for widget in screen.walk_children(Drawn):
+                    for widget in screen.walk_children(LineWidget):
                         widget.refresh()
 
     # ------------------------------------------------------------------ outgoing requests
@@ -151,13 +161,13 @@ class Dashboard(App[None]):
     @work(thread=True, group="fetch")
     def _get(self, name: str, path: str) -> None:
         try:
-            self.post_message(Fetched(name, self.api.get(path)))
+            self.post_message(ResponseReceived(name, self.api.get(path)))
         except CliError as error:
             self.state.refused[name] = error.what
 
-    @on(Act)
+    @on(RunAction)
     @work
-    async def _act(self, message: Act) -> None:
+    async def _act(self, message: RunAction) -> None:
         if self.read_only:
             self.notify("This is --read-only: nothing is changed.", severity="warning")
             return
@@ -172,15 +182,15 @@ class Dashboard(App[None]):
         if isinstance(self.screen, View):
             self.screen.ask()
 
-    @on(Ask)
+    @on(PromptUser)
     @work
-    async def _ask(self, message: Ask) -> None:
+    async def _ask(self, message: PromptUser) -> None:
         if self.read_only:
             self.notify("This is --read-only: nothing is changed.", severity="warning")
             return
         typed = await self.push_screen_wait(AskLine(message.title, message.hint))
         if typed:
-            self.post_message(Act(message.path, {message.field: typed}, message.done))
+            self.post_message(RunAction(message.path, {message.field: typed}, message.done))
 
     # ------------------------------------------------------------------ details
 
@@ -191,7 +201,7 @@ class Dashboard(App[None]):
     async def _show_request(self, request_id: str) -> None:
         answer = await self._detail(request_id)
         if answer is not None:
-            self.push_screen(Facts(request_id, request_lines(answer, 68, self.glyphs)))
+            self.push_screen(KeyValueDialog(request_id, request_lines(answer, 68, self.glyphs)))
 
     @work
     async def copy_request(self, request_id: str) -> None:
@@ -217,7 +227,7 @@ class Dashboard(App[None]):
         return answer
 
     def show_facts(self, title: str, facts: Mapping[str, Any]) -> None:
-        self.push_screen(Facts(title, fact_lines(facts)))
+        self.push_screen(KeyValueDialog(title, fact_lines(facts)))
 
     @work
     async def show_fit(self, ref: str) -> None:
@@ -226,7 +236,7 @@ class Dashboard(App[None]):
         except CliError as error:
             self.notify(f"{error.what} Try: llmbox fit {ref}", severity="warning", markup=False)
             return
-        self.push_screen(Facts(f"fit of {ref}", fit_lines(answer, 68)))
+        self.push_screen(KeyValueDialog(f"fit of {ref}", fit_lines(answer, 68)))
 
     # ------------------------------------------------------------------ keys
 

@@ -7,7 +7,7 @@ from textual.message import Message
 from llmbox.app.telemetry.snapshot import Tick
 
 
-class Ticked(Message):
+class TickReceived(Message):
     """The daemon sent its telemetry of one second."""
 
     def __init__(self, tick: Tick) -> None:
@@ -15,10 +15,10 @@ class Ticked(Message):
         self.tick = tick
 
     def can_replace(self, message: Message) -> bool:
-        return isinstance(message, Ticked)
+        return isinstance(message, TickReceived)
 
 
-class Happened(Message):
+class EventReceived(Message):
     """Any other event of the stream arrived."""
 
     def __init__(self, kind: str, data: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ class Changed(Message, bubble=False):
         return isinstance(message, Changed)
 
 
-class Fetched(Message):
+class ResponseReceived(Message):
     """Response of the admin API to a `Fetch`."""
 
     def __init__(self, name: str, answer: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class Fetch(Message):
         self.name, self.path = name, path
 
 
-class Act(Message):
+class RunAction(Message):
     """Request to change something in the daemon. `question` asks the user first, before destructive
     actions.
     """
@@ -74,7 +74,7 @@ class Act(Message):
         self.path, self.body, self.done, self.question = path, body, done, question
 
 
-class Ask(Message):
+class PromptUser(Message):
     """Request for a line of text from the user, which then becomes an action."""
 
     def __init__(self, title: str, hint: str, path: str, field: str, done: str) -> None:

@@ -161,7 +161,7 @@ def known(value: Number, otherwise: float = 0.0) -> float:
     return otherwise if value is NA else value
 
 
-def wrapped(text: str, width: int) -> list[Line]:
+def wrap(text: str, width: int) -> list[Line]:
     """Wrap words to lines of at most `width` cells; a longer word is broken. Empty for an empty text."""
     lines: list[str] = []
     for word in clean(text).split():

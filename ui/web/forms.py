@@ -28,14 +28,14 @@ def done(request: PanelRequest, back: str, said: str) -> Response[str]:
 def show_error(request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
     """Respond to an error with a page or a fragment. Errors of the auth guard redirect to the sign-in."""
     plain = answer(request, error)  # also logs server errors
-    told = to_api_error(error)
-    if told.status in {303, 401} or "identity" not in request.scope["state"]:
+    api_error = to_api_error(error)
+    if api_error.status in {303, 401} or "identity" not in request.scope["state"]:
         return plain
-    headers = dict(told.headers)
+    headers = dict(api_error.headers)
     if is_fragment(request):
-        html = render("live/said.html", panel_of(request), said=told.message, failed=True)
+        html = render("live/said.html", panel_of(request), said=api_error.message, failed=True)
         headers |= {"HX-Retarget": "#said", "HX-Reswap": "innerHTML"}
-        return Response(html, status_code=told.status, headers=headers, media_type=MediaType.HTML)
-    shown = page(request, "error.html", "", told.status, error=told)
+        return Response(html, status_code=api_error.status, headers=headers, media_type=MediaType.HTML)
+    shown = page(request, "error.html", "", api_error.status, error=api_error)
     shown.headers.update(headers)
     return shown

@@ -30,7 +30,7 @@ def path(values: Sequence[float | None]) -> str:
     return "".join(parts)
 
 
-def thinned(values: Sequence[float | None], most: int) -> list[float | None]:
+def downsample(values: Sequence[float | None], most: int) -> list[float | None]:
     """Downsample by means of neighbors, so that a day fits into a few hundred points."""
     if len(values) <= most:
         return list(values)

@@ -26,7 +26,7 @@ def test_tokens_are_those_of_the_reference(tmp_path, monkeypatch):
     capture = FakeCapture()
     engine = device_engine(model, capture=capture, **options)
     assert engine._runner._ops.sample is not None
-    assert engine._runner._ops.advance is not None
+    assert engine._runner._ops.prepare_decode_inputs is not None
     engine.prepare()  # of four rows: some of them only fill up
     seen = run(engine, requests)
     for name, outputs in expected.items():

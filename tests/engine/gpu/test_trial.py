@@ -86,7 +86,7 @@ def test_serving_compiles_nothing_more(
     plan = plan_of(engine)
     assert trial_blocks(plan) <= plan.num_blocks
     with noted_variants() as compiled:
-        run_trials(engine._runner, plan, engine._runner._ops.row_counts)
+        run_trials(engine._runner, plan, engine._runner._ops.warmup_batch_sizes)
     with noted_variants() as needed:
         serve(engine)
     assert len(needed) > 10

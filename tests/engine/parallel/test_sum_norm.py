@@ -16,7 +16,7 @@ from llmbox.engine.distributed.fused_allreduce_rmsnorm_kernel import Peers, sum_
 from llmbox.engine.distributed.torch_communicator import sum_in_order
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS
-from llmbox.kernels.triton.quantize_activations import RowFormat, quantise_rows
+from llmbox.kernels.triton.quantize_activations import RowFormat, quantize_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
 
 ROWS, ROOM = 5, 1024
@@ -81,7 +81,7 @@ def test_rows_for_the_next_linear_are_those_of_a_pass_of_their_own(rows, width, 
         out, eight = sum_norm_rows(*given, row_format, group.peers(rank))
         wanted = norm_rows(sum_in_order(parts), residual.clone(), weight, 1e-5, None)[0]
         assert torch.equal(out, wanted)
-        for ours, theirs in zip(eight, quantise_rows(wanted, row_format), strict=True):
+        for ours, theirs in zip(eight, quantize_rows(wanted, row_format), strict=True):
             assert torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
 
 

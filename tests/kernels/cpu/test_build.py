@@ -259,7 +259,7 @@ def test_a_level_that_the_system_denies_gives_way_to_the_next(
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 100])
 def test_every_source_is_in_one_part_whatever_the_cores(cores: int) -> None:
-    parts = compiling.deal(cores)
+    parts = compiling.split_sources(cores)
     sources = sorted(compiling.SOURCES.glob("*.cpp"))
     assert sorted(source for part in parts for source in part) == sources
     assert len(parts) == min(cores, len(sources))
@@ -270,7 +270,7 @@ def test_every_source_is_in_one_part_whatever_the_cores(cores: int) -> None:
 def test_all_sources_can_be_one_part(tmp_path: Path) -> None:
     """A machine with one core compiles them so."""
     whole = tmp_path / "whole.cpp"
-    (part,) = compiling.deal(1)
+    (part,) = compiling.split_sources(1)
     whole.write_text("".join(f'#include "{source}"\n' for source in part))
     command = [*compiling.find_compiler(), *compiling.FLAGS, "-fsyntax-only", str(whole)]
     assert subprocess.run(command, capture_output=True, text=True, check=False).stderr == ""

@@ -63,7 +63,7 @@ def test_rounding_apart_and_packing_the_integers_is_packing(
     for outputs, inputs in SHAPES:
         weight = torch.randn(outputs, inputs).to(dtype)
         rounded = packing.round(QUANTS[quant], weight)
-        from_integers = packing.pack_rounded(rounded, dtype)
+        from_integers = packing.pack_quantized(rounded, dtype)
         assert bytes(packing.panels(from_integers)) == bytes(packing.panels(packing.pack("linear", weight)))
-        table = ops.embedding(packing.pack_rounded(rounded, torch.float32), torch.arange(outputs))
+        table = ops.embedding(packing.pack_quantized(rounded, torch.float32), torch.arange(outputs))
         assert torch.equal(table, rounded.floats())

@@ -8,7 +8,7 @@ from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.dispatch import QuantUnavailable, backends, select_ops
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
-from llmbox.kernels.quantize_int import round_with_steps, to_halves, to_numbers
+from llmbox.kernels.quantize_int import round_with_steps, to_nibbles, to_numbers
 from llmbox.kernels.weight_packing import QuantizedWeight
 
 CPU = torch.device("cpu")
@@ -122,14 +122,14 @@ def test_steps_are_those_of_plain_torch(level: str, inputs: int) -> None:
 def weights_of_halves(rounded: QuantizedWeight) -> Tensor:
     """What is left when only n, steps and scales are kept."""
     assert rounded.steps_OS is not None
-    halves = to_halves(rounded.codes_OI, rounded.steps_OS, rounded.quant)
+    halves = to_nibbles(rounded.codes_OI, rounded.steps_OS, rounded.quant)
     return to_numbers(halves, rounded.steps_OS, rounded.quant)
 
 
 def test_packed_from_rounded_weights_is_packed_at_once(level: str, quant: Quant) -> None:
     ops, weight, x = quantised(level, quant), torch.randn(70, 300), torch.randn(9, 300)
     assert ops.packing is not None
-    rounded = ops.packing.pack_rounded(ops.packing.round(quant, weight), torch.float32)
+    rounded = ops.packing.pack_quantized(ops.packing.round(quant, weight), torch.float32)
     assert torch.equal(ops.linear(rounded, x), ops.linear(ops.pack_linear(weight, None), x))
 
 

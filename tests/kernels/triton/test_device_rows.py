@@ -10,7 +10,7 @@ from llmbox.engine.sampling.draw import SamplingTensors, draw_greedy, draw_ranke
 from llmbox.engine.sampling.logprobs import token_logprobs
 from llmbox.engine.sampling.philox import uniform
 from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows, SampleRows
-from llmbox.kernels.triton.prepare_decode import advance
+from llmbox.kernels.triton.prepare_decode import prepare_decode_inputs
 from llmbox.kernels.triton.sample import sample
 
 V = 333
@@ -87,11 +87,11 @@ def test_rows_advance_on_the_device() -> None:
         tables_RB=torch.tensor([[4, 6, 0], [0, 0, 0], [1, 2, 3]], dtype=torch.int32),
     )
     inputs = DecodeInputs(*(torch.full((3,), -9, dtype=torch.int32) for _ in range(3)))
-    advance(rows, None, inputs, 16)
+    prepare_decode_inputs(rows, None, inputs, 16)
     assert inputs.positions_R.tolist() == [15, 0, 32]
     assert inputs.slots_R.tolist() == [4 * 16 + 15, -1, 3 * 16]
     assert inputs.context_lens_R.tolist() == [16, 0, 33]
-    advance(rows, torch.tensor([70, 80, 90]), inputs, 16)
+    prepare_decode_inputs(rows, torch.tensor([70, 80, 90]), inputs, 16)
     assert rows.ids_R.tolist() == [70, 8, 90]
     assert rows.lengths_R.tolist() == [17, 0, 34]
     assert inputs.slots_R.tolist() == [6 * 16, -1, 3 * 16 + 1]

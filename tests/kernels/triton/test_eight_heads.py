@@ -11,7 +11,7 @@ from llmbox.kernels.triton import linear
 from llmbox.kernels.triton.attention import attend_rows
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, Fp8Linear
-from llmbox.kernels.triton.quantize_activations import RowFormat, Rows8, quantise_rows
+from llmbox.kernels.triton.quantize_activations import RowFormat, Rows8, quantize_rows
 from llmbox.kernels.triton.quantize_heads import fits_heads
 from support.paged import CPU, PagedStep
 
@@ -59,7 +59,7 @@ def test_of_decoding_and_prompts(
             PagedStep(sequences, heads=(4, 2), head_dim=head_dim, dtype=dtype), row_format, **options
         )
         assert eight is not None
-        same_bits(eight, quantise_rows(out, row_format))
+        same_bits(eight, quantize_rows(out, row_format))
 
 
 @pytest.mark.parametrize("row_format", [INT8, FP8_BLOCKS, GIVEN])
@@ -89,7 +89,7 @@ def test_the_linear_that_reads_them_finds_them(monkeypatch: pytest.MonkeyPatch) 
     scales = torch.ones(16, 1)
     outputs = [Fp8Linear(weights, scales, None, torch.tensor([scale])) for scale in (0.01, 0.03)]
     rounded: list[int] = []
-    monkeypatch.setattr(linear, "quantise_rows", lambda *args: rounded.append(0) or quantise_rows(*args))
+    monkeypatch.setattr(linear, "quantize_rows", lambda *args: rounded.append(0) or quantize_rows(*args))
     results = [
         [ops.linear(packed, step.attend(ops, layer=layer)) for layer, packed in enumerate(outputs)]
         for _ in range(2)

@@ -12,7 +12,7 @@ from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.cpu.isa import usable_levels
 from llmbox.kernels.dispatch import QuantUnavailable, UnknownBackend, select_ops
 from llmbox.kernels.quant_formats import QUANTS
-from llmbox.kernels.reference.rounded import rounded_ops
+from llmbox.kernels.reference.rounded import fake_quantized_ops
 from llmbox.kernels.triton import probe
 from llmbox.kernels.triton import tile_config as tiles
 from llmbox.kernels.triton.linear import W8A8Linear, WeightOnlyIntLinear
@@ -103,7 +103,7 @@ def test_tensors_of_e4m3_answer_as_plain_torch_has_them(
     quant = QUANTS[engine.info.quant]
     assert engine.info.backend == f"triton, {quant.name} weights"
     found = tokens(engine, requests)
-    monkeypatch.setattr(loader, "select_ops", lambda *_, **__: rounded_ops(quant))
+    monkeypatch.setattr(loader, "select_ops", lambda *_, **__: fake_quantized_ops(quant))
     assert tokens(load(model, dtype="float32"), requests) == found
 
 
@@ -123,7 +123,7 @@ def test_experts_of_e4m3_answer_as_plain_torch_has_them(
     engine = load(model, dtype="float32")
     quant = QUANTS[engine.info.quant]
     found = tokens(engine, requests)
-    monkeypatch.setattr(loader, "select_ops", lambda *_, **__: rounded_ops(quant))
+    monkeypatch.setattr(loader, "select_ops", lambda *_, **__: fake_quantized_ops(quant))
     assert tokens(load(model, dtype="float32"), requests) == found
 
 

@@ -9,7 +9,7 @@ from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.triton import fused_moe as gemm_experts
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.dequantize_weights import dequantise
+from llmbox.kernels.triton.dequantize_weights import dequantize
 from llmbox.kernels.triton.fused_moe import experts_product, outputs_of
 from support.formats import plain_torch
 
@@ -104,6 +104,6 @@ def test_weights_of_many_rows_are_scaled_first(monkeypatch: pytest.MonkeyPatch, 
     assert ops.pack_experts is not None
     packed = ops.pack_experts(torch.randn(2 * 64, 160).half() / 160**0.5)
     x, starts = torch.randn(40, 160).half(), torch.tensor([0, 25, 40], dtype=torch.int32)
-    first, second = dequantise(packed.weight, torch.float32).chunk(2)
+    first, second = dequantize(packed.weight, torch.float32).chunk(2)
     want = torch.cat((x[:25].float() @ first.T, x[25:].float() @ second.T))
     torch.testing.assert_close(experts_product(x, packed, starts).float(), want, atol=4e-3, rtol=4e-3)

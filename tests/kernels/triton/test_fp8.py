@@ -10,15 +10,15 @@ from torch import Tensor
 
 from llmbox.kernels.dispatch import UnknownBackend, select_ops
 from llmbox.kernels.quant_formats import QUANTS
-from llmbox.kernels.reference.quantize_activations import in_given_scale
-from llmbox.kernels.reference.rounded import rounded_ops
+from llmbox.kernels.reference.quantize_activations import fake_quantize_static
+from llmbox.kernels.reference.rounded import fake_quantized_ops
 from llmbox.kernels.triton import act_and_mul as gate_mul
 from llmbox.kernels.triton import linear, rms_norm, scaled_mm
 from llmbox.kernels.triton import scaled_mm_choice as choice
 from llmbox.kernels.triton.act_and_mul import gate_rows
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, DenseLinear, Fp8BlockLinear, Fp8Linear, Linear
-from llmbox.kernels.triton.quantize_activations import RowFormat, Rows8, quantise_rows
+from llmbox.kernels.triton.quantize_activations import RowFormat, Rows8, quantize_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
 from llmbox.kernels.triton.scaled_mm_choice import ScaledMMSelector, sharing_of, why_not
 from llmbox.kernels.weight_packing import QuantizedWeight
@@ -60,9 +60,9 @@ def test_rows_of_a_given_scale_are_those_of_plain_torch(dtype: torch.dtype) -> N
     """Bit by bit: what is too large becomes the largest, what is not finite stays so."""
     x = (torch.randn(6, 300) * torch.logspace(-3, 2, 6)[:, None]).to(dtype)
     x[1], x[2, 5], x[3, 299] = 0, torch.nan, -torch.inf
-    rows = quantise_rows(x, GIVEN_ROWS)
+    rows = quantize_rows(x, GIVEN_ROWS)
     wide = rows.numbers.float() * GIVEN
-    torch.testing.assert_close(wide, in_given_scale(x, GIVEN), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(wide, fake_quantize_static(x, GIVEN), rtol=0, atol=0, equal_nan=True)
     assert wide[5].abs().max() == pytest.approx(448 * 0.004)
     assert rows.scales.squeeze(1).isnan().tolist() == [False, False, True, True, False, False]
     assert torch.equal(rows.scales[4], GIVEN)
@@ -73,15 +73,15 @@ def test_norms_and_gates_leave_rows_of_a_given_scale(width: int) -> None:
     x, residual, weight = torch.randn(3, width), torch.randn(3, width), torch.randn(width)
     normed, left = norm_rows(x, residual, weight, 1e-6, GIVEN_ROWS)
     assert left is not None
-    same_bits(left, quantise_rows(normed, GIVEN_ROWS))
+    same_bits(left, quantize_rows(normed, GIVEN_ROWS))
     gated, left = gate_rows(torch.cat((x, residual), 1), "silu", GIVEN_ROWS)
     assert left is not None
-    same_bits(left, quantise_rows(gated, GIVEN_ROWS))
+    same_bits(left, quantize_rows(gated, GIVEN_ROWS))
 
 
 @pytest.mark.parametrize("row_format", [FP8_ROWS, FP8_BLOCKS])
 def test_memory_of_rows_that_only_fill_up_is_there(row_format: Any) -> None:
-    rows = quantise_rows(torch.randn(5, 300), row_format)
+    rows = quantize_rows(torch.randn(5, 300), row_format)
     whole = rows.whole()
     assert whole.numbers.shape == (16, 300)
     assert whole.numbers.is_contiguous()
@@ -101,16 +101,19 @@ def test_stacked_tensors_keep_their_scales(name: str, deterministic: bool) -> No
     scales = torch.cat((torch.full((20, 1), 0.01), torch.full((30, 1), 3.0)))
     rounded = QuantizedWeight(quant, torch.randn(50, 300).to(FP8), scales, given)
     bias, x = torch.randn(50), torch.randn(18, 300)
-    ours, theirs = triton_ops(CPU, torch.float32, quant, deterministic=deterministic), rounded_ops(quant)
+    ours, theirs = (
+        triton_ops(CPU, torch.float32, quant, deterministic=deterministic),
+        fake_quantized_ops(quant),
+    )
     assert ours.stored is not None
     assert theirs.stored is not None
-    packed = ours.stored.pack_rounded(rounded, torch.float32, bias)
+    packed = ours.stored.pack_quantized(rounded, torch.float32, bias)
     assert packed.one_1 is None
-    want = theirs.linear(theirs.stored.pack_rounded(rounded, torch.float32, bias), x).double()
+    want = theirs.linear(theirs.stored.pack_quantized(rounded, torch.float32, bias), x).double()
     assert_near(ours.linear(packed, x), want)
     alone = ours.linear(packed, x[:1].clone())
     assert torch.equal(alone, ours.linear(packed, x)[:1]) or not deterministic
-    same = ours.stored.pack_rounded(replace(rounded, scales_OG=scales[:1].expand(50, 1)), torch.float32)
+    same = ours.stored.pack_quantized(replace(rounded, scales_OG=scales[:1].expand(50, 1)), torch.float32)
     assert same.one_1.tolist() == scales[0].tolist()
     assert type(ours.pack_head(torch.randn(8, 300), None)) is DenseLinear
 
@@ -124,7 +127,7 @@ def test_from_the_second_step_on_norms_and_gates_leave_rows_of_a_linears_own_sca
     downs = [floats8(64, 48, given=torch.tensor([scale])) for scale in (0.03, 0.04)]
     head = DenseLinear(torch.randn(8, 64), None)
     rounded = []
-    monkeypatch.setattr(linear, "quantise_rows", lambda *args: rounded.append(0) or quantise_rows(*args))
+    monkeypatch.setattr(linear, "quantize_rows", lambda *args: rounded.append(0) or quantize_rows(*args))
 
     def step(x: Tensor, residual: Tensor) -> Tensor:
         """As of two layers, and a head that reads a norm too."""
@@ -152,14 +155,14 @@ def test_a_norm_of_another_kernel_leaves_rows_too(monkeypatch: pytest.MonkeyPatc
     packed = blocks8(256, 128) if name == "fp8-block" else floats8(256, 128)
     x, weight = torch.randn(3, 128), torch.rand(128)
     rounded: list[int] = []
-    monkeypatch.setattr(linear, "quantise_rows", lambda *args: rounded.append(0) or quantise_rows(*args))
+    monkeypatch.setattr(linear, "quantize_rows", lambda *args: rounded.append(0) or quantize_rows(*args))
 
     def norm(row_format: RowFormat | None) -> tuple[Tensor, Rows8 | None]:
         return norm_rows(x, None, weight, 1e-6, row_format)
 
-    expected = ops.linear(packed, ops.norm_by(lambda _: norm(None), weight))
+    expected = ops.linear(packed, ops.fused_norm(lambda _: norm(None), weight))
     assert len(rounded) == 1
-    assert torch.equal(ops.linear(packed, ops.norm_by(norm, weight)), expected)
+    assert torch.equal(ops.linear(packed, ops.fused_norm(norm, weight)), expected)
     assert len(rounded) == 1
 
 
@@ -244,7 +247,7 @@ def test_models_take_what_the_probe_allows(monkeypatch: pytest.MonkeyPatch, dete
         QUANTS["fp8-static"], torch.randn(32, 64).to(FP8), torch.full((32, 1), 0.5), GIVEN
     )
     assert ops.stored is not None
-    packed = ops.stored.pack_rounded(rounded, BFLOAT16)
+    packed = ops.stored.pack_quantized(rounded, BFLOAT16)
     assert packed.by_torch == (None if deterministic else "tensor")
     head = triton_ops(CPU, BFLOAT16, QUANTS["fp8"]).pack_head(torch.randn(32, 64).to(BFLOAT16), None)
     assert head.by_torch == "rows"

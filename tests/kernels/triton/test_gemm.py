@@ -8,15 +8,15 @@ from torch import Tensor
 from llmbox.kernels.dispatch import native_ready, select_ops
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.quantize_int import to_numbers
-from llmbox.kernels.reference.rounded import rounded_ops
+from llmbox.kernels.reference.rounded import fake_quantized_ops
 from llmbox.kernels.triton import gemm, linear
 from llmbox.kernels.triton import gemm_w8a8 as gemm_8_bits
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.dequantize_weights import dequantise
+from llmbox.kernels.triton.dequantize_weights import dequantize
 from llmbox.kernels.triton.fused_moe import experts_product
 from llmbox.kernels.triton.gemm_w8a8 import fp8_product, int8_product
 from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, DenseLinear
-from llmbox.kernels.triton.quantize_activations import RowFormat, quantise_rows
+from llmbox.kernels.triton.quantize_activations import RowFormat, quantize_rows
 from llmbox.kernels.triton.weight_packing import pack_fp8, pack_fp8_blocks, pack_grouped
 from llmbox.kernels.weight_packing import QuantizedWeight
 from support.numbers import assert_near
@@ -41,8 +41,8 @@ def exact(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def test_integer_weights(quant: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     x, weight, bias = case(*shape, dtype)
     packed = pack_grouped(weight, QUANTS[quant])
-    assert_near(gemm.product(x, packed, bias), exact(x, dequantise(packed, torch.float32), bias))
-    error = (dequantise(packed, torch.float32) - weight.float()).norm() / weight.float().norm()
+    assert_near(gemm.product(x, packed, bias), exact(x, dequantize(packed, torch.float32), bias))
+    error = (dequantize(packed, torch.float32) - weight.float()).norm() / weight.float().norm()
     assert error < {8: 0.01, 4: 0.12}[packed.bits]
 
 
@@ -53,7 +53,7 @@ def test_weights_are_rounded_as_on_a_cpu(quant: str) -> None:
     weight = torch.randn(64, 300)
     packing = select_ops(CPU, torch.float32, torch.float32, 1, QUANTS[quant]).packing
     assert packing is not None
-    wide = dequantise(pack_grouped(weight, QUANTS[quant]), torch.float32)
+    wide = dequantize(pack_grouped(weight, QUANTS[quant]), torch.float32)
     same = (wide - packing.round(QUANTS[quant], weight).floats()).abs() < 1e-6
     assert same.float().mean() > 0.99
 
@@ -64,7 +64,7 @@ def test_split_inputs(monkeypatch: pytest.MonkeyPatch, quant: str | None) -> Non
     monkeypatch.setattr(gemm, "num_splits", lambda *_: 3)
     x, weight, bias = case(2, 400, 40)
     packed = pack_grouped(weight, QUANTS[quant]) if quant else weight
-    wide = dequantise(packed, torch.float32) if quant else weight
+    wide = dequantize(packed, torch.float32) if quant else weight
     assert_near(gemm.product(x, packed, bias), exact(x, wide, bias))
 
 
@@ -81,7 +81,7 @@ def test_wide_weights_are_those_of_the_format(quant: str) -> None:
             codes.shape
         )
     wide = (codes.float() * packed.scales.float().unsqueeze(-1)).transpose(0, 1).flatten(1)[:, :150]
-    assert torch.equal(dequantise(packed, torch.float32), wide)
+    assert torch.equal(dequantize(packed, torch.float32), wide)
     assert codes.min() < 0 < codes.max()
 
 
@@ -90,7 +90,7 @@ def test_many_rows_multiply_wide_weights(monkeypatch: pytest.MonkeyPatch) -> Non
     ops = triton_ops(CPU, torch.float16, QUANTS["int4"])
     x, weight, bias = case(5, 100, 30, torch.float16)
     packed = ops.pack_linear(weight, bias)
-    wide = dequantise(packed.weight, torch.float32)
+    wide = dequantize(packed.weight, torch.float32)
     assert_near(ops.linear(packed, x), exact(x, wide, bias))
     assert_near(ops.linear(packed, x[:2]), exact(x[:2], wide, bias))
 
@@ -100,13 +100,13 @@ def test_a_batch_of_some_hundred_rows_reads_the_integers(
     monkeypatch: pytest.MonkeyPatch, quant: str, splits: int
 ) -> None:
     """Weights are made wide tile by tile: the products are those of the weights made wide beforehand."""
-    monkeypatch.setattr(linear, "dequantise", None)  # not called
+    monkeypatch.setattr(linear, "dequantize", None)  # not called
     monkeypatch.setattr(gemm, "num_splits", lambda *_: splits)
     ops = triton_ops(CPU, torch.float16, QUANTS[quant])
     x, weight, bias = case(gemm.WIDE_FROM, 200, 70, torch.float16)
     packed = ops.pack_linear(weight, bias)
     got = ops.linear(packed, x)
-    assert_near(got, exact(x, dequantise(packed.weight, torch.float16), bias))
+    assert_near(got, exact(x, dequantize(packed.weight, torch.float16), bias))
     assert_near(ops.linear(packed, x[:3]), got[:3].double())
 
 
@@ -114,10 +114,10 @@ def test_a_batch_of_some_hundred_rows_reads_the_integers(
 def test_integer_rows_and_weights(quant: str) -> None:
     x, weight, bias = case(3, 300, 40)
     packed = pack_grouped(weight, QUANTS[quant])
-    rows = quantise_rows(x, RowFormat(torch.int8, packed.group))
+    rows = quantize_rows(x, RowFormat(torch.int8, packed.group))
     wide = rows.numbers.double() * rows.scales.repeat_interleave(packed.group, 1)[:, :300]
     got = int8_product(rows, packed, bias, torch.float32)
-    assert_near(got, exact(wide, dequantise(packed, torch.float32), bias))
+    assert_near(got, exact(wide, dequantize(packed, torch.float32), bias))
 
 
 def spread(scales: Tensor, outputs: int, inputs: int) -> Tensor:
@@ -147,13 +147,15 @@ def test_weights_that_a_checkpoint_holds(name: str) -> None:
         scales = blocks.repeat_interleave(128, 0)[:150]
     else:
         packed = pack_grouped(weight, quant)
-        wide, scales = dequantise(packed, torch.float32), packed.scales.T
+        wide, scales = dequantize(packed, torch.float32), packed.scales.T
         if packed.steps is not None:
             steps = packed.steps.transpose(0, 1).flatten(1)
         codes = (wide / scales.float().repeat_interleave(quant.group, 1)[:, :300]).round().to(torch.int8)
     assert ops.stored is not None
     assert ops.stored.format("linear") == quant
-    got = ops.stored.pack_rounded(QuantizedWeight(quant, codes, scales, steps_OS=steps), torch.float32, bias)
+    got = ops.stored.pack_quantized(
+        QuantizedWeight(quant, codes, scales, steps_OS=steps), torch.float32, bias
+    )
     assert torch.equal(ops.linear(got, x), expected)
 
 
@@ -164,9 +166,11 @@ def test_blocks_that_were_put_together_between_their_borders() -> None:
     codes, scales = weight.to(FP8), torch.rand(110, 3) + 0.5
     scales[:28], scales[28:50], scales[50:] = scales[0], scales[28], scales[50]
     assert ops.stored is not None
-    packed = ops.stored.pack_rounded(QuantizedWeight(QUANTS["fp8-block"], codes, scales), torch.float32, bias)
+    packed = ops.stored.pack_quantized(
+        QuantizedWeight(QUANTS["fp8-block"], codes, scales), torch.float32, bias
+    )
     assert packed.scales.shape == (110, 3)
-    rows = quantise_rows(x, FP8_BLOCKS)
+    rows = quantize_rows(x, FP8_BLOCKS)
     wide_x = rows.numbers.double() * rows.scales.repeat_interleave(128, 1)[:, :300]
     wide_w = codes.double() * scales.repeat_interleave(128, 1)[:, :300]
     assert_near(ops.linear(packed, x), exact(wide_x, wide_w, bias))
@@ -186,14 +190,14 @@ def test_rows_and_weights_of_8_bits(name: str, limit: float) -> None:
         assert numbers.float().abs().amax() == 448
         assert ((numbers.float() * spread(scales, 150, 300) - weight).abs() <= weight.abs() / 15 + 1e-4).all()
     else:
-        assert_near(head, exact(x, dequantise(pack_grouped(weight, QUANTS["int8"]), torch.float32), bias))
+        assert_near(head, exact(x, dequantize(pack_grouped(weight, QUANTS["int8"]), torch.float32), bias))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", ["w8a8", "fp8", "fp8-block"])
 def test_formats_mean_what_plain_torch_says(name: str, dtype: torch.dtype) -> None:
     """Rows and weights are rounded to the same bits: only sums are in another order."""
-    ours, theirs = triton_ops(CPU, dtype, QUANTS[name]), rounded_ops(QUANTS[name])
+    ours, theirs = triton_ops(CPU, dtype, QUANTS[name]), fake_quantized_ops(QUANTS[name])
     x, weight, bias = case(18, 300, 150, dtype)
     for pack in ("pack_linear", "pack_head"):
         want = theirs.linear(getattr(theirs, pack)(weight, bias), x).double()
@@ -209,14 +213,14 @@ def test_weights_too_small_to_divide_by_are_no_nan(pack: Callable[[Tensor], tupl
 
 def test_fp8_by_rows() -> None:
     x, weight, bias = case(3, 200, 40)
-    rows, (numbers, scales) = quantise_rows(x, FP8_ROWS), pack_fp8(weight)
+    rows, (numbers, scales) = quantize_rows(x, FP8_ROWS), pack_fp8(weight)
     wide_x, wide_w = rows.numbers.double() * rows.scales, numbers.double() * scales
     assert_near(fp8_product(rows, numbers, scales, bias, torch.float32), exact(wide_x, wide_w, bias))
 
 
 def test_fp8_by_blocks() -> None:
     x, weight, bias = case(2, 200, 150)
-    rows = quantise_rows(x, FP8_BLOCKS)
+    rows = quantize_rows(x, FP8_BLOCKS)
     numbers, scales = weight.to(FP8), torch.rand(2, 2) + 0.5
     wide_x = rows.numbers.double() * rows.scales.repeat_interleave(128, 1)[:, :200]
     wide_w = numbers.double() * spread(scales, 150, 200)
@@ -231,17 +235,17 @@ def test_a_linear_takes_the_rows_that_norm_and_gate_left(
     ops = triton_ops(CPU, torch.float32, QUANTS[quant], deterministic=deterministic)
     x, weight, bias = case(3, 200, 48)
     packed, one, residual = ops.pack_linear(weight, bias), torch.ones(200), torch.randn(3, 200)
-    quantise = linear.quantise_rows
+    quantise = linear.quantize_rows
     for before in (
         lambda: ops.rms_norm(x, one, 1e-6),
         lambda: ops.add_rms_norm(x, residual, one, 1e-6),
         lambda: ops.gate_mul(torch.cat((x, residual), 1), "silu"),
     ):
         left = before()
-        monkeypatch.setattr(linear, "quantise_rows", quantise)
+        monkeypatch.setattr(linear, "quantize_rows", quantise)
         expected = ops.linear(packed, left.clone())
         assert (expected.double() - exact(left, weight, bias)).norm() / expected.norm() < 0.06
-        monkeypatch.setattr(linear, "quantise_rows", None)  # not called
+        monkeypatch.setattr(linear, "quantize_rows", None)  # not called
         assert torch.equal(ops.linear(packed, left), expected)
 
 

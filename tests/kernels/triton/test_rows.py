@@ -9,12 +9,12 @@ from torch import Tensor
 from llmbox.kernels.activation import Activation
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.reference import REFERENCE
-from llmbox.kernels.reference.quantize_activations import to_eight_bits
+from llmbox.kernels.reference.quantize_activations import quantize_dynamic
 from llmbox.kernels.triton.act_and_mul import gate_rows
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.kv_cache import LARGEST
 from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS
-from llmbox.kernels.triton.quantize_activations import RowFormat, Rows8, quantise_rows
+from llmbox.kernels.triton.quantize_activations import RowFormat, Rows8, quantize_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
 from support.numbers import TOLERANCE
 from support.paged import CPU, PagedStep
@@ -53,8 +53,8 @@ def test_norms(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("eight", EIGHT_BITS)
 def test_quantised_rows(eight: torch.dtype) -> None:
     x = torch.randn(3, 100)
-    assert_rows8(quantise_rows(x, RowFormat(eight, None)), x)
-    groups = quantise_rows(x, RowFormat(eight, 32))
+    assert_rows8(quantize_rows(x, RowFormat(eight, None)), x)
+    groups = quantize_rows(x, RowFormat(eight, 32))
     for g, part in enumerate(x.split(32, 1)):
         assert_rows8(Rows8(groups.numbers[:, 32 * g : 32 * g + 32], groups.scales[:, g : g + 1]), part)
 
@@ -66,8 +66,8 @@ def test_rows_are_rounded_as_plain_torch_rounds_them(dtype: torch.dtype, row_for
     x = (torch.randn(40, 256) * torch.logspace(-6, 3, 40)[:, None]).to(dtype)
     x[3], x[4] = 0, 0
     x[4, :9] = 1e-38
-    codes, scales = to_eight_bits(x.view(40, -1, row_format.group or 256), row_format.dtype)
-    same_bits(quantise_rows(x, row_format), Rows8(codes.flatten(1), scales))
+    codes, scales = quantize_dynamic(x.view(40, -1, row_format.group or 256), row_format.dtype)
+    same_bits(quantize_rows(x, row_format), Rows8(codes.flatten(1), scales))
 
 
 def same_bits(got: Rows8 | None, expected: Rows8) -> None:
@@ -90,24 +90,24 @@ def test_fused_rows_are_those_of_a_pass_of_their_own(
     x[3, width - 1] = torch.nan
     normed, eight = norm_rows(x, None, weight, 1e-6, row_format)
     assert torch.equal(normed[:3], norm_rows(x, None, weight, 1e-6, None)[0][:3])
-    same_bits(eight, quantise_rows(normed, row_format))
+    same_bits(eight, quantize_rows(normed, row_format))
     ours, theirs = residual.clone(), residual.clone()
     normed, eight = norm_rows(x, ours, weight, 1e-6, row_format)
     assert torch.equal(normed[:3], norm_rows(x, theirs, weight, 1e-6, None)[0][:3])
     assert torch.equal(ours[:3], theirs[:3])
-    same_bits(eight, quantise_rows(normed, row_format))
+    same_bits(eight, quantize_rows(normed, row_format))
     gates = torch.cat((x, residual), 1)
     for activation in get_args(Activation):
         gated, eight = gate_rows(gates, activation, row_format)
         assert torch.equal(gated[:3], OPS.gate_mul(gates, activation)[:3])
-        same_bits(eight, quantise_rows(gated, row_format))
+        same_bits(eight, quantize_rows(gated, row_format))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_stays_so(bad: float) -> None:
     x = torch.randn(2, 40)
     x[0, 7] = bad
-    numbers, scales = quantise_rows(x, RowFormat(torch.int8, None))
+    numbers, scales = quantize_rows(x, RowFormat(torch.int8, None))
     assert scales[0].isnan().all()
     assert scales[1].isfinite().all()
     assert numbers[1].abs().max() == 127

@@ -5,8 +5,8 @@ import pytest
 from llmbox.ui.tui.app import SCREENS
 from llmbox.ui.tui.data.api import Recorder, Replay
 from llmbox.ui.tui.data.state import SPARKS
-from llmbox.ui.tui.messages import Act, Changed, Ticked
-from llmbox.ui.tui.widgets.dialogs import AskLine, Confirm, Facts, Help
+from llmbox.ui.tui.messages import Changed, RunAction, TickReceived
+from llmbox.ui.tui.widgets.dialogs import AskLine, Confirm, Help, KeyValueDialog
 from llmbox.ui.tui.widgets.lines import Lines
 from llmbox.ui.tui.widgets.table import Grid
 from support.snapshots import NOON, FakeApi, idle_tick, live_request, tick
@@ -30,7 +30,7 @@ async def test_cancel_asks_first_and_goes_by_messages(stage):
         await scene.press("y")
         await scene.until(lambda: scene.api.posted)
         assert scene.api.posted == [("requests/req-2/cancel", {})]
-        assert [m.path for m in scene.messages if isinstance(m, Act)][-1] == "requests/req-2/cancel"
+        assert [m.path for m in scene.messages if isinstance(m, RunAction)][-1] == "requests/req-2/cancel"
 
 
 async def test_only_what_is_in_flight_can_be_cancelled(stage):
@@ -153,7 +153,7 @@ async def test_log_levels_parts_and_the_jump_to_a_request(stage):
         assert "came live" not in scene.text
         assert "old-2 brought it down" in scene.text
         await scene.press("enter")
-        await scene.until(lambda: isinstance(scene.app.screen, Facts))
+        await scene.until(lambda: isinstance(scene.app.screen, KeyValueDialog))
         assert scene.app.screen.heading == "old-2"
 
 
@@ -246,7 +246,7 @@ async def test_no_daemon_at_all(stage):
 
 
 async def test_newer_ticks_replace_those_that_wait():
-    first, second = Ticked(tick(0)), Ticked(tick(1))
+    first, second = TickReceived(tick(0)), TickReceived(tick(1))
     assert first.can_replace(second)
     assert not first.can_replace(Changed())
     assert Changed().can_replace(Changed())
@@ -325,7 +325,7 @@ async def test_a_fit_is_told_in_words(stage):
         await scene.press("3")
         await scene.settled()
         await scene.press("f")
-        await scene.until(lambda: isinstance(scene.app.screen, Facts))
+        await scene.until(lambda: isinstance(scene.app.screen, KeyValueDialog))
         await scene.settled()
         told = scene.app.screen.query_one(Lines).plain
         assert told[0] == "Qwen/Qwen3-8B does not fit on cpu."

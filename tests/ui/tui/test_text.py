@@ -14,7 +14,7 @@ from llmbox.ui.tui.rendering import (
     seconds,
     size,
     spark,
-    wrapped,
+    wrap,
 )
 from llmbox.ui.tui.screens.overview import gpu_lines
 from llmbox.ui.tui.widgets.key_value import request_lines
@@ -87,6 +87,6 @@ def test_a_request_in_full_has_its_prompt_and_answer():
 
 
 def test_wrapping_breaks_words_that_are_too_long():
-    lines = ["".join(span for span, _ in line) for line in wrapped("ab " + "x" * 12 + " 漢字漢字 c", 5)]
+    lines = ["".join(span for span, _ in line) for line in wrap("ab " + "x" * 12 + " 漢字漢字 c", 5)]
     assert lines == ["ab", "xxxxx", "xxxxx", "xx", "漢字", "漢字", "c"]
-    assert wrapped("", 5) == []
+    assert wrap("", 5) == []

@@ -9,7 +9,7 @@ from textual.message import Message
 from llmbox.app.errors import CliError
 from llmbox.app.telemetry.snapshot import Tick
 
-from ..messages import Connected, Happened, Lost, Ticked
+from ..messages import Connected, EventReceived, Lost, TickReceived
 from .api import Api
 
 RETRY_S = 1.0
@@ -55,6 +55,6 @@ class Feed:
                 connected = True
                 self._post(Connected())
             if kind == "tick":
-                self._post(Ticked(msgspec.convert(data, Tick)))
+                self._post(TickReceived(msgspec.convert(data, Tick)))
             else:
-                self._post(Happened(kind, data))
+                self._post(EventReceived(kind, data))

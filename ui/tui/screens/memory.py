@@ -149,8 +149,8 @@ def _marks(state: State) -> list[Line]:
     marks = state.answers.get("marks", {}).get("marks", [])
     if not marks:
         refused = state.refused.get("marks")
-        told = refused or "Nothing was loaded, evicted or refused yet."
-        return [((f" {clean(told)}", "muted"),)]
+        text = refused or "Nothing was loaded, evicted or refused yet."
+        return [((f" {clean(text)}", "muted"),)]
     now = state.tick.time if state.tick else time.time()
     return [
         (

@@ -10,7 +10,7 @@ from textual.widget import Widget
 from llmbox.app.telemetry.snapshot import ErrorRate
 
 from ..data.state import State
-from ..messages import Act, Ask, Fetch
+from ..messages import Fetch, PromptUser, RunAction
 from ..rendering import DASH, clean, count, duration, heading, percent, size
 from ..widgets.lines import Lines
 from ..widgets.table import Column, Grid, Row
@@ -74,7 +74,7 @@ class Models(View):
         if (name := self._chosen) is not None:
             found = find_model(self.state, name)
             self.post_message(
-                Act("models/load", {"model": found.get("ref", name)}, f"{name} is being loaded.")
+                RunAction("models/load", {"model": found.get("ref", name)}, f"{name} is being loaded.")
             )
 
     def action_unload(self) -> None:
@@ -83,14 +83,14 @@ class Models(View):
         busy = int(find_model(self.state, name).get("open_requests") or 0)
         hurt = f" {busy} open requests end with an error." if busy else ""
         self.post_message(
-            Act("models/unload", {"model": name}, f"{name} is unloaded.", f"Unload {name}?{hurt}")
+            RunAction("models/unload", {"model": name}, f"{name} is unloaded.", f"Unload {name}?{hurt}")
         )
 
     def action_pin(self) -> None:
         if (name := self._chosen) is not None:
             pinned = bool(find_model(self.state, name).get("pinned"))
             done = f"{name} is {'no longer ' if pinned else ''}pinned."
-            self.post_message(Act("models/pin", {"model": name, "pinned": not pinned}, done))
+            self.post_message(RunAction("models/pin", {"model": name, "pinned": not pinned}, done))
 
     def action_fit(self) -> None:
         if (name := self._chosen) is not None:
@@ -98,7 +98,7 @@ class Models(View):
 
     def action_pull(self) -> None:
         hint = "a Hub id, such as Qwen/Qwen3-0.6B"
-        self.post_message(Ask("Pull a model", hint, "downloads", "model", "The download has begun."))
+        self.post_message(PromptUser("Pull a model", hint, "downloads", "model", "The download has begun."))
 
     def action_delete(self) -> None:
         if (name := self._chosen) is None:
@@ -107,10 +107,12 @@ class Models(View):
             self.state, name
         ):
             question = f"Dismiss the download of {name}? What was fetched is deleted."
-            self.post_message(Act("downloads/dismiss", {"model": name}, f"{name} is off the list.", question))
+            self.post_message(
+                RunAction("downloads/dismiss", {"model": name}, f"{name} is off the list.", question)
+            )
         else:
             self.post_message(
-                Act(
+                RunAction(
                     "models/delete",
                     {"models": [name]},
                     f"{name} is deleted.",
@@ -157,21 +159,21 @@ def _items(state: State, answer: str, name: str) -> list[Mapping[str, Any]]:
 def _loaded(model: Mapping[str, Any], disk: Mapping[str, Any] | None, rate: ErrorRate | None) -> Row:
     info, progress = model.get("info") or {}, model.get("progress")
     state = str(model["state"])
-    told = state
+    status = state
     if progress and progress["total"]:
         what = "compiling" if progress["phase"] == "kernels" else state
-        told = f"{what} {100 * progress['done'] // progress['total']} %"
+        status = f"{what} {100 * progress['done'] // progress['total']} %"
     if state == "failed":
-        told = f"failed: {model['cause']}"
+        status = f"failed: {model['cause']}"
     failing = rate is not None and rate.failed > 0
     if state == "ready" and rate is not None and failing:
-        told = f"ready, {percent(rate.rate)} fail"
+        status = f"ready, {percent(rate.rate)} fail"
     ttl = model.get("expires_s")
     return Row(
         str(model["name"]),
         (
             (clean(str(model["name"])), "strong"),
-            (clean(told), "bad" if failing else TONES.get(state, "")),
+            (clean(status), "bad" if failing else TONES.get(state, "")),
             (clean(_place(info)), ""),
             (size(info["weights_bytes"]) if info else DASH, ""),
             (size(info["kv_bytes"]) if info else DASH, ""),
@@ -206,5 +208,5 @@ def _download(name: str, download: Mapping[str, Any]) -> Row:
 
 def _on_disk(name: str, model: Mapping[str, Any]) -> Row:
     cells = [(DASH, "rule")] * (len(COLUMNS) - 3)
-    told = "on disk" if model.get("servable", True) else "no safetensors"
-    return Row(name, ((clean(name), ""), (told, "muted"), *cells, (size(model["size"]), "muted")))
+    status = "on disk" if model.get("servable", True) else "no safetensors"
+    return Row(name, ((clean(name), ""), (status, "muted"), *cells, (size(model["size"]), "muted")))

@@ -52,15 +52,15 @@ class Overview(View):
     def draw(self) -> None:
         width, glyphs, state = self.size.width, self.glyphs, self.state
         devices = device_lines(state.tick, width, glyphs)
-        self._sized("#devices", devices)
-        self._sized("#figures", figure_lines(state, width, glyphs))
+        self._set_lines("#devices", devices)
+        self._set_lines("#figures", figure_lines(state, width, glyphs))
         number = len(state.tick.requests) if state.tick else 0
         note = f"{number} in flight" if number else ""
         self.query_one("#live-title", Lines).show([heading(" Live requests", width - 1, glyphs, note)])
         rows = live_rows(state.tick.requests) if state.tick else []
-        self.query_one(Grid).show(rows, empty=what_next(state.tick))
+        self.query_one(Grid).show(rows, empty=empty_hint(state.tick))
 
-    def _sized(self, name: str, lines: list[Line]) -> None:
+    def _set_lines(self, name: str, lines: list[Line]) -> None:
         widget = self.query_one(name, Lines)
         if widget.styles.height is None or widget.styles.height.value != len(lines):
             widget.styles.height = len(lines)
@@ -75,7 +75,7 @@ class Overview(View):
         self.dashboard.show_request(event.key)
 
 
-def what_next(tick: Tick | None) -> str:
+def empty_hint(tick: Tick | None) -> str:
     if tick is None:
         return ""
     if not tick.engines:

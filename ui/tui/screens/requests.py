@@ -8,7 +8,7 @@ from textual import on
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
-from ..messages import Act, Fetch
+from ..messages import Fetch, RunAction
 from ..rendering import heading
 from ..widgets.lines import Lines
 from ..widgets.request_rows import COLUMNS, SORTS, all_rows
@@ -69,7 +69,7 @@ class Requests(View):
             self.notify("Choose a request that is in flight.", severity="warning")
             return
         self.post_message(
-            Act(
+            RunAction(
                 f"requests/{quote(chosen, safe='')}/cancel",
                 {},
                 f"{chosen} is cancelled.",

@@ -10,7 +10,7 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen, ScreenResultType
 from textual.widgets import Input
 
-from ..rendering import Line, clean, wrapped
+from ..rendering import Line, clean, wrap
 from .lines import Lines, cut
 
 
@@ -62,7 +62,7 @@ class Confirm(Dialog[bool]):
         width = max(20, self.query_one("#dialog").content_size.width)
         self.write(
             [
-                *wrapped(self.question, width),
+                *wrap(self.question, width),
                 (),
                 (("y", "accent"), (" yes   ", "muted"), ("n", "accent"), (" no", "muted")),
             ]
@@ -91,7 +91,7 @@ class AskLine(Dialog[str]):
         self.dismiss("")
 
 
-class Facts(Dialog[None]):
+class KeyValueDialog(Dialog[None]):
     """Read-only lines of a given width; the dialog grows with the terminal."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,enter,q", "leave", "Back")]
@@ -111,7 +111,7 @@ class Facts(Dialog[None]):
         self.dismiss(None)
 
 
-class Help(Facts):
+class Help(KeyValueDialog):
     """Help on keys, built from the active bindings so that it is always correct."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "leave", "Back", show=False)]

@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ..rendering import Glyphs, Line, clean, heading, seconds, size, wrapped
+from ..rendering import Glyphs, Line, clean, heading, seconds, size, wrap
 from .request_rows import time_bar
 
 _MOST_SHOWN = 4000
@@ -33,7 +33,7 @@ def fact_lines(
         if isinstance(value, Mapping):
             lines += fact_lines(value, f"{name}.")
         elif value not in (None, "", [], False):
-            lines.append(((f"{clean(name):<24}", "muted"), (clean(_told(key, value)), "")))
+            lines.append(((f"{clean(name):<24}", "muted"), (clean(_format_value(key, value)), "")))
     return lines
 
 
@@ -43,10 +43,10 @@ def request_lines(answer: Mapping[str, Any], width: int, glyphs: Glyphs) -> list
     facts = {key: value for key, value in detail.items() if key not in _IN_WORDS and value != "{}"}
     parts = [
         time_bar(detail, width, glyphs),
-        wrapped(answer.get("prefix_note", ""), width),
+        wrap(answer.get("prefix_note", ""), width),
         fact_lines(facts, names=_WORDS),
         *_texts(answer, width, glyphs),
-        wrapped(answer.get("content_note", ""), width),
+        wrap(answer.get("content_note", ""), width),
     ]
     lines: list[Line] = []
     for part in filter(None, parts):
@@ -57,14 +57,14 @@ def request_lines(answer: Mapping[str, Any], width: int, glyphs: Glyphs) -> list
 def fit_lines(answer: Mapping[str, Any], width: int) -> list[Line]:
     """Format the admin API's response for a fit."""
     words = dict(answer["words"])
-    lines: list[Line] = [*wrapped(words.pop("verdict"), width), ()]
+    lines: list[Line] = [*wrap(words.pop("verdict"), width), ()]
     rows = [
         *words.items(),
         *(("would fit", remedy) for remedy in answer["remedies"]),
         *(("note", note) for note in answer["notes"]),
     ]
     for name, text in rows:
-        for number, line in enumerate(wrapped(text, width - 12)):
+        for number, line in enumerate(wrap(text, width - 12)):
             lines.append(((f"{'' if number else clean(name):<12}", "muted"), *line))
     return lines
 
@@ -77,12 +77,12 @@ def _texts(answer: Mapping[str, Any], width: int, glyphs: Glyphs) -> list[list[L
     for title, texts in (("Prompt", content["prompts"]), ("Answer", content["outputs"])):
         for text in texts:
             shown = text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + glyphs.more
-            paragraphs = [line for each in shown.split("\n") for line in wrapped(each, width) or [()]]
+            paragraphs = [line for each in shown.split("\n") for line in wrap(each, width) or [()]]
             blocks.append([heading(title, width, glyphs), *paragraphs])
     return blocks
 
 
-def _told(key: str, value: object) -> str:
+def _format_value(key: str, value: object) -> str:
     if value is True:
         return "yes"
     if isinstance(value, float) and (key.endswith("_s") or key in {"age", "ttft"}):

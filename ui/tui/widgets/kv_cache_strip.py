@@ -16,7 +16,7 @@ def strip_lines(blocks: Mapping[str, Any], width: int, rows: int, glyphs: Glyphs
     live.
     """
     cells = [(live, cached) for number, live, cached, *_ in blocks["cells"] for _ in range(number)]
-    groups = _squeezed(cells, width * rows)
+    groups = _merge_cells(cells, width * rows)
     each = -(-int(blocks["num_blocks"]) // max(1, len(groups)))
     lines: list[Line] = [
         ((" ", ""), *_spans(groups[start : start + width], glyphs)) for start in range(0, len(groups), width)
@@ -43,7 +43,7 @@ def prefix_lines(blocks: Mapping[str, Any], most: int = MOST_PREFIXES) -> list[L
     ]
 
 
-def _squeezed(cells: Sequence[Cell], most: int) -> list[Cell]:
+def _merge_cells(cells: Sequence[Cell], most: int) -> list[Cell]:
     """Merge neighboring cells to at most `most`, each the sum of its part."""
     if len(cells) <= most:
         return list(cells)

@@ -12,10 +12,10 @@ from ..rendering import UNICODE, Glyphs, Line, fit
 from ..theme import styles
 
 
-class Drawn(Widget):
+class LineWidget(Widget):
     """Base of widgets that are drawn line by line from tones."""
 
-    DEFAULT_CSS = "Drawn { height: 1fr; width: 1fr; }"
+    DEFAULT_CSS = "LineWidget { height: 1fr; width: 1fr; }"
     of_now: bool = False
     """True if the widget keeps its colors when the daemon is gone, as its content is still current."""
 
@@ -38,7 +38,7 @@ class Drawn(Widget):
         return Strip(segments).adjust_cell_length(width, base).simplify()
 
 
-class Lines(Drawn):
+class Lines(LineWidget):
     """Lines of text, replaced by `show`; lines beyond the widget's height are not drawn."""
 
     def __init__(self, *, id: str | None = None, classes: str | None = None, of_now: bool = False) -> None:  # noqa: A002 - Textual's name

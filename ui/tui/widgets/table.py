@@ -14,7 +14,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
 from ..rendering import Line, Span, fit
-from .lines import Drawn
+from .lines import LineWidget
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Row:
     cells: tuple[Span, ...]
 
 
-class Grid(ScrollView, Drawn, can_focus=True):
+class Grid(ScrollView, LineWidget, can_focus=True):
     """Table widget. The cursor stays on its row (by key) whatever rows come and go."""
 
     DEFAULT_CSS = """

@@ -95,16 +95,16 @@ def _spec(form: dict[str, str]) -> KeySpec:
     try:
         return msgspec.convert(values, KeySpec)
     except msgspec.ValidationError as error:
-        raise ApiError(400, _in_words(str(error)), "invalid_value") from error
+        raise ApiError(400, _format_error(str(error)), "invalid_value") from error
 
 
-def _in_words(text: str) -> str:
+def _format_error(text: str) -> str:
     field = text.rpartition("$.")[2].strip("`[.]")
-    told = {
+    messages = {
         "name": "Names are at most 64 letters, digits and . _ -, and begin with a letter or digit.",
         "scopes": "Choose at least one scope.",
     }
-    return told.get(field, f"{field}: {text.partition(' - ')[0]}.")
+    return messages.get(field, f"{field}: {text.partition(' - ')[0]}.")
 
 
 def _whole(text: str, name: str) -> int:

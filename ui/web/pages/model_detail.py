@@ -54,14 +54,14 @@ class WhatIfPlan:
 @get("/models/plan", name="panel_plan")
 async def plan_piece(request: PanelRequest, ref: FromQuery[str]) -> Response[str]:
     panel = panel_of(request)
-    asked = asked_of(request.query_params)
+    asked = chosen_settings(request.query_params)
     disk, config = await asyncio.to_thread(find_model, panel, ref)
     made = await asyncio.to_thread(make_plan, panel, ref, config, asked)
     html = render("live/plan.html", panel, made=made, in_memory=panel.services.engines.knows(disk.ref.name))
     return Response(html, media_type=MediaType.HTML)
 
 
-def asked_of(fields: Mapping[str, str]) -> dict[str, str]:
+def chosen_settings(fields: Mapping[str, str]) -> dict[str, str]:
     """Return the chosen values by short key."""
     return {name: text for name in CHOICES if (text := fields.get(name, "").strip())}
 
@@ -129,7 +129,7 @@ class Effective:
 @get("/models/show", name="panel_model")
 async def model_page(request: PanelRequest, ref: FromQuery[str]) -> Response[str]:
     panel = panel_of(request)
-    asked = asked_of(request.query_params)
+    asked = chosen_settings(request.query_params)
     disk, config = await asyncio.to_thread(find_model, panel, ref)
     loaded = next((each for each in describe_all(panel.control) if each.ref == ref), None)
     loads = await asyncio.to_thread(read_loads, panel.services.paths.loads_file)
@@ -213,13 +213,13 @@ async def template_preview(
     as text.
     """
     panel = panel_of(request)
-    values = await _rendered(panel, ref, system[:LONGEST], user[:LONGEST])
+    values = await _render_preview(panel, ref, system[:LONGEST], user[:LONGEST])
     if is_fragment(request):
         return Response(render("live/template.html", panel, **values), media_type=MediaType.HTML)
     return page(request, "template.html", "models", ref=ref, system=system, user=user, **values)
 
 
-async def _rendered(panel: Panel, ref: str, system: str, user: str) -> dict[str, Any]:
+async def _render_preview(panel: Panel, ref: str, system: str, user: str) -> dict[str, Any]:
     text = await _text(panel, ref)
     messages = [{"role": "user", "content": user}]
     if system.strip():

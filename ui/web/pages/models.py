@@ -16,7 +16,7 @@ from llmbox.app.models.catalog import DiskModel, on_disk
 
 from ..forms import done
 from ..render import Panel, PanelRequest, page, panel_of, render
-from .model_detail import asked_of, options_of
+from .model_detail import chosen_settings, options_of
 
 BACK = "/admin/models"
 
@@ -45,7 +45,7 @@ async def load_model(request: PanelRequest) -> Response[str]:
     control = panel_of(request).control
     form = await form_of(request)
     try:
-        options = {name.partition(".")[2]: value for name, value in options_of(asked_of(form)).items()}
+        options = {name.partition(".")[2]: value for name, value in options_of(chosen_settings(form)).items()}
         wanted = await asyncio.to_thread(control.model_request, form.get("model", ""), None, options)
         control.begin_load(wanted)
     except CliError as error:

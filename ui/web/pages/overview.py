@@ -59,6 +59,6 @@ async def _day(panel: Panel) -> list[DayChart]:
         column = chart.series[name]
         values = [column[by_minute[minute]] if minute in by_minute else None for minute in minutes]
         known = [value for value in values if value is not None]
-        path = spark.path(spark.thinned(values, 240))
+        path = spark.path(spark.downsample(values, 240))
         made.append(DayChart(label, kind, path, max(known) if known else None))
     return made

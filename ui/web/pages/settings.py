@@ -38,7 +38,7 @@ class SettingsRow:
         return LOCKED.get(self.origin.source, "")
 
     @property
-    def told(self) -> str:
+    def origin_text(self) -> str:
         return ORIGINS[self.origin.source]
 
 
@@ -101,7 +101,7 @@ def _page(
         sections=sections,
         waiting=sorted(waiting),
         problem=problem,
-        reach=_who_can_reach(control),
+        reach=_describe_reach(control),
         file=control.services.paths.config_file,
     )
 
@@ -125,7 +125,7 @@ def _changes(control: DaemonController, form: dict[str, str]) -> list[Change]:
     return found
 
 
-def _who_can_reach(control: DaemonController) -> list[str]:
+def _describe_reach(control: DaemonController) -> list[str]:
     """Describe in sentences who can reach the daemon, from the sockets inwards."""
     settings, running = control.services.settings.server, control.running
     keys = [key for key in control.services.security.keys.list() if not key.is_expired()]
