@@ -29,10 +29,12 @@ def cli() -> None:
 
 
 def main(arguments: Sequence[str] | None = None, program: Program | None = None) -> None:
+    """Run the command and exit the process with its exit code."""
     sys.exit(run(arguments, program or Program()))
 
 
 def run(arguments: Sequence[str] | None, program: Program) -> int:
+    """Run the command. Returns its exit code."""
     os.umask(0o077)
     try:
         code = cli.main(

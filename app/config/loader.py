@@ -87,6 +87,7 @@ def read_file(path: Path) -> dict[str, tuple[Scalar, int | None]]:
 
 
 def parse(text: str, path: Path) -> dict[str, tuple[Scalar, int | None]]:
+    """Parse TOML text. Returns checked values with their lines. Raises CliError (exit 2)."""
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # some numbers and nesting are more than tomllib can hold
@@ -201,6 +202,7 @@ def _bad(row: SettingSpec, place: str, why: str) -> CliError:
 
 
 def unknown_key(name: str, place: str = "") -> CliError:
+    """Error (exit 2) of an unknown key, with the nearest valid one."""
     if name not in SECTIONS and "." not in name and (section := get_close_matches(name, SECTIONS, n=1)):
         return CliError(
             f"unknown section {name}" + (f" ({place})" if place else ""),

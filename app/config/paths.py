@@ -133,6 +133,7 @@ class Paths:
 
 
 def find_paths(data_dir: Path | None = None, config: Path | None = None) -> Paths:
+    """Locate all files, from `--data-dir` and `--config` or the platform."""
     if data_dir is not None:
         root = data_dir.expanduser().absolute()
         paths = Paths(root / "config.toml", SYSTEM_CONFIG, root, root / "state", root / "cache", root / "run")

@@ -187,7 +187,7 @@ class ModelScheduler:
         if not task.cancelled():
             task.exception()  # reported to the requests that waited
 
-    # ------------------------------------------------------------------ who stays
+    # ------------------------------------------------------------------ time to live, admission, eviction
 
     def keep(self, model: LoadedModel, *, ttl: float | None) -> None:
         """Set the time to live of a model that was just loaded."""
@@ -316,7 +316,7 @@ class ModelScheduler:
         log.info("%s leaves memory %s: %s freed", name, reason, show_bytes(freed))
         self._events.publish("model.evicted", {"model": name, "reason": reason, "freed": freed})
 
-    # ------------------------------------------------------------------ time
+    # ------------------------------------------------------------------ expiry
 
     def _arm(self) -> None:
         """Set the one timer, for the next model that may expire."""

@@ -41,6 +41,7 @@ class DaemonParts:
 
 
 def real_parts() -> DaemonParts:
+    """Parts of a production daemon."""
     return DaemonParts(Launch(), load_model_text)
 
 
@@ -118,6 +119,7 @@ def compose(
 
 
 def read_engines(engines: EngineManager) -> list[EngineReading]:
+    """Read the state of all loaded engines for `/metrics`."""
     return [
         EngineReading(
             model.name,

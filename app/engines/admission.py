@@ -32,6 +32,7 @@ def refuse_by_state(name: str, state: State, seconds_to_try: int | None = None) 
 
 
 def engine_failed(name: str, seconds_to_try: int | None) -> ApiError:
+    """Error 503 of a model whose engine was given up."""
     if seconds_to_try is None:
         return _unavailable(f"The engine of {name} has failed. Load the model again.", "engine_failed")
     error = _unavailable(
@@ -44,22 +45,26 @@ def engine_failed(name: str, seconds_to_try: int | None) -> ApiError:
 
 
 def model_loading(name: str) -> ApiError:
+    """Error 503 of a model that is still loading."""
     error = _unavailable(f"{name} is still loading.", "model_loading")
     error.headers = {"Retry-After": str(_RETRY_LOADING)}
     return error
 
 
 def draining() -> ApiError:
+    """Error 503 of a daemon that is shutting down."""
     error = _unavailable("The server is shutting down.", "draining")
     error.headers = {"Retry-After": str(_RETRY_LOADING)}
     return error
 
 
 def load_failed(name: str) -> ApiError:
+    """Error 503 of a model whose last load failed."""
     return _unavailable(f"{name} could not be loaded; the log says why.", "model_load_failed")
 
 
 def queue_full(name: str, open_requests: int, own: int, retry_after: int) -> ApiError:
+    """Error 429 of a full queue. `own`: the caller's open requests."""
     return ApiError(
         429,
         f"The queue of {name} is full ({open_requests} requests are open, {own} of this caller). "
@@ -93,6 +98,7 @@ class Pace:
 
 
 def require_same(have: EngineConfig, wanted: EngineConfig) -> None:
+    """Raise ApiError 409 if a loaded model has other settings than `wanted`."""
     if have != wanted:
         raise ApiError(
             409, f"{have.name} is loaded with other settings. Unload it first.", code="model_already_loaded"
@@ -100,4 +106,5 @@ def require_same(have: EngineConfig, wanted: EngineConfig) -> None:
 
 
 def model_not_found(name: str) -> ApiError:
+    """Error 404 of an unknown model."""
     return ApiError(404, f"The model {name!r} does not exist here.", code="model_not_found", param="model")

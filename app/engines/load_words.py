@@ -7,6 +7,7 @@ ENGINE_READY = "reading its tokenizer"
 
 
 def format_load_progress(progress: Progress) -> str:
+    """Format the progress of a load: kernels being compiled, or weights being read."""
     if progress.phase == "kernels":
         return format_compile_progress(progress.done, progress.total)
     return f"reading weights: {progress.done / progress.total:.0%}" if progress.total else "reading weights"

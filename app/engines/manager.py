@@ -283,7 +283,7 @@ class EngineManager:
         text = "Several models are loaded: name one." if names else "No model is loaded: name one."
         raise ApiError(400, text, param="model", code="model_required")
 
-    # ------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------ shutdown
 
     async def drain(self, timeout: float) -> None:  # noqa: ASYNC109 - part of the meaning: then streams are failed
         """Refuse new requests and wait for the open ones. After `timeout` seconds they end with an error."""

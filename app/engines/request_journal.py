@@ -56,7 +56,7 @@ class RequestJournal:
         """Wait until no request is open."""
         await self._idle.wait()
 
-    # ------------------------------------------------------------------ from outside
+    # ------------------------------------------------------------------ called by the supervisor
 
     def add(self, message: AddRequest, *, hand_over: bool) -> TokenStream:
         """Open a request. Its id must never have been used.
@@ -126,7 +126,7 @@ class RequestJournal:
     def forget_crashes(self) -> None:
         self._detector.forget()
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internals
 
     def _send_requests(self, request_ids: Collection[str]) -> None:
         for request_id in request_ids:

@@ -104,7 +104,7 @@ class Supervisor:
         self.readmit: Callable[[], Awaitable[EngineConfig]] = self._keep_admitted
         """Called before that start: its memory may be taken by now. Raises ApiError."""
 
-    # ------------------------------------------------------------------ what the manager and gateway call
+    # ------------------------------------------------------------------ called by the manager and gateway
 
     async def start(self) -> None:
         """Start the engine and return when the model is ready. Raises ApiError when it cannot be loaded; then
@@ -367,7 +367,7 @@ class Supervisor:
             self._vocabulary_sent_to = self._process
         self._process.send(message)
 
-    # ------------------------------------------------------------------ what the watchdog calls
+    # ------------------------------------------------------------------ called by the watchdog
 
     def ping(self) -> None:
         self._send(Ping(nonce=0))

@@ -114,6 +114,7 @@ class TokenUsage:
 
 
 def sequence_id(request_id: str, number: int) -> str:
+    """Id in the engine of choice `number` of a request."""
     return f"{request_id}.{number}"
 
 

@@ -21,6 +21,7 @@ _COUNTED = ("stop", "bad_words", "logit_bias", "allowed_token_ids", "stop_token_
 
 
 def as_curl(url: str, record: RequestRecord, content: Content | None = None) -> str:
+    """Format the request as a curl command."""
     body = json.dumps(body_of(record, content), ensure_ascii=False, indent=2)
     return (
         f"curl {url}{_path(record)} \\\n"
@@ -31,6 +32,7 @@ def as_curl(url: str, record: RequestRecord, content: Content | None = None) -> 
 
 
 def as_python(url: str, record: RequestRecord, content: Content | None = None) -> str:
+    """Format the request as a script with OpenAI's Python package."""
     call = "chat.completions" if is_chat(record) else "embeddings" if is_pooled(record) else "completions"
     body = body_of(record, content)
     extra = {name: value for name, value in body.items() if name not in _OF_THE_CLIENT}
@@ -75,6 +77,7 @@ def is_pooled(record: RequestRecord) -> bool:
 
 
 def is_ranked(record: RequestRecord) -> bool:
+    """Return whether documents were reranked."""
     return "rerank" in record.endpoint
 
 

@@ -40,6 +40,7 @@ class Drain:
 
 
 def shutting_down() -> ApiError:
+    """Error 503 that ends open work when the drain expires."""
     return ApiError(
         503, "llmbox is shutting down.", "shutting_down", None, "server_error", {"Retry-After": "5"}
     )

@@ -114,6 +114,7 @@ def find_running(paths: Paths, patience: float = 1.0) -> RunningDaemon | None:
 
 
 def read_pid_file(paths: Paths) -> RunningDaemon | None:
+    """Read the pid file. None if it is missing or damaged."""
     try:
         return RunningDaemon(**json.loads(paths.pid_file.read_text()))
     except (OSError, ValueError, TypeError):
@@ -121,6 +122,7 @@ def read_pid_file(paths: Paths) -> RunningDaemon | None:
 
 
 def already_running(other: RunningDaemon | None) -> CliError:
+    """Error (exit 9) of a second daemon."""
     where = f"pid {other.pid}, port {other.port}" if other else "its pid file is not written yet"
     return CliError(
         "another daemon runs on these files",

@@ -78,6 +78,7 @@ def component(logger: str) -> str:
 
 
 def set_up(path: Path, settings: LogSettings, *, background: bool) -> None:
+    """Install the handlers of the daemon's log."""
     root = logging.getLogger()
     root.handlers.clear()
     file = LogFile(path, settings, owns_stdio=background)
@@ -95,4 +96,5 @@ def set_up(path: Path, settings: LogSettings, *, background: bool) -> None:
 
 
 def set_level(settings: LogSettings) -> None:
+    """Apply the log level of the settings."""
     logging.getLogger().setLevel(LEVELS[settings.level])

@@ -267,6 +267,7 @@ def _in_cache(cache: Path) -> list[DiskModel]:
 
 
 def describe(ref: ModelRef) -> DiskModel:
+    """Describe a model on disk from its config and file sizes."""
     files = [path for path in ref.path.rglob("*") if path.is_file()]
     config = read_config(ref.path)
     names = config.get("architectures")

@@ -171,6 +171,7 @@ def parse_parameters(texts: list[str]) -> dict[str, float | int | str]:
 
 
 def check_parameter(key: str, value: object) -> float | int | str:
+    """Check the value of one alias parameter. Raises CliError (exit 2)."""
     if key == "system":
         if not isinstance(value, str) or not 0 < len(value) <= SYSTEM_LIMIT:
             raise _bad(key, f"a system prompt is a text of at most {SYSTEM_LIMIT} characters")

@@ -26,6 +26,7 @@ class KeyView(msgspec.Struct, kw_only=True):
 
 
 def view(key: ApiKey, used: LastUsed) -> KeyView:
+    """Make the view of a key."""
     fields = msgspec.structs.asdict(key)
     del fields["digest"]
     return KeyView(**fields, expired=key.is_expired(), last_used=used.of(key.id))

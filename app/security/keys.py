@@ -81,12 +81,15 @@ def new_id() -> str:
 
 
 def digest_of(secret: str) -> str:
+    """SHA-256 of a secret, in hex."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def display_of(secret: str) -> str:
+    """First characters of a secret, which may be shown."""
     return secret[:_SHOWN] + "…"
 
 
 def is_name(text: str) -> bool:
+    """Return whether `text` is a valid name of a key."""
     return re.fullmatch(NAME_PATTERN, text) is not None

@@ -99,6 +99,7 @@ def cut_texts(texts: Iterable[str], most: int) -> list[str]:
 
 
 def size_of(texts: Iterable[str]) -> int:
+    """Bytes of texts in UTF-8."""
     return sum(len(text.encode()) for text in texts)
 
 

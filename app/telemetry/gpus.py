@@ -26,6 +26,7 @@ _REASONS = {
 
 
 def throttle_reasons(bits: Number) -> tuple[str, ...]:
+    """Names of the reasons in NVML's bit mask that reduce the clocks."""
     if bits is NA:
         return ()
     return tuple(text for bit, text in _REASONS.items() if int(bits) & bit)
@@ -176,7 +177,7 @@ class GpuReader:
         seconds = now - before[0]
         return (received - before[1]) * 1024 / seconds, (sent - before[2]) * 1024 / seconds
 
-    # ------------------------------------------------------------------ how devices are joined
+    # ------------------------------------------------------------------ topology
 
     def _topology(self) -> tuple[GpuLink, ...]:
         return tuple(

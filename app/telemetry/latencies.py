@@ -59,4 +59,5 @@ def _spread(values: Iterable[float | None]) -> Spread:
 
 
 def nearest_rank(ascending: Sequence[float], share: float) -> float:
+    """Percentile by nearest rank. `share` is 0 to 1."""
     return ascending[max(1, math.ceil(share * len(ascending))) - 1]

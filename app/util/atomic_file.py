@@ -32,6 +32,7 @@ def write_whole(file: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def locked(file: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `file`, which is created if needed."""
     handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -12,6 +12,7 @@ def printable(text: str) -> str:
 
 
 def size(count: float | None) -> str:
+    """Format bytes."""
     if count is None:
         return "-"
     for unit in ("B", "kB", "MB"):
@@ -22,6 +23,7 @@ def size(count: float | None) -> str:
 
 
 def span(seconds: float | None) -> str:
+    """Format a duration in seconds."""
     if seconds is None:
         return "-"
     if seconds < 1:
@@ -37,4 +39,5 @@ def span(seconds: float | None) -> str:
 
 
 def clock(unix: float) -> str:
+    """Format a Unix time as local time."""
     return datetime.fromtimestamp(unix).astimezone().strftime("%Y-%m-%d %H:%M:%S")
