@@ -8,15 +8,17 @@ import os, sys, tempfile
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from llmbox.engine.distributed import collective, fused_sum, oneshot
+from llmbox.engine.distributed import custom_all_reduce as oneshot
+from llmbox.engine.distributed import fused_allreduce_rmsnorm as fused_sum
+from llmbox.engine.distributed import torch_communicator as collective
 from llmbox.engine.distributed.process_group import join, leave
-from llmbox.engine.model_config.parallel_layout import Layout
+from llmbox.engine.model_config.parallel_layout import ParallelLayout
 
 def numbers(rank, size):
     return torch.randn(size, generator=torch.Generator().manual_seed(rank)).bfloat16()
 
 def sums(rank, ranks):
-    together = join(Layout(ranks, 1, rank), torch.device("cpu"), ranks_file, ordered=True)
+    together = join(ParallelLayout(ranks, 1, rank), torch.device("cpu"), ranks_file, ordered=True)
     parts = [numbers(each, 4001) for each in range(ranks)]
     wanted = collective.sum_in_order(parts)
     for limit in (1 << 20, 1):
@@ -31,7 +33,7 @@ def sums(rank, ranks):
     leave()
 
 def stages(rank, ranks):
-    layout = Layout(2, 2, rank)
+    layout = ParallelLayout(2, 2, rank)
     together = join(layout, torch.device("cpu"), stages_file, ordered=True)
     x, residual = torch.full((3, 4), float(rank)), torch.full((3, 4), rank + 0.5)
     if layout.stage:
@@ -69,7 +71,7 @@ def unlaunchable(*_, compile_only=False, **options):
         raise OSError("too many registers")
 
 def one_shot(rank, ranks):
-    join(Layout(ranks, 1, rank), torch.device("cpu"), one_shot_file, ordered=True)
+    join(ParallelLayout(ranks, 1, rank), torch.device("cpu"), one_shot_file, ordered=True)
     group, cpu = dist.group.WORLD, torch.device("cpu")
     oneshot.shared_memory = lambda *_: (torch.zeros(oneshot.BUFFER_BYTES, dtype=torch.uint8), None)
     assert oneshot.OneShotSum.prepare(group, cpu) is None, "torch refuses its kernel here: no end of the load"
@@ -91,7 +93,7 @@ def one_shot(rank, ranks):
 
 def mapped(rank, ranks):
     import torch.distributed._symmetric_memory as symmetric
-    join(Layout(ranks, 1, rank), torch.device("cpu"), mapped_file, ordered=True)
+    join(ParallelLayout(ranks, 1, rank), torch.device("cpu"), mapped_file, ordered=True)
     met = []
     def empty(size, **options):
         if refuses == rank:
@@ -107,7 +109,7 @@ def mapped(rank, ranks):
     leave()
 
 def fused(rank, ranks):
-    together = join(Layout(ranks, 1, rank), torch.device("cpu"), fused_file, ordered=True)
+    together = join(ParallelLayout(ranks, 1, rank), torch.device("cpu"), fused_file, ordered=True)
     group, cpu = dist.group.WORLD, torch.device("cpu")
     x = torch.full((3, 1024), rank + 1.0).bfloat16()
     for runs in ((right, right), (right, wrong), (refused, right), (unlaunchable, unlaunchable)):
@@ -115,8 +117,8 @@ def fused(rank, ranks):
         found = fused_sum.FusedSum.prepare(group, cpu)
         assert (found is None) == (runs != (right, right)), runs
         if found is not None:
-            layout = Layout(ranks, 1, rank)
-            together = collective.TorchCollective(layout, group, ordered=True, device=cpu, fused=found)
+            layout = ParallelLayout(ranks, 1, rank)
+            together = collective.TorchCommunicator(layout, group, ordered=True, device=cpu, fused=found)
             assert together.fuses(3, 1024, torch.bfloat16)
             assert not together.fuses(300, 1024, torch.bfloat16), "too large"
             residual = torch.ones_like(x)

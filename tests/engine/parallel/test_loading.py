@@ -93,8 +93,8 @@ def test_ranks_that_cannot_meet_say_why(model, children, monkeypatch):
 
 def test_a_worker_that_cannot_meet_the_others_says_why(model, workers, children):
     workers(
-        "from llmbox.engine.errors import DeviceError; from llmbox.engine.distributed import start; "
-        "start.MeshCollective = lambda *_: (_ for _ in ()).throw(DeviceError('no way to rank 0'))"
+        "from llmbox.engine.errors import DeviceError; from llmbox.engine.executor import multiproc; "
+        "multiproc.ShmCommunicator = lambda *_: (_ for _ in ()).throw(DeviceError('no way to rank 0'))"
     )
     with pytest.raises(EngineError, match="rank 1: no way to rank 0") as failed:
         load(model, tp=2)

@@ -163,9 +163,9 @@ import llmbox.engine.executor.workers as crew
 WORKER = '''
 import runpy, torch
 from pathlib import Path
-from llmbox.engine.runner.cpu_runner import ModelRunner
+from llmbox.engine.runner.cpu_runner import CPUModelRunner
 
-execute, steps, mark = ModelRunner.execute, iter(range(10**9)), Path("{mark}")
+execute, steps, mark = CPUModelRunner.execute, iter(range(10**9)), Path("{mark}")
 
 def failing(self, plan):
     if next(steps) == 40 and not mark.exists():
@@ -173,7 +173,7 @@ def failing(self, plan):
         torch.empty(1 << 50)
     return execute(self, plan)
 
-ModelRunner.execute = failing
+CPUModelRunner.execute = failing
 runpy.run_module("llmbox.engine.process.worker_main", run_name="__main__")
 '''
 crew.COMMAND = (sys.executable, "-P", "-c", WORKER)

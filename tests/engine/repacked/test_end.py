@@ -12,8 +12,8 @@ PROGRAM = """
 import sys, threading
 from pathlib import Path
 from llmbox.engine.weights.packed_cache import cache as module, source
-from llmbox.engine.weights.packed_cache.cache import RepackedCache
-from llmbox.engine.weights.packed_cache.file import Content, write
+from llmbox.engine.weights.packed_cache.cache import PackedWeightCache
+from llmbox.engine.weights.packed_cache.file import PackedContent, write
 from llmbox.engine.weights.packed_cache.key import PackKey
 
 model, folder, how = sys.argv[1:]
@@ -24,18 +24,18 @@ def slow(out, *rest, **named):
     begun.set()
     ending.wait(60 if how == "soon" else None)
 
-end = source.Keeper._end
+end = source.PackedWeightWriter._end
 
 def told(self, thread):
     ending.set() if how == "soon" else None
     end(self, thread)
 
-module.write, source.Keeper._end = slow, told
+module.write, source.PackedWeightWriter._end = slow, told
 source.END_S = 60.0 if how == "soon" else 0.1
 source.forget_pages = lambda _: None
 key = PackKey(directory=Path(model), dtype="torch.bfloat16", quant="int8", layout="avx512 1234")
-keeper = source.Keeper(RepackedCache(Path(folder), 10**9), key, None)
-keeper._contents = [Content("item", (5000,), "linear", memoryview(bytes(5000)))]
+keeper = source.PackedWeightWriter(PackedWeightCache(Path(folder), 10**9), key, None)
+keeper._contents = [PackedContent("item", (5000,), "linear", memoryview(bytes(5000)))]
 keeper.start()
 begun.wait(60)
 """
