@@ -29,7 +29,7 @@ class ProcessExit:
 
 
 def parse_log_level(line: str) -> int:
-    """Return the logging level of a line that an engine wrote (`lifeline.log_to_stderr`). Lines in any other
+    """Return the logging level of a line that an engine wrote (`proc.log_to_stderr`). Lines in any other
     format are INFO.
     """
     words = line.split(" ", 3)

@@ -50,7 +50,7 @@ class RequestRecord:
     looked_up_tokens: int = 0
     """Prompt tokens looked up in the prefix cache."""
     prefix_end: str = ""
-    """Reason why the prefix cache had no more: one `PrefixEnd` per prompt, comma separated. Empty without a
+    """Reason why the prefix cache had no more: one `PrefixMissReason` per prompt, comma separated. Empty without a
     first token.
     """
     output_hash: str = ""
