@@ -50,8 +50,8 @@ class RequestRecord:
     looked_up_tokens: int = 0
     """Prompt tokens looked up in the prefix cache."""
     prefix_end: str = ""
-    """Reason why the prefix cache had no more: one `PrefixMissReason` per prompt, comma separated. Empty without a
-    first token.
+    """Reason why the prefix cache had no more: one `PrefixMissReason` per prompt, comma separated. Empty
+    without a first token.
     """
     output_hash: str = ""
     """Keyed hash of the answer's token ids (`app/gateway/output_hash.py`); empty where there is none."""
