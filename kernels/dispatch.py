@@ -25,11 +25,11 @@ TORCH_BACKENDS = {ops.name: ops for ops in (ONEDNN, REFERENCE)}
 
 
 class UnknownBackend(ValueError):  # noqa: N818 - named for what the user reads
-    pass
+    """LLMBOX_KERNELS or another variable cannot be followed; the message says why."""
 
 
 class QuantUnavailable(ValueError):  # noqa: N818 - named for what the user reads
-    pass
+    """No backend here runs this weight format; the message says why."""
 
 
 def backends() -> list[str]:
@@ -83,6 +83,7 @@ def select_triton(
     *,
     deterministic: bool,
 ) -> Ops:
+    """Select the Triton backend, or the reference if Triton cannot run and nobody requested it."""
     if requested not in {None, TRITON}:
         raise UnknownBackend(f"LLMBOX_KERNELS={requested}: not for a GPU; use one of triton, reference")
     reason = why_no_triton(device)
@@ -157,6 +158,7 @@ def native_ready() -> bool:
 
 
 def runs_native(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
+    """Return whether the C++ kernels support this device and these dtypes."""
     return device.type == "cpu" and is_native(_name(dtype), _name(kv_dtype))
 
 
@@ -165,6 +167,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def start(backend: CPUBackend, threads: int, quant: Quant | None) -> Ops:
+    """Start the thread pool of the C++ kernels and return their `Ops`."""
     backend.use_threads(pick_cores(threads))
     torch.set_num_threads(1)  # torch's workers spin and would take the cores from our thread pool
     return backend.ops(quant)

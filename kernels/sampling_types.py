@@ -133,6 +133,8 @@ class LogitEdits(NamedTuple):
 
 
 class DrawRow(NamedTuple):
+    """Sampling parameters of one row for `Ops.draw`."""
+
     temperature: float
     """Below 1e-5: greedy."""
     top_p: float
@@ -146,6 +148,8 @@ class DrawRow(NamedTuple):
 
 
 class DrawResult(NamedTuple):
+    """Result of one row of `Ops.draw`."""
+
     id: float
     raw_best: float
     """The model's largest logit. NaN, inf or -inf: the row has no valid id."""
@@ -154,6 +158,8 @@ class DrawResult(NamedTuple):
 
 
 class CandidateRanks(NamedTuple):
+    """Logprob statistics of S rows with N alternatives each, from `Ops.rank`."""
+
     stats_S4: Tensor
     """float64: largest logit, sum over the vocabulary of floor(2^40 exp(logit - largest)), logit of the
     chosen id, its rank. Rank 1 is the likeliest; equal logits rank by lowest id. Only the largest logit is
@@ -182,6 +188,8 @@ class PartWeights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PartOps:
+    """Sampling over one rank's part of the vocabulary."""
+
     count: Callable[[Tensor, PenaltyState], None]
     """(position_S, rules): count each row's last token, unless it was counted at this position before."""
 

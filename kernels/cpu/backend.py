@@ -22,11 +22,15 @@ ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
 
 @dataclass(frozen=True, slots=True)
 class CPUAttentionMetadata:
+    """Layout of the step and the sliding window of some layers."""
+
     ragged: BatchLayout
     window: int | None
 
 
 class CPUKVCache(PackedHandle):
+    """KV cache owned by the C++ library. Raises MemoryError if it cannot be allocated."""
+
     def __init__(self, library: ctypes.CDLL, shape: KVShape) -> None:
         self.dtype = shape.dtype
         self.heads = shape.num_kv_heads

@@ -70,12 +70,15 @@ class CommandBuffer:
 
 
 class CommandRecorder:
+    """Target of all operations: runs them at once, or records them while `recording`."""
+
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._tape: CommandBuffer | None = None
 
     @contextmanager
     def recording(self, capacity: int, cos_ATD: Tensor) -> Iterator[CommandBuffer]:
+        """Record operations into a new buffer for steps of at most `capacity` rows."""
         assert self._tape is None
         self._tape = CommandBuffer(self._library, capacity, [cos_TD.data_ptr() for cos_TD in cos_ATD])
         try:
@@ -88,6 +91,7 @@ class CommandRecorder:
         return 0 if self._tape is None else self._tape.angles.index(cos_TD.data_ptr())
 
     def result(self, name: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Return a result tensor: a new one, or the buffer's of the operation."""
         if self._tape is not None:
             return self._tape.buffer(name, width, dtype)
         return torch.empty(rows, width, dtype=dtype)

@@ -26,12 +26,15 @@ PACKED = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
+    """Weights in oneDNN's packed layout."""
+
     weight: Tensor
     """Opaque to torch: only `_linear_pointwise` reads it."""
     bias_O: Tensor | None
 
 
 def pack_linear(weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear | ReferenceLinear:
+    """Pack weights, unless they are small or of another dtype."""
     if weight_OI.numel() < SMALL or weight_OI.dtype not in PACKED:
         return ReferenceLinear(weight_OI, bias_O)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, ROWS_HINT)  # noqa: SLF001
@@ -65,6 +68,7 @@ ONEDNN: Ops = replace(
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether oneDNN's linears run on this device in this dtype."""
     if device.type != "cpu" or not torch._C._has_mkldnn:  # noqa: SLF001
         return False
     if dtype == torch.bfloat16:

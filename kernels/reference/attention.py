@@ -1,3 +1,5 @@
+"""Attention over a paged KV cache in plain torch."""
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +11,7 @@ from .kv_cache import ReferenceKVCache
 def write_kv(
     cache: ReferenceKVCache, layer: int, k_TGD: Tensor, v_TGD: Tensor, plan: AttentionMetadata
 ) -> None:
+    """Store keys and values of a step at their slots."""
     cache.k.write(layer, plan.block_of_T, plan.offset_of_T, k_TGD)
     cache.v.write(layer, plan.block_of_T, plan.offset_of_T, v_TGD)
 
@@ -53,6 +56,7 @@ def attend_group(
 def attend_run(
     run: AttentionRun, q_LHD: Tensor, k_GCD: Tensor, v_GCD: Tensor, scale: float, softcap: float | None
 ) -> Tensor:
+    """Attend for consecutive rows of one sequence: q [L, H, D], keys and values [G, C, D]."""
     if softcap is not None:
         mask_LC = run.mask_LC
         if mask_LC is None:

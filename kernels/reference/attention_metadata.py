@@ -46,6 +46,8 @@ class AttentionRun:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
+    """Attention metadata of a step: slots to write, and groups and runs to attend."""
+
     block_of_T: Tensor
     offset_of_T: Tensor
     groups: list[AttentionGroup]
@@ -55,6 +57,7 @@ class AttentionMetadata:
 def build_attention_metadata(
     ragged: BatchLayout, cache: ReferenceKVCache, window: int | None
 ) -> AttentionMetadata:
+    """Build the metadata of a step for layers of one sliding window; None: full attention."""
     slots = ragged.slots_T.long()
     singles: dict[int, list[int]] = {}
     runs: list[AttentionRun] = []
@@ -76,6 +79,7 @@ def build_attention_metadata(
 
 
 def first_seen_block(context: int, window: int | None, block_size: int) -> int:
+    """Return the first block of the context that the sliding window reaches."""
     return 0 if window is None else max(0, context - window) // block_size
 
 
@@ -92,6 +96,7 @@ def padded_blocks(blocks: int) -> int:
 
 
 def group_size(cache: ReferenceKVCache, blocks: int) -> int:
+    """Return the number of rows of a group, limited by the size of its gathered keys."""
     return max(1, GATHER_LIMIT[cache.device.type] // (blocks * cache.block_numbers))
 
 
@@ -102,6 +107,7 @@ def chunks(members: list[int], size: int) -> list[list[int]]:
 def plan_group(
     ragged: BatchLayout, cache: ReferenceKVCache, blocks: int, members: list[int], window: int | None
 ) -> AttentionGroup:
+    """Plan a group of single-token rows: blocks to gather, and the mask."""
     device = cache.device
     heads = cache.heads
     block_size = ragged.block_size

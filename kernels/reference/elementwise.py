@@ -1,3 +1,5 @@
+"""Elementwise operations, norms, RoPE and linears in plain torch."""
+
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +11,8 @@ from ..activation import Activation
 
 @dataclass(frozen=True, slots=True)
 class ReferenceLinear:
+    """Unpacked weights [O, I] and bias [O] of a linear."""
+
     weight_OI: Tensor
     bias_O: Tensor | None
 
@@ -24,6 +28,9 @@ MKL_ODD_ROWS = 12
 
 
 def linear(packed: ReferenceLinear, x_TI: Tensor) -> Tensor:
+    """Compute x @ weight.T + bias. A row has the same bits for any number of rows on a CPU in float32: see
+    MIN_ROWS.
+    """
     rows = x_TI.shape[0]
     if x_TI.device.type != "cpu" or x_TI.dtype != torch.float32 or rows >= MKL_ODD_ROWS or rows == MIN_ROWS:
         return F.linear(x_TI, packed.weight_OI, packed.bias_O)
@@ -36,11 +43,13 @@ def pack_embedding(weight_VE: Tensor, tied: bool) -> ReferenceLinear:  # noqa: A
 
 
 def embedding(table: ReferenceLinear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
+    """Look up rows of the table, times `scale`."""
     rows_TE = F.embedding(ids_T, table.weight_OI)
     return rows_TE if scale == 1.0 else rows_TE.mul_(scale)
 
 
 def gate_mul(gate_up_T2F: Tensor, activation: Activation) -> Tensor:
+    """Compute activation(gate) * up, each step rounded to the model's dtype."""
     gate, up = gate_up_T2F.chunk(2, dim=-1)
     activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return activated.mul_(up)
@@ -61,6 +70,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """Add x to the residual in place and norm the sum."""
     return rms_norm(residual_TE.add_(x_TE), weight_E, eps)
 
 

@@ -26,6 +26,7 @@ class Half:
         return [numbers] if self.scales is None else [numbers, self.scales]
 
     def write(self, layer: int, block_of_T: Tensor, offset_of_T: Tensor, rows_TGD: Tensor) -> None:
+        """Store rows at (block, offset), quantized where the cache has scales."""
         if self.scales is None:
             self.numbers[layer][block_of_T, :, offset_of_T] = rows_TGD.to(self.numbers.dtype)
             return
@@ -44,6 +45,8 @@ class Half:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceKVCache:
+    """Keys and values of all layers; `compute_dtype` is the model's dtype."""
+
     k: Half
     v: Half
     compute_dtype: torch.dtype
@@ -68,6 +71,7 @@ class ReferenceKVCache:
 
 
 def make_kv_cache(shape: KVShape, device: torch.device) -> ReferenceKVCache:
+    """Allocate the cache. int8 and E4M3 caches get float32 scales."""
     size = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
 
     # Not zeroed here: `clear_blocks` comes before a block's first use, and until then untouched pages of a
@@ -81,6 +85,7 @@ def make_kv_cache(shape: KVShape, device: torch.device) -> ReferenceKVCache:
 
 
 def copy_blocks(cache: ReferenceKVCache, pairs: list[tuple[int, int]]) -> None:
+    """Copy blocks (source, destination) in all layers."""
     if not pairs:
         return
     sources, destinations = torch.tensor(pairs, device=cache.device).unbind(1)
@@ -89,6 +94,7 @@ def copy_blocks(cache: ReferenceKVCache, pairs: list[tuple[int, int]]) -> None:
 
 
 def clear_blocks(cache: ReferenceKVCache, blocks: list[int]) -> None:
+    """Set blocks to zero in all layers."""
     if not blocks:
         return
     index = torch.tensor(blocks, device=cache.device)

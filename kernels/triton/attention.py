@@ -53,6 +53,7 @@ def attention(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
+    """Implement `Ops.attention`."""
     return attend_rows(q_THD, cache, layer, plan, scale, None, softcap)[0]
 
 
@@ -93,6 +94,7 @@ def decode(
     plan: TritonAttentionMetadata,
     powers: Powers,
 ) -> None:
+    """Attend for the leading sequences of one row each, with split-K where they are few."""
     _, heads, head_dim = q_THD.shape
     kv_heads = cache.k.shape[2]
     group = heads // kv_heads
@@ -119,6 +121,7 @@ def prefill(
     plan: TritonAttentionMetadata,
     powers: Powers,
 ) -> None:
+    """Attend for the sequences of several rows."""
     rows, heads, head_dim = q_THD.shape
     kv_heads = cache.k.shape[2]
     group = heads // kv_heads

@@ -19,6 +19,8 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 @dataclass(frozen=True, slots=True)
 class TritonKVCache:
+    """Keys and values of all layers; `compute_dtype` is the model's dtype."""
+
     k: Tensor
     v: Tensor
     k_scale: Tensor
@@ -45,6 +47,7 @@ def conversion_mode(cache: TritonKVCache, dtype: torch.dtype) -> int:
 
 
 def make_kv_cache(shape: KVShape, device: torch.device) -> TritonKVCache:
+    """Allocate the cache. Raises ValueError for FP8 on a GPU without it."""
     if shape.dtype == torch.float8_e4m3fn and not tiles.has_fp8(device):
         raise ValueError("fp8 keys and values need a GPU of compute capability 8.9 or newer: use int8")
     scales = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size)
@@ -61,6 +64,7 @@ def clear_blocks(cache: TritonKVCache, blocks: list[int]) -> None:
 
 
 def copy_blocks(cache: TritonKVCache, pairs: list[tuple[int, int]]) -> None:
+    """Copy blocks (source, destination) in all layers, without synchronizing."""
     if not pairs:
         return
     pairs_P2 = torch.tensor(pairs, dtype=torch.int32)

@@ -22,12 +22,16 @@ one pass that dequantizes the weights and cuBLAS are faster then.
 
 @dataclass(frozen=True, slots=True)
 class DenseLinear:
+    """Unquantized weights [O, I]."""
+
     weight_OI: Tensor
     bias_O: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class WeightOnlyIntLinear:
+    """Integer weights of 4 or 8 bits for unquantized rows."""
+
     weight: Grouped
     bias_O: Tensor | None
 
@@ -46,6 +50,8 @@ FP8_BLOCKS = RowFormat(torch.float8_e4m3fn, BLOCK)
 
 @dataclass(frozen=True, slots=True)
 class Fp8Linear:
+    """E4M3 weights with one scale for each output, for rows with one scale each or a static one."""
+
     weight_OI: Tensor
     scales: Tensor
     """Scales of the outputs, [O, 1]."""
@@ -64,6 +70,8 @@ class Fp8Linear:
 
 @dataclass(frozen=True, slots=True)
 class Fp8BlockLinear:
+    """E4M3 weights with block scales, for rows with one scale for each 128 inputs."""
+
     weight_OI: Tensor
     scales: Tensor
     """Scales, [O / 128, I / 128] or [O, I / 128]."""

@@ -44,6 +44,8 @@ SCREENS: tuple[type[View], ...] = (Overview, Requests, Models, Memory, Logs, Ben
 
 
 class Dashboard(App[None]):
+    """The Textual application: six screens over one `State`."""
+
     TITLE = "llmbox"
     ENABLE_COMMAND_PALETTE = True
     CSS_PATH = "view.tcss"
@@ -195,6 +197,7 @@ class Dashboard(App[None]):
     # ------------------------------------------------------------------ details
 
     def show_request(self, request_id: str) -> None:
+        """Open a dialog with all details of a request."""
         self._show_request(request_id)
 
     @work
@@ -205,6 +208,7 @@ class Dashboard(App[None]):
 
     @work
     async def copy_request(self, request_id: str) -> None:
+        """Copy an ended request to the clipboard as a curl command."""
         answer = await self._detail(request_id)
         if answer is None:
             return
@@ -227,10 +231,12 @@ class Dashboard(App[None]):
         return answer
 
     def show_facts(self, title: str, facts: Mapping[str, Any]) -> None:
+        """Open a dialog with nested facts."""
         self.push_screen(KeyValueDialog(title, fact_lines(facts)))
 
     @work
     async def show_fit(self, ref: str) -> None:
+        """Open a dialog that says whether a model fits on this machine."""
         try:
             answer = await asyncio.to_thread(self.api.get, f"fit?model={quote(ref, safe='')}")
         except CliError as error:
@@ -256,6 +262,7 @@ class Dashboard(App[None]):
         self.push_screen(Help("Keys", lines))
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        """Yield the entries of the command palette: screens and the active keys."""
         for number, view in enumerate(SCREENS, 1):
             mode = view.TITLE
             yield SystemCommand(mode, f"Screen {number}", lambda mode=mode: self.switch_mode(mode))

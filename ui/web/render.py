@@ -28,6 +28,7 @@ NONE = "\N{EN DASH}"
 
 
 def known(number: Number | None) -> float | None:
+    """Return the number as a float; None if it is not available."""
     return None if number is None or number is NA else float(number)
 
 
@@ -112,6 +113,7 @@ class Panel:
 
 
 def panel_of(request: PanelRequest) -> Panel:
+    """Return the page context of a request."""
     return Panel(request.app.state.control, csrf_token(request))
 
 
@@ -133,6 +135,7 @@ def page(
 
 
 def render(template: str, panel: Panel, **values: Any) -> str:
+    """Render a template or fragment to HTML."""
     return environment().get_template(template).render(csrf=panel.csrf, **values)
 
 

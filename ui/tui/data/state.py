@@ -20,6 +20,8 @@ MODEL_CHANGES: Final = "model."
 
 @dataclass(slots=True)
 class State:
+    """Telemetry, requests, log lines and responses that the screens draw."""
+
     tick: Tick | None = None
     lost: str = ""
     """Reason why the daemon does not answer; empty while it does."""
@@ -44,12 +46,14 @@ class State:
         return self.clock() - self.tick_at if self.tick is not None else 0.0
 
     def take_tick(self, tick: Tick) -> None:
+        """Store a tick and append its values to the sparklines."""
         self.tick, self.tick_at, self.lost = tick, self.clock(), ""
         for name, values in self.sparks.items():
             value = getattr(tick.totals, name)
             values.append(-1.0 if value is NA else float(value))
 
     def take_event(self, kind: str, data: dict[str, Any]) -> None:
+        """Store an event: a log line, an ended request, or the progress of a download."""
         if kind == "log":
             self.log.append(data)
         elif kind in {"request.finished", "request.refused"}:
@@ -75,6 +79,7 @@ class State:
         self.answers["downloads"] = {"downloads": [*others, data]}
 
     def take_answer(self, name: str, answer: dict[str, Any]) -> None:
+        """Store the response to the `Fetch` of that name."""
         self.answers[name] = answer
         self.refused.pop(name, None)
         if name == "history":

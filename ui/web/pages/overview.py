@@ -22,6 +22,8 @@ CHARTS = (
 
 @dataclass(frozen=True, slots=True)
 class DayChart:
+    """Chart of one metric over a day, as an SVG path."""
+
     label: str
     kind: str
     path: str
