@@ -24,7 +24,7 @@ _NAMED = {
     "stored": "stored answers",
 }
 _HIDDEN = {"prefix_end", "looked_up_tokens", "output_hash", "fingerprint", "content", "params", "seq"}
-"""Told in words, or of no use to people."""
+"""Fields that are shown in other words, or of no use to people."""
 
 
 @click.command(cls=Command)

@@ -28,7 +28,7 @@ _SECRET_NAME = re.compile(
     r"(?i)(^|[_.-])(api[_-]?key|secrets?|passw(or)?d|tokens?|authorization|cookie|credentials?|digest)($|[_.-])"
 )
 _TEXT_NAME = re.compile(r"(?i)^(prompt|messages?_text|content|output|answer|rendered|system|body)$")
-"""Fields that hold what somebody asked or was answered."""
+"""Fields that hold prompts or answers."""
 _COUNT = (int, float, bool)
 """`prompt_tokens: 12` and `system: 3` are numbers about texts, not texts."""
 

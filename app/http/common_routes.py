@@ -191,7 +191,7 @@ async def unload(request: HttpRequest, data: Annotated[UnloadOneRequest, Body()]
 
 
 async def _outcome(loading: "asyncio.Task[Failure | None]") -> Failure | None:
-    await asyncio.wait({loading})  # whoever waits may leave: the load stays
+    await asyncio.wait({loading})  # the client may leave: the load goes on
     if loading.cancelled():
         raise _gone()
     return loading.result()

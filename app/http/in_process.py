@@ -60,7 +60,7 @@ class _InProcessExchange:
 
     async def receive(self) -> dict[str, Any]:
         if self._body is None:
-            await asyncio.Event().wait()  # nobody disconnects: the task is cancelled instead
+            await asyncio.Event().wait()  # there is no connection to lose: the task is cancelled instead
         body, self._body = self._body, None
         return {"type": "http.request", "body": body, "more_body": False}
 

@@ -112,7 +112,7 @@ class Repo:
     def publish(self, commit: str, revision: str | None, files: Mapping[str, str]) -> Path:
         """Publish the files (name to etag) as one snapshot, in one move, then point its revision at it.
 
-        Files that somebody else put into that snapshot stay. Before this, nothing of the model can be seen.
+        Files that another program put into that snapshot stay. Before this, the model is not visible.
         """
         final = self.snapshot(commit)
         fresh = final.with_name(f"{_MOVED}{secrets.token_hex(4)}")

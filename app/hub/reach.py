@@ -11,14 +11,15 @@ from urllib.parse import urlsplit
 from . import errors
 
 TELL_S: Final = 1.5
-"""Seconds until somebody who waits hears for what."""
+"""Seconds after which a waiting user is told the cause."""
 GIVE_UP_S: Final = 6.0
 
 
 def require_reachable(endpoint: str, note: Callable[[str], None]) -> None:
     """Resolve the endpoint's name, or its proxy's, and connect to it once. Raises HubError.
 
-    `note` is called once if that takes longer than TELL_S. Nobody can interrupt a resolver: a thread asks.
+    `note` is called once if that takes longer than TELL_S. A resolver cannot be interrupted, so it runs in a
+    thread.
     """
     host, port, via = _target(endpoint)
     attempt = _Attempt(host, port)

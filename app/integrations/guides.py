@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 KEY_VARIABLE = "LLMBOX_API_KEY"
-"""Environment variable of the key, for clients that can read one: no file of theirs then holds a secret."""
+"""Environment variable of the key, for clients that can read one: their files then hold no secret."""
 NO_KEY = "none-needed"
 """Placeholder key: most clients refuse an empty one, and the daemon ignores keys that are not its own where
 none is needed.
@@ -96,7 +96,7 @@ refused.
 
 def _claude(at: Endpoint) -> dict[str, Any]:
     told = {"ANTHROPIC_BASE_URL": at.root, "ANTHROPIC_MODEL": at.model}
-    # It asks for small tasks under names of Anthropic's, and for 32,000 tokens by default.
+    # It runs small tasks under names of Anthropic's models, and requests 32,000 tokens by default.
     told |= {f"ANTHROPIC_DEFAULT_{size}_MODEL": at.model for size in ("OPUS", "SONNET", "HAIKU")}
     told["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = "8192"
     told["API_TIMEOUT_MS"] = "3600000"  # a long prompt takes minutes on a CPU; it gives up after ten

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 _SAYS: Final = ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames")
 _JOINS: Final = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas")
-"""An object is what these say together: none of them may forbid what another one asks for."""
+"""Keywords that describe an object together: none of them may forbid keys that another one requires."""
 _MAPS: Final = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
 _LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
 _ONES: Final = ("items", "contains", "additionalProperties", "if", "then", "else", "not")

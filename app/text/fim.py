@@ -37,7 +37,7 @@ ENDS = (
 )  # fmt: skip
 """Tokens that end a gap, besides the model's own end tokens."""
 _MASK = "☺"
-"""A character before a text that goes on where another ended, so that no space is put before it."""
+"""Character put before a continued text, so that the tokenizer adds no space before it."""
 
 
 def fim_prompt(text: TextModel, prefix: str, suffix: str, *, add_special_tokens: bool = True) -> list[int]:

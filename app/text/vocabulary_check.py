@@ -1,6 +1,6 @@
 """Comparison of a tokenizer with the embedding of the weights beside it.
 
-Embeddings are often padded to more rows than there are tokens, which harms nobody. The other way round a
+Embeddings are often padded to more rows than there are tokens, which is harmless. The other way round a
 token has no row: prompts that hold it are refused, and the owner is warned when the model is loaded.
 """
 

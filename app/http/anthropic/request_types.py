@@ -137,9 +137,9 @@ class Thinking(Struct, kw_only=True):
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: Count | None = None
     display: Literal["summarized", "omitted", "updates"] | None = None
-    """`omitted`: thoughts are left out of the answer."""
+    """`omitted`: thinking blocks are left out of the answer."""
     block_binding: NoEffect = None
-    """Has no effect: thoughts carry no signature that could fail."""
+    """Has no effect: thinking blocks carry no signature that could fail."""
 
 
 class Metadata(Struct, kw_only=True):
@@ -161,7 +161,7 @@ class ContextEdit(Struct, kw_only=True):
 
     type: str
     keep: Literal["all"] | ThinkingTurns | None = None
-    """Thoughts of so many of the latest turns stay; absent: of one."""
+    """Number of latest turns whose thinking blocks stay; absent: one."""
 
 
 class ContextManagement(Struct, kw_only=True):

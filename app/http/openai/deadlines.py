@@ -17,7 +17,7 @@ class Deadlines:
     def of(cls, call: RequestContext, fields: GenerationFields | None = None) -> "Deadlines":
         limits = call.limits
         most, most_to_first = limits.request_timeout, limits.first_token_timeout
-        if call.caller.is_background:  # nobody waits: the batch's own time bounds it
+        if call.caller.is_background:  # no client waits: the batch's own deadline bounds it
             most = most_to_first = 0.0
         asked = (None, None) if fields is None else (fields.timeout, fields.first_token_timeout)
         return cls(_at(call, asked[0], most), _at(call, asked[1], most_to_first))

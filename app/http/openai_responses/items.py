@@ -28,7 +28,7 @@ def chat_messages(items: Iterable[tuple[str, dict[str, Any]]], joined: Rename) -
     """Convert items. `items` come with their places; `joined` names a tool for the model from its namespace
     and its own name.
 
-    Thoughts, words and calls of one turn of the model are items of their own; a chat has one message.
+    Reasoning, text and calls of one turn of the model are separate items; a chat has one message for them.
     Raises ApiError 400 for items that are not for a text model.
     """
     messages: list[dict[str, Any]] = []

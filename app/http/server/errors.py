@@ -1,6 +1,6 @@
 """Error answers: the one place where exceptions become answers, for every route and every status.
 
-OpenAI's error object, except on Anthropic's and Ollama's routes, whose clients know theirs only.
+Errors have OpenAI's shape; on Anthropic's and Ollama's routes they have the shape of those APIs.
 """
 
 import http

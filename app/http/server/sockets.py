@@ -1,6 +1,6 @@
 """Listening sockets: loopback twice (IPv4 and IPv6) on one port, and the unix socket.
 
-PortInUse   somebody else listens there (the command line maps it to its own exit code)
+PortInUse   another process listens there (the command line maps it to its own exit code)
 """
 
 import contextlib
