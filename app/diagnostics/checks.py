@@ -14,7 +14,7 @@ from llmbox.engine.checkpoint.safetensors import read_header
 from llmbox.engine.errors import EngineError, UnsupportedArchitecture
 from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.model_config.config import parse_config
-from llmbox.engine.planning.placement import links
+from llmbox.engine.planning.placement import describe_interconnect
 from llmbox.kernels.cpu.build import find_compiled, temporary_folder
 from llmbox.kernels.cpu.cache_folder import KERNEL_CACHE
 from llmbox.kernels.cpu.compiling import NativeUnavailable, find_compiler
@@ -92,7 +92,7 @@ def check_machine(_: Program) -> Iterator[Finding]:
     for gpu in machine.gpus:
         yield Finding("gpu", "ok", f"{gpu.name}, {size(gpu.free)} of {size(gpu.total)} free")
     if len(machine.gpus) > 1:
-        yield Finding("links", "ok", links(machine.nvlink, len(machine.gpus)))
+        yield Finding("links", "ok", describe_interconnect(machine.nvlink, len(machine.gpus)))
     if not machine.gpus:
         yield Finding("gpu", "note", f"{machine.no_gpu_reason or 'none'}; models run on the CPU")
 

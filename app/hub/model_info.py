@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from llmbox.engine.checkpoint.index import full_names, list_tensors, refuse_unsaid
+from llmbox.engine.checkpoint.index import full_names, list_tensors, refuse_undeclared
 from llmbox.engine.checkpoint.quantized_layout import MODELOPT_FILE
 from llmbox.engine.checkpoint.safetensors import TensorEntry, entries_of, load_json, refuse_overlaps
 from llmbox.engine.errors import EngineError, ModelError
@@ -132,7 +132,7 @@ def _facts(
     if config.quant is None:
         for each in entries:
             if each.name.endswith(".weight"):
-                refuse_unsaid(each)
+                refuse_undeclared(each)
     counted = [e for e in entries if not (config.tie_word_embeddings and e.name.endswith(_TIED))]
     return ModelFacts(
         name,

@@ -37,7 +37,7 @@ def list_tensors(directory: Path) -> dict[str, TensorEntry]:
     raise ModelError(no_weights(directory))
 
 
-def refuse_unsaid(entry: TensorEntry) -> None:
+def refuse_undeclared(entry: TensorEntry) -> None:
     """Raise ModelError for a quantized tensor that the quantization_config of config.json does not cover."""
     if entry.dtype in QUANTIZED_DTYPES:
         raise ModelError(

@@ -17,7 +17,7 @@ from .safetensors import TensorEntry, shown
 _LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.[a-z_]+_proj\.weight")
 
 
-def wide_params(directory: Path) -> int:
+def count_unquantized_params(directory: Path) -> int:
     """Return the number of parameters of all unquantized linears; 0 if the files cannot be read, because
     loading them reports the reason.
     """
@@ -37,7 +37,7 @@ def holds_floats(entries: Mapping[str, TensorEntry]) -> bool:
     return any(entry.dtype in FLOATS for entry in entries.values())
 
 
-def is_kept_wide(names: Iterable[str], entries: Mapping[str, TensorEntry]) -> bool:
+def is_unquantized(names: Iterable[str], entries: Mapping[str, TensorEntry]) -> bool:
     """Return True if the linears `names`, which are fused into one, are unquantized. Raises ModelError if one
     is quantized and another is not.
     """

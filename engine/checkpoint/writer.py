@@ -81,7 +81,7 @@ def write_file(tensors: Mapping[str, Tensor], path: Path) -> None:
             stream.write(bytes_of(tensor))
 
 
-def require_space(folder: Path, need: int) -> None:
+def require_free_space(folder: Path, need: int) -> None:
     """Raise ModelError if the file system where `folder` is or will be has less than `need` bytes free."""
     while not folder.exists():
         folder = folder.parent
@@ -91,7 +91,7 @@ def require_space(folder: Path, need: int) -> None:
 
 
 @contextmanager
-def made_whole(out: Path) -> Iterator[Path]:
+def atomic_directory(out: Path) -> Iterator[Path]:
     """Create the directory `out` atomically: yield a temporary sibling to fill, fsync it, rename it into
     place.
 
@@ -103,7 +103,7 @@ def made_whole(out: Path) -> Iterator[Path]:
     try:
         part.mkdir(parents=True)
         yield part
-        sync(part)
+        fsync_tree(part)
         if out.is_dir():
             out.rmdir()
         part.rename(out)
@@ -111,7 +111,7 @@ def made_whole(out: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def sync(folder: Path) -> None:
+def fsync_tree(folder: Path) -> None:
     """Fsync a directory and everything in it: a rename does not guarantee that earlier writes are on disk."""
     for path in (*folder.rglob("*"), folder):
         handle = os.open(path, os.O_RDONLY)

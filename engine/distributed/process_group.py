@@ -84,7 +84,7 @@ def stage_group(layout: ParallelLayout) -> dist.ProcessGroup:
 
 
 def leave() -> None:
-    """Destroy the process group before the process ends (`hardware.proc.end`).
+    """Destroy the process group before the process ends (`hardware.proc.exit_process`).
 
     NCCL's group is kept: destroying it waits until all CUDA graphs that contain its collectives are gone, up
     to 600 s. Its resources are freed with the process.

@@ -20,10 +20,10 @@ from ..distributed.process_group import join, leave
 from ..distributed.shm_communicator import PeerSockets, ShmCommunicator
 from ..distributed.socket_link import Frame
 from ..errors import DeviceError
-from ..hardware.proc import before_end
+from ..hardware.proc import at_exit
 from ..model_config.parallel_layout import ParallelLayout
 from ..planning.estimator import MemoryPlan
-from ..planning.placement import are_joined
+from ..planning.placement import are_nvlink_peers
 from ..runner.gpu_runner import GPUModelRunner
 from .step_codec import StepEncoder, decode_result
 from .watchdog import WorkerWatchdog
@@ -202,7 +202,7 @@ class RankProcesses:
 
         Raises EngineError.
         """
-        before_end(self._end)
+        at_exit(self._end)
         try:
             roll_call = self._crew.start(self._config, self._plan)
 
@@ -245,7 +245,7 @@ class RankProcesses:
         make = DeviceRanks if isinstance(local, GPUModelRunner) else ParallelRunner
         runner = make(local, self._crew, self._watch)
         # Before what `load` left to finish, so that all ranks finish that in parallel; `_end` comes last.
-        before_end(runner.dismiss)
+        at_exit(runner.dismiss)
         return runner, plan
 
     def _close(self) -> None:
@@ -299,7 +299,7 @@ def join_cpus(layout: ParallelLayout, file: Path) -> Communicator:
 
 
 def join_gpus(layout: ParallelLayout, config: EngineConfig, plan: MemoryPlan, file: Path) -> Communicator:
-    peers = are_joined([plan.gpus[rank] for rank in layout.stage_ranks], cuda_machine().nvlink)
+    peers = are_nvlink_peers([plan.gpus[rank] for rank in layout.stage_ranks], cuda_machine().nvlink)
     joined = peers and os.environ.get(_CHOICE) != "nccl"
     device = torch.device("cuda", plan.gpus[layout.rank])
     return join(layout, device, file, ordered=config.deterministic, joined=joined)

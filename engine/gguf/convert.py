@@ -20,9 +20,9 @@ from llmbox.kernels.quant_formats import QUANTS, Quant
 from ..checkpoint.index import list_tensors
 from ..checkpoint.quantized_layout import FORMATS, entry_in_config
 from ..checkpoint.regular_file import open_regular
-from ..checkpoint.writer import ShardWriter, made_whole, require_space
+from ..checkpoint.writer import ShardWriter, atomic_directory, require_free_space
 from ..hardware.machine import read_cpu
-from ..ipc.subprocess_job import Tell, told
+from ..ipc.subprocess_job import ReportProgress, run_job
 from ..model.registry import build_model
 from ..model_config.config import parse_config
 from ..quantize.quantize import DISK_RESERVE, Progress, packing_for
@@ -55,8 +55,8 @@ def convert(
     Raises EngineError and OSError.
     """
     raw = config_of(gguf, rope_factors(gguf))
-    require_space(out, bytes_at_most(gguf, quant))
-    with made_whole(out) as part:
+    require_free_space(out, bytes_at_most(gguf, quant))
+    with atomic_directory(out) as part:
         (part / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
         config = parse_config(part)
         packing = None if quant is None else packing_for(quant, torch.float32, threads)
@@ -116,17 +116,17 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=read_cpu().cores)
     options = parser.parse_args()
 
-    def work(tell: Tell) -> ConversionReport:
+    def work(report: ReportProgress) -> ConversionReport:
         return convert(
             read_gguf(options.source),
             options.out,
             None if options.format == "none" else QUANTS[options.format],
             options.beside,
             options.threads,
-            lambda done, total: tell({"progress": [done, total]}),
+            lambda done, total: report({"progress": [done, total]}),
         )
 
-    return told(work)
+    return run_job(work)
 
 
 if __name__ == "__main__":

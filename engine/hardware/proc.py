@@ -95,7 +95,7 @@ def log_to_stderr() -> None:
 _unfinished: list[Callable[[], None]] = []
 
 
-def before_end(task: Callable[[], None]) -> None:
+def at_exit(task: Callable[[], None]) -> None:
     """Register a task to run before the process exits. The task must bound its own time, because the process
     is killed if it takes too long to exit.
     """
@@ -110,7 +110,7 @@ def finish() -> None:
         _unfinished.pop()()
 
 
-def end(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Exit the process without Python's finalization: threads of gloo and NCCL crash in it, and NCCL would
     wait there for CUDA graphs that are not released.
     """

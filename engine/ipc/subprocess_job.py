@@ -17,22 +17,22 @@ from ..errors import EngineError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-Tell = Callable[[dict[str, Any]], None]
+ReportProgress = Callable[[dict[str, Any]], None]
 
 
-def told(work: "Callable[[Tell], DataclassInstance]") -> int:
+def run_job(work: "Callable[[ReportProgress], DataclassInstance]") -> int:
     """Run `work`, write its report or error, and return the exit status of the process."""
-    compile_progress.set(lambda done, total: tell({"compiling": [done, total]}))
+    compile_progress.set(lambda done, total: report({"compiling": [done, total]}))
     try:
-        report = work(tell)
+        result = work(report)
     except (EngineError, OSError, ValueError) as error:
-        tell({"error": {"code": getattr(error, "code", "failed"), "message": str(error)}})
+        report({"error": {"code": getattr(error, "code", "failed"), "message": str(error)}})
         return 1
-    tell({"report": asdict(report)})
+    report({"report": asdict(result)})
     return 0
 
 
-def tell(message: dict[str, Any]) -> None:
+def report(message: dict[str, Any]) -> None:
     """Write one message as a line of JSON, and flush it."""
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()

@@ -10,7 +10,7 @@ from ..checkpoint.fp8_config import NotReadable, modelopt_entry
 from ..checkpoint.index import list_tensors
 from ..checkpoint.json_file import read_json
 from ..checkpoint.quantized_layout import MODELOPT_FILE, read_entry
-from ..checkpoint.unquantized_layers import wide_params
+from ..checkpoint.unquantized_layers import count_unquantized_params
 from ..config import Dtype
 from ..errors import ModelError, UnsupportedArchitecture
 from .architectures import ARCHITECTURES, Architecture, BlockKind, QKNorm
@@ -234,7 +234,9 @@ def parse_config(path: Path | str) -> ModelConfig:
         norms_add_one=kind.norms_add_one,
         fits_float16=kind.fits_float16,
         quant=(quant := stored_format(fields, Path(path))),
-        wide_params=wide_params(Path(path)) if quant is not None and QUANTS[quant].is_float else 0,
+        wide_params=count_unquantized_params(Path(path))
+        if quant is not None and QUANTS[quant].is_float
+        else 0,
         experts=kind.experts(fields, layers),
     )
 

@@ -58,12 +58,12 @@ def read_pooling(directory: Path, *, generates: bool) -> PoolingConfig:
     if not is_declared(directory):
         return PoolingConfig(default, is_declared=False)
     try:
-        return PoolingConfig(_declared(directory), is_declared=True)
+        return PoolingConfig(_read_declared(directory), is_declared=True)
     except ModelError as error:
         return PoolingConfig(default, is_declared=True, problem=str(error).replace(f"{directory}/", ""))
 
 
-def _declared(directory: Path) -> Pooling:
+def _read_declared(directory: Path) -> Pooling:
     """Read the declared pooling. Raises ModelError."""
     folder = "1_Pooling"
     if (directory / MODULES_FILE).is_file():
@@ -90,10 +90,10 @@ def _pooling(file: Path) -> Pooling:
     raw = read_json(file)
     if "pooling_mode" in raw:
         return _one_of(_NAMES, [Fields(raw, str(file)).text("pooling_mode")], file)
-    return _one_of(_MODES, _switched_on(raw), file)
+    return _one_of(_MODES, _enabled_modes(raw), file)
 
 
-def _switched_on(raw: dict[str, Any]) -> list[str]:
+def _enabled_modes(raw: dict[str, Any]) -> list[str]:
     return [name for name, value in raw.items() if name.startswith("pooling_mode_") and value is True]
 
 

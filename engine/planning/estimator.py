@@ -19,7 +19,7 @@ from ..model_config.shape import ModelShape
 from ..units import show_bytes
 from .memory_plan import MemoryBudget, MemoryPlan
 from .parallel_cost import rank_shape
-from .placement import Placement, cuts
+from .placement import Placement, candidate_placements
 from .planner import Planner, resolve_dtypes
 
 __all__ = ["MemoryBudget", "MemoryPlan", "ModelShape", "estimate", "plans", "resolve_dtypes", "show_bytes"]
@@ -35,10 +35,10 @@ def estimate(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> M
 def plans(shape: ModelShape, budget: MemoryBudget, config: EngineConfig) -> list[MemoryPlan]:
     """Return equally good plans, each on other GPUs. The first is that of `estimate`; raises as it does."""
     if shape.quant is not None:
-        config = replace(config, quant=_as_stored(shape.quant, config.quant))
+        config = replace(config, quant=_stored_format(shape.quant, config.quant))
     found: list[MemoryPlan] = []
     refusal: DoesNotFit | None = None
-    for cut in cuts(shape, budget.nvlink, 1 + len(budget.more_gpus), config, budget.device):
+    for cut in candidate_placements(shape, budget.nvlink, 1 + len(budget.more_gpus), config, budget.device):
         if found and not found[0].is_lowered and (cut.tp, cut.pp) != (found[0].tp, found[0].pp):
             break
         try:
@@ -75,7 +75,7 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
         rank_budget = replace(budget, available=budget.available // cut.ranks, cores=cores)
     quants = {quant: replace(rank_config, quant=quant) for quant in ("none", "int8", "int4")}
     tries = list(quants.values()) if config.quant == "auto" else [rank_config]
-    why_rounded = ""
+    reason = ""
     for attempt in tries:
         part = rank_shape(shape, cut.tp, cut.pp)
         try:
@@ -83,11 +83,11 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
         except DoesNotFit as error:
             if attempt is tries[-1]:
                 raise
-            why_rounded = why_rounded or str(error).partition(" (")[0]
+            reason = reason or str(error).partition(" (")[0]
             continue
         notes = (cut.reason, *plan.notes) if cut.reason else plan.notes
         if config.quant == "auto":
-            choice = f"{plan.quant}, as without rounding {why_rounded}" if why_rounded else "none: it fits"
+            choice = f"{plan.quant}, as without rounding {reason}" if reason else "none: it fits"
             notes += (f"quant auto took {choice}",)
         if budget.device == "cpu" and 1 < budget.cores < cut.ranks:
             notes += (f"{cut.ranks} ranks share {budget.cores} cores and wait for each other: ask for fewer",)
@@ -95,7 +95,7 @@ def _plan_cut(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, cut
     raise AssertionError("one try is the last")
 
 
-def _as_stored(stored: str, asked: QuantChoice) -> QuantChoice:
+def _stored_format(stored: str, asked: QuantChoice) -> QuantChoice:
     """Return the format of a quantized checkpoint: its own, or w8a8 for int8 weights. Raises DeviceError for
     any other requested format.
     """

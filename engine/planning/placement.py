@@ -38,7 +38,7 @@ class Placement:
         return self.tp * self.pp
 
 
-def cuts(
+def candidate_placements(
     shape: ModelShape,
     nvlink: tuple[frozenset[int], ...],
     num_gpus: int,
@@ -48,19 +48,19 @@ def cuts(
     """Yield placements to try, best first; those of the same sizes on other GPUs follow each other. Sizes and
     GPUs that `config` sets are the only ones. Raises ParallelError if they are not possible.
     """
-    all_cuts = _all_cuts(shape, nvlink, num_gpus, config, device)
+    placements = _all_placements(shape, nvlink, num_gpus, config, device)
     if config.gpus is None or device == "cpu":
-        yield from all_cuts
+        yield from placements
         return
-    here = [cut for cut in all_cuts if set(cut.gpus) == set(config.gpus)]
+    here = [cut for cut in placements if set(cut.gpus) == set(config.gpus)]
     if not here:
         raise ParallelError(
-            f"a place on GPUs {_named(tuple(config.gpus))} was chosen, {num_gpus} can be seen"
+            f"a place on GPUs {_format_gpus(tuple(config.gpus))} was chosen, {num_gpus} can be seen"
         )
     yield from here
 
 
-def _all_cuts(
+def _all_placements(
     shape: ModelShape,
     nvlink: tuple[frozenset[int], ...],
     num_gpus: int,
@@ -68,7 +68,7 @@ def _all_cuts(
     device: Literal["cpu", "cuda"],
 ) -> Iterator[Placement]:
     if config.tp is not None or config.pp is not None or device == "cpu":
-        yield from _asked(shape, nvlink, num_gpus, config, device)
+        yield from _requested_placements(shape, nvlink, num_gpus, config, device)
         return
     quant = QUANTS.get(config.quant)
     for gpu in range(num_gpus):  # other models may have filled the first ones
@@ -80,21 +80,21 @@ def _all_cuts(
         if can_split(shape, size, 1, quant):
             for gpus in _peers(nvlink, size):
                 yield Placement(
-                    size, 1, gpus, f"shared by {size} GPUs, which are NVLink peers: {_named(gpus)}"
+                    size, 1, gpus, f"shared by {size} GPUs, which are NVLink peers: {_format_gpus(gpus)}"
                 )
     for size in range(2, num_gpus + 1):
         for tp in range(size // 2, 1, -1):
             if size % tp == 0 and can_split(shape, tp, size // tp, quant):
-                told = f"{_told(tp, size // tp)} that are NVLink peers"
+                text = f"{_format_sizes(tp, size // tp)} that are NVLink peers"
                 for gpus in _stages_of_peers(nvlink, tp, size // tp):
-                    yield Placement(tp, size // tp, gpus, f"{told}, on GPUs {_named(gpus)}")
+                    yield Placement(tp, size // tp, gpus, f"{text}, on GPUs {_format_gpus(gpus)}")
         if can_split(shape, 1, size, quant):
             for gpus in _sets(range(num_gpus), size):
-                told = f"cut into {size} stages, on GPUs {_named(gpus)}"
-                yield Placement(1, size, gpus, f"{told}: {_why_stages(nvlink)}")
+                text = f"cut into {size} stages, on GPUs {_format_gpus(gpus)}"
+                yield Placement(1, size, gpus, f"{text}: {_why_stages(nvlink)}")
 
 
-def _asked(
+def _requested_placements(
     shape: ModelShape,
     nvlink: tuple[frozenset[int], ...],
     num_gpus: int,
@@ -103,7 +103,7 @@ def _asked(
 ) -> Iterator[Placement]:
     tp, pp = config.tp or 1, config.pp or 1
     check_layout(shape, tp, pp, QUANTS.get(config.quant))
-    asked = f"{_told(tp, pp)}, as asked" if tp * pp > 1 else ""
+    asked = f"{_format_sizes(tp, pp)}, as asked" if tp * pp > 1 else ""
     if device == "cpu":
         yield Placement(tp, pp, reason=asked)
         return
@@ -119,29 +119,29 @@ def _asked(
             continue
         slow = tp > 1 and not peers
         remark = ", which are no NVLink peers: sums go over PCIe, --pp may be faster" if slow else ""
-        yield Placement(tp, pp, gpus, f"{asked}, on GPUs {_named(gpus)}{remark}")
+        yield Placement(tp, pp, gpus, f"{asked}, on GPUs {_format_gpus(gpus)}{remark}")
 
 
-def _told(tp: int, pp: int) -> str:
+def _format_sizes(tp: int, pp: int) -> str:
     if pp == 1:
         return f"every layer shared by {tp} ranks"
     return f"cut into {pp} stages" + (f" of {tp} ranks" if tp > 1 else "")
 
 
-def links(nvlink: tuple[frozenset[int], ...], num_gpus: int) -> str:
+def describe_interconnect(nvlink: tuple[frozenset[int], ...], num_gpus: int) -> str:
     """Describe the interconnect of the GPUs, and how a model that needs several is split, for the user."""
     if not nvlink:
         return f"{num_gpus} GPUs without NVLink: a model that needs several is cut into stages (--pp)"
-    sets = " and of ".join(_named(tuple(sorted(island))) for island in nvlink)
+    sets = " and of ".join(_format_gpus(tuple(sorted(island))) for island in nvlink)
     return f"NVLink peers are GPUs {sets}: a model that needs several is shared by peers (--tp)"
 
 
-def are_joined(gpus: Sequence[int], nvlink: tuple[frozenset[int], ...]) -> bool:
+def are_nvlink_peers(gpus: Sequence[int], nvlink: tuple[frozenset[int], ...]) -> bool:
     """Return True if all of them are NVLink peers."""
     return any(set(gpus) <= island for island in nvlink)
 
 
-def _runs(gpus: Iterable[int], size: int) -> list[tuple[int, ...]]:
+def _consecutive(gpus: Iterable[int], size: int) -> list[tuple[int, ...]]:
     """Return consecutive, disjoint runs of `size` GPUs; the last one overlaps if `size` does not divide."""
     each = tuple(gpus)
     if len(each) < size:
@@ -157,7 +157,7 @@ def _sets(gpus: Iterable[int], size: int) -> list[tuple[int, ...]]:
     GPUs anywhere.
     """
     each = tuple(gpus)
-    runs = _runs(each, size)
+    runs = _consecutive(each, size)
     if len(each) > _MOST_MIXED:
         return runs
     return [*runs, *(some for some in combinations(each, size) if some not in runs)]
@@ -174,7 +174,7 @@ def _stages_of_peers(nvlink: tuple[frozenset[int], ...], tp: int, pp: int) -> li
         return _peers(nvlink, tp)
     islands = [sorted(island) for island in sorted(nvlink, key=min)]
     stages = [island[i : i + tp] for island in islands for i in range(0, len(island) - tp + 1, tp)]
-    places = _runs(range(len(stages)), pp)
+    places = _consecutive(range(len(stages)), pp)
     return [tuple(gpu for stage in run for gpu in stages[stage]) for run in places]
 
 
@@ -182,5 +182,5 @@ def _why_stages(nvlink: tuple[frozenset[int], ...]) -> str:
     return "NVLink does not join enough of them" if nvlink else "they are joined by PCIe"
 
 
-def _named(gpus: tuple[int, ...]) -> str:
+def _format_gpus(gpus: tuple[int, ...]) -> str:
     return " and ".join(filter(None, [", ".join(map(str, gpus[:-1])), str(gpus[-1])]))

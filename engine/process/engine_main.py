@@ -22,7 +22,7 @@ from setproctitle import setproctitle
 from ..config import EngineConfig
 from ..errors import EngineError
 from ..hardware.machine import name_gpus
-from ..hardware.proc import bind_to_parent, end, log_to_stderr
+from ..hardware.proc import bind_to_parent, exit_process, log_to_stderr
 from ..ipc.engine_channel import Channel, DaemonGone
 from ..ipc.messages import (
     AbortRequest,
@@ -194,4 +194,4 @@ def _adopt(fd: int) -> Channel:
 
 
 if __name__ == "__main__":
-    end(main())
+    exit_process(main())

@@ -25,7 +25,7 @@ from ..executor.build import RankEngine, load_share
 from ..executor.multiproc import connect
 from ..executor.worker_loop import serve_launches, serve_steps
 from ..executor.workers import least_of
-from ..hardware.proc import bind_to_parent, end, log_to_stderr
+from ..hardware.proc import bind_to_parent, exit_process, log_to_stderr
 from ..model_config.parallel_layout import ParallelLayout
 from ..planning.estimator import MemoryPlan
 from ..runner.gpu_runner import GPUModelRunner
@@ -105,4 +105,4 @@ def _serve(link: Link, share: RankEngine, *, answers: bool) -> None:
 
 
 if __name__ == "__main__":
-    end(main())
+    exit_process(main())

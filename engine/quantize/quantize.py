@@ -27,11 +27,11 @@ from llmbox.kernels.weight_packing import Packing
 from ..checkpoint.index import INDEX, list_tensors
 from ..checkpoint.json_file import read_json
 from ..checkpoint.quantized_layout import FORMATS, entry_in_config
-from ..checkpoint.writer import ShardWriter, made_whole, require_space
+from ..checkpoint.writer import ShardWriter, atomic_directory, require_free_space
 from ..errors import DeviceError, ModelError
 from ..executor.build import load_engine
 from ..hardware.machine import read_cpu
-from ..ipc.subprocess_job import Tell, told
+from ..ipc.subprocess_job import ReportProgress, run_job
 from ..model.registry import build_model
 from ..model_config.config import ModelConfig, parse_config
 from ..model_config.pooling import POOLING_FILE
@@ -90,8 +90,8 @@ def quantize(
             "a text meets some experts hardly ever, so their weights cannot be calibrated with it: quantise "
             "without --calibrate"
         )
-    require_space(out, bytes_at_most(config, quant))
-    with made_whole(out) as part:
+    require_free_space(out, bytes_at_most(config, quant))
+    with atomic_directory(out) as part:
         sequences = [] if writing is None else write_text(source, threads, writing)
         return write(source, part, config, quant, threads, progress, sequences)
 
@@ -178,20 +178,20 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=read_cpu().cores)
     options = parser.parse_args()
 
-    def work(tell: Tell) -> QuantizationReport:
-        report = quantize(
+    def work(report: ReportProgress) -> QuantizationReport:
+        result = quantize(
             options.source,
             options.out,
             QUANTS[options.format],
             options.threads,
-            lambda done, total: tell({"progress": [done, total]}),
-            (lambda done, total: tell({"writing": [done, total]})) if options.calibrate else None,
+            lambda done, total: report({"progress": [done, total]}),
+            (lambda done, total: report({"writing": [done, total]})) if options.calibrate else None,
         )
         if options.eval is not None:
-            measure(options.source, options.out, options.eval, options.threads, report)
-        return report
+            measure(options.source, options.out, options.eval, options.threads, result)
+        return result
 
-    return told(work)
+    return run_job(work)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from llmbox.kernels.ops import Ops, PackedLinear
 from llmbox.kernels.quant_formats import OF_LAYERS, Quant
 from llmbox.kernels.weight_packing import Kind, StoredWeights
 
-from ..checkpoint.index import QUANTIZED_DTYPES, list_tensors, refuse_unsaid
+from ..checkpoint.index import QUANTIZED_DTYPES, list_tensors, refuse_undeclared
 from ..checkpoint.quantized_layout import BOUNDS, OF_KEYS_AND_VALUES, SCALES, STEP
 from ..checkpoint.regular_file import open_regular
 from ..checkpoint.safetensors import FETCH_AGAIN, TensorEntry, shown
@@ -32,7 +32,7 @@ from ..checkpoint.tensor_io import (
     refuse_non_finite,
     split_rows,
 )
-from ..checkpoint.unquantized_layers import holds_floats, is_kept_wide
+from ..checkpoint.unquantized_layers import holds_floats, is_unquantized
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import ModelError
 from ..partition import ShardSlice
@@ -226,7 +226,7 @@ class Checkpoint:
         return vector
 
     def packed(self, asked: WeightRequest) -> PackedLinear:
-        if self._of_floats and asked.kind in OF_LAYERS and is_kept_wide(asked.outputs, self._entries):
+        if self._of_floats and asked.kind in OF_LAYERS and is_unquantized(asked.outputs, self._entries):
             asked = replace(asked, kind="head")  # such formats leave the head unquantized
         stored = self.ops.packing or self.ops.stored
         quant = None if stored is None else stored.format(asked.kind)
@@ -236,7 +236,7 @@ class Checkpoint:
             packed, bias_O = self._pack_rounded(asked, stored, quant)
         else:
             if entry is not None:
-                refuse_unsaid(entry)
+                refuse_undeclared(entry)
             packed, bias_O = self._pack(asked)
         if self._keeper is not None:
             self._keeper.packed(asked, packed, bias_O)

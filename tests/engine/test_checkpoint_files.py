@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from llmbox.engine.checkpoint.safetensors import read_header
 from llmbox.engine.checkpoint.writer import ShardWriter, write_file
-from llmbox.engine.ipc.subprocess_job import Tell, told
+from llmbox.engine.ipc.subprocess_job import ReportProgress, run_job
 from llmbox.kernels.cpu.build import compile_progress
 from llmbox.kernels.dispatch import native_ready
 from support.gguf_models import write_gguf
@@ -91,11 +91,11 @@ def test_a_job_tells_how_far_a_compile_is(capsys: pytest.CaptureFixture[str]) ->
     class Nothing:
         bytes_after: int = 0
 
-    def work(_tell: Tell) -> Nothing:
+    def work(_tell: ReportProgress) -> Nothing:
         compile_progress.get()(1, 3)
         return Nothing()
 
-    assert contextvars.copy_context().run(told, work) == 0
+    assert contextvars.copy_context().run(run_job, work) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines == [{"compiling": [1, 3]}, {"report": {"bytes_after": 0}}]
 

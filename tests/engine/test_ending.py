@@ -17,15 +17,15 @@ def done(monkeypatch):
 
 def test_the_latest_comes_first_and_all_of_it_once(done):
     for name in "abc":
-        ending.before_end(lambda name=name: done.append(name))
+        ending.at_exit(lambda name=name: done.append(name))
     ending.finish()
     ending.finish()
     assert done == ["c", "b", "a"]
 
 
 def test_what_ends_something_that_is_left_to_finish_may_finish_it(done):
-    ending.before_end(lambda: done.append("a"))
-    ending.before_end(ending.finish)
+    ending.at_exit(lambda: done.append("a"))
+    ending.at_exit(ending.finish)
     ending.finish()
     assert done == ["a"]
 
@@ -36,8 +36,8 @@ def test_what_ends_something_that_is_left_to_finish_may_finish_it(done):
 def test_processes(end, told):
     program = f"""
 import os
-from llmbox.engine.hardware.proc import before_end, finish
-before_end(lambda: print("done", flush=True))
+from llmbox.engine.hardware.proc import at_exit, finish
+at_exit(lambda: print("done", flush=True))
 {end}
 """
     ran = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
@@ -48,13 +48,13 @@ def test_an_end_without_pythons_own():
     """Threads that nobody waits for, and libraries that never would be done."""
     program = """
 import atexit, logging, threading
-from llmbox.engine.hardware.proc import before_end, end
+from llmbox.engine.hardware.proc import at_exit, exit_process
 logging.basicConfig(format="%(message)s")
 atexit.register(print, "late")
-before_end(lambda: print("done"))
+at_exit(lambda: print("done"))
 threading.Thread(target=threading.Event().wait).start()
 logging.warning("told")
-end(3)
+exit_process(3)
 """
     ran = subprocess.run(
         [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=300, check=False

@@ -16,7 +16,7 @@ from llmbox.kernels.weight_packing import Packing
 
 from ...checkpoint.regular_file import open_regular
 from ...distributed.communicator import SINGLE, TensorParallel
-from ...hardware.proc import before_end
+from ...hardware.proc import at_exit
 from ..source import WeightRequest
 from .cache import PackedWeightCache
 from .file import DamagedPackedFile, MappedWeights, PackedContent, PackedItem
@@ -103,7 +103,7 @@ class PackedWeightWriter:
         """Write in a thread of lowest priority. A process that ends waits up to END_S seconds for it."""
         thread = threading.Thread(target=self._write, name="keep packed weights", daemon=True)
         thread.start()
-        before_end(partial(self._end, thread))
+        at_exit(partial(self._end, thread))
         return thread
 
     def _end(self, thread: threading.Thread) -> None:

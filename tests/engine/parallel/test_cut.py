@@ -13,7 +13,7 @@ from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.hardware.nvml import islands, peers
 from llmbox.engine.model_config.shape import ModelShape
 from llmbox.engine.planning.estimator import MemoryBudget, estimate, plans
-from llmbox.engine.planning.placement import are_joined
+from llmbox.engine.planning.placement import are_nvlink_peers
 from support.fake_nvml import FakeGpu, FakeNvml
 
 GB = 10**9
@@ -237,8 +237,8 @@ def test_a_driver_that_does_not_know_links_knows_no_peers(driver):
 
 def test_gpus_are_joined_where_all_are_peers_of_all():
     islands = (frozenset({0, 1, 2, 3}), frozenset({5, 6}))
-    assert are_joined([3, 1], islands)
-    assert are_joined([5, 6], islands)
-    assert not are_joined([0, 5], islands)
-    assert not are_joined([0, 4], islands)
-    assert not are_joined([0, 1], ())
+    assert are_nvlink_peers([3, 1], islands)
+    assert are_nvlink_peers([5, 6], islands)
+    assert not are_nvlink_peers([0, 5], islands)
+    assert not are_nvlink_peers([0, 4], islands)
+    assert not are_nvlink_peers([0, 1], ())
