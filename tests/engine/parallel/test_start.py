@@ -35,9 +35,9 @@ class Crew:
 def test_ranks_on_gpus_that_run_other_kernels_do_not_meet(monkeypatch, device, backend, refused):
     """They would exchange other things to draw a token."""
     crew, met = Crew(backend), []
-    monkeypatch.setattr(start, "Crew", lambda _: crew)
+    monkeypatch.setattr(start, "WorkerGroup", lambda _: crew)
     monkeypatch.setattr(start, "at_exit", lambda _: None)
-    monkeypatch.setattr(start, "Watch", lambda _: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(start, "WorkerWatchdog", lambda _: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(start.RankProcesses, "_meet", lambda *_: met.append(True))
     config = EngineConfig(model_path="none", name="m")
     ranks = start.RankProcesses(config, SimpleNamespace(device=device), crew.layout)
