@@ -19,7 +19,7 @@ import click
 
 from llmbox.engine.checkpoint.quantized_layout import FORMATS
 from llmbox.engine.errors import ModelError
-from llmbox.engine.gguf.config import config_of, is_rounded
+from llmbox.engine.gguf.config import config_of, is_quantized
 from llmbox.engine.gguf.reader import GgufFile, read_gguf
 from llmbox.engine.ipc.spawn import Launch
 
@@ -229,7 +229,7 @@ def import_gguf(
     except ModelError as error:
         raise CliError("not imported", str(error), "llmbox import --help", Exit.FAILED) from None
     if to == "auto":
-        to = AFTER_ROUNDING if is_rounded(gguf) else "none"
+        to = AFTER_ROUNDING if is_quantized(gguf) else "none"
     target = (out or Path(_name_of(gguf))).absolute()
     with tempfile.TemporaryDirectory(prefix="llmbox-import-") as beside:
         _take_tokenizer(gguf, tokenizer, Path(beside))

@@ -15,7 +15,7 @@ from ..model_config.parallel_layout import ParallelLayout
 from ..partition import ShardSlice
 
 
-def dealt(rows: int, tp: int, rank: int) -> slice:
+def rows_of_rank(rows: int, tp: int, rank: int) -> slice:
     """Return the slice of `rows` that `rank` owns: ceil(rows / tp) each, fewer or none for the last ranks."""
     size = -(-rows // tp)
     return slice(min(rows, rank * size), min(rows, (rank + 1) * size))
@@ -37,7 +37,8 @@ class CompletedWork:
 class Communicator(Protocol):
     """Collectives and transfers of one rank.
 
-    All ranks of a stage call `sum`, `gather` and `deal` together; transfers are called at both ends.
+    All ranks of a stage call `sum`, `gather` and `all_to_all_rows` together; transfers are called at both
+    ends.
     """
 
     def sum(self, x: Tensor, out: Tensor | None = None) -> None:
@@ -48,8 +49,8 @@ class Communicator(Protocol):
         """All-gather tensors of one shape over the stage: [tp, ...]."""
         ...
 
-    def deal(self, x: Tensor) -> Tensor:
-        """All-to-all of rows: from x [R, ...] of every rank to [tp, this rank's `dealt` rows of R, ...]."""
+    def all_to_all_rows(self, x: Tensor) -> Tensor:
+        """All-to-all of rows: from x [R, ...] of every rank to [tp, this rank's rows of R, ...]."""
         ...
 
     def send(self, *tensors: Tensor) -> None:
@@ -60,7 +61,7 @@ class Communicator(Protocol):
         """Receive from the previous stage into these tensors."""
         ...
 
-    def fuses(self, rows: int, width: int, dtype: torch.dtype) -> bool:
+    def can_fuse(self, rows: int, width: int, dtype: torch.dtype) -> bool:
         """Return whether `sum_add_norm` takes tensors of this shape; the same on all ranks."""
         ...
 
@@ -77,7 +78,7 @@ class Communicator(Protocol):
         """
         ...
 
-    def hand_back(self, x: Tensor) -> AsyncWork:
+    def transfer_to_first_stage(self, x: Tensor) -> AsyncWork:
         """Transfer `x` from the last stage to the first, which passes the tensor to fill.
 
         Both stages call it, and neither blocks: other transfers do not delay it. `x` must stay untouched
@@ -143,7 +144,7 @@ class TensorParallel:
         return x_TE
 
     def _leaves_sum(self, rows: int, width: int, dtype: torch.dtype) -> bool:
-        return self.layout.tp > 1 and self.collective.fuses(rows, width, dtype)
+        return self.layout.tp > 1 and self.collective.can_fuse(rows, width, dtype)
 
     def _summed(self, ops: Ops, packed: PackedLinear, x_TI: Tensor) -> Tensor:
         if x_TI.dtype == torch.float32 or x_TI.device.type != "cpu":

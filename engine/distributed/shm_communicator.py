@@ -23,7 +23,7 @@ from torch import Tensor
 from ..checkpoint.tensor_io import bytes_of
 from ..errors import RankLost
 from ..model_config.parallel_layout import ParallelLayout
-from .communicator import AsyncWork, CompletedWork, dealt
+from .communicator import AsyncWork, CompletedWork, rows_of_rank
 from .torch_communicator import add_in_order
 
 SLOT = 1 << 20
@@ -100,8 +100,8 @@ class ShmCommunicator:
         whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
         return whole.view(self._layout.tp, *x.shape)
 
-    def deal(self, x: Tensor) -> Tensor:
-        return self.gather(x)[:, dealt(len(x), self._layout.tp, self._layout.tp_rank)]
+    def all_to_all_rows(self, x: Tensor) -> Tensor:
+        return self.gather(x)[:, rows_of_rank(len(x), self._layout.tp, self._layout.tp_rank)]
 
     def send(self, *tensors: Tensor) -> None:
         for tensor in tensors:
@@ -111,7 +111,7 @@ class ShmCommunicator:
         for tensor in tensors:
             self._receive(tensor, self._layout.rank - self._layout.tp)
 
-    def fuses(self, _rows: int, _width: int, _dtype: torch.dtype) -> bool:
+    def can_fuse(self, _rows: int, _width: int, _dtype: torch.dtype) -> bool:
         return False
 
     def sum_add_norm(
@@ -122,7 +122,7 @@ class ShmCommunicator:
     def agree(self, works: bool) -> bool:
         raise NotImplementedError  # called after graph captures, and CPUs have none
 
-    def hand_back(self, x: Tensor) -> AsyncWork:
+    def transfer_to_first_stage(self, x: Tensor) -> AsyncWork:
         """Send into the socket, whose buffer holds the ids of more steps than are ever in flight; the first
         stage reads them in `wait`.
         """

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..model_config.parallel_layout import ParallelLayout
-from .communicator import AsyncWork, dealt
+from .communicator import AsyncWork, rows_of_rank
 from .custom_all_reduce import OneShotSum, all_agree
 from .fused_allreduce_rmsnorm import FusedSum
 
@@ -42,8 +42,8 @@ class TorchCommunicator:
     ) -> None:
         """`stage`: group of this stage's ranks. `ordered`: always sum in the order of ranks.
 
-        `back`: with several stages, a group of all ranks for `hand_back` alone, as the transfers of one group
-        are serialized.
+        `back`: with several stages, a group of all ranks for `transfer_to_first_stage` alone, as the
+        transfers of one group are serialized.
         """
         self._layout = layout
         self._device = device
@@ -74,9 +74,9 @@ class TorchCommunicator:
         _all_gather(out.view(-1), x.view(-1), group=self._stage)
         return out
 
-    def deal(self, x: Tensor) -> Tensor:
+    def all_to_all_rows(self, x: Tensor) -> Tensor:
         tp, rows = self._layout.tp, len(x)
-        shares = [dealt(rows, tp, rank) for rank in range(tp)]
+        shares = [rows_of_rank(rows, tp, rank) for rank in range(tp)]
         sizes = [share.stop - share.start for share in shares]
         mine = sizes[self._layout.tp_rank]
         out = x.new_empty(tp * mine, *x.shape[1:])
@@ -92,7 +92,7 @@ class TorchCommunicator:
             assert tensor.is_contiguous()
             dist.recv(tensor, self._layout.rank - self._layout.tp)
 
-    def fuses(self, rows: int, width: int, dtype: torch.dtype) -> bool:
+    def can_fuse(self, rows: int, width: int, dtype: torch.dtype) -> bool:
         return self._fused is not None and self._fused.takes(rows, width, dtype)
 
     def sum_add_norm(
@@ -105,7 +105,7 @@ class TorchCommunicator:
     def agree(self, works: bool) -> bool:
         return all_agree(None, self._device, works)
 
-    def hand_back(self, x: Tensor) -> AsyncWork:
+    def transfer_to_first_stage(self, x: Tensor) -> AsyncWork:
         assert x.is_contiguous()
         begin = dist.isend if self._layout.is_last else dist.irecv
         work = begin(x, self._layout.other_end, group=self._back)

@@ -48,8 +48,8 @@ from ..sampling import Sampler
 from ..sampling.tp_sampler import rank_sampler
 from .load_model import WeightsWanted, load_weights
 from .multiproc import RankProcesses
-from .profile import Agree, GPUEngineParts, make_device_runner, open_gpu
-from .workers import share as share_of
+from .profile import Agree, GPUEngineParts, make_device_runner, select_gpu
+from .workers import cores_of_rank
 
 _READ: Final = 12e9
 """Approximate bytes of weights that a core reads per second. A bf16 weight takes two bytes and costs two
@@ -111,21 +111,21 @@ def load_engine(config: EngineConfig, progress: Callable[[Progress], None]) -> E
     runner: Executor
     worker_pids: list[int] = []
     if layout.ranks == 1:
-        share = load_share(config, plan, SINGLE, weights_progress(progress))
+        share = load_rank(config, plan, SINGLE, weights_progress(progress))
         local, plan = share.finish()
         runner = local if isinstance(local, GPUModelRunner) else SyncExecutor(local)
         measured = share.measured
     else:
         log.info("%s", "; ".join(plan.notes) or f"{layout.ranks} ranks: tp {plan.tp}, pp {plan.pp}")
         ranks = RankProcesses(config, plan, layout)
-        load = partial(load_share, config, plan)
+        load = partial(load_rank, config, plan)
         share, measured = ranks.load(load, weights_progress(progress))
         (runner, plan), worker_pids = ranks.runner(share), ranks.worker_pids
     info = model_info(config, model, plan, share.backend, time.monotonic() - started, measured, worker_pids)
     return Engine(make_scheduler(config, plan, share.draft_rows), runner, info)
 
 
-def load_share(
+def load_rank(
     config: EngineConfig, plan: MemoryPlan, rank: TensorParallel, progress: Callable[[int, int], None]
 ) -> RankEngine:
     """Load this rank's shard of the model. Raises ModelError or DeviceError."""
@@ -198,7 +198,7 @@ def rank_device(plan: MemoryPlan, layout: ParallelLayout) -> tuple[torch.device,
     if plan.device == "cpu":
         return torch.device("cpu"), 0
     gpu = plan.gpus[layout.rank]
-    return torch.device("cuda", gpu), open_gpu(gpu)
+    return torch.device("cuda", gpu), select_gpu(gpu)
 
 
 def take_cores(threads: int, layout: ParallelLayout, device: torch.device) -> int:
@@ -206,7 +206,7 @@ def take_cores(threads: int, layout: ParallelLayout, device: torch.device) -> in
     if layout.ranks == 1 or device.type != "cpu":
         return threads
     cores = pick_cores(threads)
-    mine = share_of(cores, layout)
+    mine = cores_of_rank(cores, layout)
     if len(mine) < len(cores) and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, mine)
     return max(1, threads // layout.ranks)

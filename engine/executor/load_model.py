@@ -38,7 +38,7 @@ def memory_in_use(device: torch.device) -> int | None:
     return None if found is None else int(found.split()[1]) * 1024
 
 
-def grown(before: int | None, after: int | None) -> int | None:
+def delta_or_none(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else max(0, after - before)
 
 
@@ -78,4 +78,4 @@ def from_checkpoint(
         wanted.directory, wanted.ops, wanted.dtype, wanted.device, progress, keeper, wanted.rank
     )
     model = build_model(config, source, QUANTS.get(wanted.quant))
-    return model, grown(before, memory_in_use(wanted.device))
+    return model, delta_or_none(before, memory_in_use(wanted.device))

@@ -11,7 +11,7 @@ from ..weights.packed_cache.cache import PackedWeightCache
 from ..weights.packed_cache.file import DamagedPackedFile
 from ..weights.packed_cache.key import PackKey
 from ..weights.packed_cache.source import PackedWeightSource, PackedWeightWriter
-from .load_model import Loaded, Progress, WeightsWanted, from_checkpoint, grown, memory_in_use
+from .load_model import Loaded, Progress, WeightsWanted, delta_or_none, from_checkpoint, memory_in_use
 
 log = logging.getLogger(__name__)
 
@@ -56,5 +56,5 @@ def _from_cache(
     except OSError as error:
         log.warning("packed weights cannot be taken up: %s", error)
         return None
-    anonymous = grown(before, memory_in_use(wanted.device))
+    anonymous = delta_or_none(before, memory_in_use(wanted.device))
     return model, None if anonymous is None else anonymous + source.mapped

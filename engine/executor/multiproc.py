@@ -27,7 +27,7 @@ from ..planning.placement import are_nvlink_peers
 from ..runner.gpu_runner import GPUModelRunner
 from .step_codec import StepEncoder, decode_result
 from .watchdog import WorkerWatchdog
-from .workers import Over, WorkerGroup
+from .workers import Transport, WorkerGroup
 
 
 class LocalRunner(Protocol):
@@ -206,28 +206,28 @@ class RankProcesses:
         try:
             roll_call = self._crew.start(self._config, self._plan)
 
-            def told(done: int, total: int) -> None:
-                roll_call.hear()  # a rank that cannot load ends the load of all
+            def report(done: int, total: int) -> None:
+                roll_call.poll()  # a rank that cannot load ends the load of all
                 progress(done, total)
 
             rank = TensorParallel(self._crew.layout)
-            mine = load(rank, told)
-            others = roll_call.all()
+            mine = load(rank, report)
+            others = roll_call.wait()
             if self._plan.device == "cuda":
                 refuse_other_kernels([mine.backend, *(each["backend"] for each in others)])
             self._watch = WorkerWatchdog(self._crew.workers)
-            self._meet(rank)
+            self._connect(rank)
         except BaseException:
             self._close()
             raise
         measured = [mine.measured, *(each["measured"] for each in others)]
         return mine, None if None in measured else sum(filter(None, measured))
 
-    def _meet(self, rank: TensorParallel) -> None:
-        over = choose(self._plan)
-        file = self._crew.meet(over)
-        rank.join(connect(rank.layout, self._config, self._plan, self._crew.take_ends(), over, file))
-        self._crew.met()
+    def _connect(self, rank: TensorParallel) -> None:
+        over = choose_transport(self._plan)
+        file = self._crew.start_rendezvous(over)
+        rank.join(connect(rank.layout, self._config, self._plan, self._crew.take_sockets(), over, file))
+        self._crew.finish_rendezvous()
 
     @property
     def worker_pids(self) -> list[int]:
@@ -238,7 +238,7 @@ class RankProcesses:
         assert self._watch is not None
         try:
             with self._watch.guarding():
-                local, plan = share.finish(self._crew.least)
+                local, plan = share.finish(self._crew.all_min)
         except BaseException:
             self._close()
             raise
@@ -273,14 +273,19 @@ def refuse_other_kernels(backends: Sequence[str]) -> None:
             )
 
 
-def choose(plan: MemoryPlan) -> Over:
+def choose_transport(plan: MemoryPlan) -> Transport:
     if plan.device == "cuda":
         return "nccl"
     return "gloo" if os.environ.get(_CHOICE) == "gloo" else "mesh"
 
 
 def connect(
-    layout: ParallelLayout, config: EngineConfig, plan: MemoryPlan, ends: PeerSockets, over: Over, file: Path
+    layout: ParallelLayout,
+    config: EngineConfig,
+    plan: MemoryPlan,
+    ends: PeerSockets,
+    over: Transport,
+    file: Path,
 ) -> Communicator:
     """Connect this rank to the others; every rank calls this. Raises DeviceError."""
     if over == "mesh":

@@ -23,7 +23,7 @@ from ..runner.cuda_graphs import CudaCapture
 from ..runner.gpu_runner import DeviceSizes, GPUModelRunner
 from ..runner.graph_pool import GraphCapture
 from ..units import show_bytes
-from .warmup import trial_blocks, trial_steps
+from .warmup import num_warmup_blocks, warmup_steps
 
 
 class MemoryMeter(Protocol):
@@ -46,8 +46,8 @@ class MemoryMeter(Protocol):
 
 class CudaMeter:
     def __init__(self, device: torch.device, free_before: int) -> None:
-        """`free_before`: result of `open_gpu`. What other processes take meanwhile counts as this process's:
-        better too little KV memory than too much.
+        """`free_before`: result of `select_gpu`. What other processes take meanwhile counts as this
+        process's: better too little KV memory than too much.
         """
         self._device = device
         self._free_before = free_before
@@ -118,7 +118,7 @@ def make_device_runner(
     graphs = graphs_reserve(len(capture_sizes(plan.step_rows))) if config.cuda_graphs else 0
     row_counts = parts.model.ops.warmup_batch_sizes
     make = partial(build, parts, device=on_device, capture=None, graphs_bytes=0)
-    plan = fit_pool(config, plan, meter, graphs, make, row_counts, agree)
+    plan = profile_kv_blocks(config, plan, meter, graphs, make, row_counts, agree)
     capture = CudaCapture(device) if config.cuda_graphs else None
     runner = build(parts, plan, on_device, capture, graphs)
     runner.prepare()  # captures the largest graph; the others follow between requests
@@ -134,7 +134,7 @@ def build(
     return GPUModelRunner(parts.model, parts.rotary, cache, device, sizes, capture, graphs_bytes)
 
 
-def fit_pool(
+def profile_kv_blocks(
     config: EngineConfig,
     plan: MemoryPlan,
     meter: MemoryMeter,
@@ -153,11 +153,11 @@ def fit_pool(
     tried = plan
     if not config.chunked_prefill:  # a whole prompt comes on top of a step that has room for one token
         tried = replace(plan, token_budget=plan.token_budget + plan.pp * plan.context)
-    needed = trial_blocks(tried)
+    needed = num_warmup_blocks(tried)
     meter.reset_peak()
     started = time.monotonic()
     runner = make(replace(plan, num_blocks=needed))
-    steps = run_trials(runner, tried, row_counts)
+    steps = run_warmup(runner, tried, row_counts)
     log.info("kernels ready: %d trial steps took %.1f s", steps, time.monotonic() - started)
     block_bytes = plan.block_size * plan.kv_bytes_per_token
     workspace = max(0, meter.peak() - weights - (needed + 1) * block_bytes)
@@ -179,10 +179,10 @@ def fit_pool(
     return replace(plan, num_blocks=blocks, workspace_bytes=measured.total - weights)
 
 
-def run_trials(runner: GPUModelRunner, plan: MemoryPlan, row_counts: Sequence[int]) -> int:
+def run_warmup(runner: GPUModelRunner, plan: MemoryPlan, row_counts: Sequence[int]) -> int:
     """Run the warm-up steps and return their number. Requests end after each: no runner row stays taken."""
     count = 0
-    for step in trial_steps(plan, row_counts):
+    for step in warmup_steps(plan, row_counts):
         runner.collect(runner.launch(step))
         for row in step.rows:
             row.request.admissions += 1
@@ -202,7 +202,7 @@ def _refusal(measured: MemoryProfile, plan: MemoryPlan, blocks: int, wanted: int
     )
 
 
-def open_gpu(number: int) -> int:
+def select_gpu(number: int) -> int:
     """Select a GPU for this process and return the bytes that were free before its CUDA context existed.
 
     Without NVML: what is free now, plus `CUDA_CONTEXT`. For a GPU that was opened long before (by a benchmark

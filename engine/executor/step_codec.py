@@ -29,7 +29,7 @@ _GONE = -1
 
 
 @dataclass(slots=True)
-class _Told:
+class _Mirror:
     """State of a request's mirror on the workers, in one of its admissions."""
 
     number: int
@@ -48,7 +48,7 @@ class StepEncoder:
     """Rank 0's side: encodes steps as differences to the mirrors on the workers."""
 
     def __init__(self) -> None:
-        self._told: dict[int, _Told] = {}
+        self._mirrors: dict[int, _Mirror] = {}
         """Keyed by `id`: each entry holds its request, so that no other object can get the same id."""
         self._next = 0
 
@@ -66,19 +66,19 @@ class StepEncoder:
             numbers.extend(pair)
         new: dict[str, Any] = {_GRAPH: graph} if graph else {}
         for row in plan.rows:
-            known = self._told.get(id(row.request))
+            known = self._mirrors.get(id(row.request))
             if known is None:
-                known = self._told[id(row.request)] = _Told(self._next, row.request, row.admission)
+                known = self._mirrors[id(row.request)] = _Mirror(self._next, row.request, row.admission)
                 self._next += 1
                 new[str(known.number)] = _introduction(row.request)
             self._row(numbers, row, known)
         return Frame("step", new, numbers)
 
     def _forget_gone(self) -> list[int]:
-        gone = [key for key, known in self._told.items() if known.is_gone]
-        return [self._told.pop(key).number for key in gone]
+        gone = [key for key, known in self._mirrors.items() if known.is_gone]
+        return [self._mirrors.pop(key).number for key in gone]
 
-    def _row(self, numbers: "array[int]", row: ScheduledRequest, known: _Told) -> None:
+    def _row(self, numbers: "array[int]", row: ScheduledRequest, known: _Mirror) -> None:
         """Append the integers of `_ROW`, then the new ids, the new blocks and the mask."""
         request = row.request
         ids = request.token_ids[known.tokens :]

@@ -24,7 +24,7 @@ TOLD: Final[dict[str, Any]] = {"prompt_logprobs": 20}
 """Parameters of a prompt with as many alternatives as a request may ask for over HTTP."""
 
 
-def trial_steps(plan: MemoryPlan, row_counts: Sequence[int]) -> Iterator[StepPlan]:
+def warmup_steps(plan: MemoryPlan, row_counts: Sequence[int]) -> Iterator[StepPlan]:
     """Yield the warm-up steps; the largest come last, when all kernels are compiled.
 
     `row_counts`: `Ops.warmup_batch_sizes`.
@@ -41,10 +41,10 @@ def trial_steps(plan: MemoryPlan, row_counts: Sequence[int]) -> Iterator[StepPla
             decoding_one = sequence(plan, min(context, plan.context - 1), 1, "decodes")
             yield StepPlan([decoding_one, *prompts(plan, 2)], [(0, 1)])
     yield long_prompt(plan)
-    yield trial_step(plan)
+    yield largest_step(plan)
 
 
-def trial_blocks(plan: MemoryPlan) -> int:
+def num_warmup_blocks(plan: MemoryPlan) -> int:
     """Return how many KV blocks the sequences share: at least two, as one is copied to another."""
     return max(2, -(-_sequence_length(plan) // plan.block_size))
 
@@ -53,7 +53,7 @@ def counts_up_to(most: int, row_counts: Sequence[int]) -> list[int]:
     return [*(count for count in row_counts if count < most), most] if row_counts else []
 
 
-def trial_step(plan: MemoryPlan) -> StepPlan:
+def largest_step(plan: MemoryPlan) -> StepPlan:
     """Build the largest step: the most tokens in the most sequences, sampled with top-p and penalties."""
     length = _sequence_length(plan)
     return StepPlan([sequence(plan, length, length, str(n), **RULED) for n in range(_most_sequences(plan))])
@@ -96,6 +96,6 @@ def sequence(plan: MemoryPlan, end: int, tokens: int, name: str, **draws: Any) -
     """Build the row of the last `tokens` of a context that ends at `end`."""
     params = SamplingParams(max_tokens=1, temperature=0.9, **draws)
     request = Request(request_id=f"trial {name}", prompt_ids=[0] * end, params=params)
-    shared = trial_blocks(plan)
+    shared = num_warmup_blocks(plan)
     request.block_table = [number % shared for number in range(-(-end // plan.block_size))]
     return ScheduledRequest(request, end - tokens, tokens, samples=True)

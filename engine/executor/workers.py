@@ -59,7 +59,7 @@ class WorkerBarrier:
         for fd in self._missing:
             self._poll.register(fd, select.POLLIN)
 
-    def hear(self, seconds: float = 0.0) -> None:
+    def poll(self, seconds: float = 0.0) -> None:
         """Receive the frames that arrive within `seconds`.
 
         Raises WorkerLoadFailed, or RankLost for a worker that is gone.
@@ -69,14 +69,14 @@ class WorkerBarrier:
             self._poll.unregister(fd)
             self._answers[worker.rank] = self._answer(worker)
 
-    def all(self) -> list[dict[str, Any]]:
+    def wait(self) -> list[dict[str, Any]]:
         """Return the bodies of all workers' frames, in the order of ranks.
 
-        Raises as `hear` does, and RankLost for a worker that was stopped.
+        Raises as `poll` does, and RankLost for a worker that was stopped.
         """
         stopped_since: float | None = None
         while self._missing:
-            self.hear(_TICK)
+            self.poll(_TICK)
             stopped = self._stopped()
             if not stopped:
                 stopped_since = None
@@ -121,7 +121,7 @@ def _end_of(process: "subprocess.Popen[bytes]") -> str:
 
 COMMAND: Final = (sys.executable, "-P", "-m", "llmbox.engine.process.worker_main")
 
-Over = Literal["mesh", "gloo", "nccl"]
+Transport = Literal["mesh", "gloo", "nccl"]
 """Transport of the collectives: shared memory, gloo or NCCL."""
 
 
@@ -148,24 +148,26 @@ class WorkerGroup:
             ends.close()
         return WorkerBarrier(self.workers, "loaded")
 
-    def take_ends(self) -> PeerSockets:
+    def take_sockets(self) -> PeerSockets:
         ends, self._ends = self._ends, None
         assert ends is not None
         return ends
 
-    def meet(self, over: Over) -> Path:
-        """Ask all workers to join; return the file store of the rendezvous, which `met` removes."""
+    def start_rendezvous(self, over: Transport) -> Path:
+        """Ask all workers to join; return the file store of the rendezvous, which `finish_rendezvous`
+        removes.
+        """
         self._folder = Path(tempfile.mkdtemp(prefix="llmbox-ranks-"))  # 0700
         file = self._folder / "store"
         self.send(Frame("join", {"file": str(file), "over": over}))
         return file
 
-    def met(self) -> None:
+    def finish_rendezvous(self) -> None:
         """Wait until all workers have joined and remove the file store."""
-        WorkerBarrier(self.workers, "joined").all()
+        WorkerBarrier(self.workers, "joined").wait()
         self._forget_folder()
 
-    def least(self, number: int) -> int:
+    def all_min(self, number: int) -> int:
         """Return the minimum of `number` over all ranks, and send it to every worker."""
         told = [worker.link.receive().body["number"] for worker in self.workers]
         number = min([number, *told])
@@ -199,7 +201,7 @@ class WorkerGroup:
                 worker.process.wait()
         self.workers = []
         if self._ends is not None:
-            self.take_ends().close()
+            self.take_sockets().close()
         self._forget_folder()
 
     def _forget_folder(self) -> None:
@@ -220,13 +222,13 @@ def spawn(rank: int, ends: PeerSockets) -> Worker:
     return Worker(rank, process, Link(ours))
 
 
-def least_of(link: Link, number: int) -> int:
-    """Worker side of `WorkerGroup.least`."""
+def all_min_on_worker(link: Link, number: int) -> int:
+    """Worker side of `WorkerGroup.all_min`."""
     link.send(Frame("number", {"number": number}).encode())
     return int(link.receive().body["number"])
 
 
-def share(cores: Iterable[int], layout: ParallelLayout) -> list[int]:
+def cores_of_rank(cores: Iterable[int], layout: ParallelLayout) -> list[int]:
     """Return the cores of this rank; all of them where there are fewer cores than ranks."""
     all_cores = list(cores)
     size = len(all_cores) // layout.ranks

@@ -186,7 +186,7 @@ def dtype_of(gguf: GgufFile) -> str:
     return "float32" if matrices == {"F32"} else "bfloat16"
 
 
-def is_rounded(gguf: GgufFile) -> bool:
+def is_quantized(gguf: GgufFile) -> bool:
     return any(entry.dtype not in FLOATS for entry in gguf.tensors.values())
 
 

@@ -53,7 +53,7 @@ class GgufTensors:
         if self._kind.norms_hold_one and name.endswith("norm.weight"):
             tensor -= 1
         heads = self._heads.get(place.name.split(".")[-2])
-        return tensor if heads is None else in_halves(tensor, heads)
+        return tensor if heads is None else half_split_rope(tensor, heads)
 
     def split(self, name: str, parts: Mapping[str, int]) -> None:
         """Do nothing: no GGUF file of the supported architectures stacks these tensors."""
@@ -101,6 +101,6 @@ def _part(entry: TensorEntry, place: Place) -> TensorEntry:
     return TensorEntry(entry.file, entry.name, entry.dtype, tuple(shape), offset, nbytes)
 
 
-def in_halves(rows: Tensor, heads: int) -> Tensor:
+def half_split_rope(rows: Tensor, heads: int) -> Tensor:
     """Reorder the rows of each head from interleaved RoPE pairs (GGUF) to half-split ones (transformers)."""
     return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

@@ -60,11 +60,11 @@ class Attention:
         """Return partial results for `TensorParallel.add_norm`, [T, E]."""
         ops, plan = self.ops, forward.plans[self.window]
         qkv = ops.linear(self.qkv, x_TE).view(len(x_TE), -1, self.head_dim)
-        q_THD = self._turned_and_written(qkv, forward, plan)
+        q_THD = self._rotate_and_write_kv(qkv, forward, plan)
         out = ops.attention(q_THD, forward.cache, self.layer, plan, self.scale, self.softcap)
         return self.rank.partial(ops, self.output, out, x_TE.shape[1])
 
-    def _turned_and_written(self, qkv: Tensor, forward: ForwardContext, plan: AttentionPlan) -> Tensor:
+    def _rotate_and_write_kv(self, qkv: Tensor, forward: ForwardContext, plan: AttentionPlan) -> Tensor:
         """Apply QK-norm and RoPE, write KV to the cache: [T, H + 2 G, D] -> queries [T, H, D]."""
         ops, rotated = self.ops, self.heads + self.kv_heads
         angles = forward.cos_ATD[self.rope], forward.sin_ATD[self.rope]
@@ -96,15 +96,15 @@ class FullWidthQKNormAttention(Attention):
         if self.heads == self.kv_heads:
             self.both_norms = torch.stack((self.q_norm, self.k_norm))
 
-    def _turned_and_written(self, qkv: Tensor, forward: ForwardContext, plan: AttentionPlan) -> Tensor:
+    def _rotate_and_write_kv(self, qkv: Tensor, forward: ForwardContext, plan: AttentionPlan) -> Tensor:
         angles = forward.cos_ATD[self.rope], forward.sin_ATD[self.rope]
-        q_THD, k_TGD = self._normed(qkv.flatten(1))
+        q_THD, k_TGD = self._norm(qkv.flatten(1))
         q_THD, k_TGD = self.ops.rotary(q_THD, *angles), self.ops.rotary(k_TGD, *angles)
         values = qkv[:, self.heads + self.kv_heads :]
         self.ops.write_kv(forward.cache, self.layer, k_TGD, values, plan)
         return q_THD
 
-    def _normed(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _norm(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Norm queries and keys: [T, (H + 2 G) D] -> [T, H, D], [T, G, D].
 
         Those of one width are normed in one operation: two results of the same operation and shape may share

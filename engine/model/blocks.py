@@ -105,13 +105,13 @@ class PostNormBlock:
         return self.enter(added_TE, residual_TE)
 
     def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: ForwardContext) -> Tensor:
-        added_TE = self._normed(self.attention(x_TE, forward), self.after_attention_E)
-        return self._normed(self.mlp(self.enter(added_TE, residual_TE)), self.after_mlp_E)
+        added_TE = self._norm(self.attention(x_TE, forward), self.after_attention_E)
+        return self._norm(self.mlp(self.enter(added_TE, residual_TE)), self.after_mlp_E)
 
     def complete(self, added_TE: Tensor) -> Tensor:
         return added_TE
 
-    def _normed(self, partial_TE: Tensor, norm_E: Tensor) -> Tensor:
+    def _norm(self, partial_TE: Tensor, norm_E: Tensor) -> Tensor:
         return self.ops.rms_norm(self.rank.complete(self.ops, partial_TE), norm_E, self.eps)
 
 
@@ -144,12 +144,12 @@ class SandwichNormBlock:
         return self.enter(added_TE, residual_TE)
 
     def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: ForwardContext) -> Tensor:
-        x_TE = self._normed(self.attention(x_TE, forward), self.after_attention_E)
+        x_TE = self._norm(self.attention(x_TE, forward), self.after_attention_E)
         x_TE = self.ops.add_rms_norm(x_TE, residual_TE, self.before_mlp_E, self.eps)
-        return self._normed(self.mlp(x_TE), self.after_mlp_E)
+        return self._norm(self.mlp(x_TE), self.after_mlp_E)
 
     def complete(self, added_TE: Tensor) -> Tensor:
         return added_TE
 
-    def _normed(self, partial_TE: Tensor, norm_E: Tensor) -> Tensor:
+    def _norm(self, partial_TE: Tensor, norm_E: Tensor) -> Tensor:
         return self.ops.rms_norm(self.rank.complete(self.ops, partial_TE), norm_E, self.eps)

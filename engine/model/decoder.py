@@ -77,7 +77,7 @@ class Decoder:
         """
         if self.rank.layout.is_first:
             assert self.embedding is not None
-            forward = self.embedding.localised(forward)
+            forward = self.embedding.localize_ids(forward)
         x_TE, residual_TE = self._run_layers(forward)
         if self.norm_E is None:
             return x_TE[:0]

@@ -27,7 +27,7 @@ class TokenEmbedding:
             "model.embed_tokens", self._part, config.hidden_size, tied=config.tie_word_embeddings
         )
 
-    def localised(self, forward: ForwardContext) -> ForwardContext:
+    def localize_ids(self, forward: ForwardContext) -> ForwardContext:
         """Map token ids to rows of this rank's slice; ids outside it are clamped and masked later."""
         if self._part.is_whole:
             return forward

@@ -21,10 +21,10 @@ from ..distributed.communicator import TensorParallel
 from ..distributed.shm_communicator import PeerSockets
 from ..distributed.socket_link import Frame, Link
 from ..errors import DoesNotFit, EngineError, RankLost
-from ..executor.build import RankEngine, load_share
+from ..executor.build import RankEngine, load_rank
 from ..executor.multiproc import connect
 from ..executor.worker_loop import serve_launches, serve_steps
-from ..executor.workers import least_of
+from ..executor.workers import all_min_on_worker
 from ..hardware.proc import bind_to_parent, exit_process, log_to_stderr
 from ..model_config.parallel_layout import ParallelLayout
 from ..planning.estimator import MemoryPlan
@@ -62,7 +62,7 @@ def _run(link: Link) -> int:
     setproctitle(f"llmbox: worker {config.name} rank {layout.rank}")
     rank = TensorParallel(layout)
     try:
-        share = load_share(config, plan, rank, lambda _done, _total: None)
+        share = load_rank(config, plan, rank, lambda _done, _total: None)
     except EngineError as error:
         _refuse(link, error.code, str(error))
         return _EXIT_LOAD_FAILED
@@ -94,7 +94,7 @@ def _refuse(link: Link, code: str, message: str) -> None:
 def _serve(link: Link, share: RankEngine, *, answers: bool) -> None:
     """Execute steps until rank 0 is gone, which raises RankLost."""
     try:
-        local, _ = share.finish(lambda blocks: least_of(link, blocks))
+        local, _ = share.finish(lambda blocks: all_min_on_worker(link, blocks))
     except DoesNotFit:
         link.receive()  # all ranks agreed on the size, so rank 0 fails too: it reports that and ends
         raise

@@ -65,7 +65,9 @@ class Calibration:
         """Load the model. `sequences`: token ids of the text. Raises ModelError."""
         self._sums: dict[str, Tensor] = {}
         names = LinearNames()
-        source = Checkpoint(directory, replace(REFERENCE, linear=self._watched), dtype, CPU, keeper=names)
+        source = Checkpoint(
+            directory, replace(REFERENCE, linear=self._record_moment), dtype, CPU, keeper=names
+        )
         self._model: Decoder = build_model(config, source)
         self._names = names.of
         self._ops: Ops = REFERENCE
@@ -96,7 +98,7 @@ class Calibration:
             raise ModelError(f"the rows that {name} meets are not finite: quantise without --calibrate")
         return moment_II
 
-    def _watched(self, packed: PackedLinear, x_TI: Tensor) -> Tensor:
+    def _record_moment(self, packed: PackedLinear, x_TI: Tensor) -> Tensor:
         wide_TI, name = x_TI.float(), self._names[id(packed)]
         sums = self._sums.setdefault(name, torch.zeros(x_TI.shape[1], x_TI.shape[1]))
         sums.addmm_(wide_TI.T, wide_TI)
@@ -120,7 +122,7 @@ class Calibration:
             ids_T = torch.tensor([token for ids in taken for token in ids])
             residual_TE = self._model.embedding(ids_T)
             x_TE = first.first(residual_TE)
-            yield CalibrationPart(ids_T, ragged_of([len(ids) for ids in taken]), x_TE, residual_TE)
+            yield CalibrationPart(ids_T, prefill_layout([len(ids) for ids in taken]), x_TE, residual_TE)
 
     def _forward(self, part: CalibrationPart) -> ForwardContext:
         cos_ATD, sin_ATD = self._rotary.rows(part.ragged.positions_T)
@@ -143,7 +145,7 @@ class Calibration:
         return cache
 
 
-def ragged_of(lengths: Sequence[int]) -> BatchLayout:
+def prefill_layout(lengths: Sequence[int]) -> BatchLayout:
     """Build the layout of a prefill of whole sequences, each in KV blocks of its own."""
     blocks = [-(-length // BLOCK) for length in lengths]
     starts, first = array("i", [0]), 0

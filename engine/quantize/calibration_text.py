@@ -16,7 +16,7 @@ SEQUENCES, LENGTH = 64, 256
 MOST_BEGINNINGS = 16
 
 
-def write_text(
+def generate_calibration_text(
     model: Path, threads: int, progress: Callable[[int, int], None], sequences: int = SEQUENCES
 ) -> list[list[int]]:
     """Generate sequences of token ids at temperature 1. The same model generates the same text."""
@@ -24,7 +24,7 @@ def write_text(
     assert config.context is not None
     length = min(LENGTH, config.context - 1)
     engine = load_engine(config, lambda _: None)
-    starts = beginnings(model)
+    starts = prompt_seeds(model)
     texts = {str(n): [starts[n % len(starts)]] for n in range(sequences)}
     for n, (name, ids) in enumerate(texts.items()):
         params = SamplingParams(max_tokens=length - 1, temperature=1.0, seed=n)
@@ -38,7 +38,7 @@ def write_text(
     return list(texts.values())
 
 
-def beginnings(model: Path) -> list[int]:
+def prompt_seeds(model: Path) -> list[int]:
     """Return first tokens of the sequences: special tokens, for diverse activations, else spread-out ids."""
     vocabulary = parse_config(model).vocab_size
     tokenizer = model / "tokenizer.json"

@@ -37,7 +37,7 @@ from ..model_config.config import ModelConfig, parse_config
 from ..model_config.pooling import POOLING_FILE
 from ..weights.source import Checkpoint
 from .calibration import Calibration
-from .calibration_text import write_text
+from .calibration_text import generate_calibration_text
 from .perplexity import config_for, perplexity, sequences_of
 from .quantizer import Quantizer, TensorError
 
@@ -92,7 +92,7 @@ def quantize(
         )
     require_free_space(out, bytes_at_most(config, quant))
     with atomic_directory(out) as part:
-        sequences = [] if writing is None else write_text(source, threads, writing)
+        sequences = [] if writing is None else generate_calibration_text(source, threads, writing)
         return write(source, part, config, quant, threads, progress, sequences)
 
 
@@ -115,7 +115,7 @@ def write(
     quantizer = Quantizer(checkpoint, quant, packing, shards, calibration)
     build_model(config, quantizer, quant)
     shards.finish()
-    take_along(source, part)
+    copy_side_files(source, part)
     raw = read_json(source / "config.json")
     raw["quantization_config"] = entry_in_config(quant)
     (part / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
@@ -147,7 +147,7 @@ def bytes_at_most(config: ModelConfig, quant: Quant) -> int:
     return int(config.num_parameters * quant.bytes_per_weight) + tables * 4 + DISK_RESERVE
 
 
-def take_along(source: Path, target: Path) -> None:
+def copy_side_files(source: Path, target: Path) -> None:
     """Copy the files beside the weights: tokenizer, chat templates, generation defaults."""
     for file in source.iterdir():
         if file.suffix in WEIGHTS or file.name in {INDEX, "config.json"} or file.is_dir():

@@ -15,7 +15,7 @@ from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary
 from ..planning.memory_model import PROMPT_LOGPROB_ROWS
 from ..sampling.token_sampler import TokenSampler
-from .draft_verification import broken, draw
+from .draft_verification import requests_with_nan, verify_drafts
 from .input_batch import PromptRows, StepBatch, build_batch
 from .pooling import read_sums, sum_states
 
@@ -71,8 +71,8 @@ class CPUModelRunner:
     def _sample(self, hidden_SE: Tensor, batch: StepBatch) -> StepResult:
         if not batch.num_sampled:
             return StepResult()
-        doubtful = broken(hidden_SE, batch.rounds)
-        return draw(self._sampler, self._model.logits(hidden_SE), batch.rounds, doubtful)
+        doubtful = requests_with_nan(hidden_SE, batch.rounds)
+        return verify_drafts(self._sampler, self._model.logits(hidden_SE), batch.rounds, doubtful)
 
 
 def prompt_logprobs(

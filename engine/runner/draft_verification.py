@@ -32,14 +32,14 @@ class Sampling(Protocol):
     def sample(self, logits_RV: Tensor, requests: Sequence[Request]) -> list[SampledToken | str]: ...
 
 
-def rounds_of(rows: Sequence[ScheduledRequest]) -> list[list[ScheduledRequest]]:
+def group_by_draft_position(rows: Sequence[ScheduledRequest]) -> list[list[ScheduledRequest]]:
     """Group sampling rows by draft position: round j holds the requests with at least j drafts."""
     sampling = [row for row in rows if row.samples]
     most = max((len(row.drafts) for row in sampling), default=0)
     return [sampling, *([row for row in sampling if len(row.drafts) >= j] for j in range(1, most + 1))]
 
 
-def broken(hidden_SE: Tensor, rounds: Sequence[Sequence[ScheduledRequest]]) -> set[Request]:
+def requests_with_nan(hidden_SE: Tensor, rounds: Sequence[Sequence[ScheduledRequest]]) -> set[Request]:
     """Return the requests with drafts that have a row with NaN or infinity.
 
     Attention multiplies masked values by zero, so a NaN of a wrong draft would reach valid rows. Without
@@ -53,16 +53,18 @@ def broken(hidden_SE: Tensor, rounds: Sequence[Sequence[ScheduledRequest]]) -> s
     return {request for request, fine in zip(requests, finite_S, strict=True) if not fine} & drafted
 
 
-def draw(
+def verify_drafts(
     sampler: Sampling,
     logits_SV: Tensor,
     rounds: Sequence[Sequence[ScheduledRequest]],
     doubtful: AbstractSet[Request] = frozenset(),
 ) -> StepResult:
-    """Sample the rounds of `rounds_of`; the result has each request's tokens, or why it has none."""
+    """Sample the rounds of `group_by_draft_position`; the result has each request's tokens, or why it has
+    none.
+    """
     result = StepResult(failed=dict.fromkeys((request.request_id for request in doubtful), DOUBTFUL))
     first, going = 0, {row.request for row in rounds[0]} - doubtful
-    with _as_before(rounds[1] if len(rounds) > 1 else ()):
+    with _restoring_token_ids(rounds[1] if len(rounds) > 1 else ()):
         for depth, rows in enumerate(rounds):
             drawn = [(first + place, row) for place, row in enumerate(rows) if row.request in going]
             first += len(rows)
@@ -98,7 +100,7 @@ def _take(result: StepResult, row: ScheduledRequest, depth: int, pick: SampledTo
 
 
 @contextmanager
-def _as_before(rows: Sequence[ScheduledRequest]) -> Iterator[None]:
+def _restoring_token_ids(rows: Sequence[ScheduledRequest]) -> Iterator[None]:
     """Restore the token ids of these requests on exit: the scheduler appends tokens after the step."""
     sizes = [(row.request.token_ids, row.request.num_tokens) for row in rows]
     try:

@@ -52,7 +52,7 @@ def decode_inputs(
     tables_NB = rows.tables_RB.index_select(0, row_N)
     length_N = length_N.to(torch.int32)
     if ops.prepare_decode_inputs is None:
-        inputs = spelt_out(tables_NB, length_N, block_size)
+        inputs = decode_inputs_in_torch(tables_NB, length_N, block_size)
     else:
         inputs = DecodeInputs(*(torch.empty_like(length_N) for _ in range(3)))
         ops.prepare_decode_inputs(DecodeRows(ids_N, length_N, tables_NB), None, inputs, block_size)
@@ -69,7 +69,7 @@ def decode_inputs(
     return ids_N, ragged
 
 
-def spelt_out(tables_NB: Tensor, length_N: Tensor, block_size: int) -> DecodeInputs:
+def decode_inputs_in_torch(tables_NB: Tensor, length_N: Tensor, block_size: int) -> DecodeInputs:
     """Compute in plain torch what `Ops.prepare_decode_inputs` does without tokens.
 
     Padding rows see one slot of the padding block: kernels may rely on a non-empty context.

@@ -104,7 +104,7 @@ class GPUModelRunner:
         self._draw = device_sampler(self._rank, DeviceSampler(self._ops, self._rows, vocab_size), vocab_size)
         self.depth = self.stages = self._rank.layout.pp
         """Steps in flight: one per stage, and one more that is launched while they run."""
-        self._hand_back = SampledTokenFeedback(self._rank, self._rows, self.depth)
+        self._feedback = SampledTokenFeedback(self._rank, self._rows, self.depth)
         self._uploader = Uploader(device, self.depth + 2)
         self._spare = torch.tensor([[sizes.max_running], [0]], device=where)
         self._decoding_2R = self._spare.repeat(1, sizes.max_running)
@@ -131,8 +131,8 @@ class GPUModelRunner:
         self._uploader.begin_step()
         self._ops.copy_blocks(self._cache, plan.copies)
         self._ops.clear_blocks(self._cache, begun_blocks(plan.rows, self._sizes.block_size))
-        numbers = [self._rows.note(row) for row in plan.rows]
-        self._hand_back.settle(numbers)
+        numbers = [self._rows.stage_update(row) for row in plan.rows]
+        self._feedback.wait_for_rows(numbers)
         self._rows.flush(self._uploader)
         if _is_decoding(plan):
             return self._launch_decoding(plan.rows, numbers, size or len(numbers))
@@ -202,12 +202,12 @@ class GPUModelRunner:
         step = mixed_inputs(planned, numbers, self._rows, self._uploader, self._sizes.block_size)
         hidden_WE = self._model.hidden(self._forward(step.ids_T, step.ragged), step.wanted_W)
         count = len(step.row_S)
-        told = self._tell(hidden_WE[count:], step)
+        told = self._queue_extras(hidden_WE[count:], step)
         if not count:
             return LaunchedStep(self._device.record(), None, None, told)
         return self._finish(hidden_WE[:count], planned, numbers, step.row_S, step.position_S, told)
 
-    def _tell(self, hidden_PE: Tensor, step: MixedStep) -> StepExtras | None:
+    def _queue_extras(self, hidden_PE: Tensor, step: MixedStep) -> StepExtras | None:
         """Queue prompt log-probabilities and pooling. P: rows of prompts, then pooled rows."""
         if not (step.prompts or step.pooled) or not self._rank.layout.is_last:
             return None
@@ -234,12 +234,12 @@ class GPUModelRunner:
         if not layout.is_last:
             if layout.is_first:
                 sampled = (number for row, number in zip(planned, numbers, strict=True) if row.samples)
-                self._hand_back.expect(row_S, sampled)
+                self._feedback.post_receive(row_S, sampled)
             return LaunchedStep(self._device.record(), None, None)
         requests = [row.request for row in planned if row.samples]
         drawing = self._draw.draw(self._model.logits(hidden_SE), requests, row_S, position_S)
         if not layout.is_first:
-            self._hand_back.send(drawing.ids_S)
+            self._feedback.send(drawing.ids_S)
         host_SC = self._to_host(drawing.numbers_SC)
         return LaunchedStep(self._device.record(), drawing, host_SC, told)
 

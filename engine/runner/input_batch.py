@@ -16,7 +16,7 @@ from llmbox.kernels.op_types import BatchLayout
 from ..core.request import Request
 from ..core.step import ScheduledRequest
 from ..device.upload import from_array, move, to_device
-from .draft_verification import rounds_of
+from .draft_verification import group_by_draft_position
 from .pooling import PooledRows, pooled_rows
 
 
@@ -68,7 +68,7 @@ def build_batch(rows: Sequence[ScheduledRequest], block_size: int, device: torch
         if request.pools and (own := pooled_rows(row)):
             vector_rows.extend(range(first + own.start, first + own.stop))
             pooled.append(PooledRows(request, len(own)))
-    rounds = rounds_of(rows)
+    rounds = group_by_draft_position(rows)
     sampled_rows = array("q", [last_known[row.request] + j for j, part in enumerate(rounds) for row in part])
     in_order = len(sampled_rows) == starts[-1] and (len(rounds) == 1 or len(rows) == 1)
     wanted = None if in_order and not prompts else sampled_rows + prompt_rows + vector_rows

@@ -40,17 +40,17 @@ class SampledTokenFeedback:
         """Sends of the last stage, with the tensors that must stay untouched."""
 
     def send(self, ids_S: Tensor) -> None:
-        self._sent.append((self._rank.collective.hand_back(ids_S), ids_S))
+        self._sent.append((self._rank.collective.transfer_to_first_stage(ids_S), ids_S))
         if len(self._sent) > self._depth:
             self._sent.popleft()[0].wait()
 
-    def expect(self, row_S: Tensor, numbers: Iterable[int]) -> None:
+    def post_receive(self, row_S: Tensor, numbers: Iterable[int]) -> None:
         """Post the receive of one step's ids. `numbers`: state rows of `row_S`; it may change afterwards."""
         ids_S = torch.empty_like(row_S, memory_format=torch.contiguous_format)
-        way = self._rank.collective.hand_back(ids_S)
+        way = self._rank.collective.transfer_to_first_stage(ids_S)
         self._expected.append(_Expected(way, ids_S, row_S.clone(), frozenset(numbers)))
 
-    def settle(self, numbers: Iterable[int]) -> None:
+    def wait_for_rows(self, numbers: Iterable[int]) -> None:
         """Wait for pending ids of these rows and store them.
 
         Called before a step of these rows and before the host writes to them: a row may have a new owner,
@@ -63,4 +63,4 @@ class SampledTokenFeedback:
         for _ in range(max(max(needed, default=0), len(self._expected) - self._depth)):
             way, ids_S, row_S, _ = self._expected.popleft()
             way.wait()
-            self._rows.keep_drawn(row_S, ids_S)
+            self._rows.store_sampled(row_S, ids_S)

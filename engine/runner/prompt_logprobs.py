@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmbox.kernels.sampling_types import CandidateRanks
 
-from ..distributed.communicator import dealt
+from ..distributed.communicator import rows_of_rank
 from ..ipc.messages import TokenLogprobs
 from ..model.decoder import Decoder
 from ..planning.memory_model import PROMPT_LOGPROB_ROWS
@@ -62,12 +62,12 @@ def _numbers(model: Decoder, hidden_GE: Tensor, next_G: Tensor, top: int, vocab_
     if layout.tp == 1:
         return _of_whole_rows(logits_GV[:, :vocab_size], next_G, top)
     collective, rows = model.rank.collective, len(next_G)
-    whole_MV = collective.deal(logits_GV).transpose(0, 1).flatten(1)[:, :vocab_size]
-    size = dealt(rows, layout.tp, 0).stop
+    whole_MV = collective.all_to_all_rows(logits_GV).transpose(0, 1).flatten(1)[:, :vocab_size]
+    size = rows_of_rank(rows, layout.tp, 0).stop
     columns = _FACTS + 2 * top
     padded = torch.zeros(size, columns, dtype=torch.float64, device=logits_GV.device)
     if len(whole_MV):
-        mine_M = next_G[dealt(rows, layout.tp, layout.tp_rank)]
+        mine_M = next_G[rows_of_rank(rows, layout.tp, layout.tp_rank)]
         padded[: len(whole_MV)] = _of_whole_rows(whole_MV, mine_M, top)
     return collective.gather(padded).flatten(0, 1)[:rows]
 

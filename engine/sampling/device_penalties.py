@@ -44,7 +44,7 @@ class PenaltyEntries:
         return len(self.ids)
 
 
-def entries_of(request: Request, vocab_size: int) -> PenaltyEntries:
+def build_entries(request: Request, vocab_size: int) -> PenaltyEntries:
     """Build the list from the tokens known on the host. Ids outside the vocabulary are dropped."""
     params = request.params
     touched = _counted(request)
@@ -79,7 +79,7 @@ def _counted(request: Request) -> dict[int, int]:
     return counts
 
 
-def words_of(request: Request, vocab_size: int) -> list[tuple[int, int]]:
+def match_bad_words(request: Request, vocab_size: int) -> list[tuple[int, int]]:
     """Return (last token, id forbidden after it) of bad words longer than one id that match the known tokens.
 
     -1: the last token is known on the host and matches.
@@ -137,7 +137,7 @@ class DevicePenalties:
             if old is not None:
                 self._changes.append(_Write(row, 0, None, request))
             return
-        entries = entries_of(request, self._vocab_size)
+        entries = build_entries(request, self._vocab_size)
         size = _size_for(len(entries) + 1)
         place = _Place(self._find(size), size, len(entries), bool(entries.kind & COUNTS))
         self._places[row] = place
@@ -186,7 +186,7 @@ class DevicePenalties:
     def _words(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor, Tensor]:
         starts, pairs = [0], list[tuple[int, int]]()
         for request in requests:
-            pairs += words_of(request, self._vocab_size)
+            pairs += match_bad_words(request, self._vocab_size)
             starts.append(len(pairs))
         if not pairs:
             return self._no_words_S1, self._no_words, self._no_words

@@ -33,8 +33,8 @@ class _Slot:
 
 
 class DeviceRequestState:
-    """Device tensors of the request state. Only this class writes them: `note` and `flush` bring changes from
-    the host, `keep_drawn` stores tokens sampled on the device.
+    """Device tensors of the request state. Only this class writes them: `stage_update` and `flush` bring
+    changes from the host, `store_sampled` stores tokens sampled on the device.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class DeviceRequestState:
         self._free = list(reversed(range(count)))
         self._forget_changes()
 
-    def note(self, planned: ScheduledRequest) -> int:
+    def stage_update(self, planned: ScheduledRequest) -> int:
         """Return the row of this request and stage its changes for upload."""
         request = planned.request
         held = self._held.get(request)
@@ -92,7 +92,7 @@ class DeviceRequestState:
             self.rules.flush(uploader)
         self._forget_changes()
 
-    def keep_drawn(self, row_S: Tensor, ids_S: Tensor) -> None:
+    def store_sampled(self, row_S: Tensor, ids_S: Tensor) -> None:
         self.last_R.index_copy_(0, row_S, ids_S)
 
     def sampling(self, row_S: Tensor, position_S: Tensor) -> SampleRows:

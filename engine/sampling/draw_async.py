@@ -37,7 +37,7 @@ def plain_sample(logits_RV: Tensor, rows: SampleRows, needs: SamplingKinds) -> S
     if needs.greedy:
         drawn = draw_greedy(logits_RV)
     if needs.whole or needs.candidates:
-        knobs = knobs_of(logits_RV.shape[1], rows)
+        knobs = sampling_tensors(logits_RV.shape[1], rows)
         cuts_R = (rows.top_k > 0) | (rows.top_p < 1)
         if needs.whole:
             drawn = _pick(drawn, draw_whole(logits_RV.float(), knobs), rows.temperature >= GREEDY_BELOW)
@@ -93,7 +93,7 @@ def facts(logits_RV: Tensor, ids_R: Tensor) -> Sampled:
     return Sampled(ids_R, best_R, best_R, logit_R1[:, 0], total_R, rank_R)
 
 
-def knobs_of(vocab_size: int, rows: SampleRows) -> SamplingTensors:
+def sampling_tensors(vocab_size: int, rows: SampleRows) -> SamplingTensors:
     """Build `SamplingTensors`. Greedy rows get temperature 1; their samples are not used."""
     return SamplingTensors(
         temperature=torch.where(rows.temperature >= GREEDY_BELOW, rows.temperature, 1.0),

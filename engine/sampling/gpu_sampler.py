@@ -128,9 +128,9 @@ class DeviceSampler:
 
         Logit columns beyond the vocabulary are padding.
         """
-        wanted = wanted_of(requests, self._vocab_size)
+        wanted = logprobs_request(requests, self._vocab_size)
         ids_S, numbers_SC = self.numbers(logits_SV, requests, row_S, position_S, wanted)
-        self.rows.keep_drawn(row_S, ids_S)
+        self.rows.store_sampled(row_S, ids_S)
         return DeviceSamplerOutput(numbers_SC, ids_S, requests, *wanted)
 
     def numbers(
@@ -201,15 +201,15 @@ class DeviceSampler:
     def _by_torch(
         self, raw_SV: Tensor, requests: Sequence[Request], row_S: Tensor, position_S: Tensor
     ) -> SampleResult:
-        edited_SV = self._edited(raw_SV, requests, row_S)
-        needs = needs_of([request.params for request in requests], self._vocab_size)
+        edited_SV = self._apply_processors(raw_SV, requests, row_S)
+        needs = sampling_kinds([request.params for request in requests], self._vocab_size)
         if needs.whole or needs.candidates:
             ids_S, best_S, _ = plain_sample(edited_SV, self.rows.sampling(row_S, position_S), needs)
         else:
             best_S, ids_S = best_of(edited_SV)
         return SampleResult(ids_S, best_S if edited_SV is raw_SV else best_of(raw_SV)[0], best_S, None)
 
-    def _edited(self, logits_SV: Tensor, requests: Sequence[Request], row_S: Tensor) -> Tensor:
+    def _apply_processors(self, logits_SV: Tensor, requests: Sequence[Request], row_S: Tensor) -> Tensor:
         """Apply logits processors to a float32 copy; return the same tensor where there are none."""
         active = self._rules.active(requests)
         if not active:
@@ -224,12 +224,12 @@ class DeviceSampler:
         return edited_SV.index_copy_(0, place_E, part_EV)
 
 
-def wanted_of(requests: Sequence[Request], vocab_size: int) -> LogprobsRequest:
+def logprobs_request(requests: Sequence[Request], vocab_size: int) -> LogprobsRequest:
     counts = [request.params.logprobs for request in requests if request.params.logprobs is not None]
     return LogprobsRequest(bool(counts), min(max(counts, default=0), vocab_size))
 
 
-def needs_of(params: Sequence[SamplingParams], vocab_size: int) -> SamplingKinds:
+def sampling_kinds(params: Sequence[SamplingParams], vocab_size: int) -> SamplingKinds:
     """Return the sampling methods of these rows.
 
     Top-p without top-k may have to rank the whole vocabulary.

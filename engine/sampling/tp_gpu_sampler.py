@@ -18,11 +18,11 @@ from llmbox.kernels.sampling_types import SampleRows
 
 from ..core.request import Request
 from ..device.upload import move
-from ..distributed.communicator import TensorParallel, dealt
+from ..distributed.communicator import TensorParallel, rows_of_rank
 from ..sampling_params import SamplingParams
 from .draw import SampledRows, SamplingTensors, draw_among
-from .draw_async import GREEDY_BELOW, from_keys, keys, knobs_of, largest
-from .gpu_sampler import DeviceSampler, DeviceSamplerOutput, wanted_of
+from .draw_async import GREEDY_BELOW, from_keys, keys, largest, sampling_tensors
+from .gpu_sampler import DeviceSampler, DeviceSamplerOutput, logprobs_request
 from .sampler import is_plain
 from .tp_draw import TPDraw
 
@@ -91,7 +91,7 @@ class TPDeviceSampler:
             chosen = [requests[place] for place in places]
             drawing = self._draw(way, logits_SV[place_G], chosen, row_S[place_G], position_S[place_G])
             parts.append((place_G, drawing))
-        return _merged(requests, parts)
+        return _merge(requests, parts)
 
     def _draw(
         self,
@@ -102,13 +102,13 @@ class TPDeviceSampler:
         position_G: Tensor,
     ) -> DeviceSamplerOutput:
         if way == DeviceSamplingStrategy.DEALT:
-            return self._dealt(logits_GV, requests, row_G, position_G)
-        drawn = self._drawn(way, logits_GV[:, : self._held], requests, row_G, position_G)
-        self._whole.rows.keep_drawn(row_G, drawn.id)
+            return self._draw_whole_rows(logits_GV, requests, row_G, position_G)
+        drawn = self._draw_sharded(way, logits_GV[:, : self._held], requests, row_G, position_G)
+        self._whole.rows.store_sampled(row_G, drawn.id)
         columns = [drawn.id.double(), drawn.best.double(), drawn.best.double()]
         return DeviceSamplerOutput(torch.stack(columns, 1), drawn.id, requests, logprobs=False, top=0)
 
-    def _drawn(
+    def _draw_sharded(
         self,
         way: DeviceSamplingStrategy,
         logits_GV: Tensor,
@@ -123,7 +123,7 @@ class TPDeviceSampler:
         size = self._candidates(max(each.params.top_k for each in requests))
         if self._whole.parts is not None:
             return self._by_kernel(shared, way, logits_GV, rows, size)
-        knobs = knobs_of(self._vocab_size, rows)
+        knobs = sampling_tensors(self._vocab_size, rows)
         return (
             shared.whole(logits_GV.float(), knobs)
             if way == DeviceSamplingStrategy.WHOLE
@@ -146,14 +146,17 @@ class TPDeviceSampler:
         id_G = all_GK.gather(1, sampled.ids[:, None])[:, 0] & ((1 << _ID_BITS) - 1)
         return SampledRows(id_G, sampled.best, torch.ones_like(id_G, dtype=torch.bool))
 
-    def _dealt(
+    def _draw_whole_rows(
         self, logits_GV: Tensor, requests: list[Request], row_G: Tensor, position_G: Tensor
     ) -> DeviceSamplerOutput:
         layout = self._rank.layout
-        wanted, mine = wanted_of(requests, self._vocab_size), dealt(len(requests), layout.tp, layout.tp_rank)
-        whole_MV = self._rank.collective.deal(logits_GV).transpose(0, 1).flatten(1)
+        wanted, mine = (
+            logprobs_request(requests, self._vocab_size),
+            rows_of_rank(len(requests), layout.tp, layout.tp_rank),
+        )
+        whole_MV = self._rank.collective.all_to_all_rows(logits_GV).transpose(0, 1).flatten(1)
         self._whole.count(requests, row_G, position_G)
-        size = dealt(len(requests), layout.tp, 0).stop
+        size = rows_of_rank(len(requests), layout.tp, 0).stop
         padded = torch.zeros(size, wanted.columns, dtype=torch.float64, device=logits_GV.device)
         if len(whole_MV):
             _, numbers_MC = self._whole.numbers(
@@ -162,7 +165,7 @@ class TPDeviceSampler:
             padded[: len(numbers_MC)] = numbers_MC
         numbers_GC = self._rank.collective.gather(padded).flatten(0, 1)[: len(requests)]
         ids_G = numbers_GC[:, 0].long()
-        self._whole.rows.keep_drawn(row_G, ids_G)
+        self._whole.rows.store_sampled(row_G, ids_G)
         return DeviceSamplerOutput(numbers_GC, ids_G, requests, wanted.logprobs, wanted.top)
 
     def _ranked(self, logits_GV: Tensor, knobs: SamplingTensors, size: int) -> SampledRows:
@@ -191,7 +194,7 @@ class TPDeviceSampler:
         return max(_FEWEST_CANDIDATES, 1 << (top_k - 1).bit_length())
 
 
-def _merged(
+def _merge(
     requests: list[Request], parts: Sequence[tuple[Tensor, DeviceSamplerOutput]]
 ) -> DeviceSamplerOutput:
     """Merge the outputs of several strategies; at most one of them has log-probabilities."""

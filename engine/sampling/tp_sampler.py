@@ -70,12 +70,12 @@ class TPSampler:
                     picks[row] = SampledToken(token)
         rest = [row for row in range(len(requests)) if row not in picks]
         if rest:
-            found = self._whole.sample(self._gathered(logits_RV[rest]), [requests[row] for row in rest])
+            found = self._whole.sample(self._gather(logits_RV[rest]), [requests[row] for row in rest])
             picks |= zip(rest, found, strict=True)
         return [picks[row] for row in range(len(requests))]
 
     def prompt_logprobs(self, logits_TV: Tensor, next_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
-        return self._whole.prompt_logprobs(self._gathered(logits_TV), next_ids, top)
+        return self._whole.prompt_logprobs(self._gather(logits_TV), next_ids, top)
 
     def _way(self, params: SamplingParams) -> SamplingStrategy:
         if not is_plain(params):
@@ -95,7 +95,7 @@ class TPSampler:
             return shared.whole(logits_RV, knobs)
         return shared.among_best(logits_RV, knobs, way.size, cuts_k=way.cuts_k)
 
-    def _gathered(self, logits_RV: Tensor) -> Tensor:
+    def _gather(self, logits_RV: Tensor) -> Tensor:
         """Gather rows: [R, whole vocabulary and padding]."""
         return self._rank.collective.gather(logits_RV).transpose(0, 1).flatten(1)
 

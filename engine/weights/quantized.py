@@ -21,7 +21,7 @@ from ..errors import ModelError, ParallelError
 from ..partition import ShardSlice
 
 
-def unpacked(stored: Tensor, quant: Quant, inputs: int) -> Tensor:
+def unpack_codes(stored: Tensor, quant: Quant, inputs: int) -> Tensor:
     """Unpack stored values to codes [O, I], int8 or E4M3 (`quantized_layout.py`).
 
     In formats with sub-block steps these are the unsigned numbers n, which `to_numbers` combines with the
@@ -34,7 +34,7 @@ def unpacked(stored: Tensor, quant: Quant, inputs: int) -> Tensor:
 
 
 def stored_codes(rounded: QuantizedWeight) -> Tensor:
-    """Pack codes as a checkpoint stores them: the inverse of `unpacked`."""
+    """Pack codes as a checkpoint stores them: the inverse of `unpack_codes`."""
     if rounded.quant.bits == 8:
         return rounded.codes_OI
     halves = rounded.nibbles()
@@ -42,14 +42,14 @@ def stored_codes(rounded: QuantizedWeight) -> Tensor:
     return halves[:, 0::2] | halves[:, 1::2] << 4
 
 
-def reordered(rounded: QuantizedWeight, rows: list[int]) -> QuantizedWeight:
+def select_rows(rounded: QuantizedWeight, rows: list[int]) -> QuantizedWeight:
     """Select rows in this order. Rows must stay within a block that shares scales."""
     codes_OI = rounded.codes_OI.view(torch.uint8)[rows].view(rounded.codes_OI.dtype)
     steps_OS = None if rounded.steps_OS is None else rounded.steps_OS[rows]
     return replace(rounded, codes_OI=codes_OI, scales_OG=rounded.scales_OG[rows], steps_OS=steps_OS)
 
 
-def stored_parts(rows: ShardSlice, inputs: ShardSlice, quant: Quant) -> tuple[ShardSlice, ShardSlice]:
+def slice_codes(rows: ShardSlice, inputs: ShardSlice, quant: Quant) -> tuple[ShardSlice, ShardSlice]:
     """Return the slices of the stored codes that hold these rows and inputs. Groups are not split."""
     if quant.bits == 8:
         return rows, inputs
@@ -58,7 +58,7 @@ def stored_parts(rows: ShardSlice, inputs: ShardSlice, quant: Quant) -> tuple[Sh
     )
 
 
-def scale_parts(rows: ShardSlice, inputs: ShardSlice, quant: Quant) -> tuple[ShardSlice, ShardSlice]:
+def slice_scales(rows: ShardSlice, inputs: ShardSlice, quant: Quant) -> tuple[ShardSlice, ShardSlice]:
     """Return the slices of the scales. A block may be split between rows: both ranks then read its scale."""
     groups = ShardSlice(quant.groups(inputs.total), inputs.start // quant.group, quant.groups(inputs.stop))
     assert not quant.by_output
@@ -67,14 +67,14 @@ def scale_parts(rows: ShardSlice, inputs: ShardSlice, quant: Quant) -> tuple[Sha
     return ShardSlice(quant.groups(rows.total), rows.start // quant.group, quant.groups(rows.stop)), groups
 
 
-def step_parts(rows: ShardSlice, inputs: ShardSlice, quant: Quant) -> tuple[ShardSlice, ShardSlice]:
+def slice_steps(rows: ShardSlice, inputs: ShardSlice, quant: Quant) -> tuple[ShardSlice, ShardSlice]:
     """Return the slices of the sub-block steps, which never cross the end of a group."""
-    _, groups = scale_parts(rows, inputs, quant)
+    _, groups = slice_scales(rows, inputs, quant)
     each = quant.group // quant.step
     return rows, ShardSlice(groups.total * each, groups.start * each, groups.stop * each)
 
 
-def scales_of_rows(scales: Tensor, rows: ShardSlice, quant: Quant) -> Tensor:
+def expand_scales(scales: Tensor, rows: ShardSlice, quant: Quant) -> Tensor:
     """Expand scales to one row for each of `rows`: the rows of a block share its scales."""
     if quant.kind != "blocks":
         return scales
@@ -94,7 +94,7 @@ def refuse_cut_groups(name: str, inputs: ShardSlice, quant: Quant) -> None:
         )
 
 
-def stacked(codes: list[Tensor]) -> Tensor:
+def concatenate_codes(codes: list[Tensor]) -> Tensor:
     """Concatenate codes by their bytes: not all versions of torch concatenate 8-bit floats."""
     return torch.cat([each.view(torch.uint8) for each in codes]).view(codes[0].dtype)
 
@@ -134,7 +134,7 @@ class QuantizedTensors(Protocol):
         ...
 
 
-def read_rounded(
+def read_quantized(
     tensors: QuantizedTensors, outputs: Mapping[str, ShardSlice], inputs: ShardSlice, quant: Quant
 ) -> QuantizedWeight:
     """Read several quantized linears as one stacked weight; each keeps its scales: nothing is requantized.
@@ -148,11 +148,11 @@ def read_rounded(
         scales.append(read_scales(tensors, f"{name}.weight", rows, inputs, quant))
         if quant.step:
             found.append(read_steps(tensors, f"{name}.weight{STEP}", rows, inputs, quant))
-    codes_OI, steps_OS = stacked(codes), None
+    codes_OI, steps_OS = concatenate_codes(codes), None
     if quant.step:
         steps_OS = torch.cat(found)
         codes_OI = steps.to_numbers(codes_OI, steps_OS, quant)
-    given = read_given(tensors, outputs) if quant.kind == "given" else None
+    given = read_static_input_scale(tensors, outputs) if quant.kind == "given" else None
     return QuantizedWeight(quant, codes_OI, torch.cat(scales), given, steps_OS)
 
 
@@ -161,12 +161,12 @@ def read_codes(
 ) -> Tensor:
     """Read codes [rows, inputs] of this shard; padding is zeros."""
     entry = tensors.entry(name)
-    parts = stored_parts(rows, inputs, quant)
+    parts = slice_codes(rows, inputs, quant)
     refuse_other_codes(entry, tuple(part.total for part in parts), stored_dtype(quant))
     raw = tensors.read(entry, parts)
     if quant.is_float:
         refuse_non_finite(raw, entry, "")
-    codes_OI = unpacked(raw, quant, inputs.stop - inputs.start)
+    codes_OI = unpack_codes(raw, quant, inputs.stop - inputs.start)
     target = torch.zeros((rows.size, inputs.size), dtype=codes_OI.dtype, device=tensors.device)
     target[: len(codes_OI)].copy_(codes_OI)
     return target
@@ -177,7 +177,7 @@ def read_steps(
 ) -> Tensor:
     """Read sub-block steps [rows, steps of inputs] of this shard; padding keeps zero codes zero."""
     entry = tensors.entry(name)
-    parts = step_parts(rows, inputs, quant)
+    parts = slice_steps(rows, inputs, quant)
     refuse_other_codes(entry, tuple(part.total for part in parts), "U8")
     raw = tensors.read(entry, parts)
     if bool(((raw & 15) == 0).any()):
@@ -197,10 +197,10 @@ def read_scales(
     dtype = torch.float32 if quant.is_float else torch.float16
     if quant.by_output:
         return read_column(tensors, as_column(entry), rows)
-    parts = scale_parts(rows, inputs, quant)
+    parts = slice_scales(rows, inputs, quant)
     stored = torch.empty([part.size for part in parts], dtype=dtype, device=tensors.device)
     tensors.fill(entry, stored, *parts)
-    return scales_of_rows(stored, rows, quant)
+    return expand_scales(stored, rows, quant)
 
 
 def read_column(tensors: QuantizedTensors, entry: TensorEntry, rows: ShardSlice) -> Tensor:
@@ -211,7 +211,7 @@ def read_column(tensors: QuantizedTensors, entry: TensorEntry, rows: ShardSlice)
     return stored.expand(rows.size, 1)
 
 
-def read_given(tensors: QuantizedTensors, names: Mapping[str, ShardSlice]) -> Tensor:
+def read_static_input_scale(tensors: QuantizedTensors, names: Mapping[str, ShardSlice]) -> Tensor:
     """Read the static input scale [1] of these linears, which read the same activations.
 
     Where they were calibrated separately it is the largest, so that no activation saturates.

@@ -36,7 +36,7 @@ from ..checkpoint.unquantized_layers import holds_floats, is_unquantized
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import ModelError
 from ..partition import ShardSlice
-from .quantized import read_rounded, reordered
+from .quantized import read_quantized, select_rows
 
 
 def pack(ops: Ops, kind: Kind, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
@@ -233,7 +233,7 @@ class Checkpoint:
         entry = self._entries.get(f"{next(iter(asked.outputs))}.weight")
         rounded = entry is not None and entry.dtype in QUANTIZED_DTYPES
         if stored is not None and quant is not None and (rounded or quant.in_checkpoints_only):
-            packed, bias_O = self._pack_rounded(asked, stored, quant)
+            packed, bias_O = self._pack_quantized(asked, stored, quant)
         else:
             if entry is not None:
                 refuse_undeclared(entry)
@@ -254,14 +254,14 @@ class Checkpoint:
         bias_O = self._bias(asked)
         return pack(self.ops, asked.kind, weight_OI, bias_O), bias_O
 
-    def _pack_rounded(
+    def _pack_quantized(
         self, asked: WeightRequest, stored: StoredWeights, quant: Quant
     ) -> tuple[PackedLinear, Tensor | None]:
-        rounded = read_rounded(self, asked.outputs, asked.inputs, quant)
+        rounded = read_quantized(self, asked.outputs, asked.inputs, quant)
         if asked.kind == "experts" and self.ops.pack_experts is not None:
             return self.ops.pack_experts(rounded), None
         if asked.order is not None:
-            rounded = reordered(rounded, list(asked.order))
+            rounded = select_rows(rounded, list(asked.order))
         bias_O = self._bias(asked)
         return stored.pack_quantized(rounded, self.dtype, bias_O), bias_O
 

@@ -35,7 +35,7 @@ from llmbox.engine.model_config.mixed_precision import is_fine
 from llmbox.engine.quantize.perplexity import config_for, sequences_of
 from llmbox.engine.quantize.quantize import packing_for, quantize
 from llmbox.engine.sampling_params import SamplingParams
-from llmbox.engine.weights.quantized import unpacked
+from llmbox.engine.weights.quantized import unpack_codes
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.quantize_int import to_numbers
 from llmbox.kernels.weight_packing import QuantizedWeight
@@ -184,7 +184,7 @@ def calibrated(model: Path, name: str, folder: Path) -> Way:
 
     def way(tensor: str, weight_OI: Tensor) -> Wide:
         quant = QUANTS[name] if stored[tensor].dtype == torch.uint8 else QUANTS[name].head
-        codes_OI = unpacked(stored[tensor], quant, weight_OI.shape[1])
+        codes_OI = unpack_codes(stored[tensor], quant, weight_OI.shape[1])
         steps_OS = stored.get(tensor + STEP)
         if steps_OS is not None:
             codes_OI = to_numbers(codes_OI, steps_OS, quant)

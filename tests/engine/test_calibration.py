@@ -10,7 +10,7 @@ import torch
 from bench.product_error import activations
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.quantize.calibration import BLOCK, Calibration
-from llmbox.engine.quantize.calibration_text import MOST_BEGINNINGS, beginnings, write_text
+from llmbox.engine.quantize.calibration_text import MOST_BEGINNINGS, generate_calibration_text, prompt_seeds
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.dispatch import native_ready
 from llmbox.kernels.quant_formats import QUANTS
@@ -52,8 +52,8 @@ def test_moments_are_those_that_transformers_sees(tmp_path: Path, arch: str, cha
 @NATIVE
 def test_the_same_model_writes_the_same_text(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model")
-    first = write_text(model, 1, lambda _done, _total: None, sequences=5)
-    assert first == write_text(model, 1, lambda _done, _total: None, sequences=5)
+    first = generate_calibration_text(model, 1, lambda _done, _total: None, sequences=5)
+    assert first == generate_calibration_text(model, 1, lambda _done, _total: None, sequences=5)
     assert len(first) == 5
     assert {len(ids) for ids in first} == {len(first[0])}
     assert len(first[0]) > 50
@@ -67,9 +67,9 @@ def test_texts_begin_with_special_tokens_that_the_model_knows(tmp_path: Path) ->
         {"id": 7, "special": True}, {"id": 8, "special": False}, {"id": 9999, "special": True},
     ]  # fmt: skip
     tokenizer.write_text(json.dumps(content))
-    assert beginnings(model) == [7]
+    assert prompt_seeds(model) == [7]
     tokenizer.unlink()
-    found = beginnings(model)
+    found = prompt_seeds(model)
     assert len(set(found)) == MOST_BEGINNINGS
     assert all(0 <= token < 320 for token in found)
 

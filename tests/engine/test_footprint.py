@@ -9,7 +9,7 @@ import torch
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.executor.build import load_engine
-from llmbox.engine.executor.load_model import grown, memory_in_use
+from llmbox.engine.executor.load_model import delta_or_none, memory_in_use
 from support.tiny_models import make_tiny_model
 
 SHAPES: list[dict[str, Any]] = [
@@ -70,5 +70,5 @@ def test_memory_in_use_sees_a_tensor():
     block = torch.ones(8 << 20)
     after = memory_in_use(device)
     assert before is not None
-    assert (grown(before, after) or 0) == pytest.approx(block.nbytes, rel=0.1)
-    assert grown(None, after) is None
+    assert (delta_or_none(before, after) or 0) == pytest.approx(block.nbytes, rel=0.1)
+    assert delta_or_none(None, after) is None

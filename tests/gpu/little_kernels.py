@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from gpu import kernel_speed as big
 from gpu import sampler_speed
 from gpu.kernel_speed import BF16, Work, randn
-from llmbox.engine.runner.gpu_inputs import spelt_out
+from llmbox.engine.runner.gpu_inputs import decode_inputs_in_torch
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows
 from llmbox.kernels.triton.backend import triton_ops
@@ -51,6 +51,6 @@ def advance(rows: int) -> Work:
     # None drawn: lengths stay, however often it is called.
     variants = {
         "ours": [partial(ops.prepare_decode_inputs, state, None, inputs, 16)],
-        "eager": [partial(spelt_out, state.tables_RB, state.lengths_R, 16)],
+        "eager": [partial(decode_inputs_in_torch, state.tables_RB, state.lengths_R, 16)],
     }
     return Work(f"advance, {rows} rows", rows * 5 * 4, 0, "bf16", variants)

@@ -18,7 +18,7 @@ from llmbox.engine.core.step import StepPlan
 from llmbox.engine.distributed.communicator import TensorParallel
 from llmbox.engine.distributed.socket_link import Frame, Link
 from llmbox.engine.errors import RankLost
-from llmbox.engine.executor.build import load_share, make_scheduler, memory_budget, model_info
+from llmbox.engine.executor.build import load_rank, make_scheduler, memory_budget, model_info
 from llmbox.engine.executor.multiproc import DeviceRanks
 from llmbox.engine.executor.profile import build
 from llmbox.engine.executor.watchdog import WorkerWatchdog
@@ -180,7 +180,7 @@ def make_rank(
     capture: FakeCapture | None,
 ) -> OneRank:
     rank = TensorParallel(layout)
-    parts = load_share(config, plan, rank, lambda *_: None).runner.args[0]
+    parts = load_rank(config, plan, rank, lambda *_: None).runner.args[0]
     rank.join(collective)
     device = LateDevice()
     return OneRank(build(parts, plan, device, capture, 1 << 30), device, collective, capture)

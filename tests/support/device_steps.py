@@ -30,7 +30,7 @@ class Steps:
             ScheduledRequest(one, 0, known.num_tokens, True, one.admissions)
             for one, known in zip(self.requests, self.known, strict=True)
         ]
-        numbers = [self.rows.note(one) for one in planned]
+        numbers = [self.rows.stage_update(one) for one in planned]
         self.rows.flush(self.uploader)
         positions = [known.num_tokens for known in self.known]
         return torch.tensor(numbers, device=self.where), torch.tensor(positions, device=self.where)

@@ -14,11 +14,11 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.executor_interface import SyncExecutor
 from llmbox.engine.core.step import StepPlan, StepResult
-from llmbox.engine.distributed.communicator import AsyncWork, CompletedWork, TensorParallel, dealt
+from llmbox.engine.distributed.communicator import AsyncWork, CompletedWork, TensorParallel, rows_of_rank
 from llmbox.engine.distributed.shm_communicator import PendingReceive
 from llmbox.engine.distributed.torch_communicator import sum_in_order
 from llmbox.engine.errors import RankLost
-from llmbox.engine.executor.build import load_share, make_scheduler, memory_budget, model_info
+from llmbox.engine.executor.build import load_rank, make_scheduler, memory_budget, model_info
 from llmbox.engine.executor.step_codec import StepDecoder, StepEncoder
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
@@ -82,8 +82,8 @@ class ThreadCollective:
         stage.barrier.wait()
         return parts
 
-    def deal(self, x: Tensor) -> Tensor:
-        return self.gather(x)[:, dealt(len(x), self._layout.tp, self._layout.tp_rank)]
+    def all_to_all_rows(self, x: Tensor) -> Tensor:
+        return self.gather(x)[:, rows_of_rank(len(x), self._layout.tp, self._layout.tp_rank)]
 
     def send(self, *tensors: Tensor) -> None:
         inbox = self._stages[self._layout.stage + 1].inboxes[self._layout.tp_rank]
@@ -94,7 +94,7 @@ class ThreadCollective:
         for tensor, content in zip(tensors, sent, strict=True):
             tensor.copy_(content)
 
-    def fuses(self, rows: int, _width: int, _dtype: torch.dtype) -> bool:
+    def can_fuse(self, rows: int, _width: int, _dtype: torch.dtype) -> bool:
         return rows <= self._fused_rows
 
     def sum_add_norm(
@@ -106,7 +106,7 @@ class ThreadCollective:
     def agree(self, works: bool) -> bool:
         return self._stages[0].vote(self._layout.rank, self._layout.ranks, works)
 
-    def hand_back(self, x: Tensor) -> AsyncWork:
+    def transfer_to_first_stage(self, x: Tensor) -> AsyncWork:
         way = self._stages[0].returns[self._layout.tp_rank]
         if self._layout.is_last:
             way.put(x.clone())
@@ -131,7 +131,7 @@ class RankThreads:
         self.shares = []
         for layout in layouts:
             rank = TensorParallel(layout)
-            share = load_share(config, self.plan, rank, lambda *told, n=layout.rank: read(n, *told))
+            share = load_rank(config, self.plan, rank, lambda *told, n=layout.rank: read(n, *told))
             rank.join(ThreadCollective(layout, self._stages))
             self.shares.append(share)
 

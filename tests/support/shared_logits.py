@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from llmbox.engine.core.request import Request
-from llmbox.engine.distributed.communicator import dealt
+from llmbox.engine.distributed.communicator import rows_of_rank
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
 from llmbox.engine.partition import ShardSlice
 from llmbox.engine.sampling_params import SamplingParams
@@ -38,9 +38,9 @@ class Counting(ThreadCollective):
         self.bytes += x.nbytes
         return super().gather(x)
 
-    def deal(self, x: Tensor) -> Tensor:
+    def all_to_all_rows(self, x: Tensor) -> Tensor:
         """What it keeps is not sent."""
-        mine = dealt(len(x), self._layout.tp, self._layout.tp_rank)
+        mine = rows_of_rank(len(x), self._layout.tp, self._layout.tp_rank)
         self.bytes += x.nbytes - x[mine].nbytes
         return super().gather(x)[:, mine]
 

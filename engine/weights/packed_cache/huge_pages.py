@@ -41,10 +41,10 @@ def in_huge_pages(mapped: Tensor) -> Tensor:
     if mapped.nbytes < SMALL:
         return mapped
     if huge_share(mapped.data_ptr()) < ENOUGH:
-        return copied(mapped)
+        return copy_to_huge_pages(mapped)
     if (speed := relative_speed(mapped)) < SPEED_ENOUGH:
         log.info("packed weights are copied: their pages are read at %.2f times the speed of new ones", speed)
-        return copied(mapped)
+        return copy_to_huge_pages(mapped)
     return mapped
 
 
@@ -93,7 +93,7 @@ def huge_share(address: int) -> float:
     return fields.get("FilePmdMapped", 0) / max(1, fields.get("Size", 1))
 
 
-def copied(data: Tensor, threads: int = 2) -> Tensor:
+def copy_to_huge_pages(data: Tensor, threads: int = 2) -> Tensor:
     """Copy into anonymous huge pages with several threads."""
     target = _anonymous(data.nbytes)
     share = -(-data.nbytes // threads)

@@ -11,7 +11,7 @@ from llmbox.engine.device.upload import Uploader
 from llmbox.engine.sampling import Sampler
 from llmbox.engine.sampling.device_state import DeviceRequestState
 from llmbox.engine.sampling.draw_async import facts, likeliest
-from llmbox.engine.sampling.gpu_sampler import DeviceSampler, needs_of
+from llmbox.engine.sampling.gpu_sampler import DeviceSampler, sampling_kinds
 from llmbox.engine.sampling.logprobs import token_logprobs
 from llmbox.engine.sampling.philox import uniform, uniform_rows
 from llmbox.engine.sampling_params import SamplingParams
@@ -27,7 +27,7 @@ def draw(logits, requests):
     """Through rows on the device, as a step does it."""
     rows = DeviceRequestState(len(requests), 1, 0, VOCAB, CPU)
     noted = [
-        rows.note(ScheduledRequest(one, 0, one.num_tokens, samples=True, admission=one.admissions))
+        rows.stage_update(ScheduledRequest(one, 0, one.num_tokens, samples=True, admission=one.admissions))
         for one in requests
     ]
     uploader = Uploader(LateDevice(), 3)
@@ -130,7 +130,7 @@ def test_facts_are_those_of_the_logprobs():
 
 def test_needs():
     def needs(**params):
-        return needs_of([SamplingParams(max_tokens=1, **params)], VOCAB)
+        return sampling_kinds([SamplingParams(max_tokens=1, **params)], VOCAB)
 
     assert needs(temperature=0.0, top_p=0.5).candidates == 0
     assert needs(temperature=1.0).whole

@@ -22,7 +22,7 @@ class Way:
         self.drawn = Queue()
         self.waits = 0
 
-    def hand_back(self, x):
+    def transfer_to_first_stage(self, x):
         return PendingReceive(lambda: self._arrive(x))
 
     def _arrive(self, x):
@@ -34,7 +34,7 @@ class Sent:
     def __init__(self):
         self.given, self.waited = [], []
 
-    def hand_back(self, x):
+    def transfer_to_first_stage(self, x):
         self.given.append(x)
         return PendingReceive(lambda: self.waited.append(x))
 
@@ -55,19 +55,19 @@ def first(way, rows):
 
 
 def expect(hand_back, *numbers):
-    hand_back.expect(torch.tensor(numbers), numbers)
+    hand_back.post_receive(torch.tensor(numbers), numbers)
 
 
 def test_ids_are_waited_for_when_their_rows_go_on(first, way, rows):
     expect(first, 0, 1)
     expect(first, 2, 3)
-    first.settle([4, 5])
+    first.wait_for_rows([4, 5])
     assert way.waits == 0
     way.drawn.put(torch.tensor([50, 51]))
-    first.settle([1, 4])
+    first.wait_for_rows([1, 4])
     assert rows.last_R[:4].tolist() == [50, 51, 0, 0]
     way.drawn.put(torch.tensor([52, 53]))
-    first.settle([3])
+    first.wait_for_rows([3])
     assert rows.last_R[:4].tolist() == [50, 51, 52, 53]
     assert way.waits == 2
 
@@ -77,14 +77,14 @@ def test_they_come_in_the_order_of_steps(first, way, rows):
     expect(first, 1)
     way.drawn.put(torch.tensor([50]))
     way.drawn.put(torch.tensor([51]))
-    first.settle([1])
+    first.wait_for_rows([1])
     assert rows.last_R[:2].tolist() == [50, 51]
 
 
 def test_what_was_on_its_way_to_a_row_never_reaches_its_next_owner(first, way, rows):
     expect(first, 3)
     way.drawn.put(torch.tensor([50]))
-    first.settle([3])
+    first.wait_for_rows([3])
     uploader = Uploader(HostDevice(), 2)
     uploader.begin_step()
     rows._last_rows, rows._last = array("q", [3]), array("q", [9])
@@ -92,7 +92,7 @@ def test_what_was_on_its_way_to_a_row_never_reaches_its_next_owner(first, way, r
     for number in range(4, 8):
         expect(first, number)
         way.drawn.put(torch.tensor([60]))
-        first.settle([number])
+        first.wait_for_rows([number])
     assert rows.last_R[3] == 9
 
 
@@ -100,16 +100,16 @@ def test_no_more_steps_are_waited_for_than_may_be_launched(first, way):
     for number in range(6):
         expect(first, number)
         way.drawn.put(torch.tensor([number]))
-        first.settle([])
+        first.wait_for_rows([])
     assert way.waits == 4
 
 
 def test_row_numbers_may_change_once_they_are_told(first, way, rows):
     row_S = torch.tensor([0, 1])
-    first.expect(row_S, [0, 1])
+    first.post_receive(row_S, [0, 1])
     row_S.fill_(7)
     way.drawn.put(torch.tensor([50, 51]))
-    first.settle([0])
+    first.wait_for_rows([0])
     assert rows.last_R.tolist() == [50, 51, *[0] * 7]
 
 

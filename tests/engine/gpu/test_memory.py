@@ -9,8 +9,8 @@ import torch
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DoesNotFit
-from llmbox.engine.executor.profile import CudaMeter, MemoryProfile, fit_pool, open_gpu, run_trials
-from llmbox.engine.executor.warmup import DRAWS, trial_step, trial_steps
+from llmbox.engine.executor.profile import CudaMeter, MemoryProfile, profile_kv_blocks, run_warmup, select_gpu
+from llmbox.engine.executor.warmup import DRAWS, largest_step, warmup_steps
 from llmbox.engine.planning.estimator import MemoryPlan
 from llmbox.engine.planning.memory_model import CUDA_CONTEXT, graphs_reserve
 from support.fake_nvml import FakeGpu, FakeNvml
@@ -55,7 +55,7 @@ class FakeRunner:
 def fit(step: int = 700, graphs: int = 100, **config: object) -> MemoryPlan:
     meter = FakeMeter(step)
     options = EngineConfig(model_path="m", name="m", **config)
-    return fit_pool(options, PLAN, meter, graphs, lambda plan: FakeRunner(meter, plan))
+    return profile_kv_blocks(options, PLAN, meter, graphs, lambda plan: FakeRunner(meter, plan))
 
 
 def test_blocks_fill_what_is_left():
@@ -77,7 +77,7 @@ def test_what_does_not_hold_one_context_is_refused_with_what_would():
 
 
 def test_the_trial_step_is_the_largest_there_can_be():
-    trial = trial_step(PLAN)
+    trial = largest_step(PLAN)
     assert trial.num_tokens == PLAN.token_budget
     assert len(trial.rows) == PLAN.max_running
     assert all(row.samples for row in trial.rows)
@@ -85,13 +85,13 @@ def test_the_trial_step_is_the_largest_there_can_be():
 
 def test_stages_try_steps_of_their_share():
     """Of the tokens and, where only decoding requests are in a step, of those."""
-    trial = trial_step(replace(PLAN, pp=3))
+    trial = largest_step(replace(PLAN, pp=3))
     assert trial.num_tokens >= 22 == replace(PLAN, pp=3).step_tokens
     assert trial.num_tokens < PLAN.token_budget // 2
     for stages, most in ((1, 300), (2, 150), (4, 75)):
         plan = replace(PLAN, pp=stages, max_running=300)
         assert (plan.step_rows, plan.step_tokens) == (most, most)
-        assert max(step.num_tokens for step in trial_steps(plan, (1, 3, 16))) == most
+        assert max(step.num_tokens for step in warmup_steps(plan, (1, 3, 16))) == most
 
 
 def test_whole_prompts_are_tried_where_they_are_not_cut():
@@ -103,7 +103,7 @@ def test_whole_prompts_are_tried_where_they_are_not_cut():
 
     meter = FakeMeter(700)
     options = EngineConfig(model_path="m", name="m", chunked_prefill=False)
-    fit_pool(options, replace(PLAN, pp=2), meter, 100, lambda plan: Noting(meter, plan))
+    profile_kv_blocks(options, replace(PLAN, pp=2), meter, 100, lambda plan: Noting(meter, plan))
     assert max(seen) >= PLAN.token_budget // 2 + PLAN.context
 
 
@@ -119,7 +119,7 @@ def test_sums():
 
 
 def test_trial_steps_meet_all_counts_of_rows_and_end_with_the_largest():
-    steps = list(trial_steps(PLAN, (1, 3, 16, 300)))
+    steps = list(warmup_steps(PLAN, (1, 3, 16, 300)))
     alone = [step for step in steps if all(row.num_tokens == 1 for row in step.rows)]
     assert [len(step.rows) for step in alone] == [1, 3, 4, *[1] * len(DRAWS)]
     counts = {step.num_tokens for step in steps if step not in alone}
@@ -134,7 +134,7 @@ def test_trial_steps_meet_all_counts_of_rows_and_end_with_the_largest():
 
 
 def test_without_kernels_that_compile_only_the_largest_steps_run():
-    assert len(list(trial_steps(PLAN, ()))) == 2
+    assert len(list(warmup_steps(PLAN, ()))) == 2
 
 
 def test_trial_sequences_leave_their_rows():
@@ -149,7 +149,7 @@ def test_trial_sequences_leave_their_rows():
             left.extend(handle.rows)
 
     left = []
-    count = run_trials(Runner(), PLAN, (1,))
+    count = run_warmup(Runner(), PLAN, (1,))
     assert count == len(seen)
     assert all(all(row) for row in seen)
     assert all(row.admission != row.request.admissions for row in left)
@@ -187,14 +187,14 @@ class Card:
 
 def test_the_context_counts_as_memory_taken(monkeypatch: pytest.MonkeyPatch):
     card = Card(monkeypatch)
-    free = open_gpu(0)
+    free = select_gpu(0)
     card.take(2000, 150)
     assert (free, CudaMeter(torch.device("cuda", 0), free).runtime()) == (9000, 400 + 150)
 
 
 def test_without_nvml_the_context_is_what_is_planned_with(monkeypatch: pytest.MonkeyPatch):
     card = Card(monkeypatch, nvml=False)
-    free = open_gpu(0)
+    free = select_gpu(0)
     card.take(2000, 150)
     assert CudaMeter(torch.device("cuda", 0), free).runtime() == CUDA_CONTEXT + 150
 
@@ -202,6 +202,6 @@ def test_without_nvml_the_context_is_what_is_planned_with(monkeypatch: pytest.Mo
 def test_a_gpu_that_was_open_before_has_no_context_to_pay_for(monkeypatch: pytest.MonkeyPatch):
     card = Card(monkeypatch)
     card.open()
-    free = open_gpu(0)
+    free = select_gpu(0)
     card.take(2000, 150)
     assert CudaMeter(torch.device("cuda", 0), free).runtime() == 150

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmbox.engine.device.upload import Uploader
 from llmbox.engine.sampling import Sampler
-from llmbox.engine.sampling.device_penalties import LEAST, DevicePenalties, entries_of, words_of
+from llmbox.engine.sampling.device_penalties import LEAST, DevicePenalties, build_entries, match_bad_words
 from llmbox.engine.sampling.logits_processors import LogitsProcessors, apply_rules
 from llmbox.engine.sampling_params import SamplingParams
 from llmbox.kernels.triton.backend import triton_ops
@@ -196,15 +196,15 @@ def test_entries_name_each_id_once():
         stop_token_ids=(5, 11, V),
         min_tokens=4,
     )
-    entries = entries_of(request, V)
+    entries = build_entries(request, V)
     told = zip(entries.ids, entries.counts, entries.flags, entries.biases, strict=True)
     assert set(told) == {(5, 0, 2, 0.0), (6, 1, 0, 0.0), (7, 2, 0, 2.0), (9, -1, 1, -1.0), (11, -1, 2, 0.0)}
     assert entries.until == 7
-    assert words_of(request, V) == []
+    assert match_bad_words(request, V) == []
     request.token_ids.append(6)
-    assert words_of(request, V) == [(-1, 7)]
+    assert match_bad_words(request, V) == [(-1, 7)]
     request.num_pending = 2
-    assert words_of(request, V) == [(6, 7)], "whatever was drawn since"
+    assert match_bad_words(request, V) == [(6, 7)], "whatever was drawn since"
 
 
 def test_rows_without_rules_ask_for_no_list():

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from llmbox.engine.core.engine import Engine
-from llmbox.engine.executor.profile import run_trials
-from llmbox.engine.executor.warmup import trial_blocks
+from llmbox.engine.executor.profile import run_warmup
+from llmbox.engine.executor.warmup import num_warmup_blocks
 from llmbox.engine.planning.estimator import MemoryPlan
 from llmbox.kernels.triton.backend import triton_ops
 from support.fp8_checkpoint import round_by_output
@@ -84,9 +84,9 @@ def test_serving_compiles_nothing_more(
     monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
     engine = device_engine(model, **OPTIONS, **options)
     plan = plan_of(engine)
-    assert trial_blocks(plan) <= plan.num_blocks
+    assert num_warmup_blocks(plan) <= plan.num_blocks
     with noted_variants() as compiled:
-        run_trials(engine._runner, plan, engine._runner._ops.warmup_batch_sizes)
+        run_warmup(engine._runner, plan, engine._runner._ops.warmup_batch_sizes)
     with noted_variants() as needed:
         serve(engine)
     assert len(needed) > 10

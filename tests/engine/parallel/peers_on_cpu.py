@@ -73,7 +73,7 @@ def work(rank: int, memory: list[list[torch.Tensor]], file: Path) -> None:
         summed = parts[rank].clone()
         together.sum(summed)
         torch.testing.assert_close(summed, parts.sum(0))
-        assert together.fuses(rows, WIDTH, torch.float32)
+        assert together.can_fuse(rows, WIDTH, torch.float32)
         wanted_residual = residual.clone()
         wanted = REFERENCE.add_rms_norm(sum_in_order(list(parts)), wanted_residual, weight, 1e-5)
         out, _ = together.sum_add_norm(parts[rank].clone(), residual, weight, 1e-5, None)

@@ -44,7 +44,7 @@ def stages(rank, ranks):
     together.sum(x)
     assert float(x[2, 3]) == 1.0
     ids = torch.tensor([rank, 7]) if layout.stage else torch.zeros(2, dtype=torch.int64)
-    together.hand_back(ids).wait()
+    together.transfer_to_first_stage(ids).wait()
     assert ids.tolist() == [rank % 2 + 2, 7]
     assert together.agree(True)
     assert not together.agree(rank != 3)
@@ -119,8 +119,8 @@ def fused(rank, ranks):
         if found is not None:
             layout = ParallelLayout(ranks, 1, rank)
             together = collective.TorchCommunicator(layout, group, ordered=True, device=cpu, fused=found)
-            assert together.fuses(3, 1024, torch.bfloat16)
-            assert not together.fuses(300, 1024, torch.bfloat16), "too large"
+            assert together.can_fuse(3, 1024, torch.bfloat16)
+            assert not together.can_fuse(300, 1024, torch.bfloat16), "too large"
             residual = torch.ones_like(x)
             out, eight = together.sum_add_norm(x, residual, torch.ones(1024), 1e-5, "rows of 8 bits")
             assert eight == "rows of 8 bits"

@@ -8,7 +8,7 @@ import torch
 from llmbox.engine.core.request import Request
 from llmbox.engine.core.step import ScheduledRequest
 from llmbox.engine.device.upload import Uploader
-from llmbox.engine.distributed.communicator import TensorParallel, dealt
+from llmbox.engine.distributed.communicator import TensorParallel, rows_of_rank
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
 from llmbox.engine.sampling import Sampler
 from llmbox.engine.sampling.device_state import DeviceRequestState
@@ -28,7 +28,7 @@ def sample_in_parts(logits_SV, requests, tp, ops=REFERENCE):
     def work(number):
         rows = DeviceRequestState(len(requests), 1, 0, vocab, CPU)
         planned = [ScheduledRequest(one, 0, one.num_tokens, True, one.admissions) for one in requests]
-        row_S = torch.tensor([rows.note(one) for one in planned])
+        row_S = torch.tensor([rows.stage_update(one) for one in planned])
         uploader = Uploader(LateDevice(), 3)
         uploader.begin_step()
         rows.flush(uploader)
@@ -100,6 +100,6 @@ def test_what_is_sent_for_a_row():
 @pytest.mark.parametrize("tp", [2, 3, 8])
 @pytest.mark.parametrize("rows", [1, 2, 5, 16])
 def test_rows_are_dealt_out_once_and_evenly(rows, tp):
-    shares = [list(range(rows))[dealt(rows, tp, rank)] for rank in range(tp)]
+    shares = [list(range(rows))[rows_of_rank(rows, tp, rank)] for rank in range(tp)]
     assert [row for share in shares for row in share] == list(range(rows))
     assert max(map(len, shares)) == -(-rows // tp)

@@ -25,17 +25,17 @@ import llmbox.engine.executor.build as loader
 from llmbox.engine.weights.packed_cache import cache, source
 
 source.END_S = 60.0
-load_share, write = loader.load_share, cache.write
+load_rank, write = loader.load_rank, cache.write
 
 def failing(config, plan, rank, progress):
     {failure}
-    return load_share(config, plan, rank, progress)
+    return load_rank(config, plan, rank, progress)
 
 def slow(*args, **named):
     write(*args, **named)
     time.sleep({write_seconds})
 
-loader.load_share, cache.write = failing, slow
+loader.load_rank, cache.write = failing, slow
 runpy.run_module("llmbox.engine.process.worker_main", run_name="__main__")
 """
 

@@ -120,7 +120,7 @@ def test_drawn_ids_come_back_from_the_last_stage_to_the_first(pp):
         layout = ParallelLayout(2, pp, rank)
         ids = torch.tensor([rank, 7]) if layout.is_last else torch.zeros(2, dtype=torch.int64)
         if layout.is_first or layout.is_last:
-            collective.hand_back(ids).wait()
+            collective.transfer_to_first_stage(ids).wait()
         return ids.tolist()
 
     found = together(open_mesh(2, pp), work)

@@ -39,11 +39,11 @@ def say(link, kind, **body):
 def test_answers_come_in_any_order_and_are_told_in_that_of_ranks(start):
     (one, first), (two, second) = start(), start()
     call = WorkerBarrier([one, two], "loaded")
-    call.hear()
+    call.poll()
     say(second, "loaded", measured=2)
-    call.hear()
+    call.poll()
     say(first, "loaded", measured=1)
-    assert call.all() == [{"measured": 1}, {"measured": 2}]
+    assert call.wait() == [{"measured": 1}, {"measured": 2}]
 
 
 def test_one_that_refuses_is_heard_while_others_still_load(start):
@@ -51,7 +51,7 @@ def test_one_that_refuses_is_heard_while_others_still_load(start):
     call = WorkerBarrier([one, two], "loaded")
     say(second, "refused", code="bad_model", message="a tensor is missing")
     with pytest.raises(WorkerLoadFailed, match="rank 2: a tensor is missing") as refused:
-        call.hear()
+        call.poll()
     assert refused.value.code == "bad_model"
 
 
@@ -69,7 +69,7 @@ def test_how_one_ended_is_told(start, number, words):
     worker.process.wait()
     theirs.end()
     with pytest.raises(RankLost, match=words):
-        call.all()
+        call.wait()
 
 
 def test_one_that_closed_its_end_and_lives_on_is_not_waited_for(start, monkeypatch):
@@ -77,7 +77,7 @@ def test_one_that_closed_its_end_and_lives_on_is_not_waited_for(start, monkeypat
     worker, theirs = start()
     theirs.end()
     with pytest.raises(RankLost, match="rank 1 closed its end"):
-        WorkerBarrier([worker], "loaded").all()
+        WorkerBarrier([worker], "loaded").wait()
 
 
 def test_one_that_is_stopped_is_told_and_one_that_goes_on_again_is_not(start, monkeypatch):
@@ -88,4 +88,4 @@ def test_one_that_is_stopped_is_told_and_one_that_goes_on_again_is_not(start, mo
     one.process.send_signal(signal.SIGSTOP)  # it has answered: nobody waits for it
     two.process.send_signal(signal.SIGSTOP)
     with pytest.raises(RankLost, match="rank 2 was stopped before it was loaded"):
-        WorkerBarrier([one, two], "loaded").all()
+        WorkerBarrier([one, two], "loaded").wait()

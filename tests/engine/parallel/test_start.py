@@ -22,7 +22,7 @@ class Crew:
         self._told = [{"backend": backend, "measured": None} for backend in backends]
 
     def start(self, *_):
-        return SimpleNamespace(hear=lambda: None, all=lambda: self._told)
+        return SimpleNamespace(poll=lambda: None, wait=lambda: self._told)
 
     def close(self):
         self.closed += 1
@@ -38,7 +38,7 @@ def test_ranks_on_gpus_that_run_other_kernels_do_not_meet(monkeypatch, device, b
     monkeypatch.setattr(start, "WorkerGroup", lambda _: crew)
     monkeypatch.setattr(start, "at_exit", lambda _: None)
     monkeypatch.setattr(start, "WorkerWatchdog", lambda _: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(start.RankProcesses, "_meet", lambda *_: met.append(True))
+    monkeypatch.setattr(start.RankProcesses, "_connect", lambda *_: met.append(True))
     config = EngineConfig(model_path="none", name="m")
     ranks = start.RankProcesses(config, SimpleNamespace(device=device), crew.layout)
     mine = SimpleNamespace(backend="triton", measured=None)
@@ -101,4 +101,4 @@ def test_what_ranks_exchange_numbers_over(monkeypatch, device, chosen, over):
     monkeypatch.delenv("LLMBOX_RANKS", raising=False)
     if chosen is not None:
         monkeypatch.setenv("LLMBOX_RANKS", chosen)
-    assert start.choose(SimpleNamespace(device=device)) == over
+    assert start.choose_transport(SimpleNamespace(device=device)) == over

@@ -164,6 +164,6 @@ def test_pieces_from_all_over_a_mapping_are_timed(monkeypatch: pytest.MonkeyPatc
 def test_a_copy_holds_the_same_bytes_at_a_huge_page() -> None:
     data = torch.randint(0, 256, (3_000_001,), dtype=torch.uint8)
     for threads in (1, 2, 3):
-        copy = huge.copied(data, threads)
+        copy = huge.copy_to_huge_pages(data, threads)
         assert torch.equal(copy, data)
         assert copy.data_ptr() % (2 << 20) == 0
