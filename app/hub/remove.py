@@ -31,7 +31,7 @@ class Removed:
 
 
 def find_removable(name: str, environ: Mapping[str, str], names: NameLookup) -> Removable:
-    """Find a model's files. Raises CliError: exit 2 for an invalid name, 4 for a model that is not there."""
+    """Find a model's files. Raises CliError: exit 2 for a path and the like, 4 for a model that is not there."""
     if name == BUILTIN:
         raise CliError("builtin cannot be deleted", "it is part of llmbox", "", Exit.DENIED)
     if (alias := names.aliases.get(name)) is not None:
@@ -46,7 +46,7 @@ def find_removable(name: str, environ: Mapping[str, str], names: NameLookup) -> 
             f"{name!r} is not a model of the cache",
             "folders that were not adopted are yours to delete",
             "llmbox ls",
-            Exit.USAGE,
+            Exit.USAGE if "/" in name else Exit.NOT_FOUND,
         )
     for cache in [hub_cache(environ), *map(Path, names.caches)]:
         repo = Repo(cache, match["repo"])
