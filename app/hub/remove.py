@@ -31,7 +31,7 @@ class Removed:
 
 
 def find_removable(name: str, environ: Mapping[str, str], names: NameLookup) -> Removable:
-    """Find a model's files. Raises CliError: exit 2 for a path and the like, 4 for a model that is not there."""
+    """Find the files of a model. Raises CliError: exit 2 for a path and the like, 4 for an absent model."""
     if name == BUILTIN:
         raise CliError("builtin cannot be deleted", "it is part of llmbox", "", Exit.DENIED)
     if (alias := names.aliases.get(name)) is not None:
