@@ -16,6 +16,8 @@ from llmbox.engine.planning.estimator import MemoryBudget, MemoryPlan, plans
 from ..engines.eviction import MemoryRequest, Place, device_of
 from ..engines.loaded_model import LoadedModel
 
+log = logging.getLogger("llmbox.daemon")
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -72,8 +74,6 @@ def least_bytes(plan: MemoryPlan) -> int:
     kv = blocks * plan.block_size * plan.kv_bytes_per_token
     return (plan.weights_bytes + plan.workspace_bytes + kv) * plan.ranks_in_memory
 
-
-log = logging.getLogger("llmbox.daemon")
 
 LOADS = 10
 """Loads kept of each model."""

@@ -30,15 +30,14 @@ from .listen import open_sockets
 if TYPE_CHECKING:
     from .compose import DaemonParts
 
+log = logging.getLogger("llmbox.daemon")
+
 
 def with_caches(launch: Launch, paths: Paths, settings: CacheSettings) -> Launch:
     """Set the kernel and packed-weight caches of a launch. They are under --data-dir, if there is one."""
     kernels = {} if KERNEL_CACHE in os.environ else {KERNEL_CACHE: str(paths.kernel_cache)}
     repacked = environment.variables(paths.repacked, settings.repacked_gb)
     return replace(launch, env={**kernels, **repacked, **launch.env})
-
-
-log = logging.getLogger("llmbox.daemon")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,6 +51,8 @@ from .multiproc import RankProcesses
 from .profile import Agree, GPUEngineParts, make_device_runner, select_gpu
 from .workers import cores_of_rank
 
+log = logging.getLogger("llmbox.engine")
+
 _READ: Final = 12e9
 """Approximate bytes of weights that a core reads per second. A bf16 weight takes two bytes and costs two
 operations per row, so `flops / _READ` rows are computed in the time that reading the weights takes."""
@@ -71,8 +73,6 @@ def draft_rows(config: EngineConfig, plan: MemoryPlan, ops: Ops, *, overlaps: bo
         raise DeviceError(f"speculate was asked for, but {reason}: load with --speculate auto or off")
     return 0
 
-
-log = logging.getLogger("llmbox.engine")
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 KV_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

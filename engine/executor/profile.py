@@ -25,6 +25,8 @@ from ..runner.graph_pool import GraphCapture
 from ..units import show_bytes
 from .warmup import num_warmup_blocks, warmup_steps
 
+log = logging.getLogger("llmbox.engine")
+
 
 class MemoryMeter(Protocol):
     """Memory of one GPU, in bytes."""
@@ -85,8 +87,6 @@ class MemoryProfile:
         """Return how many KV blocks fit, the padding block not counted; below 1: none."""
         return min(wanted, (budget - self.total) // block_bytes - 1)
 
-
-log = logging.getLogger("llmbox.engine")
 
 Agree = Callable[[int], int]
 """Reduction over ranks: from the blocks that one rank has room for to the minimum of all, known to all."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
+log = logging.getLogger("llmbox.engine")
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
@@ -62,8 +64,6 @@ def _read(path: Path) -> ProcessState | None:
 # When memory is out, the kernel should kill the engine and not the daemon, which can start it again.
 _OOM_SCORE_ADJ: Final = "500"
 _PR_SET_PDEATHSIG: Final = 1
-
-log = logging.getLogger("llmbox.engine")
 
 
 def bind_to_parent(parent: int) -> None:
