@@ -42,11 +42,13 @@ def find_removable(name: str, environ: Mapping[str, str], names: NameLookup) -> 
         return Removable(name, Path(place), None)
     match = HUB_ID.fullmatch(name)
     if match is None or ".." in name or "--" in name:
+        if "/" not in name:
+            raise _not_found(name)
         raise CliError(
             f"{name!r} is not a model of the cache",
             "folders that were not adopted are yours to delete",
             "llmbox ls",
-            Exit.USAGE if "/" in name else Exit.NOT_FOUND,
+            Exit.USAGE,
         )
     for cache in [hub_cache(environ), *map(Path, names.caches)]:
         repo = Repo(cache, match["repo"])
@@ -57,7 +59,16 @@ def find_removable(name: str, environ: Mapping[str, str], names: NameLookup) -> 
         commit = commit_of(repo.folder, match["revision"])
         if commit is not None and repo.snapshot(commit).is_dir():
             return Removable(name, repo.folder, repo, commit)
-    raise CliError(f"{name} is not on this disk", "there is nothing to delete", "llmbox ls", Exit.NOT_FOUND)
+    raise _not_found(name)
+
+
+def _not_found(name: str) -> CliError:
+    return CliError(
+        f"{name} is not among the models of this disk",
+        "only downloaded and adopted models are deleted; other folders are yours to delete",
+        "llmbox ls",
+        Exit.NOT_FOUND,
+    )
 
 
 def remove(found: Removable, registry: Registry) -> Removed:

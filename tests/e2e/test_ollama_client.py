@@ -229,7 +229,7 @@ def test_pulls_that_cannot_be(owner: ollama.Client, name: str, status: int, word
 
 
 def test_deletes_that_cannot_be(owner: ollama.Client) -> None:
-    for name, status in [("builtin", 403), ("nobody", 400), ("org/absent", 404)]:
+    for name, status in [("builtin", 403), ("nobody", 404), ("org/absent", 404)]:
         with pytest.raises(ollama.ResponseError) as refused:
             owner.delete(name)
         assert refused.value.status_code == status, name

@@ -92,4 +92,4 @@ def test_deleting_a_model_is_the_owners(place):
         gone = admin.delete("/v1/models/org/absent")
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
         assert admin.delete("/v1/models/builtin").status_code == 403
-        assert admin.delete("/v1/models/one").status_code == 400  # a folder that was not adopted
+        assert admin.delete("/v1/models/one").status_code == 404  # a folder that was not adopted
