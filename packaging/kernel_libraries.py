@@ -53,7 +53,7 @@ def build_libraries(folder: Path) -> tuple[list[Path], list[str]]:
 
 def wanted_levels() -> list[Any]:
     choice = os.environ.get(CHOICE, "all").split()
-    levels = [level for level in module("levels").LEVELS if level.machine in {None, platform.machine()}]
+    levels = [level for level in module("isa").LEVELS if level.machine in {None, platform.machine()}]
     if choice == ["none"] or sys.platform != "linux":
         return []
     names = [level.name for level in levels]
