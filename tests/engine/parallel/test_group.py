@@ -19,7 +19,7 @@ def notes(monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda ranks=None, **_: made.append(ranks) or f"group {ranks}")
     monkeypatch.setattr(dist, "barrier", lambda: made.append("barrier"))
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD="world"))
-    monkeypatch.setattr(group, "TorchCollective", lambda *args, **_: args)
+    monkeypatch.setattr(group, "TorchCommunicator", lambda *args, **_: args)
     for name in group.SETTINGS:
         monkeypatch.delenv(name, raising=False)
     return made
