@@ -115,12 +115,12 @@ def on_gpu(quant: str, kv: str) -> Engine:
 def in_plain_torch(quant: str, kv: str) -> Engine:
     """On this CPU, by the meaning of the formats, in the model's own dtype.
 
-    Estimates refuse E4M3 keys and values there: as many bytes of int8 are asked for. One thread: what they
-    compute is too small for two.
+    No kernels of a CPU run them: `backend`, which refuses them, is replaced. Estimates refuse E4M3 keys and
+    values there: as many bytes of int8 are asked for. One thread: what they compute is too small for two.
     """
     ops = rounded_ops(QUANTS.get(quant), torch.float8_e4m3fn if kv == "fp8" else None)
     asked = {"quant": quant, "kv_dtype": "int8" if kv == "fp8" else kv, "dtype": "bfloat16"}
-    with mock.patch("llmbox.engine.loader.select_ops", return_value=ops):
+    with mock.patch("llmbox.engine.loader.backend", return_value=ops):
         return load_engine(config_for(ASSETS, 1, **asked), lambda _: None)
 
 

@@ -16,7 +16,9 @@ async def test_a_model_is_ready_when_it_takes_requests(tmp_path: Path) -> None:
 
     def slow_text(_: Path) -> object:
         go.wait(15)
-        return SimpleNamespace(chat_template=None, close=lambda: None)
+        text = SimpleNamespace(chat_template=None, warnings=(), close=lambda: None)
+        text.beside_embedding = lambda _rows: text
+        return text
 
     manager = EngineManager(slow_text, fake_launch())
     control = SimpleNamespace(services=SimpleNamespace(engines=manager), failure_codes={}, asked={})

@@ -128,10 +128,10 @@ def test_decoders_that_make_texts_long_are_refused(loaded, decoder):
 
 def test_pipes_and_giants_are_no_files_of_a_model(tmp_path, monkeypatch):
     folder = write_text_files(tmp_path / "m", byte_level(), CHATML)
-    monkeypatch.setattr("llmbox.app.text.model_text._MOST_BYTES", 1000)
-    with pytest.raises(ModelError, match="larger than"):
+    monkeypatch.setattr("llmbox.app.text.model_text.MAX_BYTES", 1000)
+    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read: it has more than"):
         load_model_text(folder)
     (folder / "tokenizer.json").unlink()
     os.mkfifo(folder / "tokenizer.json")
-    with pytest.raises(ModelError, match="no regular file"):
+    with pytest.raises(ModelError, match="it is a FIFO and not a regular file"):
         load_model_text(folder)
