@@ -49,6 +49,7 @@ class BatchRunner:
         """`most_bytes`: requests and answers of all batches of an owner."""
         self.store = store
         self._most_bytes = most_bytes
+        self._most_at_once = most_at_once
         self._slots = asyncio.Semaphore(most_at_once)
         self._send: SendRequest | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -140,13 +141,15 @@ class BatchRunner:
             log.exception("batch %s stops until the next start", batch.id)
 
     async def _run_items(self, batch: Batch, send: SendRequest) -> None:
+        """Requests that wait to be tried again count for their batch alone, not for those of other keys."""
         after = 0
+        places = asyncio.Semaphore(self._most_at_once)
         async with asyncio.TaskGroup() as group:
             while items := await self._read(batch, after):
                 for item in items:
-                    await self._slots.acquire()
+                    await places.acquire()
                     task = group.create_task(self._answer(batch, item, send))
-                    task.add_done_callback(lambda _: self._slots.release())
+                    task.add_done_callback(lambda _: places.release())
                 after = items[-1].seq
 
     async def _read(self, batch: Batch, after: int) -> list[BatchItem]:
@@ -155,7 +158,8 @@ class BatchRunner:
     async def _answer(self, batch: Batch, item: BatchItem, send: SendRequest) -> None:
         tries = 0
         while True:
-            answer = await send(item.path, item.body, batch.owner)
+            async with self._slots:
+                answer = await send(item.path, item.body, batch.owner)
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise asyncio.CancelledError  # a daemon that ends answers what it cuts off: that is no answer
             tries += answer.status == 503

@@ -187,6 +187,7 @@ GOOD = line("one", HELLO)
             "Line 1 .*longer than 50000 bytes",
         ),
         (b'{"custom_id": "a", "custom_id": "b"}', "the key 'custom_id' twice"),
+        (b'{"custom_id": "\\ud800"}', "half a surrogate pair[.]($|')"),
     ],
 )
 def test_a_file_that_holds_no_requests_says_where(client, text, why):
@@ -228,10 +229,16 @@ def test_bad_uploads(server):
     assert post(400, files={"file": (None, b"x")}, data={"purpose": "batch"})["param"] == "file"
     expires = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "5"}
     assert post(400, files=file, data=expires)["param"] == "expires_after.seconds"
+    for seconds in ("000003600" + "1" * 400, "000003600" + "1" * 5000, "-3600", "3600.0"):
+        refused = post(400, files=file, data={**expires, "expires_after[seconds]": seconds})
+        assert refused["param"] == "expires_after.seconds"
     assert post(400, files=[("file", ("a", b"x")), ("file", ("b", b"x"))], data={"purpose": "batch"})
     assert post(415, json={"purpose": "batch"})["code"] == "unsupported_media_type"
     broken = {"Content-Type": "multipart/form-data; boundary=x"}
     assert post(400, content=b"--x\r\nnonsense", headers=broken)["code"] == "invalid_form"
+    head = b'--x\r\nContent-Disposition: form-data; name="a"\r\nContent-Type: text/plain; charset=no\r\n\r\n'
+    odd = head + b"1\r\n--x--\r\n"
+    assert post(400, content=odd, headers=broken)["code"] == "invalid_form"
     assert post(400, content=b"x", headers={"Content-Type": "multipart/form-data"})
     assert post(413, files={"file": ("a", b"x" * 100_001)}, data={"purpose": "batch"})
     elsewhere = httpx.post(server.url + "/v1/completions", files=file, timeout=PATIENCE)

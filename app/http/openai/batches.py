@@ -191,7 +191,12 @@ def _item(number: int, line: bytes, endpoint: str, depth: int) -> BatchItem:
 
 
 def _bad_file(number: int, why: str) -> ApiError:
-    return ApiError(400, f"Line {number} of the input file: {why}.", "invalid_batch_file", "input_file_id")
+    return ApiError(
+        400,
+        f"Line {number} of the input file: {why.removesuffix('.')}.",
+        "invalid_batch_file",
+        "input_file_id",
+    )
 
 
 def output_id(batch: Batch, kind: OutputKind) -> str:

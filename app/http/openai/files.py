@@ -1,5 +1,6 @@
 """OpenAI's files, for batches: what a client sent, and what came of its batches."""
 
+import re
 import time
 from collections import OrderedDict
 from typing import Annotated, Any, Literal
@@ -71,7 +72,7 @@ async def _form(request: HttpRequest) -> dict[str, Any]:
         raise ApiError(415, "Files are sent as multipart/form-data.", "unsupported_media_type")
     try:
         form = await request.form()
-    except (HTTPException, ValueError, KeyError) as error:
+    except (HTTPException, ValueError, LookupError) as error:
         raise ApiError(400, "The multipart form cannot be read.", "invalid_form") from error
     fields: dict[str, Any] = {}
     for name, value in form.multi_items():
@@ -87,9 +88,10 @@ def _expires(form: dict[str, Any]) -> float | None:
         return None
     if anchor != "created_at":
         raise invalid("expires_after.anchor", "it must be 'created_at'")
-    if not isinstance(seconds, str) or not seconds.isdecimal() or not _LEAST_S <= int(seconds[:9]) <= _MOST_S:
+    number = int(seconds) if isinstance(seconds, str) and re.fullmatch("[0-9]{1,9}", seconds) else 0
+    if not _LEAST_S <= number <= _MOST_S:
         raise invalid("expires_after.seconds", f"it is a number from {_LEAST_S} to {_MOST_S}")
-    return time.time() + int(seconds)
+    return time.time() + number
 
 
 @get(_PATH, opt={"access": Access.STORED}, name="files", operation_id="listFiles")

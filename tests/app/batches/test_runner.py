@@ -145,6 +145,20 @@ async def test_busy_and_loading_models_are_asked_again(store, monkeypatch):
         assert down.counts.failed == 1
 
 
+async def test_a_batch_that_is_refused_for_its_key_holds_up_no_other(store):
+    async def send(path, body, owner):
+        if owner == "key_limited":
+            return RouteAnswer(status=429, body=b"", retry_after=3600.0)
+        return RouteAnswer(status=200, body=b"{}")
+
+    async with running(store, send, most_at_once=2) as runner:
+        limited = await runner.create("openai", "key_limited", "b_", items(20))
+        other = await runner.create("openai", "key_other", "b_", items(20))
+        done = await asyncio.wait_for(ended(store, other), 60)
+        assert done.counts.succeeded == 20
+        assert (await store.get("openai", "key_limited", limited.id)).counts.pending == 20
+
+
 async def test_a_cancelled_batch_keeps_its_answers_and_frees_the_engine(store):
     route = Route(open_=False)
     async with running(store, route, most_at_once=1) as runner:
