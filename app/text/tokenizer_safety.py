@@ -21,8 +21,8 @@ LONGEST_ADDED: Final = 128
 """Characters of an added token, and of anything that a step inserts."""
 LONGEST_UNIGRAM: Final = 512
 """Characters of a token that Unigram may look up at each character."""
-LONGEST_WORD: Final = 1000
-"""Characters of a word for which WordPiece looks up all beginnings."""
+LONGEST_WORD: Final = 200
+"""Characters of a word for which WordPiece looks up all beginnings of all rests."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -82,6 +82,8 @@ class _Model(msgspec.Struct):
 
     type: str | None = None
     max_input_chars_per_word: int = 100
+    continuing_subword_prefix: str | None = None
+    end_of_word_suffix: str | None = None
 
 
 class _Unigram(msgspec.Struct):
@@ -168,6 +170,9 @@ def _check_model(file: _File, source: bytes) -> None:
         raise _UnknownStepError(f"model {file.model.type}")
     if file.model.max_input_chars_per_word > LONGEST_WORD:
         raise _UnknownStepError("words of any length for WordPiece")
+    for affix in (file.model.continuing_subword_prefix, file.model.end_of_word_suffix):
+        if len(affix or "") > LONGEST_ADDED:
+            raise _UnknownStepError("a very long prefix or suffix of parts of words")
     if file.model.type == "Unigram":
         tokens = msgspec.json.decode(source, type=_UnigramFile).model.vocab
         if any(len(token) > LONGEST_UNIGRAM for token, _ in tokens):
@@ -212,7 +217,8 @@ def _check_post_processor(step: dict[str, Any]) -> bool:
     if step["type"] != "TemplateProcessing":
         return step["type"] in _SAFE_POST_PROCESSORS
     texts = [piece for piece in step["single"] if "Sequence" in piece]
-    return len(texts) == 1 and len(step["single"]) <= MOST_STEPS
+    longest = max((len(token["ids"]) for token in step["special_tokens"].values()), default=0)
+    return len(texts) == 1 and len(step["single"]) <= MOST_STEPS and longest <= LONGEST_ADDED
 
 
 def _is_known_pattern(step: dict[str, Any]) -> bool:

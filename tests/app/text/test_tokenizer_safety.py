@@ -58,6 +58,20 @@ def test_qwen_and_llama_3_are_among_them():
         ),
         with_steps(model={"type": "Unigram", "unk_id": 0, "vocab": [["a" * 600, 0.0]]}),
         with_steps(model={"type": "WordPiece", "max_input_chars_per_word": 10**9, "vocab": {}}),
+        with_steps(model={"type": "WordPiece", "max_input_chars_per_word": 1000, "vocab": {}}),
+        with_steps(model={"type": "WordPiece", "continuing_subword_prefix": "#" * 200, "vocab": {}}),
+        with_steps(model={"type": "BPE", "end_of_word_suffix": "w" * 200, "vocab": {}, "merges": []}),
+        with_steps(
+            post_processor={
+                "type": "TemplateProcessing",
+                "single": [
+                    {"SpecialToken": {"id": "a", "type_id": 0}},
+                    {"Sequence": {"id": "A", "type_id": 0}},
+                ],
+                "pair": [],
+                "special_tokens": {"a": {"id": "a", "ids": [1] * 1000, "tokens": ["a"] * 1000}},
+            }
+        ),
         with_steps(normalizer={"type": "Sequence"}),
         with_steps(pre_tokenizer=7),
         b"",
