@@ -15,6 +15,9 @@ os.environ.setdefault(
 )
 # Triton reads it as it is imported, by whichever test comes first. Here its kernels run in its interpreter.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# Some shells export the size of the terminal that the suite is started from: commands would cut tables to it.
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
 # In the background of a script, and under `nohup`, these are ignored, and children inherit that: daemons and
 # commands that tests start must meet Ctrl-C and a closed terminal as a person's do.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
