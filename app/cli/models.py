@@ -236,10 +236,11 @@ def _print_info(model: Mapping[str, Any]) -> None:
 
 
 def _loaded(program: Program) -> dict[str, str]:
-    """Path to name of models in memory; empty when no daemon runs."""
+    """Path to name of models in memory; empty when no daemon runs. Failed loads have no path."""
     if not program.client.is_up():
         return {}
-    return {model["path"]: model["name"] for model in program.client.get("/admin/api/models")["models"]}
+    models = program.client.get("/admin/api/models")["models"]
+    return {model["path"]: model["name"] for model in models if model["path"]}
 
 
 def _downloads(program: Program) -> list[dict[str, Any]]:
