@@ -59,6 +59,25 @@ def test_a_template_that_refuses_late_system_messages_gets_their_text_in_the_tur
     assert ask(http, "strict", messages=said)["stop_reason"] == "end_turn"
 
 
+CALL = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": "y"}
+
+
+@pytest.mark.parametrize("model", ["plain", "strict"])
+@pytest.mark.parametrize("block", [CALL, RESULT])
+@pytest.mark.parametrize("before", [[], [turn("user", "hello")]])
+def test_a_system_message_holds_no_calls_of_tools(http, model, block, before):
+    body = {"model": model, "messages": [*before, turn("system", [block])], "max_tokens": 1}
+    refused = http.post("/v1/messages", json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == f"messages[{len(before)}].content"
+
+
+def test_a_late_system_message_after_a_turn_without_words_is_no_fault(http):
+    body = {"model": "strict", "messages": [turn("user", [CALL]), turn("system", "z")], "max_tokens": 1}
+    assert http.post("/v1/messages", json=body).status_code < 500
+
+
 def test_consecutive_turns_of_a_role_are_one(http):
     said = [
         turn("user", "a"),

@@ -97,7 +97,7 @@ def _fold(made: ChatMessages, text: str) -> None:
     if last["role"] == "tool":
         last["content"] = f"{last['content']}\n{part['text']}"
     elif last["role"] == "user":
-        last["content"] = [*last["content"], part]
+        last["content"] = [*(last["content"] or ()), part]
     else:
         made.append({"role": "user", "content": [part]})
 
@@ -121,6 +121,13 @@ def _turn(at: str, message: MessageParam) -> ChatMessages:
                 pass
             case _:
                 texts.append(_text(place, block))
+    if message.role == "system" and (results or calls):
+        raise ApiError(
+            400,
+            f"'{at}': a system message holds text, and no calls of tools or results.",
+            code="unsupported_content",
+            param=f"{at}.content",
+        )
     if results and not (texts or calls):
         return results
     if message.role == "assistant" and not texts and not calls:
