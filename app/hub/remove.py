@@ -31,7 +31,7 @@ class Removed:
 
 
 def find_removable(name: str, environ: Mapping[str, str], names: Names) -> Removable:
-    """Raises CliError: exit 2 for what is not a model's name, 4 for what is not there."""
+    """Raises CliError: exit 2 for a path and the like, 4 for what is not there."""
     if name == BUILTIN:
         raise CliError("builtin cannot be deleted", "it is part of llmbox", "", Exit.DENIED)
     if (alias := names.aliases.get(name)) is not None:
@@ -46,7 +46,7 @@ def find_removable(name: str, environ: Mapping[str, str], names: Names) -> Remov
             f"{name!r} is not a model of the cache",
             "folders that were not adopted are yours to delete",
             "llmbox ls",
-            Exit.USAGE,
+            Exit.USAGE if "/" in name else Exit.NOT_FOUND,
         )
     for cache in [hub_cache(environ), *map(Path, names.caches)]:
         repo = Repo(cache, match["repo"])

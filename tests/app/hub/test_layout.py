@@ -70,6 +70,7 @@ def test_the_whole_model_goes_and_is_counted(repo: Repo, tmp_path: Path):
     [
         ("builtin", Exit.DENIED),
         ("org/other", Exit.NOT_FOUND),
+        ("other", Exit.NOT_FOUND),
         ("org/name@v9", Exit.NOT_FOUND),
         ("/etc", Exit.USAGE),
         ("../hub", Exit.USAGE),
