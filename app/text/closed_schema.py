@@ -41,10 +41,16 @@ def _closed(schema: Any, at: str, shared: set[str], *, joined: bool) -> Any:
             made[name] = _closed(value, place, shared, joined=name in {"if", "then", "else", "not"})
         else:
             made[name] = value
-    alone = not joined and at not in shared and not any(name in schema for name in _JOINS)
-    if alone and isinstance(schema.get("properties"), dict) and not any(name in schema for name in _SAYS):
+    alone = not joined and at not in shared and not any(name in schema for name in (*_JOINS, *_SAYS))
+    if alone and _names_all_keys(schema):
         made["additionalProperties"] = False
     return made
+
+
+def _names_all_keys(schema: dict[str, Any]) -> bool:
+    """Closed without one of its `required` keys, an object could not be written at all."""
+    named, required = schema.get("properties"), schema.get("required", [])
+    return isinstance(named, dict) and isinstance(required, list) and all(key in named for key in required)
 
 
 def _joins(schema: dict[str, Any]) -> bool:

@@ -14,6 +14,7 @@ NAME = {"properties": {"name": {"type": "string"}}}
     [
         ({"type": "object", **AGE}, [{"age": 1}, {}], [{"age": 1, "x": 2}]),
         ({"type": "object"}, [{"x": 1}], []),
+        ({**AGE, "required": ["age", "x"]}, [{"age": 1, "x": 2}], []),
         ({**AGE, "additionalProperties": True}, [{"x": 1}], []),
         ({**AGE, "additionalProperties": NAME}, [{"x": {"name": "a"}}], [{"x": {"name": "a", "b": 1}}]),
         ({**AGE, "patternProperties": {"^x": NAME}}, [{"x": {}}], [{"x": {"y": 1}}]),
