@@ -63,6 +63,7 @@ def without_id(blocks: list[dict]) -> list[dict]:
 def test_whole_and_streamed_are_the_same_message(http, model, fields, blocks, reason):
     message = ask(http, model, **fields)
     assert (message["type"], message["role"], message["model"]) == ("message", "assistant", model)
+    assert message["id"].startswith("msg_")
     assert message["stop_reason"] == reason
     assert message["stop_sequence"] == ("two" if reason == "stop_sequence" else None)
     if blocks is not None:
@@ -185,6 +186,7 @@ def test_results_of_tools_go_back(http):
             "invalid_request_error",
             "image",
         ),
+        ({"stop_sequences": [""]}, 400, "invalid_request_error", "'stop_sequences'"),
         ({"messages": [{"role": "user", "content": "x" * 3_000_000}]}, 413, "request_too_large", "large"),
     ],
 )

@@ -36,8 +36,8 @@ async def prepare_message(call: Call, data: MessagesRequest) -> MessageCall:
     late_system = await _renders_late_system(call, data)
     plain = chat_fields(edited, late_system=late_system)
     format_name = "output_config.format" if data.output_format is None else "output_format"
-    names = {"response_format": format_name, "continue_final_message": "messages"}
-    chat = await prepare_translated(call, plain, [], "msg", names)
+    names = {"response_format": format_name, "continue_final_message": "messages", "stop": "stop_sequences"}
+    chat = await prepare_translated(call, plain, [], "msg_", names)
     generation = replace(chat.generation, max_tokens_clamped=True)
     _check_prompt(generation.model, len(generation.prompts[0]))
     warnings = [*_warnings(call, data, generation.model), *chat.warnings]
