@@ -5,7 +5,6 @@ import platform
 import re
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -89,7 +88,8 @@ def test_installed_command_works_in_a_clean_environment(wheel, tmp_path):
     run(home / "bin/pip", "install", "--no-deps", "--no-index", wheel)
     # Dependencies come from this environment: fetching them again would test the network, not the wheel.
     site = home / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
+    packages = [path for path in sys.path if Path(path).name == "site-packages"]
+    (site / "dependencies.pth").write_text("\n".join(packages))
     where = run(home / "bin/python", "-c", "import llmbox.app; print(llmbox.app.__file__)", cwd=tmp_path)
     assert str(home) in where
     assert "llmbox" in run(home / "bin/llmbox", "version", cwd=tmp_path)
