@@ -125,6 +125,7 @@ def schema(server: Server) -> Any:
     return schemathesis.openapi.from_url(f"{server.url}/openapi.json", timeout=PATIENCE)
 
 
+@pytest.mark.property
 @pytest.mark.parametrize(
     ("method", "path", "mode"),
     [(*route, GenerationMode.POSITIVE) for route in READING + WRITING]
@@ -136,7 +137,6 @@ def test_answers_are_as_promised(schema: Any, method: str, path: str, mode: Gene
     @settings(
         max_examples=EXAMPLES,
         deadline=None,
-        derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),
     )

@@ -191,6 +191,5 @@ TestSchedulerMachine.settings = settings(
     max_examples=150,
     stateful_step_count=40,
     deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

@@ -170,7 +170,7 @@ def requests(draw: Any, vocab: int, name: str) -> Request:
 
 
 @given(data=st.data(), vocab=st.sampled_from([1, 2, 12, 63, 64, 65, 300, 1100]), count=st.integers(1, 4))
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None)
 def test_whatever_the_row_and_the_request(
     backend: Backend, data: st.DataObject, vocab: int, count: int
 ) -> None:
