@@ -179,8 +179,9 @@ class EngineManager:
 
     async def _start(self, loading: _Loading) -> None:
         supervisor, config = loading.supervisor, loading.config
-        supervisor.readmit = lambda: self.admit(config, loading.on_request)
-        supervisor.admitted = await supervisor.readmit()
+        # Nobody asks for a start after a cool-down: it pushes out no model that the owner loaded meanwhile.
+        supervisor.readmit = lambda: self.admit(config, True)
+        supervisor.admitted = await self.admit(config, loading.on_request)
         await supervisor.start()
 
     async def _load_text_beside(self, supervisor: Supervisor, path: Path) -> ModelText:

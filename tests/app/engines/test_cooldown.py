@@ -152,3 +152,17 @@ async def test_a_load_by_the_owner_tries_at_once(tmp_path, manager):
     assert second.supervisor is not first.supervisor
     await until(first.supervisor._task.done)
     assert manager.models() == [second]
+
+
+async def test_a_start_after_the_cooldown_takes_no_room_of_the_owners_models(tmp_path, manager):
+    write_text_files(tmp_path / "fake", byte_level())
+    asked = []
+
+    async def admit(wanted, on_request):
+        asked.append(on_request)
+        return wanted
+
+    manager.admit = admit
+    model = await manager.load(config(tmp_path))
+    await model.supervisor.readmit()
+    assert asked == [False, True]
