@@ -5,7 +5,7 @@ Not all combinations: each choice is there with several of the others.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -42,17 +42,23 @@ REQUESTS = [
 
 @pytest.fixture(autouse=True)
 def _one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The interpreter has one set of globals for all threads. No kernel here waits for another rank's."""
-    run, lock = interpreter.GridExecutor.__call__, threading.Lock()
+    """The interpreter has one set of globals for all threads, and so has Python 3.11's parser, which reads
+    each kernel once. No kernel here waits for another rank's.
+    """
+    lock = threading.RLock()
 
-    def alone(self: object, *args: object, **options: object) -> object:
-        with lock:
-            return run(self, *args, **options)
+    def alone(work: Callable[..., object]) -> Callable[..., object]:
+        def locked(*args: object, **options: object) -> object:
+            with lock:
+                return work(*args, **options)
 
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", alone)
-    with mock.patch("llmbox.engine.loader.select_ops") as select:
-        select.side_effect = lambda device, dtype, *_, deterministic: triton_ops(
-            CPU, dtype, deterministic=deterministic
+        return locked
+
+    for owner, name in ((interpreter.GridExecutor, "__call__"), (interpreter.InterpretedFunction, "rewrite")):
+        monkeypatch.setattr(owner, name, alone(getattr(owner, name)))
+    with mock.patch("llmbox.engine.loader.backend") as backend:
+        backend.side_effect = lambda _device, dtype, _kv, _threads, _quant, config, _plan: triton_ops(
+            CPU, dtype, deterministic=config.deterministic
         )
         yield
 
