@@ -31,6 +31,9 @@ class Attention:
         self.window = config.windows[layer]
         self.rope = config.layer_ropes[layer]
         """Index of this layer's RoPE table."""
+        self.query_rope = config.query_rope(self.rope)
+        """Index of another table for its queries."""
+        self.norms_after_rope = config.norms_after_rope
         self._order = config.ropes[self.rope].order(config.head_dim)
         q, kv = rows_of(heads, self.head_dim), rows_of(kv_heads, self.head_dim)
         self.qkv = weights.linear(
@@ -68,6 +71,8 @@ class Attention:
         """Apply QK-norm and RoPE, write KV to the cache: [T, H + 2 G, D] -> queries [T, H, D]."""
         ops, rotated = self.ops, self.heads + self.kv_heads
         angles = forward.cos_ATD[self.rope], forward.sin_ATD[self.rope]
+        if self.norms_after_rope or self.query_rope != self.rope:
+            return self._rotate_apart(qkv, forward, plan)
         if ops.rotate_and_write is not None:
             norm_nD, cache = self.norm_nD, forward.cache
             qk_TnD = ops.rotate_and_write(qkv, norm_nD, self.eps, *angles, cache, self.layer, plan)
@@ -78,6 +83,23 @@ class Attention:
             qk_TnD = ops.rotary(qk_TnD, *angles)
             ops.write_kv(forward.cache, self.layer, qk_TnD[:, self.heads :], qkv[:, rotated:], plan)
         return qk_TnD[:, : self.heads]
+
+    def _rotate_apart(self, qkv: Tensor, forward: ForwardContext, plan: AttentionPlan) -> Tensor:
+        """Do as `_rotate_and_write_kv` where queries have a table of their own, or norms come last."""
+        ops, heads, rotated = self.ops, self.heads, self.heads + self.kv_heads
+        qk_TnD = qkv[:, :rotated]
+        if self.norm_nD is not None and not self.norms_after_rope:
+            qk_TnD = ops.rms_norm(qk_TnD, self.norm_nD, self.eps)
+        if self.query_rope == self.rope:
+            qk_TnD = ops.rotary(qk_TnD, forward.cos_ATD[self.rope], forward.sin_ATD[self.rope])
+        if self.norm_nD is not None and self.norms_after_rope:
+            qk_TnD = ops.rms_norm(qk_TnD, self.norm_nD, self.eps)
+        q_THD, k_TGD = qk_TnD[:, :heads], qk_TnD[:, heads:]
+        if self.query_rope != self.rope:
+            k_TGD = ops.rotary(k_TGD, forward.cos_ATD[self.rope], forward.sin_ATD[self.rope])
+            q_THD = ops.rotary(q_THD, forward.cos_ATD[self.query_rope], forward.sin_ATD[self.query_rope])
+        ops.write_kv(forward.cache, self.layer, k_TGD, qkv[:, rotated:], plan)
+        return q_THD
 
 
 def rows_of(heads: ShardSlice, head_dim: int) -> ShardSlice:

@@ -32,7 +32,7 @@ class Decoder:
         self.dtype = source.dtype
         self.ops = ops = source.ops
         self.rank = source.rank
-        layout, weights = source.rank.layout, Weights(source)
+        layout, weights = source.rank.layout, Weights(source, names=config.names)
         self.is_last = layout.is_last
         self._skip_what_others_have(weights)
         self.embedding = TokenEmbedding(config, weights, ops) if self._has_table else None

@@ -33,8 +33,7 @@ def build_model(config: ModelConfig, source: WeightSource, quant: Quant | None =
     attention_kind = FullWidthQKNormAttention if config.qk_norm == "width" else Attention
 
     def make_layer(number: int, weights: Weights) -> DecoderBlock:
-        if config.has_stacked_projections:
-            _split_stacked_projections(config, weights)
+        _split_stacked_projections(config, weights)
         attention = attention_kind(config, number, weights.at("self_attn"), ops)
         return block(config, weights, ops, attention, _make_mlp(config, number, weights, ops))
 
@@ -49,7 +48,9 @@ def _make_mlp(config: ModelConfig, number: int, weights: Weights, ops: Ops) -> M
 
 
 def _split_stacked_projections(config: ModelConfig, weights: Weights) -> None:
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    inner = config.intermediate_size
-    weights.at("self_attn").split("qkv_proj", {"q_proj": q, "k_proj": kv, "v_proj": kv})
-    weights.at("mlp").split("gate_up_proj", {"gate_proj": inner, "up_proj": inner})
+    if config.has_stacked_projections:
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        weights.at("self_attn").split("qkv_proj", {"q_proj": q, "k_proj": kv, "v_proj": kv})
+    if config.has_stacked_mlp:
+        inner = config.intermediate_size
+        weights.at("mlp").split("gate_up_proj", {"gate_proj": inner, "up_proj": inner})

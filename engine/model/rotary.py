@@ -27,12 +27,18 @@ class Rotary:
             inverse_A1D2[a, 0, :turned] = inverse_frequencies(config, rope, context)
             scale_A1D2[a, 0] = 1.0
             scale_A1D2[a, 0, :turned] = attention_scale(rope)
+        self._growths = [(a, rope) for a, rope in enumerate(config.ropes) if rope.of_queries]
         self._inverse_A1D2, self._scale_A1D2 = inverse_A1D2.to(device), scale_A1D2.to(device)
 
     def rows(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos_ATD = (cos, cos) and sin_ATD = (-sin, sin), float32."""
         angle = positions_T.float().unsqueeze(1) * self._inverse_A1D2
         cos, sin = angle.cos() * self._scale_A1D2, angle.sin() * self._scale_A1D2
+        for a, rope in self._growths:
+            growth_T1 = (1 + (positions_T // rope.original_context).float()).log_().unsqueeze(1)
+            growth_T1 = growth_T1.mul_(rope.query_growth).add_(1)
+            cos[a] *= growth_T1
+            sin[a] *= growth_T1
         return torch.cat((cos, cos), 2), torch.cat((-sin, sin), 2)
 
 

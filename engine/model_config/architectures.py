@@ -26,9 +26,20 @@ from .gemma import (
 )
 from .moe import ExpertRule, mixtral_experts, no_experts, qwen3_moe_experts
 from .multipliers import Scales
-from .rope import RopeRule, olmo3_ropes, one_rope, phi3_ropes, rope_of_some_layers
+from .rope import (
+    MINISTRAL3_ROPE,
+    RopeRule,
+    interleaved_rope,
+    olmo3_ropes,
+    one_rope,
+    phi3_ropes,
+    rope_of_alpha,
+    rope_of_sliding_layers,
+    rope_of_some_layers,
+)
 from .sliding_window import (
     WindowRule,
+    exaone4_windows,
     no_windows,
     one_window,
     windows_by_type,
@@ -70,6 +81,8 @@ class Architecture:
     """True if the outputs of layers stay within the range of float16, 65504."""
     is_nested: bool = False
     """True if config.json has it in `text_config`, as the language model of a vision-language model."""
+    nested: tuple["Architecture", ...] = ()
+    """Architectures that `text_config` may name by its `model_type`; empty: this one whatever it names."""
     attention_bias: bool = False
     """True if config.json may enable biases of q, k, v and o."""
     qkv_bias: bool = False
@@ -79,7 +92,9 @@ class Architecture:
     qk_norm: QKNorm | None = None
     block: BlockKind = "pre_norm"
     has_stacked_projections: bool = False
-    """True if checkpoints hold q, k and v as one tensor, and gate and up as another."""
+    """True if checkpoints hold q, k and v as one tensor."""
+    has_stacked_mlp: bool = False
+    """True if checkpoints hold gate and up of MLPs as one tensor."""
     windows: WindowRule = no_windows
     ropes: RopeRule = one_rope
     experts: ExpertRule = no_experts
@@ -87,6 +102,12 @@ class Architecture:
     own_code: str = ""
     """Class in `auto_map` of its repositories that transformers has adopted, so that the code need not be
     run. Models with other code of their own are refused."""
+    norms_after_rope: bool = False
+    """True if QK-norm comes after RoPE."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Keys of config.json that this architecture calls otherwise: {usual key: its key}."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Modules of a layer that its checkpoints call otherwise: {name in `engine/model`: name there}."""
     refuse: Callable[[Fields], None] = nothing
     """Rule that raises ModelError for options that would be computed wrongly."""
 
@@ -118,8 +139,29 @@ def refuse_head_bias(fields: Fields) -> None:
         raise fields.error("lm_head_bias is not supported")
 
 
+def refuse_shared_layers(fields: Fields) -> None:
+    if fields.flag("use_cla", default=False):
+        raise fields.error("use_cla is not supported: layers that share keys and values of others")
+
+
 SLIDING: Mapping[str, Any] = {"sliding_window": 4096}
 """Default for a config.json without the key; null means no sliding window."""
+
+_MISTRAL = Architecture(model_type="mistral", defaults=SLIDING, windows=one_window)
+MISTRAL3_TEXT: Mapping[str, Any] = {
+    "vocab_size": 131072,
+    "hidden_size": 5120,
+    "intermediate_size": 32768,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e9,
+    "sliding_window": None,
+}
+"""Defaults of transformers for the text part of a Mistral 3, whose `text_config` may leave keys out."""
 
 _OLMO2 = Architecture(
     model_type="olmo2",
@@ -128,6 +170,31 @@ _OLMO2 = Architecture(
     qk_norm="width",
     block="post_norm",
     refuse=refuse_clipping,
+)
+_GLM4 = Architecture(
+    model_type="glm4",
+    defaults={
+        "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "partial_rotary_factor": 0.5,
+    },
+    head_dim=128,
+    attention_bias=True,
+    block="sandwich",
+    has_stacked_mlp=True,
+    ropes=interleaved_rope,
+    names={
+        "post_attention_layernorm": "post_self_attn_layernorm",
+        "pre_feedforward_layernorm": "post_attention_layernorm",
+        "post_feedforward_layernorm": "post_mlp_layernorm",
+    },
+)
+_MINISTRAL3 = Architecture(
+    model_type="ministral3",
+    defaults={"rms_norm_eps": 1e-5, "rope_parameters": MINISTRAL3_ROPE},
+    head_dim=128,
+    windows=one_window,
 )
 _GEMMA = Architecture(
     model_type="gemma",
@@ -160,7 +227,7 @@ _GEMMA3 = replace(
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(model_type="llama", attention_bias=True, mlp_bias=True),
-    "MistralForCausalLM": Architecture(model_type="mistral", defaults=SLIDING, windows=one_window),
+    "MistralForCausalLM": _MISTRAL,
     "Qwen2ForCausalLM": Architecture(
         model_type="qwen2", defaults=SLIDING, qkv_bias=True, windows=windows_of_later_layers
     ),
@@ -206,8 +273,49 @@ ARCHITECTURES: dict[str, Architecture] = {
         windows=one_window,
         ropes=phi3_ropes,
         has_stacked_projections=True,
+        has_stacked_mlp=True,
         own_code="modeling_phi3.Phi3ForCausalLM",
         refuse=refuse_head_bias,
+    ),
+    "Glm4ForCausalLM": _GLM4,
+    "GlmForCausalLM": replace(_GLM4, model_type="glm", block="pre_norm", names={}),
+    "Ministral3ForCausalLM": _MINISTRAL3,
+    "Mistral3ForConditionalGeneration": replace(
+        _MISTRAL, defaults=MISTRAL3_TEXT, is_nested=True, nested=(_MISTRAL, _MINISTRAL3)
+    ),
+    "SeedOssForCausalLM": Architecture(
+        model_type="seed_oss",
+        defaults={"attention_bias": True, "attention_out_bias": False},
+        head_dim=128,
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "Ernie4_5ForCausalLM": Architecture(
+        model_type="ernie4_5",
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True},
+        head_dim=128,
+        attention_bias=True,
+        mlp_bias=True,
+        ropes=interleaved_rope,
+        aliases={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
+    ),
+    "HunYuanDenseV1ForCausalLM": Architecture(
+        model_type="hunyuan_v1_dense",
+        defaults={"rms_norm_eps": 1e-5},
+        attention_bias=True,
+        qk_norm="heads",
+        norms_after_rope=True,
+        ropes=rope_of_alpha,
+        names={"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
+        refuse=refuse_shared_layers,
+    ),
+    "Exaone4ForCausalLM": Architecture(
+        model_type="exaone4",
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+        qk_norm="heads",
+        block="post_norm",
+        windows=exaone4_windows,
+        ropes=rope_of_sliding_layers,
     ),
     "GemmaForCausalLM": _GEMMA,
     "Gemma2ForCausalLM": _GEMMA2,

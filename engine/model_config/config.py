@@ -1,6 +1,7 @@
 """Parsing of config.json into a `ModelConfig`."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmbox.kernels.activation import Activation
@@ -87,7 +88,8 @@ class ModelConfig:
     qk_norm: QKNorm | None
     block: BlockKind
     has_stacked_projections: bool
-    """True if q, k and v are one tensor in the checkpoint; see `Architecture`."""
+    has_stacked_mlp: bool
+    """True if q, k and v, or gate and up, are one tensor in the checkpoint; see `Architecture`."""
     windows: tuple[int | None, ...]
     """Sliding window of each layer in tokens; None for full attention."""
     ropes: tuple[RopeConfig, ...]
@@ -108,10 +110,19 @@ class ModelConfig:
     has_head: bool = True
     """False for a model that only gives embeddings."""
     experts: ExpertsConfig | None = None
+    norms_after_rope: bool = False
+    """True if QK-norm comes after RoPE."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names of modules in the checkpoint, where they differ from those in `engine/model`."""
 
     @property
     def rope(self) -> RopeConfig:
         return self.ropes[0]
+
+    def query_rope(self, rope: int) -> int:
+        """Return the index of the RoPE of queries where that of keys is `rope`."""
+        variant = self.ropes[rope].query_variant
+        return rope if variant is None else self.ropes.index(variant)
 
     @property
     def context_limit(self) -> int:
@@ -186,7 +197,9 @@ def parse_config(path: Path | str) -> ModelConfig:
     kind = architecture_of(fields)
     if kind.is_nested:
         fields = text_fields(fields)
-    fields = Fields({**kind.defaults, **fields.raw}, fields.where)
+        named = fields.raw.get("model_type")
+        kind = next((inner for inner in kind.nested if inner.model_type == named), kind)
+    fields = completed(fields, kind)
     refuse_unsupported(fields, kind)
     heads = fields.integer("num_attention_heads", most=MAX_HEADS)
     hidden = fields.integer("hidden_size", most=MAX_WIDTH)
@@ -202,6 +215,7 @@ def parse_config(path: Path | str) -> ModelConfig:
     bias = kind.attention_bias and fields.flag("attention_bias", default=False)
     scales = kind.scales(fields)
     ropes, layer_ropes = kind.ropes(fields, head_dim, positions, layers)
+    ropes += tuple(variant for rope in ropes if (variant := rope.query_variant) is not None)
     if (longest := max(rope.context_limit(positions) for rope in ropes)) > MAX_POSITIONS:
         raise fields.error(
             f"a context of {longest} tokens, after scaling, is beyond anything known ({MAX_POSITIONS})"
@@ -221,11 +235,12 @@ def parse_config(path: Path | str) -> ModelConfig:
         tie_word_embeddings=not head or fields.flag("tie_word_embeddings", default=False),
         has_head=head,
         qkv_bias=bias or kind.qkv_bias,
-        o_bias=bias,
+        o_bias=kind.attention_bias and fields.flag("attention_out_bias", default=bias),
         mlp_bias=kind.mlp_bias and fields.flag("mlp_bias", default=False),
         qk_norm=kind.qk_norm,
         block=kind.block,
         has_stacked_projections=kind.has_stacked_projections,
+        has_stacked_mlp=kind.has_stacked_mlp,
         windows=kind.windows(fields, layers),
         ropes=ropes,
         layer_ropes=layer_ropes,
@@ -238,7 +253,21 @@ def parse_config(path: Path | str) -> ModelConfig:
         if quant is not None and QUANTS[quant].is_float
         else 0,
         experts=kind.experts(fields, layers),
+        norms_after_rope=kind.norms_after_rope,
+        names=kind.names,
     )
+
+
+def completed(fields: Fields, kind: Architecture) -> Fields:
+    """Return the fields with the architecture's defaults, under the names that most architectures have.
+
+    A file of older transformers has RoPE parameters of its own, so a default for them must not add to these.
+    """
+    raw = {**kind.defaults, **fields.raw}
+    raw |= {usual: raw[key] for usual, key in kind.aliases.items() if raw.get(key) is not None}
+    if fields.raw.get("rope_scaling") is not None and fields.raw.get("rope_parameters") is None:
+        raw["rope_parameters"] = None
+    return Fields(raw, fields.where)
 
 
 def architecture_of(fields: Fields) -> Architecture:

@@ -1,11 +1,11 @@
 """RoPE part of config.json."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .fields import Fields
-from .sliding_window import layer_types
+from .sliding_window import exaone4_windows, layer_types
 
 MAX_FACTOR = 65536.0
 MAX_THETA = 1e15
@@ -35,6 +35,16 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    query_growth: float = 0.0
+    """Factor b of queries at position p, which are multiplied by 1 + b log(1 + floor(p / original_context));
+    0: none."""
+    of_queries: bool = False
+    """True for the variant that multiplies queries by that, beside the one that rotates keys."""
+
+    @property
+    def query_variant(self) -> "RopeConfig | None":
+        """Return the variant for queries, if it is another than that for keys."""
+        return replace(self, of_queries=True) if self.query_growth and not self.of_queries else None
 
     def order(self, head_dim: int) -> tuple[int, ...] | None:
         """Return the permutation from dimensions of our queries and keys to those of a checkpoint; None for
@@ -57,6 +67,17 @@ class RopeConfig:
         return max_position_embeddings
 
 
+MINISTRAL3_ROPE: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""Default of transformers for a Ministral 3."""
+
 RopeRule = Callable[[Fields, int, int, int], tuple[tuple[RopeConfig, ...], tuple[int, ...]]]
 """Rule (fields, head_dim, max_position_embeddings, layers) -> RoPE variants, and the index of each
 layer's."""
@@ -66,6 +87,44 @@ def one_rope(
     fields: Fields, head_dim: int, positions: int, layers: int
 ) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
     return (parse_rope(fields, head_dim, positions),), (0,) * layers
+
+
+def interleaved_rope(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Return one RoPE of neighboring pairs, over all dimensions of a head or over the first ones."""
+    raw = raw_rope(fields)
+    rope = read_rope(raw, fields, part_of_head(raw, fields, head_dim), positions)
+    return (replace(rope, interleaved=True),), (0,) * layers
+
+
+def rope_of_alpha(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Return one RoPE whose theta grows by `alpha`. Its files call that `dynamic`, but it is the same for all
+    lengths.
+    """
+    raw = raw_rope(fields)
+    alpha = Fields(raw, f"{fields.where}: rope parameters").number("alpha", 0.0)
+    if not 0.0 <= alpha <= MAX_FACTOR:
+        raise fields.error(f"alpha {alpha} must be from 0 to {MAX_FACTOR:.0f}")
+    if raw.get("rope_type", raw.get("type")) == "dynamic" and alpha:
+        rope = whole_heads({**raw, "rope_type": "default"}, fields, head_dim, positions)
+        rope = replace(rope, theta=rope.theta * alpha ** (head_dim / (head_dim - 2)))
+        if rope.theta > MAX_THETA:
+            raise fields.error(f"rope_theta, grown by alpha {alpha}, is larger than {MAX_THETA:g}")
+        return (rope,), (0,) * layers
+    return one_rope(fields, head_dim, positions, layers)
+
+
+def rope_of_sliding_layers(
+    fields: Fields, head_dim: int, positions: int, layers: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Return one RoPE that layers of full attention do not use (NoPE), if there are others."""
+    rope, windows = parse_rope(fields, head_dim, positions), exaone4_windows(fields, layers)
+    if fields.raw.get("sliding_window") is None:
+        return (rope,), (0,) * layers
+    return (rope, RopeConfig(rotary_dim=0)), tuple(int(window is None) for window in windows)
 
 
 def rope_of_some_layers(
@@ -107,11 +166,7 @@ def phi3_ropes(
         raw = {**raw, "rope_type": "longrope"}
     elif rope_type not in ("default", "longrope"):
         raise fields.error(f"RoPE type {rope_type!r} is not supported of this architecture, only longrope")
-    partial = partial_rotary(raw, fields)
-    rotary_dim = int(head_dim * partial)
-    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
-        raise fields.error(f"partial_rotary_factor {partial} of head_dim {head_dim} is no even part of it")
-    return (read_rope(raw, fields, rotary_dim, positions),), (0,) * layers
+    return (read_rope(raw, fields, part_of_head(raw, fields, head_dim), positions),), (0,) * layers
 
 
 def parse_rope(fields: Fields, head_dim: int, max_position_embeddings: int) -> RopeConfig:
@@ -130,6 +185,15 @@ def whole_heads(
     if (partial := partial_rotary(raw, fields)) != 1.0:
         raise fields.error(f"partial_rotary_factor {partial} is not supported of this architecture, only 1.0")
     return read_rope(raw, fields, head_dim, max_position_embeddings)
+
+
+def part_of_head(raw: dict[str, Any], fields: Fields, head_dim: int) -> int:
+    """Return how many dimensions of a head are rotated. Raises ModelError."""
+    partial = partial_rotary(raw, fields)
+    rotary_dim = int(head_dim * partial)
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise fields.error(f"partial_rotary_factor {partial} of head_dim {head_dim} is no even part of it")
+    return rotary_dim
 
 
 def partial_rotary(raw: dict[str, Any], fields: Fields) -> float:
@@ -173,6 +237,7 @@ def read_rope(
         truncate=rope.flag("truncate", default=True),
         short_factor=rope.numbers("short_factor"),
         long_factor=rope.numbers("long_factor"),
+        query_growth=rope.number("llama_4_scaling_beta", 0.0),
     )
     check(config, rope)
     return config
@@ -184,6 +249,8 @@ def check(config: RopeConfig, rope: Fields) -> None:
     for name, value in (("attention_factor", config.attention_factor), ("mscale", config.mscale)):
         if value is not None and not 0.0 <= value <= MAX_FACTOR:
             raise rope.error(f"{name} {value} must be from 0 to {MAX_FACTOR:.0f}")
+    if not 0.0 <= config.query_growth <= MAX_FACTOR:
+        raise rope.error(f"llama_4_scaling_beta {config.query_growth} must be from 0 to {MAX_FACTOR:.0f}")
     if min(config.beta_fast, config.beta_slow) <= 0 or config.original_context < 2:
         raise rope.error("beta_fast and beta_slow must be positive, the original context at least 2")
     if config.rope_type == "llama3" and not 0 < config.low_freq_factor < config.high_freq_factor:

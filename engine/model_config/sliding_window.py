@@ -52,6 +52,20 @@ def windows_by_type(fields: Fields, layers: int) -> Windows:
     return tuple(window if name == SLIDING else None for name in layer_types(fields, layers))
 
 
+def exaone4_windows(fields: Fields, layers: int) -> Windows:
+    """Return windows by `layer_types`, or for all layers but every `sliding_window_pattern`-th, which may be
+    written as one letter a layer (`LLLG`).
+    """
+    if window_of(fields) is None:
+        return no_windows(fields, layers)
+    if fields.raw.get("layer_types") is None:
+        pattern = fields.raw.get("sliding_window_pattern")
+        every = len(pattern) if isinstance(pattern, str) else fields.integer("sliding_window_pattern")
+        types = [FULL if every and (layer + 1) % every == 0 else SLIDING for layer in range(layers)]
+        fields = Fields({**fields.raw, "layer_types": types}, fields.where)
+    return windows_by_type(fields, layers)
+
+
 def layer_types(fields: Fields, layers: int) -> list[str]:
     """Return the attention type of each layer; by default every fourth is full. Raises ModelError."""
     types = fields.raw.get("layer_types")

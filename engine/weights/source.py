@@ -10,6 +10,7 @@ Peak memory beyond the model is one stacked linear and one tensor of it.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -117,11 +118,14 @@ class WeightSource(Protocol):
 
 
 class Weights:
-    """Tensors under a name prefix; `at` goes deeper."""
+    """Tensors under a name prefix; `at` goes deeper. `names`: modules that the checkpoint calls otherwise."""
 
-    def __init__(self, source: WeightSource, prefix: str = "") -> None:
+    def __init__(
+        self, source: WeightSource, prefix: str = "", names: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._source = source
         self._prefix = prefix
+        self._names = names
 
     @property
     def rank(self) -> TensorParallel:
@@ -132,33 +136,29 @@ class Weights:
         return self._source.dtype
 
     def at(self, name: str) -> "Weights":
-        return Weights(self._source, f"{self._prefix}{name}.")
+        return Weights(self._source, f"{self._full(name)}.", self._names)
 
     def vector(self, name: str, size: int) -> Tensor:
-        return self._source.vector(f"{self._prefix}{name}", size)
+        return self._source.vector(self._full(name), size)
 
     def skip(self, name: str) -> None:
-        self._source.skip(f"{self._prefix}{name}")
+        self._source.skip(self._full(name))
 
     def split(self, name: str, parts: Mapping[str, int]) -> None:
         """Split the checkpoint's stacked linear `name` into several: {name: rows of all ranks}."""
-        self._source.split(
-            f"{self._prefix}{name}", {f"{self._prefix}{part}": rows for part, rows in parts.items()}
-        )
+        self._source.split(self._full(name), {self._full(part): rows for part, rows in parts.items()})
 
     def embedding(self, name: str, vocab: ShardSlice, hidden: int, *, tied: bool) -> PackedLinear:
-        outputs = {f"{self._prefix}{name}": vocab}
+        outputs = {self._full(name): vocab}
         return self._source.packed(
             WeightRequest("tied" if tied else "table", outputs, ShardSlice.whole(hidden))
         )
 
     def head(self, name: str, vocab: ShardSlice, hidden: int) -> PackedLinear:
-        return self._source.packed(
-            WeightRequest("head", {f"{self._prefix}{name}": vocab}, ShardSlice.whole(hidden))
-        )
+        return self._source.packed(WeightRequest("head", {self._full(name): vocab}, ShardSlice.whole(hidden)))
 
     def router(self, name: str, experts: ShardSlice, hidden: ShardSlice) -> PackedLinear:
-        return self._source.packed(WeightRequest("router", {f"{self._prefix}{name}": experts}, hidden))
+        return self._source.packed(WeightRequest("router", {self._full(name): experts}, hidden))
 
     def linear(
         self,
@@ -174,7 +174,7 @@ class Weights:
         `experts`: pack for `Ops.pack_experts`. `order`: as in `WeightRequest`. The results of a row-parallel
         linear are all-reduced, so only the rank with the first inputs has the bias.
         """
-        full = {f"{self._prefix}{name}": rows for name, rows in outputs.items()}
+        full = {self._full(name): rows for name, rows in outputs.items()}
         if bias and inputs.start > 0:
             bias = False
             for name in full:
@@ -182,6 +182,11 @@ class Weights:
         return self._source.packed(
             WeightRequest("experts" if experts else "linear", full, inputs, bias, order)
         )
+
+    def _full(self, name: str) -> str:
+        if self._names:
+            name = ".".join(self._names.get(part, part) for part in name.split("."))
+        return self._prefix + name
 
 
 class WeightObserver(Protocol):

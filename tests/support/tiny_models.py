@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from support.families import FAMILIES, make_family
 from support.gemma_models import GEMMA, gemma_fields, gemma_norms
 
 ARCHITECTURES = {
@@ -214,15 +215,18 @@ def make_tiny_model(
 ) -> Path:
     """Write a model into `directory` (made if absent) and return it. `overrides` go into config.json."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = tiny_config(arch, rope, **overrides)
-    write_json(directory / "config.json", config)
+    if arch in FAMILIES:
+        make_family(directory, arch, shards=shards, seed=seed, **overrides)
+    else:
+        config = tiny_config(arch, rope, **overrides)
+        write_json(directory / "config.json", config)
+        save_sharded(directory, tiny_weights(config, seed), shards)
     write_json(
         directory / "generation_config.json",
         {"bos_token_id": 0, "eos_token_id": [2, 0], "do_sample": True, "temperature": 0.8, "top_p": 0.95},
     )
-    save_sharded(directory, tiny_weights(config, seed), shards)
     if tokenizer:
-        write_tokenizer(directory, config["vocab_size"])
+        write_tokenizer(directory, overrides.get("vocab_size", VOCAB))
     return directory
 
 

@@ -18,6 +18,7 @@ from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.model.decoder import Decoder
 from llmbox.engine.runner.cpu_runner import CPUModelRunner
 from llmbox.engine.sampling_params import SamplingParams
+from support.families import FAMILIES
 from support.real_engines import ask, hf_model, hf_tokens, load, planned, runner_of, tokens
 from support.tiny_models import ARCHITECTURES, ORIGINAL_CONTEXT, ROPES, make_tiny_model
 
@@ -128,6 +129,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rope": "yarn",
     },
     "gemma3-capped-logits": {"arch": "gemma3_text", "final_logit_softcapping": 20.0},
+    **{arch: {"arch": arch} for arch in FAMILIES},
+    "glm4-tied": {"arch": "glm4", "tie_word_embeddings": True, "attention_bias": False},
+    "exaone4-no-windows": {"arch": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3},
     "qwen3-biased-tied": {"arch": "qwen3", "attention_bias": True, "tie_word_embeddings": True},
 }
 

@@ -27,6 +27,9 @@ PART_TURNS = {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}
         ("smollm3", {}, {"tp": 2, "pp": 2}),
         ("granite", {}, {"tp": 2, "pp": 2}),
         ("olmo3", {}, {"pp": 2}),
+        ("glm4", {}, {"tp": 2}),
+        ("ministral3", {}, {"tp": 2}),
+        ("exaone4", {}, {"tp": 2, "pp": 2}),
     ],
 )
 def test_ranks_give_the_tokens_of_one(

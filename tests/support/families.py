@@ -1,0 +1,96 @@
+"""Tiny random models of families whose checkpoints transformers writes: their configs, and one folder each.
+
+`tiny_models.py` writes the others without transformers.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "glm": {},
+    "glm4": {},
+    "ministral3": {
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+    },
+    "seed_oss": {},
+    "ernie4_5": {"tie_word_embeddings": True, "use_bias": True},
+    "hunyuan_v1_dense": {
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
+    },
+    "exaone4": {"sliding_window": 19, "num_hidden_layers": 3, "sliding_window_pattern": 3},
+}
+"""Fields of config.json beside `COMMON`, by `model_type`."""
+
+
+def make_family(directory: Path, arch: str, *, shards: int = 1, seed: int = 0, **overrides: Any) -> Path:
+    """Write a model of a family as transformers publishes it. `shards`: at least so many files."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config = AutoConfig.for_model(arch, **COMMON | FAMILIES[arch] | overrides)
+    config.dtype = "float32"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    randomize(model, seed)
+    size = sum(weight.numel() for weight in model.parameters()) * 4
+    model.save_pretrained(directory, max_shard_size=size // shards + 1)
+    return directory
+
+
+def make_mistral_that_sees(directory: Path, arch: str) -> Path:
+    """Write a Mistral 3 with its vision tower, whose `text_config` is of `arch`."""
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 8}
+    text = COMMON | FAMILIES.get(arch, {}) | {"model_type": arch}
+    config = Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    model = Mistral3ForConditionalGeneration(config)
+    randomize(model, 0)
+    model.save_pretrained(directory)
+    return directory
+
+
+@torch.no_grad()
+def randomize(model: torch.nn.Module, seed: int) -> None:
+    """Draw weights wide enough that greedy tokens vary; those of norms stay near their defaults."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+        if "norm" in name:
+            weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
+        elif "inv_freq" not in name:
+            scale = 1.0 if "embed" in name else 1.5 / math.sqrt(weight.shape[-1])
+            weight.copy_(scale * torch.randn(weight.shape, generator=generator))
+
+
+def spell_as_before(directory: Path) -> None:
+    """Rewrite config.json as transformers 4 wrote it: `rope_theta`, `rope_scaling` and `torch_dtype`."""
+    file = directory / "config.json"
+    raw = json.loads(file.read_text())
+    rope = raw.pop("rope_parameters")
+    raw["torch_dtype"] = raw.pop("dtype")
+    raw["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        raw["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    kind = rope.pop("rope_type", "default")
+    raw["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    file.write_text(json.dumps(raw))
