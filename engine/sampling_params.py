@@ -30,7 +30,7 @@ class SamplingParams:
     """Token sequences that must not appear: the last token is banned right after the tokens before it."""
     allowed_token_ids: tuple[int, ...] | None = None
     grammar: str | None = None
-    """Grammar of the answer in llguidance's JSON, made by `app/text/grammars.py`."""
+    """Grammar of the answer in llguidance's JSON, made by `app/text/grammar/grammars.py`."""
     thinking: str = "no"
     """Reasoning before the constrained answer: `no`, `may` (the model may begin with it) or `inside` (the
     prompt has begun it)."""

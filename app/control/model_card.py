@@ -9,7 +9,7 @@ from llmbox.engine.errors import EngineError
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.engine.model_config.pooling import is_declared
 
-from ..text.tokenizer import read_generation_defaults, read_template
+from ..text.tokenizer.tokenizer import read_generation_defaults, read_template
 
 _SHORT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 

@@ -26,7 +26,7 @@ from ..store.files import FileStore
 from ..store.stored_answers import StoredAnswers
 from ..telemetry.gpus import GpuReader
 from ..telemetry.telemetry import Telemetry
-from ..text.tokenizer import TextModel, load_model_text
+from ..text.tokenizer.tokenizer import TextModel, load_model_text
 from .run import with_caches
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from llmbox import __version__
 from llmbox.engine.hardware.machine import read_machine
 
-from ..cli.config import format_setting
+from ..cli.admin.config import format_setting
 from ..cli.context import Program
 from ..cli.version import package_versions
 from ..errors import CliError, Exit

@@ -23,7 +23,7 @@ from llmbox.kernels.cpu.prebuilt import find_prebuilt
 from llmbox.kernels.registry import known_kernels
 
 from ..cli.context import Program
-from ..cli.models import runs_on
+from ..cli.models.models import runs_on
 from ..daemon.listen import check_bind, holder_of
 from ..errors import CliError
 from ..lifecycle.instance import find_running

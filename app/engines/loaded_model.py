@@ -9,7 +9,7 @@ from typing import Any
 
 from llmbox.engine.config import EngineConfig
 
-from ..text.tokenizer import TextModel
+from ..text.tokenizer.tokenizer import TextModel
 from .supervisor import Supervisor
 
 

@@ -12,7 +12,7 @@ from llmbox.engine.errors import EngineError
 from llmbox.engine.ipc.spawn import Launch, Spawned
 
 from ..errors import ApiError
-from ..text.tokenizer import TextModel, load_model_text
+from ..text.tokenizer.tokenizer import TextModel, load_model_text
 from .admission import draining, load_failed, model_loading, model_not_found, require_same
 from .loaded_model import LoadedModel
 from .prewarmed_process import PrewarmedProcess

@@ -5,8 +5,8 @@ from collections import deque
 from llmbox.engine.ipc.messages import RequestOutput, TokenLogprobs
 
 from ..engines.token_stream import TokenStream
-from ..text.detokenizer import Detokenizer
 from ..text.stop_strings import StopStrings
+from ..text.tokenizer.detokenizer import Detokenizer
 from .generation import Delta, Generation, TokenEntry
 
 

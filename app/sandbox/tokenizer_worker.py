@@ -16,7 +16,7 @@ from typing import Any
 from llmbox.engine.checkpoint.json_file import MAX_BYTES
 from llmbox.engine.checkpoint.regular_file import read_regular
 
-from ..text.text_encoder import SpecialTokenMarkers, TextEncoder, TokenizeError, load_tokenizer
+from ..text.tokenizer.text_encoder import SpecialTokenMarkers, TextEncoder, TokenizeError, load_tokenizer
 from .worker import Answer, run_worker
 
 TOKENS_BESIDE = 65_536

@@ -20,8 +20,8 @@ from llmbox.engine.errors import ModelError
 from ..errors import ApiError
 from ..sandbox.pool import TemplatePool, job
 from ..util.threads import off_loop
-from .text_encoder import SpecialTokenMarkers
-from .tokenizer_safety import MOST_ADDED
+from .tokenizer.text_encoder import SpecialTokenMarkers
+from .tokenizer.tokenizer_safety import MOST_ADDED
 
 _RESERVED: Final = frozenset(
     {

@@ -9,7 +9,7 @@ trained.
 from dataclasses import dataclass
 
 from ..errors import ApiError
-from .tokenizer import TextModel
+from .tokenizer.tokenizer import TextModel
 
 
 @dataclass(frozen=True, slots=True)

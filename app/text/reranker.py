@@ -22,8 +22,8 @@ from llmbox.kernels.quant_formats import QUANTS
 
 from ..errors import ApiError
 from ..sandbox.pool import TemplatePool, job
-from .text_encoder import SpecialTokenMarkers
-from .tokenizer import TextModel
+from .tokenizer.text_encoder import SpecialTokenMarkers
+from .tokenizer.tokenizer import TextModel
 
 SYSTEM: Final = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "

@@ -3,7 +3,7 @@
 from ..errors import ApiError
 from ..sandbox.pool import TemplatePool
 from .chat_template import Chat
-from .tokenizer import TextModel
+from .tokenizer.tokenizer import TextModel
 
 _MARK = "llmbox-late-system"
 

@@ -22,7 +22,7 @@ from ..distributed.socket_link import Frame
 from ..errors import DeviceError
 from ..hardware.proc import at_exit
 from ..model_config.parallel_layout import ParallelLayout
-from ..planning.estimator import MemoryPlan
+from ..planning.memory_plan import MemoryPlan
 from ..planning.placement import are_nvlink_peers
 from ..runner.gpu_runner import GPUModelRunner
 from .step_codec import StepEncoder, decode_result

@@ -2,16 +2,18 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
 from llmbox.kernels.op_types import KVShape
 
 from ..config import EngineConfig
+from ..core.request import Request
+from ..core.step import ScheduledRequest, StepPlan
 from ..device.cuda_order import cuda_machine
 from ..device.device import CudaDevice, Device, HostDevice
 from ..errors import DoesNotFit
@@ -22,8 +24,97 @@ from ..planning.memory_plan import MemoryPlan
 from ..runner.cuda_graphs import CudaCapture
 from ..runner.gpu_runner import DeviceSizes, GPUModelRunner
 from ..runner.graph_pool import GraphCapture
+from ..sampling_params import SamplingParams
 from ..units import show_bytes
-from .warmup import num_warmup_blocks, warmup_steps
+
+SHORT = 20
+"""Tokens of a context that no attention kernel splits into chunks, as it does with long ones."""
+MEDIUM: Final = 300
+"""Tokens of a context that is split into a few chunks."""
+DRAWS: Final[tuple[dict[str, Any], ...]] = ({}, {"top_k": 20}, {"top_p": 0.9})
+"""Sampling parameters that take different code paths where ranks share the logits."""
+RULED: Final[dict[str, Any]] = {"top_p": 0.9, "repetition_penalty": 1.1}
+"""Penalties use other sampling kernels."""
+TOLD: Final[dict[str, Any]] = {"prompt_logprobs": 20}
+"""Parameters of a prompt with as many alternatives as a request may ask for over HTTP."""
+
+
+def warmup_steps(plan: MemoryPlan, row_counts: Sequence[int]) -> Iterator[StepPlan]:
+    """Yield the warm-up steps; the largest come last, when all kernels are compiled.
+
+    `row_counts`: `Ops.warmup_batch_sizes`.
+    """
+    for count in counts_up_to(_most_sequences(plan), row_counts):
+        yield decoding(plan, count)
+    if row_counts:
+        yield from (decoding(plan, 1, **draws) for draws in DRAWS)
+    for count in counts_up_to(plan.step_tokens, [count for count in row_counts if count > 1]):
+        yield StepPlan(prompts(plan, count))
+    if row_counts:
+        # Contexts of a step with prompts in it are as long as the longest one there.
+        for context in (SHORT, MEDIUM, plan.context):
+            decoding_one = sequence(plan, min(context, plan.context - 1), 1, "decodes")
+            yield StepPlan([decoding_one, *prompts(plan, 2)], [(0, 1)])
+    yield long_prompt(plan)
+    yield largest_step(plan)
+
+
+def num_warmup_blocks(plan: MemoryPlan) -> int:
+    """Return how many KV blocks the sequences share: at least two, as one is copied to another."""
+    return max(2, -(-_sequence_length(plan) // plan.block_size))
+
+
+def counts_up_to(most: int, row_counts: Sequence[int]) -> list[int]:
+    return [*(count for count in row_counts if count < most), most] if row_counts else []
+
+
+def largest_step(plan: MemoryPlan) -> StepPlan:
+    """Build the largest step: the most tokens in the most sequences, sampled with top-p and penalties."""
+    length = _sequence_length(plan)
+    return StepPlan([sequence(plan, length, length, str(n), **RULED) for n in range(_most_sequences(plan))])
+
+
+def _most_sequences(plan: MemoryPlan) -> int:
+    return min(plan.max_running, plan.step_tokens)
+
+
+def _sequence_length(plan: MemoryPlan) -> int:
+    """Return the length of the equal sequences that fill a step."""
+    return min(-(-plan.step_tokens // _most_sequences(plan)), plan.context - 1)
+
+
+def long_prompt(plan: MemoryPlan) -> StepPlan:
+    """Build a step with the end of the longest prompt: attention may take memory for its whole context.
+
+    It asks for log-probabilities of all its tokens, for which their final hidden states are kept.
+    """
+    end = plan.context - 1
+    return StepPlan([sequence(plan, end, min(end, plan.step_tokens), "long", **TOLD)])
+
+
+def decoding(plan: MemoryPlan, count: int, **draws: Any) -> StepPlan:
+    end = min(SHORT, plan.context - 1)
+    return StepPlan([sequence(plan, end, 1, str(number), **draws) for number in range(count)])
+
+
+def prompts(plan: MemoryPlan, tokens: int) -> list[ScheduledRequest]:
+    """Build rows of `tokens` tokens in as few prompts as the context allows."""
+    rows: list[ScheduledRequest] = []
+    while tokens > 0:
+        length = min(tokens, plan.context - 1)
+        rows.append(sequence(plan, length, length, f"prompt {len(rows)}"))
+        tokens -= length
+    return rows
+
+
+def sequence(plan: MemoryPlan, end: int, tokens: int, name: str, **draws: Any) -> ScheduledRequest:
+    """Build the row of the last `tokens` of a context that ends at `end`."""
+    params = SamplingParams(max_tokens=1, temperature=0.9, **draws)
+    request = Request(request_id=f"trial {name}", prompt_ids=[0] * end, params=params)
+    shared = num_warmup_blocks(plan)
+    request.block_table = [number % shared for number in range(-(-end // plan.block_size))]
+    return ScheduledRequest(request, end - tokens, tokens, samples=True)
+
 
 log = logging.getLogger("llmbox.engine")
 

@@ -21,7 +21,7 @@ from ..distributed.socket_link import Frame, Link
 from ..errors import EngineError, RankLost
 from ..hardware.proc import read_state
 from ..model_config.parallel_layout import ParallelLayout
-from ..planning.estimator import MemoryPlan
+from ..planning.memory_plan import MemoryPlan
 
 STOPPED_SECONDS: Final = 5.0
 """Time after which a worker that was stopped (SIGSTOP) while others wait for it counts as lost."""

@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..activation import Activation
-from .quantize_activations import RowFormat, Rows8, left_arguments, left_constants, store_eight_bits
-from .tile_config import power_of_two, warps_for
+from .linear.quantize_activations import RowFormat, Rows8, left_arguments, left_constants, store_eight_bits
+from .linear.tile_config import power_of_two, warps_for
 
 BLOCK = 2048
 

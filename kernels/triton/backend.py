@@ -14,22 +14,24 @@ from ..quant_formats import OF_LAYERS, UNQUANTIZED_KINDS, Kind, Quant
 from ..sampling_types import PartOps
 from ..weight_packing import QuantizedWeight
 from . import act_and_mul as gate_mul
-from . import attention, embedding, kv_cache, linear, rms_norm
-from . import penalties as edit
-from . import qk_norm_rope_kv_write as heads
-from . import tp_sampling as part_weights
-from .attention_metadata import TritonAttentionMetadata, plan_attention
-from .fused_activation_quant import FusedActivationQuant
-from .fused_moe import experts
-from .linear import DenseLinear, Fp8BlockLinear, Fp8Linear, Linear, W8A8Linear, WeightOnlyIntLinear
+from . import embedding, rms_norm
+from .attention import attention, kv_cache
+from .attention import qk_norm_rope_kv_write as heads
+from .attention.attention_metadata import TritonAttentionMetadata, plan_attention
+from .attention.softcap import softcap
+from .linear import linear
+from .linear.fused_activation_quant import FusedActivationQuant
+from .linear.fused_moe import experts
+from .linear.linear import DenseLinear, Fp8BlockLinear, Fp8Linear, Linear, W8A8Linear, WeightOnlyIntLinear
+from .linear.quantize_activations import RowFormat, Rows8
+from .linear.scaled_mm_choice import ScaledMMSelector
+from .linear.tile_config import ROW_COUNTS, has_fp8
+from .linear.weight_packing import group_codes, pack_fp8, pack_fp8_blocks, pack_grouped, scales_of_blocks
 from .prepare_decode import prepare_decode_inputs
-from .quantize_activations import RowFormat, Rows8
-from .sample import sample
-from .scaled_mm_choice import ScaledMMSelector
-from .softcap import softcap
-from .tile_config import ROW_COUNTS, has_fp8
-from .tp_sampling import candidates
-from .weight_packing import group_codes, pack_fp8, pack_fp8_blocks, pack_grouped, scales_of_blocks
+from .sampling import penalties as edit
+from .sampling import tp_sampling as part_weights
+from .sampling.sample import sample
+from .sampling.tp_sampling import candidates
 
 FP8 = torch.float8_e4m3fn
 

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .linear import DenseLinear, Fp8Linear, Linear, WeightOnlyIntLinear
-from .tile_config import power_of_two
+from .linear.linear import DenseLinear, Fp8Linear, Linear, WeightOnlyIntLinear
+from .linear.tile_config import power_of_two
 
 BLOCK = 1024
 

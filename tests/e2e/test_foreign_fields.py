@@ -7,7 +7,7 @@ import pytest
 from llmbox.app.http.anthropic import request_types as anthropic
 from llmbox.app.http.ollama import request_types as ollama
 from llmbox.app.http.openai import request_types as openai
-from llmbox.app.http.openai.foreign_fields import _FIELDS
+from llmbox.app.http.openai.request_context import _FIELDS
 from llmbox.app.http.openai.unsupported import _refusable
 from llmbox.app.http.openai_responses import request_types as responses
 from support.openai_server import serving

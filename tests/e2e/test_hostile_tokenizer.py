@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from llmbox.app.text import walled_encoder
+from llmbox.app.text.tokenizer import walled_encoder
 from support.cli_box import PATIENCE
 from support.fake_engine import write_model
 from support.hostile_tokenizers import BACKTRACKING, PANICKING, doubling

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from llmbox.app.text.tokenizer import load_model_text
+from llmbox.app.text.tokenizer.tokenizer import load_model_text
 from llmbox.engine.ipc.spawn import Launch
 from support.cli_box import until
 from support.openai_server import serving

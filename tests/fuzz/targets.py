@@ -21,11 +21,11 @@ from llmbox.app.config.schema import SECTIONS
 from llmbox.app.errors import ApiError, CliError
 from llmbox.app.http.server.strict_json import load
 from llmbox.app.sandbox import grammar_worker, template_worker
-from llmbox.app.text.detokenizer import decode
 from llmbox.app.text.output_parser import parse_calls
-from llmbox.app.text.text_encoder import TextEncoder, TokenizeError, load_tokenizer
-from llmbox.app.text.token_bytes import TokenBytes
-from llmbox.app.text.tokenizer_safety import find_unsafe_step
+from llmbox.app.text.tokenizer.detokenizer import decode
+from llmbox.app.text.tokenizer.text_encoder import TextEncoder, TokenizeError, load_tokenizer
+from llmbox.app.text.tokenizer.token_bytes import TokenBytes
+from llmbox.app.text.tokenizer.tokenizer_safety import find_unsafe_step
 from llmbox.engine.checkpoint.safetensors import read_header
 from llmbox.engine.errors import ModelError
 from llmbox.engine.gguf.reader import read_gguf

@@ -26,8 +26,8 @@ from gpu.variants import (
     zeros,
 )
 from llmbox.kernels.quant_formats import QUANTS
-from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS
-from llmbox.kernels.triton.quantize_activations import RowFormat
+from llmbox.kernels.triton.linear.linear import FP8_BLOCKS, FP8_ROWS
+from llmbox.kernels.triton.linear.quantize_activations import RowFormat
 
 Group = tuple[str, Callable[[], None]]
 

@@ -17,9 +17,9 @@ from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows
 from llmbox.kernels.triton.act_and_mul import gate_rows
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.dequantize_weights import dequantize
-from llmbox.kernels.triton.fused_moe import experts_product
-from llmbox.kernels.triton.linear import (
+from llmbox.kernels.triton.linear.dequantize_weights import dequantize
+from llmbox.kernels.triton.linear.fused_moe import experts_product
+from llmbox.kernels.triton.linear.linear import (
     DenseLinear,
     Fp8BlockLinear,
     Fp8Linear,
@@ -27,10 +27,10 @@ from llmbox.kernels.triton.linear import (
     WeightOnlyIntLinear,
     rows_for,
 )
-from llmbox.kernels.triton.quantize_activations import quantize_rows
+from llmbox.kernels.triton.linear.quantize_activations import quantize_rows
+from llmbox.kernels.triton.linear.tile_config import has_fp8
+from llmbox.kernels.triton.linear.weight_packing import pack_grouped
 from llmbox.kernels.triton.rms_norm import norm_rows
-from llmbox.kernels.triton.tile_config import has_fp8
-from llmbox.kernels.triton.weight_packing import pack_grouped
 from support.paged import PagedStep
 from support.poison import poisoned_memory
 

@@ -26,7 +26,7 @@ from llmbox.engine.executor.build import load_engine
 from llmbox.engine.quantize.perplexity import config_for, perplexity, sequences_of
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.reference.rounded import fake_quantized_ops
-from llmbox.kernels.triton.tile_config import has_fp8
+from llmbox.kernels.triton.linear.tile_config import has_fp8
 from support.builtin_model import ASSETS, IN_SCOPE, ROOT, is_right, user
 from support.real_engines import ask, tokens
 

@@ -18,7 +18,7 @@ from llmbox.engine.sampling.logits_processors import LogitsProcessors, apply_rul
 from llmbox.engine.sampling.philox import uniform
 from llmbox.kernels.sampling_types import SampleRows
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.penalties import edit
+from llmbox.kernels.triton.sampling.penalties import edit
 from support.device_steps import Steps
 from support.sampling import make_request
 

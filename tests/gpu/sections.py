@@ -151,7 +151,7 @@ def whole_engine(report: Report, size: str, peaks: dict[str, float]) -> None:
 
 def engine_variants() -> list[tuple[str, dict[str, Any]]]:
     """Of those that this card computes, the ones that say most first."""
-    from llmbox.kernels.triton.tile_config import has_fp8
+    from llmbox.kernels.triton.linear.tile_config import has_fp8
 
     variants: list[tuple[str, dict[str, Any]]] = [
         ("bf16", {}),

@@ -10,17 +10,17 @@ from llmbox.engine.distributed.fused_allreduce_rmsnorm_kernel import Peers, sum_
 from llmbox.kernels.op_types import BatchLayout, KVShape
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows, PenaltyState, SampleRows
-from llmbox.kernels.triton import gemm
-from llmbox.kernels.triton import gemm_w8a8 as gemm_8_bits
 from llmbox.kernels.triton.act_and_mul import gate_rows
-from llmbox.kernels.triton.attention import attend_rows
+from llmbox.kernels.triton.attention.attention import attend_rows
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.dequantize_weights import dequantize
-from llmbox.kernels.triton.fused_moe import experts_product
-from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, rows_for
-from llmbox.kernels.triton.quantize_activations import RowFormat, quantize_rows
+from llmbox.kernels.triton.linear import gemm
+from llmbox.kernels.triton.linear import gemm_w8a8 as gemm_8_bits
+from llmbox.kernels.triton.linear.dequantize_weights import dequantize
+from llmbox.kernels.triton.linear.fused_moe import experts_product
+from llmbox.kernels.triton.linear.linear import FP8_BLOCKS, FP8_ROWS, rows_for
+from llmbox.kernels.triton.linear.quantize_activations import RowFormat, quantize_rows
+from llmbox.kernels.triton.linear.weight_packing import pack_grouped
 from llmbox.kernels.triton.rms_norm import norm_rows
-from llmbox.kernels.triton.weight_packing import pack_grouped
 
 CPU = torch.device("cpu")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

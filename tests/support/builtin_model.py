@@ -7,7 +7,7 @@ from typing import Any
 
 from llmbox.app.sandbox.pool import TemplatePool
 from llmbox.app.text.chat_template import Chat
-from llmbox.app.text.tokenizer import TextModel, load_model_text
+from llmbox.app.text.tokenizer.tokenizer import TextModel, load_model_text
 from llmbox.engine.core.engine import Engine
 from support.real_engines import ask, tokens
 

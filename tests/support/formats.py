@@ -13,8 +13,8 @@ from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import Quant
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.reference.rounded import fake_quantized_ops
-from llmbox.kernels.triton.dequantize_weights import dequantize
-from llmbox.kernels.triton.weight_packing import pack_grouped
+from llmbox.kernels.triton.linear.dequantize_weights import dequantize
+from llmbox.kernels.triton.linear.weight_packing import pack_grouped
 
 
 def plain_torch(quant: Quant | None) -> Ops:

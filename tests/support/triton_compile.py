@@ -40,7 +40,7 @@ def compiling(capability: tuple[int, int] = HOPPER, multiprocessors: int = 132) 
     assert not os.environ.get("TRITON_INTERPRET")
     from triton.runtime import driver, jit
 
-    from llmbox.kernels.triton import tile_config as tiles
+    from llmbox.kernels.triton.linear import tile_config as tiles
 
     kernels: dict[int, Any] = {}
     cleared: set[int] = set()

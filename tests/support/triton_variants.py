@@ -27,7 +27,7 @@ def noted_variants(
     """New memory is ones meanwhile: what no kernel has written can still be read as a result."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    from llmbox.kernels.triton import tile_config as tiles
+    from llmbox.kernels.triton.linear import tile_config as tiles
 
     seen: set[Variant] = set()
 

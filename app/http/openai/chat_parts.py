@@ -16,7 +16,7 @@ from ...text.output_parser import (
     thinking_after,
     tool_syntax,
 )
-from ...text.tokenizer import TextModel
+from ...text.tokenizer.tokenizer import TextModel
 from .request_types import ChatCompletionRequest
 from .tools import custom_names
 

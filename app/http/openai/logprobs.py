@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from llmbox.engine.ipc.messages import TokenLogprobs
 
 from ...gateway.generation import TokenEntry
-from ...text.token_bytes import TokenBytes
+from ...text.tokenizer.token_bytes import TokenBytes
 from .response_types import (
     ChatLogprobs,
     CompletionLogprobs,

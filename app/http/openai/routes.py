@@ -10,7 +10,7 @@ from ...control.controller import DaemonController
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import context_limit
-from ...text.tokenizer import read_tokenizer_config
+from ...text.tokenizer.tokenizer import read_tokenizer_config
 from ...util.threads import off_loop
 from ..auth.credentials import identity_of
 from ..auth.guard import Access

@@ -10,7 +10,7 @@ from llmbox.engine.sampling_params import SamplingParams
 from ...config.schema import LimitSettings
 from ...engines.loaded_model import LoadedModel
 from ...gateway.gateway import Gateway
-from ...text.grammars import (
+from ...text.grammar.grammars import (
     Grammar,
     calls,
     choice,

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from ...text.grammars import Grammar, json_input
-from ...text.json_lark import LarkError, lark_in_json
+from ...text.grammar.grammars import Grammar, json_input
+from ...text.grammar.json_lark import LarkError, lark_in_json
 from .request_types import (
     AllowedChoice,
     ChatCompletionRequest,

@@ -5,8 +5,9 @@ import logging
 import re
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 from litestar.types import ASGIApp, Message, Receive, Send
 
@@ -24,8 +25,41 @@ from .origin import (
     preflight_headers,
     readable_by,
 )
-from .pacer import RequestPacer
 from .request import FORM, is_local_socket
+
+PER_TURN: Final = 2
+
+
+class RequestPacer:
+    """First come, first served. Requests do not wait while there are at most `PER_TURN` a turn."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._started = 0
+        """Number of requests started in this turn of the loop; 0: none since the last one."""
+
+    async def turn(self) -> None:
+        """Wait until this request may start."""
+        if self._started < PER_TURN and not self._waiting:
+            self._count()
+            return
+        start = asyncio.get_running_loop().create_future()
+        self._waiting.append(start)
+        await start
+
+    def _count(self) -> None:
+        if self._started == 0:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        self._started += 1
+
+    def _next_turn(self) -> None:
+        self._started = 0
+        while self._waiting and self._started < PER_TURN:
+            start = self._waiting.popleft()
+            if not start.done():  # its client has not left
+                self._count()
+                start.set_result(None)
+
 
 logger = logging.getLogger(__name__)
 

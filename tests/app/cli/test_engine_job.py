@@ -1,7 +1,7 @@
 """What `quantize` and `import` say while their process works."""
 
 from llmbox.app.cli.context import Program
-from llmbox.app.cli.convert import run_job
+from llmbox.app.cli.models.convert import run_job
 
 JOB = """
 import json

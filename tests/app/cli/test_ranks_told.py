@@ -3,7 +3,7 @@
 import pytest
 
 from llmbox.app.cli.context import Program
-from llmbox.app.cli.models import _print_info, runs_on
+from llmbox.app.cli.models.models import _print_info, runs_on
 from llmbox.app.diagnostics import checks
 from llmbox.app.diagnostics.checks import Finding
 from llmbox.app.errors import Exit

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.cli import service
+from llmbox.app.cli.server import service
 from llmbox.app.config.schema import schema
 from llmbox.app.diagnostics.systemd import UnitSpec, quote_argument, unit_text
 from llmbox.app.errors import Exit

@@ -2,10 +2,10 @@
 
 import pytest
 
-from llmbox.app.cli import daemon_starter as starter
 from llmbox.app.cli import output
 from llmbox.app.cli.context import Program
-from llmbox.app.cli.daemon_starter import Started, progress_text, wait_for_models
+from llmbox.app.cli.server import daemon_starter as starter
+from llmbox.app.cli.server.daemon_starter import Started, progress_text, wait_for_models
 from llmbox.app.errors import CliError, Exit
 from llmbox.app.lifecycle.instance import RunningDaemon
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from llmbox.app.gateway.choice_stream import ChoiceStream
 from llmbox.app.gateway.generation import Generation
-from llmbox.app.text.detokenizer import Detokenizer, decode
 from llmbox.app.text.stop_strings import StopStrings
-from llmbox.app.text.token_bytes import TokenBytes
+from llmbox.app.text.tokenizer.detokenizer import Detokenizer, decode
+from llmbox.app.text.tokenizer.token_bytes import TokenBytes
 from llmbox.engine.ipc.messages import RequestOutput, TokenLogprobs
 from llmbox.engine.sampling_params import SamplingParams
 from support.tokenizers_zoo import FAMILIES

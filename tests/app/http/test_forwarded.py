@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmbox.app.http.server.forwarded import ForwardedClientMiddleware, TrustedProxies
+from llmbox.app.http.server.server import ForwardedClientMiddleware, TrustedProxies
 from support.http_app import guarded, make_app
 from support.http_server import running
 

@@ -3,7 +3,7 @@
 import asyncio
 from itertools import pairwise
 
-from llmbox.app.http.server.pacer import PER_TURN, RequestPacer
+from llmbox.app.http.server.middleware import PER_TURN, RequestPacer
 
 
 async def test_a_burst_is_spread_over_turns_in_order():

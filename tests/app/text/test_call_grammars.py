@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from llmbox.app.text.grammars import calls, free_text, grammars, json_input
-from llmbox.app.text.json_lark import lark_in_json
+from llmbox.app.text.grammar.grammars import calls, free_text, grammars, json_input
+from llmbox.app.text.grammar.json_lark import lark_in_json
 from llmbox.app.text.output_parser import HERMES, LLAMA, MISTRAL, ToolSyntax
 
 TOOL = {"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}

@@ -3,7 +3,7 @@
 import jsonschema_rs
 import pytest
 
-from llmbox.app.text.closed_schema import close_objects
+from llmbox.app.text.grammar.grammars import close_objects
 
 AGE = {"properties": {"age": {"type": "integer"}}}
 NAME = {"properties": {"name": {"type": "string"}}}

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from llmbox.app.text.gguf_tokenizer import SPACE, write_tokenizer
-from llmbox.app.text.tokenizer import load_model_text
+from llmbox.app.text.tokenizer.gguf_tokenizer import SPACE, write_tokenizer
+from llmbox.app.text.tokenizer.tokenizer import load_model_text
 from llmbox.engine.errors import ModelError
 from llmbox.engine.gguf.reader import read_gguf
 from support.gguf_models import write_gguf

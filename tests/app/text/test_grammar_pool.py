@@ -7,9 +7,18 @@ import pytest
 
 from llmbox.app.errors import ApiError
 from llmbox.app.sandbox.pool import GrammarPool
-from llmbox.app.text.grammars import _around, calls, choice, grammars, json_schema, regex, vocabulary, written
+from llmbox.app.text.grammar.grammars import (
+    _around,
+    calls,
+    choice,
+    grammars,
+    json_schema,
+    regex,
+    vocabulary,
+    written,
+)
 from llmbox.app.text.output_parser import HERMES, LLAMA, MISTRAL, parse_calls
-from llmbox.app.text.tokenizer import load_model_text
+from llmbox.app.text.tokenizer.tokenizer import load_model_text
 from llmbox.engine.core.structured_output import GrammarCompiler
 from llmbox.engine.sampling_params import SamplingParams
 from support.tokenizers_zoo import FAMILIES, SPECIALS, write_text_files

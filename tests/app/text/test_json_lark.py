@@ -5,7 +5,7 @@ import json
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from llmbox.app.text.json_lark import LarkError, lark_in_json
+from llmbox.app.text.grammar.json_lark import LarkError, lark_in_json
 
 PATCH = """start: begin hunk+ end // a patch
 begin: "*** Begin Patch" LF

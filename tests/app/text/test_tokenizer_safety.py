@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.text.gguf_tokenizer import _PATTERNS
-from llmbox.app.text.tokenizer_safety import KNOWN_REGEXES, find_unsafe_part, find_unsafe_step
+from llmbox.app.text.tokenizer.gguf_tokenizer import _PATTERNS
+from llmbox.app.text.tokenizer.tokenizer_safety import KNOWN_REGEXES, find_unsafe_part, find_unsafe_step
 from support.hostile_tokenizers import BACKTRACKING, PANICKING, doubling, replace, splitting, with_steps
 from support.tokenizers_zoo import FAMILIES
 

@@ -14,7 +14,7 @@ from llmbox.engine.sampling.device_penalties import LEAST, DevicePenalties, buil
 from llmbox.engine.sampling.logits_processors import LogitsProcessors, apply_rules
 from llmbox.engine.sampling_params import SamplingParams
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.penalties import edit
+from llmbox.kernels.triton.sampling.penalties import edit
 from support.device_steps import Steps, alike
 from support.late_device import LateDevice
 from support.sampling import make_request

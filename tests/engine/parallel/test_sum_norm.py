@@ -15,8 +15,8 @@ turn_on()
 from llmbox.engine.distributed.fused_allreduce_rmsnorm_kernel import Peers, sum_add_norm, sum_norm_rows
 from llmbox.engine.distributed.torch_communicator import sum_in_order
 from llmbox.kernels.reference import REFERENCE
-from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS
-from llmbox.kernels.triton.quantize_activations import RowFormat, quantize_rows
+from llmbox.kernels.triton.linear.linear import FP8_BLOCKS, FP8_ROWS
+from llmbox.kernels.triton.linear.quantize_activations import RowFormat, quantize_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
 
 ROWS, ROOM = 5, 1024
@@ -117,7 +117,7 @@ COMPILE = """
 import torch
 from support.triton_compile import compiling, zeros
 from llmbox.engine.distributed.fused_allreduce_rmsnorm_kernel import Peers, sum_norm_rows
-from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS
+from llmbox.kernels.triton.linear.linear import FP8_BLOCKS, FP8_ROWS
 GIVEN = FP8_ROWS._replace(given=torch.ones(1))
 with compiling() as kernels:
     rounded = ((2, 4096, each) for each in (FP8_ROWS, FP8_BLOCKS, GIVEN))

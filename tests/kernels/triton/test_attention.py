@@ -5,9 +5,9 @@ import torch
 
 from llmbox.kernels.dispatch import UnknownBackend, sdpa_from
 from llmbox.kernels.op_types import BatchLayout
-from llmbox.kernels.triton import attention
-from llmbox.kernels.triton import attention_metadata as attention_plan
-from llmbox.kernels.triton.attention_combine import FEW_SPLITS
+from llmbox.kernels.triton.attention import attention
+from llmbox.kernels.triton.attention import attention_metadata as attention_plan
+from llmbox.kernels.triton.attention.attention_combine import FEW_SPLITS
 from llmbox.kernels.triton.backend import triton_ops
 from support.numbers import assert_near
 from support.paged import CPU, PagedStep

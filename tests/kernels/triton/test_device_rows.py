@@ -11,7 +11,7 @@ from llmbox.engine.sampling.logprobs import token_logprobs
 from llmbox.engine.sampling.philox import uniform
 from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows, SampleRows
 from llmbox.kernels.triton.prepare_decode import prepare_decode_inputs
-from llmbox.kernels.triton.sample import sample
+from llmbox.kernels.triton.sampling.sample import sample
 
 V = 333
 Row = tuple[float, int, float, float]

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from llmbox.kernels.quant_formats import QUANTS
-from llmbox.kernels.triton import attention_metadata as attention_plan
-from llmbox.kernels.triton import linear
-from llmbox.kernels.triton.attention import attend_rows
+from llmbox.kernels.triton.attention import attention_metadata as attention_plan
+from llmbox.kernels.triton.attention.attention import attend_rows
+from llmbox.kernels.triton.attention.quantize_heads import fits_heads
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, Fp8Linear
-from llmbox.kernels.triton.quantize_activations import RowFormat, Rows8, quantize_rows
-from llmbox.kernels.triton.quantize_heads import fits_heads
+from llmbox.kernels.triton.linear import linear
+from llmbox.kernels.triton.linear.linear import FP8_BLOCKS, FP8_ROWS, Fp8Linear
+from llmbox.kernels.triton.linear.quantize_activations import RowFormat, Rows8, quantize_rows
 from support.paged import CPU, PagedStep
 
 INT8 = RowFormat(torch.int8, 128)

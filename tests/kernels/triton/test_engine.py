@@ -14,8 +14,8 @@ from llmbox.kernels.dispatch import QuantUnavailable, UnknownBackend, select_ops
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.reference.rounded import fake_quantized_ops
 from llmbox.kernels.triton import probe
-from llmbox.kernels.triton import tile_config as tiles
-from llmbox.kernels.triton.linear import W8A8Linear, WeightOnlyIntLinear
+from llmbox.kernels.triton.linear import tile_config as tiles
+from llmbox.kernels.triton.linear.linear import W8A8Linear, WeightOnlyIntLinear
 from support.fp8_checkpoint import compressed, round_by_output, round_to_blocks, spread
 from support.real_engines import ask, load, runner_of, tokens
 from support.tiny_models import make_tiny_model

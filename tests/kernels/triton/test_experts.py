@@ -7,10 +7,10 @@ from torch import Tensor
 from llmbox.kernels.op_types import Mixture
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
-from llmbox.kernels.triton import fused_moe as gemm_experts
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.dequantize_weights import dequantize
-from llmbox.kernels.triton.fused_moe import experts_product, outputs_of
+from llmbox.kernels.triton.linear import fused_moe as gemm_experts
+from llmbox.kernels.triton.linear.dequantize_weights import dequantize
+from llmbox.kernels.triton.linear.fused_moe import experts_product, outputs_of
 from support.formats import plain_torch
 
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ def test_a_row_does_not_depend_on_the_others(quant: Quant | None) -> None:
 
 def test_nothing_is_asked_of_torch_for_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stack is as tall as hundreds of linears: what tries products of it would take their memory."""
-    from llmbox.kernels.triton import scaled_mm_choice as choice
+    from llmbox.kernels.triton.linear import scaled_mm_choice as choice
 
     monkeypatch.setattr(choice, "why_not", lambda *_: pytest.fail("asked"))
     for name in ("fp8", "fp8-block"):

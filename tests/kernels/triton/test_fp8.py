@@ -13,14 +13,22 @@ from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.reference.quantize_activations import fake_quantize_static
 from llmbox.kernels.reference.rounded import fake_quantized_ops
 from llmbox.kernels.triton import act_and_mul as gate_mul
-from llmbox.kernels.triton import linear, rms_norm, scaled_mm
-from llmbox.kernels.triton import scaled_mm_choice as choice
+from llmbox.kernels.triton import rms_norm
 from llmbox.kernels.triton.act_and_mul import gate_rows
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS, DenseLinear, Fp8BlockLinear, Fp8Linear, Linear
-from llmbox.kernels.triton.quantize_activations import RowFormat, Rows8, quantize_rows
+from llmbox.kernels.triton.linear import linear, scaled_mm
+from llmbox.kernels.triton.linear import scaled_mm_choice as choice
+from llmbox.kernels.triton.linear.linear import (
+    FP8_BLOCKS,
+    FP8_ROWS,
+    DenseLinear,
+    Fp8BlockLinear,
+    Fp8Linear,
+    Linear,
+)
+from llmbox.kernels.triton.linear.quantize_activations import RowFormat, Rows8, quantize_rows
+from llmbox.kernels.triton.linear.scaled_mm_choice import ScaledMMSelector, sharing_of, why_not
 from llmbox.kernels.triton.rms_norm import norm_rows
-from llmbox.kernels.triton.scaled_mm_choice import ScaledMMSelector, sharing_of, why_not
 from llmbox.kernels.weight_packing import QuantizedWeight
 from support.numbers import assert_near
 from support.paged import CPU
@@ -305,7 +313,7 @@ def test_both_ways_give_the_same(
     packed = replace(make(128, 512), bias_O=torch.randn(128).half())
     x = torch.randn(rows, 512).half()
     want = ops.linear(packed, x)
-    monkeypatch.setattr("llmbox.kernels.triton.linear.fp8_product", None)  # not called
+    monkeypatch.setattr("llmbox.kernels.triton.linear.linear.fp8_product", None)  # not called
     got = ops.linear(replace(packed, by_torch=sharing_of(packed)), x)
     assert got.shape == (rows, 128)
     torch.testing.assert_close(got, want, rtol=4e-3, atol=0.05)

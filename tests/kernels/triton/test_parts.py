@@ -6,7 +6,7 @@ import torch
 from llmbox.engine.sampling.draw import SamplingTensors, invert, weights_above
 from llmbox.engine.sampling.philox import uniform
 from llmbox.kernels.sampling_types import SampleRows
-from llmbox.kernels.triton.tp_sampling import candidates, noise, weigh
+from llmbox.kernels.triton.sampling.tp_sampling import candidates, noise, weigh
 
 V = 4300
 """Two chunks."""

@@ -11,10 +11,10 @@ from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.reference.quantize_activations import quantize_dynamic
 from llmbox.kernels.triton.act_and_mul import gate_rows
+from llmbox.kernels.triton.attention.kv_cache import LARGEST
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.kv_cache import LARGEST
-from llmbox.kernels.triton.linear import FP8_BLOCKS, FP8_ROWS
-from llmbox.kernels.triton.quantize_activations import RowFormat, Rows8, quantize_rows
+from llmbox.kernels.triton.linear.linear import FP8_BLOCKS, FP8_ROWS
+from llmbox.kernels.triton.linear.quantize_activations import RowFormat, Rows8, quantize_rows
 from llmbox.kernels.triton.rms_norm import norm_rows
 from support.numbers import TOLERANCE
 from support.paged import CPU, PagedStep

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from llmbox.kernels.triton import fused_moe as gemm_experts
-from llmbox.kernels.triton import gemm, linear
-from llmbox.kernels.triton import tile_config as tiles
-from llmbox.kernels.triton.attention_combine import FEW_SPLITS
-from llmbox.kernels.triton.attention_metadata import TritonAttentionMetadata, num_splits
+from llmbox.kernels.triton.attention.attention_combine import FEW_SPLITS
+from llmbox.kernels.triton.attention.attention_metadata import TritonAttentionMetadata, num_splits
+from llmbox.kernels.triton.linear import fused_moe as gemm_experts
+from llmbox.kernels.triton.linear import gemm, linear
+from llmbox.kernels.triton.linear import tile_config as tiles
 
 CPU = torch.device("cpu")
 MOST = 2048

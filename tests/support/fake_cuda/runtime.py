@@ -259,7 +259,7 @@ def _patch_attention(stack: ExitStack) -> None:
     """No kernels of torch's own; a bias is a tensor of another class, which no mode may make."""
     from torch.nn.attention import bias
 
-    from llmbox.kernels.triton import attention_sdpa
+    from llmbox.kernels.triton.attention import attention_sdpa
 
     make = attention_sdpa.causal_lower_right
 
@@ -273,7 +273,7 @@ def _patch_attention(stack: ExitStack) -> None:
 
 
 def _clear_caches() -> None:
-    from llmbox.kernels.triton import tile_config as tiles
+    from llmbox.kernels.triton.linear import tile_config as tiles
 
     tiles.capability.cache_clear()
     tiles.multiprocessors.cache_clear()

@@ -14,9 +14,9 @@ from litestar import MediaType, Response, get, post
 from litestar.params import FromQuery
 from litestar.response import Stream
 
+from llmbox.app.cli.admin.db import back_up
 from llmbox.app.cli.context import Program
-from llmbox.app.cli.db import back_up
-from llmbox.app.cli.service import read_status
+from llmbox.app.cli.server.service import read_status
 from llmbox.app.config.paths import Paths
 from llmbox.app.diagnostics.bundle import write_bundle
 from llmbox.app.diagnostics.checks import run_checks

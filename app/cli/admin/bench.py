@@ -1,0 +1,185 @@
+"""`llmbox bench`: a load test of any OpenAI-compatible server, and comparisons of llmbox with itself."""
+
+import asyncio
+from dataclasses import asdict
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import click
+
+from ...bench.ab_compare import SCALES, SCENARIOS
+from ...bench.client import Target
+from ...bench.measure import Summary, run, summarise
+from ...bench.results import Levels, bench_folder, keep_run, ratios, read_levels
+from ...bench.workload import Prompts, uniform
+from ...errors import CliError
+from .. import output
+from ..context import Program, pass_program
+from ..root import Command
+
+
+@click.command(cls=Command)
+@click.argument("model", default="builtin")
+@click.option("--url", help="Another server, as http://host:port; default is the local daemon.")
+@click.option("--key", envvar="LLMBOX_BENCH_KEY", default="", help="API key for --url.")
+@click.option(
+    "--concurrency", default="1,4,16", show_default=True, help="Levels to measure, comma separated."
+)
+@click.option("--requests", "per_level", default=0, help="Requests a level; default 4 a stream, at least 8.")
+@click.option("--prompt", default=128, show_default=True, help="Prompt tokens.")
+@click.option("--output", "output_tokens", default=128, show_default=True, help="Output tokens.")
+@click.option("--scenario", type=click.Choice(["load", *SCENARIOS, "all"]), default="load", show_default=True)
+@click.option("--scale", type=click.Choice(list(SCALES)), default="full", help="Size of a scenario's work.")
+@click.option("--rounds", default=5, show_default=True, help="Rounds of a scenario, interleaved.")
+@click.option("--ids", default="300:1500", show_default=True, help="Range of token ids for prompts.")
+@click.option(
+    "--compare",
+    "earlier",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A file with the --json of an earlier run, to show the ratio to it.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@pass_program
+def bench(program: Program, /, scenario: str, earlier: Path | None, **options: Any) -> None:
+    """Measure MODEL on a server: time to first token, time per token, throughput.
+
+    Scenarios other than `load` compare two settings of the local daemon: it loads MODEL once for each side,
+    alternates between them round by round, and reports the ratio with its spread.
+    """
+    if scenario == "load":
+        _load(program, before=read_levels(earlier) if earlier else None, **options)
+    elif earlier:
+        raise click.UsageError("--compare is for the load scenario; the others compare by themselves")
+    elif options["url"]:
+        raise CliError(
+            f"scenario {scenario} needs the local daemon",
+            "it loads the model with settings of its own, which --url cannot do",
+            f"llmbox bench --scenario {scenario}",
+        )
+    else:
+        names = list(SCENARIOS) if scenario == "all" else [scenario]
+        _compare(program, names, **options)
+
+
+def _load(
+    program: Program,
+    model: str,
+    url: str | None,
+    key: str,
+    as_json: bool,
+    before: Levels | None,
+    **options: Any,
+) -> None:
+    target = Target(url or _local_url(program), model, key)
+    levels = [int(level) for level in options["concurrency"].split(",")]
+    rows = asyncio.run(_levels(target, levels, options))
+    failed = next((error for _, _, errors in rows for error in errors), None)
+    if failed and not any(summary.output_tokens for _, summary, _ in rows):
+        raise CliError(f"no request to {target.url} succeeded", failed, "check --url, --key and MODEL")
+    data = [
+        {"concurrency": level, **summary.as_dict(), "first_error": (errors or [""])[0]}
+        for level, summary, errors in rows
+    ]
+    _keep(program, target, data)
+    compared = ratios(data, before) if before is not None else None
+    if as_json:
+        result = {"url": target.url, "model": model, "levels": data}
+        output.write_json("bench", result if compared is None else {**result, "ratios": compared})
+        return
+    headers = ("STREAMS", "OUT TOK/S", "TTFT P50", "P95", "TPOT P50", "GAP P99", "MAX", "ERRORS")
+    output.table(headers, [_row(level, summary) for level, summary, _ in rows], right=range(8))
+    if compared is not None:
+        _print_ratios(compared)
+
+
+def _print_ratios(compared: dict[int, dict[str, float | None]]) -> None:
+    output.write("\nThis run over the earlier one; whatever else ran on the machine then or now is in it:")
+    rows = [
+        (level, *("-" if value is None else f"{value:.2f}" for value in figures.values()))
+        for level, figures in compared.items()
+    ]
+    output.table(("STREAMS", "OUT TOK/S", "TTFT P50", "TPOT P50", "GAP P99"), rows, right=range(5))
+
+
+def _keep(program: Program, target: Target, levels: list[dict[str, Any]]) -> None:
+    """Save the run for `llmbox top`, which compares runs. A full disk costs the comparison, not the
+    result.
+    """
+    try:
+        keep_run(bench_folder(program.paths), target.model, target.url, levels)
+    except OSError as error:
+        output.say(f"This run is not kept: {error}")
+
+
+async def _levels(
+    target: Target, levels: list[int], options: dict[str, Any]
+) -> list[tuple[int, Summary, list[str]]]:
+    rows = []
+    # New prompts in every run: those of the last one may be in the server's prefix cache.
+    prompts = Prompts(token_hex(8), _id_range(options["ids"]))
+    await run(target, uniform(prompts, 1, 1, options["prompt"], 8))  # the first request pays for warm-up
+    for level in levels:
+        count = options["per_level"] or max(8, 4 * level)
+        work = uniform(prompts, count, level, options["prompt"], options["output_tokens"])
+        result = await run(target, work)
+        rows.append((level, summarise(result), result.errors))
+        output.say(f"{level} {'stream' if level == 1 else 'streams'}: {result.output_rate:.1f} tok/s")
+    return rows
+
+
+def _row(level: int, summary: Summary) -> tuple[object, ...]:
+    gaps = (summary.inter_token_p99, summary.inter_token_max)
+    times = (summary.ttft_p50, summary.ttft_p95, summary.tpot_p50, *gaps)
+    return (level, f"{summary.output_tokens_per_s:.1f}", *map(_ms, times), summary.errors)
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.1f} ms"
+
+
+def _compare(program: Program, names: list[str], model: str, scale: str, rounds: int, **options: Any) -> None:
+    from ...bench.ab_compare import compare
+
+    url = _local_url(program)
+    path = str(program.resolve(model).path)
+    results = []
+    for name in names:
+        scenario = SCENARIOS[name]
+        result = asyncio.run(
+            compare(
+                program.client,
+                url,
+                path,
+                scenario,
+                SCALES[scale],
+                rounds=rounds,
+                id_range=_id_range(options["ids"]),
+                say=output.say,
+            )
+        )
+        results.append(result)
+        if result.errors:
+            raise CliError(f"scenario {name} failed", result.errors[0], "llmbox logs")
+    if options["as_json"]:
+        data = {"model": model, "scale": scale, "scenarios": [asdict(result) for result in results]}
+        output.write_json("bench.scenarios", data)
+        return
+    for result in results:
+        first, second = result.variants
+        output.write(f"{result.scenario}: {SCENARIOS[result.scenario].question}")
+        rows = [(name, f"{a:.4g}", f"{b:.4g}", str(ratio)) for name, (a, b, ratio) in result.figures.items()]
+        output.table(("FIGURE", first.upper(), second.upper(), f"{second}/{first}"), rows, right=(1, 2, 3))
+
+
+def _local_url(program: Program) -> str:
+    return str(program.client.get("/admin/api/status")["url"])
+
+
+def _id_range(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    if not (low.isdigit() and high.isdigit() and int(low) < int(high)):
+        raise CliError(
+            f"--ids {text} is not a range", "two numbers are needed, the first one smaller", "--ids 300:1500"
+        )
+    return int(low), int(high)

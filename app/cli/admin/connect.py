@@ -1,0 +1,148 @@
+"""`llmbox connect`: settings with which other programs use this daemon."""
+
+from typing import Any
+
+import click
+
+from ...errors import CliError, Exit
+from ...integrations.guides import GUIDES, KEY_VARIABLE, Endpoint, Guide
+from ...util import formatting
+from .. import output
+from ..context import Program, pass_program
+from ..root import Command
+
+
+@click.command(cls=Command)
+@click.argument("client", required=False, type=click.Choice(list(GUIDES)))
+@click.option("--model", metavar="NAME", help="Model to use; default is the first that is loaded.")
+@click.option("--write", is_flag=True, help="Merge them into the client's file; a copy of it is kept.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Without CLIENT: names only. With: no hints.")
+@pass_program
+def connect(
+    program: Program, client: str | None, *, model: str | None, write: bool, as_json: bool, quiet: bool
+) -> None:
+    """Print the settings with which CLIENT uses this daemon; without CLIENT, list the clients."""
+    if client is None:
+        if write:
+            raise CliError("which client?", "--write needs one", "llmbox connect CLIENT --write", Exit.USAGE)
+        _list(as_json=as_json, quiet=quiet)
+        return
+    guide = GUIDES[client]
+    endpoint = _endpoint(program, model)
+    _require_route(program, guide)
+    if write:
+        _write(program, client, guide, endpoint, as_json=as_json)
+    elif as_json:
+        output.write_json("connect", _as_dict(program, client, guide, endpoint))
+    else:
+        _print(program, guide, endpoint, quiet=quiet)
+
+
+def _list(*, as_json: bool, quiet: bool) -> None:
+    if as_json:
+        rows = [
+            {"name": name, "title": guide.title, "needs": guide.needs, "writes": guide.file is not None}
+            for name, guide in GUIDES.items()
+        ]
+        output.write_json("clients", {"clients": rows})
+    elif quiet:
+        for name in GUIDES:
+            output.write(name)
+    else:
+        output.table(
+            ("CLIENT", "WHAT", "USES"), [(n, guide.title, guide.needs) for n, guide in GUIDES.items()]
+        )
+        output.say("Their settings: llmbox connect CLIENT")
+
+
+def _endpoint(program: Program, wanted: str | None) -> Endpoint:
+    status = program.client.get("/admin/api/status")
+    listed = program.client.get("/v1/models")["data"]
+    names = [each["id"] for each in listed]
+    if wanted is not None and wanted not in names:
+        raise CliError(
+            f"no model {wanted}", f"there are {', '.join(names) or 'none'}", "llmbox ls", Exit.NOT_FOUND
+        )
+    if not names:
+        raise CliError("there is no model to use", "none is loaded", "llmbox load MODEL", Exit.NOT_FOUND)
+    model = wanted or names[0]
+    settings = program.client.get("/admin/api/config")["settings"]
+    loopback = status["host"] in {"127.0.0.1", "::1", "localhost"}
+    return Endpoint(
+        root=status["url"],
+        model=model,
+        models=(wanted,) if wanted else tuple(names),
+        needs_key=not loopback or bool(settings["server.require_key"]["value"]),
+        context=next((each.get("context_window") for each in listed if each["id"] == model), None),
+    )
+
+
+def _require_route(program: Program, guide: Guide) -> None:
+    if guide.needs not in program.client.get("/openapi.json")["paths"]:
+        raise CliError(
+            f"{guide.title} cannot use this version of llmbox",
+            f"it speaks {guide.needs} only, which this version does not serve",
+            "clients that can: llmbox connect",
+        )
+
+
+def _as_dict(program: Program, client: str, guide: Guide, at: Endpoint) -> dict[str, Any]:
+    file = guide.file(program.environ) if guide.file else None
+    return {
+        "client": client,
+        "url": at.url,
+        "model": at.model,
+        "needs_key": at.needs_key,
+        "file": None if file is None else str(file),
+        "settings": guide.settings(at) if guide.settings else {},
+        "environment": guide.environment(at),
+        "run": guide.run(at),
+    }
+
+
+def _print(program: Program, guide: Guide, at: Endpoint, *, quiet: bool) -> None:
+    from ...integrations.config_files import as_text
+
+    if guide.settings is not None and guide.file is not None:
+        if not quiet:
+            output.say(f"In {guide.file(program.environ)} (--write merges it there):")
+        output.write(as_text(guide, guide.settings(at)).rstrip("\n"))
+    for name, value in guide.environment(at).items():
+        output.write(f'export {name}="{value}"')
+    if not quiet:
+        _hint(guide, at)
+
+
+def _hint(guide: Guide, at: Endpoint) -> None:
+    if at.needs_key:
+        output.say(f"It needs a key: export {KEY_VARIABLE}=$(llmbox key add NAME)")
+    if guide.agent:
+        output.say(f"{guide.title} needs a model that calls tools, with a context of some 30,000 tokens:")
+        output.say("Qwen2.5, Qwen3, Llama 3.1 and later, Mistral Instruct can; choose with --model NAME")
+    output.say(f"Then: {guide.run(at)}")
+
+
+def _write(program: Program, client: str, guide: Guide, at: Endpoint, *, as_json: bool) -> None:
+    from ...integrations.config_files import difference, merge_settings, replace
+
+    if guide.file is None or guide.settings is None:
+        raise CliError(
+            f"{guide.title} has no file to write",
+            "it reads environment variables",
+            f"llmbox connect {client} prints them",
+            Exit.USAGE,
+        )
+    file = guide.file(program.environ)
+    old, new = merge_settings(guide, file, guide.settings(at))
+    backup = replace(file, new) if new != old else None
+    if as_json:
+        told = {"changed": new != old, "backup": None if backup is None else str(backup)}
+        output.write_json("connect", {**_as_dict(program, client, guide, at), **told})
+        return
+    if new == old:
+        output.say(f"{file} has these settings already.")
+    else:
+        output.write(formatting.printable(difference(file, old, new)).rstrip("\n"))
+        output.say(f"{file} is written" + (f"; as it was: {backup}" if backup else "."))
+    _hint(guide, at)

@@ -1,0 +1,224 @@
+"""`llmbox key`: API keys.
+
+Commands work on the key file: a daemon need not run, and one that runs sees the change.
+"""
+
+import re
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ...errors import CliError, Exit
+from ...util import formatting
+from .. import output
+from ..confirm import require_consent
+from ..context import Program, pass_program
+from ..root import Command, CommandGroup
+
+if TYPE_CHECKING:
+    from ...security.key_store import KeyStore, LastUsed
+    from ...security.keys import ApiKey
+
+HEADERS = (
+    "NAME", "KEY", "SCOPES", "MODELS", "EXPIRES", "RPM", "TPM",
+    "REQUESTS", "TOKENS IN", "TOKENS OUT", "LAST USED",
+)  # fmt: skip
+UNITS = {"m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+
+
+class Expiry(click.ParamType[float]):
+    """`12h`, `30d` from now, or the day on which it ends, as Unix time."""
+
+    name = "when"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value)
+        if match := re.fullmatch(r"(\d{1,6})([mhdw])", text):
+            return time.time() + int(match[1]) * UNITS[match[2]]
+        try:
+            when = datetime.fromisoformat(text).astimezone().timestamp()
+        except (ValueError, OverflowError, OSError):
+            self.fail(f"{text[:40]!r} is not a time such as 12h, 30d, 8w or 2030-12-31", param, ctx)
+        if when <= time.time():
+            self.fail(f"{text} is past", param, ctx)
+        return when
+
+
+@click.group(cls=CommandGroup)
+def key() -> None:
+    """API keys: make, list, rotate, revoke.
+
+    Changes hold from the next request on, also for a daemon that runs.
+    """
+
+
+@key.command(cls=Command)
+@click.argument("name")
+@click.option(
+    "--scope",
+    "scopes",
+    type=click.Choice(["infer", "read", "admin"]),
+    multiple=True,
+    default=("infer",),
+    show_default=True,
+    help="infer uses models, read reads metrics, admin does everything. May be repeated.",
+)
+@click.option("--model", "models", metavar="NAME", multiple=True, help="Only these; globs such as 'qwen*'.")
+@click.option("--expires", type=Expiry(), metavar="WHEN", help="12h, 30d, 8w, or a day: 2030-12-31.")
+@click.option("--rpm", type=int, metavar="N", help="Most requests a minute.")
+@click.option("--tpm", type=int, metavar="N", help="Most tokens a minute, prompts and answers together.")
+@click.option(
+    "--priority",
+    type=int,
+    default=0,
+    metavar="N",
+    help="Class: lower is served first, below 0 is premium (default 0).",
+)
+@click.option("--log-content", is_flag=True, help="Let the request log keep prompts and answers of this key.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@pass_program
+def add(program: Program, /, *, as_json: bool, **fields: Any) -> None:
+    """Make a key. Its secret is printed once, alone, on stdout."""
+    import msgspec
+
+    from ...security.keys import KeySpec
+
+    try:
+        spec = msgspec.convert(fields, KeySpec)
+    except msgspec.ValidationError as error:
+        raise _bad(fields["name"], str(error)) from None
+    program.paths.create()
+    made, secret = _store(program).add(spec)
+    _print_secret(program, made, secret, as_json=as_json)
+
+
+@key.command(cls=Command)
+@click.argument("name")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@pass_program
+def rotate(program: Program, name: str, *, as_json: bool) -> None:
+    """Give a key a new secret; the old one is refused from now on."""
+    changed, secret = _store(program).rotate(name)
+    _print_secret(program, changed, secret, as_json=as_json)
+
+
+@key.command(cls=Command)
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@pass_program
+def rm(program: Program, names: tuple[str, ...], *, yes: bool) -> None:
+    """Revoke keys. What they had stored (store: true) is erased."""
+    store = _store(program)
+    store.check()
+    wanted = [store.get(name) for name in dict.fromkeys(names)]
+    keys = ", ".join(f"{each.name} ({each.display})" for each in wanted)
+    question = f"Revoke {keys}? Their running requests end, and what they had stored is erased"
+    require_consent(question, "nothing was revoked", yes=yes, as_json=False)
+    for each in wanted:
+        gone = store.remove(each.name)
+        output.say(f"{gone.name} ({gone.display}) is revoked.")
+    _forget_stored(program)
+
+
+@key.command(cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Names only.")
+@pass_program
+def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
+    """List the keys. Secrets are not kept, so they cannot be shown.
+
+    What each used is told while the daemon runs, as far back as the request log goes.
+    """
+    store = _store(program)
+    store.check()
+    usage = {} if quiet else _usage(program)
+    rows = [{**_view(each, _used(program)), "usage": usage.get(each.name)} for each in store.list()]
+    if as_json:
+        output.write_json("keys", {"keys": rows})
+    elif quiet:
+        for row in rows:
+            output.write(row["name"])
+    elif rows:
+        output.table(HEADERS, [_row(row) for row in rows], right=(5, 6, 7, 8, 9))
+    else:
+        output.say("There are no keys. On this machine none is needed; make one with llmbox key add NAME.")
+
+
+def _forget_stored(program: Program) -> None:
+    """Erase the stored answers of deleted keys. Without a daemon that happens a minute after its
+    next start.
+    """
+    if not program.client.is_up():
+        return
+    try:
+        program.client.post("/admin/api/stored/forget", {})
+    except CliError as error:
+        output.say(f"Answers that were stored go within the hour: {error.why}.")
+
+
+def _print_secret(program: Program, key: "ApiKey", secret: str, *, as_json: bool) -> None:
+    if as_json:
+        output.write_json("key", {"key": _view(key, _used(program)), "secret": secret})
+        return
+    output.say(f"Key {key.name} ({', '.join(key.scopes)}). This is the only time that it is shown:")
+    output.write(secret)
+
+
+def _row(row: Mapping[str, Any]) -> tuple[object, ...]:
+    expires = "never" if row["expires"] is None else formatting.clock(row["expires"])
+    usage = row["usage"] or {}
+    return (
+        row["name"],
+        row["display"],
+        ",".join(row["scopes"]),
+        ",".join(row["models"]) or "all",
+        "expired" if row["expired"] else expires,
+        row["rpm"] or "-",
+        row["tpm"] or "-",
+        *(usage.get(name, "-") for name in ("requests", "tokens_in", "tokens_out")),
+        "never" if row["last_used"] is None else formatting.clock(row["last_used"]),
+    )
+
+
+def _view(key: "ApiKey", used: "LastUsed") -> dict[str, Any]:
+    import msgspec
+
+    from ...security.key_view import view
+
+    told: dict[str, Any] = msgspec.to_builtins(view(key, used))
+    return told
+
+
+def _usage(program: Program) -> Mapping[str, Any]:
+    """Return the usage of keys from the daemon; empty if none runs."""
+    try:
+        found: Mapping[str, Any] = program.client.get("/admin/api/keys")["usage"]
+    except CliError:
+        return {}
+    return found
+
+
+def _store(program: Program) -> "KeyStore":
+    from ...security.key_store import KeyStore
+
+    return KeyStore(program.paths.keys_file)
+
+
+def _used(program: Program) -> "LastUsed":
+    from ...security.key_store import LastUsed
+
+    return LastUsed(program.paths.keys_used_file)
+
+
+def _bad(name: str, why: str) -> CliError:
+    text, _, place = why.partition(" - at ")
+    field = place.strip("`$.").partition("[")[0]
+    if field == "name":
+        text = "at most 64 letters, digits, dots, dashes and underscores, a letter or digit first"
+    where = f"{field}: " if field else ""
+    return CliError(
+        f"cannot make the key {name[:64]!r}", f"{where}{text[:200]}", "llmbox key add --help", Exit.USAGE
+    )

@@ -1,0 +1,1 @@
+"""Commands that find, fetch, convert, load and run models."""

@@ -1,0 +1,102 @@
+"""`llmbox fit`: memory estimate of a model before anything is downloaded. `load --estimate-only` is
+the same.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import DeviceError
+from llmbox.engine.hardware.machine import read_machine
+from llmbox.engine.model_config.config import ModelConfig
+from llmbox.engine.planning.estimator import MemoryPlan
+
+from ...engines.eviction import usable_device
+from ...errors import CliError, Exit
+from ...fit.bandwidth import device_bandwidth
+from ...fit.fit import Fit, plan_alone
+from ...fit.fit import fit as check_fit
+from ...fit.words import fit_rows, verdict
+from ...hub.model_info import ModelFacts, find_facts
+from ...models.catalog import hub_cache
+from ...models.load_request import ModelRequest
+from .. import output
+from ..context import Program, pass_program
+from ..options import read_flags, setting_options
+from ..root import Command
+
+FLAGS = (
+    *("device", "dtype", "kv_dtype", "quant", "ctx", "max_running", "token_budget", "memory", "tp", "pp"),
+    "threads",
+)
+
+
+@click.command(cls=Command)
+@click.argument("model")
+@setting_options(*(f"model.{name}" for name in FLAGS))
+@click.option("--probe", is_flag=True, help="Measure the memory's bandwidth anew instead of once.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@pass_program
+def fit(program: Program, /, model: str, *, as_json: bool, probe: bool, **flags: Any) -> int:
+    """Say whether MODEL fits on this machine, with what context and how fast; exit 5 if it does not.
+
+    MODEL is on disk or on the hub; of the latter only its config and the headers of its weights are read.
+    """
+    values = {name: value for name, value in read_flags(flags).items() if name.startswith("model.")}
+    facts, ref = find_facts(model, program.environ, program.names, program.in_memory())
+    settings = program.settings().settings
+    config = ModelRequest(ref, None, values).config(settings.model)
+    return report(program, facts, config, as_json=as_json, probe=probe)
+
+
+def report(
+    program: Program, facts: ModelFacts, config: EngineConfig, *, as_json: bool, probe: bool = False
+) -> int:
+    """Print a fit. Returns the exit code."""
+    machine = read_machine()
+    try:
+        device = usable_device(machine, config.device)
+    except DeviceError as error:
+        raise CliError(f"{facts.name} cannot be served", str(error), "llmbox doctor") from error
+    bandwidth = device_bandwidth(machine, device, program.paths.bandwidth_file, config.threads, refresh=probe)
+    result = check_fit(
+        facts,
+        machine,
+        config,
+        budget_gb=program.settings().settings.memory.budget,
+        disk=hub_cache(program.environ),
+        bandwidth=bandwidth,
+    )
+    if as_json:
+        output.write_json("fit", result.as_dict())
+    else:
+        _print(result)
+    return Exit.OK if result.fits else Exit.DOES_NOT_FIT
+
+
+def planner(program: Program) -> Callable[[ModelConfig], tuple[MemoryPlan | None, str]]:
+    """Return a function that plans a model with the default settings, alone on this machine."""
+    settings = program.settings().settings
+    machine = read_machine()
+    engine = EngineConfig(
+        model_path="",
+        name="",
+        device=settings.model.device,
+        dtype=settings.model.dtype,
+        kv_dtype=settings.model.kv_dtype,
+        quant=settings.model.quant,
+        context=settings.model.ctx,
+    )
+    return lambda config: plan_alone(config, machine, engine, settings.memory.budget)
+
+
+def _print(result: Fit) -> None:
+    output.write(verdict(result))
+    for name, value in fit_rows(result).items():
+        output.write(f"  {name:10} {value}")
+    for remedy in result.remedies:
+        output.write(f"  would fit  {remedy}")
+    for note in result.notes:
+        output.say(f"Note: {note}")

@@ -1,0 +1,264 @@
+"""`llmbox search`, `adopt`, `rm` and `df`: models on the hub and on this disk."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ...errors import CliError, Exit
+from ...util import formatting
+from .. import output
+from ..confirm import require_consent
+from ..context import Program, pass_program
+from ..root import Command
+
+if TYPE_CHECKING:
+    from llmbox.engine.weights.packed_cache.cache import PackedCacheEntry, PackedWeightCache
+
+
+@click.command(cls=Command)
+@click.argument("text")
+@click.option("--limit", type=click.IntRange(1, 50), default=15, show_default=True, help="Most results.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Names only.")
+@pass_program
+def search(program: Program, *, text: str, limit: int, as_json: bool, quiet: bool) -> None:
+    """Search the hub for models, with whether they fit on this machine."""
+    from ...hub.errors import HubError
+    from ...hub.repo_files import Hub
+    from ...hub.search import search as search_hub
+    from .fit import planner
+
+    progress = output.ProgressLine()
+    progress.update(f"Asking {os.environ.get('HF_ENDPOINT') or 'the hub'}…")
+    try:
+        hits = search_hub(
+            Hub.of_environment(lambda text: output.say(f"  {text}")), text, limit, planner(program)
+        )
+    except HubError as error:
+        raise as_cli(error) from error
+    finally:
+        progress.close()
+    if as_json:
+        output.write_json("search", {"models": [asdict(hit) for hit in hits]})
+    elif quiet:
+        for hit in hits:
+            output.write(hit.name)
+    elif not hits:
+        output.say(f"Nothing with safetensors weights is named like {text!r}.")
+    else:
+        rows = [
+            (
+                hit.name,
+                _count(hit.params),
+                hit.fits + (", gated" if hit.gated else ""),
+                hit.context or "-",
+                formatting.size(hit.memory),
+                hit.downloads,
+                hit.detail.partition(";")[0][:60],
+            )
+            for hit in hits
+        ]
+        output.table(
+            ("NAME", "PARAMS", "FITS", "CONTEXT", "MEMORY", "DOWNLOADS", ""), rows, right=(1, 3, 4, 5)
+        )
+
+
+@click.command(cls=Command)
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--name", help="Name to serve a single folder under; default is the folder's.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@pass_program
+def adopt(program: Program, *, paths: tuple[Path, ...], name: str | None, as_json: bool) -> None:
+    """Use models where they are, without a copy.
+
+    A PATH is another Hugging Face cache, a model's folder, or a folder of such folders (as LM Studio keeps
+    them).
+    """
+    from ...hub.cache_layout import find_adoptable
+    from ...models.catalog import check_name
+
+    if name is not None and len(paths) != 1:
+        raise CliError("--name names one folder", f"{len(paths)} are given", "give one PATH", Exit.USAGE)
+    found = [each for path in paths for each in find_adoptable(path)]
+    if name is not None:
+        if len(found) != 1 or found[0].is_cache:
+            raise CliError(
+                "--name names one folder", f"{paths[0]} holds several models", "leave it out", Exit.USAGE
+            )
+        found = [type(found[0])(check_name(name), found[0].path, is_cache=False)]
+    for each in found:
+        if each.is_cache:
+            program.registry.adopt_cache(each.path)
+        else:
+            program.registry.adopt_directory(check_name(each.name), each.path)
+    if as_json:
+        told = [{"name": each.name, "path": str(each.path), "cache": each.is_cache} for each in found]
+        output.write_json("adopt", {"adopted": told})
+        return
+    for each in found:
+        output.say(f"{each.name}: {each.path}" + (" (a cache)" if each.is_cache else ""))
+    output.say("See them: llmbox ls")
+
+
+@click.command(cls=Command)
+@click.argument("refs", nargs=-1, required=True)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object; needs --yes.")
+@pass_program
+def rm(program: Program, *, refs: tuple[str, ...], yes: bool, as_json: bool) -> None:
+    """Delete models from this disk; org/name@revision deletes that revision only.
+
+    An adopted folder is only forgotten: its files stay. What is loaded or being downloaded stays too.
+    """
+    if not yes:
+        require_consent(_what_goes(program, refs), "nothing was deleted", yes=False, as_json=as_json)
+    if program.client.is_up():
+        answer = program.client.post("/admin/api/models/delete", {"models": refs}, timeout=600.0)
+        removed: list[dict[str, Any]] = answer["removed"]
+    else:
+        from ...hub.remove import find_removable, remove
+
+        found = [find_removable(ref, program.environ, program.names) for ref in refs]
+        removed = [asdict(remove(each, program.registry)) for each in found]
+        packed_weights(program).prune()
+    if as_json:
+        output.write_json("rm", {"removed": removed, "freed": sum(each["freed"] for each in removed)})
+        return
+    for each in removed:
+        if each["forgotten"]:
+            output.say(f"{each['name']} is forgotten; its files stay where they are.")
+        else:
+            output.say(f"{each['name']} is deleted: {formatting.size(each['freed'])} freed.")
+
+
+def _what_goes(program: Program, refs: Sequence[str]) -> str:
+    """Build the question, with the bytes that are freed. Raises CliError for a model that is not there."""
+    from ...hub.remove import find_removable, folder_size
+
+    parts = []
+    for ref in dict.fromkeys(refs):
+        found = find_removable(ref, program.environ, program.names)
+        if found.repo is None:
+            parts.append(f"forget {found.name} (its files stay in {found.folder})")
+        elif found.commit is not None:
+            parts.append(f"delete {found.name}, with the files that no other revision uses")
+        else:
+            parts.append(f"delete {found.name} ({formatting.size(folder_size(found.folder))})")
+    words = "; ".join(parts)
+    return f"{words[0].upper()}{words[1:]}?"
+
+
+@click.command(cls=Command)
+@click.option("--prune", is_flag=True, help="Delete packed weights of models that are gone or changed.")
+@click.option("--prune-all", is_flag=True, help="Delete all packed weights; loads pack again.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Names only.")
+@pass_program
+def df(program: Program, *, prune: bool, prune_all: bool, as_json: bool, quiet: bool) -> None:
+    """Show the disk space that models take, unfinished downloads and packed weights included."""
+    from ...hub.remove import disk_use, folder_size
+    from ...hub.transfer import free_space
+    from ...models.catalog import hub_cache
+
+    packed = packed_weights(program)
+    freed = packed.prune(everything=prune_all) if prune or prune_all else None
+    repacked = [repacked_row(entry) for entry in packed.entries()]
+    taken = disk_use(program.environ, program.names)
+    cache = hub_cache(program.environ)
+    own = {
+        "state": folder_size(program.paths.state_dir),
+        "cache": folder_size(program.paths.cache_dir),
+    }
+    total = sum(each.size + each.partial for each in taken)
+    free = free_space(cache)
+    if as_json:
+        rows = [{**asdict(each), "path": str(each.path)} for each in taken]
+        output.write_json(
+            "df",
+            {
+                "models": rows,
+                "total": total,
+                "free": free,
+                "models_folder": str(cache),
+                "own": own,
+                "repacked": repacked,
+                "freed": freed,
+            },
+        )
+        return
+    if quiet:
+        for each in taken:
+            output.write(each.name)
+        return
+    output.table(
+        ("NAME", "SOURCE", "SIZE", "UNFINISHED", "REVISIONS"),
+        [
+            (
+                each.name,
+                each.source,
+                formatting.size(each.size),
+                formatting.size(each.partial) if each.partial else "-",
+                each.revisions,
+            )
+            for each in taken
+        ],
+        right=(2, 3, 4),
+    )
+    if repacked:
+        output.write("")
+        output.table(
+            ("PACKED WEIGHTS OF", "FORMAT", "SIZE", "LAST USED", ""),
+            [
+                (
+                    row["model"] or "?",
+                    row["format"] or "?",
+                    formatting.size(row["size"]),
+                    formatting.clock(row["last_used"]),
+                    "of no use" if row["useless"] else "",
+                )
+                for row in repacked
+            ],
+            right=(2,),
+        )
+    output.write("")
+    if freed is not None:
+        output.write(f"{formatting.size(freed)} of packed weights deleted")
+    output.write(f"{formatting.size(total)} in models, {formatting.size(free)} free on the disk of {cache}")
+    output.write(
+        f"{formatting.size(own['state'])} of logs and state, "
+        f"{formatting.size(own['cache'])} of files safe to delete"
+    )
+
+
+def packed_weights(program: Program) -> "PackedWeightCache":
+    from llmbox.engine.weights.packed_cache.cache import PackedWeightCache
+
+    gigabytes = program.settings().settings.cache.repacked_gb
+    return PackedWeightCache(program.paths.repacked, int(gigabytes * 1e9))
+
+
+def repacked_row(entry: "PackedCacheEntry") -> dict[str, Any]:
+    index = entry.index
+    return {
+        "model": None if index is None else index.model,
+        "format": None if index is None else index.format,
+        "size": entry.size,
+        "last_used": entry.last_used,
+        "useless": entry.useless,
+        "path": str(entry.path),
+    }
+
+
+def as_cli(error: Any) -> CliError:
+    """Convert a HubError."""
+    return CliError(error.what, error.why, error.fix, error.exit)
+
+
+def _count(params: int | None) -> str:
+    if params is None:
+        return "-"
+    return f"{params / 1e9:.1f}B" if params >= 10**9 else f"{params / 1e6:.0f}M"

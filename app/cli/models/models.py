@@ -1,0 +1,379 @@
+"""`llmbox ps`, `ls`, `show`, `load`, `pin`, `unpin` and `unload`."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ...util import formatting
+from .. import output
+from ..context import Program, pass_program
+from ..root import Command
+from .pull import summary
+
+if TYPE_CHECKING:
+    from ...models.catalog import DiskModel
+from ...admin_client import TIMEOUT, ApiRefusal
+from ...errors import CliError, Exit
+from ...lifecycle.instance import find_running
+from ...models.load_request import ModelRequest
+from ...util.suggest import did_you_mean
+from ..options import checked_alias, model_options, read_flags
+from ..server.daemon_starter import Started, wait_for_models
+
+
+@click.command(cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Names only.")
+@pass_program
+def ps(program: Program, *, as_json: bool, quiet: bool) -> None:
+    """List the models in memory."""
+    models = program.client.get("/admin/api/models")["models"]
+    if as_json:
+        output.write_json("ps", {"models": models})
+    elif quiet:
+        for model in models:
+            output.write(model["name"])
+    else:
+        print_models(models)
+
+
+@click.command(cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Names only.")
+@pass_program
+def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
+    """List the models on disk: built-in, in the Hugging Face cache, adopted, loaded, on their way."""
+    from ...models.catalog import describe, in_memory, on_disk
+
+    loaded = _loaded(program)
+    names = program.names
+    found = on_disk(program.environ, names)
+    coming = _downloads(program)
+    known = {str(model.ref.path) for model in found}
+    others = {path: name for path, name in loaded.items() if path not in known}
+    found += [describe(in_memory(name, Path(path))) for path, name in others.items()]
+    aliases = {
+        model.ref.name: sorted(
+            name for name, each in names.aliases.items() if model.ref.is_target(each.model)
+        )
+        for model in found
+    }
+    if as_json:
+        rows = [
+            {
+                "name": model.ref.name,
+                "source": model.ref.source,
+                "path": str(model.ref.path),
+                "revision": model.ref.revision,
+                "size": model.size,
+                "architecture": model.architecture,
+                "servable": model.servable,
+                "loaded": str(model.ref.path) in loaded,
+                "aliases": aliases.get(model.ref.name, []),
+            }
+            for model in found
+        ]
+        output.write_json("ls", {"models": rows, "downloads": coming})
+    elif quiet:
+        for model in found:
+            output.write(model.ref.name)
+    else:
+        table = [
+            (
+                model.ref.name,
+                formatting.size(model.size),
+                model.architecture or "-",
+                _state(model, loaded=str(model.ref.path) in loaded),
+                time.strftime("%Y-%m-%d", time.localtime(model.modified)) if model.modified else "-",
+                ", ".join(aliases.get(model.ref.name, [])),
+            )
+            for model in found
+        ]
+        table += [
+            (row["model"], formatting.size(row["total"] or None), "-", _coming(row), "", "") for row in coming
+        ]
+        output.table(("NAME", "SIZE", "ARCHITECTURE", "STATE", "MODIFIED", "ALIASES"), table, right=(1,))
+
+
+def _coming(row: Mapping[str, Any]) -> str:
+    """Format a download's state in a few words; `pull --list` has the whole reason."""
+    return f"failed: {row['error']['what']}" if row["state"] == "failed" else summary(row)
+
+
+def _state(model: "DiskModel", *, loaded: bool) -> str:
+    state = "loaded" if loaded else ""
+    if not model.ref.path.is_dir():
+        return "loaded, its files are gone" if loaded else "its files are gone"
+    return state if state or model.servable else "no safetensors"
+
+
+@click.command(cls=Command)
+@click.argument("ref")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@pass_program
+def show(program: Program, ref: str, *, as_json: bool) -> None:
+    """Show what is known of one model, on disk and in memory."""
+    from ...models.catalog import describe, read_config
+
+    place = program.resolve(ref)
+    memory = _in_memory(program, place.name)
+    disk = describe(place)
+    config = read_config(place.path)
+    facts: dict[str, Any] = {
+        "name": place.name,
+        "path": str(place.path),
+        "revision": place.revision,
+        "size": disk.size,
+        "architecture": disk.architecture,
+        "servable": disk.servable,
+        "aliases": [name for name, each in program.names.aliases.items() if place.is_target(each.model)]
+        or None,
+        **{key: config.get(name) for key, name in _CONFIG_FACTS.items()},
+        "loaded": memory,
+        "loads": _loads(program, place.name),
+    }
+    if as_json:
+        output.write_json("show", facts)
+        return
+    shown = {**facts, "size": formatting.size(disk.size), "loaded": memory["state"] if memory else "no"}
+    shown["loads"] = _last_load(facts["loads"])
+    for key, value in shown.items():
+        if value is not None:
+            output.write(f"{key.replace('_', ' '):16} {formatting.printable(str(value))}")
+    if memory and memory["info"]:
+        _print_info(memory)
+
+
+_CONFIG_FACTS = {
+    "model_type": "model_type",
+    "layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "vocabulary": "vocab_size",
+    "context": "max_position_embeddings",
+    "stored_as": "torch_dtype",
+}
+
+
+def print_models(models: Sequence[Mapping[str, Any]]) -> None:
+    rows = []
+    for model in models:
+        info, stats = model["info"], model["stats"]
+        memory = info["weights_bytes"] + info["kv_bytes"] + info["workspace_bytes"] if info else None
+        rows.append(
+            (
+                ", ".join([model["name"], *model["aliases"]]),
+                model["state"],
+                runs_on(info) if info else "-",
+                info["context_window"] if info else "-",
+                formatting.size(memory),
+                formatting.size(info["kv_bytes"]) if info else "-",
+                f"{stats['running']}+{stats['waiting']}" if stats else "-",
+                _stay(model),
+                model["cause"] if model["state"] in {"loading", "failed", "restarting"} else "",
+            )
+        )
+    if rows:
+        headers = ("NAME", "STATE", "ON", "CONTEXT", "MEMORY", "OF IT KV", "REQUESTS", "STAYS", "")
+        output.table(headers, rows, right=(3, 4, 5))
+    else:
+        output.say("No model is loaded. Load one: llmbox load MODEL")
+
+
+def _loads(program: Program, name: str) -> list[dict[str, Any]]:
+    """Return the recorded loads of this model, oldest first."""
+    import json
+
+    try:
+        rows = json.loads(program.paths.loads_file.read_bytes())["models"].get(name, [])
+        return [dict(row) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def _last_load(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Format the last load: predicted and measured size."""
+    if not rows:
+        return None
+    row = rows[-1]
+    predicted, measured = row["predicted_weights"], row["measured_weights"]
+    text = f"{formatting.clock(row['at'])} on {row['device']} as {row['dtype']}"
+    text += f" in {formatting.span(row['seconds'])}"
+    text += f"; weights predicted {formatting.size(predicted)}"
+    if measured:
+        text += f", measured {formatting.size(measured)} ({measured / predicted - 1:+.1%})"
+    return text
+
+
+def _stay(model: Mapping[str, Any]) -> str:
+    """Format the time that a model stays in memory."""
+    if model.get("pinned"):
+        return "pinned"
+    if model.get("ttl_s") is None:
+        return ""
+    left = model.get("expires_s")
+    return f"idle {formatting.span(model['ttl_s'])}" if left is None else formatting.span(left)
+
+
+def runs_on(info: Mapping[str, Any]) -> str:
+    weights = info["dtype"] if info["quant"] == "none" else info["quant"]
+    ranks = info["tp"] * info["pp"]
+    return f"{info['device']} {weights}" + (
+        f" on {ranks} ranks (tp {info['tp']}, pp {info['pp']})" if ranks > 1 else ""
+    )
+
+
+def _print_info(model: Mapping[str, Any]) -> None:
+    info = model["info"]
+    output.write("")
+    rows = {
+        "runs on": f"{runs_on(info)}, kernels: {info['backend']}",
+        **({"because": "; ".join(info["notes"])} if info["notes"] else {}),
+        "context window": f"{info['context_window']} tokens",
+        "at full context": f"{info['max_concurrency']:.1f} requests at once",
+        "weights": formatting.size(info["weights_bytes"]),
+        "KV cache": (
+            f"{formatting.size(info['kv_bytes'])}, {formatting.size(info['kv_bytes_per_token'])} a token"
+        ),
+        "workspace": formatting.size(info["workspace_bytes"]),
+        "restarts": f"{model['restarts']}, requests resumed {model['resumed']}",
+    }
+    for key, value in rows.items():
+        output.write(f"{key:16} {value}")
+
+
+def _loaded(program: Program) -> dict[str, str]:
+    """Return the models in memory, path to name; empty when no daemon runs. Failed loads have no path."""
+    if not program.client.is_up():
+        return {}
+    models = program.client.get("/admin/api/models")["models"]
+    return {model["path"]: model["name"] for model in models if model["path"]}
+
+
+def _downloads(program: Program) -> list[dict[str, Any]]:
+    """Return the unfinished downloads; empty when no daemon runs."""
+    if not program.client.is_up():
+        return []
+    rows: list[dict[str, Any]] = program.client.get("/admin/api/downloads")["downloads"]
+    return [row for row in rows if row["state"] not in {"ready", "cancelled"}]
+
+
+def _in_memory(program: Program, name: str) -> dict[str, Any] | None:
+    if not program.client.is_up():
+        return None
+    models: list[dict[str, Any]] = program.client.get("/admin/api/models")["models"]
+    return next((model for model in models if name in {model["name"], *model["aliases"]}), None)
+
+
+@click.command(cls=Command)
+@click.argument("model")
+@model_options
+@click.option("--ttl", type=click.FloatRange(0, 1e7), metavar="S", help="Unload after S idle seconds.")
+@click.option("--estimate-only", is_flag=True, help="Say what it would need; load nothing.")
+@click.option("--wait/--no-wait", default=True, help="Wait until the model is ready (default).")
+@click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Longest wait.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@pass_program
+def load(
+    program: Program,
+    /,
+    model: str,
+    alias: str | None,
+    *,
+    ttl: float | None,
+    estimate_only: bool,
+    wait: bool,
+    timeout: float,
+    as_json: bool,
+    **flags: Any,
+) -> int:
+    """Load a model into the running daemon."""
+    (wanted,) = program.find_models([model], checked_alias(alias), read_flags(flags))
+    if estimate_only:
+        return estimate(program, wanted, as_json=as_json)
+    running = find_running(program.paths)
+    if running is None:
+        raise program.client.not_running()
+    body = {**wanted.body(), "ttl": ttl}
+    answer = program.client.post("/admin/api/models/load", body)["model"]
+    if wait:
+        (answer,) = wait_for_models(program, Started(running, None, 0), [wanted.served_name], timeout)
+    if as_json:
+        output.write_json("load", {"model": answer})
+    elif wait:
+        print_ready(answer["name"], answer["info"])
+    else:
+        output.say(f"{answer['name']} is loading; follow with llmbox ps.")
+    return Exit.OK
+
+
+def print_ready(name: str, info: Mapping[str, Any]) -> None:
+    """Report that a model is ready, with its memory and the engine's notes."""
+    total = info["weights_bytes"] + info["kv_bytes"] + info["workspace_bytes"]
+    output.say(
+        f"{name} is ready: context {info['context_window']} tokens, {formatting.size(total)} of memory "
+        f"({formatting.size(info['kv_bytes'])} of it for keys and values)."
+    )
+    for note in info["notes"]:
+        output.say(f"Note: {note}")
+
+
+def estimate(program: Program, wanted: ModelRequest, *, as_json: bool) -> int:
+    from llmbox.engine.errors import EngineError
+
+    from ...hub.model_info import local_facts
+    from .fit import report
+
+    try:
+        facts = local_facts(wanted.ref)
+    except EngineError as error:
+        raise CliError(f"cannot estimate {wanted.served_name}", str(error), "llmbox ls") from error
+    return report(program, facts, wanted.config(program.settings().settings.model), as_json=as_json)
+
+
+@click.command(cls=Command)
+@click.argument("model")
+@pass_program
+def pin(program: Program, *, model: str) -> None:
+    """Keep MODEL in memory: it is neither evicted for others nor unloaded when idle."""
+    _pin(program, model, pinned=True)
+
+
+@click.command(cls=Command)
+@click.argument("model")
+@pass_program
+def unpin(program: Program, *, model: str) -> None:
+    """Let MODEL leave memory again."""
+    _pin(program, model, pinned=False)
+
+
+def _pin(program: Program, model: str, *, pinned: bool) -> None:
+    answer = _post(program, "pin", {"model": model, "pinned": pinned})["model"]
+    output.say(f"{answer['name']} is {'pinned' if pinned else 'not pinned any more'}.")
+
+
+def _post(program: Program, what: str, body: Mapping[str, Any], timeout: float = TIMEOUT) -> dict[str, Any]:
+    """Post a request about a model in memory. The error for a model that is not there names the nearest."""
+    try:
+        return program.client.post(f"/admin/api/models/{what}", body, timeout=timeout)
+    except ApiRefusal as error:
+        if error.code == "model_not_found" and isinstance(body["model"], str):
+            error.fix = f"{did_you_mean(body['model'], program.in_memory())}llmbox ps"
+        raise
+
+
+@click.command(cls=Command)
+@click.argument("model", required=False)
+@click.option("--all", "every", is_flag=True, help="All models.")
+@pass_program
+def unload(program: Program, model: str | None, *, every: bool) -> None:
+    """Take a model out of memory. Its open requests end with an error."""
+    if (model is None) != every:
+        raise CliError("which model?", "one MODEL or --all is needed", "llmbox ps", Exit.USAGE)
+    answer = _post(program, "unload", {"model": model}, timeout=60.0)
+    for name in answer["unloaded"]:
+        output.say(f"{name} is unloaded.")

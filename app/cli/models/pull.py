@@ -1,0 +1,248 @@
+"""`llmbox pull`: view of a download that runs in the daemon."""
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from ...errors import CliError, Exit
+from ...lifecycle.instance import find_running
+from ...util import formatting
+from .. import output
+from ..context import Program, pass_program
+from ..root import Command
+
+LOOK = 0.25
+"""Seconds between two looks at the download."""
+BAR = 24
+
+
+@click.command(cls=Command)
+@click.argument("ref", required=False)
+@click.option("--anyway", is_flag=True, help="Although it does not fit, or cannot be served by this version.")
+@click.option("--wait/--no-wait", default=True, help="Follow it to its end (default).")
+@click.option("--list", "show_list", is_flag=True, help="Show all downloads instead.")
+@click.option("--pause", "act", flag_value="pause", help="Pause the download of REF.")
+@click.option("--resume", "act", flag_value="resume", help="Go on with it.")
+@click.option("--cancel", "act", flag_value="cancel", help="Give it up and delete what was fetched.")
+@click.option("--dismiss", "act", flag_value="dismiss", help="Take a failed or finished one from the list.")
+@click.option("--json", "as_json", is_flag=True, help="Events as JSON, one a line.")
+@click.option("-q", "--quiet", is_flag=True, help="With --list: names only.")
+@pass_program
+def pull(
+    program: Program,
+    *,
+    ref: str | None,
+    anyway: bool,
+    wait: bool,
+    show_list: bool,
+    act: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Fetch a model from the hub: REF is org/name or org/name@revision.
+
+    It is checked first that the model fits in memory and on the disk. The daemon fetches: Ctrl-C ends only
+    the view, and what was fetched counts when it goes on later, even after a restart.
+    """
+    if show_list:
+        _list(program, as_json=as_json, quiet=quiet)
+        return
+    if ref is None:
+        raise CliError("which model?", "REF is missing", "llmbox search TEXT", Exit.USAGE)
+    if act is not None:
+        found = program.client.post(f"/admin/api/downloads/{act}", {"model": ref}, timeout=60.0)["download"]
+        if act == "dismiss" and not as_json:
+            output.say(f"{ref} is off the list.")
+        else:
+            _print_result(found, as_json=as_json)
+        if act != "resume":
+            return
+    else:
+        _start_daemon_if_needed(program)
+        found = program.client.post("/admin/api/downloads", {"model": ref, "anyway": anyway})["download"]
+    if not wait:
+        _print_result(found, as_json=as_json)
+        return
+    try:
+        _follow(program, found, as_json=as_json)
+    except KeyboardInterrupt:
+        output.say(f"\nThe download goes on in the daemon. Stop it: llmbox pull --cancel {ref}")
+        raise
+
+
+def _start_daemon_if_needed(program: Program) -> None:
+    from ..server.daemon_starter import start_daemon
+
+    if find_running(program.paths) is None:
+        output.say("Starting the daemon…")
+        start_daemon(program, [], None, {})
+
+
+def _follow(program: Program, found: dict[str, Any], *, as_json: bool) -> None:
+    view: JsonView | BarsView = JsonView() if as_json else BarsView()
+    told = ""
+    try:
+        while True:
+            view.show(found)
+            if found["message"] and found["message"] != told:
+                told = found["message"]
+                view.note(told)
+            if found["state"] not in {"checking", "downloading"}:
+                break
+            time.sleep(LOOK)
+            found = find(program, found["model"])
+    finally:
+        view.close()
+    finish(program, found, as_json=as_json)
+
+
+def finish(program: Program, found: Mapping[str, Any], *, as_json: bool) -> None:
+    if found["state"] == "failed":
+        error = found["error"]
+        log_file = str(program.paths.log_file)
+        raise CliError(error["what"], error["why"], error["fix"], Exit(error["exit"]), log_file)
+    if not as_json:
+        _print_result(found, as_json=False)
+    if found["state"] != "ready":
+        raise CliError(
+            f"{found['model']} is not here yet",
+            f"its download is {found['state']}",
+            f"llmbox pull --resume {found['model']}",
+        )
+
+
+def find(program: Program, model: str) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = program.client.get("/admin/api/downloads")["downloads"]
+    for row in rows:
+        if row["model"] == model:
+            return row
+    raise CliError(f"the download of {model} is gone", "the daemon was restarted", f"llmbox pull {model}")
+
+
+def _print_result(found: Mapping[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        output.write_json("pull", {"download": found})
+    elif found["state"] == "ready":
+        output.say(f"{found['model']} is here ({formatting.size(found['total'])}, every file checked).")
+        output.say(f"Load it: llmbox load {found['model']}")
+    else:
+        output.say(f"{found['model']}: {summary(found)}")
+
+
+def _list(program: Program, *, as_json: bool, quiet: bool) -> None:
+    rows = program.client.get("/admin/api/downloads")["downloads"]
+    if as_json:
+        output.write_json("downloads", {"downloads": rows})
+        return
+    if quiet:
+        for row in rows:
+            output.write(row["model"])
+        return
+    if not rows:
+        output.say("No downloads. Begin one: llmbox pull ORG/NAME")
+        return
+    output.table(
+        ("MODEL", "STATE", "DONE", "SIZE", "RATE", ""),
+        [
+            (
+                row["model"],
+                row["state"],
+                f"{row['done'] / row['total']:.0%}" if row["total"] else "-",
+                formatting.size(row["total"] or None),
+                f"{formatting.size(row['rate'])}/s" if row["rate"] and row["state"] == "downloading" else "-",
+                reason(row) or row["message"],
+            )
+            for row in rows
+        ],
+        right=(2, 3, 4),
+    )
+    if failed := [row["model"] for row in rows if row["state"] == "failed"]:
+        output.say(f"Try again: llmbox pull {failed[0]}; off the list: llmbox pull --dismiss {failed[0]}")
+
+
+def reason(found: Mapping[str, Any]) -> str:
+    """Return the cause of a failure; empty where there is none."""
+    error = found["error"]
+    return f"{error['what']}: {error['why']}" if error else ""
+
+
+def summary(found: Mapping[str, Any]) -> str:
+    if found["state"] == "failed":
+        return f"failed: {reason(found)}"
+    if not found["total"]:
+        return str(found["state"])
+    text = f"{found['state']} {found['done'] / found['total']:.0%} of {formatting.size(found['total'])}"
+    if found["state"] == "downloading" and found["rate"]:
+        text += f", {formatting.size(found['rate'])}/s"
+        if found["eta_s"] is not None:
+            text += f", {formatting.span(found['eta_s'])} left"
+    return text
+
+
+class JsonView:
+    """View that writes one line of JSON for every change."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, Any] = {}
+
+    def show(self, found: dict[str, Any]) -> None:
+        if found != self._last:
+            output.write(json.dumps({"schema": "llmbox.pull/1", **found}, ensure_ascii=False))
+            self._last = found
+
+    def note(self, text: str) -> None:
+        """Ignore the text: it is part of the object."""
+
+    def close(self) -> None:
+        return
+
+
+class BarsView:
+    """View with a bar for each file on a terminal, else one plain line at most every 5 s."""
+
+    def __init__(self) -> None:
+        self._live = output.is_live()
+        self._line = output.ProgressLine()
+        self._height = 0
+
+    def show(self, found: dict[str, Any]) -> None:
+        if not self._live:
+            self._line.update(f"{found['model']}: {summary(found)}")
+            return
+        columns, rows = shutil.get_terminal_size()
+        open_files = [file for file in found["files"] if file["state"] not in {"done", "waiting"}]
+        lines = [f"{found['model']}  {summary(found)}"]
+        lines += [bar_line(file, columns) for file in open_files[: max(0, rows - 3)]]
+        self._clear()
+        sys.stderr.write("".join(f"{formatting.printable(line)[: columns - 1]}\n" for line in lines))
+        sys.stderr.flush()
+        self._height = len(lines)
+
+    def note(self, text: str) -> None:
+        self._clear()
+        output.say(f"  {formatting.printable(text)}")
+
+    def close(self) -> None:
+        self._clear()
+        self._line.close()
+
+    def _clear(self) -> None:
+        if self._live and self._height:
+            sys.stderr.write(f"\x1b[{self._height}A\x1b[J")
+            self._height = 0
+
+
+def bar_line(file: Mapping[str, Any], columns: int) -> str:
+    share = file["done"] / file["size"] if file["size"] else 1.0
+    filled = int(share * BAR)
+    name = file["name"]
+    room = max(12, columns - BAR - 24)
+    name = name if len(name) <= room else "…" + name[1 - room :]
+    what = " checking" if file["state"] == "checking" else ""
+    bar = "#" * filled + "-" * (BAR - filled)
+    return f"  {name:{min(room, 40)}} [{bar}] {share:4.0%} {formatting.size(file['size']):>9}{what}"

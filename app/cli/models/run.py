@@ -1,0 +1,223 @@
+"""`llmbox run`: chat, or one answer. Only the answer goes to stdout."""
+
+import contextlib
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from ...errors import CliError, Exit
+from ...lifecycle.instance import find_running
+from .. import output
+from ..context import Program, pass_program
+from ..root import Command
+from ..server.daemon_starter import Started, start_daemon, wait_for_models
+from ..server.up import load_missing
+
+HELP = "Commands: /clear forgets the conversation, /bye ends it. Ctrl-C stops an answer."
+HISTORY_LINES = 1000
+
+
+@click.command(cls=Command)
+@click.argument("model")
+@click.argument("prompt", nargs=-1, metavar="[PROMPT]...")
+@click.option("--system", metavar="TEXT", help="A system message before the conversation.")
+@click.option("--temperature", type=click.FloatRange(0, 2), metavar="X")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), metavar="X")
+@click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Longest answer.")
+@click.option("--seed", type=int, metavar="N", help="Same seed, same answer.")
+@pass_program
+def run(
+    program: Program, /, model: str, prompt: tuple[str, ...], system: str | None, **sampling: Any
+) -> None:
+    """Chat with a model, or ask it one thing with PROMPT or from stdin.
+
+    Starts the daemon if it does not run.
+    """
+    question = " ".join(prompt)
+    if not sys.stdin.isatty():
+        question = "\n\n".join(part for part in (question, _piped()) if part)
+        if not question:
+            raise CliError("nothing was asked", "stdin is empty", f"llmbox run {model} 'Hello'", Exit.USAGE)
+    served = _ensure_loaded(program, model)
+    talk = ChatSession(
+        program, served, system, {key: value for key, value in sampling.items() if value is not None}
+    )
+    if question:
+        talk.ask(question)
+    else:
+        _chat(program, talk)
+
+
+def _piped() -> str:
+    """Read text from a pipe or a file; other kinds of stdin (/dev/null, a socket) may never end."""
+    mode = os.fstat(sys.stdin.fileno()).st_mode
+    return sys.stdin.read().strip() if stat.S_ISFIFO(mode) or stat.S_ISREG(mode) else ""
+
+
+class ChatSession:
+    """A conversation with one model. Models without a chat template continue text instead."""
+
+    def __init__(
+        self, program: Program, model: dict[str, Any], system: str | None, sampling: dict[str, Any]
+    ) -> None:
+        self._program = program
+        self._chat = bool(model["chat"])
+        self._fixed = {"model": model["name"], "stream": True, **sampling}
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._messages: list[dict[str, str]] = []
+
+    def clear(self) -> None:
+        self._messages.clear()
+
+    def ask(self, question: str) -> None:
+        """Stream the answer to stdout. Ctrl-C ends the answer and keeps the text so far."""
+        self._messages.append({"role": "user", "content": question})
+        pieces: list[str] = []
+        thoughts = _Thoughts()
+        try:
+            for thought, piece in self._stream():
+                if thought:
+                    thoughts.show(piece)
+                    continue
+                thoughts.end()
+                pieces.append(piece)
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+            thoughts.end()
+            if thoughts.seen and not pieces:
+                output.say("The model's answer ended in its thoughts. --max-tokens N gives it more room.")
+                self._messages.append({"role": "assistant", "content": ""})
+        except CliError:
+            self._messages.pop()
+            raise
+        finally:
+            thoughts.end()
+            if pieces and not pieces[-1].endswith("\n"):
+                sys.stdout.write("\n")
+                sys.stdout.flush()
+            if pieces:
+                self._messages.append({"role": "assistant", "content": "".join(pieces)})
+
+    def _stream(self) -> Iterator[tuple[bool, str]]:
+        """Yield pieces of text, and whether each is reasoning."""
+        if self._chat:
+            path = "/v1/chat/completions"
+            body: dict[str, Any] = {"messages": self._system + self._messages}
+        else:
+            path, body = "/v1/completions", {"prompt": self._messages[-1]["content"]}
+        with self._program.client.stream("POST", path, {**self._fixed, **body}) as stream:
+            for _, data in stream.events():
+                if data == "[DONE]":
+                    return
+                chunk = json.loads(data)
+                if error := chunk.get("error"):
+                    raise CliError(
+                        "the answer broke off",
+                        error["message"],
+                        "ask again",
+                        log=str(self._program.paths.log_file),
+                    )
+                for choice in chunk["choices"]:
+                    delta = choice["delta"] if self._chat else {"content": choice["text"]}
+                    if thought := delta.get("reasoning_content"):
+                        yield True, thought
+                    if piece := delta.get("content"):
+                        yield False, piece
+        raise CliError("the answer broke off", "the stream ended early", "llmbox status", Exit.UNREACHABLE)
+
+
+class _Thoughts:
+    """Printer of reasoning before an answer: dim, on stderr, on terminals only."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._shown = False
+
+    def show(self, piece: str) -> None:
+        self.seen = True
+        if output.is_live():
+            self._shown = True
+            sys.stderr.write(f"\x1b[2m{piece}\x1b[0m" if output.has_colour() else piece)
+            sys.stderr.flush()
+
+    def end(self) -> None:
+        if self._shown:
+            output.say("\n")
+        self._shown = False
+
+
+def _ensure_loaded(program: Program, model: str) -> dict[str, Any]:
+    running = find_running(program.paths)
+    if running is None:
+        (wanted,) = program.find_models([model], None, {})  # a wrong name needs no daemon
+        output.say("The daemon does not run; starting it. It stays until llmbox down.")
+        started = start_daemon(program, [model], None, {})
+        names = [wanted.served_name]
+    else:
+        started = Started(running, None, 0)
+        known = {
+            name
+            for loaded in program.client.get("/admin/api/models")["models"]
+            if loaded["state"] != "failed"
+            for name in (loaded["name"], *loaded["aliases"])
+        }
+        names = [model] if model in known else load_missing(program, program.find_models([model], None, {}))
+    return wait_for_models(program, started, names, timeout=600.0)[0]
+
+
+def _chat(program: Program, talk: ChatSession) -> None:
+    with _line_editing(program):
+        output.say(HELP)
+        while True:
+            try:
+                question = input(">>> ").strip()
+            except EOFError:
+                output.say("")
+                return
+            except KeyboardInterrupt:
+                output.say("\n/bye or Ctrl-D ends the chat.")
+                continue
+            if question == "/bye":
+                return
+            if question == "/clear":
+                talk.clear()
+            elif question.startswith("/"):
+                output.say(HELP)
+            elif question:
+                _answer(talk, question)
+
+
+def _answer(talk: ChatSession, question: str) -> None:
+    try:
+        talk.ask(question)
+    except KeyboardInterrupt:
+        output.say("(stopped)")
+    except CliError as error:
+        if error.exit == Exit.UNREACHABLE:
+            raise
+        output.print_error(error)
+
+
+@contextlib.contextmanager
+def _line_editing(program: Program) -> Iterator[None]:
+    """Enable history and arrow keys where Python has readline."""
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    path = program.paths.history_file
+    with contextlib.suppress(OSError):
+        readline.read_history_file(path)
+    readline.set_history_length(HISTORY_LINES)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            readline.write_history_file(path)
+            path.chmod(0o600)

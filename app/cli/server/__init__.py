@@ -1,0 +1,1 @@
+"""Commands that start, stop, install and watch the daemon."""

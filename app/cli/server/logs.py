@@ -1,0 +1,99 @@
+"""`llmbox logs`: reads the file itself, so that it also works when the daemon does not."""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+
+from ...errors import CliError, Exit
+from ...util import formatting
+from .. import output
+from ..context import Program, pass_program
+from ..root import Command
+from .log_lines import LEVEL_WORDS, parse
+
+FOLLOW_INTERVAL = 0.2
+
+
+@click.command(cls=Command)
+@click.option("-f", "--follow", is_flag=True, help="Go on with new lines.")
+@click.option(
+    "-n", "--lines", type=click.IntRange(0), default=100, show_default=True, help="Last lines shown."
+)
+@click.option("--component", metavar="NAME", help="Only of one part: daemon, engines, http, gateway, store…")
+@click.option("--level", type=click.Choice(LEVEL_WORDS), default="debug", help="Only this severe or more.")
+@click.option("--json", "as_json", is_flag=True, help="The lines as they are in the file: JSON objects.")
+@pass_program
+def logs(
+    program: Program, *, follow: bool, lines: int, component: str | None, level: str, as_json: bool
+) -> None:
+    """Read the daemon's log."""
+    path = program.paths.log_file
+    if not path.exists() and not follow:
+        raise CliError("there is no log yet", f"{path} does not exist", "llmbox up", Exit.NOT_FOUND)
+    wanted = LEVEL_WORDS[LEVEL_WORDS.index(level) :]
+
+    def select(raw: str) -> str | None:
+        line = parse(raw)
+        if line.level not in wanted or component not in {None, line.component}:
+            return None
+        return formatting.printable(raw) if as_json else line.text
+
+    tail, offset = _tail(path, lines, select)
+    if not follow:
+        output.write_lines(tail)
+        return
+    for text in tail:
+        output.write(text)
+    for raw in _new_lines(path, offset):
+        text_or_none = select(raw)
+        if text_or_none is not None:
+            output.write(text_or_none)
+
+
+def _tail(path: Path, count: int, select: Callable[[str], str | None]) -> tuple[deque[str], int]:
+    """Return the last `count` selected lines, the previous rotated file included, and where the
+    file ended.
+    """
+    kept: deque[str] = deque(maxlen=count)
+    end = 0
+    for part in (path.with_name(path.name + ".1"), path):
+        if not part.exists():
+            continue
+        with part.open(encoding="utf-8", errors="replace") as file:
+            for raw in file:
+                text = select(raw.rstrip("\n")) if raw.strip() else None
+                if text is not None:
+                    kept.append(text)
+            end = file.tell()
+    return kept, end if path.exists() else 0
+
+
+def _new_lines(path: Path, offset: int) -> Iterator[str]:
+    """Yield lines after `offset`; continue with the new file when the log is rotated."""
+    file = None
+    rest = ""
+    while True:
+        if file is None and path.exists():
+            file = path.open(encoding="utf-8", errors="replace")
+            file.seek(offset)
+            offset = 0
+        if file is not None:
+            text = rest + file.read()
+            *whole, rest = text.split("\n")
+            yield from (line for line in whole if line.strip())
+            if not whole and _rotated(path, file.fileno()):
+                file.close()
+                file = None
+                continue
+        time.sleep(FOLLOW_INTERVAL)
+
+
+def _rotated(path: Path, handle: int) -> bool:
+    try:
+        return path.stat().st_ino != os.fstat(handle).st_ino
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,261 @@
+"""`llmbox up` and `llmbox serve`: start the daemon, and the link that signs a browser in."""
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ...config.schema import Scalar
+from ...errors import CliError, Exit
+from ...lifecycle.instance import RunningDaemon, find_running
+from ...models.load_request import ModelRequest
+from .. import output
+from ..admin.config import format_setting
+from ..context import Program, pass_program
+from ..options import checked_alias, daemon_options, flag, model_options, parameter, read_flags
+from ..root import Command
+from .daemon_starter import Started, start_daemon, wait_for_models
+
+if TYPE_CHECKING:
+    from ...lifecycle.instance import RunningDaemon
+
+
+def sign_in_link(program: Program) -> str:
+    """Request a new one-time link from the running daemon, good for 15 minutes. Raises CliError."""
+    url: str = program.client.post("/admin/api/signin-link", {})["url"]
+    return url
+
+
+@click.command(cls=Command)
+@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@daemon_options
+@model_options
+@click.option("--wait/--no-wait", default=True, help="Wait until the models are ready (default).")
+@click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Longest wait.")
+@click.option("--open", "open_panel", is_flag=True, help="Open the panel in the browser, signed in.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@pass_program
+def up(
+    program: Program,
+    /,
+    models: tuple[str, ...],
+    alias: str | None,
+    *,
+    wait: bool,
+    timeout: float,
+    open_panel: bool,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Start the daemon in the background and wait until it is ready.
+
+    Doing it twice changes nothing. A MODEL is builtin, a directory, or org/name from the Hugging Face cache.
+    """
+    given_flags = read_flags(flags)
+    alias = checked_alias(alias)
+    program.settings(given_flags)
+    names: list[str] = []
+    started = _find_or_start(program, models, alias, given_flags)
+    if started.process is not None:
+        names = [model.served_name for model in program.find_models(models, alias, given_flags)]
+    else:
+        require_same(program, given_flags, of_models=not models)
+        names = load_missing(program, program.find_models(models, alias, given_flags) if models else [])
+    ready = wait_for_models(program, started, names, timeout) if wait else []
+    panel = sign_in_link(program)
+    if as_json:
+        output.write_json("up", {**_summary(started, ready, waited=wait), "sign_in": panel})
+    else:
+        _print(program, started.running, ready, panel, waited=wait)
+    if open_panel:
+        _open(panel)
+
+
+def _open(link: str) -> None:
+    import webbrowser
+
+    if not webbrowser.open(link):
+        output.say("No browser could be opened here: use the link.")
+
+
+def _find_or_start(
+    program: Program, models: Sequence[str], alias: str | None, flags: Mapping[str, Scalar]
+) -> Started:
+    running = find_running(program.paths)
+    if running is None:
+        program.find_models(models, alias, flags)  # a wrong name needs no daemon
+        output.say("Starting the daemon…")
+        try:
+            return start_daemon(program, models, alias, flags)
+        except CliError as error:
+            # Another `up` may have been a moment faster.
+            running = find_running(program.paths) if error.exit == Exit.CONFLICT else None
+            if running is None:
+                raise
+    return Started(running, None, 0)
+
+
+def load_missing(program: Program, wanted: Sequence[ModelRequest]) -> list[str]:
+    """Request loads of the models that the daemon does not have. Returns the names of all `wanted` ones."""
+    loaded = {
+        name: model
+        for model in program.client.get("/admin/api/models")["models"]
+        if model["state"] != "failed"
+        for name in (model["name"], *model["aliases"])
+    }
+    for model in wanted:
+        present = loaded.get(model.served_name)
+        if present is None:
+            output.say(f"Loading {model.served_name}…")
+            program.client.post("/admin/api/models/load", model.body())
+        else:
+            _require_same_options(model, present)
+    return [model.served_name for model in wanted]
+
+
+def require_same(program: Program, flags: Mapping[str, Scalar], *, of_models: bool) -> None:
+    """Check that flags equal those of the running daemon; `of_models`: model flags too. Raises CliError (exit
+    9).
+    """
+    daemon_flags = {name: value for name, value in flags.items() if of_models or name.startswith("server.")}
+    if not daemon_flags:
+        return
+    running = program.client.get("/admin/api/config")["settings"]
+    differing = [
+        f"{name}: runs with {format_setting(running[name]['value'])}, asked for {format_setting(value)}"
+        for name, value in daemon_flags.items()
+        if running[name]["value"] != value
+    ]
+    if differing:
+        raise _conflict("the daemon runs with other settings", differing)
+
+
+def _require_same_options(wanted: ModelRequest, present: Mapping[str, Any]) -> None:
+    runs_with = {name: present["options"][parameter(name)] for name in wanted.options}
+    differing = [
+        f"{flag(name)}: runs with {format_setting(runs_with[name])}, asked for {format_setting(value)}"
+        for name, value in wanted.options.items()
+        if runs_with[name] != value
+    ]
+    if differing:
+        raise _conflict(f"{present['name']} is loaded with other settings", differing)
+
+
+def _conflict(what: str, differing: Sequence[str]) -> CliError:
+    return CliError(what, "; ".join(differing), "llmbox down, then the same command again", Exit.CONFLICT)
+
+
+def _summary(started: Started, models: Sequence[Mapping[str, Any]], *, waited: bool) -> dict[str, Any]:
+    running = started.running
+    return {
+        "url": f"{running.url}/v1",
+        "pid": running.pid,
+        "port": running.port,
+        "socket": running.socket,
+        "started": started.process is not None,
+        "waited": waited,
+        "models": [{"name": m["name"], "state": m["state"], "context": _context(m)} for m in models],
+    }
+
+
+def _context(model: Mapping[str, Any]) -> int | None:
+    info = model.get("info")
+    return info["context_window"] if info else None
+
+
+def _print(
+    program: Program, running: RunningDaemon, models: Sequence[Mapping[str, Any]], panel: str, *, waited: bool
+) -> None:
+    llmbox = shlex.join(["llmbox", *program.location_flags])
+    output.write(f"llmbox is up (pid {running.pid})")
+    output.write(f"  API     {running.url}/v1")
+    output.write(f"  Panel   {panel}")
+    output.write("          (signs one browser in, once, within 15 minutes)")
+    if not waited:
+        output.write(f"  Models  loading; follow with {llmbox} ps")
+        return
+    words = [f"{m['name']} (context {_context(m)} tokens)" for m in models]
+    output.write(f"  Models  {', '.join(words) or 'none; load one with {llmbox} load MODEL'}")
+    if models:
+        output.write("")
+        output.write("Try it:")
+        output.write(_curl(running, models[0]))
+        output.write(f"  {llmbox} run {models[0]['name']}")
+    output.write("")
+    output.write(f"Watch it: {llmbox} top    Stop it: {llmbox} down")
+
+
+def _curl(running: RunningDaemon, model: Mapping[str, Any]) -> str:
+    body: dict[str, Any] = {"model": model["name"]}
+    if model["chat"]:
+        path, body["messages"] = "chat/completions", [{"role": "user", "content": "What is llmbox?"}]
+    else:
+        path, body["prompt"], body["max_tokens"] = "completions", "Once upon a time", 32
+    return (
+        f"  curl {running.url}/v1/{path} -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'"
+    )
+
+
+@click.command(cls=Command)
+@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@daemon_options
+@model_options
+@click.option("--background", is_flag=True, hidden=True, help="Log to the file only; set by `up`.")
+@pass_program
+def serve(
+    program: Program, /, models: tuple[str, ...], alias: str | None, *, background: bool, **flags: Any
+) -> None:
+    """Run the daemon in the foreground, for systemd, containers and debugging.
+
+    A MODEL is builtin, a directory, or org/name from the Hugging Face cache. SIGTERM lets open requests
+    finish, a second one stops at once, SIGHUP reads the configuration again.
+    """
+    from ...daemon.run import DaemonOptions, run_daemon
+    from ...lifecycle.instance import already_running, find_running
+
+    if (other := find_running(program.paths)) is not None:  # before complaints about models
+        raise already_running(other)
+    given_flags = read_flags(flags)
+    plan = DaemonOptions(
+        paths=program.paths,
+        loaded=program.settings(given_flags),
+        models=program.find_models(models, checked_alias(alias), given_flags),
+        begun_with={"flags": given_flags, "models": list(models), "alias": alias},
+        reload=lambda: program.settings(given_flags),
+        checks=partial(_checks, program),
+        parts=program.parts,
+        on_up=(lambda *_: None) if background else partial(_print_addresses, program),
+        background=background,
+    )
+    run_daemon(plan)
+
+
+def _checks(program: Program) -> list[dict[str, str]]:
+    from dataclasses import asdict
+
+    from ...diagnostics.checks import run_checks
+
+    return [asdict(finding) for finding in run_checks(program)]
+
+
+def _print_addresses(program: Program, running: "RunningDaemon", sign_in_link: Callable[[], str]) -> None:
+    output.write(f"{running.url}/v1")
+    if not _is_journal():
+        output.write(sign_in_link())
+        return
+    from ...util.atomic_file import write_whole
+
+    # Others may read the journal, and it is kept: a link in it would be a key under the mat.
+    write_whole(program.paths.sign_in_file, f"{sign_in_link()}\n".encode())
+    output.write(f"The link that signs one browser in, within 15 minutes: {program.paths.sign_in_file}")
+
+
+def _is_journal() -> bool:
+    """Return True if a service manager keeps our output."""
+    started_by_systemd = "NOTIFY_SOCKET" in os.environ or "JOURNAL_STREAM" in os.environ
+    return started_by_systemd and not sys.stdout.isatty()

@@ -1,0 +1,1 @@
+"""Grammars of structured output: JSON schemas, regular expressions, Lark."""

@@ -1,0 +1,288 @@
+"""Text side of a model directory: tokenizer, chat template, end tokens, generation defaults."""
+
+import contextlib
+import ctypes
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tokenizers import Tokenizer
+
+from llmbox.engine.checkpoint.json_file import MAX_BYTES, parse_json
+from llmbox.engine.checkpoint.regular_file import read_regular
+from llmbox.engine.errors import ModelError
+
+from ...errors import ApiError
+from ...sandbox.pool import TemplatePool
+from ...util.threads import off_loop
+from ..chat_template import (
+    Chat,
+    ControlTokens,
+    RenderedChat,
+    named_special_tokens,
+    pick_template,
+    render_chat,
+)
+from ..output_parser import tool_syntax
+from .detokenizer import Detokenizer, decode
+from .end_tokens import declared_ids, end_token_ids
+from .text_encoder import SpecialTokenMarkers, TextEncoder, TokenizeError, load_tokenizer
+from .token_bytes import TokenBytes
+from .tokenizer_safety import find_unsafe_part, find_unsafe_step
+from .vocabulary_check import vocabulary_warnings
+from .walled_encoder import WalledEncoder, as_api_error
+
+T = TypeVar("T")
+log = logging.getLogger("llmbox.text")
+
+_DEFAULT_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (1e-9, 1),
+    "top_k": (0, 1 << 30),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-9, 2),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextModel:
+    """Tokenizer, template and defaults of one model. Methods work in the calling thread; large texts belong
+    in one of their own.
+    """
+
+    tokenizer: Tokenizer
+    """Vocabulary of the model. Texts are encoded by `encoder`."""
+    encoder: TextEncoder | WalledEncoder
+    tokens: TokenBytes
+    control: ControlTokens
+    special_tokens: dict[str, str]
+    chat_template: str | None
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: dict[str, float]
+    """Sampling values used where a request leaves a field absent."""
+    warnings: tuple[str, ...] = ()
+    """Ignored declarations in the model's files, and features that will not work."""
+    system: str | None = None
+    """System prompt of an alias, used where a conversation has no system message."""
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.tokenizer.get_vocab_size(with_added_tokens=True)
+        return size
+
+    def beside_embedding(self, rows: int) -> "TextModel":
+        """Return a copy with warnings of tokens that an embedding of `rows` rows has no row for."""
+        return replace(self, warnings=(*self.warnings, *vocabulary_warnings(self, rows)))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Encode a raw prompt: here the caller writes the template, so special-token literals are tokens."""
+        try:
+            return self.encoder.encode(text, special=add_special_tokens)
+        except TokenizeError as error:
+            raise as_api_error(error) from None
+
+    def encode_marked(self, rendered: str, markers: SpecialTokenMarkers) -> list[int]:
+        """Encode a rendered chat (`chat_template.py`)."""
+        try:
+            return self.encoder.encode_marked(rendered, markers)
+        except TokenizeError as error:
+            raise as_api_error(error, "messages") from None
+
+    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """Run `work`, which encodes `size` characters, where it cannot hold up the event loop."""
+        if isinstance(self.encoder, WalledEncoder):
+            return await self.encoder.run(work)
+        return await off_loop(size, work)
+
+    def close(self) -> None:
+        """End the process that encodes, if there is one."""
+        if isinstance(self.encoder, WalledEncoder):
+            self.encoder.close()
+
+    def encode_start(self, text: str, most: int) -> list[int]:
+        """Encode the beginning of a text as `most` ids. Tokens that the tokenizer adds around a text stay."""
+        whole, inner = self.encode(text), self.encode(text, add_special_tokens=False)
+        cut = len(whole) - most
+        if cut <= 0:
+            return whole
+        added = len(whole) - len(inner)
+        before = next((n for n in range(added + 1) if whole[n : n + len(inner)] == inner), None)
+        if before is None or cut > len(inner):
+            return whole[:most]
+        end = before + len(inner)
+        return whole[: end - cut] + whole[end:]
+
+    def beginning(self, text: str, most: int) -> str:
+        """Return the text of the first `most` tokens of `text`."""
+        ids = self.encode(text, add_special_tokens=False)
+        return text if len(ids) <= most else self.decode(ids[:most], skip_special=False)
+
+    def decode(self, ids: Sequence[int], *, begins: bool = True, skip_special: bool = True) -> str:
+        return decode(self.tokens, ids, begins=begins, skip_special=skip_special)
+
+    def detokenizer(self, *, begins: bool = True, skip_special: bool = True) -> Detokenizer:
+        return Detokenizer(self.tokens, begins=begins, skip_special=skip_special)
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token, for people: special tokens by name, broken UTF-8 replaced."""
+        return self.tokens.inner(token_id).decode("utf-8", "replace")
+
+    async def render_chat(self, pool: TemplatePool, chat: Chat) -> RenderedChat:
+        if self.chat_template is None:
+            raise ApiError(
+                400,
+                "This model has no chat template. Send the prompt to /v1/completions instead.",
+                code="no_chat_template",
+                param="messages",
+            )
+        self._check_tools(chat)
+        if self.system is not None and all(message["role"] != "system" for message in chat.messages):
+            chat = replace(chat, messages=[{"role": "system", "content": self.system}, *chat.messages])
+        return await render_chat(
+            pool, self.chat_template, self.special_tokens, self.control, chat, self.encode_marked
+        )
+
+    def _check_tools(self, chat: Chat) -> None:
+        """Refuse tools that the template would leave out."""
+        if tool_syntax(self.chat_template) is not None:
+            return
+        if chat.tools:
+            raise _no_tools("tools")
+        for i, message in enumerate(chat.messages):
+            if message["role"] == "tool" or message.get("tool_calls"):
+                raise _no_tools(f"messages[{i}].{'role' if message['role'] == 'tool' else 'tool_calls'}")
+
+
+def _no_tools(param: str) -> ApiError:
+    return ApiError(
+        400,
+        "This model cannot call tools: its chat template has no place for them, or a form that is not read "
+        "here. Qwen2.5, Qwen3, Llama 3.1 and Mistral Instruct models can.",
+        code="tools_not_supported",
+        param=param,
+    )
+
+
+def load_model_text(path: Path) -> TextModel:
+    """Load the text side of a model. Raises ModelError naming the file that is missing or broken."""
+    text = _load(path)
+    with contextlib.suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL(None).malloc_trim(0)  # frees the file and its parsed form
+    return text
+
+
+def _load(path: Path) -> TextModel:
+    tokenizer, encoder = _load_tokenizer(path / "tokenizer.json")
+    decoder = None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
+    config = _read_json(path / "tokenizer_config.json")
+    generation = _read_json(path / "generation_config.json")
+    special_tokens = named_special_tokens(
+        _read_json(path / "special_tokens_map.json")
+    ) | named_special_tokens(config)
+    template = _template(path, config)
+    configs = {"config.json": _read_json(path / "config.json"), "generation_config.json": generation}
+    declared, warnings = declared_ids(configs)
+    return TextModel(
+        tokenizer=tokenizer,
+        encoder=encoder,
+        tokens=TokenBytes(tokenizer, decoder),
+        control=ControlTokens(tokenizer, frozenset(special_tokens.values())),
+        special_tokens=special_tokens,
+        chat_template=template,
+        eos_token_ids=end_token_ids(tokenizer, special_tokens, template, declared),
+        warnings=tuple(warnings),
+        generation_defaults=_generation_defaults(generation),
+    )
+
+
+def _load_tokenizer(file: Path) -> tuple[Tokenizer, TextEncoder | WalledEncoder]:
+    """Load the vocabulary and the encoder. Raises ModelError."""
+    source = _read_bytes(file)
+    unsafe = find_unsafe_step(source)
+    encoder: TextEncoder | WalledEncoder | None = None
+    if unsafe:
+        log.info("%s: texts are tokenized in a process of its own, for %s", file, unsafe)
+        encoder = WalledEncoder(file)
+    try:
+        if unsafe:
+            source = _strip_steps(source)
+        tokenizer = load_tokenizer(source)
+    except ValueError as error:
+        raise ModelError(f"tokenizer.json is not a tokenizer: {error}") from None
+    if encoder is None and find_unsafe_part(tokenizer):  # a repeated key is read in two ways
+        raise ModelError("tokenizer.json is ambiguous: the library reads other steps in it")
+    return tokenizer, encoder or TextEncoder(tokenizer)
+
+
+def _strip_steps(source: bytes) -> bytes:
+    """Keep only the mapping of tokens and ids: no step that works on a text stays. Raises ValueError."""
+    file = parse_json(source)
+    if not isinstance(file, dict):
+        raise ValueError("it holds no JSON object")  # noqa: TRY004 - of a file, not of an argument
+    return json.dumps({**file, "normalizer": None, "pre_tokenizer": None, "post_processor": None}).encode()
+
+
+def read_template(path: Path) -> str | None:
+    """Read the chat template of a model that is not loaded. Raises ModelError."""
+    return _template(path, _read_json(path / "tokenizer_config.json"))
+
+
+def read_tokenizer_config(path: Path) -> dict[str, Any]:
+    """Read tokenizer_config.json as its author wrote it; empty where there is none. Raises ModelError."""
+    return _read_json(path / "tokenizer_config.json")
+
+
+def read_generation_defaults(path: Path) -> dict[str, float]:
+    """Read the generation defaults of a model that is not loaded. Raises ModelError."""
+    return _generation_defaults(_read_json(path / "generation_config.json"))
+
+
+def _template(path: Path, config: dict[str, Any]) -> str | None:
+    file = path / "chat_template.jinja"
+    return _read_text(file) if file.exists() else pick_template(config.get("chat_template"))
+
+
+def _generation_defaults(config: dict[str, Any]) -> dict[str, float]:
+    # `do_sample: false` is how a model says "greedy"; its other numbers then mean nothing.
+    if config.get("do_sample") is False:
+        return {"temperature": 0.0}
+    return {
+        name: config[name]
+        for name, (low, high) in _DEFAULT_RANGES.items()
+        if isinstance(config.get(name), int | float) and low <= config[name] <= high
+    }
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. An absent file is an empty object: only tokenizer.json is needed."""
+    if not path.exists():
+        return {}
+    try:
+        value = parse_json(_read_text(path))
+    except ValueError as error:
+        raise ModelError(f"{path.name} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path.name} must hold a JSON object")
+    return value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return _read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path.name} cannot be read: {error}") from None
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return read_regular(path, MAX_BYTES)
+    except FileNotFoundError:
+        raise ModelError(
+            f"{path.name} is missing in the model's directory: there is no tokenizer to read text with. "
+            "Fetch the whole model again; tokenizer.model and vocab.json alone are not read."
+        ) from None
+    except OSError as error:
+        raise ModelError(f"{path.name} cannot be read: {error.strerror or error}") from None

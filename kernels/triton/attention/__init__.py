@@ -1,0 +1,1 @@
+"""Triton kernels of paged attention and of writing its KV cache."""

@@ -1,0 +1,347 @@
+"""Paged attention over ragged rows: prompts, chunks of prompts and decode rows in one step.
+
+The rows of a tile are the query heads of one KV head times neighboring tokens, so keys and values are read
+once for all of them. The leading sequences of one row each (decode) have programs of their own, split along
+the context where there are few of them. All others find their sequence by bisection over the query starts:
+the grid follows from shapes alone, and a CUDA graph can hold it.
+
+With `fixed`, a row's sums never depend on its neighbors: there is one tile size, and contexts are cut into
+pieces of FIXED_SPLIT tokens from their beginning. Partial results are combined in order, whether one program
+walked all pieces or several shared them.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..linear.quantize_activations import RowFormat, Rows8
+from ..linear.tile_config import Tile, decode_tile, fixed_tile, power_of_two, prefill_tile
+from . import attention_metadata as attention_plan
+from .attention_combine import reduce_splits
+from .attention_inner import attend, fold, piece_size
+from .attention_metadata import TritonAttentionMetadata, num_splits
+from .attention_sdpa import attend_gathered
+from .kv_cache import TritonKVCache, conversion_mode
+from .quantize_heads import Result, fits_heads, store_eight_heads
+
+LOG2_E = 1.4426950408889634
+
+
+class Powers(NamedTuple):
+    """Factors that turn a product s of query and key into an exponent of two: s * factor, or cap * tanh(s *
+    factor).
+    """
+
+    factor: float
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, scale: float, softcap: float | None) -> "Powers":
+        if softcap is None:
+            return cls(scale * LOG2_E)
+        return cls(scale / softcap, softcap * LOG2_E)
+
+
+def attention(
+    q_THD: Tensor,
+    cache: TritonKVCache,
+    layer: int,
+    plan: TritonAttentionMetadata,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """Implement `Ops.attention`."""
+    return attend_rows(q_THD, cache, layer, plan, scale, None, softcap)[0]
+
+
+def attend_rows(
+    q_THD: Tensor,
+    cache: TritonKVCache,
+    layer: int,
+    plan: TritonAttentionMetadata,
+    scale: float,
+    row_format: RowFormat | None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Rows8 | None]:
+    """Return the attention output and, where programs that hold heads of a row can (`fits_heads`), the
+    quantized rows.
+    """
+    rows, heads, head_dim = q_THD.shape
+    out_THD = torch.empty((rows, heads, head_dim), dtype=q_THD.dtype, device=q_THD.device)
+    gathers = plan.sdpa and softcap is None  # PyTorch's kernels have no caps
+    powers = Powers.of(scale, softcap)
+    eight = None
+    if row_format is not None and fits_heads(row_format, head_dim) and not gathers:
+        eight = Rows8.empty(rows, heads * head_dim, row_format, q_THD.device)
+    result = Result(out_THD, eight, row_format)
+    if plan.decoding:
+        decode(result, q_THD, cache, layer, plan, powers)
+    if gathers:
+        attend_gathered(out_THD, q_THD, cache, layer, plan.ragged, plan.decoding, scale)
+    elif rows > plan.decoding:
+        prefill(result, q_THD, cache, layer, plan, powers)
+    return out_THD.flatten(1), eight
+
+
+def decode(
+    result: Result,
+    q_THD: Tensor,
+    cache: TritonKVCache,
+    layer: int,
+    plan: TritonAttentionMetadata,
+    powers: Powers,
+) -> None:
+    """Attend for the leading sequences of one row each, with split-K where they are few."""
+    _, heads, head_dim = q_THD.shape
+    kv_heads = cache.k.shape[2]
+    group = heads // kv_heads
+    pick = fixed_tile if plan.fixed else decode_tile
+    tile = pick(q_THD.device, head_dim, q_THD.element_size(), cache.k.element_size())
+    tile_rows = max(tile.rows, power_of_two(group))
+    splits = num_splits(plan, kv_heads, q_THD.device)
+    pieces, sums = result, cache.k_scale
+    if splits > 1:
+        size = (plan.decoding, heads, splits)
+        pieces = Result(torch.empty((*size, head_dim), dtype=torch.float32, device=q_THD.device))
+        sums = torch.empty((*size, 2), dtype=torch.float32, device=q_THD.device)
+    grid = (kv_heads, splits, plan.decoding)
+    launch(grid, tile, tile_rows, pieces, sums, q_THD, cache, layer, plan, powers, splits, decoding=True)
+    if splits > 1:
+        reduce_splits(result, pieces.out, sums, fixed=plan.fixed)
+
+
+def prefill(
+    result: Result,
+    q_THD: Tensor,
+    cache: TritonKVCache,
+    layer: int,
+    plan: TritonAttentionMetadata,
+    powers: Powers,
+) -> None:
+    """Attend for the sequences of several rows."""
+    rows, heads, head_dim = q_THD.shape
+    kv_heads = cache.k.shape[2]
+    group = heads // kv_heads
+    sizes = q_THD.device, head_dim, q_THD.element_size()
+    tile = fixed_tile(*sizes, cache.k.element_size()) if plan.fixed else prefill_tile(*sizes)
+    tile_rows = max(tile.rows, power_of_two(group))
+    tokens = tile_rows // group
+    sequences = len(plan.ragged.query_lens) - plan.decoding
+    grid = ((rows - plan.decoding) // tokens + sequences, kv_heads)
+    launch(grid, tile, tile_rows, result, cache.k_scale, q_THD, cache, layer, plan, powers, 1, decoding=False)
+
+
+def launch(
+    grid: tuple[int, ...],
+    tile: Tile,
+    tile_rows: int,
+    result: Result,
+    sums: Tensor,
+    q_THD: Tensor,
+    cache: TritonKVCache,
+    layer: int,
+    plan: TritonAttentionMetadata,
+    powers: Powers,
+    splits: int,
+    *,
+    decoding: bool,
+) -> None:
+    ragged = plan.ragged
+    assert q_THD.stride(2) == 1
+    head_dim, kv_heads = q_THD.shape[2], cache.k.shape[2]
+    attention_kernel[grid](
+        result.out,
+        sums,
+        *result.arguments,
+        q_THD,
+        cache.k[layer],
+        cache.v[layer],
+        cache.k_scale[layer],
+        cache.v_scale[layer],
+        ragged.query_starts_N1,
+        ragged.context_lens_N,
+        ragged.block_tables_NB,
+        plan.decoding,
+        len(ragged.query_lens) - plan.decoding,
+        powers.factor,
+        powers.cap or 0.0,
+        q_THD.stride(0),
+        q_THD.stride(1),
+        ragged.block_tables_NB.stride(0),
+        plan.window or 0,
+        splits,
+        kv_heads,
+        GROUP=q_THD.shape[1] // kv_heads,
+        D=head_dim,
+        D_PAD=max(16, power_of_two(head_dim)),
+        ROWS=tile_rows,
+        COLUMNS=tile.columns,
+        PAGE=ragged.block_size,
+        DECODING=decoding,
+        SPLIT=splits > 1,
+        LEAST_SPLIT=attention_plan.LEAST_SPLIT,
+        FIXED_SPLIT=attention_plan.FIXED_SPLIT if plan.fixed else 0,
+        WINDOW=plan.window is not None,
+        CAPPED=powers.cap is not None,
+        QUANTISED=conversion_mode(cache, q_THD.dtype),
+        PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
+        **result.constants(head_dim),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=not plan.fixed,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["step", "decoding_sequences", "sequences", "table_row", "window", "splits"],
+    do_not_specialize_on_alignment=["starts", "contexts", "tables"],
+)
+def attention_kernel(
+    out: tl.tensor,
+    sums: tl.tensor,
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    step: tl.tensor,
+    given: tl.tensor,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
+    starts: tl.tensor,
+    contexts: tl.tensor,
+    tables: tl.tensor,
+    decoding_sequences: tl.tensor,
+    sequences: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    q_row: tl.tensor,
+    q_head: tl.tensor,
+    table_row: tl.tensor,
+    window: tl.tensor,
+    splits: tl.tensor,
+    kv_heads: tl.tensor,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr,
+    DECODING: tl.constexpr,
+    SPLIT: tl.constexpr,
+    LEAST_SPLIT: tl.constexpr,
+    FIXED_SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EIGHT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    GIVEN: tl.constexpr,
+) -> None:
+    """Attend one tile of rows to its context: softmax(scale q k^T) v with a causal mask, sliding window and
+    softcap.
+
+    Scores, the online softmax and sums are float32. With SPLIT the partial sums and (max, sum) of the piece
+    are stored for `reduce_kernel`, otherwise the result; with EIGHT also its 8-bit codes and scales.
+    Reference: `attention` in `kernels/reference/attention.py`.
+    """
+    TOKENS: tl.constexpr = ROWS // GROUP
+    if DECODING:
+        head = tl.program_id(0)
+        split = tl.program_id(1)
+        sequence = tl.program_id(2)
+        first_row = sequence
+        count = 1
+        position = tl.load(contexts + sequence) - 1
+    else:
+        # Later tiles of a prompt see more keys: they start first, so that the last to end are short ones.
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        head = tl.program_id(1)
+        split = 0
+        base = tl.load(starts + decoding_sequences)
+        low = 0
+        high = sequences
+        while high - low > 1:  # the last sequence whose tiles start at or before ours
+            middle = (low + high) // 2
+            if (tl.load(starts + decoding_sequences + middle) - base) // TOKENS + middle <= tile:
+                low = middle
+            else:
+                high = middle
+        sequence = decoding_sequences + low
+        start = tl.load(starts + sequence)
+        rows = tl.load(starts + sequence + 1) - start
+        skipped = (tile - ((start - base) // TOKENS + low)) * TOKENS
+        first_row = start + skipped
+        count = tl.minimum(rows - skipped, TOKENS)
+        position = tl.load(contexts + sequence) - rows + skipped
+
+    row = tl.arange(0, ROWS)
+    token = row // GROUP
+    member = head * GROUP + row % GROUP
+    real = token < count
+    d = tl.arange(0, D_PAD)
+    real_d = d < D
+    q_offset = (first_row + token).to(tl.int64) * q_row + member * q_head
+    q_tile = tl.load(q + q_offset[:, None] + d[None, :], mask=real[:, None] & real_d[None, :], other=0.0)
+
+    # The tile's rows stand at position .. position + count - 1 and see keys from `begin` to before `end`.
+    end = tl.where(count > 0, position + count, 0)
+    begin = tl.maximum(position - window + 1, 0) // COLUMNS * COLUMNS if WINDOW else 0
+    row_position = position + token
+    page_stride = kv_heads * PAGE * D
+    k_head, v_head = k + head * (PAGE * D), v + head * (PAGE * D)
+    scale_offset = head * PAGE
+    table = tables + sequence.to(tl.int64) * table_row
+
+    acc = tl.zeros((ROWS, D_PAD), tl.float32)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    if FIXED_SPLIT:
+        first_piece = split if SPLIT else begin // FIXED_SPLIT
+        last_piece = split + 1 if SPLIT else tl.cdiv(end, FIXED_SPLIT)
+        for piece in range(first_piece, last_piece):
+            from_key = tl.maximum(begin, piece * FIXED_SPLIT)
+            to_key = tl.minimum(end, (piece + 1) * FIXED_SPLIT)
+            acc_b, top_b, total_b = attend(
+                q_tile, k_head, v_head, k_scale + scale_offset, v_scale + scale_offset, table,
+                from_key, from_key, to_key, row_position, window, scale, cap, page_stride, kv_heads * PAGE, d,
+                ROWS, COLUMNS, PAGE, D, D_PAD, WINDOW, CAPPED, QUANTISED, PRECISION,
+            )  # fmt: skip
+            acc, top, total = fold(acc, top, total, acc_b, top_b, total_b)
+    else:
+        from_key, to_key = begin, end
+        if SPLIT:
+            size = piece_size(end - begin, splits, COLUMNS, LEAST_SPLIT)
+            from_key = begin + split * size
+            to_key = tl.minimum(end, from_key + size)
+        # Before `plain`, every row sees every key.
+        plain = from_key
+        if not DECODING and not WINDOW:
+            plain = tl.minimum((position + 1) // COLUMNS * COLUMNS, end)
+        acc, top, total = attend(
+            q_tile, k_head, v_head, k_scale + scale_offset, v_scale + scale_offset, table,
+            from_key, plain, to_key, row_position, window, scale, cap, page_stride, kv_heads * PAGE, d,
+            ROWS, COLUMNS, PAGE, D, D_PAD, WINDOW, CAPPED, QUANTISED, PRECISION,
+        )  # fmt: skip
+
+    stored = real[:, None] & real_d[None, :]
+    if SPLIT:
+        place = ((first_row + token).to(tl.int64) * (kv_heads * GROUP) + member) * splits + split
+        tl.store(out + place[:, None] * D + d[None, :], acc, mask=stored)
+        tl.store(sums + place * 2, top, mask=real)
+        tl.store(sums + place * 2 + 1, total, mask=real)
+    else:
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # a free row has no keys: its result is 0
+        result = acc.to(out.dtype.element_ty)
+        row_place = (first_row + token).to(tl.int64)
+        place = row_place * (kv_heads * GROUP) + member
+        tl.store(out + place[:, None] * D + d[None, :], result, mask=stored)
+        if EIGHT:
+            store_eight_heads(
+                numbers, scales, step, given, result, row_place, member, kv_heads * GROUP, real,
+                ROWS, D, D_PAD, EIGHT, LARGEST, GIVEN,
+            )  # fmt: skip

@@ -1,0 +1,104 @@
+"""Split-K reduction of attention: combine the partial results of several programs over one context."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..linear.tile_config import power_of_two
+from .attention_inner import fold
+from .quantize_heads import Result, store_eight_heads
+
+MOST_SPLITS = 64
+FEW_SPLITS = 8
+"""Splits that one program reads at once. A program for 64 holds registers for 64, so a multiprocessor runs
+only four of them; a step of 256 sequences has 8,192 programs with two splits each.
+"""
+
+
+def reduce_splits(
+    result: Result,
+    partial_NHSD: Tensor,
+    sums_NHS2: Tensor,
+    *,
+    fixed: bool,
+) -> None:
+    """Write the first N rows of the result from the splits. `fixed` combines them in order, as one program
+    would.
+    """
+    sequences, heads, splits, head_dim = partial_NHSD.shape
+    reduce_kernel[(heads, sequences)](
+        result.out,
+        *result.arguments,
+        partial_NHSD,
+        sums_NHS2,
+        splits,
+        D=head_dim,
+        D_PAD=power_of_two(head_dim),
+        SPLITS=FEW_SPLITS if splits <= FEW_SPLITS and not fixed else MOST_SPLITS,
+        FIXED=fixed,
+        **result.constants(head_dim),
+        num_warps=4,
+        enable_fp_fusion=not fixed,
+    )
+
+
+@triton.jit(do_not_specialize=["step", "splits"])
+def reduce_kernel(
+    out: tl.tensor,
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    step: tl.tensor,
+    given: tl.tensor,
+    partial: tl.tensor,
+    sums: tl.tensor,
+    splits: tl.tensor,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FIXED: tl.constexpr,
+    EIGHT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    GIVEN: tl.constexpr,
+) -> None:
+    """Combine the splits of one row and head: sum of exp2(max_s - max) acc_s over sum of exp2(max_s - max)
+    total_s.
+
+    Arithmetic is float32. With EIGHT the 8-bit codes and scales are stored too. Reference: `attention` in
+    `kernels/reference/attention.py`.
+    """
+    head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    place = sequence * tl.num_programs(0) + head
+    d = tl.arange(0, D_PAD)
+    if FIXED:
+        acc = tl.zeros((1, D_PAD), tl.float32)
+        top = tl.full((1,), float("-inf"), tl.float32)
+        total = tl.zeros((1,), tl.float32)
+        one = tl.arange(0, 1)
+        for split in range(splits):
+            piece = place * splits + split
+            acc_b = tl.load(partial + piece * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+            top_b = tl.load(sums + piece * 2 + one)
+            total_b = tl.load(sums + piece * 2 + 1 + one)
+            acc, top, total = fold(acc, top, total, acc_b, top_b, total_b)
+        result = tl.sum(acc / tl.where(total > 0, total, 1.0)[:, None], 0)
+    else:
+        split = tl.arange(0, SPLITS)
+        piece = place * splits + split
+        top_S = tl.load(sums + piece * 2, mask=split < splits, other=float("-inf"))
+        used = top_S > float("-inf")  # pieces past the context hold no keys: they are not read
+        total_S = tl.load(sums + piece * 2 + 1, mask=used, other=0.0)
+        top = tl.max(top_S, 0)
+        weight = tl.where(used, tl.exp2(top_S - top), 0.0)
+        acc_SD = tl.load(
+            partial + piece[:, None] * D + d[None, :], mask=used[:, None] & (d < D)[None, :], other=0.0
+        )
+        total = tl.sum(total_S * weight, 0)
+        result = tl.sum(acc_SD * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    rounded = result.to(out.dtype.element_ty)
+    tl.store(out + place * D + d, rounded, mask=d < D)
+    if EIGHT:
+        one = tl.arange(0, 1)
+        store_eight_heads(
+            numbers, scales, step, given, tl.reshape(rounded, (1, D_PAD)), sequence + one, head + one,
+            tl.num_programs(0), one == 0, 1, D, D_PAD, EIGHT, LARGEST, GIVEN,
+        )  # fmt: skip

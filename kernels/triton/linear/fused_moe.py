@@ -1,0 +1,254 @@
+"""Fused MoE: rows are sorted by expert on the device and multiplied in one grouped GEMM, without
+synchronizing.
+
+T rows, K experts a row, S = T K rows of all experts, E hidden, F feed-forward.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...op_types import Mixture
+from ...reference.moe import route, weigh
+from ..act_and_mul import gate_rows
+from . import tile_config as tiles
+from .gemm import PLAIN_BLOCK, STEP, Grouped
+from .gemm_inner import sum_grouped
+from .gemm_w8a8 import BLOCK, sum_fp8, sum_int8
+from .linear import (
+    DenseLinear,
+    Fp8BlockLinear,
+    Fp8Linear,
+    Linear,
+    W8A8Linear,
+    WeightOnlyIntLinear,
+    row_format_of,
+)
+from .quantize_activations import Rows8, quantize_rows
+from .tile_config import Tile
+
+MANY = 64
+"""Average rows of an expert above which tiles are tall and integer weights are dequantized before the
+product.
+"""
+GROUPED, INT8, FP8 = 0, 1, 2
+"""Values of KIND: the inner loop that multiplies."""
+WITH_INT8 = tl.constexpr(INT8)
+WITH_FP8 = tl.constexpr(FP8)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Weights of all experts as the kernel reads them, [X * O, I] in some format."""
+
+    data: Tensor
+    scales: Tensor
+    steps: Tensor
+    kind: int
+    group: int
+    constants: dict[str, Any] = field(default_factory=dict)
+
+
+def experts_product(
+    x_TI: Tensor,
+    packed: Linear,
+    starts_X1: Tensor,
+    *,
+    eight: Rows8 | None = None,
+    fixed: bool = False,
+) -> Tensor:
+    """Grouped GEMM: multiply row t of expert e, starts[e] <= t < starts[e + 1], by weight[e].T; starts are
+    int32 on the device.
+
+    `packed` holds all experts, concatenated. `eight` is x in the format `row_format_of(packed)`, if it was
+    quantized before. `fixed`: one tile for any number of rows, so that a row's bits do not depend on it.
+    """
+    rows, inputs = x_TI.shape
+    experts = len(starts_X1) - 1
+    outputs = outputs_of(packed) // experts
+    assert x_TI.stride(1) == 1
+    out_TO = torch.empty((rows, outputs), dtype=x_TI.dtype, device=x_TI.device)
+    if not rows:
+        return out_TO
+    rows_each = 0 if fixed else rows // experts
+    row_format = row_format_of(packed)
+    if row_format is None:
+        tile = tile_for(x_TI.device, rows_each, x_TI.element_size())
+        multiplied, scales, x_row, x_step = x_TI, x_TI, x_TI.stride(0), 0
+    else:
+        tile = tile_for(x_TI.device, rows_each, 1)
+        multiplied, scales = eight or quantize_rows(x_TI, row_format)
+        x_row, x_step = inputs, scales.stride(1)
+    stack = stack_of(packed, x_TI.element_size(), wide=rows_each > MANY)
+    grid = (rows // tile.rows + experts, triton.cdiv(outputs, tile.columns))
+    experts_kernel[grid](
+        out_TO,
+        multiplied,
+        scales,
+        x_step,
+        stack.data,
+        stack.scales,
+        stack.steps,
+        starts_X1,
+        experts,
+        outputs,
+        inputs,
+        x_row,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        KIND=stack.kind,
+        GROUP=stack.group,
+        PRECISION="ieee" if x_TI.dtype == torch.float32 else "tf32",
+        **stack.constants,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out_TO
+
+
+def outputs_of(packed: Linear) -> int:
+    """Return the number of outputs of all experts together."""
+    match packed:
+        case WeightOnlyIntLinear(weight, _) | W8A8Linear(weight, _):
+            return weight.outputs
+        case DenseLinear() | Fp8Linear() | Fp8BlockLinear():
+            return len(packed.weight_OI)
+
+
+def stack_of(packed: Linear, itemsize: int, *, wide: bool) -> Stack:
+    """Describe the weights to the kernel. `itemsize` is that of x; `wide`: integers are dequantized before
+    the product.
+    """
+    constants = {"UNROLL": 1, "BITS": 0, "STEPS": False, "WIDE": False, "BLOCKWISE": False, "SHARED": 1}
+    match packed:
+        case DenseLinear(data, _):
+            # Float32 has no tensor cores: its tile lives in registers.
+            return Stack(data, data, data, GROUPED, PLAIN_BLOCK // (2 if itemsize == 4 else 1), constants)
+        case WeightOnlyIntLinear(weight, _):
+            return integer_stack(weight, constants, wide=wide)
+        case W8A8Linear(weight, _):
+            return Stack(weight.weight, weight.scales, weight.weight, INT8, weight.group, constants)
+        case Fp8Linear(data, scales, _):
+            return Stack(data, scales, data, FP8, BLOCK, constants)
+        case Fp8BlockLinear(data, scales, _):
+            constants |= {"BLOCKWISE": True, "SHARED": BLOCK if len(scales) < len(data) else 1}
+            return Stack(data, scales, data, FP8, BLOCK, constants)
+
+
+def integer_stack(weight: Grouped, constants: dict[str, Any], *, wide: bool) -> Stack:
+    """Describe integer weights to the kernel."""
+    steps = weight.weight if weight.steps is None else weight.steps
+    constants |= {
+        "UNROLL": max(1, STEP // weight.group),
+        "BITS": weight.bits,
+        "STEPS": weight.steps is not None,
+        "WIDE": wide,
+    }
+    return Stack(weight.weight, weight.scales, steps, GROUPED, weight.group, constants)
+
+
+def tile_for(device: torch.device, rows_each: int, itemsize: int) -> Tile:
+    """Choose the tile; `itemsize` is that of the multiplied rows."""
+    if itemsize == 4:
+        return Tile(16, 32, 4, 2)
+    hopper = tiles.capability(device)[0] == 9
+    if rows_each <= 16:
+        return Tile(16, 64, 4, 4)
+    return Tile(128, 128, 8, 4) if rows_each > MANY and hopper else Tile(64, 64, 4, 4 if hopper else 3)
+
+
+@triton.jit(do_not_specialize=["x_step"], do_not_specialize_on_alignment=["starts"])
+def experts_kernel(
+    out: tl.tensor,
+    x: tl.tensor,
+    x_scales: tl.tensor,
+    x_step: tl.tensor,
+    weight: tl.tensor,
+    scales: tl.tensor,
+    steps_of: tl.tensor,
+    starts: tl.tensor,
+    experts: tl.tensor,
+    outputs: tl.tensor,
+    inputs: tl.tensor,
+    x_row: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BITS: tl.constexpr,
+    STEPS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCKWISE: tl.constexpr,
+    SHARED: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """Multiply one tile of an expert's rows by its weights: x @ weight[e].T, with float32 sums (int32 in int8
+    products).
+
+    Reference: `make_experts` in `kernels/reference/moe.py`.
+    """
+    tile = tl.program_id(0)
+    low = 0
+    high = experts
+    while high - low > 1:  # the last expert whose tiles start at or before ours
+        middle = (low + high) // 2
+        if tl.load(starts + middle) // ROWS + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    start = tl.load(starts + low)
+    end = tl.load(starts + low + 1)
+    first = start + (tile - (start // ROWS + low)) * ROWS
+    m = first + tl.arange(0, ROWS)
+    n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    real_m, real_n = m < end, n < outputs
+    row = low * outputs + n  # of all experts' weights
+    turns = tl.cdiv(tl.cdiv(inputs, GROUP), UNROLL)
+    turns = tl.where(first < end, turns, 0)  # tiles past an expert's last row have nothing to do
+    if KIND == WITH_INT8:
+        acc = sum_int8(
+            x, x_scales, x_step, weight, scales, m, real_m, row, real_n, 0, turns, experts * outputs, inputs,
+            ROWS, COLUMNS, GROUP,
+        )  # fmt: skip
+    elif KIND == WITH_FP8:
+        acc = sum_fp8(
+            x, x_scales, x_step, weight, scales, m, real_m, row, real_n, 0, turns, inputs,
+            ROWS, COLUMNS, GROUP, BLOCKWISE, SHARED,
+        )  # fmt: skip
+    else:
+        acc = sum_grouped(
+            x + m.to(tl.int64)[:, None] * x_row, real_m, weight, scales, steps_of, row, real_n, 0, turns,
+            experts * outputs, inputs,
+            ROWS, COLUMNS, GROUP, UNROLL, BITS, STEPS, WIDE, PRECISION,
+        )  # fmt: skip
+    place = m.to(tl.int64)[:, None] * outputs + n[None, :]
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=real_m[:, None] & real_n[None, :])
+
+
+def experts(mixture: Mixture, x_TE: Tensor, logits_TX: Tensor, *, fixed: bool = False) -> Tensor:
+    """Implement `Ops.experts`. `fixed`: a row's bits never depend on its neighbors."""
+    chosen_TK, shares_TK = route(logits_TX, mixture.per_token, mixture.normalised)
+    sorted_S, order_S = chosen_TK.flatten().sort(stable=True)
+    limits = torch.arange(mixture.count + 1, device=x_TE.device)
+    starts_X1 = torch.searchsorted(sorted_S, limits).int()
+    gate_up, down = single_linear(mixture.gate_ups), single_linear(mixture.downs)
+    rows_SE = x_TE[order_S // mixture.per_token]
+    gates_S2F = experts_product(rows_SE, gate_up, starts_X1, fixed=fixed)
+    inner_SF, eight = gate_rows(gates_S2F, "silu", row_format_of(down))
+    rows_TKE = x_TE.new_empty(*chosen_TK.shape, x_TE.shape[1])
+    rows_TKE.view(-1, x_TE.shape[1])[order_S] = experts_product(
+        inner_SF, down, starts_X1, eight=eight, fixed=fixed
+    )
+    return weigh(rows_TKE, shares_TK)
+
+
+def single_linear(linears: Sequence[Linear]) -> Linear:
+    """Return the one linear that holds all experts."""
+    (packed,) = linears
+    return packed

@@ -1,0 +1,1 @@
+"""Triton kernels that draw a token: penalties, top-k/top-p search, draws over ranks."""
