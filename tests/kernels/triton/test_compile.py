@@ -33,7 +33,7 @@ def test_every_kernel_compiles_and_fits(tmp_path: Path) -> None:
     for kernel in kernels:
         if kernel["target"] == 90:
             on_hopper[kernel["name"]].append(kernel)
-    sources = "".join(path.read_text() for path in (ROOT / "kernels/triton").glob("*.py"))
+    sources = "".join(path.read_text() for path in (ROOT / "kernels/triton").rglob("*.py"))
     declared = set(re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE))
     assert declared == set(on_hopper)
     # Prompts and products of many rows must reach Hopper's own tensor core instructions.
