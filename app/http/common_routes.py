@@ -25,7 +25,7 @@ from .auth.credentials import identity_of
 from .auth.guard import Access
 from .openai.request_context import HttpRequest
 from .openai.request_types import Name
-from .openai.response_types import Model
+from .openai.response_types import ModelCard
 from .server.errors import error_type
 from .server.sse import while_connected
 
@@ -164,7 +164,7 @@ class UnloadOneRequest(Struct, forbid_unknown_fields=True):
 
 
 @post("/v1/load", status_code=200, name="load", operation_id="loadModel")
-async def load(request: HttpRequest, data: Annotated[LoadRequest, Body()]) -> Response[Model]:
+async def load(request: HttpRequest, data: Annotated[LoadRequest, Body()]) -> Response[ModelCard]:
     """Load a model that is on disk, and answer once it is ready. Loading goes on when the client leaves."""
     control: DaemonController = request.app.state.control
     identity_of(request).require_model(data.model)
@@ -178,7 +178,7 @@ async def load(request: HttpRequest, data: Annotated[LoadRequest, Body()]) -> Re
     if model is None or model.supervisor.info is None:
         raise _gone()
     limit = context_limit(model.supervisor.info)
-    told = Model(id=model.name, created=int(model.loaded_at), context_window=limit, max_model_len=limit)
+    told = ModelCard(id=model.name, created=int(model.loaded_at), context_window=limit, max_model_len=limit)
     return Response(told)
 
 

@@ -18,7 +18,7 @@ class ListedModel(Protocol):
     context_window: int
 
 
-class ModelInfo(Struct, kw_only=True):
+class AnthropicModel(Struct, kw_only=True):
     id: str
     type: Literal["model"] = "model"
     display_name: str
@@ -33,8 +33,8 @@ class ModelInfo(Struct, kw_only=True):
     capabilities: None = None
 
 
-class ModelInfoPage(Struct, kw_only=True):
-    data: list[ModelInfo]
+class AnthropicModelPage(Struct, kw_only=True):
+    data: list[AnthropicModel]
     has_more: bool
     first_id: str | None
     last_id: str | None
@@ -44,8 +44,8 @@ def is_anthropic_client(connection: ASGIConnection[Any, Any, Any, Any]) -> bool:
     return "anthropic-version" in connection.headers or "x-api-key" in connection.headers
 
 
-def model_info(model: ListedModel) -> ModelInfo:
-    return ModelInfo(
+def model_info(model: ListedModel) -> AnthropicModel:
+    return AnthropicModel(
         id=model.id,
         display_name=model.id.rpartition("/")[2],
         created_at=datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
@@ -56,7 +56,7 @@ def model_info(model: ListedModel) -> ModelInfo:
 
 def model_page(
     models: Sequence[ListedModel], limit: int, after_id: str | None, before_id: str | None
-) -> ModelInfoPage:
+) -> AnthropicModelPage:
     """Return one page of `models`. Raises ApiError where a cursor names no listed model."""
     if after_id and before_id:
         raise ApiError(
@@ -74,7 +74,7 @@ def model_page(
         place = ids.index(cursor)
         models = models[place + 1 :] if after_id else models[:place]
     shown = [model_info(model) for model in (models[-limit:] if before_id else models[:limit])]
-    return ModelInfoPage(
+    return AnthropicModelPage(
         data=shown,
         has_more=len(models) > limit,
         first_id=shown[0].id if shown else None,

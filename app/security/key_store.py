@@ -28,7 +28,7 @@ _SCHEMA = 1
 _Stamp = tuple[int, int, int]
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
+class _KeyFile(msgspec.Struct, forbid_unknown_fields=True):
     schema: int
     keys: tuple[ApiKey, ...]
 
@@ -168,7 +168,7 @@ class KeyStore:
                 self._refresh()
                 keys = edit(self._table)
                 write_whole(
-                    self._file, msgspec.json.format(msgspec.json.encode(_File(_SCHEMA, keys)), indent=1)
+                    self._file, msgspec.json.format(msgspec.json.encode(_KeyFile(_SCHEMA, keys)), indent=1)
                 )
                 self._stamp = _stamp(self._file)
                 self._take(keys)
@@ -204,7 +204,7 @@ def _stamp(file: Path) -> _Stamp | None:
 
 def _parse(file: Path) -> tuple[ApiKey, ...]:
     try:
-        read = msgspec.json.decode(file.read_bytes(), type=_File)
+        read = msgspec.json.decode(file.read_bytes(), type=_KeyFile)
     except (OSError, msgspec.MsgspecError, UnicodeError) as error:
         raise _broken(file, str(error)) from None
     if read.schema != _SCHEMA:

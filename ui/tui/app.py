@@ -28,19 +28,26 @@ from .messages import (
 )
 from .rendering import ASCII, UNICODE
 from .screens.base import View
-from .screens.bench import Bench
-from .screens.logs import Logs
-from .screens.memory import Memory
-from .screens.models import Models
-from .screens.overview import Overview
-from .screens.requests import Requests
+from .screens.bench import BenchScreen
+from .screens.logs import LogsScreen
+from .screens.memory import MemoryScreen
+from .screens.models import ModelsScreen
+from .screens.overview import OverviewScreen
+from .screens.requests import RequestsScreen
 from .theme import THEMES
 from .widgets.dialogs import AskLine, Confirm, Help, KeyValueDialog
 from .widgets.key_help import key_lines
 from .widgets.key_value import fact_lines, fit_lines, request_lines
 from .widgets.lines import LineWidget
 
-SCREENS: tuple[type[View], ...] = (Overview, Requests, Models, Memory, Logs, Bench)
+SCREENS: tuple[type[View], ...] = (
+    OverviewScreen,
+    RequestsScreen,
+    ModelsScreen,
+    MemoryScreen,
+    LogsScreen,
+    BenchScreen,
+)
 
 
 class Dashboard(App[None]):
@@ -50,7 +57,7 @@ class Dashboard(App[None]):
     ENABLE_COMMAND_PALETTE = True
     CSS_PATH = "view.tcss"
     MODES: ClassVar[dict[str, str | Callable[[], Screen[Any]]]] = {screen.TITLE: screen for screen in SCREENS}
-    DEFAULT_MODE = Overview.TITLE
+    DEFAULT_MODE = OverviewScreen.TITLE
     BINDINGS: ClassVar[list[BindingType]] = [
         *(
             Binding(str(number), f"switch_mode('{screen.TITLE}')", screen.TITLE, show=False)
@@ -119,7 +126,7 @@ class Dashboard(App[None]):
             and isinstance(self.screen, View)
         ):
             self.screen.ask()
-        elif message.kind != "log" or isinstance(self.screen, Logs):
+        elif message.kind != "log" or isinstance(self.screen, LogsScreen):
             self._redraw()
 
     @on(Connected)

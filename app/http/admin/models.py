@@ -14,16 +14,24 @@ from ...engines.supervisor import Supervisor
 from ...errors import ApiError, CliError, Exit
 from ...models.catalog import BUILTIN, in_memory
 from ...models.load_request import ModelRequest, options_of
-from .schema import LoadRequest, Model, ModelAnswer, Models, PinRequest, Unloaded, UnloadRequest
+from .schema import (
+    LoadRequest,
+    ModelAnswer,
+    ModelStatus,
+    ModelStatusList,
+    PinRequest,
+    Unloaded,
+    UnloadRequest,
+)
 
 STATUS_OF_EXIT = {Exit.NOT_FOUND: (404, "model_not_found"), Exit.USAGE: (400, "invalid_value")}
 
 
 @get("/models", sync_to_thread=False, name="admin_models")
-def models(request: Request[Any, Any, State]) -> Models:
+def models(request: Request[Any, Any, State]) -> ModelStatusList:
     control: DaemonController = request.app.state.control
     evicted = {each.name: each.config.model_path for each in control.residency.evicted.all()}
-    return Models(describe_all(control), evicted)
+    return ModelStatusList(describe_all(control), evicted)
 
 
 @post("/models/load", status_code=202, name="admin_load")
@@ -62,11 +70,11 @@ def pin_model(request: Request[Any, Any, State], data: JSONBody[PinRequest]) -> 
     return ModelAnswer(_loaded(control.residency.pin(data.model, pinned=data.pinned)))
 
 
-def describe_all(control: DaemonController) -> list[Model]:
+def describe_all(control: DaemonController) -> list[ModelStatus]:
     """List all models: loaded, loading, then failed."""
     engines = control.services.engines
     failed = [
-        Model(
+        ModelStatus(
             name=name,
             aliases=[],
             state="failed",
@@ -86,7 +94,7 @@ def describe_all(control: DaemonController) -> list[Model]:
     return described + failed
 
 
-def _loaded(model: LoadedModel) -> Model:
+def _loaded(model: LoadedModel) -> ModelStatus:
     described = _of(model.supervisor)
     described.aliases = sorted(model.aliases)
     described.warnings = list(model.text.warnings)
@@ -98,7 +106,7 @@ def _loaded(model: LoadedModel) -> Model:
     return described
 
 
-def _loading(supervisor: Supervisor) -> Model:
+def _loading(supervisor: Supervisor) -> ModelStatus:
     """Describe a model that is being loaded. Its engine may be ready while its tokenizer is not: requests are
     still refused.
     """
@@ -108,10 +116,10 @@ def _loading(supervisor: Supervisor) -> Model:
     return described
 
 
-def _of(supervisor: Supervisor) -> Model:
+def _of(supervisor: Supervisor) -> ModelStatus:
     path = supervisor.config.model_path
     ref = in_memory(supervisor.name, Path(path))
-    return Model(
+    return ModelStatus(
         name=supervisor.name,
         aliases=[],
         state=supervisor.state,

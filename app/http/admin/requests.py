@@ -18,7 +18,7 @@ from ...store.stored_answers import Kind
 from ..auth.credentials import identity_of
 from ..server.sse import while_connected
 from .query import Before, Since, Status
-from .schema import Cancelled, Purged, PurgeRequest, Requests
+from .schema import Cancelled, Purged, PurgeRequest, RequestPage
 
 MOST_ROWS = 1000
 
@@ -33,7 +33,7 @@ async def requests(
     since: Since = None,
     before: Before = None,
     limit: Annotated[int, QueryParameter(ge=1, le=MOST_ROWS)] = 50,
-) -> Requests:
+) -> RequestPage:
     services: Services = request.app.state.services
     want = RecordFilter(
         model=model,
@@ -46,7 +46,7 @@ async def requests(
     )
     rows, problem = await readable(services, want)
     live = [each for each in services.gateway.in_flight() if model in {None, each.model}]
-    return Requests(
+    return RequestPage(
         [each for each in live if key in {None, each.key}],
         [{"seq": seq, **asdict(record)} for seq, record in rows],
         services.request_log.dropped,

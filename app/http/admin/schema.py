@@ -11,7 +11,7 @@ from ...gateway.request_events import LiveRequest
 from ...telemetry.snapshot import ErrorRate
 
 
-class Model(Struct, kw_only=True):
+class ModelStatus(Struct, kw_only=True):
     name: str
     aliases: list[str]
     state: str
@@ -45,14 +45,14 @@ class Model(Struct, kw_only=True):
     """Seconds until then, if no request comes."""
 
 
-class Models(Struct):
-    models: list[Model]
+class ModelStatusList(Struct):
+    models: list[ModelStatus]
     evicted: dict[str, str] = field(default_factory=dict)
     """Folders of models that left memory for others, by name: a request brings them back."""
 
 
 class ModelAnswer(Struct):
-    model: Model
+    model: ModelStatus
 
 
 class LoadRequest(Struct, forbid_unknown_fields=True):
@@ -94,7 +94,7 @@ class Status(Struct, kw_only=True):
     open_requests: int
     pending_restart: list[str]
     begun_with: dict[str, Any]
-    models: list[Model]
+    models: list[ModelStatus]
     error_rates: tuple[ErrorRate, ...] = ()
     """Models with requests in the last five minutes; most failures first."""
 
@@ -111,7 +111,7 @@ class Config(Struct):
     settings: dict[str, Setting]
 
 
-class Totals(Struct, kw_only=True):
+class StatsTotals(Struct, kw_only=True):
     """Sums over the loaded models. Counters begin again when an engine restarts."""
 
     running: int = 0
@@ -140,12 +140,12 @@ class Stats(Struct, kw_only=True):
     monotonic_s: float
     ready: bool
     cause: str
-    total: Totals
+    total: StatsTotals
     models: list[ModelStats]
     log_rows_dropped: int
 
 
-class Requests(Struct):
+class RequestPage(Struct):
     in_flight: list[LiveRequest]
     requests: list[dict[str, Any]]
     """Fields of `RequestRecord` and `seq`, newest first."""

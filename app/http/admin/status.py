@@ -8,7 +8,7 @@ from litestar.datastructures import State
 
 from ...control.controller import DaemonController
 from .models import describe_all
-from .schema import Config, ModelStats, Setting, Stats, Status, Totals
+from .schema import Config, ModelStats, Setting, Stats, StatsTotals, Status
 
 SUMMED = (
     "running",
@@ -63,7 +63,7 @@ def stats(request: Request[Any, Any, State]) -> Stats:
         monotonic_s=time.monotonic(),
         ready=readiness.ready,
         cause=readiness.cause,
-        total=Totals(
+        total=StatsTotals(
             **sums,
             open_requests=len(services.gateway.in_flight()),
             restarts=sum(each.restarts for each in supervisors),

@@ -12,10 +12,10 @@ from ...text.output_parser import OutputParser, ParsedOutput
 from ..openai.chat import ChatCall, heading_of
 from ..openai.chat_parts import call_id, reasoning_tokens
 from .prepare import MessageCall
-from .response_types import Message, MessageUsage, named_event, stop_reason
+from .response_types import AnthropicMessage, MessageUsage, named_event, stop_reason
 
 
-async def complete_message(gateway: Gateway, call: MessageCall) -> Message:
+async def complete_message(gateway: Gateway, call: MessageCall) -> AnthropicMessage:
     chat = call.chat
     parser = chat.parsing.parser()
     with gateway.open(chat.generation) as opened:
@@ -23,7 +23,7 @@ async def complete_message(gateway: Gateway, call: MessageCall) -> Message:
     parts = parser.push("".join(pieces))
     parts.add(parser.finish())
     reason, found = stop_reason(opened, parser)
-    return Message(
+    return AnthropicMessage(
         id=chat.generation.id,
         model=heading_of(opened, chat).model,
         content=_blocks(parts, chat),
@@ -75,7 +75,7 @@ class _Events:
         self._index = -1
 
     def begin(self) -> bytes:
-        message = Message(
+        message = AnthropicMessage(
             id=self._chat.generation.id,
             model=heading_of(self._opened, self._chat).model,
             content=[],

@@ -32,7 +32,7 @@ class MessageUsage(Struct, kw_only=True):
         )
 
 
-class Message(Struct, kw_only=True):
+class AnthropicMessage(Struct, kw_only=True):
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"

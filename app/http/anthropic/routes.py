@@ -13,7 +13,7 @@ from .batches import batches_router
 from .prepare import count_prompt_tokens, prepare_message
 from .request_types import CountTokensRequest, MessagesRequest
 from .responder import complete_message, stream_message
-from .response_types import Message, TokenCount, error_event, named_event
+from .response_types import AnthropicMessage, TokenCount, error_event, named_event
 
 _STREAM = SseOptions(last=b"", error=error_event, comment=named_event("ping"))
 
@@ -25,7 +25,9 @@ _STREAM = SseOptions(last=b"", error=error_event, comment=named_event("ping"))
     name="messages",
     operation_id="createMessage",
 )
-async def messages(request: HttpRequest, data: Annotated[MessagesRequest, Body()]) -> Response[Message]:
+async def messages(
+    request: HttpRequest, data: Annotated[MessagesRequest, Body()]
+) -> Response[AnthropicMessage]:
     """Generate the model's next message, in the shape of Anthropic's API; server-sent events with
     `stream`.
     """

@@ -16,7 +16,7 @@ from ..openai.request_context import RequestContext
 from ..openai.request_types import NoEffect
 from ..openai.sampling import invalid
 from ..openai.unsupported import refuse_unsupported, unknown_fields
-from .request_types import ChatMessage, ChatRequest, Common, GenerateRequest, Options, normalize_name
+from .request_types import ChatRequest, Common, GenerateRequest, OllamaMessage, Options, normalize_name
 
 _SAME = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
 NAMES = {
@@ -90,7 +90,7 @@ def _format(asked: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"schema": asked}}
 
 
-def _messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     """Convert messages. Ollama's calls have no ids, and some templates want them: results are matched to
     calls in order.
     """

@@ -29,7 +29,7 @@ from ..openai.routes import listed_models
 from ..openai.unsupported import unknown_fields
 from ..server.errors import error_type
 from ..server.sse import EventStreamResponse, while_connected
-from .request_types import CopyRequest, DeleteRequest, PullRequest, ShowRequest, normalize_name
+from .request_types import CopyRequest, DeleteRequest, OllamaPullRequest, ShowRequest, normalize_name
 from .responder import LINES, line, stamp
 from .response_types import (
     Listed,
@@ -60,7 +60,9 @@ INSTEAD = {
 @post(
     "/api/pull", status_code=200, opt={"access": Access.ADMIN}, name="ollama_pull", operation_id="ollamaPull"
 )
-async def ollama_pull(request: HttpRequest, data: Annotated[PullRequest, Body()]) -> Response[dict[str, Any]]:
+async def ollama_pull(
+    request: HttpRequest, data: Annotated[OllamaPullRequest, Body()]
+) -> Response[dict[str, Any]]:
     """Fetch a model of the Hugging Face hub; lines of JSON unless `stream` is false.
 
     The download goes on when the client leaves.
@@ -202,7 +204,7 @@ async def _last(steps: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
     return step
 
 
-def _warnings(call: RequestContext, data: PullRequest) -> list[str]:
+def _warnings(call: RequestContext, data: OllamaPullRequest) -> list[str]:
     found = unknown_fields(type(data), call.plain)
     if data.insecure:
         found.append("'insecure' has no effect: every file's hash is checked.")

@@ -62,16 +62,16 @@ class Options(Struct, kw_only=True):
     draft_num_predict: NoEffect = None
 
 
-class CalledFunction(Struct, kw_only=True):
+class OllamaFunctionCall(Struct, kw_only=True):
     name: ToolName
     arguments: dict[str, Any]
 
 
 class Call(Struct, kw_only=True):
-    function: CalledFunction
+    function: OllamaFunctionCall
 
 
-class ChatMessage(Struct, kw_only=True):
+class OllamaMessage(Struct, kw_only=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
@@ -102,7 +102,7 @@ class Common(Struct, kw_only=True):
 class ChatRequest(Common, kw_only=True):
     """Chat request. Without messages the model is loaded, or unloaded with `keep_alive: 0`."""
 
-    messages: list[ChatMessage] | None = None
+    messages: list[OllamaMessage] | None = None
     tools: list[Tool] | None = None
 
 
@@ -173,7 +173,7 @@ class DeleteRequest(Named, kw_only=True):
     pass
 
 
-class PullRequest(Named, kw_only=True):
+class OllamaPullRequest(Named, kw_only=True):
     stream: bool | None = None
     """Absent: true, as with Ollama."""
     insecure: NoEffect = None

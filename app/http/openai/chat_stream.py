@@ -32,7 +32,7 @@ async def stream_chat(
 ) -> AsyncGenerator[bytes, None]:
     """Yield framed events: the role first, one finish chunk a choice, then usage if requested."""
     with gateway.open(chat.generation) as opened:
-        chunks = _Chunks(opened, chat)
+        chunks = _ChunkEncoder(opened, chat)
         for index in range(len(opened.sequences)):
             yield chunks.first(index)
         unfinished = len(opened.sequences)
@@ -53,7 +53,7 @@ async def stream_chat(
         yield chunks.usage()
 
 
-class _Chunks:
+class _ChunkEncoder:
     """Chunks of one stream. The common chunk (text alone) is joined from parts that are encoded once."""
 
     def __init__(self, opened: OpenRequest, chat: ChatCall) -> None:

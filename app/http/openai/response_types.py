@@ -210,7 +210,7 @@ class Completion(Extras, kw_only=True):
     system_fingerprint: str
 
 
-class Model(Struct, kw_only=True):
+class ModelCard(Struct, kw_only=True):
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -233,7 +233,7 @@ class DeletedModel(Struct, kw_only=True):
 
 class ModelList(Struct, kw_only=True):
     object: Literal["list"] = "list"
-    data: list[Model]
+    data: list[ModelCard]
 
 
 class Tokenized(Struct, kw_only=True):

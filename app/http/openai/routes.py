@@ -14,7 +14,7 @@ from ...text.tokenizer.tokenizer import read_tokenizer_config
 from ...util.threads import off_loop
 from ..auth.credentials import identity_of
 from ..auth.guard import Access
-from ..model_pages import ModelInfo, ModelInfoPage, is_anthropic_client, model_info, model_page
+from ..model_pages import AnthropicModel, AnthropicModelPage, is_anthropic_client, model_info, model_page
 from ..server.sse import EventStreamResponse, while_connected
 from .batches import openai_batches_router
 from .chat import chat_ids, complete_chat, prepare_chat
@@ -25,7 +25,15 @@ from .files import files_router
 from .pooling_routes import pooling_router
 from .request_context import HttpRequest, RequestContext
 from .request_types import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from .response_types import ChatCompletion, Completion, DeletedModel, Detokenized, Model, ModelList, Tokenized
+from .response_types import (
+    ChatCompletion,
+    Completion,
+    DeletedModel,
+    Detokenized,
+    ModelCard,
+    ModelList,
+    Tokenized,
+)
 from .sampling import invalid
 from .stored import Store, stored_chats_router
 from .unsupported import refuse_unsupported
@@ -76,7 +84,7 @@ async def models(
     limit: Annotated[int, QueryParameter(ge=1, le=1000)] = 20,
     after_id: Annotated[str | None, QueryParameter(max_length=512)] = None,
     before_id: Annotated[str | None, QueryParameter(max_length=512)] = None,
-) -> ModelList | ModelInfoPage:
+) -> ModelList | AnthropicModelPage:
     """List every model that may be requested, aliases included: loaded, or loaded by the request that names
     it.
 
@@ -89,7 +97,7 @@ async def models(
 
 
 @get("/v1/models/{model_id:path}", opt={"access": Access.KNOWN}, name="model", operation_id="retrieveModel")
-async def model(request: HttpRequest, model_id: Annotated[str, Parameter()]) -> Model | ModelInfo:
+async def model(request: HttpRequest, model_id: Annotated[str, Parameter()]) -> ModelCard | AnthropicModel:
     """Return one model; ids may contain slashes."""
     wanted = model_id.removeprefix("/")
     for found in await listed_models(await RequestContext.of(request)):
@@ -164,14 +172,14 @@ async def tokenizer_info(
     return {"tokenizer_class": "PreTrainedTokenizerFast", **config, "chat_template": found.text.chat_template}
 
 
-async def listed_models(call: RequestContext) -> list[Model]:
+async def listed_models(call: RequestContext) -> list[ModelCard]:
     shown = _loaded(call)
     for offer in [] if call.services.offers is None else await call.services.offers():
         target = call.services.engines.find(call.services.real_name(offer.name))
         if target is not None:
             _show(shown, call, offer.name, target, None)
         elif offer.name not in shown and call.caller.may_use_model(offer.name):
-            shown[offer.name] = Model(
+            shown[offer.name] = ModelCard(
                 id=offer.name,
                 created=offer.created,
                 context_window=offer.context_window,
@@ -181,8 +189,8 @@ async def listed_models(call: RequestContext) -> list[Model]:
     return list(shown.values())
 
 
-def _loaded(call: RequestContext) -> dict[str, Model]:
-    shown: dict[str, Model] = {}
+def _loaded(call: RequestContext) -> dict[str, ModelCard]:
+    shown: dict[str, ModelCard] = {}
     for model in call.services.engines.models():
         for name in (model.name, *sorted(model.aliases)):
             _show(shown, call, name, model, None)
@@ -194,13 +202,15 @@ def _loaded(call: RequestContext) -> dict[str, Model]:
 
 
 def _show(
-    shown: dict[str, Model], call: RequestContext, name: str, model: LoadedModel, cap: int | None
+    shown: dict[str, ModelCard], call: RequestContext, name: str, model: LoadedModel, cap: int | None
 ) -> None:
     """Add a model to the list `shown`. `cap`: an alias's context."""
     info = model.supervisor.info
     if info is not None and name not in shown and call.caller.may_use_model(name):
         limit = min(context_limit(info), cap or context_limit(info))
-        shown[name] = Model(id=name, created=int(model.loaded_at), context_window=limit, max_model_len=limit)
+        shown[name] = ModelCard(
+            id=name, created=int(model.loaded_at), context_window=limit, max_model_len=limit
+        )
 
 
 openai_router = Router(

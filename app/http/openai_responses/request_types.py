@@ -62,7 +62,7 @@ class AdditionalToolsItem(Struct, kw_only=True):
     tools: list[dict[str, Any]]
 
 
-class FunctionTool(Struct, kw_only=True):
+class ResponsesFunctionTool(Struct, kw_only=True):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -78,7 +78,7 @@ class TextFormatOfTool(Struct, kw_only=True):
     definition: str | None = None
 
 
-class CustomTool(Struct, kw_only=True):
+class ResponsesCustomTool(Struct, kw_only=True):
     """Tool that takes a text. A grammar constrains the text."""
 
     name: ToolName

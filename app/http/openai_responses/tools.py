@@ -15,7 +15,13 @@ from ..openai.sampling import invalid
 from ..openai.tools import input_of
 from ..openai.unsupported import refuse_unsupported, unknown_fields
 from .items import convert_item
-from .request_types import AdditionalToolsItem, CustomTool, FunctionTool, NamespaceTool, ResponseToolChoice
+from .request_types import (
+    AdditionalToolsItem,
+    NamespaceTool,
+    ResponsesCustomTool,
+    ResponsesFunctionTool,
+    ResponseToolChoice,
+)
 
 Placed = tuple[str, dict[str, Any]]
 """An item with its place in the request."""
@@ -93,14 +99,14 @@ class Toolbox:
     def _add(self, at: str, tool: dict[str, Any], namespace: str | None) -> None:
         kind = tool.get("type")
         if kind == "function":
-            function = convert_item(at, tool, FunctionTool)
+            function = convert_item(at, tool, ResponsesFunctionTool)
             refuse_unsupported(function)
-            self._warn(FunctionTool, tool)
+            self._warn(ResponsesFunctionTool, tool)
             self._put(at, function.name, namespace, custom=False, told=_function(function))
         elif kind == "custom":
-            custom = convert_item(at, tool, CustomTool)
+            custom = convert_item(at, tool, ResponsesCustomTool)
             refuse_unsupported(custom)
-            self._warn(CustomTool, tool)
+            self._warn(ResponsesCustomTool, tool)
             self._put(at, custom.name, namespace, custom=True, told=_custom(at, custom))
         elif _dispensable(kind):
             self.warnings.append(f"The tool {kind!r} was left out: this server runs no tools of its own.")
@@ -149,12 +155,12 @@ def _dispensable(kind: Any) -> bool:
     return isinstance(kind, str) and kind.startswith(_DISPENSABLE)
 
 
-def _function(tool: FunctionTool) -> dict[str, Any]:
+def _function(tool: ResponsesFunctionTool) -> dict[str, Any]:
     told = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
     return {name: value for name, value in told.items() if value is not None}
 
 
-def _custom(at: str, tool: CustomTool) -> dict[str, Any]:
+def _custom(at: str, tool: ResponsesCustomTool) -> dict[str, Any]:
     told: dict[str, Any] = {} if tool.description is None else {"description": tool.description}
     if tool.format is None or tool.format.type == "text":
         return told

@@ -99,7 +99,7 @@ class _Added(msgspec.Struct):
     content: str
 
 
-class _File(msgspec.Struct):
+class _TokenizerFile(msgspec.Struct):
     model: _Model
     added_tokens: list[_Added] = []
     normalizer: dict[str, Any] | None = None
@@ -117,7 +117,7 @@ def find_unsafe_step(source: bytes) -> str:
     A file that is no JSON of this shape is not known to be safe either.
     """
     try:
-        file = msgspec.json.decode(source, type=_File)
+        file = msgspec.json.decode(source, type=_TokenizerFile)
         _check_pipeline(file.normalizer, file.pre_tokenizer, file.post_processor)
         _check_model(file, source)
     except RecursionError:
@@ -164,7 +164,7 @@ def _check_pipeline(
     _check_steps(post_processor, "processors", _check_post_processor)
 
 
-def _check_model(file: _File, source: bytes) -> None:
+def _check_model(file: _TokenizerFile, source: bytes) -> None:
     if len(file.added_tokens) > MOST_ADDED:
         raise _UnknownStepError(f"{len(file.added_tokens)} added tokens")
     if any(len(token.content) > LONGEST_ADDED for token in file.added_tokens):

@@ -103,7 +103,7 @@ def write(
     origins: Iterable[PackedOrigin],
 ) -> None:
     """Write a packed file to `out`, which is empty and unbuffered."""
-    chunks, items = _Chunks(out), []
+    chunks, items = _ChunkWriter(out), []
     for content in contents:
         items.append(
             PackedItem(content.name, content.shape, content.dtype, chunks.offset, content.data.nbytes)
@@ -116,7 +116,7 @@ def write(
     out.write(text + TRAILER.pack(MAGIC, len(text), xxh3_64_intdigest(text)))
 
 
-class _Chunks:
+class _ChunkWriter:
     """Writer of whole chunks at multiples of CHUNK, which the page cache keeps in huge pages."""
 
     def __init__(self, out: BinaryIO) -> None:

@@ -33,7 +33,7 @@ FIGURES = (
 )
 
 
-class Bench(View):
+class BenchScreen(View):
     TITLE = "Bench & Doctor"
     CSS_PATH: ClassVar[CSSPathType | None] = ["../view.tcss", "bench.tcss"]
     BINDINGS: ClassVar[list[BindingType]] = [

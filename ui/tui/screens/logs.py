@@ -24,7 +24,7 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 TONES = {"warning": "warn", "error": "bad", "critical": "bad", "debug": "rule"}
 
 
-class Logs(View):
+class LogsScreen(View):
     TITLE = "Logs"
     FILTERS = True
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -26,7 +26,7 @@ TONES = {
 MARK_TONES = {"load": "good", "eviction": "warn", "refusal": "warn", "restart": "bad", "failure": "bad"}
 
 
-class Memory(View):
+class MemoryScreen(View):
     TITLE = "Memory"
     AUTO_FOCUS = ""
     ASK_S = 2.0

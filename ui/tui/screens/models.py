@@ -31,7 +31,7 @@ COLUMNS = (
 TONES = {"ready": "good", "loading": "warn", "restarting": "bad", "failed": "bad"}
 
 
-class Models(View):
+class ModelsScreen(View):
     TITLE = "Models"
     FILTERS = True
     BINDINGS: ClassVar[list[BindingType]] = [

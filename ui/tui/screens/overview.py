@@ -39,7 +39,7 @@ _WARM = 85.0
 """Degrees Celsius from which a temperature is colored; the alert comes at `alerts.HOT`."""
 
 
-class Overview(View):
+class OverviewScreen(View):
     TITLE = "Overview"
     CSS_PATH: ClassVar[CSSPathType | None] = ["../view.tcss", "overview.tcss"]
 

@@ -16,7 +16,7 @@ from ..widgets.table import Grid
 from .base import View
 
 
-class Requests(View):
+class RequestsScreen(View):
     TITLE = "Requests"
     FILTERS = True
     BINDINGS: ClassVar[list[BindingType]] = [

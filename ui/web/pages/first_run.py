@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from litestar import Response, get
 
 from llmbox.app.http.admin.models import describe_all
-from llmbox.app.http.admin.schema import Model
+from llmbox.app.http.admin.schema import ModelStatus
 from llmbox.app.http.server.sockets import is_loopback
 from llmbox.app.integrations.guides import GUIDES
 from llmbox.app.models.catalog import DiskModel, on_disk
@@ -58,7 +58,7 @@ async def first_run_pieces(panel: Panel) -> dict[str, str]:
     }
 
 
-def _names(loaded: list[Model], candidates: list[Candidate]) -> list[str]:
+def _names(loaded: list[ModelStatus], candidates: list[Candidate]) -> list[str]:
     """Return the models that can be requested, ready ones first: a request loads a model from disk."""
     ready = [each.name for each in loaded if each.state == "ready"]
     return list(dict.fromkeys([*ready, *(each.disk.ref.name for each in candidates if each.plan)]))
