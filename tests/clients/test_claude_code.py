@@ -10,7 +10,7 @@ import pytest
 from support.cli_box import Box, box
 from support.fake_engine import write_model
 from support.npm_package import npm_program
-from support.tokenizers_zoo import byte_level, write_text_files
+from support.tokenizers_zoo import byte_level, drawn_ids, write_text_files
 
 __all__ = ["box"]
 
@@ -64,7 +64,7 @@ def serve(
     folder = write_text_files(box.folder / "models" / "scripted", tokenizer, template)
     write_model(
         folder,
-        vocab_size=tokenizer.get_vocab_size(),
+        **drawn_ids(tokenizer),
         script=ids(answer),
         replies=[(ids(mark), ids(reply)) for mark, reply in replies],
         **{"context": 200_000, "prefill_per_step": 200_000, **options},

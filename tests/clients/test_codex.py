@@ -10,7 +10,7 @@ import pytest
 from support.cli_box import Box, box
 from support.fake_engine import write_model
 from support.npm_package import npm_program
-from support.tokenizers_zoo import byte_level, write_text_files
+from support.tokenizers_zoo import byte_level, drawn_ids, write_text_files
 
 __all__ = ["box"]
 
@@ -71,7 +71,7 @@ def serve(box: Box, replies: list[tuple[str, str]], answer: str) -> None:
     folder = write_text_files(box.folder / "models" / "scripted", tokenizer, TEMPLATE)
     write_model(
         folder,
-        vocab_size=tokenizer.get_vocab_size(),
+        **drawn_ids(tokenizer),
         context=200_000,
         prefill_per_step=200_000,
         script=ids(answer),

@@ -12,7 +12,7 @@ import pytest
 
 from llmbox.app.errors import Exit
 from support.cli_box import PATIENCE, Box, box, interrupt, until
-from support.tokenizers_zoo import CHATML, byte_level, write_text_files
+from support.tokenizers_zoo import CHATML, byte_level, drawn_ids, write_text_files
 
 __all__ = ["box"]
 
@@ -126,7 +126,7 @@ def test_ctrl_c_stops_an_answer_and_the_request_behind_it(box: Box):
 def test_thoughts_are_shown_to_people_and_are_no_part_of_the_answer(box: Box):
     tokenizer = byte_level()
     script = tokenizer.encode("<think>\nhm\n</think>\n\nyes").ids
-    model = box.model(script=script, vocab_size=tokenizer.get_vocab_size())
+    model = box.model(script=script, **drawn_ids(tokenizer))
     write_text_files(model, tokenizer, CHATML + "{#- </think> -#}")
     assert box.run("run", model, "hello").out == "yes\n"
     short = box.run("run", "tiny", "hello", "--max-tokens", "4")

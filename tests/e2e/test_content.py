@@ -21,7 +21,7 @@ from llmbox.app.security.sessions import Session
 from support.cli_box import until
 from support.fake_engine import write_model
 from support.openai_server import Server, serving
-from support.tokenizers_zoo import byte_level, write_text_files
+from support.tokenizers_zoo import byte_level, drawn_ids, write_text_files
 
 QUIET, SAID = "zanzibar-quiet", "mombasa-said"
 
@@ -63,7 +63,7 @@ class Place:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder, tokenizer = tmp_path_factory.mktemp("content"), byte_level()
-    model = write_model(write_text_files(folder / "model", tokenizer), vocab_size=tokenizer.get_vocab_size())
+    model = write_model(write_text_files(folder / "model", tokenizer), **drawn_ids(tokenizer))
     with serving(folder / "data") as server:
         server.load(model, "tiny")
         yield server

@@ -9,7 +9,7 @@ import pytest
 from support.cli_box import PATIENCE
 from support.fake_engine import write_model
 from support.openai_server import serving
-from support.tokenizers_zoo import LLAMA2, byte_level, write_text_files
+from support.tokenizers_zoo import LLAMA2, byte_level, drawn_ids, write_text_files
 
 CHAT = {"model": "one", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 PLACES = 3
@@ -19,7 +19,7 @@ PLACES = 3
 def server(tmp_path):
     tokenizer = byte_level()
     folder = write_text_files(tmp_path / "one", tokenizer, LLAMA2)
-    write_model(folder, vocab_size=tokenizer.get_vocab_size(), max_running=1)
+    write_model(folder, **drawn_ids(tokenizer), max_running=1)
     with serving(tmp_path / "data", queue=PLACES - 1) as server:
         server.load(folder, "one")
         yield server

@@ -8,7 +8,7 @@ from support.cli_box import PATIENCE
 from support.fake_engine import write_model
 from support.hostile_tokenizers import BACKTRACKING, PANICKING, doubling
 from support.openai_server import serving
-from support.tokenizers_zoo import CHATML, byte_level, write_text_files
+from support.tokenizers_zoo import CHATML, byte_level, drawn_ids, write_text_files
 
 FILES = {"doubling": doubling(20), "backtracking": BACKTRACKING, "panicking": PANICKING}
 TEXTS = {"doubling": "Z" * 16, "backtracking": "a" * 4000 + "b", "panicking": "a" * 2000 + "b"}
@@ -22,7 +22,7 @@ def http(tmp_path_factory):
         for name, source in FILES.items():
             folder = write_text_files(root / name, tokenizer, CHATML)
             (folder / "tokenizer.json").write_bytes(source)
-            write_model(folder, vocab_size=tokenizer.get_vocab_size())
+            write_model(folder, **drawn_ids(tokenizer))
             server.load(folder, name)
         with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
             yield http

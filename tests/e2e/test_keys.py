@@ -25,7 +25,7 @@ from llmbox.app.store.record import RecordFilter
 from support.cli_box import PATIENCE, Box, box, until
 from support.fake_engine import write_model
 from support.openai_server import Server, serving
-from support.tokenizers_zoo import byte_level, write_text_files
+from support.tokenizers_zoo import byte_level, drawn_ids, write_text_files
 
 __all__ = ["box"]
 
@@ -36,9 +36,8 @@ PROMPT: Any = [{"role": "user", "content": "hello world"}]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     models = tmp_path_factory.mktemp("models")
     tokenizer = byte_level()
-    size = tokenizer.get_vocab_size()
     for name, options in {"alpha": {}, "beta": {}, "slow": {"step_delay": 0.03}}.items():
-        write_model(write_text_files(models / name, tokenizer), vocab_size=size, **options)
+        write_model(write_text_files(models / name, tokenizer), **drawn_ids(tokenizer), **options)
     with serving(tmp_path_factory.mktemp("data")) as server:
         server.load(models / "alpha", "alpha", alias="first")
         server.load(models / "beta", "beta")

@@ -12,7 +12,7 @@ from llmbox.app.text.tokenizer.tokenizer import load_model_text
 from support.cli_box import PATIENCE
 from support.fake_engine import fake_vector, write_model
 from support.openai_server import serving
-from support.tokenizers_zoo import byte_level, write_text_files
+from support.tokenizers_zoo import byte_level, drawn_ids, write_text_files
 
 CONTEXT = 12
 END = "<|im_end|>"
@@ -23,9 +23,7 @@ LONG = "the quick brown fox jumps over the lazy dog, " * 4
 def directory(tmp_path_factory):
     """Its tokenizer ends each text with a token."""
     directory, tokenizer = tmp_path_factory.mktemp("models") / "one", byte_level()
-    write_model(
-        write_text_files(directory, tokenizer), vocab_size=tokenizer.get_vocab_size(), context=CONTEXT
-    )
+    write_model(write_text_files(directory, tokenizer), **drawn_ids(tokenizer), context=CONTEXT)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {END}", pair=None, special_tokens=[(END, tokenizer.token_to_id(END))]

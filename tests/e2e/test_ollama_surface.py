@@ -15,7 +15,7 @@ from llmbox.app.security.keys import KeySpec
 from support.cli_box import PATIENCE
 from support.fake_engine import write_model
 from support.openai_server import serving
-from support.tokenizers_zoo import CHATML, byte_level, write_text_files
+from support.tokenizers_zoo import CHATML, byte_level, drawn_ids, write_text_files
 
 MODEL, FILLER = "talker", "filler"
 FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
@@ -104,12 +104,11 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ollama.Client]:
     tokenizer = byte_level()
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in FIM])
     script = [*tokenizer.encode("the", add_special_tokens=False).ids, tokenizer.token_to_id(FIM[0])]
-    size = tokenizer.get_vocab_size()
     alone = Settings(memory=MemorySettings(load_on_request=False))
     with serving(tmp_path_factory.mktemp("data"), controlled=True, settings=alone) as server:
         for name, known, options in ((MODEL, byte_level(), {}), (FILLER, tokenizer, {"script": script})):
             folder = write_text_files(root / name, known, CHATML)
-            server.load(write_model(folder, vocab_size=size, context=1024, **options), name)
+            server.load(write_model(folder, **drawn_ids(known), context=1024, **options), name)
         _, secret = server.services.security.keys.add(KeySpec(name="owner", scopes=("admin",)))
         yield ollama.Client(server.url, headers={"Authorization": f"Bearer {secret}"}, timeout=PATIENCE)
 

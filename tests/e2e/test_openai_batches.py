@@ -12,7 +12,7 @@ from llmbox.app.store import RecordFilter
 from support.cli_box import PATIENCE, until
 from support.fake_engine import write_model
 from support.openai_server import serving
-from support.tokenizers_zoo import CHATML, byte_level, write_text_files
+from support.tokenizers_zoo import CHATML, byte_level, drawn_ids, write_text_files
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "plain", "messages": [{"role": "user", "content": "hello"}]}
@@ -25,7 +25,7 @@ def server(tmp_path_factory):
         server.load_scripted(root, {"plain": "one two three"}, CHATML)
         tokenizer = byte_level()
         held = write_text_files(root / "held", tokenizer, CHATML)
-        write_model(held, vocab_size=tokenizer.get_vocab_size(), context=1024, script=[72, 73], hold_at=2)
+        write_model(held, **drawn_ids(tokenizer), context=1024, script=[72, 73], hold_at=2)
         server.load(held, "held")
         yield server
 

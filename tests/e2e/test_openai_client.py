@@ -11,7 +11,7 @@ from llmbox.engine.sampling_params import SamplingParams
 from support.cli_box import PATIENCE, until
 from support.fake_engine import FakeOptions, expected_tokens, write_model
 from support.openai_server import Server, serving
-from support.tokenizers_zoo import byte_level, llama2, write_text_files
+from support.tokenizers_zoo import byte_level, drawn_ids, llama2, write_text_files
 
 CONTEXT = 512
 PROMPT = [{"role": "user", "content": "hello world"}]
@@ -22,16 +22,17 @@ TEXT = "the quick 你好 😀\n\nUser: fox<|im_end|>"
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     tokenizer = byte_level()
-    size = tokenizer.get_vocab_size()
     script = tokenizer.encode(TEXT.removesuffix("<|im_end|>"), add_special_tokens=False).ids
     for name, options in {
-        "random": {"vocab_size": size},
-        "scripted": {"vocab_size": size, "script": script},
-        "slow": {"vocab_size": size, "step_delay": 0.03, "hold_at": 350},
+        "random": {},
+        "scripted": {"script": script},
+        "slow": {"step_delay": 0.03, "hold_at": 350},
     }.items():
-        write_model(write_text_files(root / name, tokenizer), context=CONTEXT, **options)
+        write_model(
+            write_text_files(root / name, tokenizer), **drawn_ids(tokenizer), context=CONTEXT, **options
+        )
     other = llama2()
-    write_model(write_text_files(root / "spm", other), vocab_size=other.get_vocab_size(), context=CONTEXT)
+    write_model(write_text_files(root / "spm", other), **drawn_ids(other), context=CONTEXT)
     return root
 
 
@@ -57,9 +58,8 @@ def text(models):
 
 def expected(text, prompt_ids, max_tokens, seed, **options) -> tuple[list[int], str]:
     params = SamplingParams(max_tokens=max_tokens, seed=seed, stop_token_ids=text.eos_token_ids)
-    ids = expected_tokens(
-        prompt_ids, params, FakeOptions(vocab_size=text.vocab_size, context=CONTEXT, **options)
-    )
+    drawn = FakeOptions(**drawn_ids(byte_level()), context=CONTEXT, **options)
+    ids = expected_tokens(prompt_ids, params, drawn)
     return ids, text.decode([i for i in ids if i not in text.eos_token_ids])
 
 

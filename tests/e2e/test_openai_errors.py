@@ -9,7 +9,7 @@ import pytest
 from support.cli_box import PATIENCE
 from support.fake_engine import write_model
 from support.openai_server import serving
-from support.tokenizers_zoo import LLAMA2, byte_level, write_text_files
+from support.tokenizers_zoo import LLAMA2, byte_level, drawn_ids, write_text_files
 
 CHAT = "/v1/chat/completions"
 PLAIN = "/v1/completions"
@@ -21,7 +21,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 def server(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     tokenizer = byte_level()
-    options = {"vocab_size": tokenizer.get_vocab_size(), "context": CONTEXT}
+    options = {**drawn_ids(tokenizer), "context": CONTEXT}
     write_model(write_text_files(root / "one", tokenizer, LLAMA2), **options)
     write_model(write_text_files(root / "bare", tokenizer, None), **options, max_running=2, hold_at=5)
     with serving(tmp_path_factory.mktemp("data"), queue=2) as server:
@@ -293,7 +293,7 @@ def test_error_objects_mid_stream(server, tmp_path):
     tokenizer = byte_level()
     write_model(
         write_text_files(tmp_path / "dying", tokenizer),
-        vocab_size=tokenizer.get_vocab_size(),
+        **drawn_ids(tokenizer),
         context=CONTEXT,
         hold_at=9,
     )

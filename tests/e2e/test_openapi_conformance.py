@@ -20,7 +20,7 @@ from llmbox.app.config.schema import Settings as Configured
 from support.cli_box import PATIENCE
 from support.fake_engine import write_model
 from support.openai_server import Server, serving
-from support.tokenizers_zoo import LLAMA2, byte_level, write_text_files
+from support.tokenizers_zoo import LLAMA2, byte_level, drawn_ids, write_text_files
 
 EXAMPLES = int(os.environ.get("LLMBOX_FUZZ_EXAMPLES", "12"))
 READING = [
@@ -111,9 +111,7 @@ CHECKS = [
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("models") / "one"
     tokenizer = byte_level()
-    write_model(
-        write_text_files(directory, tokenizer, LLAMA2), vocab_size=tokenizer.get_vocab_size(), context=64
-    )
+    write_model(write_text_files(directory, tokenizer, LLAMA2), **drawn_ids(tokenizer), context=64)
     alone = Configured(memory=MemorySettings(load_on_request=False))
     with serving(tmp_path_factory.mktemp("data"), controlled=True, settings=alone) as server:
         server.load(directory, "one")

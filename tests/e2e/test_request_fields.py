@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 from support.cli_box import PATIENCE
 from support.fake_engine import write_model
 from support.openai_server import serving
-from support.tokenizers_zoo import CHATML, byte_level, write_text_files
+from support.tokenizers_zoo import CHATML, byte_level, drawn_ids, write_text_files
 
 HELLO = [{"role": "user", "content": "hello"}]
 STORY = "the quick brown fox. Then the dog. END of it"
@@ -23,7 +23,6 @@ def server(tmp_path_factory):
     tokenizer = byte_level()
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in FIM])
     script = tokenizer.encode(STORY, add_special_tokens=False).ids
-    size = tokenizer.get_vocab_size()
     end = tokenizer.token_to_id("<|fim_suffix|>")
     for name, options in {
         "story": {"script": script},
@@ -31,7 +30,9 @@ def server(tmp_path_factory):
         "held": {"script": script, "hold_at": 3},
         "stuck": {"script": script, "hold_at": 0},
     }.items():
-        write_model(write_text_files(root / name, tokenizer, CHATML), vocab_size=size, context=256, **options)
+        write_model(
+            write_text_files(root / name, tokenizer, CHATML), **drawn_ids(tokenizer), context=256, **options
+        )
     with serving(tmp_path_factory.mktemp("data")) as server:
         for name in ("story", "filler", "held", "stuck"):
             server.load(root / name, name)
@@ -214,7 +215,7 @@ def test_a_first_token_in_time_leaves_the_answer_its_time(client):
 def test_the_servers_own_limit_holds_where_a_request_asks_for_more(tmp_path):
     tokenizer = byte_level()
     files = write_text_files(tmp_path / "stuck", tokenizer, CHATML)
-    write_model(files, vocab_size=tokenizer.get_vocab_size(), hold_at=0)
+    write_model(files, **drawn_ids(tokenizer), hold_at=0)
     with serving(tmp_path / "data", first_token_timeout=0.2) as server:
         server.load(tmp_path / "stuck", "stuck")
         for extra in ({}, {"first_token_timeout": 80_000.0}):

@@ -13,7 +13,7 @@ from llmbox.app.security.keys import KeySpec
 from support.cli_box import PATIENCE
 from support.fake_engine import write_model
 from support.openai_server import serving
-from support.tokenizers_zoo import CHATML, byte_level, write_text_files
+from support.tokenizers_zoo import CHATML, byte_level, drawn_ids, write_text_files
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def place(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     tokenizer = byte_level()
     files = write_text_files(root / "one", tokenizer, CHATML)
-    write_model(files, vocab_size=tokenizer.get_vocab_size(), context=256, hold_at=5)
+    write_model(files, **drawn_ids(tokenizer), context=256, hold_at=5)
     adopted = root / "adopted"
     adopted.mkdir()
     shutil.copy(BUILTIN_DIR / "config.json", adopted)

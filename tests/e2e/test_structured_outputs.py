@@ -427,7 +427,10 @@ def test_anthropic(server):
     form = {"output_format": {"type": "json_schema", "schema": SCHEMA}}
     told = httpx.post(f"{server.url}/v1/messages", json={**body, **form}, timeout=60).json()
     Order.model_validate_json(told["content"][0]["text"])
-    tools = {"tools": [{"name": "weather", "input_schema": CITY}], "tool_choice": {"type": "any"}}
+    tools = {
+        "tools": [{"name": "weather", "input_schema": CITY}],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    }
     told = httpx.post(f"{server.url}/v1/messages", json={**body, **tools}, timeout=60).json()
     assert told["stop_reason"] == "tool_use"
     jsonschema_rs.validator_for(CITY).validate(told["content"][0]["input"])

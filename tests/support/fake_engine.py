@@ -1,7 +1,8 @@
 """An engine process without torch: the real `process.main` around an engine that hashes.
 
 The token after a prefix is a hash of that prefix (and of the seed, unless greedy), so that any test can work
-out what an undisturbed stream must be: `expected_tokens`. Options are read from the JSON file that
+out what an undisturbed stream must be: `expected_tokens`. A hash is never a stop token, so no answer is empty
+or short by chance; `script` ends one. Options are read from the JSON file that
 `EngineConfig.model_path` names, or from `fake_engine.json` in that directory; see `write_model`.
 """
 
@@ -133,9 +134,8 @@ class Sequence_:  # noqa: N801 - typing's name is taken
             token = self._scripted(self._script)
         else:
             token = self._hash % self.options.vocab_size
-            if len(self.output) < self.params.min_tokens:
-                while token in self.params.stop_token_ids:
-                    token = (token + 1) % self.options.vocab_size
+            while token in self.params.stop_token_ids:
+                token = (token + 1) % self.options.vocab_size
         self.output.append(token)
         self._extend([token])
         return token

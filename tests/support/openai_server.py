@@ -28,7 +28,7 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.spawn import Launch
 from support.cli_box import PATIENCE
 from support.fake_engine import fake_launch, write_model
-from support.tokenizers_zoo import CHATML, byte_level, write_text_files
+from support.tokenizers_zoo import CHATML, byte_level, drawn_ids, write_text_files
 
 T = TypeVar("T")
 LOADING = 400.0
@@ -57,7 +57,7 @@ class Server:
         for name, answer in answers.items():
             text = write_text_files(root / name, tokenizer, CHATML if name == "plain" else template)
             script = tokenizer.encode(answer, add_special_tokens=False).ids
-            write_model(text, vocab_size=tokenizer.get_vocab_size(), context=context, script=script)
+            write_model(text, **drawn_ids(tokenizer), context=context, script=script)
             self.load(root / name, name)
 
     def client(self, **options: Any) -> openai.OpenAI:

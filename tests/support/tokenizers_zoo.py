@@ -179,6 +179,14 @@ def _with_added(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
+def drawn_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Options of `write_model`: tokens of text are drawn; added ones, which no text shows, are known only."""
+    return {
+        "vocab_size": tokenizer.get_vocab_size(with_added_tokens=False),
+        "declared_vocab": tokenizer.get_vocab_size(),
+    }
+
+
 def write_text_files(
     directory: Path, tokenizer: Tokenizer, template: str | None = CHATML, **config: Any
 ) -> Path:
