@@ -46,7 +46,7 @@ def check(name: str, stage) -> None:
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
 @pytest.mark.parametrize("number", range(1, 7))
 async def test_screen(stage, number, size):
-    name = SCREENS[number - 1].__name__.lower()
+    name = SCREENS[number - 1].__name__.removesuffix("Screen").lower()
     async with stage(size, ticks=tuple(tick(second) for second in range(5))) as scene:
         await scene.press(str(number))
         await scene.settled()
