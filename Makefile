@@ -4,7 +4,7 @@ export PYTHONSAFEPATH = 1
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help up down test test-installed test-clients check format docs bench soak fuzz nightly gpu-check gpu-compile bench-peers clean
+.PHONY: help up down test test-installed test-clients check format docs metrics bench soak fuzz nightly gpu-check gpu-compile bench-peers clean
 up: .venv/installed ## start the daemon with the built-in model (sets itself up)
 	$(BIN)/llmbox up builtin
 
@@ -45,6 +45,9 @@ format: .venv/dev ## fix what ruff can fix, format
 
 docs: .venv/dev ## renew the generated parts of docs/
 	$(BIN)/python packaging/render_docs.py
+
+metrics: .venv/dev ## size and shape of the code, and what one streamed chat passes
+	$(BIN)/python -P packaging/code_metrics.py $(ARGS)
 
 screenshots: .venv/dev ## renew the pictures in README.md
 	$(BIN)/python packaging/screenshots.py
