@@ -1,4 +1,4 @@
-"""Four bits with steps, in plain torch. That the C++ kernels do the same: `cpu/test_quant.py`."""
+"""Four bits with steps, in plain torch. That the C++ kernels do the same: `cpu/test_quantized_linear.py`."""
 
 import torch
 from hypothesis import given

@@ -1,7 +1,7 @@
 """What NVLink peers run, by CPU processes: the real kernel over memory that all have mapped at one address,
 and torch's operator with a body for CPUs. Every line of Python between `join` and the kernels.
 
-    TRITON_INTERPRET=1 python -P tests/engine/parallel/peers_on_cpu.py FOLDER RANKS
+    TRITON_INTERPRET=1 python -P tests/engine/distributed/nvlink_peers_on_cpu.py FOLDER RANKS
 """
 
 import os

@@ -22,7 +22,7 @@ from support.hub_stub import StubHub, StubRepo, stub_hub
 
 __all__ = ["box"]
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[3] / "README.md"
 HUB_NAME = "Qwen/Qwen3-0.6B"
 """What the README pulls."""
 

@@ -1,6 +1,6 @@
 """Processes over gloo, each with a part of the vocabulary, that draw by the kernels: what whole rows give.
 
-python ranks_that_draw.py FOLDER RANKS VOCABULARY SEED
+python tp_draw_processes.py FOLDER RANKS VOCABULARY SEED
 """
 
 import os

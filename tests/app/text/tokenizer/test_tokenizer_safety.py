@@ -10,7 +10,7 @@ from llmbox.app.text.tokenizer.tokenizer_safety import KNOWN_REGEXES, find_unsaf
 from support.hostile_tokenizers import BACKTRACKING, PANICKING, doubling, replace, splitting, with_steps
 from support.tokenizers_zoo import FAMILIES
 
-BUILTIN = Path(__file__).parents[3] / "app/assets/builtin/tokenizer.json"
+BUILTIN = Path(__file__).parents[4] / "app/assets/builtin/tokenizer.json"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
