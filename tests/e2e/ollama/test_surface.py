@@ -92,7 +92,7 @@ TYPES: dict[str, type[Struct]] = {
     "embed": fields.EmbedRequest,
     "embeddings": fields.EmbeddingsRequest,
     "show": fields.ShowRequest,
-    "pull": fields.PullRequest,
+    "pull": fields.OllamaPullRequest,
     "copy": fields.CopyRequest,
     "delete": fields.DeleteRequest,
 }

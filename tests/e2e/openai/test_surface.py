@@ -24,11 +24,11 @@ from llmbox.app.http.openai.request_types import (
 from llmbox.app.http.openai_responses.conversations import ConversationCreate
 from llmbox.app.http.openai_responses.request_types import (
     CompactRequest,
-    CustomTool,
-    FunctionTool,
     InputTokensRequest,
     NamespaceTool,
     ResponseRequest,
+    ResponsesCustomTool,
+    ResponsesFunctionTool,
 )
 from support.cli_box import PATIENCE, until
 from support.fake_engine import write_model
@@ -310,8 +310,8 @@ def ask(method: Callable[..., Any]) -> None:
         (types.responses.InputTokenCountParams, InputTokensRequest, set()),
         (types.responses.ResponseCompactParams, CompactRequest, set()),
         (ConversationCreateParams, ConversationCreate, set()),
-        (types.responses.FunctionToolParam, FunctionTool, {"type", "async"}),
-        (types.responses.CustomToolParam, CustomTool, {"type", "async"}),
+        (types.responses.FunctionToolParam, ResponsesFunctionTool, {"type", "async"}),
+        (types.responses.CustomToolParam, ResponsesCustomTool, {"type", "async"}),
         (types.responses.NamespaceToolParam, NamespaceTool, {"type"}),
         (types.shared_params.FunctionDefinition, Function, set()),
         (types.chat.chat_completion_custom_tool_param.Custom, CustomFunction, set()),
