@@ -37,6 +37,20 @@ class KVShape:
 
 
 @dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Slots of recurrent state in a step; contiguous int32 tensors.
+
+    Sequence n reads and writes slot `slots_N[n]`. After row `save_rows[i]`, for `save_starts[n] <= i <
+    save_starts[n + 1]`, its state is also written to slot `save_slots[i]`. Rows of a sequence are ascending.
+    """
+
+    slots_N: Tensor
+    save_starts_N1: Tensor
+    save_rows: Tensor
+    save_slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class BatchLayout:
     """Layout of a step's ragged batch.
 
@@ -56,3 +70,5 @@ class BatchLayout:
     positions_T: Tensor
     slots_T: Tensor
     """`block * block_size + offset` of each row: the slot that its key and value are written to."""
+    states: StateLayout | None = None
+    """For models with recurrent layers."""

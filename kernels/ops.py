@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .activation import Activation
 from .op_types import BatchLayout, KVShape, Mixture
+from .recurrent import RecurrentOps
 from .sampling_types import (
     CandidateRanks,
     DecodeInputs,
@@ -237,6 +238,9 @@ class Ops:
     row_invariant: bool = False
     """True if a row's bits depend neither on the rows beside it nor on how its sequence was cut into steps.
     """
+
+    recurrent: RecurrentOps | None = None
+    """Operations of recurrent layers; None: models that have some cannot run."""
 
     rotate_and_write: RotateAndWrite | None = None
     """Fused QK-norm (where norm_nD is given), `rotary` and `write_kv` in one pass, or None:

@@ -13,6 +13,7 @@ from ..ops import Ops, StepInputs
 from ..quant_formats import Quant
 from .command_buffer import CommandGraph, CommandRecorder, ragged_step
 from .ffi import Step
+from .recurrent import CPURecurrent
 from .sampling import CPUSampling
 from .weight_packing import DTYPES, KV_DTYPES, CPULinear, PackedHandle, Packer, pointers
 
@@ -93,6 +94,7 @@ class CPUBackend:
             kv_dtypes=frozenset(KV_DTYPES),
             packing=packer,
             row_invariant=True,
+            recurrent=CPURecurrent(self.library, self.recorder).ops(),
             rotate_and_write=self.rotate_and_write,
             best_of=self.drawing.best_of,
             draw=self.drawing.draw,

@@ -146,6 +146,7 @@ class CommandGraph:
 
 def ragged_step(rows: int, ragged: BatchLayout) -> Step:
     """Build the C++ step. `ragged` must stay alive until the step has run."""
+    states = ragged.states
     return Step(
         rows=rows,
         sequences=len(ragged.query_lens),
@@ -155,4 +156,8 @@ def ragged_step(rows: int, ragged: BatchLayout) -> Step:
         contexts=ragged.context_lens_N.data_ptr(),
         block_tables=ragged.block_tables_NB.data_ptr(),
         slots=ragged.slots_T.data_ptr(),
+        state_slots=None if states is None else states.slots_N.data_ptr(),
+        save_starts=None if states is None else states.save_starts_N1.data_ptr(),
+        save_rows=None if states is None else states.save_rows.data_ptr(),
+        save_slots=None if states is None else states.save_slots.data_ptr(),
     )

@@ -26,6 +26,10 @@ class Step(ctypes.Structure):
         ("contexts", c_void_p),
         ("block_tables", c_void_p),
         ("slots", c_void_p),
+        ("state_slots", c_void_p),
+        ("save_starts", c_void_p),
+        ("save_rows", c_void_p),
+        ("save_slots", c_void_p),
     )
 
 
@@ -87,6 +91,10 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_write_kv_op": (P, (INT, INT, P, INT, P, LONG, P, LONG)),
     "llmbox_heads_op": (P, (INT, INT, INT, P, INT, P, LONG, INT, P, FLOAT, INT)),
     "llmbox_attention_op": (P, (INT, INT, P, INT, P, LONG, INT, INT, FLOAT, FLOAT, P)),
+    "llmbox_short_conv_op": (P, (INT, P, LONG, INT, P, P, INT, INT, P, P)),
+    "llmbox_scan_op": (P, (INT, INT, P, LONG, P, LONG, P, P, P, INT, INT, INT, INT, FLOAT, FLOAT, P, P)),
+    "llmbox_gated_norm_op": (P, (INT, P, LONG, P, LONG, P, INT, INT, FLOAT, INT, P)),
+    "llmbox_sigmoid_mul_op": (P, (INT, P, LONG, P, LONG, INT)),
     "llmbox_best_op": (P, (P, LONG, INT, P, P)),
     "llmbox_draw_op": (P, (P, LONG, INT, P, P)),
     "llmbox_rank_op": (P, (P, LONG, INT, P, P, INT, P, P, P)),

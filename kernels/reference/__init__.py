@@ -18,6 +18,7 @@ from .elementwise import (
 )
 from .kv_cache import clear_blocks, copy_blocks, make_kv_cache
 from .moe import make_experts
+from .recurrent import RECURRENT
 
 __all__ = ["REFERENCE"]
 
@@ -44,4 +45,5 @@ REFERENCE = Ops(
     clear_blocks=clear_blocks,
     graph=lambda body: body,
     kv_dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int8}),
+    recurrent=RECURRENT,
 )

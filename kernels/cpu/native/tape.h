@@ -23,6 +23,10 @@ struct Step {
     const int32_t* contexts;       // [sequences]
     const int32_t* block_tables;   // [sequences, table_width]
     const int32_t* slots;          // [rows]
+    const int32_t* state_slots;    // [sequences]; these four only for models with recurrent layers
+    const int32_t* save_starts;    // [sequences + 1]
+    const int32_t* save_rows;      // [save_starts[sequences]]
+    const int32_t* save_slots;     // as many
 
     // Where a row's cos and sin begin.
     int64_t angles(int table, int row, int width) const { return (static_cast<int64_t>(table) * rows + row) * width; }

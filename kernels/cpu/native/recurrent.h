@@ -1,0 +1,337 @@
+// Recurrent layers: short convolutions, the gated delta rule, Mamba-2's scan, and the gates around them.
+//
+// A sequence's rows are taken one after the other, so its state is a function of its tokens alone: whatever the chunks,
+// the batch and the threads, the same bits. State is float32.
+#pragma once
+
+#include <cmath>
+
+#include "elementwise.h"
+
+namespace llmbox {
+
+// The rows of one sequence, its slot, and the rows after which its state is also written to other slots.
+struct Stretch {
+    int begin, end;
+    bool fresh;  // begins at position 0: its slot has nothing of it yet
+    int slot;
+
+    Stretch(const Step& step, int sequence)
+        : begin(step.query_starts[sequence]),
+          end(step.query_starts[sequence + 1]),
+          fresh(step.contexts[sequence] == end - begin),
+          slot(step.state_slots[sequence]),
+          next_(step.save_starts[sequence]),
+          last_(step.save_starts[sequence + 1]),
+          step_(step) {}
+
+    // The slot to write the state after `row` to, or -1.
+    int saved_after(int row) { return next_ < last_ && step_.save_rows[next_] == row ? step_.save_slots[next_++] : -1; }
+
+private:
+    int next_, last_;
+    const Step& step_;
+};
+
+// x is [rows, channels], or gated [rows, 3 channels]; weight [width, channels], state [slots, width - 1, channels].
+template <class T> class ShortConvOp : public Op {
+public:
+    static constexpr int MOST = 8;
+
+    ShortConvOp(const T* x, int64_t x_stride, bool gated, const float* weight, const float* bias, int width, int channels,
+                float* state, T* out)
+        : x_(x), x_stride_(x_stride), gated_(gated), weight_(weight), bias_(bias), width_(width), channels_(channels),
+          state_(state), out_(out) {}
+
+    bool small(const Step& step) const override { return few(int64_t{step.rows} * channels_); }
+
+    void run(const Step& step, Member& member) override {
+        const int columns = ceil_div(channels_, LANES);
+        const auto span = member.share(step.sequences * columns);
+        for (int piece = span.begin; piece < span.end; piece++)
+            column(Stretch(step, piece / columns), piece % columns * LANES);
+    }
+
+private:
+    NOINLINE void column(Stretch rows, int channel) {
+        const int left = channels_ - channel, past = width_ - 1;
+        Floats window[MOST], weight[MOST];
+        for (int k = 0; k < width_; k++) weight[k] = load(weight_ + k * channels_ + channel, left);
+        for (int k = 0; k < past; k++)
+            window[k] = rows.fresh ? splat(0.f) : load(slot(rows.slot) + k * channels_ + channel, left);
+        const Floats bias = bias_ ? load(bias_ + channel, left) : splat(0.f);
+        for (int row = rows.begin; row < rows.end; row++) {
+            const T* x = x_ + row * x_stride_ + channel;
+            window[past] = gated_ ? load(x, left) * load(x + 2 * channels_, left) : load(x, left);
+            Floats total = bias;
+            for (int k = 0; k < width_; k++) total = multiply_add(window[k], weight[k], total);
+            total = gated_ ? total * load(x + channels_, left) : activated<SILU>(total);
+            store(out_ + static_cast<int64_t>(row) * channels_ + channel, total, left);
+            for (int k = 0; k < past; k++) window[k] = window[k + 1];
+            if (const int to = rows.saved_after(row); to >= 0) keep(window, to, channel);
+        }
+        keep(window, rows.slot, channel);
+    }
+
+    void keep(const Floats* window, int to, int channel) {
+        for (int k = 0; k < width_ - 1; k++) store(slot(to) + k * channels_ + channel, window[k], channels_ - channel);
+    }
+
+    float* slot(int number) const { return state_ + static_cast<int64_t>(number) * (width_ - 1) * channels_; }
+
+    const T* x_;
+    int64_t x_stride_;
+    bool gated_;
+    const float *weight_, *bias_;
+    int width_, channels_;
+    float* state_;
+    T* out_;
+};
+
+struct ScanHeads {
+    int heads, key_heads, key_dim, value_dim;
+    float least, most;  // of a time step
+
+    int keys() const { return key_heads * key_dim; }
+    int values() const { return heads * value_dim; }
+    int64_t state() const { return static_cast<int64_t>(heads) * key_dim * value_dim; }
+};
+
+inline float softplus(float x) { return x > 20.f ? x : std::log1p(std::exp(x)); }
+
+// kernels/recurrent.py::ScanShape says what is computed. Rows are first brought into float32 with their decays and
+// factors, [q | k | decay | factor]; then each thread takes some columns of a head's state through all rows.
+template <class T, bool DELTA> class ScanOp : public Op {
+public:
+    ScanOp(const T* rows, int64_t stride, const T* gates, int64_t gates_stride, const float* rate, const float* bias,
+           const float* skip, const ScanHeads& shape, float* state, T* out)
+        : rows_(rows), stride_(stride), gates_(gates), gates_stride_(gates_stride), rate_(rate), bias_(bias), skip_(skip),
+          shape_(shape), state_(state), out_(out) {}
+
+    void prepare(const Step& step, Pool& pool) override {
+        Op::prepare(step, pool);
+        pool.shared().take<float>(static_cast<size_t>(step.rows) * width());
+    }
+
+    void run(const Step& step, Member& member) override {
+        float* wide = member.pool.shared().get<float>();
+        const auto own = member.share(step.rows);
+        for (int row = own.begin; row < own.end; row++) widen(row, wide + static_cast<int64_t>(row) * width());
+        member.barrier();
+        const int tiles = ceil_div(shape_.value_dim, COLUMNS), each = shape_.heads * tiles;
+        const auto span = member.share(step.sequences * each);
+        for (int piece = span.begin; piece < span.end; piece++) {
+            const int head = piece % each / tiles;
+            tile(Stretch(step, piece / each), head, piece % tiles * COLUMNS, wide, member);
+        }
+    }
+
+private:
+    static constexpr int VECTORS = 4, COLUMNS = VECTORS * LANES;
+
+    int width() const { return 2 * (shape_.keys() + shape_.heads); }
+
+    NOINLINE void widen(int row, float* to) {
+        const int keys = shape_.keys(), dim = shape_.key_dim;
+        const T* from = rows_ + row * stride_;
+        const T *q = DELTA ? from : from + shape_.values() + keys, *k = DELTA ? from + keys : from + shape_.values();
+        for (int head = 0; head < shape_.key_heads; head++) {
+            const float scale = DELTA ? 1.f / std::sqrt(static_cast<float>(dim)) : 1.f;
+            copy_head(q + head * dim, to + head * dim, scale);
+            copy_head(k + head * dim, to + keys + head * dim, 1.f);
+        }
+        const T* gate = gates_ + row * gates_stride_;
+        float *decay = to + 2 * keys, *factor = decay + shape_.heads;
+        for (int head = 0; head < shape_.heads; head++) {
+            if constexpr (DELTA) {
+                const float step = softplus(to_float(gate[shape_.heads + head]) + bias_[head]);
+                decay[head] = std::exp(rate_[head] * step);
+                factor[head] = 1.f / (1.f + std::exp(-to_float(gate[head])));
+            } else {
+                const float step = softplus(to_float(gate[head]) + bias_[head]);
+                factor[head] = step < shape_.least ? shape_.least : step > shape_.most ? shape_.most : step;
+                decay[head] = std::exp(rate_[head] * factor[head]);
+            }
+        }
+    }
+
+    void copy_head(const T* from, float* to, float scale) {
+        const int dim = shape_.key_dim;
+        Floats by = splat(scale);
+        if constexpr (DELTA) {
+            Floats squares = splat(0.f);
+            for (int i = 0; i < dim; i += LANES) {
+                const Floats v = load(from + i, dim - i);
+                squares = multiply_add(v, v, squares);
+            }
+            by = splat(scale / std::sqrt(sum(squares) + 1e-6f));
+        }
+        for (int i = 0; i < dim; i += LANES) store(to + i, load(from + i, dim - i) * by, dim - i);
+    }
+
+    // COLUMNS columns of one head's state, or the last ones, which are padded with zeros.
+    void tile(Stretch rows, int head, int column, const float* wide, Member& member) {
+        const int dim = shape_.key_dim, left = shape_.value_dim - column;
+        float* own = at(rows.slot, head, column);
+        const bool in_place = left >= COLUMNS && rows.end - rows.begin < 4 && !rows.fresh;
+        float* state = in_place ? own : member.scratch.template take<float>(static_cast<size_t>(dim) * COLUMNS);
+        const int stride = in_place ? shape_.value_dim : COLUMNS;
+        if (!in_place) {
+            for (int i = 0; i < dim; i++)
+                for (int v = 0; v < VECTORS; v++) {
+                    const int rest = left - v * LANES;
+                    const bool there = !rows.fresh && rest > 0;
+                    store(state + i * COLUMNS + v * LANES,
+                          there ? load(own + static_cast<int64_t>(i) * shape_.value_dim + v * LANES, rest) : splat(0.f));
+                }
+        }
+        for (int row = rows.begin; row < rows.end; row++) {
+            advance(wide + static_cast<int64_t>(row) * width(), row, head, column, state, stride);
+            if (const int to = rows.saved_after(row); to >= 0) keep(state, stride, at(to, head, column), left);
+        }
+        if (!in_place) keep(state, stride, own, left);
+    }
+
+    NOINLINE void advance(const float* wide, int row, int head, int column, float* state, int stride) {
+        const int dim = shape_.key_dim, left = shape_.value_dim - column, group = shape_.heads / shape_.key_heads;
+        const float *q = wide + head / group * dim, *k = q + shape_.keys(), *gates = wide + 2 * shape_.keys();
+        const Floats decay = splat(gates[head]), factor = splat(gates[shape_.heads + head]);
+        const T* v = rows_ + row * stride_ + (DELTA ? 2 * shape_.keys() : 0) + head * shape_.value_dim + column;
+        Floats value[VECTORS], change[VECTORS], total[VECTORS];
+        UNROLL for (int j = 0; j < VECTORS; j++) {
+            const int rest = left - j * LANES;
+            value[j] = rest > 0 ? load(v + j * LANES, rest) : splat(0.f);
+            total[j] = splat(0.f);
+        }
+        if constexpr (DELTA) {
+            Floats known[VECTORS];
+            UNROLL for (int j = 0; j < VECTORS; j++) known[j] = splat(0.f);
+            for (int i = 0; i < dim; i++) {
+                float* s = state + static_cast<int64_t>(i) * stride;
+                const Floats key = splat(k[i]);
+                UNROLL for (int j = 0; j < VECTORS; j++) {
+                    const Floats old = load(s + j * LANES) * decay;
+                    store(s + j * LANES, old);
+                    known[j] = multiply_add(old, key, known[j]);
+                }
+            }
+            UNROLL for (int j = 0; j < VECTORS; j++) change[j] = (value[j] - known[j]) * factor;
+        } else {
+            UNROLL for (int j = 0; j < VECTORS; j++) change[j] = value[j] * factor;
+        }
+        for (int i = 0; i < dim; i++) {
+            float* s = state + static_cast<int64_t>(i) * stride;
+            const Floats key = splat(k[i]), query = splat(q[i]);
+            UNROLL for (int j = 0; j < VECTORS; j++) {
+                Floats old = load(s + j * LANES);
+                if constexpr (!DELTA) old = old * decay;
+                const Floats now = multiply_add(key, change[j], old);
+                store(s + j * LANES, now);
+                total[j] = multiply_add(now, query, total[j]);
+            }
+        }
+        T* out = out_ + static_cast<int64_t>(row) * shape_.values() + head * shape_.value_dim + column;
+        for (int j = 0; j < VECTORS && j * LANES < left; j++) {
+            if (skip_) total[j] = multiply_add(value[j], splat(skip_[head]), total[j]);
+            store(out + j * LANES, total[j], left - j * LANES);
+        }
+    }
+
+    void keep(const float* state, int stride, float* to, int left) {
+        for (int i = 0; i < shape_.key_dim; i++)
+            for (int j = 0; j < COLUMNS && j < left; j += LANES)
+                store(to + static_cast<int64_t>(i) * shape_.value_dim + j, load(state + static_cast<int64_t>(i) * stride + j),
+                      left - j);
+    }
+
+    float* at(int slot, int head, int column) const {
+        return state_ + slot * shape_.state() + static_cast<int64_t>(head) * shape_.key_dim * shape_.value_dim + column;
+    }
+
+    const T* rows_;
+    int64_t stride_;
+    const T* gates_;
+    int64_t gates_stride_;
+    const float *rate_, *bias_, *skip_;
+    ScanHeads shape_;
+    float* state_;
+    T* out_;
+};
+
+// x [rows, groups * width] contiguous; gate with strided rows; weight [groups, width].
+template <class T> class GatedNormOp : public Op {
+public:
+    GatedNormOp(const T* x, int64_t x_stride, const T* gate, int64_t gate_stride, const float* weight, int groups, int width,
+                float eps, bool norm_first, T* out)
+        : x_(x), x_stride_(x_stride), gate_(gate), gate_stride_(gate_stride), weight_(weight), groups_(groups), width_(width),
+          eps_(eps), norm_first_(norm_first), out_(out) {}
+
+    bool small(const Step& step) const override { return few(int64_t{step.rows} * groups_ * width_); }
+
+    void run(const Step& step, Member& member) override {
+        const auto span = member.share(step.rows * groups_);
+        for (int piece = span.begin; piece < span.end; piece++) {
+            const int row = piece / groups_, offset = piece % groups_ * width_;
+            norm(x_ + row * x_stride_ + offset, gate_ + row * gate_stride_ + offset, weight_ + offset,
+                 out_ + static_cast<int64_t>(row) * groups_ * width_ + offset);
+        }
+    }
+
+private:
+    Floats gated(const T* x, const T* gate, int i) const {
+        const Floats v = load(x + i, width_ - i);
+        return norm_first_ ? v : v * activated<SILU>(load(gate + i, width_ - i));
+    }
+
+    NOINLINE void norm(const T* x, const T* gate, const float* weight, T* out) const {
+        Floats squares = splat(0.f);
+        for (int i = 0; i < width_; i += LANES) {
+            const Floats v = gated(x, gate, i);
+            squares = multiply_add(v, v, squares);
+        }
+        const Floats scale = splat(1.f / std::sqrt(sum(squares) / static_cast<float>(width_) + eps_));
+        for (int i = 0; i < width_; i += LANES) {
+            const int left = width_ - i;
+            Floats v = gated(x, gate, i) * scale * load(weight + i, left);
+            if (norm_first_) v = v * activated<SILU>(load(gate + i, left));
+            store(out + i, v, left);
+        }
+    }
+
+    const T* x_;
+    int64_t x_stride_;
+    const T* gate_;
+    int64_t gate_stride_;
+    const float* weight_;
+    int groups_, width_;
+    float eps_;
+    bool norm_first_;
+    T* out_;
+};
+
+// x *= sigmoid(gate), rows of `width` numbers.
+template <class T> class SigmoidMulOp : public Op {
+public:
+    SigmoidMulOp(T* x, int64_t x_stride, const T* gate, int64_t gate_stride, int width)
+        : x_(x), x_stride_(x_stride), gate_(gate), gate_stride_(gate_stride), width_(width) {}
+
+    void run(const Step& step, Member& member) override {
+        in_pieces(step.rows, width_, member, [&](int row, int begin, int count) {
+            T* x = x_ + row * x_stride_ + begin;
+            const T* gate = gate_ + row * gate_stride_ + begin;
+            for (int i = 0; i < count; i += LANES) {
+                const Floats g = load(gate + i, count - i), e = exp_negative(-abs(g)), one = splat(1.f);
+                store(x + i, load(x + i, count - i) * (g < splat(0.f) ? e : one) / (one + e), count - i);
+            }
+        });
+    }
+
+private:
+    T* x_;
+    int64_t x_stride_;
+    const T* gate_;
+    int64_t gate_stride_;
+    int width_;
+};
+
+}  // namespace llmbox

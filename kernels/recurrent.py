@@ -1,0 +1,124 @@
+"""Recurrent state of sequences, and the operations on it: short convolutions, gated delta rule, Mamba-2 scan.
+
+Every sequence of a step has a slot. Its state after a row is a function of the rows up to it alone: each
+backend goes through the rows one after another, so that chunks, batches and saved states change no bit.
+
+T rows of the step, N sequences in it, S slots, L recurrent layers, C channels of the convolution, K inputs
+that it spans, H heads (G of keys), A numbers of a key, B numbers of a value.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .op_types import BatchLayout
+
+MAX_CONV_WIDTH = 8
+"""Most inputs that a convolution of the C++ kernels may span."""
+ScanRule = Literal["delta", "ssm"]
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """Shape of the recurrent state on one rank. Without heads there is the convolution alone."""
+
+    num_layers: int
+    num_slots: int
+    channels: int
+    conv_width: int
+    heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentState:
+    """State of all slots, in float32. A sequence that begins at position 0 does not read its slot."""
+
+    conv_LSKC: Tensor
+    """The last K - 1 inputs of the convolution, the oldest first."""
+    memory_LSHAB: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.conv_LSKC, self.memory_LSHAB
+
+
+def make_state(shape: StateShape, device: torch.device) -> RecurrentState:
+    """Allocate the state. It is not set: untouched pages of slots that are never used cost no memory."""
+    at = shape.num_layers, shape.num_slots
+    return RecurrentState(
+        torch.empty(*at, shape.conv_width - 1, shape.channels, device=device),
+        torch.empty(*at, shape.heads, shape.key_dim, shape.value_dim, device=device),
+    )
+
+
+def copy_states(state: RecurrentState, pairs: list[tuple[int, int]]) -> None:
+    """Copy slots (source, destination) in all layers, one pair after another."""
+    for source, destination in pairs:
+        for tensor in state.tensors:
+            tensor[:, destination].copy_(tensor[:, source])
+
+
+@dataclass(frozen=True, slots=True)
+class ScanShape:
+    """Heads of a scan. `rule` is one of
+
+    delta   S = decay S + k (beta (v - (decay S)^T k))^T    decay = exp(a_log softplus(a + bias)), beta =
+            sigmoid(b); q and k are L2-normed. Rows are (q, k, v), gates (b, a)
+    ssm     S = decay S + k (dt v)^T    decay = exp(a_log dt), dt = softplus(gate + bias) within `limits`. Rows
+            are (v, k, q), gates dt; skip_H v is added to the result
+
+    The result is S^T q, for the delta rule times 1 / sqrt(A). Head h reads keys and queries of h // (H / G).
+    """
+
+    rule: ScanRule
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    limits: tuple[float, float] = (0.0, float("inf"))
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row."""
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ScanWeights:
+    """Parameters of a scan, float32."""
+
+    a_log_H: Tensor
+    """The negative rate by which a time step decays: -exp(A_log)."""
+    bias_H: Tensor
+    skip_H: Tensor | None = None
+    """Multiplier of a value that is added to its result; for `ssm`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentOps:
+    """Operations of recurrent layers. `layer` counts the recurrent layers of the rank."""
+
+    short_conv: Callable[[Tensor, Tensor, Tensor | None, bool, RecurrentState, int, BatchLayout], Tensor]
+    """Causal convolution of each channel: (x, weight_KC, bias_C or None, gated, state, layer, layout) ->
+    new tensor [T, C]. Weights and bias are float32.
+
+    x is [T, C], and the result silu(conv(x)). Gated: x is (b, c, x) of [T, 3 C], and the result c conv(b x).
+    """
+
+    scan: Callable[[Tensor, Tensor, ScanWeights, ScanShape, RecurrentState, int, BatchLayout], Tensor]
+    """Recurrence of `ScanShape.rule`: (rows [T, width], gates, weights, shape, state, layer, layout) -> new
+    tensor [T, H B].
+    """
+
+    gated_norm: Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
+    """(x_TnD, gate_TnD with strided rows, weight_nD, eps, norm_first) -> [T, n D]: rms_norm(x) weight silu(gate)
+    if `norm_first`, else rms_norm(x silu(gate)) weight, over D. New tensor.
+    """
+
+    sigmoid_mul: Callable[[Tensor, Tensor], Tensor]
+    """(x_TF, gate_TF with strided rows) -> x sigmoid(gate), in place or a new tensor."""
