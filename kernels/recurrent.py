@@ -16,8 +16,6 @@ from torch import Tensor
 
 from .op_types import BatchLayout
 
-MAX_CONV_WIDTH = 8
-"""Most inputs that a convolution of the C++ kernels may span."""
 ScanRule = Literal["delta", "ssm"]
 
 
@@ -67,10 +65,10 @@ def copy_states(state: RecurrentState, pairs: list[tuple[int, int]]) -> None:
 class ScanShape:
     """Heads of a scan. `rule` is one of
 
-    delta   S = decay S + k (beta (v - (decay S)^T k))^T    decay = exp(a_log softplus(a + bias)), beta =
+    delta   S = decay S + k (beta (v - (decay S)^T k))^T    decay = exp(rate softplus(a + bias)), beta =
             sigmoid(b); q and k are L2-normed. Rows are (q, k, v), gates (b, a)
-    ssm     S = decay S + k (dt v)^T    decay = exp(a_log dt), dt = softplus(gate + bias) within `limits`. Rows
-            are (v, k, q), gates dt; skip_H v is added to the result
+    ssm     S = decay S + k (dt v)^T    decay = exp(rate dt), dt = softplus(gate + bias) within `limits`.
+            Rows are (v, k, q), gates dt; skip_H v is added to the result
 
     The result is S^T q, for the delta rule times 1 / sqrt(A). Head h reads keys and queries of h // (H / G).
     """
@@ -92,7 +90,7 @@ class ScanShape:
 class ScanWeights:
     """Parameters of a scan, float32."""
 
-    a_log_H: Tensor
+    rate_H: Tensor
     """The negative rate by which a time step decays: -exp(A_log)."""
     bias_H: Tensor
     skip_H: Tensor | None = None
@@ -116,8 +114,8 @@ class RecurrentOps:
     """
 
     gated_norm: Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
-    """(x_TnD, gate_TnD with strided rows, weight_nD, eps, norm_first) -> [T, n D]: rms_norm(x) weight silu(gate)
-    if `norm_first`, else rms_norm(x silu(gate)) weight, over D. New tensor.
+    """(x_TnD, gate_TnD with strided rows, weight_nD, eps, norm_first) -> new tensor [T, n D]: over D,
+    rms_norm(x) weight silu(gate) if `norm_first`, else rms_norm(x silu(gate)) weight.
     """
 
     sigmoid_mul: Callable[[Tensor, Tensor], Tensor]

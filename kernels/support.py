@@ -17,6 +17,8 @@ NATIVE_KV_DTYPES: Final = NATIVE_DTYPES | {"int8"}
 TRITON_SINCE: Final = (8, 0)
 FLOAT8_SINCE: Final = (8, 9)
 """Minimum compute capabilities, of Triton and of FP8."""
+MAX_CONV_WIDTH: Final = 8
+"""Most inputs that a channel of a recurrent layer's convolution may span."""
 INTERPRETER_ONLY: Final = "on a CPU they run under TRITON_INTERPRET=1 only, for tests"
 
 

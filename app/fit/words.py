@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 
-from llmbox.engine.planning.estimator import show_bytes
+from llmbox.engine.planning.estimator import MemoryPlan, show_bytes
 
 from .fit import SUSTAINED, Fit, Speed
 
@@ -25,6 +25,7 @@ def fit_rows(result: Fit) -> dict[str, str]:
             "weights": f"{_size(plan.weights_bytes)} as {weights}",
             "workspace": _size(plan.workspace_bytes),
             "KV cache": f"{_size(plan.kv_bytes)}, {token} a token as {plan.kv_dtype}",
+            **({"state": _states(plan)} if plan.state_slots else {}),
             "together": _size(plan.total_bytes) + each,
             "context": f"{plan.context} tokens",
             "at once": f"{plan.max_concurrency:.1f} requests of full context, {plan.max_running} at most",
@@ -38,6 +39,10 @@ def fit_rows(result: Fit) -> dict[str, str]:
     if result.speed is not None:
         rows |= _speed_rows(result.speed)
     return rows
+
+
+def _states(plan: MemoryPlan) -> str:
+    return f"{_size(plan.state_bytes)}, recurrent: {plan.state_slots} slots of {_size(plan.slot_bytes)}"
 
 
 def _speed_rows(speed: Speed) -> Iterator[tuple[str, str]]:

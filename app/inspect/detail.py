@@ -20,6 +20,8 @@ _MORE = {
     "new": "No prompt that begins like this one had been computed.",
     "namespace": "Another key, or another cache_salt, had computed the same beginning. "
     "What one computes is never shared with another.",
+    "state": "More of it is in the KV cache, but the recurrent state there was not kept. It is kept "
+    "now, so that the next prompt goes on from here.",
 }
 _BRIEF = {
     "off": "cache off",
@@ -31,6 +33,7 @@ _BRIEF = {
     "diverged": "went another way",
     "evicted": "evicted",
     "namespace": "another key's",
+    "state": "no state kept there",
 }
 
 

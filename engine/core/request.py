@@ -77,6 +77,12 @@ class Request:
     drafter: NgramProposer | None = None
     """Proposer of draft tokens, made at the first decoding step that may have some; used by
     `DraftScheduler`."""
+    state_slot: int = -1
+    """Slot of its recurrent state; -1: none. `StateManager` writes these three."""
+    state_marks: tuple[int, ...] = ()
+    """Positions of its prompt whose states are to be kept for the prefix cache, ascending."""
+    answer_state: bytes | None = None
+    """Chain hash under which the last state of its answer is kept."""
     first_output_sent: bool = False
     """Set once the first output is made."""
 

@@ -169,6 +169,9 @@ class Scheduler:
 
     def _schedule_decoding(self, plan: StepPlan, decoding: Iterable[Request]) -> None:
         rows = [schedule_tokens(request, 1, 1) for request in decoding]
+        if self.tables.states is not None:
+            for row in rows:
+                self.tables.states.plan_saves(row)
         plan.rows.extend(rows)
         self._flows.charge(rows)
 
@@ -228,6 +231,8 @@ class Scheduler:
         if self.config.chunked_prefill:
             tokens = min(tokens, budget)
         plan.rows.append(schedule_tokens(request, tokens, remaining))
+        if self.tables.states is not None:
+            self.tables.states.plan_saves(plan.rows[-1])
         self._flows.charge(plan.rows[-1:])
         self._flows.note_served(request, self._clock())
         return budget - tokens
@@ -240,7 +245,8 @@ class Scheduler:
         copies = self.tables.admit(request, sibling, alone=not self._running)
         if copies is None:
             return False
-        plan.copies.extend(copies)
+        plan.copies.extend(copies.blocks)
+        plan.state_copies.extend(copies.states)
         self._waiting.take(request)
         self._running[request.request_id] = request
         request.flow.running += 1
@@ -308,10 +314,12 @@ class Scheduler:
         size = self.pool.block_size
         for row in plan.rows:
             request = row.request
-            if row.admission != request.admissions:
-                continue  # ended, aborted or preempted since it was scheduled: the row is stale
             request_id = request.request_id
+            if row.admission != request.admissions:  # ended, aborted or preempted since it was scheduled
+                self._apply_saves(row, valid=False)
+                continue
             if request_id in result.failed:
+                self._apply_saves(row, valid=False)
                 outputs += self._fail(row, result.failed[request_id])
                 continue
             if request_id in result.prompt_logprobs and request.num_output == 0:
@@ -324,6 +332,7 @@ class Scheduler:
             request.num_computed = end = row.end - row.num_rejected(len(taken))
             if row.start // size != end // size:
                 self.tables.publish(request, row.start)
+            self._apply_saves(row, valid=True)
             if row.drafts:
                 self.drafting.record_acceptance(row, taken)
             if taken:
@@ -339,8 +348,13 @@ class Scheduler:
         again from their tokens, and their blocks leave the prefix cache.
         """
         for row in plan.rows:
+            self._apply_saves(row, valid=False)
             if row.admission == row.request.admissions:
                 self._requeue(row.request, suspect=True)
+
+    def _apply_saves(self, row: ScheduledRequest, *, valid: bool) -> None:
+        if row.saves and self.tables.states is not None:
+            self.tables.states.apply_saves(row, valid=valid)
 
     def _end_fork_waits(self) -> None:
         for request_id in self._waiting.awaited_siblings():
@@ -381,6 +395,8 @@ class Scheduler:
             for block in request.block_table:
                 held[block] = held.get(block, 0) + 1
         self.pool.check_holders(held)
+        if self.tables.states is not None:
+            self.tables.states.check(list(self._running.values()))
         flows = [flow for _, flows in self._flows.bands for flow in flows]
         assert sum(flow.running for flow in flows) == len(self._running)
         assert sum(flow.present for flow in flows) == len(self._requests)

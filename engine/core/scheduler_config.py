@@ -19,6 +19,9 @@ class SchedulerConfig:
     watermark: float = 0.01
     ageing_seconds: float = 10.0
     """Seconds after which a waiting priority band is lifted by one, for one request."""
+    state_slots: int = 0
+    """Slots of recurrent state, of running sequences and of the prefix cache together; 0 for a model
+    without."""
     draft_rows: int = 0
     """Maximum rows of a step with draft tokens (`draft_scheduler.py`); 0 turns drafts off. Only for executors
     that run one step at a time and whose rows are independent of each other."""

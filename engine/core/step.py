@@ -27,6 +27,9 @@ class ScheduledRequest:
     drafts: Sequence[int] = ()
     """Draft tokens after those of `request`, computed in the same step. Each row from the last known token on
     gives a token, as long as the draft before it is accepted."""
+    saves: Sequence[tuple[int, int]] = ()
+    """(position, slot): recurrent states to save after so many tokens, ascending; `start` < position <=
+    `end`."""
 
     @property
     def end(self) -> int:
@@ -53,11 +56,13 @@ class StepPlan:
     """Work of one step: rows of prefill and decode together, within the token budget.
 
     `copies` are (source, destination) blocks to copy before anything is written: copy-on-write of a
-    partly filled block. Every block that `rows` need is already in the requests' block tables.
+    partly filled block. `state_copies` are slots of recurrent state to copy then, one after another. Every
+    block that `rows` need is already in the requests' block tables.
     """
 
     rows: list[ScheduledRequest] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

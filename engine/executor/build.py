@@ -21,6 +21,7 @@ from llmbox.kernels.dispatch import QuantUnavailable, UnknownBackend, native_rea
 from llmbox.kernels.op_types import KVShape
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
+from llmbox.kernels.recurrent import StateShape, make_state
 from llmbox.kernels.support import KernelSite
 
 from ..config import EngineConfig
@@ -38,6 +39,7 @@ from ..model.rotary import Rotary
 from ..model_config.config import ModelConfig, parse_config
 from ..model_config.parallel_layout import ParallelLayout
 from ..model_config.pooling import read_pooling
+from ..model_config.recurrent import RecurrentConfig
 from ..planning.estimator import MemoryBudget, estimate
 from ..planning.memory_model import CUDA_CONTEXT
 from ..planning.memory_plan import MemoryPlan
@@ -66,7 +68,9 @@ def draft_rows(config: EngineConfig, plan: MemoryPlan, ops: Ops, *, overlaps: bo
     """
     if config.speculate == "off":
         return 0
-    reason = why_no_drafts(plan.ranks, overlaps=overlaps, row_invariant=ops.row_invariant)
+    reason = why_no_drafts(
+        plan.ranks, overlaps=overlaps, row_invariant=ops.row_invariant, has_state=plan.state_slots > 0
+    )
     if not reason:
         return min(int(usable_levels()[0].flops / _READ), plan.token_budget)
     if config.speculate == "on":
@@ -150,10 +154,15 @@ def load_rank(
         )
     overlaps = device.type == "cuda" if config.overlap is None else config.overlap
     rows = draft_rows(config, plan, ops, overlaps=overlaps)
+    if model_config.recurrent is not None and ops.recurrent is None:
+        raise DeviceError(
+            f"the kernels that run here ({ops.name}) have no recurrent layers: use --device cpu"
+        )
     weights = WeightsWanted(directory, ops, dtype, device, plan.quant, rank)
     model, measured = load_weights(model_config, weights, progress)
+    stage = layout.layers(model_config.num_layers)
     kv_shape = KVShape(
-        num_layers=len(layout.layers(model_config.num_layers)),
+        num_layers=max(1, model_config.layers_with(stage, state=False)),
         num_blocks=plan.num_blocks,
         block_size=plan.block_size,
         num_kv_heads=layout.kv_heads(model_config.num_kv_heads).size,
@@ -169,8 +178,23 @@ def load_rank(
     whole = Sampler(model_config.vocab_size, device, ops)
     sampler = rank_sampler(rank, whole, model_config.vocab_size)
     cache = ops.make_kv_cache(kv_shape, device)
-    runner = CPUModelRunner(model, rotary, cache, sampler, block_size=plan.block_size, device=device)
+    states = None
+    if model_config.recurrent is not None:
+        count = model_config.layers_with(stage, state=True)
+        states = make_state(state_shape(model_config.recurrent, count, plan, layout.tp), device)
+    runner = CPUModelRunner(
+        model, rotary, cache, sampler, block_size=plan.block_size, device=device, states=states
+    )
     return RankEngine(runner, plan, ops.name, measured, rows)
+
+
+def state_shape(recurrent: RecurrentConfig, layers: int, plan: MemoryPlan, tp: int) -> StateShape:
+    return StateShape(
+        num_layers=layers,
+        num_slots=plan.state_slots,
+        channels=recurrent.channels // tp,
+        conv_width=recurrent.conv_width,
+    )
 
 
 def open_kernels(progress: Callable[[Progress], None]) -> None:
@@ -270,6 +294,7 @@ def make_scheduler(config: EngineConfig, plan: MemoryPlan, draft_rows: int = 0) 
         premium_share=config.premium_share,
         watermark=config.watermark,
         draft_rows=draft_rows,
+        state_slots=plan.state_slots,
     )
     return Scheduler(settings, pool)
 
@@ -306,6 +331,8 @@ def model_info(
         measured_weights_bytes=measured,
         tp=plan.tp,
         pp=plan.pp,
+        state_slots=plan.state_slots,
+        state_bytes=plan.state_bytes * plan.ranks,
         gpus=tuple(plan.gpus),
         worker_pids=tuple(worker_pids),
         notes=plan.notes,

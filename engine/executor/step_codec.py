@@ -20,7 +20,8 @@ from ..sampling_params import SamplingParams
 
 _DEFAULTS = SamplingParams(max_tokens=0)
 _ROW = 9
-# Integers of a row: number, start, tokens, samples, admission, pending, new ids, new blocks, mask.
+# Integers of a row: number, start, tokens, flags, admission, pending, new ids, new blocks, mask. Flags: if it
+# samples, and twice the number of states that it saves.
 _MASK_UNIT = 4
 # Bytes of a grammar mask per integer.
 _GRAPH = "graph"
@@ -55,14 +56,16 @@ class StepEncoder:
     def encode(self, plan: StepPlan, graph: int = 0) -> Frame:
         """Encode one step.
 
-        Integers: counts of finished requests, block copies and rows; numbers of the requests that ceased to
-        run since the last step; (source, destination) of each copy; then the rows, see `_row`.
+        Integers: counts of finished requests, block copies, state copies and rows; numbers of the requests
+        that ceased to run since the last step; (source, destination) of each copy; then the rows, see `_row`.
 
         `graph`: size that a decoding step is padded to, see `decode_graph`.
         """
         gone = self._forget_gone()
-        numbers = array(NUMBER, [len(gone), len(plan.copies), len(plan.rows), *gone])
-        for pair in plan.copies:
+        copies = [*plan.copies, *plan.state_copies]
+        counts = len(gone), len(plan.copies), len(plan.state_copies), len(plan.rows)
+        numbers = array(NUMBER, [*counts, *gone])
+        for pair in copies:
             numbers.extend(pair)
         new: dict[str, Any] = {_GRAPH: graph} if graph else {}
         for row in plan.rows:
@@ -79,16 +82,20 @@ class StepEncoder:
         return [self._mirrors.pop(key).number for key in gone]
 
     def _row(self, numbers: "array[int]", row: ScheduledRequest, known: _Mirror) -> None:
-        """Append the integers of `_ROW`, then the new ids, the new blocks and the mask."""
+        """Append the integers of `_ROW`, then the new ids, the new blocks, the mask and the saves."""
         request = row.request
         ids = request.token_ids[known.tokens :]
         added = request.block_table[known.blocks :]
-        numbers.extend((known.number, row.start, row.num_tokens, row.samples, row.admission))
+        numbers.extend(
+            (known.number, row.start, row.num_tokens, row.samples + 2 * len(row.saves), row.admission)
+        )
         mask = _as_numbers(request.mask) if row.samples else array(NUMBER)
         numbers.extend((request.num_pending, len(ids), len(added), len(mask)))
         numbers.extend(ids)
         numbers.extend(added)
         numbers.extend(mask)
+        for save in row.saves:
+            numbers.extend(save)
         known.tokens += len(ids)
         known.blocks += len(added)
 
@@ -101,16 +108,18 @@ class StepDecoder:
 
     def decode(self, frame: Frame) -> StepPlan:
         numbers = iter(frame.numbers)
-        gone, copies, rows = islice(numbers, 3)
+        gone, copies, states, rows = islice(numbers, 4)
         for number in islice(numbers, gone):
             self._requests.pop(number).admissions = _GONE
-        pairs = [(next(numbers), next(numbers)) for _ in range(copies)]
-        return StepPlan([self._row(numbers, frame.body) for _ in range(rows)], pairs)
+        pairs = [(next(numbers), next(numbers)) for _ in range(copies + states)]
+        decoded = [self._row(numbers, frame.body) for _ in range(rows)]
+        return StepPlan(decoded, pairs[:copies], pairs[copies:])
 
     def _row(self, numbers: Iterable[int], new: dict[str, Any]) -> ScheduledRequest:
-        number, start, tokens, samples, admission, pending, num_ids, added, mask = islice(numbers, _ROW)
+        number, start, tokens, flags, admission, pending, num_ids, added, mask = islice(numbers, _ROW)
         ids, blocks = list(islice(numbers, num_ids)), list(islice(numbers, added))
         allowed = array(NUMBER, islice(numbers, mask)).tobytes()
+        saves = list(islice(numbers, flags // 2 * 2))
         request = self._requests.get(number)
         if request is None:
             request = self._requests[number] = _introduced(new[str(number)], ids)
@@ -119,7 +128,8 @@ class StepDecoder:
         request.block_table += blocks
         request.admissions, request.num_pending = admission, pending
         request.mask = allowed or None
-        return ScheduledRequest(request, start, tokens, bool(samples), admission)
+        pairs = tuple(zip(saves[::2], saves[1::2], strict=True))
+        return ScheduledRequest(request, start, tokens, bool(flags % 2), admission, saves=pairs)
 
 
 def decode_graph(frame: Frame) -> int:
@@ -141,12 +151,18 @@ def _introduction(request: Request) -> list[Any]:
         for field in fields(SamplingParams)
         if (value := getattr(request.params, field.name)) != getattr(_DEFAULTS, field.name)
     }
-    return [request.request_id, request.num_prompt, params]
+    return [request.request_id, request.num_prompt, params, request.state_slot]
 
 
 def _introduced(told: Sequence[Any], ids: list[int]) -> Request:
-    request_id, num_prompt, params = told
-    return Request(request_id=request_id, prompt_ids=ids[:num_prompt], params=_params(params), token_ids=ids)
+    request_id, num_prompt, params, slot = told
+    return Request(
+        request_id=request_id,
+        prompt_ids=ids[:num_prompt],
+        params=_params(params),
+        token_ids=ids,
+        state_slot=slot,
+    )
 
 
 def _params(told: dict[str, Any]) -> SamplingParams:

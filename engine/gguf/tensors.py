@@ -55,6 +55,8 @@ class GgufTensors:
         heads = self._heads.get(place.name.split(".")[-2])
         return tensor if heads is None else half_split_rope(tensor, heads)
 
+    floats = take
+
     def split(self, name: str, parts: Mapping[str, int]) -> None:
         """Do nothing: no GGUF file of the supported architectures stacks these tensors."""
 

@@ -14,7 +14,16 @@ from ..sampling_params import Pooling, SamplingParams
 
 
 PrefixMissReason = Literal[
-    "off", "prompt_logprobs", "pooling", "short", "complete", "new", "diverged", "evicted", "namespace"
+    "off",
+    "prompt_logprobs",
+    "pooling",
+    "short",
+    "complete",
+    "new",
+    "diverged",
+    "evicted",
+    "namespace",
+    "state",
 ]
 """Reason why the prefix cache covered no more of a prompt.
 
@@ -138,6 +147,9 @@ class ModelInfo:
     """Tensor-parallel size. Sizes in bytes are sums over all ranks."""
     pp: int = 1
     """Pipeline-parallel size."""
+    state_slots: int = 0
+    """Slots of recurrent state; 0 for a model without."""
+    state_bytes: int = 0
     gpus: tuple[int, ...] = ()
     """Index of the visible GPU of each rank."""
     worker_pids: tuple[int, ...] = ()

@@ -21,7 +21,8 @@ class Attention:
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, ops: Ops) -> None:
         self.rank = rank = weights.rank
         self.ops = ops
-        self.layer = layer - rank.layout.layers(config.num_layers).start
+        stage = rank.layout.layers(config.num_layers)
+        self.layer = config.layers_with(range(stage.start, layer), state=False)
         """Index in the KV cache, which holds the layers of this stage."""
         heads, kv_heads = rank.part(config.num_heads), rank.layout.kv_heads(config.num_kv_heads)
         self.heads, self.kv_heads, self.head_dim = heads.size, kv_heads.size, config.head_dim

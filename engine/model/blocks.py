@@ -13,10 +13,11 @@ from llmbox.kernels.ops import Ops
 
 from ..model_config.config import ModelConfig
 from ..weights.source import Weights
-from .attention import Attention
 from .forward_context import ForwardContext
 from .norm import norm_weight
 
+Mixer = Callable[[Tensor, ForwardContext], Tensor]
+"""Attention or a recurrent layer: maps rows [T, E] to partial results for `TensorParallel.add_norm`."""
 MLP = Callable[[Tensor], Tensor]
 """Maps the layer's rows [T, E] to partial results for `TensorParallel.add_norm`."""
 
@@ -48,9 +49,7 @@ class DecoderBlock(Protocol):
 class PreNormBlock:
     """`DecoderBlock` with norms before attention and MLP."""
 
-    def __init__(
-        self, config: ModelConfig, weights: Weights, ops: Ops, attention: Attention, mlp: MLP
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, attention: Mixer, mlp: MLP) -> None:
         self.ops = ops
         self.rank = weights.rank
         self.eps = config.rms_norm_eps
@@ -82,9 +81,7 @@ class PostNormBlock:
     Its output is `complete`: the norm needs the all-reduced sum.
     """
 
-    def __init__(
-        self, config: ModelConfig, weights: Weights, ops: Ops, attention: Attention, mlp: MLP
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, attention: Mixer, mlp: MLP) -> None:
         self.ops = ops
         self.rank = weights.rank
         self.eps = config.rms_norm_eps
@@ -121,9 +118,7 @@ class SandwichNormBlock:
     Its output is `complete`: the last norm needs the all-reduced sum.
     """
 
-    def __init__(
-        self, config: ModelConfig, weights: Weights, ops: Ops, attention: Attention, mlp: MLP
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, attention: Mixer, mlp: MLP) -> None:
         self.ops = ops
         self.rank = weights.rank
         self.eps = config.rms_norm_eps

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from llmbox.kernels.op_types import BatchLayout
 from llmbox.kernels.ops import AttentionPlan, KVCache
+from llmbox.kernels.recurrent import RecurrentState
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,3 +22,6 @@ class ForwardContext:
     cache: KVCache
     plans: dict[int | None, AttentionPlan]
     """Attention plans by sliding window; None: full attention."""
+    layout: BatchLayout | None = None
+    states: RecurrentState | None = None
+    """Both for models with recurrent layers."""

@@ -11,10 +11,11 @@ from ..model_config.config import ModelConfig
 from ..weights.mixed_precision import MixedPrecisionSource
 from ..weights.source import Weights, WeightSource
 from .attention import Attention, FullWidthQKNormAttention
-from .blocks import MLP, DecoderBlock, PostNormBlock, PreNormBlock, SandwichNormBlock
+from .blocks import MLP, DecoderBlock, Mixer, PostNormBlock, PreNormBlock, SandwichNormBlock
 from .decoder import Decoder
 from .mlp import GatedMLP
 from .moe import SparseMoE
+from .recurrent import ShortConv
 
 _Block = type[PreNormBlock] | type[PostNormBlock] | type[SandwichNormBlock]
 BLOCKS: dict[BlockKind, _Block] = {
@@ -30,14 +31,20 @@ def build_model(config: ModelConfig, source: WeightSource, quant: Quant | None =
         source = MixedPrecisionSource(source, config.num_layers)
     ops = source.ops
     block = BLOCKS[config.block]
-    attention_kind = FullWidthQKNormAttention if config.qk_norm == "width" else Attention
 
     def make_layer(number: int, weights: Weights) -> DecoderBlock:
         _split_stacked_projections(config, weights)
-        attention = attention_kind(config, number, weights.at("self_attn"), ops)
-        return block(config, weights, ops, attention, _make_mlp(config, number, weights, ops))
+        mixer = _make_mixer(config, number, weights, ops)
+        return block(config, weights, ops, mixer, _make_mlp(config, number, weights, ops))
 
     return Decoder(config, source, make_layer)
+
+
+def _make_mixer(config: ModelConfig, number: int, weights: Weights, ops: Ops) -> Mixer:
+    if config.recurrent is not None and config.recurrent.layers[number]:
+        return ShortConv(config, number, weights.at("conv"), ops)
+    attention_kind = FullWidthQKNormAttention if config.qk_norm == "width" else Attention
+    return attention_kind(config, number, weights.at("self_attn"), ops)
 
 
 def _make_mlp(config: ModelConfig, number: int, weights: Weights, ops: Ops) -> MLP:

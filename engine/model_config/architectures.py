@@ -26,6 +26,7 @@ from .gemma import (
 )
 from .moe import ExpertRule, mixtral_experts, no_experts, qwen3_moe_experts
 from .multipliers import Scales
+from .recurrent import RecurrentRule, lfm2_recurrence, lfm2_sizes, no_recurrence
 from .rope import (
     MINISTRAL3_ROPE,
     RopeRule,
@@ -60,6 +61,10 @@ def no_scales(_fields: Fields) -> Scales:
 
 def nothing(_fields: Fields) -> None:
     pass
+
+
+def as_it_is(_fields: Fields) -> Mapping[str, Any]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +103,7 @@ class Architecture:
     windows: WindowRule = no_windows
     ropes: RopeRule = one_rope
     experts: ExpertRule = no_experts
+    recurrence: RecurrentRule = no_recurrence
     scales: Callable[[Fields], Scales] = no_scales
     own_code: str = ""
     """Class in `auto_map` of its repositories that transformers has adopted, so that the code need not be
@@ -106,6 +112,8 @@ class Architecture:
     """True if QK-norm comes after RoPE."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Keys of config.json that this architecture calls otherwise: {usual key: its key}."""
+    sizes: Callable[[Fields], Mapping[str, Any]] = as_it_is
+    """Rule that returns the fields which this architecture computes from others."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Modules of a layer that its checkpoints call otherwise: {name in `engine/model`: name there}."""
     refuse: Callable[[Fields], None] = nothing
@@ -316,6 +324,26 @@ ARCHITECTURES: dict[str, Architecture] = {
         block="post_norm",
         windows=exaone4_windows,
         ropes=rope_of_sliding_layers,
+    ),
+    "Lfm2ForCausalLM": Architecture(
+        model_type="lfm2",
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True},
+        qk_norm="heads",
+        recurrence=lfm2_recurrence,
+        sizes=lfm2_sizes,
+        aliases={"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"},
+        names={
+            "input_layernorm": "operator_norm",
+            "post_attention_layernorm": "ffn_norm",
+            "mlp": "feed_forward",
+            "gate_proj": "w1",
+            "up_proj": "w3",
+            "down_proj": "w2",
+            "o_proj": "out_proj",
+            "q_norm": "q_layernorm",
+            "k_norm": "k_layernorm",
+            "norm": "embedding_norm",
+        },
     ),
     "GemmaForCausalLM": _GEMMA,
     "Gemma2ForCausalLM": _GEMMA2,

@@ -19,6 +19,7 @@ from .fields import Fields, show
 from .moe import ExpertsConfig
 from .multipliers import Scales
 from .pooling import is_declared
+from .recurrent import RecurrentConfig
 from .rope import RopeConfig
 from .shape import ExpertShape, ModelShape
 
@@ -112,6 +113,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     norms_after_rope: bool = False
     """True if QK-norm comes after RoPE."""
+    recurrent: RecurrentConfig | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     """Names of modules in the checkpoint, where they differ from those in `engine/model`."""
 
@@ -123,6 +125,12 @@ class ModelConfig:
         """Return the index of the RoPE of queries where that of keys is `rope`."""
         variant = self.ropes[rope].query_variant
         return rope if variant is None else self.ropes.index(variant)
+
+    def layers_with(self, layers: range, *, state: bool) -> int:
+        """Return how many of these layers have recurrent state, or else KV."""
+        if self.recurrent is None:
+            return 0 if state else len(layers)
+        return sum(self.recurrent.layers[layer] == state for layer in layers)
 
     @property
     def context_limit(self) -> int:
@@ -142,13 +150,18 @@ class ModelConfig:
         hidden, ffn = self.hidden_size, self.intermediate_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         norms = {None: 0, "heads": 2 * self.head_dim, "width": q + kv}[self.qk_norm]
-        layer = (4 if self.block == "sandwich" else 2) * hidden + norms + hidden * (q + 2 * kv) + q * hidden
-        layer += (q + 2 * kv) * self.qkv_bias + hidden * self.o_bias
+        layer = (4 if self.block == "sandwich" else 2) * hidden
+        attention = norms + hidden * (q + 2 * kv) + q * hidden
+        attention += (q + 2 * kv) * self.qkv_bias + hidden * self.o_bias
+        mixers = self.layers_with(range(self.num_layers), state=False) * attention
+        if self.recurrent is not None:
+            mixers += sum(self.recurrent.layers) * self.recurrent.parameters(hidden)
         mlp = 3 * hidden * ffn + (2 * ffn + hidden) * self.mlp_bias
         tables = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
         sparse = 0 if self.experts is None else self.experts.num_layers
         experts = 0 if self.experts is None else sparse * self.experts.parameters(hidden)
-        return tables + self.num_layers * layer + (self.num_layers - sparse) * mlp + experts + hidden
+        layers = self.num_layers * layer + mixers + (self.num_layers - sparse) * mlp + experts
+        return tables + layers + hidden
 
     def shape(self, context: int | None = None) -> ModelShape:
         """Return the shape for the estimator. `context`: requested context; None for the default."""
@@ -174,6 +187,7 @@ class ModelConfig:
             quant=self.quant,
             wide_params=self.wide_params,
             experts=None if self.experts is None else expert_shape(self.experts),
+            recurrent=None if self.recurrent is None else self.recurrent.shape(),
         )
 
 
@@ -254,6 +268,7 @@ def parse_config(path: Path | str) -> ModelConfig:
         else 0,
         experts=kind.experts(fields, layers),
         norms_after_rope=kind.norms_after_rope,
+        recurrent=kind.recurrence(fields, layers),
         names=kind.names,
     )
 
@@ -267,7 +282,7 @@ def completed(fields: Fields, kind: Architecture) -> Fields:
     raw |= {usual: raw[key] for usual, key in kind.aliases.items() if raw.get(key) is not None}
     if fields.raw.get("rope_scaling") is not None and fields.raw.get("rope_parameters") is None:
         raw["rope_parameters"] = None
-    return Fields(raw, fields.where)
+    return Fields({**raw, **kind.sizes(Fields(raw, fields.where))}, fields.where)
 
 
 def architecture_of(fields: Fields) -> Architecture:

@@ -10,7 +10,9 @@ from llmbox.kernels.quant_formats import Quant
 
 from .shape import ModelShape
 
-_FINE = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.down_proj|.+\.experts\.\d+\.(?:down_proj|w2))")
+_FINE = re.compile(
+    r"model\.layers\.(\d+)\.(?:mlp\.down_proj|feed_forward\.w2|.+\.experts\.\d+\.(?:down_proj|w2))"
+)
 
 
 def is_fine(name: str, layers: int) -> bool:

@@ -122,6 +122,9 @@ def _indivisible(shape: ModelShape, tp: int, quant: Quant | None) -> str:
         return f"the MLP's {shape.ffn} inner rows cannot be shared equally"
     if shape.experts and shape.experts.inner % tp:
         return f"the {shape.experts.inner} inner rows of each expert cannot be shared equally"
+    for what, count in shape.recurrent.divisible if shape.recurrent else ():
+        if count % tp:
+            return f"the {count} {what} cannot be shared equally"
     if -(-shape.vocab // tp) * (tp - 1) >= shape.vocab:
         return f"the vocabulary has only {shape.vocab} tokens"
     inner = {"attention": shape.heads * shape.head_dim // tp}

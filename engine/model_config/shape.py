@@ -28,6 +28,26 @@ class ExpertShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentShape:
+    """Sizes of recurrent layers, which have a state of fixed size for each sequence in place of KV."""
+
+    is_recurrent: tuple[bool, ...]
+    """True for each recurrent layer of the model."""
+    layers: int
+    """Number of recurrent layers."""
+    attention_layers: int
+    """Number of layers with KV."""
+    layer_bytes: int
+    """Bytes of the state of one sequence in one layer."""
+    divisible: tuple[tuple[str, int], ...]
+    """(name, number) of what the ranks of a stage share equally."""
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.layers * self.layer_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Sizes from config.json; a gated MLP (three matrices of hidden x ffn) is assumed."""
 
@@ -64,6 +84,17 @@ class ModelShape:
     experts: ExpertShape | None = None
     fits_float16: bool = True
     """True if the outputs of layers stay within the range of float16."""
+    recurrent: RecurrentShape | None = None
+
+    @property
+    def kv_layers(self) -> int:
+        """Number of layers with keys and values."""
+        return self.layers if self.recurrent is None else self.recurrent.attention_layers
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the recurrent state of one sequence."""
+        return 0 if self.recurrent is None else self.recurrent.slot_bytes
 
     def seen(self, context: float) -> float:
         """Return the mean number of visible tokens over the layers, at `context` tokens."""
@@ -130,4 +161,4 @@ class ModelShape:
         """
         numbers = width or self.head_dim
         head = numbers + 4 if dtype in SCALED_KV else numbers * DTYPE_BYTES[dtype]
-        return 2 * self.layers * self.kv_heads * head
+        return 2 * self.kv_layers * self.kv_heads * head

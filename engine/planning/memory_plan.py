@@ -84,6 +84,9 @@ class MemoryPlan:
     pp: int = 1
     gpus: tuple[int, ...] = ()
     """Index of the visible GPU of each rank."""
+    state_slots: int = 0
+    """Slots of recurrent state, of running sequences and of the prefix cache; 0 for a model without."""
+    slot_bytes: int = 0
     is_lowered: bool = False
     """True if the context is smaller than wanted."""
 
@@ -94,7 +97,11 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """Bytes of one rank."""
-        return self.weights_bytes + self.workspace_bytes + self.kv_bytes
+        return self.weights_bytes + self.workspace_bytes + self.kv_bytes + self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        return self.state_slots * self.slot_bytes
 
     @property
     def ranks(self) -> int:

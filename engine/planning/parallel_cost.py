@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from ..model_config.shape import DTYPE_BYTES, ExpertShape, ModelShape
+from ..model_config.parallel_layout import ParallelLayout
+from ..model_config.shape import DTYPE_BYTES, ExpertShape, ModelShape, RecurrentShape
 from .roofline import decode_tokens_per_second
 
 
@@ -25,6 +26,7 @@ def rank_shape(shape: ModelShape, tp: int, pp: int) -> ModelShape:
         no_head=pp > 1 and not shape.tied,
         exact_params=None,
         experts=shape.experts and _expert_share(shape.experts, -(-shape.layers // pp), tp),
+        recurrent=shape.recurrent and _recurrent_share(shape.recurrent, tp, pp),
     )
     tables = shape.table_params * (1 if shape.tied else 2)
     in_layers = shape.params - tables - shape.hidden
@@ -40,6 +42,21 @@ def _expert_share(experts: ExpertShape, layers: int, tp: int) -> ExpertShape:
     as an MLP is.
     """
     return replace(experts, layers=min(layers, experts.layers), inner=experts.inner // tp)
+
+
+def _recurrent_share(recurrent: RecurrentShape, tp: int, pp: int) -> RecurrentShape:
+    """Return the most recurrent layers of any stage, and the most with attention, which every stage is given
+    at least one of.
+    """
+    kinds = recurrent.is_recurrent
+    stages = [ParallelLayout(tp, pp, stage * tp).layers(len(kinds)) for stage in range(pp)]
+    counts = [(sum(kinds[layer] for layer in stage), len(stage)) for stage in stages]
+    return replace(
+        recurrent,
+        layers=max(count for count, _ in counts),
+        attention_layers=max(1, *(size - count for count, size in counts)),
+        layer_bytes=recurrent.layer_bytes // tp,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,11 @@ _COMFORTABLE_CONTEXT = 4096
 _POOL_BYTES, _POOL_CONTEXTS = 512 << 20, 8
 # Default KV pool on a CPU; see `Planner._default_pool`.
 _STEP_SECONDS = 0.5
+_KEPT_STATES = 16
+# Slots of recurrent state for the prefix cache, beside one for each running request.
+_LEAST_SLOTS = 2
+_STATES_SHARE = 0.5
+# Fraction of the memory beside one whole context that recurrent state may take.
 
 
 def resolve_dtypes(
@@ -71,6 +76,8 @@ class Planner:
         self.block_bytes = config.block_size * self.kv_bytes_per_token
         self.max_running = config.max_running or _default_max_running(budget, config)
         self.token_budget = config.token_budget or _default_token_budget(shape, budget, self.max_running)
+        self.wanted_slots = self.max_running + _KEPT_STATES if shape.slot_bytes else 0
+        self.least_slots = min(_LEAST_SLOTS, self.wanted_slots)
         self.notes: list[str] = []
 
     def plan(self) -> MemoryPlan:
@@ -87,8 +94,9 @@ class Planner:
             self.notes.append(
                 f"context lowered from {limit} to {context} tokens to fit in {show_bytes(have)}"
             )
+        slots = self._slots(have - self._need(context))
         workspace = self._workspace(context)
-        room = (have - self.weights - workspace) // self.block_bytes
+        room = (have - self.weights - workspace - slots * self.shape.slot_bytes) // self.block_bytes
         wanted = self._pool_blocks(context)
         if wanted < min(room, self.max_running * self._blocks(context)) and self.config.kv_tokens is None:
             self.notes.append(
@@ -110,9 +118,31 @@ class Planner:
             context=context,
             max_running=self.max_running,
             token_budget=self.token_budget,
+            state_slots=slots,
+            slot_bytes=self.shape.slot_bytes,
             notes=tuple(self.notes),
             is_lowered=context < limit,
         )
+
+    def _slots(self, spare: int) -> int:
+        """Return the slots of recurrent state, of which `spare` bytes may hold more than the fewest. Lowers
+        `max_running` where there are too few.
+        """
+        if not self.wanted_slots:
+            return 0
+        more = int(spare * _STATES_SHARE) // self.shape.slot_bytes
+        slots = min(self.wanted_slots, self.least_slots + more)
+        each = show_bytes(self.shape.slot_bytes)
+        if slots <= self.max_running:
+            self.notes.append(
+                f"{slots - 1} requests run at once, not {self.max_running}: the recurrent state of each "
+                f"takes {each}"
+            )
+            self.max_running = slots - 1
+        self.notes.append(
+            f"recurrent state: {slots} slots of {each}, for running requests and for prefixes to go on from"
+        )
+        return slots
 
     def _wanted_context(self) -> int:
         limit, asked = self.shape.context_limit, self.config.context
@@ -196,7 +226,8 @@ class Planner:
 
     def _need(self, context: int) -> int:
         """Return the bytes needed to serve one request of this context."""
-        return self.weights + self._workspace(context) + self._blocks(context) * self.block_bytes
+        states = self.least_slots * self.shape.slot_bytes
+        return self.weights + self._workspace(context) + states + self._blocks(context) * self.block_bytes
 
     def _largest_context(self, limit: int, have: int) -> int:
         """Return the largest context that fits, in whole blocks; 0 if none. The need grows with the context,
@@ -218,8 +249,13 @@ class Planner:
             f"the model needs {show_bytes(need)} and has {show_bytes(have)} "
             f"(weights {show_bytes(self.weights)} in {self.dtype}, "
             f"workspace {show_bytes(self._workspace(context))}, "
+            f"{self._show_states()}"
             f"KV {show_bytes(kv)} for a context of {context} tokens); {self._remedy(need, context, have)}"
         )
+
+    def _show_states(self) -> str:
+        states = self.least_slots * self.shape.slot_bytes
+        return f"recurrent state {show_bytes(states)}, " if states else ""
 
     def _remedy(self, need: int, context: int, have: int) -> str:
         smaller = self._largest_context(context, have)

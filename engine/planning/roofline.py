@@ -27,7 +27,8 @@ def decode_tokens_per_second(
         head = shape.table_params
         wide = DTYPE_BYTES[dtype]
         weight_bytes = int(head * quant.head_bytes(wide)) + layers_bytes(shape, quant, wide, rows)
-    return rows * bandwidth / (weight_bytes + rows * seen * shape.kv_bytes_per_token(kv_dtype))
+    states = 2 * shape.slot_bytes  # read and written
+    return rows * bandwidth / (weight_bytes + rows * (seen * shape.kv_bytes_per_token(kv_dtype) + states))
 
 
 def prefill_tokens_per_second(shape: ModelShape, peak_flops: float, *, prompt: int) -> float:
@@ -37,5 +38,5 @@ def prefill_tokens_per_second(shape: ModelShape, peak_flops: float, *, prompt: i
     The output projection is left out, because only the last row of a prompt needs it.
     """
     visible = shape.seen(prompt / 2)
-    attention = 4 * shape.layers * shape.heads * shape.head_dim * visible
+    attention = 4 * shape.kv_layers * shape.heads * shape.head_dim * visible
     return peak_flops / (2 * (shape.active_params - shape.vocab * shape.hidden) + attention)

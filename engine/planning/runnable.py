@@ -27,9 +27,13 @@ class RunnablePlan:
     is_stored: bool = False
     """True if the checkpoint holds weights of this format, which no option can change."""
 
+    has_state: bool = False
+    """True for a model with recurrent layers."""
+
     @classmethod
     def of(cls, plan: MemoryPlan, stored: str | None) -> "RunnablePlan":
-        return cls(plan.dtype, plan.kv_dtype, plan.quant, plan.ranks, stored is not None)
+        has_state = plan.state_slots > 0
+        return cls(plan.dtype, plan.kv_dtype, plan.quant, plan.ranks, stored is not None, has_state)
 
 
 def kernel_site(budget: MemoryBudget, plan: MemoryPlan) -> KernelSite:
@@ -62,16 +66,23 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
             "CPU, in bfloat16 or float32; see `llmbox doctor`"
         )
     overlaps = site.device == "cuda" if config.overlap is None else config.overlap
-    reason = why_no_drafts(plan.ranks, overlaps=overlaps, row_invariant=invariant)
+    if plan.has_state and overlaps:
+        raise DeviceError(
+            "the recurrent layers of this model run on CPUs only, one step at a time: load with --device cpu "
+            "and without --overlap"
+        )
+    reason = why_no_drafts(plan.ranks, overlaps=overlaps, row_invariant=invariant, has_state=plan.has_state)
     if config.speculate == "on" and reason:
         raise DeviceError(f"speculate was asked for, but {reason}: load with --speculate auto or off")
 
 
-def why_no_drafts(ranks: int, *, overlaps: bool, row_invariant: bool) -> str:
+def why_no_drafts(ranks: int, *, overlaps: bool, row_invariant: bool, has_state: bool = False) -> str:
     """Return the reason why an engine cannot verify drafts; empty if it can.
 
     `overlaps`: steps are launched before the results of earlier ones. `row_invariant`: see `Ops`.
     """
+    if has_state:
+        return "the model has recurrent layers, whose state cannot go back behind a rejected draft yet"
     if ranks > 1:
         return f"the model runs on {ranks} ranks, which do not verify drafts yet"
     if overlaps:

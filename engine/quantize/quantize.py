@@ -90,6 +90,10 @@ def quantize(
             "a text meets some experts hardly ever, so their weights cannot be calibrated with it: quantise "
             "without --calibrate"
         )
+    if writing is not None and config.recurrent is not None:
+        raise ModelError(
+            "models with recurrent layers cannot be calibrated yet: quantise without --calibrate"
+        )
     require_free_space(out, bytes_at_most(config, quant))
     with atomic_directory(out) as part:
         sequences = [] if writing is None else generate_calibration_text(source, threads, writing)

@@ -43,6 +43,7 @@ class Tensors(Protocol):
     """Dtype of unquantized tensors."""
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+    def floats(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
     def split(self, name: str, parts: Mapping[str, int]) -> None: ...
     def skip(self, name: str) -> None: ...
     def finish(self) -> None: ...
@@ -82,6 +83,12 @@ class Quantizer:
         vector = self._source.take(name, (size,))
         self._keep(name, vector)
         return vector
+
+    def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._source.floats(name, shape)
+        self.kept += 1
+        self._out.add({name: tensor})
+        return tensor
 
     def packed(self, asked: WeightRequest) -> PackedLinear:
         quant = None if self._quant is None else format_of(self._quant, asked.kind)

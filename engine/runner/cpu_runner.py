@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from llmbox.kernels.ops import KVCache
+from llmbox.kernels.recurrent import RecurrentState, copy_states
 
 from ..core.step import ScheduledRequest, StepPlan, StepResult
 from ..ipc.messages import TokenLogprobs
@@ -32,11 +33,14 @@ class CPUModelRunner:
         *,
         block_size: int,
         device: torch.device,
+        states: RecurrentState | None = None,
     ) -> None:
+        """`states`: of a model with recurrent layers."""
         self._model = model
         self._ops = model.ops
         self._rotary = rotary
         self._cache = cache
+        self._states = states
         self._sampler = sampler
         self._block_size = block_size
         self._device = device
@@ -46,8 +50,11 @@ class CPUModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Execute one step. Decoding rows come first, sorted by context: attention batches neighbours."""
         self._ops.copy_blocks(self._cache, plan.copies)
+        if self._states is not None:
+            copy_states(self._states, plan.state_copies)
         rows = sorted(plan.rows, key=_decoding_first)
-        batch = build_batch(rows, self._block_size, self._device)
+        with_states = self._states is not None
+        batch = build_batch(rows, self._block_size, self._device, with_states=with_states)
         self._ops.clear_blocks(self._cache, batch.fresh_blocks)
         hidden_RE = self._model.hidden(self._forward(batch), batch.wanted_R)
         result = self._sample(hidden_RE[: batch.num_sampled], batch)
@@ -66,7 +73,7 @@ class CPUModelRunner:
     def _forward(self, batch: StepBatch) -> ForwardContext:
         cos_ATD, sin_ATD = self._rotary.rows(batch.ragged.positions_T)
         plans = {w: self._ops.plan_attention(batch.ragged, self._cache, w) for w in self._windows}
-        return ForwardContext(batch.ids_T, cos_ATD, sin_ATD, self._cache, plans)
+        return ForwardContext(batch.ids_T, cos_ATD, sin_ATD, self._cache, plans, batch.ragged, self._states)
 
     def _sample(self, hidden_SE: Tensor, batch: StepBatch) -> StepResult:
         if not batch.num_sampled:

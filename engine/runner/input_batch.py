@@ -6,12 +6,12 @@ Python per token, and copied to the device once per tensor.
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from llmbox.kernels.op_types import BatchLayout
+from llmbox.kernels.op_types import BatchLayout, StateLayout
 
 from ..core.request import Request
 from ..core.step import ScheduledRequest
@@ -47,8 +47,12 @@ class StepBatch:
     """Result of `begun_blocks`."""
 
 
-def build_batch(rows: Sequence[ScheduledRequest], block_size: int, device: torch.device) -> StepBatch:
-    """Flatten scheduled rows into the tensors of one forward pass."""
+def build_batch(
+    rows: Sequence[ScheduledRequest], block_size: int, device: torch.device, *, with_states: bool = False
+) -> StepBatch:
+    """Flatten scheduled rows into the tensors of one forward pass. `with_states`: the model has recurrent
+    layers.
+    """
     ids, positions, starts = array("q"), array("i"), array("i", [0])
     prompt_rows, vector_rows, last_known = array("q"), array("q"), {}
     prompts: list[PromptRows] = []
@@ -72,9 +76,10 @@ def build_batch(rows: Sequence[ScheduledRequest], block_size: int, device: torch
     sampled_rows = array("q", [last_known[row.request] + j for j, part in enumerate(rounds) for row in part])
     in_order = len(sampled_rows) == starts[-1] and (len(rounds) == 1 or len(rows) == 1)
     wanted = None if in_order and not prompts else sampled_rows + prompt_rows + vector_rows
+    layout = ragged(rows, starts, positions, block_size, device)
     return StepBatch(
         ids_T=to_device(ids, device),
-        ragged=ragged(rows, starts, positions, block_size, device),
+        ragged=replace(layout, states=state_layout(rows, starts, device)) if with_states else layout,
         wanted_R=None if wanted is None else to_device(wanted, device),
         rounds=rounds,
         num_sampled=len(sampled_rows),
@@ -82,6 +87,20 @@ def build_batch(rows: Sequence[ScheduledRequest], block_size: int, device: torch
         pooled=pooled,
         fresh_blocks=begun_blocks(rows, block_size),
     )
+
+
+def state_layout(rows: Sequence[ScheduledRequest], starts: "array[int]", device: torch.device) -> StateLayout:
+    """Return the slots that a step reads, writes and saves to. Rows without a slot, of warm-ups, use the
+    first.
+    """
+    slots = array("i", [max(0, row.request.state_slot) for row in rows])
+    save_starts, save_rows, save_slots = array("i", [0]), array("i"), array("i")
+    for row, first in zip(rows, starts, strict=False):
+        for position, slot in row.saves:
+            save_rows.append(first + position - 1 - row.start)
+            save_slots.append(slot)
+        save_starts.append(len(save_rows))
+    return StateLayout(*(to_device(each, device) for each in (slots, save_starts, save_rows, save_slots)))
 
 
 def begun_blocks(rows: Sequence[ScheduledRequest], block_size: int) -> list[int]:

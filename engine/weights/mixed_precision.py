@@ -35,6 +35,9 @@ class MixedPrecisionSource:
     def vector(self, name: str, size: int) -> Tensor:
         return self._source.vector(name, size)
 
+    def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._source.floats(name, shape)
+
     def packed(self, asked: WeightRequest) -> PackedLinear:
         if is_fine(asked.name, self._layers):
             asked = replace(asked, kind="head")

@@ -102,6 +102,10 @@ class WeightSource(Protocol):
 
     def vector(self, name: str, size: int) -> Tensor: ...
 
+    def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Read the whole of a small tensor in float32, whatever the rank and the model's dtype."""
+        ...
+
     def packed(self, asked: WeightRequest) -> PackedLinear: ...
 
     def split(self, name: str, parts: Mapping[str, int]) -> None:
@@ -140,6 +144,9 @@ class Weights:
 
     def vector(self, name: str, size: int) -> Tensor:
         return self._source.vector(self._full(name), size)
+
+    def floats(self, name: str, *shape: int) -> Tensor:
+        return self._source.floats(self._full(name), shape)
 
     def skip(self, name: str) -> None:
         self._source.skip(self._full(name))
@@ -229,6 +236,13 @@ class Checkpoint:
         if self._keeper is not None:
             self._keeper.vector(name, vector)
         return vector
+
+    def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        target = torch.empty(shape, dtype=torch.float32, device=self.device)
+        self.take_into(name, target)
+        if self._keeper is not None:
+            self._keeper.vector(name, target)
+        return target
 
     def packed(self, asked: WeightRequest) -> PackedLinear:
         if self._of_floats and asked.kind in OF_LAYERS and is_unquantized(asked.outputs, self._entries):

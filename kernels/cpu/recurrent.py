@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..op_types import BatchLayout
-from ..recurrent import MAX_CONV_WIDTH, RecurrentOps, RecurrentState, ScanShape, ScanWeights
+from ..recurrent import RecurrentOps, RecurrentState, ScanShape, ScanWeights
+from ..support import MAX_CONV_WIDTH
 from .command_buffer import CommandRecorder, ragged_step
 from .ffi import Step
 from .weight_packing import DTYPES
@@ -72,7 +73,7 @@ class CPURecurrent:
             rows.stride(0),
             gates.data_ptr(),
             gates.stride(0),
-            weights.a_log_H.data_ptr(),
+            weights.rate_H.data_ptr(),
             weights.bias_H.data_ptr(),
             _pointer(weights.skip_H),
             shape.heads,

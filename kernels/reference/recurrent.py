@@ -48,7 +48,7 @@ def short_conv(
 ) -> Tensor:
     wide = x.float()
     channels = weight_KC.shape[1]
-    before, after, inputs = wide.split(channels, 1) if gated else (None, None, wide)
+    before, after, inputs = torch.split(wide, channels, 1) if gated else (None, None, wide)
     if before is not None:
         inputs = before * inputs
     out_TC = torch.empty(len(x), channels, device=x.device)
@@ -77,15 +77,15 @@ def scan(
     wide, gate = rows.float(), gates.float()
     repeat = shape.heads // shape.key_heads
     if shape.rule == "delta":
-        q, k, v = wide.split((keys, keys, values), 1)
+        q, k, v = torch.split(wide, [keys, keys, values], 1)
         beta_TH, a_TH = gate.chunk(2, 1)
         factor_TH, dt_TH = beta_TH.sigmoid(), F.softplus(a_TH + weights.bias_H)
     else:
-        v, k, q = wide.split((values, keys, keys), 1)
+        v, k, q = torch.split(wide, [values, keys, keys], 1)
         factor_TH = dt_TH = F.softplus(gate + weights.bias_H).clamp(*shape.limits)
-    decay_TH = (weights.a_log_H * dt_TH).exp()
-    q_THA, k_THA = (x.unflatten(1, (shape.key_heads, -1)).repeat_interleave(repeat, 1) for x in (q, k))
-    v_THB = v.unflatten(1, (shape.heads, -1))
+    decay_TH = (weights.rate_H * dt_TH).exp()
+    q_THA, k_THA = (x.reshape(len(rows), shape.key_heads, -1).repeat_interleave(repeat, 1) for x in (q, k))
+    v_THB = v.reshape(len(rows), shape.heads, -1)
     if shape.rule == "delta":
         q_THA, k_THA = _unit(q_THA) * shape.key_dim**-0.5, _unit(k_THA)
     out_THB = torch.empty(len(rows), shape.heads, shape.value_dim, device=rows.device)

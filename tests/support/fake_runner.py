@@ -3,7 +3,8 @@
 Each KV slot holds a number that stands for the whole prefix up to its token: mix(slot before, token). When
 a row is computed, every slot it attends to must hold exactly the number its tokens call for; so a block that
 is shared wrongly, overwritten, freed too early or published uncomputed is found in that step. The next token
-is a function of what the *slots* say, so tokens are exact only if the KV is.
+is a function of what the *slots* say, so tokens are exact only if the KV is. Slots of recurrent state hold
+the number of all tokens before.
 """
 
 from collections import deque
@@ -64,8 +65,9 @@ def expected_output(namespace: str, prompt_ids: Sequence[int], params: SamplingP
 class FakeRunner:
     """One step at a time."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, state_slots: int = 0) -> None:
         self.block_size = block_size
+        self.states: list[int | None] = [None] * state_slots
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
         self.crash_next = False
         self.poisoned: set[str] = set()
@@ -76,6 +78,9 @@ class FakeRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         self._copy(plan.copies)
+        for source, target in plan.state_copies:
+            assert self.states[source] is not None
+            self.states[target] = self.states[source]
         result = StepResult()
         for row in plan.rows:
             assert row.num_tokens > 0, "a row without a token has no logits"
@@ -138,6 +143,22 @@ class FakeRunner:
             assert found == wanted[position], f"{request.request_id}: wrong KV at {position} of {start}"
         for position in range(start, end):
             self.slots[self._slot(request, position)] = wanted[position]
+        if self.states:
+            self._go_on(row, wanted)
+
+    def _go_on(self, row: ScheduledRequest, wanted: list[int]) -> None:
+        """Take the request's recurrent state from `row.start` to `row.end`."""
+        slot = row.request.state_slot
+        assert not row.drafts
+        assert slot >= 0
+        if row.start:
+            found = self.states[slot]
+            assert found == wanted[row.start - 1], f"{row.request.request_id}: wrong state at {row.start}"
+        self.states[slot] = wanted[row.end - 1]
+        for position, target in row.saves:
+            assert target != slot
+            assert row.start < position <= row.end
+            self.states[target] = wanted[position - 1]
 
     def _slot(self, request: Request, position: int) -> int:
         return request.block_table[position // self.block_size] * self.block_size + position % self.block_size
@@ -146,8 +167,10 @@ class FakeRunner:
 class FakeOverlappingRunner(FakeRunner):
     """Computes a step when it is launched, as what comes next on a device would see it, and tells later."""
 
-    def __init__(self, num_blocks: int, block_size: int, depth: int = 1, stages: int = 1) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(
+        self, num_blocks: int, block_size: int, depth: int = 1, stages: int = 1, state_slots: int = 0
+    ) -> None:
+        super().__init__(num_blocks, block_size, state_slots)
         self.depth, self.stages = depth, stages
         self.most_launched = 0
         self.crash_next_collect = False

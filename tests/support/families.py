@@ -26,6 +26,12 @@ COMMON: dict[str, Any] = {
 }
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "lfm2": {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "block_multiple_of": 16,
+        "tie_word_embeddings": True,
+    },
     "glm": {},
     "glm4": {},
     "ministral3": {

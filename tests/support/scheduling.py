@@ -120,14 +120,16 @@ class FakeEngine:
         block_size: int = 4,
         depth: int = 0,
         stages: int = 1,
+        state_slots: int = 0,
         **scheduler: object,
     ) -> None:
+        scheduler["state_slots"] = state_slots
         self.scheduler = make_scheduler(num_blocks=num_blocks, block_size=block_size, **scheduler)
         self.runner: FakeRunner
         if depth:
-            self.runner = driven = FakeOverlappingRunner(num_blocks, block_size, depth, stages)
+            self.runner = driven = FakeOverlappingRunner(num_blocks, block_size, depth, stages, state_slots)
         else:
-            self.runner = FakeRunner(num_blocks, block_size)
+            self.runner = FakeRunner(num_blocks, block_size, state_slots)
             driven = SyncExecutor(self.runner)
         self.engine = Engine(self.scheduler, driven, INFO)
         self.answers: dict[str, Answer] = {}
@@ -167,6 +169,8 @@ class FakeEngine:
         assert not self.engine.has_work
         self.scheduler.check()
         assert self.scheduler.pool.num_used == 0
+        if self.scheduler.tables.states is not None:
+            assert self.scheduler.tables.states.pool.num_used == 0
         return self.answers
 
     def _take(self, output: RequestOutput | None) -> None:

@@ -1,4 +1,5 @@
-"""KV cache manager: allocates and frees the blocks of requests. It is the only writer of block tables.
+"""KV cache manager: allocates and frees the blocks of requests, and slots of recurrent state beside them. It
+is the only writer of block tables.
 
     request.block_table   | shared with others, full | private, full | private, partly filled | reserved |
     request.num_computed  -------------------------------------------------->
@@ -6,6 +7,8 @@
 A table only grows at its end until the request leaves. Shared blocks are full, so no request writes into
 them.
 """
+
+from typing import NamedTuple
 
 from ...errors import DoesNotFit
 from ...ipc.messages import PrefixMissReason
@@ -15,6 +18,16 @@ from ..scheduler_config import SchedulerConfig
 from .block_pool import BlockPool
 from .prefix_cache import extend_hashes, first_block_digest
 from .prefix_usage import PrefixUses
+from .state_manager import StateManager
+from .state_pool import StatePool
+
+
+class StepCopies(NamedTuple):
+    """(source, destination) pairs to copy before a step."""
+
+    blocks: list[tuple[int, int]]
+    states: list[tuple[int, int]]
+
 
 MAX_PREEMPTIONS = 4
 """Number of preemptions after which a request is pinned; see `KVCacheManager.is_pinned`."""
@@ -25,6 +38,10 @@ class KVCacheManager:
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
         self.pool = pool
+        self.states = None
+        if config.state_slots:
+            slots = StatePool(config.state_slots)
+            self.states = StateManager(slots, pool.block_size, caching=pool.caching)
         self._config = config
         self._watermark = int(config.watermark * pool.num_blocks)
         self._premium_blocks = int(config.premium_share * pool.num_blocks)
@@ -60,16 +77,18 @@ class KVCacheManager:
         """
         return self._config.batching == "static" or request.preemptions >= MAX_PREEMPTIONS
 
-    def admit(
-        self, request: Request, sibling: Request | None, *, alone: bool
-    ) -> list[tuple[int, int]] | None:
+    def admit(self, request: Request, sibling: Request | None, *, alone: bool) -> StepCopies | None:
         """Build the block table for all tokens so far, reusing cached blocks and those of a `sibling`.
 
-        Returns the (source, destination) block copies to make before the step; None, with nothing changed,
-        when blocks are short. `alone`: no other request runs, so no block needs to stay free.
+        Returns the copies to make before the step; None, with nothing changed, when blocks or slots are
+        short. `alone`: no other request runs, so no block needs to stay free.
+
+        A recurrent state is only kept at the ends of blocks, so forks share what the prefix cache has.
         """
-        shared, hits = self._find_prefix(request)
-        computed = hits
+        shared, known = self._find_prefix(request)
+        hits = computed = len(shared) * self.pool.block_size
+        if self.states is not None:
+            sibling = None
         if sibling is not None and (forked := self._forkable(request)) > computed:
             shared, computed = sibling.block_table[: forked // self.pool.block_size], forked
         size = self._admission_size(request)
@@ -82,10 +101,12 @@ class KVCacheManager:
         request.num_computed = request.num_scheduled = computed
         request.admissions += 1
         self._count_premium(request, size)
+        if self.states is not None:
+            return StepCopies([], self.states.admit(request, len(shared), known))
         if sibling is None or computed % self.pool.block_size == 0:
-            return []
+            return StepCopies([], [])
         partial = len(shared)  # copy-on-write: the sibling continues to write into its own block
-        return [(sibling.block_table[partial], request.block_table[partial])]
+        return StepCopies([(sibling.block_table[partial], request.block_table[partial])], [])
 
     def fits(self, request: Request) -> bool:
         """Return True if `admit` would find the blocks next to other requests, without a sibling's blocks."""
@@ -97,6 +118,8 @@ class KVCacheManager:
         return self._reserved(request) if pinned else self.pool.blocks_for(request.num_tokens)
 
     def _has_room(self, request: Request, shared: list[int], fresh: int, *, alone: bool) -> bool:
+        if self.states is not None and not self.states.pool.num_available:
+            return False
         left = self.pool.num_available - self.pool.num_idle(shared) - fresh
         return left >= self._kept_free(request, alone=alone)
 
@@ -131,6 +154,8 @@ class KVCacheManager:
         """
         if suspect:
             self.pool.unpublish(request.block_table)
+        if self.states is not None:
+            self.states.release(request, suspect=suspect)
         self.pool.release(request.block_table)
         self._count_premium(request, -len(request.block_table))
         request.block_table = []
@@ -149,15 +174,19 @@ class KVCacheManager:
         )
 
     def _find_prefix(self, request: Request) -> tuple[list[int], int]:
-        """Return cached blocks and the number of tokens they cover: never all tokens, because the logits of
-        the last one must be computed.
+        """Return cached blocks to share, and the number of cached blocks, which is larger where recurrent
+        state was not kept for all of them. Never blocks of all tokens, because the logits of the last one
+        must be computed.
         """
         if not self.pool.caching or _needs_all_rows(request):
             return [], 0
         usable = self._usable_blocks(request)
         extend_hashes(request, self.pool.block_size, usable)
         blocks = self.pool.find(request.block_hashes[:usable])
-        return blocks, len(blocks) * self.pool.block_size
+        if self.states is None:
+            return blocks, len(blocks)
+        with_state, _ = self.states.pool.find(request.block_hashes[: len(blocks)])
+        return blocks[:with_state], len(blocks)
 
     def _usable_blocks(self, request: Request) -> int:
         return (request.num_tokens - 1) // self.pool.block_size
@@ -172,6 +201,8 @@ class KVCacheManager:
         found = hits // size
         if found == usable:
             return "complete" if usable else "short"
+        if self.states is not None and self.pool.has_prefix(request.block_hashes[found]):
+            return "state"
         first = first_block_digest(request, size) if found == 0 else None
         return self.pool.history.why_absent(request.block_hashes[found], first)
 

@@ -48,10 +48,13 @@ class PackedWeightSource:
         """Bytes of the file that stay mapped; 0 where they were copied."""
 
     def vector(self, name: str, size: int) -> Tensor:
-        return self._tensor(name, (size,))
+        return self._tensor(name, (size,), self.dtype)
+
+    def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._tensor(name, shape, torch.float32)
 
     def packed(self, asked: WeightRequest) -> PackedLinear:
-        bias_O = self._tensor(asked.name + _BIAS, asked.shape[:1]) if asked.bias else None
+        bias_O = self._tensor(asked.name + _BIAS, asked.shape[:1], self.dtype) if asked.bias else None
         item = self._item(asked.name, asked.shape, asked.kind)
         panels = self._bytes[item.offset : item.offset + item.nbytes]
         linear = self._packing.attach(asked.kind, asked.shape, self.dtype, panels, bias_O)
@@ -68,9 +71,9 @@ class PackedWeightSource:
     def finish(self) -> None:
         pass
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        item = self._item(name, shape, str(self.dtype))
-        return self._bytes[item.offset : item.offset + item.nbytes].view(self.dtype).view(shape)
+    def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        item = self._item(name, shape, str(dtype))
+        return self._bytes[item.offset : item.offset + item.nbytes].view(dtype).view(shape)
 
     def _item(self, name: str, shape: tuple[int, ...], dtype: str) -> PackedItem:
         item = self._file.item(name)
@@ -91,7 +94,9 @@ class PackedWeightWriter:
 
     def vector(self, name: str, vector: Tensor) -> None:
         shape, dtype = tuple(vector.shape), str(vector.dtype)
-        self._add(name, shape, dtype, memoryview(bytes(vector.view(torch.uint8).tolist())))  # some kilobytes
+        self._add(
+            name, shape, dtype, memoryview(bytes(vector.flatten().view(torch.uint8).tolist()))
+        )  # some kilobytes
 
     def packed(self, asked: WeightRequest, packed: PackedLinear, bias_O: Tensor | None) -> None:
         self._add(asked.name, asked.shape, asked.kind, self._packing.panels(packed))

@@ -17,8 +17,8 @@ from support.scheduling import INFO, make_scheduler
 class Mirroring(FakeOverlappingRunner):
     """Runs what comes out at the other end, and compares it with what went in."""
 
-    def __init__(self, num_blocks, stages=1, depth=0):
-        super().__init__(num_blocks, 4, depth, stages)
+    def __init__(self, num_blocks, stages=1, depth=0, state_slots=0):
+        super().__init__(num_blocks, 4, depth, stages, state_slots)
         self.encoder, self.decoder = StepEncoder(), StepDecoder()
         self.most = 0
         self.mirrors = {}
@@ -31,12 +31,15 @@ class Mirroring(FakeOverlappingRunner):
         self.most = max(self.most, len(frame.encode()))
         mirrored = self.decoder.decode(Frame(frame.kind, frame.body, frame.numbers))
         assert mirrored.copies == plan.copies
+        assert mirrored.state_copies == plan.state_copies
         for row, mirror in zip(plan.rows, mirrored.rows, strict=True):
             assert (row.start, row.num_tokens, row.samples) == (
                 mirror.start,
                 mirror.num_tokens,
                 mirror.samples,
             )
+            assert list(mirror.saves) == list(row.saves)
+            assert mirror.request.state_slot == row.request.state_slot
             assert mirror.admission == mirror.request.admissions == row.admission
             for name in ("request_id", "token_ids", "block_table", "params", "num_prompt", "num_pending"):
                 assert getattr(row.request, name) == getattr(mirror.request, name), name
@@ -66,7 +69,9 @@ def params(rng, number):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"num_blocks": 13}, {"token_budget": 8}, {"max_running": 2}], ids=str
+    "options",
+    [{}, {"num_blocks": 13}, {"token_budget": 8}, {"max_running": 2}, {"state_slots": 7}],
+    ids=str,
 )
 @pytest.mark.parametrize(("stages", "depth"), [(1, 0), (1, 1), (2, 1), (3, 3)])
 @pytest.mark.parametrize("seed", range(3))
@@ -74,7 +79,7 @@ def test_mirrors_follow_the_scheduler(options, seed, stages, depth):
     rng = random.Random(seed)
     options = {"num_blocks": 100, **options}
     scheduler = make_scheduler(**options)
-    runner = Mirroring(options["num_blocks"], stages, depth)
+    runner = Mirroring(options["num_blocks"], stages, depth, options.get("state_slots", 0))
     engine = Engine(scheduler, runner, INFO)
     last = None
     for number in range(16):

@@ -1,0 +1,109 @@
+"""Recurrent state of requests: slots at admission, and which states the prefix cache keeps.
+
+A state is a function of all tokens before it, so a prefix can only go on from a state that was kept. Kept
+are, all at the ends of full blocks:
+
+    the end of a prompt              for its next turn, for other answers to it
+    the end of an answer             one state that moves on, every `STATE_STRIDE` tokens
+    where a prompt left known blocks another prompt may branch off there
+    every so many tokens of a prompt for edits and branches in the middle of it
+"""
+
+from typing import Final
+
+from ..request import Request
+from ..step import ScheduledRequest
+from .state_pool import StatePool
+
+NO_SLOT: Final = -1
+STATE_STRIDE = 32
+"""Tokens between two states that are kept of an answer."""
+STATES_PER_PROMPT = 8
+MIN_STATE_DISTANCE = 512
+"""Tokens between the states in the middle of a prompt, of which at most `STATES_PER_PROMPT` are kept."""
+
+
+class StateManager:
+    """Only writer of `Request.state_slot` and of what belongs to it."""
+
+    def __init__(self, pool: StatePool, block_size: int, *, caching: bool) -> None:
+        self.pool = pool
+        self._block_size = block_size
+        self._stride = max(block_size, STATE_STRIDE // block_size * block_size)
+        self._caching = caching
+        self._written: set[int] = set()
+        """Slots that launched steps save states to."""
+
+    def admit(self, request: Request, blocks: int, known: int) -> list[tuple[int, int]]:
+        """Take a slot for the request, which goes on after its first `blocks` blocks. Returns the (source,
+        destination) slots to copy. There must be an available slot.
+
+        `known`: number of its blocks whose KV is cached, where another prompt left this one.
+        """
+        source = None
+        if blocks:
+            found, source = self.pool.find(request.block_hashes[:blocks])
+            assert found == blocks
+            self.pool.touch(request.block_hashes[blocks - 1])
+        slot = self.pool.take(spared=source)
+        if slot is None:  # the state that it goes on from is in the last available slot
+            assert source is not None
+            self.pool.drop([request.block_hashes[blocks - 1]])
+            slot = self.pool.take()
+        assert slot is not None
+        request.state_slot, request.state_marks = slot, self._marks(request, known)
+        return [] if source is None or source == slot else [(source, slot)]
+
+    def _marks(self, request: Request, known: int) -> tuple[int, ...]:
+        """Return the positions of its tokens so far whose states are to be kept."""
+        if not self._caching:
+            return ()
+        size, count = self._block_size, request.num_tokens
+        distance = max(MIN_STATE_DISTANCE, -(-count // STATES_PER_PROMPT))
+        distance = -(-distance // size) * size
+        last = (count - 1) // size * size
+        return tuple(sorted({*range(distance, last, distance), known * size, last} - {0}))
+
+    def plan_saves(self, row: ScheduledRequest) -> None:
+        """Take slots for the states that are to be kept of the row's tokens."""
+        if not self._caching:
+            return
+        request, found = row.request, list[tuple[int, int]]()
+        wanted = [mark for mark in request.state_marks if row.start < mark <= row.end]
+        if not wanted and row.start >= request.num_prompt and row.end % self._stride == 0:
+            wanted = [row.end]
+        for position in wanted:
+            if (slot := self.pool.take()) is None:
+                break
+            self._written.add(slot)
+            found.append((position, slot))
+        row.saves = found
+
+    def apply_saves(self, row: ScheduledRequest, *, valid: bool) -> None:
+        """Keep the states that a finished step saved; free their slots if the row was not `valid`."""
+        for position, slot in row.saves:
+            self._written.remove(slot)
+            index = position // self._block_size - 1
+            if not valid or index >= len(row.request.block_hashes):
+                self.pool.release(slot)
+                continue
+            block_hash = row.request.block_hashes[index]
+            if position > row.request.num_prompt:
+                self._move_on(row.request, block_hash)
+            self.pool.keep(slot, block_hash)
+
+    def _move_on(self, request: Request, block_hash: bytes) -> None:
+        """Drop the state that was kept of the answer before: the new one is of more use."""
+        if request.answer_state is not None and request.answer_state != block_hash:
+            self.pool.drop([request.answer_state])
+        request.answer_state = block_hash
+
+    def release(self, request: Request, *, suspect: bool) -> None:
+        if request.state_slot >= 0:
+            self.pool.release(request.state_slot)
+            request.state_slot = NO_SLOT
+        if suspect:
+            self.pool.drop(request.block_hashes)
+
+    def check(self, running: list[Request]) -> None:
+        self.pool.check([*(request.state_slot for request in running), *self._written])

@@ -1,0 +1,162 @@
+"""Hybrids of attention and recurrent layers: one request, one answer; known prefixes are gone on from."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmbox.engine.core.engine import Engine
+from llmbox.engine.core.kv_cache.block_pool import BlockPool
+from llmbox.engine.core.scheduler import Scheduler
+from llmbox.engine.errors import DeviceError, ModelError, ParallelError
+from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.quantize.quantize import quantize
+from llmbox.kernels.quant_formats import QUANTS
+from support.families import make_family
+from support.real_engines import ask, load, run, tokens
+
+HYBRIDS = ["lfm2"]
+LONG = ask("long", [3 + i * 7 % 300 for i in range(101)], 24, temperature=0.8, seed=4)
+OTHERS = [ask(f"other {i}", range(5 + i, 25 + 2 * i), 12, temperature=0.9, seed=i) for i in range(32)]
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family(tmp_path_factory.mktemp(request.param), request.param, max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> list[int]:
+    return tokens(load(model, dtype="bfloat16"), [LONG])["long"]
+
+
+def named(name: str, request: AddRequest, **changes: Any) -> AddRequest:
+    return replace(request, request_id=name, **changes)
+
+
+@pytest.mark.parametrize("options", [{}, {"token_budget": 33}, {"prefix_cache": False}], ids=str)
+def test_alone_and_in_a_batch_of_33(model: Path, alone: list[int], options: dict[str, Any]) -> None:
+    engine = load(model, dtype="bfloat16", max_running=33, **options)
+    assert tokens(engine, [*OTHERS[:16], LONG, *OTHERS[16:]])["long"] == alone
+    assert tokens(engine, [named("again", LONG)])["again"] == alone
+
+
+def test_after_preemption(model: Path, alone: list[int]) -> None:
+    engine = load(model, dtype="bfloat16")
+    config = replace(engine._scheduler.config, context=160, watermark=0.0, premium_share=0.0)
+    engine._scheduler = Scheduler(config, BlockPool(12, 16))
+    assert tokens(engine, [*OTHERS[:6], LONG])["long"] == alone
+    assert engine.stats().preemptions > 0
+    engine._scheduler.check()
+
+
+def test_resumed_on_another_engine(model: Path, alone: list[int]) -> None:
+    cut = replace(LONG, output_ids=alone[:9])
+    assert tokens(load(model, dtype="bfloat16", token_budget=33), [cut])["long"] == alone[9:]
+
+
+def computed(engine: Engine, request: AddRequest) -> int:
+    """Prompt tokens that were computed for a request."""
+    (first, *_) = run(engine, [request])[request.request_id]
+    assert first.cached_tokens is not None
+    return len(request.prompt_ids) - first.cached_tokens
+
+
+def test_a_second_turn_goes_on_from_the_first(model: Path) -> None:
+    engine = load(model, dtype="bfloat16")
+    turn = named("first", LONG, params=replace(LONG.params, max_tokens=75))
+    history = LONG.prompt_ids + tokens(engine, [turn])["first"] + [9, 8, 7]
+    second = ask("second", history, 8)
+    expected = tokens(load(model, dtype="bfloat16", prefix_cache=False), [second])
+    assert computed(engine, named("probe", second)) <= 64
+    assert tokens(engine, [second]) == expected
+
+
+def test_an_edit_and_a_branch_are_known_the_next_time(model: Path) -> None:
+    engine = load(model, dtype="bfloat16")
+    run(engine, [LONG])
+    edited = [*LONG.prompt_ids[:70], *[11] * 31]
+    assert computed(engine, ask("edit", edited, 1)) == 101, "no state was kept at 64"
+    assert computed(engine, ask("other edit", [*edited[:66], *[12] * 20], 1)) <= 64
+    branch = ask("branch", [*LONG.prompt_ids, 5, 6], 8)
+    assert computed(engine, named("probe", branch)) <= 64
+    assert tokens(engine, [branch]) == tokens(load(model, dtype="bfloat16"), [branch])
+
+
+def test_answers_to_one_prompt_share_its_states(model: Path) -> None:
+    engine = load(model, dtype="bfloat16")
+    forks = [
+        named(f"fork {i}", LONG, fork_of="long", params=replace(LONG.params, seed=i)) for i in range(1, 4)
+    ]
+    found = run(engine, [LONG, *forks])
+    for fork in forks:
+        assert found[fork.request_id][0].cached_tokens == 96
+        apart = tokens(load(model, dtype="bfloat16"), [replace(fork, fork_of=None)])
+        assert [t for output in found[fork.request_id] for t in output.token_ids] == apart[fork.request_id]
+    engine._scheduler.check()
+
+
+def test_few_slots_bound_how_many_run(model: Path, alone: list[int]) -> None:
+    engine = load(model, dtype="bfloat16")
+    config = replace(engine._scheduler.config, state_slots=3)
+    engine._scheduler = Scheduler(config, BlockPool(400, 16))
+    for request in [LONG, *OTHERS[:8]]:
+        engine.add(request)
+    found: list[int] = []
+    while engine.has_work:
+        outputs = engine.step().outputs
+        found += [token for output in outputs if output.request_id == "long" for token in output.token_ids]
+        assert engine.stats().running <= 3
+        engine._scheduler.check()
+    assert found == alone
+
+
+def test_what_cannot_run_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DeviceError, match="recurrent layers of this model run on CPUs only"):
+        load(model, overlap=True)
+    with pytest.raises(DeviceError, match="state cannot go back behind a rejected draft"):
+        load(model, speculate="on")
+    with pytest.raises(ParallelError, match="cannot be shared equally"):
+        load(model, tp=3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ({"layer_types": ["conv"] * 4}, "no layer has attention"),
+        ({"layer_types": ["conv", "full_attention"]}, "for each of 4 layers"),
+        ({"layer_types": None, "full_attn_idxs": [7]}, "full_attn_idxs must be a list of layers below 4"),
+        ({"conv_L_cache": 40}, "conv_L_cache 40 is not supported, only 2 to 8"),
+    ],
+)
+def test_bad_configs_of_short_convolutions(tmp_path: Path, overrides: dict[str, Any], problem: str) -> None:
+    model = make_family(tmp_path, "lfm2")
+    write_config(model, overrides)
+    with pytest.raises(ModelError, match=problem):
+        load(model)
+
+
+def write_config(model: Path, changes: dict[str, Any]) -> None:
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}, {"pp": 4}, {"tp": 2, "pp": 2}], ids=str)
+def test_ranks_give_the_tokens_of_one(model: Path, alone: list[int], options: dict[str, Any]) -> None:
+    engine = load(model, dtype="bfloat16", **options)
+    found = tokens(engine, [LONG, *OTHERS[:3]])
+    assert found["long"] == alone
+    assert tokens(engine, [named("again", LONG)])["again"] == alone
+
+
+def test_quantized_offline_and_at_load(model: Path, tmp_path: Path) -> None:
+    quantize(model, tmp_path / "int8", QUANTS["int8"], 1, lambda _done, _total: None)
+    at_load = tokens(load(model, quant="int8"), [LONG, *OTHERS[:3]])
+    stored = load(tmp_path / "int8", dtype="float32")
+    assert stored.info.quant == "int8"
+    assert tokens(stored, [LONG, *OTHERS[:3]]) == at_load
+    with pytest.raises(ModelError, match="recurrent layers cannot be calibrated"):
+        quantize(model, tmp_path / "x", QUANTS["int8"], 1, lambda *_: None, lambda *_: None)
